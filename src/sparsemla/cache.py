@@ -1,0 +1,192 @@
+"""Paged caches: typed views over pages of any format, and slot arithmetic.
+
+A *slot* is ``page * page_size + offset``: it names one row of one layer. A negative slot means
+"no row": writes skip it, attention masks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsemla.formats import CacheFormat, RowFields, ScaleMode, bf16_format, scatter_rows
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Pages of latent rows, or of indexer keys.
+
+    Args:
+        data: ``[num_pages, page_size, row_width]`` of ``format.storage_dtype`` (any one-byte dtype
+            for the quantised formats), or ``[num_pages, num_layers, page_size, row_width]`` for a
+            cache that keeps several layers in a page. Page, layer and row strides are read from
+            the tensor.
+        format: the rows' format. It is never guessed from a size.
+        scales: ``[num_pages, (num_layers,) page_size, num_scales]`` float32, only for the formats
+            with ``scales_in == "tensor"``.
+
+    Raises:
+        TypeError: a dtype that the format does not have.
+        ValueError: a rank, width, stride or scale tensor that does not match the format.
+
+    >>> from sparsemla.formats import FP8_DS_MLA
+    >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=8, page_size=64)
+    >>> cache.write(torch.tensor([3, 64]), torch.randn(2, 576))
+    >>> cache.read(torch.tensor([64])).shape
+    torch.Size([1, 576])
+    """
+
+    data: Tensor
+    format: CacheFormat
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fmt, data, scales = self.format, self.data, self.scales
+        if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
+            raise TypeError(
+                f"data must have dtype {fmt.storage_dtype} for format {fmt.name}, got {data.dtype}"
+            )
+        if data.dim() not in (3, 4) or data.shape[-1] != fmt.row_width:
+            raise ValueError(
+                f"data must have shape [num_pages, (num_layers,) page_size, {fmt.row_width}] for "
+                f"format {fmt.name}, got {list(data.shape)}"
+            )
+        if data.shape[-2] < 1:
+            raise ValueError(f"data must have a page size of at least 1, got {list(data.shape)}")
+        if data.stride(-1) != 1:
+            raise ValueError(f"data must be contiguous in its last dimension, got {data.stride()}")
+        self._check_strides()
+        if (scales is not None) != (fmt.scales_in == "tensor"):
+            expected = "a float32 tensor" if fmt.scales_in == "tensor" else "None"
+            raise ValueError(f"scales must be {expected} for format {fmt.name}")
+        if scales is not None:
+            shape = (*data.shape[:-1], fmt.num_scales)
+            if scales.dtype != fmt.scale_dtype:
+                raise TypeError(f"scales must have dtype {fmt.scale_dtype}, got {scales.dtype}")
+            if tuple(scales.shape) != shape or scales.device != data.device:
+                raise ValueError(
+                    f"scales must have shape {list(shape)} on {data.device}, "
+                    f"got {list(scales.shape)} on {scales.device}"
+                )
+
+    def _check_strides(self) -> None:
+        fmt, data = self.format, self.data
+        page_stride = data.stride(0)
+        if fmt.scales_in == "page":
+            needed = fmt.page_bytes(data.shape[-2])
+            if data.shape[0] > 1 and page_stride < needed:
+                raise ValueError(
+                    f"data must have a page stride of at least {needed} bytes for format "
+                    f"{fmt.name} and page size {data.shape[-2]}, got {page_stride}"
+                )
+        # Typed views of a byte tensor need every stride to be a multiple of the widest field.
+        if fmt.storage_dtype == torch.uint8:
+            unit = (
+                fmt.scale_dtype.itemsize if fmt.bf16_dim == 0 else max(2, fmt.scale_dtype.itemsize)
+            )
+            strides = data.stride()[:-2] if fmt.scales_in == "page" else data.stride()[:-1]
+            if any(s % unit for s in (*strides, data.storage_offset())):
+                raise ValueError(
+                    f"data must have strides and an offset that are multiples of {unit} bytes for "
+                    f"format {fmt.name}, got {data.stride()} at {data.storage_offset()}"
+                )
+
+    @classmethod
+    def allocate(
+        cls,
+        format: CacheFormat,
+        num_pages: int,
+        page_size: int,
+        *,
+        num_layers: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PagedCache:
+        """A zeroed cache with the format's own strides."""
+        data, scales = format.allocate(num_pages, page_size, num_layers=num_layers, device=device)
+        return cls(data, format, scales)
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
+        """bfloat16 ``rows [S, head_dim]`` as a cache of page size 1, so that slot == row."""
+        return cls(rows.unsqueeze(1), bf16_format(rows.shape[-1], min(value_dim, rows.shape[-1])))
+
+    @property
+    def num_pages(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.data.shape[-2]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of one layer."""
+        return self.num_pages * self.page_size
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers kept in each page, or None for the cache of one layer."""
+        return self.data.shape[1] if self.data.dim() == 4 else None
+
+    def layer(self, layer_idx: int) -> PagedCache:
+        """One layer of a cache that keeps several in a page; a view.
+
+        Raises:
+            ValueError: the cache has one layer only, or no such layer.
+        """
+        if self.num_layers is None:
+            raise ValueError("layer_idx given, but the cache holds a single layer")
+        if not 0 <= layer_idx < self.num_layers:
+            raise ValueError(f"layer_idx must lie in [0, {self.num_layers}), got {layer_idx}")
+        scales = None if self.scales is None else self.scales[:, layer_idx]
+        return PagedCache(self.data[:, layer_idx], self.format, scales)
+
+    def fields(self) -> RowFields:
+        """Typed views ``[num_pages, (num_layers,) page_size, n]`` of the stored parts."""
+        return self.format.fields(self.data, self.scales)
+
+    def gather(self, slots: Tensor) -> RowFields:
+        """The stored parts ``[..., n]`` of ``slots [...]``, all of them valid."""
+        pages = torch.div(slots, self.page_size, rounding_mode="floor").long()
+        offsets = slots - pages * self.page_size
+        parts = (None if view is None else view[pages, offsets] for view in self.fields())
+        return RowFields(*parts)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Dequantised bfloat16 rows ``[..., head_dim]`` of ``slots [...]``, all of them valid."""
+        return self.format.dequantize(self.gather(slots))
+
+    def write(self, slots: Tensor, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> None:
+        """Quantise ``rows [N, head_dim]`` and store them at ``slots [N]``; negative slots skip."""
+        keep = slots >= 0
+        stored = self.format.quantize(rows[keep], scale_mode=scale_mode)
+        for view, part in zip(self.fields(), stored, strict=True):
+            if view is not None and part is not None:
+                scatter_rows(view, slots[keep].long(), part)
+
+
+def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Slots of token positions: ``page_table[request, pos // page_size] * page_size + offset``.
+
+    Args:
+        page_table: ``[B, W]`` integer, page ids of each request.
+        request_ids: ``[...]`` integer, row of the page table; must be valid.
+        positions: ``[...]`` integer, positions in the request.
+        page_size: tokens of a page.
+
+    Returns:
+        int64 ``[...]``; -1 where the position is negative or outside the table, or where the table
+        holds a negative page id.
+
+    >>> table = torch.tensor([[7, 2, -1]])
+    >>> slots_of(table, torch.zeros(4, dtype=int), torch.tensor([0, 5, 9, 99]), 4)
+    tensor([28,  9, -1, -1])
+    """
+    positions = positions.long()
+    logical = torch.div(positions, page_size, rounding_mode="floor")
+    inside = (positions >= 0) & (logical < page_table.shape[1])
+    pages = page_table[request_ids.long(), torch.where(inside, logical, 0)].long()
+    slots = pages * page_size + (positions - logical * page_size)
+    return torch.where(inside & (pages >= 0), slots, -1)

@@ -1,0 +1,148 @@
+"""What the CPU kernels share: dequantised rows, attention over a block of keys, merging by LSE."""
+
+import functools
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.formats import RowFields
+
+WORKSPACE_BYTES = 64 << 20
+"""What a kernel may hold beside its arguments, whatever the context; a few such buffers exist."""
+
+KEY_BYTES = 4 << 20
+"""Keys that each thread gathers at a time: enough rows to make up for the cost of a call."""
+
+
+SMALL_LSE = 2.0
+"""Below this the error of the flash kernel's LSE shows: 3e-5, beside 2^-15 of the LSE allowed."""
+
+
+def blocks(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most ``size`` (at least one) that cover ``range(total)``."""
+    size = max(size, 1)
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+@functools.cache
+def _e4m3_pairs() -> Tensor:
+    """int32 ``[65536]``: two e4m3 codes to their two bfloat16 values, low byte first."""
+    codes = torch.arange(65536, dtype=torch.int32)
+    pair = torch.stack([codes & 0xFF, codes >> 8], dim=-1).to(torch.uint8)
+    return pair.view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int32).squeeze(-1)
+
+
+def e4m3_to_bf16(x: Tensor) -> Tensor:
+    """bfloat16 of contiguous e4m3 ``[..., n]``, exact; several times faster than ``x.bfloat16()``.
+
+    torch converts e4m3 one value at a time; a table gives two at once.
+    """
+    if x.shape[-1] % 2 or not x.is_contiguous():
+        return x.to(torch.bfloat16)
+    pairs = x.view(torch.int16).to(torch.int32) & 0xFFFF
+    return _e4m3_pairs()[pairs].view(torch.bfloat16)
+
+
+def dequantize(fields: RowFields, scale_block: int) -> Tensor:
+    """bfloat16 rows ``[n, head_dim]`` of parts ``[n, ...]``, as ``CacheFormat.dequantize``."""
+    if fields.fp8 is None:
+        return cast(Tensor, fields.bf16)
+    x = e4m3_to_bf16(fields.fp8)
+    if fields.scales is not None:
+        # A product with float32 scales is rounded once, to bfloat16.
+        scales = fields.scales.float().repeat_interleave(scale_block, dim=-1)
+        x = (x * scales[:, : x.shape[1]]).to(torch.bfloat16)
+    return x if fields.bf16 is None else torch.cat([x, fields.bf16], dim=-1)
+
+
+def read_rows(cache: PagedCache, slots: Tensor) -> Tensor:
+    """Dequantised bfloat16 rows ``[n, head_dim]`` of valid ``slots [n]``."""
+    out = torch.empty(slots.shape[0], cache.format.head_dim, dtype=torch.bfloat16)
+    # Converting goes through temporaries several times the size of the rows.
+    for part in blocks(slots.shape[0], WORKSPACE_BYTES // (16 * cache.format.head_dim)):
+        out[part] = dequantize(cache.gather(slots[part]), cache.format.scale_block)
+    return out
+
+
+def flat_rows(cache: PagedCache) -> Tensor | None:
+    """All rows ``[num_slots, head_dim]`` as a view, where they are bfloat16 and evenly spaced."""
+    if cache.format.fp8_dim:
+        return None
+    rows = cache.data
+    if cache.num_pages > 1 and rows.stride(0) != rows.stride(1) * cache.page_size:
+        return None
+    return rows.as_strided(
+        (cache.num_slots, rows.shape[2]), (rows.stride(1), 1), rows.storage_offset()
+    )
+
+
+def valid_slots(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Tensor:
+    """Which of ``slots [R, K]`` name a row and stand before ``lengths [R]``: bool ``[R, K]``."""
+    valid = (slots >= 0) & (slots < cache.num_slots)
+    if lengths is not None:
+        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
+    return valid
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``q [R, M, D]`` over ``keys [R, K, D]`` and ``values [R, K, D]``.
+
+    Args:
+        q: bfloat16 or float32.
+        keys: of q's dtype, finite.
+        values: of q's dtype, finite.
+        valid: bool ``[R, K]`` or ``[R or 1, M, K]``, or None if every key counts.
+        softmax_scale: factor of the scores.
+
+    Returns:
+        out ``[R, M, D]`` of q's dtype and lse float32 ``[R, M]``; 0 and -inf without a valid key.
+    """
+    mask = None
+    if valid is not None:
+        valid = valid[:, None] if valid.dim() == 2 else valid  # [R or 1, 1 or M, K]
+        mask = torch.zeros(valid.shape, dtype=q.dtype).masked_fill_(~valid, -torch.inf)[:, None]
+    # The public scaled_dot_product_attention runs this kernel and drops the LSE.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=softmax_scale
+    )
+    lse = lse[:, 0]
+    if q.dtype == torch.bfloat16:
+        _refine_small(lse, q, keys, valid, softmax_scale)
+    if valid is not None:
+        lse.masked_fill_(~valid.any(-1), -torch.inf)
+    return out[:, 0], lse
+
+
+def _refine_small(
+    lse: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float
+) -> None:
+    """Compute again, from float32 products, the rows with an LSE near 0.
+
+    For bfloat16 the flash kernel takes exponentials with a relative error of 3e-5, which all of
+    them share: out does not feel it, and neither does an LSE that is not small.
+    """
+    for row in (lse.abs() < SMALL_LSE).any(-1).nonzero()[:, 0].tolist():
+        logits = (q[row].float() @ keys[row].float().T) * softmax_scale  # [M, K]
+        if valid is not None:
+            logits.masked_fill_(~valid[min(row, valid.shape[0] - 1)], -torch.inf)
+        lse[row] = logits.logsumexp(-1)
+
+
+def finish(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """``out [R, H, V]`` with the sink in its denominator; rows without a key are 0."""
+    if attn_sink is None:
+        return out
+    share = torch.sigmoid(lse - attn_sink).masked_fill_(lse.isneginf(), 0)
+    return out * share[..., None]
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The union of two attention states ``[..., M, D]`` and ``[..., M]``, in float32."""
+    total = torch.logaddexp(lse, more_lse)
+    shares = [(part - total).exp_().masked_fill_(part.isneginf(), 0) for part in (lse, more_lse)]
+    return out * shares[0][..., None] + more * shares[1][..., None], total

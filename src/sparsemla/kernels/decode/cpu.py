@@ -1,0 +1,107 @@
+"""Decode attention on the CPU, and merging of attention states."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache, slots_of
+from sparsemla.kernels.common import cpu
+from sparsemla.kernels.common.cpu_sparse import Stream, sparse_attention
+
+
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_cache: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
+    num_splits: int,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    streams = [_stream(cache, topk_indices, topk_lengths)]
+    if extra_cache is not None and extra_topk_indices is not None:
+        streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
+    flat_out, flat_lse = q.new_empty(q.shape[0] * q.shape[1], *out.shape[2:]), lse.flatten(0, 1)
+    sparse_attention(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
+    out.copy_(flat_out.view(out.shape))
+    lse.copy_(flat_lse.view(lse.shape))
+
+
+def _stream(cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None) -> Stream:
+    """One row for each query token."""
+    if topk_lengths is not None:
+        topk_lengths = topk_lengths.repeat_interleave(topk_indices.shape[1])
+    return Stream(cache, topk_indices.flatten(0, 1), topk_lengths)
+
+
+def dense_decode(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    attn_sink: Tensor | None,
+    num_splits: int,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    query_len, num_heads, head_dim = q.shape[1:]
+    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    for request, length in enumerate(seq_lens.tolist()):
+        queries = q[request].reshape(1, query_len * num_heads, head_dim).to(dtype)
+        state = (
+            torch.zeros(1, queries.shape[1], head_dim),
+            torch.full((1, queries.shape[1]), -torch.inf),
+        )
+        for part in cpu.blocks(length, cpu.WORKSPACE_BYTES // (8 * head_dim)):
+            keys, valid = _page_keys(cache, page_table, request, part)
+            last = length if not causal else length - query_len + 1 + torch.arange(query_len)
+            if causal and part.stop > length - query_len + 1:
+                seen = torch.arange(part.start, part.stop) < last[:, None]  # [S, n]
+                seen = seen.repeat_interleave(num_heads, 0)[None]  # [1, S * H, n]
+                valid = seen if valid is None else seen & valid[:, None]
+            keys = keys.to(dtype)
+            part_state = cpu.attend(queries, keys, keys, valid, softmax_scale)
+            state = cpu.merge(*state, *part_state)
+        lse[request] = state[1].view(query_len, num_heads)
+        result = state[0].view(query_len, num_heads, head_dim)[..., : out.shape[-1]]
+        out[request] = cpu.finish(result, lse[request], attn_sink)
+
+
+def _page_keys(
+    cache: PagedCache, page_table: Tensor, request: int, part: slice
+) -> tuple[Tensor, Tensor | None]:
+    """Keys ``[1, n, D]`` of some positions, and which exist ``[1, n]``, None if all do."""
+    positions = torch.arange(part.start, part.stop)
+    requests = torch.full_like(positions, request)
+    slots = slots_of(page_table, requests, positions, cache.page_size)
+    valid = cpu.valid_slots(cache, slots[None], None)
+    flat = cpu.flat_rows(cache)
+    slots = slots.where(valid[0], 0)
+    keys = cpu.read_rows(cache, slots) if flat is None else flat.index_select(0, slots)
+    if valid.all():
+        return keys[None], None
+    return keys.masked_fill_(~valid[0, :, None], 0)[None], valid
+
+
+def merge_states(
+    outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    token_bytes = 4 * out.shape[1] * out.shape[2]
+    for rows in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // max(token_bytes, 1)):
+        state = torch.zeros(out[rows].shape), torch.full(lse[rows].shape, -torch.inf)
+        for part, part_lse in zip(outs, lses, strict=True):
+            # The out of an empty part may hold anything.
+            usable = part[rows].float().where(~part_lse[rows].isneginf()[..., None], 0)
+            state = cpu.merge(*state, usable, part_lse[rows])
+        lse[rows] = state[1]
+        out[rows] = cpu.finish(*state, attn_sink)

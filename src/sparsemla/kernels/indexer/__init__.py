@@ -1,0 +1,1 @@
+"""Indexer scores and their top-k."""

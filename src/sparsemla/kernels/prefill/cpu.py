@@ -1,0 +1,73 @@
+"""Prefill attention on the CPU."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common import cpu
+from sparsemla.kernels.common.cpu_sparse import Stream, sparse_attention
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor | None,
+) -> None:
+    streams = [Stream(kv, topk_indices, topk_lengths)]
+    sparse_attention(q, streams, softmax_scale, attn_sink, out, lse, max_logits)
+
+
+def dense_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_row_offsets: Tensor,
+    kv_row_offsets: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    out.zero_()
+    lse.fill_(-torch.inf)
+    q_offsets, kv_offsets = input_row_offsets.tolist(), kv_row_offsets.tolist()
+    for request in range(len(q_offsets) - 1):
+        first, last = q_offsets[request], q_offsets[request + 1]
+        start, stop = kv_offsets[request], kv_offsets[request + 1]
+        # The flash kernel takes one head dim: pad the narrower of keys and values with zeros.
+        keys, values = _pad_alike(k[start:stop].to(dtype), v[start:stop].to(dtype))
+        for rows in cpu.blocks(last - first, cpu.WORKSPACE_BYTES // (4 * max(stop - start, 1))):
+            at = slice(first + rows.start, first + rows.stop)
+            ahead = stop - start - (last - first)  # query i sees the keys up to ahead + i
+            seen = min(ahead + rows.stop, stop - start) if causal else stop - start
+            if seen <= 0:
+                continue
+            valid = None
+            if causal:
+                limit = ahead + torch.arange(rows.start, rows.stop)  # [m]
+                valid = (torch.arange(seen) <= limit[:, None])[None]  # [1, m, n]
+            queries = torch.nn.functional.pad(q[at], (0, keys.shape[-1] - q.shape[-1]))
+            part, part_lse = cpu.attend(
+                queries.to(dtype).transpose(0, 1),
+                keys[:seen].transpose(0, 1),
+                values[:seen].transpose(0, 1),
+                valid,
+                softmax_scale,
+            )
+            out[at] = part.transpose(0, 1)[..., : v.shape[-1]]
+            lse[at] = part_lse.transpose(0, 1)
+
+
+def _pad_alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    dim = max(k.shape[-1], v.shape[-1])
+    pad = torch.nn.functional.pad
+    return pad(k, (0, dim - k.shape[-1])), pad(v, (0, dim - v.shape[-1]))

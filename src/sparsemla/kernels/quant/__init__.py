@@ -1,0 +1,1 @@
+"""Rotate, normalise, quantise, store."""

@@ -1,0 +1,125 @@
+"""The cache-writing ops on the CPU."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat, ScaleMode
+from sparsemla.kernels.common import cpu
+
+
+def fused_rope_rmsnorm_quant(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos_sin_cache: Tensor,
+    kv_norm_weight: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    scale_mode: ScaleMode,
+    out: Tensor,
+) -> None:
+    norm_dim, rope_dim = kv_norm_weight.shape[0], q_rope.shape[2]
+    weight = kv_norm_weight.float()
+    for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
+        cos_sin = cos_sin_cache[positions[tokens]].float()
+        rows = kv[tokens].to(torch.float32, copy=True)
+        rows[:, :norm_dim] = torch.nn.functional.rms_norm(
+            rows[:, :norm_dim], (norm_dim,), weight, eps
+        )
+        rope = rows[:, kv.shape[1] - rope_dim :]
+        rope.copy_(_rotate(rope, cos_sin, interleaved))
+        cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
+        out[tokens] = _rotate(q_rope[tokens].float(), cos_sin[:, None], interleaved).to(out.dtype)
+
+
+def append_index_keys(
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: ScaleMode,
+) -> None:
+    weight, bias = norm_weight.float(), norm_bias.float()
+    for tokens in _token_blocks(k.shape[0], k.shape[1]):
+        rows = torch.nn.functional.layer_norm(k[tokens].float(), k.shape[1:], weight, bias, eps)
+        cos_sin = cos_sin_cache[positions[tokens]].float()
+        _rotate_part(rows, cos_sin, interleaved, rope_first)
+        rows = _hadamard(rows) if hadamard else rows
+        cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
+
+
+def prepare_index_queries(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    positions: Tensor,
+    format: CacheFormat,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: ScaleMode,
+    out: Tensor,
+    weights_out: Tensor,
+) -> None:
+    factor = (q.shape[1] * q.shape[2]) ** -0.5
+    for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):
+        rows = q[tokens].to(torch.float32, copy=True)
+        cos_sin = cos_sin_cache[positions[tokens]].float()[:, None]
+        _rotate_part(rows, cos_sin, interleaved, rope_first)
+        rows = _hadamard(rows) if hadamard else rows
+        stored = format.quantize(rows, scale_mode=scale_mode)
+        folded = weights[tokens].float() * factor
+        if stored.scales is not None:
+            folded *= stored.scales[..., 0]
+        out[tokens] = cast(Tensor, stored.bf16) if stored.fp8 is None else stored.fp8
+        weights_out[tokens] = folded
+
+
+def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":
+    """Blocks whose float32 temporaries, a few for each value, fit the workspace."""
+    return list(cpu.blocks(num_tokens, cpu.WORKSPACE_BYTES // (16 * values_per_token + 1)))
+
+
+def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """RoPE as a product of complex numbers."""
+    if x.numel() == 0:
+        return x
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    pairs = torch.view_as_complex(pairs.contiguous())
+    rotated = torch.view_as_real(pairs * torch.complex(cos, sin))
+    return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
+
+
+def _rotate_part(x: Tensor, cos_sin: Tensor, interleaved: bool, rope_first: bool) -> None:
+    """Rotate the first or the last dims in place."""
+    rope_dim = cos_sin.shape[-1]
+    part = x[..., :rope_dim] if rope_first else x[..., x.shape[-1] - rope_dim :]
+    part.copy_(_rotate(part, cos_sin, interleaved))
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """Orthogonal Walsh-Hadamard transform of the last dim, by butterflies."""
+    dim = x.shape[-1]
+    span = 1
+    while span < dim:
+        a, b = x.unflatten(-1, (-1, 2, span)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        span *= 2
+    return x * dim**-0.5

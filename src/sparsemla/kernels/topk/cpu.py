@@ -1,0 +1,55 @@
+"""Exact top-k on the CPU."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.kernels.common import cpu
+
+OUTSIDE = torch.iinfo(torch.int32).min
+"""Key of a column that does not compete; NaN, the least that does, is one above."""
+
+
+def select_topk(
+    scores: Tensor,
+    topk: int,
+    *,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
+    out: Tensor,
+) -> None:
+    num_rows, num_cols = scores.shape
+    starts = torch.zeros(num_rows, dtype=torch.long) if row_starts is None else row_starts.long()
+    ends = torch.full((num_rows,), num_cols) if row_ends is None else row_ends.long()
+    starts, ends = starts.clamp(0, num_cols), ends.clamp(0, num_cols)
+    counts = (ends - starts).clamp_min(0)
+    ids = torch.arange(topk, dtype=torch.int32)
+    out.copy_(ids.where(ids < counts[:, None], -1))
+    long_rows = (counts > topk).nonzero()[:, 0]
+    # Keys, masks and indices take some 16 bytes for each column of a row.
+    for part in cpu.blocks(long_rows.shape[0], cpu.WORKSPACE_BYTES // (16 * max(num_cols, 1))):
+        rows = long_rows[part]
+        first, last = int(starts[rows].min()), int(ends[rows].max())
+        keys = order_keys(scores[rows, first:last])
+        columns = torch.arange(first, last)
+        inside = (columns >= starts[rows, None]) & (columns < ends[rows, None])
+        chosen = _largest(keys.masked_fill_(~inside, OUTSIDE), topk)
+        out[rows] = (chosen + first - starts[rows, None]).int()
+
+
+def order_keys(scores: Tensor) -> Tensor:
+    """int32 whose order is that of the scores: NaN least, then -inf; -0 equals +0."""
+    scores = scores.float() + 0.0
+    bits = scores.view(torch.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return keys.masked_fill_(scores.isnan(), OUTSIDE + 1)
+
+
+def _largest(keys: Tensor, topk: int) -> Tensor:
+    """Columns ``[R, topk]``, ascending, of the largest keys; ties go to the lower column."""
+    least = keys.topk(topk, sorted=False).values.amin(-1, keepdim=True)
+    chosen = keys >= least
+    if int(chosen.sum()) > keys.shape[0] * topk:  # some row has more equals than it may keep
+        above = keys > least
+        equal = chosen & ~above
+        chosen = above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))
+    return chosen.nonzero()[:, 1].view(keys.shape[0], topk)

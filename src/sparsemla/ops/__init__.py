@@ -1,0 +1,34 @@
+"""The public ops: check the arguments, select an implementation, launch it. No maths here."""
+
+from sparsemla.ops.branch import decode_branch, prefill_branch
+from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
+from sparsemla.ops.gather import gather_dequant, to_slots
+from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.ops.prefill import dense_prefill, sparse_prefill
+from sparsemla.ops.projection import project_heads
+from sparsemla.ops.quant import (
+    append_index_keys,
+    fused_rope_rmsnorm_quant,
+    prepare_index_queries,
+)
+from sparsemla.ops.topk import select_topk
+
+__all__ = [
+    "append_index_keys",
+    "decode_branch",
+    "dense_decode",
+    "dense_prefill",
+    "fused_rope_rmsnorm_quant",
+    "gather_dequant",
+    "indexer_scores",
+    "indexer_scores_paged",
+    "indexer_topk",
+    "merge_states",
+    "prefill_branch",
+    "prepare_index_queries",
+    "project_heads",
+    "select_topk",
+    "sparse_decode",
+    "sparse_prefill",
+    "to_slots",
+]

@@ -1,0 +1,415 @@
+"""Decode attention: a few query tokens for each request, over the paged cache."""
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.ops._library import join, operator, parts
+
+MAX_SPLITS = 64
+"""Most splits that are chosen for a caller who leaves it open."""
+
+
+def decode_workspace_size(
+    batch: int,
+    query_len: int,
+    num_heads: int,
+    *,
+    num_splits: int | None = None,
+    value_dim: int = 512,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bytes of workspace that :func:`sparse_decode` and :func:`dense_decode` need.
+
+    Each split of the keys leaves a float32 output and an lse for each row; one split needs nothing.
+
+    Args:
+        batch: requests, B.
+        query_len: query tokens of a request, S.
+        num_heads: query heads, H.
+        num_splits: the count given to the op; None for the most it may choose on ``device``.
+        value_dim: the format's ``value_dim``.
+        device: where the op will run; default the current CUDA device, or the CPU without one.
+
+    Returns:
+        The size of a uint8 tensor, enough for every number of keys.
+
+    >>> decode_workspace_size(4, 1, 16, num_splits=8)
+    1050624
+    """
+    if num_splits is None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Rows of a request may share keys or not; fewer programs are split more.
+        num_splits = _most_splits(batch * -(-query_len * num_heads // 64), torch.device(device))
+    return _workspace_bytes(batch * query_len * num_heads, num_splits, value_dim)
+
+
+def _workspace_bytes(num_rows: int, num_splits: int, value_dim: int) -> int:
+    return 4 * num_splits * num_rows * (value_dim + 1) if num_splits > 1 else 0
+
+
+def _most_splits(num_programs: int, device: torch.device) -> int:
+    """Splits that give every multiprocessor two programs."""
+    if device.type != "cuda" or num_programs == 0:
+        return 1
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(-(-wanted // num_programs), MAX_SPLITS)
+
+
+def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Splits of the keys that finish first by a count of steps; the fewest of equals.
+
+    A program takes 64 rows and works on 64 keys in a step; starting it and merging its result cost
+    about as much as four steps. Multiprocessors work on one program each.
+    """
+    most = _most_splits(num_programs, device)
+    if most == 1:
+        return 1
+    steps = max(-(-num_keys // 64), 1)
+    slots = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def time(splits: int) -> int:
+        return -(-num_programs * splits // slots) * (-(-steps // splits) + 4 * (splits > 1))
+
+    return min(range(1, min(most, steps) + 1), key=time)
+
+
+def _workspace(
+    check: Checker, workspace: Tensor | None, num_rows: int, num_splits: int, value_dim: int
+) -> Tensor:
+    """The caller's workspace, checked, or a new one."""
+    size = _workspace_bytes(num_rows, num_splits, value_dim)
+    if workspace is None:
+        return torch.empty(size, dtype=torch.uint8, device=check.device)
+    check.tensor("workspace", workspace, "bytes", torch.uint8)
+    if workspace.shape[0] < size or workspace.storage_offset() % 16:
+        raise ValueError(
+            f"{check.op}: workspace must hold {size} bytes from a multiple of 16 on for "
+            f"num_splits {num_splits}, got {workspace.shape[0]} at {workspace.storage_offset()}"
+        )
+    return workspace
+
+
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_cache: PagedCache | None = None,
+    extra_topk_indices: Tensor | None = None,
+    extra_topk_lengths: Tensor | None = None,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over the cache rows selected for it.
+
+    With ``S`` the multiset of valid slots of a query token (both streams), ``K`` the dequantised
+    rows and ``V`` their first ``value_dim`` dims::
+
+        z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)
+        out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
+
+    A slot is valid iff ``0 <= slot < cache.num_slots`` and it stands before ``topk_lengths``;
+    nothing else is ever read. A slot listed twice counts twice.
+
+    Args:
+        q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
+        cache: rows of any format.
+        topk_indices: int32 or int64 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
+        softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
+        topk_lengths: ``[B]``, entries of each row of the request that count; default all.
+        attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        extra_cache: a second cache of equal dims, any format and page size, in the same softmax.
+        extra_topk_indices: ``[B, S, K2]``, slots in ``extra_cache``.
+        extra_topk_lengths: ``[B]``.
+        num_splits: pieces a row's keys are cut into, worked on side by side; default from shapes
+            and multiprocessors. With a count given, a request's result is the same bits in any
+            batch.
+        workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
+        out: ``[B, S, H, V]`` of q's dtype, written.
+        lse: float32 ``[B, S, H]``, written.
+
+    Returns:
+        out, and lse: natural logarithm, without the sink. A row without a valid slot gets 0, -inf.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: FlashMLA ``flash_mla_with_kvcache`` with indices; MAX ``mla_decode_branch_fp8``.
+
+    >>> from sparsemla import FP8_DS_MLA, PagedCache
+    >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=4, page_size=64)
+    >>> cache.write(torch.arange(100), torch.randn(100, 576))
+    >>> q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> slots = torch.randint(0, 100, (2, 1, 32), dtype=torch.int32)
+    >>> out, lse = sparse_decode(q, cache, slots, softmax_scale=192**-0.5)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
+    """
+    check = Checker("sparse_decode")
+    check.tensor("q", q, "B S H D", FLOATS)
+    check.cache("cache", cache)
+    check.head_dim("q", cache)
+    check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
+    check.optional("topk_lengths", topk_lengths, "B", INTEGERS)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    if extra_cache is None:
+        check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
+        check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
+    else:
+        check.stream("extra_cache", extra_cache, cache)
+        check.tensor("extra_topk_indices", extra_topk_indices, "B S K2", INTEGERS)
+        check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
+    check.bind("V", cache.format.value_dim)
+    batch, query_len, num_heads = q.shape[:3]
+    if num_splits is None:
+        num_keys = topk_indices.shape[2]
+        num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
+        num_splits = _choose_splits(batch * query_len * -(-num_heads // 64), num_keys, q.device)
+    check.positive("num_splits", num_splits)
+    num_rows = batch * query_len * num_heads
+    workspace = _workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    out = check.output("out", out, "B S H V", q.dtype)
+    lse = check.output("lse", lse, "B S H", torch.float32)
+    _sparse_decode(
+        q,
+        *parts(cache),
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        *parts(extra_cache),
+        extra_topk_indices,
+        extra_topk_lengths,
+        num_splits,
+        workspace,
+        out,
+        lse,
+    )
+    return out, lse
+
+
+@operator("workspace", "out", "lse")
+def _sparse_decode(
+    q: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_data: Tensor | None,
+    extra_scales: Tensor | None,
+    extra_format: str | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
+    num_splits: int,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    kernel = dispatch.find(
+        "sparse_decode", q, cache_format=format, num_heads=q.shape[2], topk=topk_indices.shape[2]
+    )
+    kernel(
+        q=q,
+        cache=join(data, scales, format),
+        topk_indices=topk_indices,
+        softmax_scale=softmax_scale,
+        topk_lengths=topk_lengths,
+        attn_sink=attn_sink,
+        extra_cache=join(extra_data, extra_scales, extra_format),
+        extra_topk_indices=extra_topk_indices,
+        extra_topk_lengths=extra_topk_lengths,
+        num_splits=num_splits,
+        workspace=workspace,
+        out=out,
+        lse=lse,
+    )
+
+
+def dense_decode(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    attn_sink: Tensor | None = None,
+    validate: bool = False,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over every key of its request.
+
+    The formula is that of :func:`sparse_decode` with the keys ``0 .. seq_lens[b] - 1``; with
+    ``causal``, query token ``j`` of ``S`` sees the keys ``k <= seq_lens[b] - S + j`` (aligned at
+    the end), so a request shorter than ``S`` has empty leading rows. Keys on a page whose id is
+    out of range are left out.
+
+    Args:
+        q: ``[B, S, H, D]`` bfloat16, float16 or float32.
+        cache: rows of any format, any page size.
+        page_table: int32 or int64 ``[B, W]``; entries past a request's length are never used.
+        seq_lens: int32 or int64 ``[B]``, keys of each request, this step's included; 0 is legal.
+        softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
+        causal: mask later tokens of the same step.
+        attn_sink: float32 ``[H]``, a logit without a value.
+        validate: read the values of page_table and seq_lens and refuse those out of range.
+        num_splits: pieces a row's keys are cut into, worked on side by side; default from shapes
+            and multiprocessors. With a count given, a request's result is the same bits in any
+            batch.
+        workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
+        out: ``[B, S, H, V]`` of q's dtype, written.
+        lse: float32 ``[B, S, H]``, written.
+
+    Returns:
+        out, and lse: natural logarithm, without the sink. An empty row gets 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: FlashMLA ``flash_mla_with_kvcache``; MAX ``flare_mla_decode_ragged``.
+
+    >>> from sparsemla import BF16_576, PagedCache
+    >>> cache = PagedCache.allocate(BF16_576, num_pages=4, page_size=64)
+    >>> q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> table = torch.tensor([[0, 2], [3, -1]], dtype=torch.int32)
+    >>> lens = torch.tensor([100, 7], dtype=torch.int32)
+    >>> dense_decode(q, cache, table, lens, softmax_scale=192**-0.5)[0].shape
+    torch.Size([2, 1, 16, 512])
+    """
+    check = Checker("dense_decode")
+    check.tensor("q", q, "B S H D", FLOATS)
+    check.cache("cache", cache)
+    check.head_dim("q", cache)
+    check.tensor("page_table", page_table, "B W", INTEGERS)
+    check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    if validate:
+        check.paging(cache, page_table, seq_lens)
+    check.bind("V", cache.format.value_dim)
+    batch, query_len, num_heads = q.shape[:3]
+    if num_splits is None:
+        num_keys = page_table.shape[1] * cache.page_size
+        num_splits = _choose_splits(batch * -(-query_len * num_heads // 64), num_keys, q.device)
+    check.positive("num_splits", num_splits)
+    num_rows = batch * query_len * num_heads
+    workspace = _workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    out = check.output("out", out, "B S H V", q.dtype)
+    lse = check.output("lse", lse, "B S H", torch.float32)
+    _dense_decode(
+        q,
+        *parts(cache),
+        page_table,
+        seq_lens,
+        softmax_scale,
+        causal,
+        attn_sink,
+        num_splits,
+        workspace,
+        out,
+        lse,
+    )
+    return out, lse
+
+
+@operator("workspace", "out", "lse")
+def _dense_decode(
+    q: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    attn_sink: Tensor | None,
+    num_splits: int,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    kernel = dispatch.find("dense_decode", q, cache_format=format, num_heads=q.shape[2])
+    kernel(
+        q=q,
+        cache=join(data, scales, format),
+        page_table=page_table,
+        seq_lens=seq_lens,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        attn_sink=attn_sink,
+        num_splits=num_splits,
+        workspace=workspace,
+        out=out,
+        lse=lse,
+    )
+
+
+def merge_states(
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of key sets, from the attention over each.
+
+    ``lse = ln sum_i exp(lses[i])`` and ``out = sum_i exp(lses[i] - lse) outs[i]``. A part whose lse
+    is -inf has no weight, whatever its out holds.
+
+    Args:
+        outs: ``[N, T, H, V]`` bfloat16, float16 or float32, partial outputs without the sink.
+        lses: float32 ``[N, T, H]``, natural logarithms.
+        attn_sink: float32 ``[H]``, applied to the merged output.
+        out: ``[T, H, V]`` of outs' dtype, written.
+        lse: float32 ``[T, H]``, written.
+
+    Returns:
+        out and lse; 0 and -inf where every part is empty.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: FlashMLA's split-KV combine; FlashInfer ``merge_states``.
+
+    >>> outs, lses = torch.ones(2, 5, 3, 8), torch.zeros(2, 5, 3)
+    >>> out, lse = merge_states(outs, lses)
+    >>> round(lse[0, 0].item(), 4)
+    0.6931
+    """
+    check = Checker("merge_states")
+    check.tensor("outs", outs, "N T H V", FLOATS)
+    check.tensor("lses", lses, "N T H", torch.float32)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    out = check.output("out", out, "T H V", outs.dtype)
+    lse = check.output("lse", lse, "T H", torch.float32)
+    _merge_states(outs, lses, attn_sink, out, lse)
+    return out, lse
+
+
+@operator("out", "lse")
+def _merge_states(
+    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    kernel = dispatch.find("merge_states", outs, num_heads=outs.shape[2])
+    kernel(
+        outs=outs,
+        lses=lses,
+        attn_sink=attn_sink,
+        out=out,
+        lse=lse,
+    )

@@ -1,0 +1,287 @@
+"""The lightning indexer: scores of all keys for each query token, and the best of them."""
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.ops._library import join, operator, parts
+
+QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
+WEIGHTS = FLOATS
+
+
+def indexer_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores of contiguous keys, each query row over its own range (prefill).
+
+    ``out[m, n] = key_scales[n] * sum_h weights[m, h] * relu(<q[m, h], keys[n]>)`` for
+    ``row_starts[m] <= n < row_ends[m]``, -inf elsewhere; accumulated in float32.
+
+    Args:
+        q: float8_e4m3fn or bfloat16 ``[M, HI, DI]``.
+        weights: bfloat16, float16 or float32 ``[M, HI]``, with every factor folded in
+            (:func:`prepare_index_queries`); may be negative.
+        keys: ``[N, DI]`` of q's dtype.
+        key_scales: float32 ``[N]``, or None for 1.
+        row_starts, row_ends: int32 or int64 ``[M]``; clamped to [0, N].
+        out: float32 ``[M, N]``, written; rows may be strided.
+
+    Returns:
+        float32 ``[M, N]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepGEMM ``fp8_mqa_logits``; DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> q, keys = torch.ones(1, 4, 32).bfloat16(), torch.ones(3, 32).bfloat16()
+    >>> start, end = torch.tensor([0]), torch.tensor([2])
+    >>> indexer_scores(q, torch.ones(1, 4), keys, None, start, end)
+    tensor([[128., 128., -inf]])
+    """
+    check = Checker("indexer_scores")
+    check.tensor("q", q, "M HI DI", QUERIES)
+    check.tensor("weights", weights, "M HI", WEIGHTS)
+    check.tensor("keys", keys, "N DI", q.dtype)
+    check.optional("key_scales", key_scales, "N", torch.float32)
+    check.tensor("row_starts", row_starts, "M", INTEGERS)
+    check.tensor("row_ends", row_ends, "M", INTEGERS)
+    out = check.output("out", out, "M N", torch.float32)
+    _indexer_scores(q, weights, keys, key_scales, row_starts, row_ends, out)
+    return out
+
+
+@operator("out")
+def _indexer_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    out: Tensor,
+) -> None:
+    kernel = dispatch.find("indexer_scores", q, num_heads=q.shape[1])
+    kernel(
+        q=q,
+        weights=weights,
+        keys=keys,
+        key_scales=key_scales,
+        row_starts=row_starts,
+        row_ends=row_ends,
+        out=out,
+    )
+
+
+def indexer_scores_paged(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seq_len: int,
+    validate: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores of the paged keys of each request (decode).
+
+    ``out[b, s, n]`` is the score of :func:`indexer_scores` for the key at position ``n`` of request
+    ``b``, for ``n`` below the row's length, -inf elsewhere (also where a page id is out of range).
+
+    Args:
+        q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
+        weights: bfloat16, float16 or float32 ``[B, S, HI]``, with every factor folded in.
+        cache: indexer keys, any page size.
+        page_table: int32 or int64 ``[B, W]``.
+        seq_lens: int32 or int64: ``[B, S]``, the length of each row; or ``[B]``, keys of each
+            request, of which row ``j`` sees ``seq_lens[b] - S + 1 + j``.
+        max_seq_len: columns of the result; longer rows are cut.
+        validate: read page_table and seq_lens and refuse values out of range.
+        out: float32 ``[B, S, max_seq_len]``, written; rows may be strided.
+
+    Returns:
+        float32 ``[B, S, max_seq_len]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: DeepGEMM ``fp8_paged_mqa_logits``.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
+    >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)
+    >>> table, lens = torch.tensor([[0, 2], [3, 1]]), torch.tensor([100, 7])
+    >>> indexer_scores_paged(q, torch.ones(2, 1, 64), cache, table, lens, max_seq_len=128).shape
+    torch.Size([2, 1, 128])
+    """
+    check = Checker("indexer_scores_paged")
+    check.cache("cache", cache)
+    check.tensor("q", q, "B S HI D", check.query_dtype(cache))
+    check.head_dim("q", cache)
+    check.tensor("weights", weights, "B S HI", WEIGHTS)
+    check.tensor("page_table", page_table, "B W", INTEGERS)
+    per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
+    check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
+    check.positive("max_seq_len", max_seq_len)
+    if validate:
+        lengths = seq_lens.amax(1) if per_row else seq_lens
+        check.paging(cache, page_table, lengths)
+    check.bind("N", max_seq_len)
+    out = check.output("out", out, "B S N", torch.float32)
+    _indexer_scores_paged(q, weights, *parts(cache), page_table, seq_lens, max_seq_len, out)
+    return out
+
+
+@operator("out")
+def _indexer_scores_paged(
+    q: Tensor,
+    weights: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Tensor,
+) -> None:
+    kernel = dispatch.find("indexer_scores_paged", q, cache_format=format, num_heads=q.shape[2])
+    kernel(
+        q=q,
+        weights=weights,
+        cache=join(data, scales, format),
+        page_table=page_table,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        out=out,
+    )
+
+
+def indexer_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    *,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    topk: int,
+    causal: bool = True,
+    max_workspace_bytes: int = 256 << 20,
+    validate: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The ``topk`` best keys of each query token, in memory that does not grow with the context.
+
+    Scores as in :func:`indexer_scores`, selection as in :func:`select_topk` (exact, ties to the
+    lower position). The token at position ``p`` of its request competes with the keys ``0..p`` if
+    ``causal``, else with all ``seq_lens[b]``. Requests are ragged; a prefill, a decode and a
+    speculative decode are all the same to this op.
+
+    Args:
+        q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
+        weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
+        cache: indexer keys, any page size; this step's keys are already in it.
+        input_row_offsets: int32 or int64 ``[B + 1]``, first query token of each request.
+        seq_lens: int32 or int64 ``[B]``, keys of each request, this step's included.
+        page_table: int32 or int64 ``[B, W]``.
+        topk: k, any positive number.
+        causal: the mask: causal, or none.
+        max_workspace_bytes: bound on the scores that exist at any time. On a GPU the scores of one
+            token, 4 bytes for each key that the page table has room for, are the least.
+        validate: read the offsets, lengths and page ids and refuse values out of range.
+        out: int32 ``[T, topk]``, written.
+
+    Returns:
+        int32 ``[T, topk]``, positions in the request, ascending, then -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: MAX ``mla_indexer_ragged_float8_paged``; DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
+    >>> q = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
+    >>> indexer_topk(
+    ...     q,
+    ...     torch.ones(3, 64),
+    ...     cache,
+    ...     input_row_offsets=torch.tensor([0, 2, 3]),
+    ...     seq_lens=torch.tensor([2, 5]),
+    ...     page_table=torch.tensor([[0], [3]]),
+    ...     topk=4,
+    ... )
+    tensor([[ 0, -1, -1, -1],
+            [ 0,  1, -1, -1],
+            [ 0,  1,  2,  3]], dtype=torch.int32)
+    """
+    check = Checker("indexer_topk")
+    check.cache("cache", cache)
+    check.tensor("q", q, "T HI D", check.query_dtype(cache))
+    check.head_dim("q", cache)
+    check.tensor("weights", weights, "T HI", WEIGHTS)
+    check.tensor("page_table", page_table, "B W", INTEGERS)
+    check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    check.bind("B+1", seq_lens.shape[0] + 1)
+    check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    check.positive("topk", topk)
+    check.positive("max_workspace_bytes", max_workspace_bytes)
+    if validate:
+        check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
+        check.paging(cache, page_table, seq_lens)
+    check.bind("K", topk)
+    out = check.output("out", out, "T K", torch.int32)
+    _indexer_topk(
+        q,
+        weights,
+        *parts(cache),
+        input_row_offsets,
+        seq_lens,
+        page_table,
+        topk,
+        causal,
+        max_workspace_bytes,
+        out,
+    )
+    return out
+
+
+@operator("out")
+def _indexer_topk(
+    q: Tensor,
+    weights: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    topk: int,
+    causal: bool,
+    max_workspace_bytes: int,
+    out: Tensor,
+) -> None:
+    kernel = dispatch.find("indexer_topk", q, cache_format=format, num_heads=q.shape[1], topk=topk)
+    kernel(
+        q=q,
+        weights=weights,
+        cache=join(data, scales, format),
+        input_row_offsets=input_row_offsets,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        topk=topk,
+        causal=causal,
+        max_workspace_bytes=max_workspace_bytes,
+        out=out,
+    )

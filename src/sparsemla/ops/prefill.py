@@ -1,0 +1,206 @@
+"""Prefill attention: many query tokens at once, sparse over a latent cache or dense over heads."""
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.ops._library import join, operator, parts
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor | PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over the rows selected for it.
+
+    With ``S`` the multiset of a token's valid indices, ``K`` the rows and ``V`` their first
+    ``value_dim`` dims::
+
+        z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)     max_logits = max_j z_j
+        out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
+
+    There is no causal mask: what a token may see is what its indices say. An index is valid iff
+    ``0 <= i < rows`` and it stands before ``topk_lengths``; no other row is ever read.
+
+    Args:
+        q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
+        kv: bfloat16 rows ``[S, D]``, of which the first 512 dims (all, if D is less) are the value;
+            or a cache of any format, read where it lies.
+        topk_indices: int32 or int64 ``[T, K]``: rows of ``kv``, or slots of the cache.
+        softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
+        topk_lengths: ``[T]``, entries of each row that count; default all.
+        attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        out: ``[T, H, V]`` of q's dtype, written.
+        lse: float32 ``[T, H]``, written.
+        max_logits: float32 ``[T, H]``, written if given; nothing else computes it.
+
+    Returns:
+        out, and lse: natural logarithm, without the sink. A row without a valid index gets 0 and
+        -inf (max_logits -inf).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: FlashMLA ``flash_mla_sparse_fwd``; MAX ``MLAPrefillSparse``.
+
+    >>> q = torch.randn(3, 16, 576, dtype=torch.bfloat16)
+    >>> kv = torch.randn(100, 576, dtype=torch.bfloat16)
+    >>> rows = torch.tensor([[0, 1], [5, -1], [-1, -1]], dtype=torch.int32)
+    >>> out, lse = sparse_prefill(q, kv, rows, softmax_scale=192**-0.5)
+    >>> out.shape, lse[2, 0].item()
+    (torch.Size([3, 16, 512]), -inf)
+    """
+    check = Checker("sparse_prefill")
+    check.tensor("q", q, "T H D", FLOATS)
+    if isinstance(kv, PagedCache):
+        cache = check.cache("kv", kv)
+    else:
+        check.tensor("kv", kv, "S D", torch.bfloat16)
+        cache = check.cache("kv", PagedCache.from_rows(kv))
+    check.head_dim("q", cache)
+    check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.bind("V", cache.format.value_dim)
+    out = check.output("out", out, "T H V", q.dtype)
+    lse = check.output("lse", lse, "T H", torch.float32)
+    check.optional("max_logits", max_logits, "T H", torch.float32)
+    _sparse_prefill(
+        q,
+        *parts(cache),
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        out,
+        lse,
+        max_logits,
+    )
+    return out, lse
+
+
+@operator("out", "lse", "max_logits")
+def _sparse_prefill(
+    q: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor | None,
+) -> None:
+    kernel = dispatch.find(
+        "sparse_prefill", q, cache_format=format, num_heads=q.shape[1], topk=topk_indices.shape[1]
+    )
+    kernel(
+        q=q,
+        kv=join(data, scales, format),
+        topk_indices=topk_indices,
+        softmax_scale=softmax_scale,
+        topk_lengths=topk_lengths,
+        attn_sink=attn_sink,
+        out=out,
+        lse=lse,
+        max_logits=max_logits,
+    )
+
+
+def dense_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_row_offsets: Tensor,
+    kv_row_offsets: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    validate: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Ragged multi-head attention: the form of MLA in which each head has its own keys and values.
+
+    Request ``b`` owns the queries ``input_row_offsets[b] .. input_row_offsets[b + 1]`` and the keys
+    ``kv_row_offsets[b] .. kv_row_offsets[b + 1]``. With ``causal``, query ``i`` of ``m`` sees the
+    keys ``j <= n - m + i`` of ``n`` (aligned at the end).
+
+    Args:
+        q: ``[T, H, D]`` bfloat16, float16 or float32.
+        k: ``[S, H, D]`` of q's dtype.
+        v: ``[S, H, V]`` of q's dtype.
+        input_row_offsets: int32 or int64 ``[B + 1]``, from 0 to T.
+        kv_row_offsets: int32 or int64 ``[B + 1]``, from 0 to S.
+        softmax_scale: factor of the scores.
+        causal: mask later keys.
+        validate: read the offsets and refuse those that do not ascend from 0 to T (S).
+        out: ``[T, H, V]`` of q's dtype, written.
+        lse: float32 ``[T, H]``, written.
+
+    Returns:
+        out and lse (natural logarithm); 0 and -inf for a row that sees no key.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437) section 2.1.1; MAX ``flare_mla_prefill``.
+
+    >>> q, k, v = torch.randn(5, 2, 192), torch.randn(9, 2, 192), torch.randn(9, 2, 128)
+    >>> out, lse = dense_prefill(
+    ...     q, k, v, torch.tensor([0, 3, 5]), torch.tensor([0, 5, 9]), softmax_scale=192**-0.5
+    ... )
+    >>> out.shape
+    torch.Size([5, 2, 128])
+    """
+    check = Checker("dense_prefill")
+    check.tensor("q", q, "T H D", FLOATS)
+    check.tensor("k", k, "S H D", q.dtype)
+    check.tensor("v", v, "S H V", q.dtype)
+    check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    check.tensor("kv_row_offsets", kv_row_offsets, "B+1", INTEGERS)
+    if validate:
+        check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
+        check.offsets("kv_row_offsets", kv_row_offsets, k.shape[0])
+    out = check.output("out", out, "T H V", q.dtype)
+    lse = check.output("lse", lse, "T H", torch.float32)
+    _dense_prefill(q, k, v, input_row_offsets, kv_row_offsets, softmax_scale, causal, out, lse)
+    return out, lse
+
+
+@operator("out", "lse")
+def _dense_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_row_offsets: Tensor,
+    kv_row_offsets: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    kernel = dispatch.find("dense_prefill", q, num_heads=q.shape[1])
+    kernel(
+        q=q,
+        k=k,
+        v=v,
+        input_row_offsets=input_row_offsets,
+        kv_row_offsets=kv_row_offsets,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        out=out,
+        lse=lse,
+    )

@@ -1,0 +1,53 @@
+"""Per-head products: queries into the latent space, attended latents out of it."""
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.checks import Checker
+from sparsemla.ops._library import operator
+from sparsemla.weights import HeadWeight
+
+
+def project_heads(x: Tensor, weight: HeadWeight, *, out: Tensor | None = None) -> Tensor:
+    """Multiply each head's vector with the head's matrix.
+
+    ``out[t, h] = weight[h] @ x[t, h]``. With e4m3 weights the activations are quantised on the way,
+    one scale ``s = max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
+    inputs, and each block's float32 sum is multiplied with both scales.
+
+    Args:
+        x: bfloat16 ``[T, H, K]``; may be strided.
+        weight: ``[H, N, K]``.
+        out: bfloat16 ``[T, H, N]``, written; may be a slice of a wider buffer.
+
+    Returns:
+        bfloat16 ``[T, H, N]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: MAX ``mla_decode_branch_fp8`` (its two batched products); DeepSeek-V3 (arXiv 2412.19437)
+    section 3.3.2.
+
+    >>> from sparsemla import HeadWeight
+    >>> x = torch.ones(3, 2, 128, dtype=torch.bfloat16)
+    >>> project_heads(x, HeadWeight(torch.ones(2, 512, 128, dtype=torch.bfloat16)))[0, 0, 0].item()
+    128.0
+    """
+    check = Checker("project_heads")
+    check.kind("weight", weight, HeadWeight)
+    check.tensor("x", x, "T H K", torch.bfloat16)
+    check.tensor("weight", weight.data, "H N K", weight.data.dtype)
+    check.optional("weight.scale", weight.scale, "H SN SK", torch.float32)
+    out = check.output("out", out, "T H N", torch.bfloat16)
+    _project_heads(x, weight.data, weight.scale, *weight.scale_block, out)
+    return out
+
+
+@operator("out")
+def _project_heads(
+    x: Tensor, data: Tensor, scale: Tensor | None, block_n: int, block_k: int, out: Tensor
+) -> None:
+    kernel = dispatch.find("project_heads", x, num_heads=x.shape[1])
+    kernel(x=x, weight=HeadWeight(data, scale, (block_n, block_k)), out=out)

@@ -1,0 +1,363 @@
+"""The ops that write caches: rotate, normalise, quantise, store."""
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode, get_format
+from sparsemla.ops._library import join, operator, parts
+
+TABLES = (torch.float32, torch.bfloat16)
+ROTATED = (*FLOATS, torch.float8_e4m3fn)
+
+
+def fused_rope_rmsnorm_quant(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos_sin_cache: Tensor,
+    kv_norm_weight: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    scale_mode: ScaleMode = "pow2",
+    validate: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate the queries; normalise, rotate, quantise and store the latent rows.
+
+    For a token at position ``p`` with projected row ``x`` (N norm dims, R RoPE dims)::
+
+        x[:N]  = x[:N] * rsqrt(mean(x[:N]^2) + eps) * kv_norm_weight
+        x[-R:] = RoPE(x[-R:], p)            cache[slot] = quantise(x)
+        out    = RoPE(q_rope, p)
+
+    in float32 up to the one rounding into the cache. DeepSeek-V3 has N + R = D; in DeepSeek-V4 the
+    norm covers all dims and the rotation the last ones (N = D). A slot that is negative writes
+    nothing.
+
+    Args:
+        q_rope: ``[T, H, R]`` bfloat16, float16 or float32; may be a strided slice.
+        kv: ``[T, D]`` bfloat16, float16 or float32, the row before norm and RoPE; may be a strided
+            slice of a fused projection.
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
+        kv_norm_weight: ``[N]`` bfloat16, float16 or float32.
+        cache: where the rows go; ``head_dim`` of its format is D.
+        positions: int32 or int64 ``[T]``.
+        slot_mapping: int32 or int64 ``[T]``; no slot may occur twice.
+        eps: RMSNorm epsilon.
+        interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
+        scale_mode: ``pow2`` or ``exact`` scales.
+        validate: read positions and slot_mapping and refuse values out of range.
+        out: ``[T, H, R]`` of any float dtype or float8_e4m3fn, written; may be ``q_rope`` itself.
+
+    Returns:
+        The rotated queries ``[T, H, R]``, in the dtype of ``out``, else of ``q_rope``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format; the
+            cache is untouched then.
+
+    Source: MAX ``mla_fused_rope_rmsnorm_quantization``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
+
+    >>> from sparsemla import FP8_DS_MLA, PagedCache, cos_sin_table, rope_frequencies
+    >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=2, page_size=64)
+    >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
+    >>> q_rope, kv = torch.randn(3, 16, 64), torch.randn(3, 576)
+    >>> steps = torch.arange(3)
+    >>> fused_rope_rmsnorm_quant(
+    ...     q_rope, kv, table, torch.ones(512), cache, positions=steps, slot_mapping=steps
+    ... ).shape
+    torch.Size([3, 16, 64])
+    """
+    check = Checker("fused_rope_rmsnorm_quant")
+    check.tensor("q_rope", q_rope, "T H R", FLOATS)
+    check.tensor("kv", kv, "T D", FLOATS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
+    check.tensor("kv_norm_weight", kv_norm_weight, "N", FLOATS)
+    check.cache("cache", cache)
+    check.head_dim("kv", cache)
+    check.rope_dim("q_rope", q_rope.shape[2], kv.shape[1])
+    if kv_norm_weight.shape[0] > kv.shape[1]:
+        raise ValueError(
+            f"fused_rope_rmsnorm_quant: kv_norm_weight must have at most {kv.shape[1]} elements, "
+            f"got {kv_norm_weight.shape[0]}"
+        )
+    check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.scale_mode(scale_mode, cache.format)
+    if out is None:
+        out = check.output("out", None, "T H R", q_rope.dtype)
+    else:
+        check.tensor("out", out, "T H R", ROTATED)
+    _fused_rope_rmsnorm_quant(
+        q_rope,
+        kv,
+        cos_sin_cache,
+        kv_norm_weight,
+        *parts(cache),
+        positions,
+        slot_mapping,
+        eps,
+        interleaved,
+        scale_mode,
+        out,
+    )
+    return out
+
+
+@operator("data", "scales", "out")
+def _fused_rope_rmsnorm_quant(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos_sin_cache: Tensor,
+    kv_norm_weight: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    scale_mode: str,
+    out: Tensor,
+) -> None:
+    kernel = dispatch.find(
+        "fused_rope_rmsnorm_quant", q_rope, cache_format=format, num_heads=q_rope.shape[1]
+    )
+    kernel(
+        q_rope=q_rope,
+        kv=kv,
+        cos_sin_cache=cos_sin_cache,
+        kv_norm_weight=kv_norm_weight,
+        cache=join(data, scales, format),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
+        interleaved=interleaved,
+        scale_mode=scale_mode,
+        out=out,
+    )
+
+
+def append_index_keys(
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+    validate: bool = False,
+) -> None:
+    """Normalise, rotate, quantise and store indexer keys.
+
+    For each token ``cache[slot] = quantise(Hadamard(RoPE(LayerNorm(k))))``, LayerNorm over all
+    dims, RoPE on the first R (or last R), the Hadamard transform only if asked for, all in float32.
+
+    Args:
+        k: ``[T, DI]`` bfloat16, float16 or float32; may be a strided slice.
+        norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32.
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
+        cache: where the keys go; ``head_dim`` of its format is DI.
+        positions: int32 or int64 ``[T]``.
+        slot_mapping: int32 or int64 ``[T]``; negative writes nothing; no slot may occur twice.
+        eps: LayerNorm epsilon.
+        interleaved: False for DeepSeek-V3.2's indexer, True for GLM's.
+        rope_first: rotate the first R dims (V3.2, GLM), or the last (V4).
+        hadamard: apply the orthogonal Walsh-Hadamard transform; queries must do the same.
+        scale_mode: ``pow2`` or ``exact`` scales.
+        validate: read positions and slot_mapping and refuse values out of range.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format; the
+            cache is untouched then.
+
+    Source: DeepSeek-V3.2-Exp inference code, ``Indexer``; vLLM ``indexer_k_quant_and_cache``.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache, cos_sin_table, rope_frequencies
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=2, page_size=64)
+    >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
+    >>> steps, ones = torch.arange(3), torch.ones(128)
+    >>> append_index_keys(
+    ...     torch.randn(3, 128), ones, 0 * ones, table, cache, positions=steps, slot_mapping=steps
+    ... )
+    """
+    check = Checker("append_index_keys")
+    check.tensor("k", k, "T D", FLOATS)
+    check.tensor("norm_weight", norm_weight, "D", FLOATS)
+    check.tensor("norm_bias", norm_bias, "D", FLOATS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
+    check.cache("cache", cache)
+    check.head_dim("k", cache)
+    check.query_dtype(cache)
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
+    check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.scale_mode(scale_mode, cache.format)
+    check.hadamard(hadamard, k.shape[1])
+    _append_index_keys(
+        k,
+        norm_weight,
+        norm_bias,
+        cos_sin_cache,
+        *parts(cache),
+        positions,
+        slot_mapping,
+        eps,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+    )
+
+
+@operator("data", "scales")
+def _append_index_keys(
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
+) -> None:
+    kernel = dispatch.find("append_index_keys", k, cache_format=format)
+    kernel(
+        k=k,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        cos_sin_cache=cos_sin_cache,
+        cache=join(data, scales, format),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+    )
+
+
+def prepare_index_queries(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    positions: Tensor,
+    format: CacheFormat = INDEX_FP8,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+    out: Tensor | None = None,
+    weights_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate and quantise indexer queries, and fold every factor into the head weights.
+
+    ``out = quantise(Hadamard(RoPE(q)))`` as the keys are, and
+    ``weights_out = weights * HI^-0.5 * DI^-0.5 * scale of the query``, in float32.
+
+    Args:
+        q: ``[T, HI, DI]`` bfloat16, float16 or float32.
+        weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
+        positions: int32 or int64 ``[T]``.
+        format: the format of the key cache; the queries are quantised alike, or left in bfloat16.
+        interleaved, rope_first, hadamard: as in :func:`append_index_keys`.
+        scale_mode: ``pow2`` or ``exact`` scales.
+        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.
+        weights_out: float32 ``[T, HI]``, written.
+
+    Returns:
+        out and weights_out.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2-Exp inference code, ``Indexer``.
+
+    >>> from sparsemla import cos_sin_table, rope_frequencies
+    >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
+    >>> q, weights = prepare_index_queries(
+    ...     torch.randn(3, 64, 128), torch.randn(3, 64), table, positions=torch.arange(3)
+    ... )
+    >>> q.dtype, weights.shape
+    (torch.float8_e4m3fn, torch.Size([3, 64]))
+    """
+    check = Checker("prepare_index_queries")
+    check.tensor("q", q, "T HI DI", FLOATS)
+    check.tensor("weights", weights, "T HI", FLOATS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
+    check.tensor("positions", positions, "T", INTEGERS)
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], q.shape[2])
+    check.kind("format", format, CacheFormat)
+    check.scale_mode(scale_mode, format)
+    check.hadamard(hadamard, q.shape[2])
+    if format.head_dim != q.shape[2] or format.num_scales > 1:
+        raise ValueError(
+            f"prepare_index_queries: format must have head_dim {q.shape[2]} and at most one scale "
+            f"a row, got {format.name}"
+        )
+    dtype = torch.float8_e4m3fn if format.fp8_dim else torch.bfloat16
+    out = check.output("out", out, "T HI DI", dtype)
+    weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
+    _prepare_index_queries(
+        q,
+        weights,
+        cos_sin_cache,
+        positions,
+        format.name,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+        out,
+        weights_out,
+    )
+    return out, weights_out
+
+
+@operator("out", "weights_out")
+def _prepare_index_queries(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    format: str,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
+    out: Tensor,
+    weights_out: Tensor,
+) -> None:
+    kernel = dispatch.find("prepare_index_queries", q, cache_format=format, num_heads=q.shape[1])
+    kernel(
+        q=q,
+        weights=weights,
+        cos_sin_cache=cos_sin_cache,
+        positions=positions,
+        format=get_format(format),
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+        out=out,
+        weights_out=weights_out,
+    )

@@ -1,0 +1,495 @@
+"""Batch plans: everything about a batch that does not depend on the layer, computed once a step.
+
+A plan says which requests decode and which prefill, where each token stands in its request and in
+the cache, and how the prefills are cut into chunks whose contexts fit the workspace. Lengths come
+from the host, tensors go to the page table's device, and nothing waits for that device.
+
+Shapes: B requests, T tokens (padding included), P prefill requests, W pages per request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsemla.cache import slots_of
+
+HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
+"""Integers the host can read without waiting for a device: a list, an array or a CPU tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillChunk:
+    """Consecutive prefill requests whose contexts fit the workspace together.
+
+    Attributes:
+        requests: the chunk's requests, numbered in the batch.
+        tokens: the chunk's query tokens, numbered in the batch.
+        num_workspace_rows: rows of the workspace that the chunk's contexts take.
+        seq_lens: ``[n]`` int32, view of :attr:`Plan.seq_lens`.
+        page_table: ``[n, W]`` int32, view of :attr:`Plan.page_table`.
+        workspace_starts: ``[n]`` int32, view of :attr:`Plan.workspace_starts`.
+    """
+
+    requests: slice
+    tokens: slice
+    num_workspace_rows: int
+    seq_lens: Tensor
+    page_table: Tensor
+    workspace_starts: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One batch, decode requests first; made by :func:`plan_batch`.
+
+    Token ``i`` of request ``b`` is row ``input_row_offsets[b] + i`` of every tensor ``[T]``. Rows
+    past ``input_row_offsets[B]`` are padding.
+
+    Attributes:
+        num_requests: B, padding requests included.
+        num_tokens: T, the rows that queries and outputs have; padding included.
+        num_decodes: leading requests that decode.
+        num_prefills: P, the requests behind them.
+        num_decode_tokens: leading tokens that belong to decodes.
+        num_prefill_tokens: the tokens behind them; the two add up to T.
+        decode_query_len: query tokens of each decode, 0 without decodes. In a plan with uniform
+            decodes ``num_decode_tokens == num_decodes * decode_query_len`` holds, so that the
+            first tokens can be viewed as ``[num_decodes, decode_query_len, ...]``; in any other
+            plan it is the longest decode.
+        max_query_len: most query tokens of a request.
+        max_seq_len: longest context plus query.
+        max_context_len: longest context before this step.
+        input_row_offsets: ``[B + 1]`` int32, prefix sums of the query lengths.
+        seq_lens: ``[B]`` int32, context plus query; 0 for padding requests.
+        page_table: ``[B, W]`` int32.
+        positions: ``[T]`` int64, of each token in its request; 0 for padding.
+        slot_mapping: ``[T]`` int64, cache slot of each token; -1 (write nothing) for padding.
+        request_ids: ``[T]`` int32, request of each token; 0 for padding.
+        prefill_request_ids: ``[T]`` int32, request of each prefill token counted from the first
+            prefill; -1 for decode tokens and padding. None if no chunks are planned.
+        workspace_starts: ``[P]`` int32, workspace row where a prefill's context begins, counted
+            within its chunk. None if no chunks are planned.
+        prefill_chunks: the prefills in order, cut to fit the workspace.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode_query_len: int
+    max_query_len: int
+    max_seq_len: int
+    max_context_len: int
+    input_row_offsets: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    request_ids: Tensor
+    prefill_request_ids: Tensor | None
+    workspace_starts: Tensor | None
+    prefill_chunks: tuple[PrefillChunk, ...]
+
+
+class PlanBuffers:
+    """Tensors at fixed addresses for the plans of a CUDA graph.
+
+    Every plan made with ``buffers=`` consists of views of these tensors and overwrites the plan
+    before it, so that replaying a graph that was captured over an earlier plan serves the new
+    batch. Tokens and requests behind the new batch become padding (request 0, position 0, slot -1,
+    length 0). Their page table rows keep what they held, and so do the tensors of prefill chunks
+    when the new batch has none: nothing refers to them.
+
+    A graph also bakes in the Python integers of the plan it was captured with. Capture with the
+    number of requests, ``decode_query_len`` and largest ``seq_lens`` that the graph shall serve,
+    and fill smaller batches with requests of query length 0.
+
+    Args:
+        max_requests: most requests of a batch.
+        max_tokens: most tokens of a batch, padding included.
+        max_pages_per_request: columns of the page table; narrower tables are filled up with -1.
+        device: where the tensors live.
+
+    >>> buffers = PlanBuffers(max_requests=4, max_tokens=8, max_pages_per_request=2, device="cpu")
+    >>> page_table = torch.tensor([[5, 6], [3, 4], [0, 0]], dtype=torch.int32)
+    >>> plan = plan_batch(
+    ...     [1, 1, 0], [9, 3, 0], page_table, page_size=8, workspace_rows=None, buffers=buffers
+    ... )
+    >>> plan.slot_mapping, plan.slot_mapping.data_ptr() == buffers.slot_mapping.data_ptr()
+    (tensor([48, 26, -1]), True)
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        max_pages_per_request: int,
+        device: torch.device | str,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.input_row_offsets = zeros(max_requests + 1)
+        self.seq_lens = zeros(max_requests)
+        self.page_table = zeros(max_requests, max_pages_per_request)
+        self.positions = zeros(max_tokens, dtype=torch.int64)
+        self.slot_mapping = zeros(max_tokens, dtype=torch.int64).fill_(-1)
+        self.request_ids = zeros(max_tokens)
+        self.prefill_request_ids = zeros(max_tokens).fill_(-1)
+        self.workspace_starts = zeros(max_requests)
+
+    def check_fits(self, num_tokens: int, page_table: Tensor) -> None:
+        """Refuse a batch that these buffers cannot hold.
+
+        Raises:
+            ValueError: another device, or more requests, tokens or pages than the buffers have.
+        """
+        if page_table.device != self.page_table.device:
+            raise ValueError(
+                f"buffers must be on page_table's device {page_table.device}, "
+                f"got {self.page_table.device}"
+            )
+        for name, needed, limit in (
+            ("max_requests", page_table.shape[0], self.page_table.shape[0]),
+            ("max_tokens", num_tokens, self.request_ids.shape[0]),
+            ("max_pages_per_request", page_table.shape[1], self.page_table.shape[1]),
+        ):
+            if needed > limit:
+                raise ValueError(f"buffers must have {name} of at least {needed}, got {limit}")
+
+
+def _host_ints(name: str, values: HostInts) -> np.ndarray:
+    """``values`` as a one-dimensional int64 array."""
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise ValueError(f"{name} must be on the host, got a tensor on {values.device}")
+        values = values.numpy()
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {list(array.shape)}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {array.dtype}")
+    if array.size and array.min() < 0:
+        request = int(array.argmin())
+        raise ValueError(f"{name} must not be negative, got {array[request]} for request {request}")
+    return array.astype(np.int64)
+
+
+def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
+    """Check that lengths and page table describe the same, possible batch."""
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"page_table must have dtype torch.int32, got {page_table.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != queries.size:
+        raise ValueError(
+            f"page_table must have shape [{queries.size}, pages per request], "
+            f"got {list(page_table.shape)}"
+        )
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    if lens.size != queries.size:
+        raise ValueError(
+            f"seq_lens must have one length for each of {queries.size} requests, got {lens.size}"
+        )
+    too_short = lens < queries
+    if too_short.any():
+        request = int(too_short.argmax())
+        raise ValueError(
+            f"seq_lens must include the query tokens, got length {lens[request]} "
+            f"and {queries[request]} query tokens for request {request}"
+        )
+    capacity = page_table.shape[1] * page_size
+    too_long = (queries > 0) & (lens > capacity)
+    if too_long.any():
+        request = int(too_long.argmax())
+        raise ValueError(
+            f"seq_lens must be at most {capacity}, {page_table.shape[1]} pages of {page_size} "
+            f"tokens, got {lens[request]} for request {request}"
+        )
+
+
+def _send(values: np.ndarray, buffer: Tensor, *, padding: int) -> Tensor:
+    """Overwrite all of ``buffer`` with ``values`` and then ``padding``; a view of the values.
+
+    The staging memory is new each time: with a persistent one, the next step could overwrite what
+    the device has not fetched yet. PyTorch keeps pinned memory back until its copies are done.
+    """
+    staging = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    host = staging.numpy()
+    host[: values.size] = values
+    host[values.size :] = padding
+    buffer.copy_(staging, non_blocking=True)
+    return buffer[: values.size]
+
+
+def split_decodes_and_prefills(
+    query_lens: HostInts, *, decode_threshold: int = 1, require_uniform: bool = True
+) -> tuple[int, int, int, int]:
+    """Find where the decodes of a batch end and its prefills begin.
+
+    The batch lists its decodes first. The first rule that applies decides:
+
+    1. No query is longer than the threshold, and decodes need not be uniform or the threshold is
+       at most 1: everything is decode.
+    2. The first query is longer than the threshold: everything is prefill.
+    3. A request prefills if its query is longer than the threshold or, for uniform decodes, if its
+       length is neither that of the first query nor 0 (padding).
+    4. The first request that prefills, and all behind it, are prefills; without one, everything is
+       decode.
+
+    Args:
+        query_lens: ``[B]`` host integers; 0 for padding requests.
+        decode_threshold: most query tokens of a decode; above 1 with speculative decoding.
+        require_uniform: whether all decodes must have the same query length.
+
+    Returns:
+        ``(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)``.
+
+    Raises:
+        TypeError: query_lens holds no integers.
+        ValueError: query_lens is not one-dimensional, on a device, or negative somewhere.
+
+    Source: ``split_decodes_and_prefills`` of vLLM (``vllm/v1/attention/backends/utils.py``).
+
+    >>> split_decodes_and_prefills([1, 1, 7, 1])
+    (2, 2, 2, 8)
+    >>> split_decodes_and_prefills([3, 3, 2, 0], decode_threshold=4)
+    (2, 2, 6, 2)
+    >>> split_decodes_and_prefills([3, 3, 2, 0], decode_threshold=4, require_uniform=False)
+    (4, 0, 8, 0)
+    """
+    lens = _host_ints("query_lens", query_lens)
+    num_requests, num_tokens = lens.size, int(lens.sum())
+    all_decode = (num_requests, 0, num_tokens, 0)
+    first_len = lens[0] if num_requests else 0
+
+    if lens.max(initial=0) <= decode_threshold and (not require_uniform or decode_threshold <= 1):
+        return all_decode
+    if first_len > decode_threshold:
+        return 0, num_requests, 0, num_tokens
+
+    is_prefill = (lens != first_len) & (lens != 0) if require_uniform else lens > decode_threshold
+    if not is_prefill.any():
+        return all_decode
+    num_decodes = int(is_prefill.argmax())
+    num_decode_tokens = int(lens[:num_decodes].sum())
+    return (
+        num_decodes,
+        num_requests - num_decodes,
+        num_decode_tokens,
+        num_tokens - num_decode_tokens,
+    )
+
+
+def split_prefill_chunks(seq_lens: HostInts, workspace_rows: int) -> list[tuple[int, int]]:
+    """Cut requests, in order, into the longest chunks whose lengths add up to the workspace.
+
+    Args:
+        seq_lens: ``[P]`` host integers, context plus query of each prefill; a request of length 0
+            joins the chunk before it.
+        workspace_rows: rows of the workspace.
+
+    Returns:
+        ``(first request, behind the last request)`` of each chunk.
+
+    Raises:
+        TypeError: seq_lens holds no integers.
+        ValueError: a request alone does not fit the workspace; seq_lens is not one-dimensional,
+            on a device, or negative somewhere.
+
+    Source: ``split_prefill_chunks`` of vLLM (``vllm/v1/attention/backends/utils.py``).
+
+    >>> split_prefill_chunks([10, 15, 20, 5], workspace_rows=30)
+    [(0, 2), (2, 4)]
+    """
+    lens = _host_ints("seq_lens", seq_lens)
+    if lens.size and lens.max() > workspace_rows:
+        request = int((lens > workspace_rows).argmax())
+        raise ValueError(
+            f"workspace_rows must hold every prefill request, got {workspace_rows} rows and "
+            f"length {lens[request]} for prefill request {request}"
+        )
+    ends = lens.cumsum().tolist()
+    chunks = []
+    start = rows_before = 0
+    while start < len(ends):
+        stop = bisect_right(ends, rows_before + workspace_rows, lo=start)
+        chunks.append((start, stop))
+        start, rows_before = stop, ends[stop - 1]
+    return chunks
+
+
+def plan_batch(
+    query_lens: HostInts,
+    seq_lens: HostInts,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    workspace_rows: int | None,
+    decode_threshold: int = 1,
+    require_uniform: bool = True,
+    num_padded_tokens: int | None = None,
+    buffers: PlanBuffers | None = None,
+) -> Plan:
+    """Plan one batch.
+
+    Token ``i`` of request ``b`` is at position ``seq_lens[b] - query_lens[b] + i`` of its request,
+    in slot ``page_table[b, position // page_size] * page_size + position % page_size``. Contexts
+    of the prefills of a chunk lie one behind the other in the workspace, from row 0.
+
+    Requests of query length 0 are padding; their length counts as 0. Where decodes must be uniform
+    no other request may follow padding among the decodes, and in a batch without prefills a padding
+    request brings as many padding tokens as a decode has: T is ``B * decode_query_len``.
+
+    Args:
+        query_lens: ``[B]`` host integers, new tokens of each request; decodes first.
+        seq_lens: ``[B]`` host integers, context plus new tokens.
+        page_table: ``[B, W]`` int32; its device is the plan's.
+        page_size: tokens of a page.
+        workspace_rows: rows of the workspace that chunks of prefill contexts are gathered into, or
+            None to plan no chunks, as for caches that are read in place.
+        decode_threshold: most query tokens of a decode, see :func:`split_decodes_and_prefills`.
+        require_uniform: whether all decodes must have the same query length.
+        num_padded_tokens: T, if the batch's tensors have more rows than tokens.
+        buffers: where the plan's tensors shall live; new tensors if None.
+
+    Raises:
+        TypeError: lengths that are no integers, or a page table that is not int32.
+        ValueError: shapes that disagree; a length that is negative, shorter than its query or
+            beyond the page table; a prefill beyond the workspace; misplaced padding; too small a
+            num_padded_tokens or buffer.
+
+    Source: the metadata builder of vLLM's sparse FlashMLA backend
+    (``vllm/v1/attention/backends/mla/flashmla_sparse.py``).
+
+    >>> plan = plan_batch(
+    ...     [1, 10, 4, 20, 5],
+    ...     [9, 10, 15, 20, 5],
+    ...     torch.arange(10, dtype=torch.int32).view(5, 2),
+    ...     page_size=16,
+    ...     workspace_rows=30,
+    ... )
+    >>> plan.num_decodes, plan.num_prefills, plan.num_decode_tokens, plan.num_prefill_tokens
+    (1, 4, 1, 39)
+    >>> [(chunk.requests, chunk.num_workspace_rows) for chunk in plan.prefill_chunks]
+    [(slice(1, 3, None), 25), (slice(3, 5, None), 25)]
+    >>> plan.workspace_starts
+    tensor([ 0, 10,  0, 20], dtype=torch.int32)
+    """
+    queries = _host_ints("query_lens", query_lens)
+    lens = _host_ints("seq_lens", seq_lens)
+    _check_batch(queries, lens, page_table, page_size)
+    lens = np.where(queries > 0, lens, 0)
+    num_requests, num_real_tokens = queries.size, int(queries.sum())
+
+    num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+        queries, decode_threshold=decode_threshold, require_uniform=require_uniform
+    )
+    decode_query_len = int(queries[:num_decodes].max(initial=0))
+    num_tokens = num_real_tokens if num_padded_tokens is None else num_padded_tokens
+    if num_tokens < num_real_tokens:
+        raise ValueError(
+            f"num_padded_tokens must be at least {num_real_tokens}, the sum of query_lens, "
+            f"got {num_tokens}"
+        )
+    if require_uniform:
+        padding = np.flatnonzero(queries[:num_decodes] == 0)
+        if padding.size and queries[padding[0] :].any():
+            raise ValueError(
+                "query_lens must list padding requests behind all others, "
+                f"got length 0 for request {padding[0]}"
+            )
+        if num_prefills == 0:
+            num_tokens = num_decodes * decode_query_len
+            if num_padded_tokens not in (None, num_tokens):
+                raise ValueError(
+                    f"num_padded_tokens must be {num_tokens} for {num_decodes} decode requests of "
+                    f"{decode_query_len} query tokens, got {num_padded_tokens}"
+                )
+    if num_prefills == 0:
+        num_decode_tokens = num_tokens
+    prefill_lens = lens[num_decodes:]
+    chunk_bounds = []
+    if workspace_rows is not None:
+        chunk_bounds = split_prefill_chunks(prefill_lens, workspace_rows)
+
+    # Nothing is written before every check has passed: a refused batch leaves the buffers alone.
+    if buffers is None:
+        target = PlanBuffers(num_requests, num_tokens, 0, page_table.device)
+    else:
+        target = buffers
+        target.check_fits(num_tokens, page_table)
+        num_pages = page_table.shape[1]
+        target.page_table[:num_requests, :num_pages].copy_(page_table)
+        target.page_table[:num_requests, num_pages:].fill_(-1)
+        page_table = target.page_table[:num_requests]
+
+    offsets = np.zeros(num_requests + 1, np.int64)
+    queries.cumsum(out=offsets[1:])
+    token_requests = np.repeat(np.arange(num_requests), queries)
+    token_positions = np.arange(num_real_tokens) + np.repeat(lens - offsets[1:], queries)
+    # Offsets behind the batch repeat the last one: requests without tokens.
+    input_row_offsets = _send(offsets, target.input_row_offsets, padding=num_real_tokens)
+    device_seq_lens = _send(lens, target.seq_lens, padding=0)
+    request_ids = _send(token_requests, target.request_ids, padding=0)
+    positions = _send(token_positions, target.positions, padding=0)
+    slots = slots_of(page_table, request_ids, positions, page_size)
+    target.slot_mapping[:num_real_tokens].copy_(slots)
+    target.slot_mapping[num_real_tokens:].fill_(-1)
+
+    prefill_request_ids = workspace_starts = None
+    prefill_chunks: list[PrefillChunk] = []
+    if chunk_bounds:
+        token_prefills = np.maximum(token_requests - num_decodes, -1)
+        _send(token_prefills, target.prefill_request_ids, padding=-1)
+        prefill_request_ids = target.prefill_request_ids[:num_tokens]
+
+        ends = prefill_lens.cumsum()
+        starts = ends - prefill_lens
+        chunk_starts = [starts[start] for start, _ in chunk_bounds]
+        chunk_sizes = [stop - start for start, stop in chunk_bounds]
+        local_starts = starts - np.repeat(chunk_starts, chunk_sizes)
+        workspace_starts = _send(local_starts, target.workspace_starts, padding=0)
+
+        for start, stop in chunk_bounds:
+            requests = slice(num_decodes + start, num_decodes + stop)
+            prefill_chunks.append(
+                PrefillChunk(
+                    requests=requests,
+                    tokens=slice(int(offsets[requests.start]), int(offsets[requests.stop])),
+                    num_workspace_rows=int(ends[stop - 1] - starts[start]),
+                    seq_lens=device_seq_lens[requests],
+                    page_table=page_table[requests],
+                    workspace_starts=workspace_starts[start:stop],
+                )
+            )
+
+    return Plan(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        num_prefills=num_prefills,
+        num_decode_tokens=num_decode_tokens,
+        num_prefill_tokens=num_tokens - num_decode_tokens,
+        decode_query_len=decode_query_len,
+        max_query_len=int(queries.max(initial=0)),
+        max_seq_len=int(lens.max(initial=0)),
+        max_context_len=int((lens - queries).max(initial=0)),
+        input_row_offsets=input_row_offsets,
+        seq_lens=device_seq_lens,
+        page_table=page_table,
+        positions=target.positions[:num_tokens],
+        slot_mapping=target.slot_mapping[:num_tokens],
+        request_ids=target.request_ids[:num_tokens],
+        prefill_request_ids=prefill_request_ids,
+        workspace_starts=workspace_starts,
+        prefill_chunks=tuple(prefill_chunks),
+    )

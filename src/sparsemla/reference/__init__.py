@@ -1,0 +1,39 @@
+"""The definition of every op: short float32 torch, the same arguments as the public op.
+
+These functions fix what the ops mean; every other implementation is compared with them. They take
+no output arguments, allocate what they like, and return unrounded float32 where the op returns
+bfloat16.
+"""
+
+from sparsemla.reference.branch import decode_branch, prefill_branch
+from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
+from sparsemla.reference.gather import gather_dequant, to_slots
+from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.reference.prefill import dense_prefill, sparse_prefill
+from sparsemla.reference.projection import project_heads
+from sparsemla.reference.quant import (
+    append_index_keys,
+    fused_rope_rmsnorm_quant,
+    prepare_index_queries,
+)
+from sparsemla.reference.topk import select_topk
+
+__all__ = [
+    "append_index_keys",
+    "decode_branch",
+    "dense_decode",
+    "dense_prefill",
+    "fused_rope_rmsnorm_quant",
+    "gather_dequant",
+    "indexer_scores",
+    "indexer_scores_paged",
+    "indexer_topk",
+    "merge_states",
+    "prefill_branch",
+    "prepare_index_queries",
+    "project_heads",
+    "select_topk",
+    "sparse_decode",
+    "sparse_prefill",
+    "to_slots",
+]

@@ -1,0 +1,70 @@
+"""Definition of attention over gathered rows, with LSE, maximum and sink."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    softmax_scale: float,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of query rows that bring their own keys.
+
+    Args:
+        q: ``[R, H, Dk]``.
+        keys: ``[R, K, Dk]``, or ``[R, K, H, Dk]`` where each head has its own.
+        values: ``[R, K, V]`` or ``[R, K, H, V]``.
+        valid: bool ``[R, K]``; what is not valid may hold anything, NaN too.
+        softmax_scale: factor of the scores.
+        attn_sink: ``[H]``, a logit that takes part in the softmax and has no value.
+
+    Returns:
+        out ``[R, H, V]``, lse ``[R, H]`` without the sink, max_logits ``[R, H]``; all float32. A
+        row without a valid key gets 0, -inf, -inf.
+    """
+    per_head = "rkhd" if keys.dim() == 4 else "rkd"
+    mask = valid.view(*valid.shape, *[1] * (keys.dim() - 2))  # [R, K, (1,) 1]
+    keys, values = keys.float().where(mask, 0), values.float().where(mask, 0)
+    logits = torch.einsum(f"rhd,{per_head}->rhk", q.float(), keys) * softmax_scale  # [R, H, K]
+    logits = logits.masked_fill(~valid[:, None], -torch.inf)
+    guarded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # K may be 0
+    lse = guarded.logsumexp(-1)  # [R, H]
+    probs = (logits - lse[..., None]).exp().masked_fill(~valid[:, None], 0)  # [R, H, K]
+    out = torch.einsum(f"rhk,{per_head}->rhd", probs, values)  # [R, H, V]
+    return apply_sink(out, lse, attn_sink), lse, guarded.amax(-1)
+
+
+def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """``out / (1 + exp(sink - lse))``: the sink joins the denominator only."""
+    if attn_sink is None:
+        return out
+    share = torch.sigmoid(lse - attn_sink.float())  # [R, H]
+    return out * share.masked_fill(lse.isneginf(), 0)[..., None]
+
+
+def attend_slots(
+    q: Tensor,
+    streams: Sequence[tuple[PagedCache, Tensor, Tensor | None]],
+    softmax_scale: float,
+    attn_sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attend` over the union of streams of (cache, slots ``[R, K]``, lengths ``[R]``)."""
+    keys, values, valid = [], [], []
+    for cache, slots, lengths in streams:
+        ok = (slots >= 0) & (slots < cache.num_slots)  # [R, K]
+        if lengths is not None:
+            ok &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
+        rows = cache.read(torch.where(ok, slots, 0))  # [R, K, D]
+        keys.append(rows)
+        values.append(rows[..., : cache.format.value_dim])
+        valid.append(ok)
+    parts = torch.cat(keys, 1), torch.cat(values, 1), torch.cat(valid, 1)
+    return attend(q, *parts, softmax_scale, attn_sink)

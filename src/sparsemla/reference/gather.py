@@ -1,0 +1,47 @@
+"""Definition of index conversion and cache gathering. Shapes: T tokens, K top-k, B requests."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache, slots_of
+
+
+def to_slots(
+    topk_indices: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    *,
+    page_size: int,
+    workspace_starts: Tensor | None = None,
+    prefill_request_ids: Tensor | None = None,
+) -> Tensor:
+    requests = request_ids[:, None].expand_as(topk_indices)  # [T, K]
+    slots = slots_of(page_table, requests, topk_indices, page_size)  # [T, K]
+    if workspace_starts is None or prefill_request_ids is None:
+        return slots.int()
+    inside = (topk_indices >= 0) & (topk_indices // page_size < page_table.shape[1])  # [T, K]
+    starts = workspace_starts[prefill_request_ids.clamp_min(0)][:, None]  # [T, 1]
+    rows = torch.where(inside, starts + topk_indices, -1)  # [T, K]
+    return torch.where(prefill_request_ids[:, None] >= 0, rows, slots).int()
+
+
+def gather_dequant(
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    *,
+    out: Tensor,
+    seq_starts: Tensor | None = None,
+) -> Tensor:
+    for request, length in enumerate(seq_lens.tolist()):
+        first = 0 if seq_starts is None else int(seq_starts[request])
+        positions = first + torch.arange(length, device=out.device)  # [n]
+        slots = slots_of(
+            page_table, torch.full_like(positions, request), positions, cache.page_size
+        )
+        found = (slots >= 0) & (slots < cache.num_slots)  # [n]
+        rows = cache.read(torch.where(found, slots, 0))  # [n, D]
+        start = int(workspace_starts[request])
+        out[start : start + length] = torch.where(found[:, None], rows, 0)
+    return out

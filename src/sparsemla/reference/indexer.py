@@ -1,0 +1,89 @@
+"""Definition of the lightning indexer. Shapes: M query rows, HI heads, DI dims, N keys."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache, slots_of
+from sparsemla.reference.topk import select_topk
+
+
+def indexer_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+) -> Tensor:
+    dots = torch.einsum("mhd,nd->mhn", q.float(), keys.float())  # [M, HI, N]
+    scores = torch.einsum("mh,mhn->mn", weights.float(), dots.relu())  # [M, N]
+    if key_scales is not None:
+        scores = scores * key_scales
+    columns = torch.arange(keys.shape[0], device=q.device)  # [N]
+    inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])  # [M, N]
+    return scores.masked_fill(~inside, -torch.inf)
+
+
+def indexer_scores_paged(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seq_len: int,
+) -> Tensor:
+    batch, query_len = q.shape[:2]
+    if seq_lens.dim() == 1:  # row j of a request sees len - S + 1 + j keys
+        ahead = torch.arange(query_len, device=q.device) - query_len + 1  # [S]
+        seq_lens = seq_lens[:, None] + ahead  # [B, S]
+    out = q.new_full((batch, query_len, max_seq_len), -torch.inf, dtype=torch.float32)
+    starts = seq_lens.new_zeros(query_len)  # [S]
+    for request in range(batch):
+        ends = seq_lens[request].clamp(0, max_seq_len)  # [S]
+        keys, scales, valid = _request_keys(cache, page_table, request, int(ends.max()))
+        scores = indexer_scores(q[request], weights[request], keys, scales, starts, ends)
+        out[request, :, : keys.shape[0]] = scores.masked_fill(~valid, -torch.inf)
+    return out
+
+
+def indexer_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    *,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    topk: int,
+    causal: bool = True,
+    max_workspace_bytes: int = 256 << 20,
+) -> Tensor:
+    out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
+    offsets = input_row_offsets.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        first, last = offsets[request], offsets[request + 1]
+        keys, scales, valid = _request_keys(cache, page_table, request, length)
+        visible = torch.full((last - first,), length, device=q.device)  # [m]
+        if causal:  # the token at position p sees keys 0..p
+            visible = length - (last - first) + 1 + torch.arange(last - first, device=q.device)
+        rows = q[first:last], weights[first:last]
+        scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
+        scores = scores.masked_fill(~valid, -torch.inf)
+        out[first:last] = select_topk(scores, topk, row_ends=visible)
+    return out
+
+
+def _request_keys(
+    cache: PagedCache, page_table: Tensor, request: int, length: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Keys ``[n, DI]``, their scales ``[n]`` or None, and whether their page exists ``[n]``."""
+    positions = torch.arange(length, device=page_table.device)  # [n]
+    slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
+    valid = (slots >= 0) & (slots < cache.num_slots)
+    stored = cache.gather(torch.where(valid, slots, 0))
+    if stored.fp8 is None:
+        return cast(Tensor, stored.bf16), None, valid
+    return stored.fp8, None if stored.scales is None else stored.scales[:, 0], valid

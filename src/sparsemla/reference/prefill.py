@@ -1,0 +1,48 @@
+"""Definition of prefill attention. Shapes: T query tokens, H heads, D key dims, V value dims."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.reference.attention import attend, attend_slots
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor | PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
+    return attend_slots(q, [(cache, topk_indices, topk_lengths)], softmax_scale, attn_sink)
+
+
+def dense_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_row_offsets: Tensor,
+    kv_row_offsets: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)  # [T, H, V]
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)  # [T, H]
+    q_offsets, kv_offsets = input_row_offsets.tolist(), kv_row_offsets.tolist()
+    for request in range(len(q_offsets) - 1):
+        queries = slice(q_offsets[request], q_offsets[request + 1])
+        keys = slice(kv_offsets[request], kv_offsets[request + 1])
+        m, n = queries.stop - queries.start, keys.stop - keys.start
+        if m == 0 or n == 0:
+            continue
+        valid = torch.ones(m, n, dtype=torch.bool, device=q.device)  # [m, n]
+        if causal:  # bottom-right aligned: the last query sees every key
+            valid = valid.tril(n - m)
+        k_rows = k[None, keys].expand(m, -1, -1, -1)  # [m, n, H, D]
+        v_rows = v[None, keys].expand(m, -1, -1, -1)  # [m, n, H, V]
+        out[queries], lse[queries], _ = attend(q[queries], k_rows, v_rows, valid, softmax_scale)
+    return out, lse

@@ -1,0 +1,22 @@
+"""Definition of the per-head products. Shapes: T tokens, H heads, K inputs, N outputs."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.formats import fp8_scales, to_fp8
+from sparsemla.weights import HeadWeight
+
+
+def project_heads(x: Tensor, weight: HeadWeight) -> Tensor:
+    x = x.float()  # [T, H, K]
+    if weight.scale is not None:
+        x = _fake_quantize(x, weight.scale_block[1])
+    return torch.einsum("thk,hnk->thn", x, weight.dequantize())
+
+
+def _fake_quantize(x: Tensor, block: int) -> Tensor:
+    """``x`` as e4m3 with one scale ``max(amax, 1e-4) / 448`` for each block of the last dim."""
+    dim = x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -dim % block)).unflatten(-1, (-1, block))
+    scales = fp8_scales(blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4))
+    return (to_fp8(blocks / scales).float() * scales).flatten(-2)[..., :dim]

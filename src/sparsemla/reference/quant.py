@@ -1,0 +1,108 @@
+"""Definition of the ops that write the caches. Shapes: T tokens, H heads, D row, R rope dims."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
+
+
+def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """RoPE of float32 ``x [..., R]`` with ``cos_sin [..., R]`` (cos half, sin half)."""
+    cos, sin = cos_sin.chunk(2, dim=-1)  # [..., R / 2] each
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthogonal Walsh-Hadamard transform (Sylvester order) of the last dim, a power of two."""
+    n = x.shape[-1]
+    matrix = torch.ones(1, 1, device=x.device)
+    while matrix.shape[0] < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return x @ matrix * n**-0.5
+
+
+def fused_rope_rmsnorm_quant(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos_sin_cache: Tensor,
+    kv_norm_weight: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    scale_mode: ScaleMode = "pow2",
+) -> Tensor:
+    cos_sin = cos_sin_cache[positions].float()  # [T, R]
+    norm_dim, rope_dim = kv_norm_weight.shape[0], cos_sin.shape[-1]
+    row = kv.float()  # [T, D]
+    latent = row[:, :norm_dim]  # [T, N]
+    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
+    row = torch.cat([latent * kv_norm_weight.float(), row[:, norm_dim:]], dim=-1)  # [T, D]
+    nope, rope = row.tensor_split([row.shape[1] - rope_dim], dim=-1)  # [T, D - R], [T, R]
+    row = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)  # [T, D]
+    cache.write(slot_mapping, row, scale_mode=scale_mode)
+    return rotate(q_rope.float(), cos_sin[:, None], interleaved).to(q_rope.dtype)  # [T, H, R]
+
+
+def append_index_keys(
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+) -> None:
+    weight, bias = norm_weight.float(), norm_bias.float()
+    rows = torch.nn.functional.layer_norm(k.float(), k.shape[1:], weight, bias, eps)  # [T, DI]
+    cos_sin = cos_sin_cache[positions].float()  # [T, R]
+    rows = _rotate_index(rows, cos_sin, interleaved, rope_first, hadamard)  # [T, DI]
+    cache.write(slot_mapping, rows, scale_mode=scale_mode)
+
+
+def prepare_index_queries(
+    q: Tensor,
+    weights: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    positions: Tensor,
+    format: CacheFormat = INDEX_FP8,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+) -> tuple[Tensor, Tensor]:
+    num_heads, head_dim = q.shape[1:]
+    cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
+    rows = _rotate_index(q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
+    folded = weights.float() * (num_heads * head_dim) ** -0.5  # [T, HI]
+    stored = format.quantize(rows, scale_mode=scale_mode)
+    if stored.fp8 is None:
+        return rows.to(torch.bfloat16), folded
+    return stored.fp8, folded if stored.scales is None else folded * stored.scales[..., 0]
+
+
+def _rotate_index(
+    x: Tensor, cos_sin: Tensor, interleaved: bool, rope_first: bool, transform: bool
+) -> Tensor:
+    rope_dim = cos_sin.shape[-1]
+    if rope_first:
+        rope, nope = x.tensor_split([rope_dim], dim=-1)  # [..., R], [..., DI - R]
+        x = torch.cat([rotate(rope, cos_sin, interleaved), nope], dim=-1)
+    else:
+        nope, rope = x.tensor_split([x.shape[-1] - rope_dim], dim=-1)
+        x = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)
+    return hadamard(x) if transform else x

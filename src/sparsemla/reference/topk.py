@@ -1,0 +1,25 @@
+"""Definition of exact top-k selection. Shapes: R rows, N columns."""
+
+import torch
+from torch import Tensor
+
+
+def select_topk(
+    scores: Tensor,
+    topk: int,
+    *,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
+) -> Tensor:
+    num_rows, num_cols = scores.shape
+    out = torch.full((num_rows, topk), -1, dtype=torch.int32, device=scores.device)
+    starts = [0] * num_rows if row_starts is None else row_starts.clamp(0, num_cols).tolist()
+    ends = [num_cols] * num_rows if row_ends is None else row_ends.clamp(0, num_cols).tolist()
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        values = scores[row, start:end].float()  # [n]
+        # Stable sorts: the lower index wins a tie, and NaN comes after everything else.
+        order = values.nan_to_num(0.0, torch.inf, -torch.inf).argsort(descending=True, stable=True)
+        order = order[values.isnan()[order].int().argsort(stable=True)]
+        chosen = order[:topk].sort().values  # [min(topk, n)], ascending ids
+        out[row, : chosen.shape[0]] = chosen.int()
+    return out

@@ -1,0 +1,1 @@
+"""What tests and verification share: inputs, comparisons, poison, compilation without a GPU."""

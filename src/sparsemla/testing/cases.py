@@ -1,0 +1,912 @@
+"""Random inputs as dirty as the ones that serving produces.
+
+The distributions are those of FlashMLA's and DeepGEMM's tests. Rows that no valid index names hold
+NaN, selections hold ids from both ends of the integer range, page tables end in garbage, pages are
+shuffled. Each ``*_case`` returns the arguments of the op it is named after, for the public op and
+for the reference alike.
+
+Every number is drawn on the CPU, so that a seed means the same inputs on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache, slots_of
+from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, to_fp8
+from sparsemla.plan import Plan, plan_batch
+from sparsemla.rope import cos_sin_table, rope_frequencies
+from sparsemla.weights import HeadWeight, MLALayer
+
+Arguments = dict[str, object]
+Item = TypeVar("Item")
+
+GARBAGE_PAGE = 2147480000
+"""What page tables hold behind a request's last page."""
+
+
+def invalid_ids(num_rows: int) -> list[int]:
+    """Ids that name no row, from one end of int32 to the other."""
+    fixed = [-(2**31), -123456, -1, num_rows, 114514, 1919810, GARBAGE_PAGE, 2**31 - 1]
+    return [i for i in fixed if i < 0 or i >= num_rows]
+
+
+@dataclass
+class Draw:
+    """A source of random tensors.
+
+    Args:
+        seed: equal seeds give equal tensors.
+        device: where the tensors go.
+    """
+
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Standard normal values."""
+        return torch.randn(shape, generator=self.generator).to(dtype).to(self.device)
+
+    def uniform(self) -> float:
+        """One value of [0, 1)."""
+        return torch.rand((), generator=self.generator).item()
+
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
+    ) -> Tensor:
+        """Integers of [low, high)."""
+        drawn = torch.randint(low, high, shape, generator=self.generator)
+        return drawn.to(dtype).to(self.device)
+
+    def permutation(self, size: int) -> Tensor:
+        """0 .. size - 1 in some order."""
+        return torch.randperm(size, generator=self.generator).to(self.device)
+
+    def shuffled(self, values: Sequence[Item]) -> list[Item]:
+        """The same values in some order: another batch of the same shapes."""
+        return [values[i] for i in torch.randperm(len(values), generator=self.generator).tolist()]
+
+    def tensor(
+        self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int32
+    ) -> Tensor:
+        """Given integers, on this draw's device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def embed(tensor: Tensor) -> Tensor:
+    """The same values inside a larger tensor of NaN or -1: every stride is that of the larger one.
+
+    >>> embed(torch.zeros(2, 3)).stride()
+    (131, 1)
+    """
+    shape = [*(n + 1 for n in tensor.shape[:-1]), tensor.shape[-1] + 128]
+    filler = math.nan if tensor.is_floating_point() else -1
+    larger = torch.full(shape, filler, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
+    inner = larger[tuple(slice(n) for n in tensor.shape)]
+    return inner.copy_(tensor)
+
+
+def prefill_rows(draw: Draw, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Queries and keys of prefill: a tenth of a normal value, all shifted by up to 0.05."""
+    return (draw.normal(*shape) / 10 + (draw.uniform() - 0.5) / 10).clamp(-10, 10).to(dtype)
+
+
+def decode_queries(draw: Draw, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Queries of decode: clamped normal values."""
+    return draw.normal(*shape).clamp(-1, 1).to(dtype)
+
+
+def sinks(draw: Draw, num_heads: int) -> Tensor:
+    """Sink logits: normal, for about a third of the heads +inf, and for another third -inf."""
+    kind = draw.integers(0, 16, num_heads)
+    values = draw.normal(num_heads)
+    return values.masked_fill(kind < 5, math.inf).masked_fill(kind > 10, -math.inf)
+
+
+def selections(
+    draw: Draw, num_tokens: int, topk: int, rows: Tensor, num_rows: int, share: float = 1.0
+) -> Tensor:
+    """Selections ``[num_tokens, topk]`` of distinct valid ids and, between them, invalid ones.
+
+    Args:
+        draw: the source.
+        num_tokens: rows of the result.
+        topk: columns of the result.
+        rows: valid ids to choose from.
+        num_rows: ids from here on name no row.
+        share: part of the ``topk`` that is valid, if ``rows`` has as many.
+    """
+    invalid = draw.tensor(invalid_ids(num_rows), torch.int64)
+    size = min(len(rows), int(share * topk))
+    out = []
+    for _ in range(num_tokens):
+        valid = rows[draw.permutation(len(rows))[:size]].long()
+        surplus = invalid[draw.integers(0, len(invalid), topk - size).long()]
+        out.append(torch.cat([valid, surplus])[draw.permutation(topk)])
+    return torch.stack(out).int()
+
+
+def poisoned_cache(
+    draw: Draw,
+    format: CacheFormat,
+    num_pages: int,
+    page_size: int,
+    used: Tensor,
+    num_layers: int | None = None,
+) -> PagedCache:
+    """A cache with rows of the decode distribution in the slots ``used`` and NaN in all others.
+
+    With ``num_layers`` the cache is the last layer of several, and the other layers hold NaN.
+    """
+    whole = PagedCache.allocate(
+        format, num_pages, page_size, num_layers=num_layers, device=draw.device
+    )
+    layers = [whole] if num_layers is None else [whole.layer(i) for i in range(num_layers)]
+    everywhere = torch.arange(num_pages * page_size, device=draw.device)
+    for layer in layers:
+        nan = torch.full((len(everywhere), format.head_dim), math.nan, device=draw.device)
+        layer.write(everywhere, nan)
+    rows = (draw.normal(len(used), format.head_dim) / 10).clamp(-1, 1)
+    layers[-1].write(used.long(), rows)
+    return layers[-1]
+
+
+def page_tables(draw: Draw, seq_lens: Sequence[int], page_size: int) -> tuple[Tensor, int]:
+    """Shuffled pages for requests of these lengths, and how many pages there are.
+
+    Each row of the table ends in two entries of garbage.
+    """
+    counts = [-(-n // page_size) for n in seq_lens]
+    num_pages = sum(counts) + 2
+    pages = iter(draw.permutation(num_pages).tolist())
+    width = max(counts, default=0) + 2
+    table = [[next(pages) for _ in range(n)] + [GARBAGE_PAGE] * (width - n) for n in counts]
+    return draw.tensor(table).view(len(counts), width), num_pages
+
+
+def paged_requests(
+    draw: Draw,
+    format: CacheFormat,
+    seq_lens: Sequence[int],
+    page_size: int,
+    num_layers: int | None = None,
+) -> tuple[PagedCache, Tensor]:
+    """A cache that holds requests of these lengths, NaN elsewhere, and their page table."""
+    table, num_pages = page_tables(draw, seq_lens, page_size)
+    slots = slots_of_requests(table, seq_lens, page_size)
+    return poisoned_cache(draw, format, num_pages, page_size, slots, num_layers), table
+
+
+def slots_of_requests(table: Tensor, seq_lens: Sequence[int], page_size: int) -> Tensor:
+    """Slots of the positions 0 .. length - 1 of each request, one request after the other."""
+    lengths = torch.tensor(seq_lens, device=table.device)
+    requests = torch.arange(len(seq_lens), device=table.device).repeat_interleave(lengths)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = torch.arange(len(starts), device=table.device) - starts
+    return slots_of(table, requests, positions, page_size)
+
+
+def varied_lengths(draw: Draw, batch: int, mean: int, at_least: int = 0) -> list[int]:
+    """Lengths around ``mean``, normal with a deviation of half of it."""
+    lengths = mean + mean / 2 * draw.normal(batch).cpu()
+    return [max(int(n), at_least) for n in lengths]
+
+
+def written_cache(
+    draw: Draw, format: CacheFormat, num_pages: int, page_size: int, num_layers: int | None = None
+) -> PagedCache:
+    """A cache with random rows in every slot; with ``num_layers`` the second of several layers."""
+    cache = PagedCache.allocate(
+        format, num_pages, page_size, num_layers=num_layers, device=draw.device
+    )
+    cache = cache if num_layers is None else cache.layer(1)
+    everywhere = torch.arange(cache.num_slots, device=draw.device)
+    cache.write(everywhere, draw.normal(cache.num_slots, format.head_dim))
+    return cache
+
+
+def distant_pages(draw: Draw, format: CacheFormat) -> PagedCache:
+    """Two pages of 64 rows that lie more than 2 GiB apart.
+
+    The memory between them is reserved and, on the CPU, never touched.
+    """
+    apart = 1152 * (2**31 // 1152 + 1)
+    size = apart + format.page_bytes(64)
+    memory = torch.empty(size, dtype=torch.uint8, device=draw.device)
+    stride = apart // format.storage_dtype.itemsize
+    data = memory.view(format.storage_dtype).as_strided(
+        (2, 64, format.row_width), (stride, format.row_width, 1)
+    )
+    cache = PagedCache(data, format)
+    cache.write(torch.arange(128, device=draw.device), draw.normal(128, format.head_dim) / 10)
+    return cache
+
+
+MAX_POSITIONS = 300
+"""Rows of the tables of cosines and sines."""
+
+
+def _places(
+    draw: Draw, num_tokens: int, num_slots: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Positions in no order, and slots of which the last is negative."""
+    slots = draw.permutation(num_slots)[:num_tokens]
+    slots[-1:] = -1
+    return draw.integers(0, MAX_POSITIONS, num_tokens, dtype=dtype), slots.to(dtype)
+
+
+def _table(draw: Draw, rope_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return cos_sin_table(rope_frequencies(rope_dim, 1e4), MAX_POSITIONS).to(dtype).to(draw.device)
+
+
+def fused_rope_rmsnorm_quant_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    num_tokens: int = 6,
+    num_heads: int = 3,
+    rope_dim: int = 64,
+    norm_dim: int | None = None,
+    page_size: int = 4,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int64,
+    table_dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``fused_rope_rmsnorm_quant``; ``options`` are passed on to it.
+
+    ``norm_dim`` is by default what models of the format normalise: all but the rotated dims, or
+    the whole row where key and value are the same.
+    """
+    wrap = embed if strided else _as_it_is
+    if norm_dim is None:
+        whole = format.head_dim == format.value_dim
+        norm_dim = format.head_dim if whole else format.head_dim - rope_dim
+    num_pages = -(-num_tokens // page_size) + 2
+    cache = written_cache(draw, format, num_pages, page_size, num_layers)
+    positions, slots = _places(draw, num_tokens, cache.num_slots, index_dtype)
+    return {
+        "q_rope": wrap(draw.normal(num_tokens, num_heads, rope_dim, dtype=dtype)),
+        "kv": wrap(draw.normal(num_tokens, format.head_dim, dtype=dtype) * 3),
+        "cos_sin_cache": _table(draw, rope_dim, table_dtype),
+        "kv_norm_weight": 1 + draw.normal(norm_dim) / 5,
+        "cache": cache,
+        "positions": positions,
+        "slot_mapping": slots,
+        **options,
+    }
+
+
+def append_index_keys_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    num_tokens: int = 6,
+    rope_dim: int = 64,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int64,
+    table_dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``append_index_keys``; ``options`` are passed on to it."""
+    cache = written_cache(draw, format, -(-num_tokens // page_size) + 2, page_size)
+    positions, slots = _places(draw, num_tokens, cache.num_slots, index_dtype)
+    k = draw.normal(num_tokens, format.head_dim, dtype=dtype)
+    return {
+        "k": embed(k) if strided else k,
+        "norm_weight": 1 + draw.normal(format.head_dim) / 5,
+        "norm_bias": draw.normal(format.head_dim) / 5,
+        "cos_sin_cache": _table(draw, rope_dim, table_dtype),
+        "cache": cache,
+        "positions": positions,
+        "slot_mapping": slots,
+        **options,
+    }
+
+
+def prepare_index_queries_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    num_tokens: int = 4,
+    num_heads: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``prepare_index_queries``; ``options`` are passed on to it."""
+    return {
+        "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
+        "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
+        "cos_sin_cache": _table(draw, 64),
+        "positions": draw.integers(0, MAX_POSITIONS, num_tokens),
+        "format": format,
+        **options,
+    }
+
+
+def to_slots_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 9,
+    topk: int = 20,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.int32,
+    with_workspace: bool = False,
+) -> Arguments:
+    """Arguments of ``to_slots`` for 3 requests: ids out of range, and a page that is missing."""
+    num_requests, width = 3, 4
+    table = draw.permutation(num_requests * width).view(num_requests, width)
+    table[0, 1] = -1
+    indices = draw.integers(-2, width * page_size + 3, num_tokens, topk, dtype=torch.int64)
+    extremes = draw.tensor([-(2**31), 2**31 - 1, GARBAGE_PAGE, width * page_size], torch.int64)
+    indices[0, :4] = extremes
+    arguments: Arguments = {
+        "topk_indices": indices.to(dtype),
+        "page_table": table.to(dtype),
+        "request_ids": draw.integers(0, num_requests, num_tokens, dtype=dtype),
+        "page_size": page_size,
+    }
+    if with_workspace:
+        arguments["workspace_starts"] = draw.tensor([100, 7000], dtype)
+        arguments["prefill_request_ids"] = draw.integers(-1, 2, num_tokens, dtype=dtype)
+    return arguments
+
+
+def gather_dequant_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    seq_lens: Sequence[int],
+    page_size: int = 64,
+    num_layers: int | None = None,
+    seq_starts: Sequence[int] | None = None,
+) -> Arguments:
+    """Arguments of ``gather_dequant``: a workspace of -7 with a free row around each request."""
+    starts = [0] * len(seq_lens) if seq_starts is None else seq_starts
+    totals = [n + first for n, first in zip(seq_lens, starts, strict=True)]
+    cache, table = paged_requests(draw, format, totals, page_size, num_layers)
+    workspace_starts, row = [], 1
+    for length in seq_lens:
+        workspace_starts.append(row)
+        row += length + 1
+    rows = torch.full((row, format.head_dim), -7.0, dtype=torch.bfloat16, device=draw.device)
+    arguments: Arguments = {
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": draw.tensor(seq_lens),
+        "workspace_starts": draw.tensor(workspace_starts),
+        "out": rows,
+    }
+    if seq_starts is not None:
+        arguments["seq_starts"] = draw.tensor(seq_starts)
+    return arguments
+
+
+def sparse_prefill_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 5,
+    num_rows: int = 128,
+    topk: int = 128,
+    num_heads: int = 8,
+    head_dim: int = 576,
+    dtype: torch.dtype = torch.bfloat16,
+    with_sink: bool = False,
+    with_lengths: bool = False,
+    share: float = 1.0,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``sparse_prefill`` over rows, some of which nobody selects: those are NaN."""
+    wrap = embed if strided else _as_it_is
+    rows = prefill_rows(draw, num_rows, head_dim)
+    used = draw.permutation(num_rows)[: max(num_rows * 3 // 4, 1)]
+    clean = torch.zeros(num_rows, dtype=torch.bool, device=draw.device)
+    clean[used] = True
+    rows[~clean] = math.nan
+    lengths = None
+    topk_indices = selections(draw, num_tokens, topk, used, num_rows, share)
+    if with_lengths:
+        lengths = draw.integers(0, max(topk + 1, 64), num_tokens).clamp_max(topk)
+        topk_indices = _valid_nan_beyond(topk_indices, lengths, ~clean)
+    return {
+        "q": wrap(prefill_rows(draw, num_tokens, num_heads, head_dim, dtype=dtype)),
+        "kv": wrap(rows),
+        "topk_indices": wrap(topk_indices),
+        "softmax_scale": 0.5,
+        "topk_lengths": lengths,
+        "attn_sink": sinks(draw, num_heads) if with_sink else None,
+    }
+
+
+def sparse_decode_case(
+    draw: Draw,
+    *,
+    format: CacheFormat,
+    batch: int = 3,
+    query_len: int = 1,
+    num_heads: int = 8,
+    seq_len: int = 200,
+    topk: int = 64,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    with_sink: bool = False,
+    with_lengths: bool = False,
+    extra: tuple[CacheFormat, int, int, int] | None = None,
+    with_extra_lengths: bool = False,
+    num_layers: int | None = None,
+    share: float = 0.9,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``sparse_decode``.
+
+    Args:
+        draw: the source.
+        format: format of the cache; the other keywords are the problem's sizes and features.
+        extra: format, sequence length, top-k and page size of a second stream.
+    """
+    wrap = embed if strided else _as_it_is
+    shape = (batch, query_len, num_heads, format.head_dim)
+    stream = _stream(
+        draw, format, batch, query_len, seq_len, topk, page_size, with_lengths, num_layers, share
+    )
+    arguments: Arguments = {
+        "q": wrap(decode_queries(draw, *shape, dtype=dtype)),
+        "cache": stream[0],
+        "topk_indices": wrap(stream[1]),
+        "softmax_scale": format.head_dim**-0.55,
+        "topk_lengths": stream[2],
+        "attn_sink": sinks(draw, num_heads) if with_sink else None,
+    }
+    if extra is not None:
+        extra_format, extra_len, extra_topk, extra_page_size = extra
+        stream = _stream(
+            draw,
+            extra_format,
+            batch,
+            query_len,
+            extra_len,
+            extra_topk,
+            extra_page_size,
+            with_extra_lengths,
+            None,
+            share,
+        )
+        arguments["extra_cache"] = stream[0]
+        arguments["extra_topk_indices"] = stream[1]
+        arguments["extra_topk_lengths"] = stream[2]
+    return arguments
+
+
+def _stream(
+    draw: Draw,
+    format: CacheFormat,
+    batch: int,
+    query_len: int,
+    seq_len: int,
+    topk: int,
+    page_size: int,
+    with_lengths: bool,
+    num_layers: int | None,
+    share: float,
+) -> tuple[PagedCache, Tensor, Tensor | None]:
+    """Cache, selections ``[batch, query_len, topk]`` and lengths ``[batch]``."""
+    num_pages = batch * -(-seq_len // page_size) + 1
+    num_slots = num_pages * page_size
+    used = draw.permutation(num_slots)[: num_slots * 3 // 4]
+    cache = poisoned_cache(draw, format, num_pages, page_size, used, num_layers)
+    indices = selections(draw, batch * query_len, topk, used, num_slots, share)
+    lengths = None
+    if with_lengths:
+        lengths = draw.integers(0, topk + 1, batch)
+        unused = torch.ones(num_slots, dtype=torch.bool, device=draw.device)
+        unused[used] = False
+        indices = _valid_nan_beyond(indices, lengths.repeat_interleave(query_len), unused)
+    return cache, indices.view(batch, query_len, topk), lengths
+
+
+def _valid_nan_beyond(indices: Tensor, lengths: Tensor, is_nan: Tensor) -> Tensor:
+    """Selections whose first entry that does not count names a row of NaN."""
+    column = torch.arange(indices.shape[1], device=indices.device)
+    nan_row = int(is_nan.nonzero()[0]) if bool(is_nan.any()) else -1
+    return indices.where(column != lengths[:, None], nan_row)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def dense_decode_case(
+    draw: Draw,
+    *,
+    format: CacheFormat,
+    seq_lens: Sequence[int] = (20, 140, 0),
+    query_len: int = 1,
+    num_heads: int = 8,
+    page_size: int = 64,
+    causal: bool = True,
+    with_sink: bool = False,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Arguments:
+    """Arguments of ``dense_decode``: NaN behind each length, garbage behind each table row."""
+    cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers)
+    shape = (len(seq_lens), query_len, num_heads, format.head_dim)
+    return {
+        "q": decode_queries(draw, *shape, dtype=dtype),
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": draw.tensor(seq_lens),
+        "softmax_scale": format.head_dim**-0.5,
+        "causal": causal,
+        "attn_sink": sinks(draw, num_heads) if with_sink else None,
+    }
+
+
+def merge_states_case(
+    draw: Draw,
+    num_parts: int,
+    *,
+    value_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    with_sink: bool = False,
+) -> Arguments:
+    """Arguments of ``merge_states``: a row without keys in one part, and one without in all."""
+    lses = draw.normal(num_parts, 5, 8) * 3
+    lses[0, 0] = -math.inf
+    lses[:, 1] = -math.inf
+    outs = draw.normal(num_parts, 5, 8, value_dim).to(dtype)
+    return {
+        "outs": outs.masked_fill(lses.isneginf()[..., None], math.nan),
+        "lses": lses,
+        "attn_sink": sinks(draw, 8) if with_sink else None,
+    }
+
+
+def dense_prefill_case(
+    draw: Draw,
+    *,
+    query_lens: Sequence[int] = (5, 0, 9),
+    kv_lens: Sequence[int] = (5, 3, 20),
+    num_heads: int = 4,
+    head_dim: int = 192,
+    value_dim: int = 128,
+    causal: bool = True,
+    strided: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Arguments:
+    """Arguments of ``dense_prefill``."""
+    wrap = embed if strided else _as_it_is
+    num_tokens, num_keys = sum(query_lens), sum(kv_lens)
+    return {
+        "q": wrap(decode_queries(draw, num_tokens, num_heads, head_dim, dtype=dtype)),
+        "k": wrap(decode_queries(draw, num_keys, num_heads, head_dim, dtype=dtype)),
+        "v": wrap(prefill_rows(draw, num_keys, num_heads, value_dim, dtype=dtype)),
+        "input_row_offsets": offsets(draw, query_lens),
+        "kv_row_offsets": offsets(draw, kv_lens),
+        "softmax_scale": head_dim**-0.5,
+        "causal": causal,
+    }
+
+
+def offsets(draw: Draw, lengths: Sequence[int]) -> Tensor:
+    """Prefix sums of lengths, int32, from 0."""
+    sums = [0]
+    for length in lengths:
+        sums.append(sums[-1] + length)
+    return draw.tensor(sums)
+
+
+def index_values(draw: Draw, *shape: int, exact: bool) -> Tensor:
+    """Indexer queries or keys: normal, or small integers whose sums every order computes alike."""
+    return draw.integers(-2, 3, *shape).float() if exact else draw.normal(*shape)
+
+
+def index_weights(draw: Draw, *shape: int, exact: bool) -> Tensor:
+    """Head weights, some of them negative: normal, or eighths."""
+    return draw.integers(-8, 9, *shape).float() / 8 if exact else draw.normal(*shape)
+
+
+def indexer_scores_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 6,
+    num_keys: int = 100,
+    num_heads: int = 32,
+    head_dim: int = 128,
+    ranges: str = "causal",
+    fp8: bool = True,
+    exact: bool = False,
+) -> Arguments:
+    """Arguments of ``indexer_scores``.
+
+    Args:
+        draw: the source.
+        num_tokens: M; the next keywords are the problem's other sizes.
+        ranges: ``causal`` (DeepGEMM's, which leaves the token itself out), ``segments`` (two
+            halves of a context-parallel rank) or ``ragged`` (any, empty and inverted ones too).
+        fp8: e4m3 queries and keys with key scales, or bfloat16 without.
+        exact: integers and powers of two, so that any order of summation gives the same bits.
+    """
+    q = index_values(draw, num_tokens, num_heads, head_dim, exact=exact)
+    keys = index_values(draw, num_keys, head_dim, exact=exact)
+    key_scales = None
+    if fp8:
+        key_scales = 2.0 ** draw.integers(-3, 4, num_keys).float()
+        if not exact:
+            key_scales = key_scales * (1 + draw.normal(num_keys).abs())
+    row = draw.tensor(range(num_tokens))
+    starts, ends = torch.zeros_like(row), row + num_keys - num_tokens
+    if ranges == "segments":
+        half, middle = num_tokens // 2, num_keys // 2
+        starts = torch.where(row < half, 0, middle)
+        ends = torch.where(row < half, 1 + row, middle + 1 + row)
+    elif ranges == "ragged":
+        starts = draw.integers(-3, num_keys, num_tokens)
+        ends = draw.integers(0, num_keys + 4, num_tokens)
+    return {
+        "q": to_fp8(q) if fp8 else q.bfloat16(),
+        "weights": index_weights(draw, num_tokens, num_heads, exact=exact),
+        "keys": to_fp8(keys) if fp8 else keys.bfloat16(),
+        "key_scales": key_scales,
+        "row_starts": starts.int(),
+        "row_ends": ends.int(),
+    }
+
+
+def index_cache(
+    draw: Draw,
+    seq_lens: Sequence[int],
+    *,
+    format: CacheFormat = INDEX_FP8,
+    page_size: int = 64,
+    exact: bool = False,
+    num_layers: int | None = None,
+) -> tuple[PagedCache, Tensor]:
+    """Indexer keys of requests of these lengths, NaN elsewhere, and their page table."""
+    cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers)
+    slots = slots_of_requests(table, seq_lens, page_size)
+    cache.write(slots, index_values(draw, len(slots), format.head_dim, exact=exact))
+    return cache, table
+
+
+def indexer_scores_paged_case(
+    draw: Draw,
+    *,
+    seq_lens: Sequence[int] = (130, 64, 1, 0),
+    query_len: int = 1,
+    num_heads: int = 32,
+    format: CacheFormat = INDEX_FP8,
+    page_size: int = 64,
+    own_lengths: bool = False,
+    exact: bool = False,
+) -> Arguments:
+    """Arguments of ``indexer_scores_paged``; with ``own_lengths`` one length for each row."""
+    cache, table = index_cache(draw, seq_lens, format=format, page_size=page_size, exact=exact)
+    batch = len(seq_lens)
+    q = index_values(draw, batch, query_len, num_heads, format.head_dim, exact=exact)
+    lengths = draw.tensor(seq_lens)
+    if own_lengths:
+        lengths = (lengths[:, None] - draw.integers(0, 40, batch, query_len)).clamp_min(0)
+    return {
+        "q": to_fp8(q) if format.fp8_dim else q.bfloat16(),
+        "weights": index_weights(draw, batch, query_len, num_heads, exact=exact),
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": lengths,
+        "max_seq_len": max(seq_lens) + 3,
+    }
+
+
+def indexer_topk_case(
+    draw: Draw,
+    *,
+    query_lens: Sequence[int] = (1, 7, 0, 3),
+    seq_lens: Sequence[int] = (130, 64, 0, 3),
+    num_heads: int = 32,
+    topk: int = 16,
+    format: CacheFormat = INDEX_FP8,
+    page_size: int = 64,
+    causal: bool = True,
+    exact: bool = True,
+    num_layers: int | None = None,
+) -> Arguments:
+    """Arguments of ``indexer_topk``; exact values make every selection comparable id by id."""
+    cache, table = index_cache(
+        draw, seq_lens, format=format, page_size=page_size, exact=exact, num_layers=num_layers
+    )
+    num_tokens = sum(query_lens)
+    q = index_values(draw, num_tokens, num_heads, format.head_dim, exact=exact)
+    return {
+        "q": to_fp8(q) if format.fp8_dim else q.bfloat16(),
+        "weights": index_weights(draw, num_tokens, num_heads, exact=exact),
+        "cache": cache,
+        "input_row_offsets": offsets(draw, query_lens),
+        "seq_lens": draw.tensor(seq_lens),
+        "page_table": table,
+        "topk": topk,
+        "causal": causal,
+    }
+
+
+def adversarial_scores(draw: Draw, num_cols: int, topk: int) -> dict[str, Tensor]:
+    """Rows ``[num_cols]`` on which selections by radix, by threshold or by sampling go wrong."""
+    normal = draw.normal(num_cols)
+    column = torch.arange(num_cols, device=draw.device)
+    low_bits = draw.integers(0, 1024, num_cols)
+    shared = torch.full_like(low_bits, 0x3F800000)  # the bits of 1.0
+    plateau = normal.abs().masked_fill(column >= min(topk // 2, num_cols), 0)
+    rows = {
+        "all equal": torch.ones_like(normal),
+        "all zero": torch.zeros_like(normal),
+        "all -inf": torch.full_like(normal, -math.inf),
+        "all NaN": torch.full_like(normal, math.nan),
+        "two values": torch.where(column % 3 == 0, 1.0, -1.0),
+        "shared top 22 bits": (shared + low_bits).view(torch.float32),
+        "shared top 22 bits, negative": -(shared + low_bits).view(torch.float32),
+        "plateau of zeros": plateau,
+        "signed zeros": torch.where(column % 2 == 0, -0.0, 0.0),
+        "signed zeros and normal": torch.where(column % 3 == 0, normal, normal * 0),
+        "one huge": normal.index_fill(0, column[-1:], 3e38),
+        "one tiny": (normal * 0).index_fill(0, column[-1:], 1e-45),
+        "ascending": normal.sort().values,
+        "descending": normal.sort(descending=True).values,
+        "infinities": normal.masked_fill(column % 5 == 0, math.inf).masked_fill(
+            column % 5 == 1, -math.inf
+        ),
+        "NaN between": normal.masked_fill(column % 4 == 1, math.nan),
+        "NaN, infinities, zeros": (normal * 0)
+        .masked_fill(column % 4 == 1, math.nan)
+        .masked_fill(column % 4 == 2, math.inf)
+        .masked_fill(column % 4 == 3, -math.inf),
+        "negative": -normal.abs(),
+        "subnormal": normal * 1e-40,
+        "normal": normal,
+    }
+    return {
+        name: row[draw.permutation(num_cols)] if "cending" not in name else row
+        for name, row in rows.items()
+    }
+
+
+def select_topk_case(
+    draw: Draw,
+    *,
+    num_rows: int = 5,
+    num_cols: int = 300,
+    topk: int = 64,
+    ragged: bool = False,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``select_topk``; ragged rows begin and end anywhere, and NaN lies behind."""
+    wrap = embed if strided else _as_it_is
+    scores = draw.normal(num_rows, num_cols)
+    arguments: Arguments = {"topk": topk}
+    if ragged:
+        ends = draw.integers(0, num_cols + 1, num_rows, dtype=index_dtype)
+        arguments["row_starts"] = draw.integers(0, num_cols, num_rows, dtype=index_dtype)
+        arguments["row_ends"] = ends
+        column = torch.arange(num_cols, device=draw.device)
+        scores = scores.masked_fill(column >= ends[:, None], math.nan)
+    return {"scores": wrap(scores.to(dtype)), **arguments}
+
+
+def head_weight(
+    draw: Draw, num_heads: int, rows: int, cols: int, block: tuple[int, int] | None = None
+) -> HeadWeight:
+    """A weight of entries near ``cols^-0.5``; with a block, e4m3 with any float32 scales."""
+    data = draw.normal(num_heads, rows, cols) * cols**-0.5
+    if block is None:
+        return HeadWeight(data.bfloat16())
+    shape = (num_heads, -(-rows // block[0]), -(-cols // block[1]))
+    scale = data.abs().amax() / 448 * (1 + draw.normal(*shape).abs())
+    spread = scale.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+    return HeadWeight(to_fp8(data / spread[:, :rows, :cols]), scale, block)
+
+
+def project_heads_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 7,
+    num_heads: int = 3,
+    rows: int = 512,
+    cols: int = 128,
+    block: tuple[int, int] | None = None,
+) -> Arguments:
+    """Arguments of ``project_heads``."""
+    weight = head_weight(draw, num_heads, rows, cols, block)
+    return {"x": draw.normal(num_tokens, num_heads, cols).bfloat16(), "weight": weight}
+
+
+def mla_layer(
+    draw: Draw,
+    *,
+    num_heads: int = 4,
+    latent: int = 512,
+    nope: int = 128,
+    rope: int = 64,
+    value: int = 128,
+    max_positions: int = 512,
+    block: tuple[int, int] | None = None,
+    with_sink: bool = False,
+    interleaved: bool = True,
+    norm_eps: float = 1e-6,
+) -> MLALayer:
+    """A layer with random weights."""
+    return MLALayer(
+        w_uk=head_weight(draw, num_heads, latent, nope, block),
+        w_uv=head_weight(draw, num_heads, value, latent, block),
+        kv_norm_weight=1 + draw.normal(latent) / 10,
+        cos_sin_cache=cos_sin_table(rope_frequencies(rope, 1e4), max_positions).to(draw.device),
+        softmax_scale=(nope + rope) ** -0.5,
+        attn_sink=sinks(draw, num_heads) if with_sink else None,
+        interleaved=interleaved,
+        norm_eps=norm_eps,
+    )
+
+
+def branch_case(
+    draw: Draw,
+    layer: MLALayer,
+    *,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    format: CacheFormat = BF16_576,
+    page_size: int = 64,
+    topk: int | None = None,
+    num_padded_tokens: int | None = None,
+    require_uniform: bool = False,
+) -> Arguments:
+    """Arguments of ``decode_branch`` and ``prefill_branch``; with ``topk``, sparse ones.
+
+    The cache holds the context of each request and NaN where this step writes.
+    """
+    context_lens = [s - q for q, s in zip(query_lens, seq_lens, strict=True)]
+    table, num_pages = page_tables(draw, seq_lens, page_size)
+    slots = slots_of_requests(table, context_lens, page_size)
+    plan = plan_batch(
+        query_lens,
+        seq_lens,
+        table,
+        page_size=page_size,
+        workspace_rows=None,
+        num_padded_tokens=num_padded_tokens,
+        require_uniform=require_uniform,
+    )
+    nope_rope = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    arguments: Arguments = {
+        "q": draw.normal(plan.num_tokens, layer.num_heads, nope_rope).bfloat16(),
+        "kv": draw.normal(plan.num_tokens, format.head_dim).bfloat16(),
+        "cache": poisoned_cache(draw, format, num_pages, page_size, slots),
+        "layer": layer,
+        "plan": plan,
+    }
+    if topk is not None:
+        arguments["topk_indices"] = causal_selections(draw, plan, topk, page_size)
+    return arguments
+
+
+def causal_selections(draw: Draw, plan: Plan, topk: int, page_size: int) -> Tensor:
+    """Slots ``[T, topk]`` of distinct positions up to each token's own, then -1."""
+    out = torch.full((plan.num_tokens, topk), -1, dtype=torch.int32, device=draw.device)
+    num_tokens = int(plan.input_row_offsets[-1])
+    for token, position in enumerate(plan.positions[:num_tokens].tolist()):
+        chosen = draw.permutation(position + 1)[:topk]
+        request = plan.request_ids[token].expand_as(chosen)
+        out[token, : len(chosen)] = slots_of(plan.page_table, request, chosen, page_size).int()
+    return out

@@ -1,0 +1,64 @@
+"""Without a GPU, Triton kernels run in the interpreter, which is chosen before the import."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _repair_interpreter():
+    """Make the interpreter round float32 to bfloat16 as a GPU does, where it cuts the bits off.
+
+    And let ``range`` take a kernel's argument, which Triton 3.6 reads in a way that numpy 2.4
+    refuses; Triton 3.9 has the same repair.
+    """
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:  # no Triton on this platform
+        return
+    cast = interpreter.InterpreterBuilder.cast_impl
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def rounding_cast(self, src, dst_type):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        rounded = torch.tensor(src.data).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter.InterpreterBuilder.cast_impl = rounding_cast
+    interpreter._patch_lang_tensor = patch
+
+
+_repair_interpreter()
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
+settings.load_profile("repeatable")
+
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads():
+    # Workers share the cores; waiting threads of one would hold up the others.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param

@@ -1,0 +1,220 @@
+"""The layers of the package, as an import graph that is read off the source."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparsemla
+from sparsemla import dispatch, ops, reference
+
+PACKAGE = Path(sparsemla.__file__).parent
+MODULES = {
+    ".".join(("sparsemla", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# What the modules below a prefix may import from the package, by prefix; longest prefix first.
+LAYERS = {
+    "sparsemla.formats": (),
+    "sparsemla.cache": ("formats",),
+    "sparsemla.rope": ("formats", "cache"),
+    "sparsemla.weights": ("formats", "cache"),
+    "sparsemla.plan": ("formats", "cache"),
+    "sparsemla.checks": ("formats", "cache"),
+    "sparsemla.reference": ("formats", "cache", "plan", "rope", "weights", "reference"),
+    "sparsemla.kernels.common": ("formats", "cache", "weights", "kernels.common"),
+    "sparsemla.kernels": ("formats", "cache", "weights", "kernels.common"),
+    "sparsemla.dispatch": ("formats", "cache"),
+    "sparsemla.ops": ("formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
+}
+# Kernels of one op that are built from another op's kernel of the same tier.
+KERNELS_OF_OTHER_OPS = {("sparsemla.kernels.indexer", "sparsemla.kernels.topk")}
+ON_TOP = (
+    "backends",
+    "bench",
+    "testing",
+    "cli",
+    "demo",
+    "doctor",
+    "generate",
+    "picture",
+    "verify",
+    "__main__",
+)
+BELOW = ("formats", "cache", "rope", "weights", "plan", "checks", "reference", "kernels")
+
+
+def imports(module):
+    """Modules that a module imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in MODULES else node.module)
+    return found
+
+
+def below(module, prefixes):
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def layer_of(module):
+    prefix = max((name for name in LAYERS if below(module, [name])), key=len, default=None)
+    return None if prefix is None else tuple(f"sparsemla.{name}" for name in LAYERS[prefix])
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if layer_of(name) is not None])
+def test_imports_point_one_way(module):
+    allowed = layer_of(module)
+    for name in imports(module):
+        if not below(name, ["sparsemla"]):
+            continue
+        own = module.rsplit(".", 1)[0]
+        if below(module, ["sparsemla.kernels"]):
+            pair = (own, name.rsplit(".", 1)[0])
+            if below(name, [own]) or pair in KERNELS_OF_OTHER_OPS:
+                continue
+        assert below(name, allowed), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_top_imports_the_top(module):
+    top = [f"sparsemla.{name}" for name in ON_TOP]
+    if not below(module, top):
+        assert not [name for name in imports(module) if below(name, top)]
+
+
+def test_every_module_has_a_place():
+    placed = [f"sparsemla.{name}" for name in ON_TOP] + list(LAYERS)
+    assert [name for name in MODULES if name != "sparsemla" and not below(name, placed)] == []
+
+
+def test_the_reference_uses_no_kernel():
+    for module in MODULES:
+        if below(module, ["sparsemla.reference"]):
+            names = imports(module)
+            assert not [name for name in names if below(name, ["sparsemla.kernels", "triton"])]
+
+
+def test_triton_is_imported_by_kernels_only():
+    for module in MODULES:
+        if not below(module, ["sparsemla.kernels", *(f"sparsemla.{name}" for name in ON_TOP)]):
+            assert not [name for name in imports(module) if below(name, ["triton"])], module
+
+
+def test_callers_never_meet_an_assert():
+    for module, path in MODULES.items():
+        if not below(module, ["sparsemla.kernels"]):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+            assert asserts == [], f"{module} asserts in lines {asserts}"
+
+
+# What a public op takes beyond its definition: where results go, what bounds it, what it checks.
+ONLY_PUBLIC = {
+    "out",
+    "lse",
+    "max_logits",
+    "weights_out",
+    "validate",
+    "workspace",
+    "num_splits",
+    "workspace_rows",
+}
+
+
+def signature(function, without):
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default, p.annotation) for p in parameters if p.name not in without]
+
+
+@pytest.mark.parametrize("op", ops.__all__)
+def test_definitions_take_the_arguments_of_the_ops(op):
+    definition = getattr(reference, op)
+    extra = ONLY_PUBLIC - set(inspect.signature(definition).parameters)
+    assert signature(definition, set()) == signature(getattr(ops, op), extra)
+
+
+def test_tensors_are_positional_and_all_else_is_by_keyword():
+    for op in ops.__all__:
+        kinds = [p.kind for p in inspect.signature(getattr(ops, op)).parameters.values()]
+        assert set(kinds) == {
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        }, op
+
+
+def test_every_op_has_a_definition_and_a_public_name():
+    assert set(ops.__all__) == set(reference.__all__)
+    assert set(ops.__all__) <= set(sparsemla.__all__)
+    branches = {"decode_branch", "prefill_branch"}
+    assert set(dispatch.OPS) == set(ops.__all__) - branches
+
+
+def test_public_names_exist_and_are_sorted():
+    for name in sparsemla.__all__:
+        assert hasattr(sparsemla, name)
+    for names in (sparsemla.__all__, ops.__all__, reference.__all__):
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_implementations_take_the_arguments_of_their_op(op):
+    entry = dispatch.OPS[op]
+    expected = inspect.signature(getattr(ops, op)).parameters
+    expected = [name for name in expected if name != "validate"]
+    for tier in entry.tiers:
+        if tier == "reference":
+            continue
+        path = PACKAGE / "kernels" / entry.module / f"{tier}.py"
+        assert path.exists(), f"{tier} has no {path}"
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        (function,) = [
+            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == op
+        ]
+        names = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+        assert sorted(names) == sorted(expected), f"{tier}: {op}"
+
+
+def test_every_public_function_and_class_is_documented():
+    for name in sparsemla.__all__:
+        value = getattr(sparsemla, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert (value.__doc__ or "").strip(), name
+
+
+IMPORT = """
+import sys
+import torch
+before = set(sys.modules)
+import sparsemla
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+for name in ("transformers", "matplotlib", "triton", "rich", "typer", "safetensors", "hypothesis"):
+    if name in new:
+        print(name)
+if torch.cuda.is_initialized():
+    print("cuda")
+if any(name.startswith("sparsemla.kernels.") and name.count(".") > 2 for name in sys.modules):
+    print("kernels")
+"""
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert result.stdout.split() == []

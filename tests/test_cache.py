@@ -1,0 +1,262 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    PagedCache,
+    e4m3_format,
+    slots_of,
+)
+from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import assert_equal
+
+FORMATS = [
+    BF16_512,
+    BF16_576,
+    FP8_DS_MLA,
+    FP8_584,
+    INDEX_FP8,
+    e4m3_format(),
+    e4m3_format(128, 64, 0),
+]
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+
+
+def restored(fmt, rows):
+    """Rows after one trip through the format."""
+    return fmt.dequantize(fmt.quantize(rows))
+
+
+@by_format
+@given(page_size=st.integers(1, 70), num_pages=st.integers(1, 5), seed=st.integers(0, 9))
+def test_written_rows_are_read_again(fmt, page_size, num_pages, seed):
+    draw = Draw(seed)
+    cache = PagedCache.allocate(fmt, num_pages, page_size)
+    slots = draw.permutation(cache.num_slots)
+    rows = draw.normal(len(slots), fmt.head_dim)
+    cache.write(slots, rows)
+    assert_equal("rows", cache.read(slots), restored(fmt, rows))
+    shaped = slots.view(1, -1, 1)
+    assert cache.read(shaped).shape == (1, len(slots), 1, fmt.head_dim)
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_writes_touch_their_slots_and_nothing_else(fmt, dtype):
+    draw = Draw(1)
+    cache = PagedCache.allocate(fmt, 3, 5)
+    everywhere = torch.arange(15)
+    before = draw.normal(15, fmt.head_dim)
+    cache.write(everywhere, before)
+    slots = torch.tensor([14, -1, 0, -(2**31), 7], dtype=dtype)
+    rows = draw.normal(5, fmt.head_dim)
+    cache.write(slots, rows)
+    expected = restored(fmt, before)
+    expected[[14, 0, 7]] = restored(fmt, rows[[0, 2, 4]])
+    assert_equal("rows", cache.read(everywhere), expected)
+
+
+@by_format
+def test_writing_nothing(fmt):
+    cache = PagedCache.allocate(fmt, 2, 4)
+    cache.write(torch.empty(0, dtype=torch.int64), torch.empty(0, fmt.head_dim))
+    cache.write(torch.tensor([-1, -7]), torch.ones(2, fmt.head_dim))
+    assert (cache.data.view(torch.uint8) == 0).all()
+
+
+@by_format
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+def test_layers_share_pages_and_nothing_else(fmt, page_size):
+    draw = Draw(2)
+    whole = PagedCache.allocate(fmt, 3, page_size, num_layers=4)
+    assert whole.num_layers == 4
+    slots = torch.arange(whole.num_slots)
+    rows = [draw.normal(len(slots), fmt.head_dim) for _ in range(4)]
+    for layer in (2, 0, 3, 1):
+        whole.layer(layer).write(slots, rows[layer])
+    for layer in range(4):
+        view = whole.layer(layer)
+        assert view.num_layers is None
+        assert (view.num_pages, view.page_size) == (3, page_size)
+        assert_equal(f"layer {layer}", view.read(slots), restored(fmt, rows[layer]))
+
+
+def test_pages_may_lie_apart():
+    draw = Draw(3)
+    for fmt in (FP8_DS_MLA, FP8_584, INDEX_FP8):
+        stride = fmt.page_bytes(6) + 1152
+        memory = torch.full((4 * stride,), 0xFF, dtype=torch.uint8)
+        data = memory.as_strided((4, 6, fmt.row_width), (stride, fmt.row_width, 1))
+        cache = PagedCache(data, fmt)
+        rows = draw.normal(24, fmt.head_dim)
+        cache.write(torch.arange(24), rows)
+        assert_equal(fmt.name, cache.read(torch.arange(24)), restored(fmt, rows))
+        between = memory.view(4, stride)[:, fmt.page_bytes(6) :]
+        assert (between == 0xFF).all()
+
+
+def test_rows_of_a_contiguous_format_may_lie_apart():
+    memory = torch.zeros(3, 4, 800, dtype=torch.uint8)
+    cache = PagedCache(memory[..., :656], FP8_DS_MLA)
+    rows = Draw(4).normal(12, 576)
+    cache.write(torch.arange(12), rows)
+    assert_equal("rows", cache.read(torch.arange(12)), restored(FP8_DS_MLA, rows))
+    assert (memory[..., 656:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(128, 64, 0)], ids=lambda fmt: fmt.name)
+def test_any_dtype_of_one_byte_carries_a_quantised_format(fmt, dtype):
+    rows = Draw(5).normal(3, fmt.head_dim)
+    data = torch.zeros(2, 4, fmt.row_width, dtype=torch.uint8).view(dtype)
+    cache = PagedCache(data, fmt)
+    cache.write(torch.arange(3), rows)
+    assert_equal("rows", cache.read(torch.arange(3)), restored(fmt, rows))
+
+
+def test_rows_become_a_cache_of_page_size_1():
+    rows = Draw(6).normal(9, 576).bfloat16()
+    cache = PagedCache.from_rows(rows)
+    assert (cache.num_slots, cache.page_size, cache.format) == (9, 1, BF16_576)
+    assert cache.data.data_ptr() == rows.data_ptr()
+    assert_equal("rows", cache.read(torch.tensor([8, 0])), rows[[8, 0]])
+    assert PagedCache.from_rows(rows[:, :128]).format.value_dim == 128
+
+
+@pytest.mark.parametrize(
+    "fmt", [BF16_576, FP8_DS_MLA, FP8_584, INDEX_FP8], ids=lambda fmt: fmt.name
+)
+def test_pages_more_than_2_gib_apart(fmt):
+    # The memory between the pages is reserved and never touched.
+    page_size, apart = 3, 1152 * (2**31 // 1152 + 1)
+    memory = torch.empty(2 * apart + fmt.page_bytes(page_size), dtype=torch.uint8)
+    memory = memory.view(fmt.storage_dtype)
+    stride = apart // fmt.storage_dtype.itemsize
+    data = memory.as_strided((3, page_size, fmt.row_width), (stride, fmt.row_width, 1))
+    cache = PagedCache(data, fmt)
+    slots = torch.tensor([8, 0, 5, 6])
+    rows = Draw(7).normal(4, fmt.head_dim)
+    cache.write(slots, rows)
+    assert_equal("rows", cache.read(slots), restored(fmt, rows))
+
+
+def test_slots_whose_byte_offset_exceeds_2_gib():
+    num_pages = 2**31 // (656 * 64) + 2
+    cache = PagedCache(torch.empty(num_pages, 64, 656, dtype=torch.uint8), FP8_DS_MLA)
+    slots = torch.tensor([cache.num_slots - 1, 0, cache.num_slots - 70], dtype=torch.int32)
+    rows = Draw(8).normal(3, 576)
+    cache.write(slots, rows)
+    assert_equal("rows", cache.read(slots), restored(FP8_DS_MLA, rows))
+
+
+def test_nan_rows_stay_nan():
+    for fmt in FORMATS:
+        cache = PagedCache.allocate(fmt, 1, 2)
+        cache.write(torch.tensor([1]), torch.full((1, fmt.head_dim), math.nan))
+        assert cache.read(torch.tensor([1])).isnan().all(), fmt.name
+
+
+@given(page_size=st.integers(1, 9), data=st.data())
+def test_slots_of_positions(page_size, data):
+    table = torch.tensor([[5, 0, -1], [3, 7, 2]], dtype=torch.int32)
+    position = data.draw(st.integers(-5, 40))
+    request = data.draw(st.integers(0, 1))
+    slot = slots_of(table, torch.tensor([request]), torch.tensor([position]), page_size).item()
+    page, offset = divmod(position, page_size)
+    if position < 0 or page >= 3 or table[request, page] < 0:
+        assert slot == -1
+    else:
+        assert slot == int(table[request, page]) * page_size + offset
+
+
+def test_negative_page_ids_have_no_slots():
+    table = torch.tensor([[5, -1, -(2**31), -7]])
+    positions = torch.arange(-1, 17)
+    slots = slots_of(table, torch.zeros(18, dtype=torch.int64), positions, 4)
+    assert slots.tolist() == [-1, 20, 21, 22, 23] + [-1] * 13
+
+
+def test_slots_of_huge_page_ids_do_not_wrap():
+    table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
+    assert slots_of(table, torch.tensor([0]), torch.tensor([3]), 64).item() == (2**31 - 1) * 64 + 3
+
+
+def bytes_of(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PagedCache(bytes_of(2, 4, 655), FP8_DS_MLA), ValueError, "data must have shape"),
+        (lambda: PagedCache(bytes_of(2, 656), FP8_DS_MLA), ValueError, "data must have shape"),
+        (lambda: PagedCache(bytes_of(2, 0, 656), FP8_DS_MLA), ValueError, "page size"),
+        (lambda: PagedCache(torch.zeros(2, 4, 656), FP8_DS_MLA), TypeError, "data must have dtype"),
+        (lambda: PagedCache(bytes_of(2, 4, 576), BF16_576), TypeError, "data must have dtype"),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 1312)[..., ::2], FP8_DS_MLA),
+            ValueError,
+            "contiguous in its last",
+        ),
+        (lambda: PagedCache(bytes_of(2, 64, 584), FP8_584), ValueError, "page stride of at least"),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 658)[..., :656], FP8_DS_MLA),
+            ValueError,
+            "multiples of 4 bytes",
+        ),
+        (
+            lambda: PagedCache(bytes_of(2 * 528 + 1)[1:].view(2, 4, 132), INDEX_FP8),
+            ValueError,
+            "multiples of 4 bytes",
+        ),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 656), FP8_DS_MLA, torch.zeros(2, 4, 4)),
+            ValueError,
+            "scales must be None",
+        ),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 576), e4m3_format()),
+            ValueError,
+            "scales must be a float32 tensor",
+        ),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 576), e4m3_format(), torch.zeros(2, 4, 4)),
+            ValueError,
+            "scales must have shape",
+        ),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 576), e4m3_format(), torch.zeros(2, 4, 5).half()),
+            TypeError,
+            "scales must have dtype",
+        ),
+        (
+            lambda: PagedCache(
+                bytes_of(2, 4, 576), e4m3_format(), torch.zeros(2, 4, 5, device="meta")
+            ),
+            ValueError,
+            "scales must have shape",
+        ),
+        (lambda: PagedCache.allocate(BF16_512, 2, 4).layer(0), ValueError, "single layer"),
+        (
+            lambda: PagedCache.allocate(BF16_512, 2, 4, num_layers=3).layer(3),
+            ValueError,
+            "layer_idx must lie in",
+        ),
+        (
+            lambda: PagedCache.allocate(BF16_512, 2, 4, num_layers=3).layer(-1),
+            ValueError,
+            "layer_idx must lie in",
+        ),
+    ],
+)
+def test_caches_that_do_not_match_their_format_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,306 @@
+"""The ops are operators that torch knows: schemas hold, and torch.compile traces them whole."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsemla
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    PagedCache,
+    bf16_format,
+    e4m3_format,
+)
+from sparsemla.testing.cases import (
+    Draw,
+    branch_case,
+    dense_decode_case,
+    dense_prefill_case,
+    head_weight,
+    indexer_scores_case,
+    indexer_scores_paged_case,
+    indexer_topk_case,
+    mla_layer,
+    paged_requests,
+    sparse_decode_case,
+    sparse_prefill_case,
+)
+from sparsemla.testing.compare import assert_equal
+
+PAGE = 72
+"""Tokens of a page for which a 584-byte page needs no padding: opcheck clones strides away."""
+
+
+INDEX_BF16 = bf16_format(128)
+
+
+def latent_writing(fmt=FP8_DS_MLA):
+    draw = Draw(0)
+    dim = fmt.head_dim
+    return {
+        "q_rope": draw.normal(4, 3, 64),
+        "kv": draw.normal(4, dim),
+        "cos_sin_cache": draw.normal(100, 64),
+        "kv_norm_weight": draw.normal(dim if dim == fmt.value_dim else dim - 64),
+        "cache": PagedCache.allocate(fmt, 3, PAGE),
+        "positions": torch.arange(4),
+        "slot_mapping": torch.tensor([3, -1, 100, 20]),
+    }
+
+
+def in_place():
+    case = latent_writing()
+    return case | {"out": case["q_rope"]}
+
+
+def key_writing(fmt=INDEX_FP8):
+    draw = Draw(1)
+    return {
+        "k": draw.normal(4, 128),
+        "norm_weight": draw.normal(128),
+        "norm_bias": draw.normal(128),
+        "cos_sin_cache": draw.normal(100, 64),
+        "cache": PagedCache.allocate(fmt, 3, 8),
+        "positions": torch.arange(4),
+        "slot_mapping": torch.arange(4),
+    }
+
+
+def query_preparing(fmt=INDEX_FP8):
+    draw = Draw(2)
+    return {
+        "q": draw.normal(4, 3, 128),
+        "weights": draw.normal(4, 3),
+        "cos_sin_cache": draw.normal(100, 64),
+        "positions": torch.arange(4),
+        "format": fmt,
+    }
+
+
+def slot_making():
+    draw = Draw(3)
+    return {
+        "topk_indices": draw.integers(-1, 10, 4, 6),
+        "page_table": draw.integers(0, 9, 2, 5),
+        "request_ids": draw.integers(0, 2, 4),
+        "page_size": 4,
+        "workspace_starts": draw.tensor([0, 100]),
+        "prefill_request_ids": draw.integers(-1, 2, 4),
+    }
+
+
+def gathering():
+    draw = Draw(4)
+    cache, table = paged_requests(draw, FP8_DS_MLA, [9, 20], 8)
+    return {
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": draw.tensor([9, 20]),
+        "workspace_starts": draw.tensor([0, 9]),
+        "out": torch.zeros(29, 576, dtype=torch.bfloat16),
+    }
+
+
+def decoding(fmt=FP8_DS_MLA, **options):
+    return sparse_decode_case(Draw(5), format=fmt, with_sink=True, with_lengths=True, **options)
+
+
+def merging():
+    draw = Draw(6)
+    return {"outs": draw.normal(2, 4, 3, 16), "lses": draw.normal(2, 4, 3)}
+
+
+def branching(topk, **options):
+    draw = Draw(7)
+    layer = mla_layer(draw, **options)
+    return branch_case(
+        draw, layer, query_lens=[1, 3], seq_lens=[9, 5], topk=topk, format=FP8_DS_MLA, page_size=8
+    )
+
+
+CALLS = {
+    "fused_rope_rmsnorm_quant": latent_writing,
+    "fused_rope_rmsnorm_quant, scales apart": lambda: latent_writing(e4m3_format()),
+    "fused_rope_rmsnorm_quant, V4": lambda: latent_writing(FP8_584),
+    "fused_rope_rmsnorm_quant, in place": in_place,
+    "append_index_keys": key_writing,
+    "prepare_index_queries": query_preparing,
+    "prepare_index_queries, bf16": lambda: query_preparing(INDEX_BF16),
+    "to_slots": slot_making,
+    "gather_dequant": gathering,
+    "indexer_scores": lambda: indexer_scores_case(Draw(8)),
+    "indexer_scores, bf16": lambda: indexer_scores_case(Draw(8), fp8=False),
+    "indexer_scores_paged": lambda: indexer_scores_paged_case(Draw(9)),
+    "indexer_scores_paged, bf16": lambda: indexer_scores_paged_case(Draw(9), format=INDEX_BF16),
+    "indexer_topk": lambda: indexer_topk_case(Draw(10)),
+    "indexer_topk, bf16": lambda: indexer_topk_case(Draw(10), format=INDEX_BF16),
+    "select_topk": lambda: {"scores": Draw(11).normal(3, 50), "topk": 7},
+    "sparse_prefill": lambda: sparse_prefill_case(Draw(12), with_sink=True),
+    "sparse_prefill, max_logits": lambda: (
+        sparse_prefill_case(Draw(12)) | {"max_logits": torch.zeros(5, 8)}
+    ),
+    "sparse_prefill, cache": lambda: {
+        "q": Draw(13).normal(3, 8, 512).bfloat16(),
+        "kv": PagedCache.allocate(BF16_512, 3, 8),
+        "topk_indices": Draw(13).integers(-1, 30, 3, 9),
+        "softmax_scale": 0.05,
+    },
+    "sparse_decode": decoding,
+    "sparse_decode, two streams": lambda: decoding(
+        FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
+    ),
+    "dense_decode": lambda: dense_decode_case(Draw(14), format=BF16_576),
+    "dense_prefill": lambda: dense_prefill_case(Draw(15)),
+    "merge_states": merging,
+    "project_heads": lambda: {
+        "x": Draw(16).normal(3, 2, 64).bfloat16(),
+        "weight": head_weight(Draw(16), 2, 32, 64),
+    },
+    "project_heads, fp8": lambda: {
+        "x": Draw(16).normal(3, 2, 256).bfloat16(),
+        "weight": head_weight(Draw(16), 2, 32, 256, (32, 128)),
+    },
+    "decode_branch, sparse": lambda: branching(8, with_sink=True),
+    "decode_branch, dense": lambda: branching(None),
+    "decode_branch, fp8 weights": lambda: branching(8, block=(128, 128)),
+    "prefill_branch, sparse": lambda: branching(8, with_sink=True),
+    "prefill_branch, dense": lambda: branching(None),
+}
+OPERATORS = [name for name in CALLS if "branch" not in name]
+
+
+def tensors_of(case, results):
+    """Results, and what the call may have written."""
+    results = results if isinstance(results, tuple) else (results,)
+    written = [
+        part
+        for value in case.values()
+        if isinstance(value, PagedCache)
+        for part in (value.data, value.scales)
+    ]
+    given = [case.get("out"), case.get("max_logits")]
+    return [part for part in (*results, *written, *given) if part is not None]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled_calls_equal_eager_ones(call):
+    op = getattr(sparsemla, call.split(",")[0])
+    eager, compiled = CALLS[call](), CALLS[call]()
+    torch._dynamo.reset()
+    expected = tensors_of(eager, op(**eager))
+
+    def run(case):
+        return op(**case)
+
+    got = tensors_of(compiled, torch.compile(run, fullgraph=True, backend="aot_eager")(compiled))
+    for index, (actual, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert_equal(f"{call}[{index}]", actual, wanted)
+
+
+def test_every_public_op_is_compiled():
+    assert {call.split(",")[0] for call in CALLS} == set(sparsemla.ops.__all__)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operators that calls reach, with their arguments, and does not run them.
+
+    Arguments that an operator has written already could not be seen to change.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace != "sparsemla":
+            return function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}))
+        return None
+
+
+def holds_fp8(args):
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in args)
+
+
+@pytest.mark.parametrize("call", OPERATORS)
+def test_operators_keep_to_their_schemas(call):
+    with Recorder() as recorder:
+        getattr(sparsemla, call.split(",")[0])(**CALLS[call]())
+    ((function, args, kwargs),) = recorder.calls
+    # Autograd has nothing to check: the operators write into arguments and have no derivative.
+    utils = ["test_faketensor", "test_aot_dispatch_dynamic"]
+    if not holds_fp8(args):  # which test_schema cannot compare
+        utils.append("test_schema")
+    torch.library.opcheck(function, args, kwargs, test_utils=utils)
+
+
+def test_every_operator_is_checked():
+    registered = {
+        name.removeprefix("sparsemla::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("sparsemla::")
+    }
+    assert registered == {call.split(",")[0] for call in OPERATORS}
+
+
+def test_a_compiled_step_rewrites_its_cache_each_time():
+    case = latent_writing()
+    other = latent_writing()
+    other["kv"] = other["kv"] * 2
+    other["cache"] = case["cache"]
+
+    def step(case):
+        sparsemla.fused_rope_rmsnorm_quant(**case)
+        slots = torch.tensor([[[3, 9, 20, -1]]], dtype=torch.int32)
+        q = torch.ones(1, 1, 2, 576, dtype=torch.bfloat16)
+        return sparsemla.sparse_decode(q, case["cache"], slots, softmax_scale=0.05)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    first = compiled(case)
+    second = compiled(other)
+    assert_equal("first", first, step(case))
+    assert_equal("second", second, step(other))
+
+
+def test_batch_sizes_may_be_symbolic():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def run(q, cache, slots):
+        return sparsemla.sparse_decode(q, cache, slots, softmax_scale=0.05)[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    for batch in (3, 5, 9):
+        case = decoding(batch=batch)
+        got = compiled(case["q"], case["cache"], case["topk_indices"])
+        assert_equal("out", got, run(case["q"], case["cache"], case["topk_indices"]))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("fmt", [FP8_584, FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)
+def test_compiled_writes_to_a_layer_leave_the_others_alone(fmt):
+    # Pages of 64 rows are padded in the 584-byte format, and a layer's pages lie apart.
+    def run(case):
+        return sparsemla.fused_rope_rmsnorm_quant(**case)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    wholes = []
+    for function in (run, compiled):
+        whole = PagedCache.allocate(fmt, 3, 64, num_layers=3)
+        for part in whole.fields():
+            if part is not None:
+                part.view(torch.uint8).fill_(7)
+        function(latent_writing(fmt) | {"cache": whole.layer(1)})
+        wholes.append(whole)
+    for name, got, wanted in zip(
+        ("fp8", "scales", "bf16"), wholes[1].fields(), wholes[0].fields(), strict=True
+    ):
+        if got is not None:
+            assert_equal(name, got, wanted)
+            assert (got[:, 0].contiguous().view(torch.uint8) == 7).all()

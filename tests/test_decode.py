@@ -1,0 +1,450 @@
+import math
+
+import pytest
+import torch
+
+import sparsemla
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    e4m3_format,
+)
+from sparsemla.testing.cases import (
+    GARBAGE_PAGE,
+    Draw,
+    dense_decode_case,
+    distant_pages,
+    embed,
+    merge_states_case,
+    sinks,
+    sparse_decode_case,
+    varied_lengths,
+)
+from sparsemla.testing.compare import (
+    DECODE_LSE,
+    SPARSE_DECODE_OUT,
+    assert_close,
+    assert_equal,
+    check_op,
+)
+
+FORMATS = [
+    BF16_576,
+    BF16_512,
+    FP8_DS_MLA,
+    FP8_584,
+    e4m3_format(),
+    e4m3_format(576, 512, 0),
+    e4m3_format(576, 512, 32),
+    e4m3_format(576, 512, 576),
+]
+HEADS = [1, 3, 8, 16, 63, 64, 128]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+
+
+def check(op, case):
+    out, lse = check_op(op, case)
+    assert out.isfinite().all()
+    assert (out[lse == -math.inf] == 0).all()
+    return out, lse
+
+
+@by_format
+@pytest.mark.parametrize("features", ["plain", "sink", "lengths", "sink lengths"])
+def test_sparse_decode_of_every_format(device, fmt, features):
+    case = sparse_decode_case(
+        Draw(0, device),
+        format=fmt,
+        query_len=2,
+        with_sink="sink" in features,
+        with_lengths="lengths" in features,
+    )
+    check("sparse_decode", case)
+
+
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("num_heads", HEADS)
+def test_sparse_decode_of_every_head_count(device, num_heads, fmt):
+    case = sparse_decode_case(Draw(1, device), format=fmt, num_heads=num_heads, with_sink=True)
+    check("sparse_decode", case)
+
+
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    ("seq_len", "topk", "page_size"),
+    [
+        (512, 64, 2),
+        (512, 64, 64),
+        (512, 64, 69),
+        (1024, 576, 2),
+        (1024, 576, 61),
+        (2046, 2048, 64),
+        (300, 63, 1),
+        (300, 65, 53),
+        (100, 1, 256),
+    ],
+)
+def test_sparse_decode_of_every_size(device, seq_len, topk, page_size, fmt):
+    case = sparse_decode_case(
+        Draw(2, device),
+        format=fmt,
+        seq_len=seq_len,
+        topk=topk,
+        page_size=page_size,
+        num_heads=3,
+        with_lengths=True,
+    )
+    check("sparse_decode", case)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 74])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_sparse_decode_of_every_batch(device, batch, query_len):
+    case = sparse_decode_case(
+        Draw(3, device), format=FP8_DS_MLA, batch=batch, query_len=query_len, num_heads=4
+    )
+    check("sparse_decode", case)
+
+
+EXTRAS = {
+    "same format": (FP8_584, 300, 64, 64),
+    "C128 pages of 2": (FP8_584, 50, 16, 2),
+    "bfloat16 beside fp8": (BF16_512, 100, 33, 7),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS.keys())
+@pytest.mark.parametrize("with_lengths", [False, True], ids=["all", "lengths"])
+@pytest.mark.parametrize("with_extra_lengths", [False, True], ids=["all extra", "extra lengths"])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+def test_extra_streams(device, extra, with_lengths, with_extra_lengths, with_sink):
+    case = sparse_decode_case(
+        Draw(4, device),
+        format=FP8_584,
+        query_len=2,
+        page_size=256,
+        with_lengths=with_lengths,
+        with_extra_lengths=with_extra_lengths,
+        with_sink=with_sink,
+        extra=extra,
+    )
+    check("sparse_decode", case)
+
+
+@pytest.mark.parametrize("empty", ["first", "second", "both"])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+def test_streams_without_valid_slots(device, empty, with_sink):
+    case = sparse_decode_case(
+        Draw(5, device), format=FP8_584, extra=EXTRAS["same format"], with_sink=with_sink
+    )
+    if empty != "second":
+        case["topk_indices"].fill_(-1)
+    if empty != "first":
+        case["extra_topk_lengths"] = torch.zeros(3, dtype=torch.int32, device=device)
+    _, lse = check("sparse_decode", case)
+    assert (lse == -math.inf).all() == (empty == "both")
+
+
+def test_an_extra_stream_is_more_keys(device):
+    case = sparse_decode_case(Draw(6, device), format=FP8_584, topk=64)
+    whole = check("sparse_decode", case)
+    indices = case["topk_indices"]
+    split = case | {
+        "topk_indices": indices[..., :20].contiguous(),
+        "extra_cache": case["cache"],
+        "extra_topk_indices": indices[..., 20:].contiguous(),
+    }
+    parts = check("sparse_decode", split)
+    assert_close("out", parts[0], whole[0].float(), SPARSE_DECODE_OUT)
+    assert_close("lse", parts[1], whole[1], DECODE_LSE)
+
+
+@pytest.mark.parametrize("page_size", [53, 61])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+def test_requests_without_valid_slots(device, page_size, with_sink):
+    case = sparse_decode_case(
+        Draw(7, device), format=FP8_DS_MLA, batch=4, page_size=page_size, with_sink=with_sink
+    )
+    case["topk_indices"][1] = -1
+    case["topk_lengths"] = torch.tensor([64, 64, 0, 1], dtype=torch.int32, device=device)
+    _, lse = check("sparse_decode", case)
+    assert (lse[1:3] == -math.inf).all()
+    assert (lse[0] > -math.inf).all()
+
+
+def test_lengths_beyond_the_selection_count_all(device):
+    case = sparse_decode_case(Draw(8, device), format=FP8_DS_MLA)
+    expected = check("sparse_decode", case)
+    lengths = torch.tensor([64, 65, 2**31 - 1], dtype=torch.int32, device=device)
+    got = check("sparse_decode", case | {"topk_lengths": lengths})
+    assert_close("out", got[0], expected[0].float(), SPARSE_DECODE_OUT)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_sparse_decode_of_every_dtype(device, dtype, index_dtype):
+    case = sparse_decode_case(Draw(9, device), format=FP8_DS_MLA, dtype=dtype, with_lengths=True)
+    case["topk_indices"] = case["topk_indices"].to(index_dtype)
+    case["topk_lengths"] = case["topk_lengths"].to(index_dtype)
+    assert check("sparse_decode", case)[0].dtype == dtype
+
+
+@by_format
+def test_one_layer_of_several(device, fmt):
+    check("sparse_decode", sparse_decode_case(Draw(10, device), format=fmt, num_layers=3))
+    check("dense_decode", dense_decode_case(Draw(10, device), format=fmt, num_layers=3))
+
+
+def test_strided_inputs_and_outputs(device):
+    case = sparse_decode_case(Draw(11, device), format=FP8_DS_MLA, query_len=2, strided=True)
+    out, lse = check("sparse_decode", case)
+    buffers = {"out": embed(torch.zeros_like(out)), "lse": embed(torch.zeros_like(lse))}
+    returned = sparsemla.sparse_decode(**case, **buffers)
+    assert returned[0] is buffers["out"]
+    assert_equal("out", buffers["out"].contiguous(), out)
+    assert_equal("lse", buffers["lse"].contiguous(), lse)
+
+
+def test_duplicate_slots_count_twice(device):
+    case = sparse_decode_case(Draw(12, device), format=FP8_DS_MLA, share=1.0)
+    case["topk_indices"] = case["topk_indices"][..., :1].repeat(1, 1, 7)
+    out, lse = check("sparse_decode", case)
+    once = check("sparse_decode", case | {"topk_indices": case["topk_indices"][..., :1]})
+    assert_close("lse", lse, once[1] + math.log(7), DECODE_LSE)
+    assert_close("out", out, once[0].float(), SPARSE_DECODE_OUT)
+
+
+def test_scales_that_are_no_powers_of_two(device):
+    for fmt in (FP8_DS_MLA, e4m3_format()):
+        case = sparse_decode_case(Draw(13, device), format=fmt)
+        scales = case["cache"].fields().scales
+        factor = 1 + Draw(14, device).normal(*scales.shape).abs()
+        scales.mul_(factor)
+        check("sparse_decode", case)
+
+
+def test_zero_keys(device):
+    case = sparse_decode_case(Draw(15, device), format=FP8_DS_MLA)
+    slots = torch.arange(case["cache"].num_slots, device=device)
+    case["cache"].write(slots, torch.zeros(len(slots), 576, device=device))
+    out, lse = check("sparse_decode", case)
+    assert (out == 0).all()
+    valid = (case["topk_indices"] >= 0) & (case["topk_indices"] < len(slots))
+    assert_close("lse", lse, valid.sum(-1, keepdim=True).log().expand_as(lse), DECODE_LSE)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4), (2, 0, 4), (2, 1, 0)], ids=str)
+def test_empty_selections(device, shape):
+    case = sparse_decode_case(Draw(16, device), format=FP8_DS_MLA)
+    case["q"] = case["q"][: shape[0], : shape[1]]
+    case["topk_indices"] = case["topk_indices"][: shape[0], : shape[1], : shape[2]]
+    out, _ = check("sparse_decode", case)
+    assert out.shape == (*shape[:2], 8, 512)
+
+
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+def test_caches_beyond_2_gib(device, fmt):
+    draw = Draw(17, device)
+    cache = distant_pages(draw, fmt)
+    case = sparse_decode_case(draw, format=fmt, batch=1, seq_len=64, page_size=64)
+    check("sparse_decode", case | {"cache": cache})
+    dense = {
+        "q": case["q"],
+        "cache": cache,
+        "page_table": torch.tensor([[1, 0]], device=device),
+        "seq_lens": torch.tensor([100], device=device),
+        "softmax_scale": 0.05,
+    }
+    check("dense_decode", dense)
+
+
+def test_reruns_are_equal(device):
+    case = sparse_decode_case(Draw(18, device), format=FP8_DS_MLA, num_heads=16, with_sink=True)
+    first = sparsemla.sparse_decode(**case)
+    for _ in range(20):
+        got = sparsemla.sparse_decode(**case)
+        assert_equal("out", got[0], first[0])
+        assert_equal("lse", got[1], first[1])
+
+
+@by_format
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("query_len", [1, 2, 4])
+def test_dense_decode_of_every_format(device, fmt, query_len, causal):
+    case = dense_decode_case(
+        Draw(19, device),
+        format=fmt,
+        query_len=query_len,
+        causal=causal,
+        with_sink=True,
+        seq_lens=[20, 140, 0, 63, 64, 65, 1],
+        num_heads=4,
+    )
+    check("dense_decode", case)
+
+
+@pytest.mark.parametrize("num_heads", [*HEADS, 9, 126])
+def test_dense_decode_of_every_head_count(device, num_heads):
+    case = dense_decode_case(Draw(20, device), format=FP8_DS_MLA, num_heads=num_heads, query_len=2)
+    check("dense_decode", case)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64, 69])
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+def test_dense_decode_of_every_page_size(device, page_size, fmt):
+    draw = Draw(21, device)
+    lengths = varied_lengths(draw, 5, 150, at_least=2)
+    case = dense_decode_case(
+        draw, format=fmt, page_size=page_size, seq_lens=lengths, query_len=2, num_heads=3
+    )
+    check("dense_decode", case)
+
+
+def test_requests_shorter_than_their_queries(device):
+    case = dense_decode_case(
+        Draw(22, device), format=BF16_576, query_len=4, seq_lens=[0, 1, 3, 4], with_sink=True
+    )
+    _, lse = check("dense_decode", case)
+    empty = (lse == -math.inf).all(-1)
+    assert empty.tolist() == [
+        [True, True, True, True],
+        [True, True, True, False],
+        [True, False, False, False],
+        [False, False, False, False],
+    ]
+
+
+def test_one_query_ignores_the_causal_flag(device):
+    case = dense_decode_case(Draw(23, device), format=FP8_DS_MLA)
+    causal = check("dense_decode", case)
+    full = check("dense_decode", case | {"causal": False})
+    assert_close("out", causal[0], full[0].float(), SPARSE_DECODE_OUT)
+
+
+@pytest.mark.parametrize("page", [-1, -(2**31), GARBAGE_PAGE, 2**31 - 1])
+def test_keys_on_missing_pages_are_left_out(device, page):
+    case = dense_decode_case(Draw(24, device), format=FP8_DS_MLA, seq_lens=[140, 30])
+    case["page_table"][0, 1] = page
+    case["page_table"][1, 0] = page
+    _, lse = check("dense_decode", case)
+    assert (lse[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dense_decode_of_every_dtype(device, dtype):
+    case = dense_decode_case(Draw(25, device), format=FP8_DS_MLA, dtype=dtype, query_len=2)
+    for name in ("page_table", "seq_lens"):
+        case[name] = case[name].long()
+    assert check("dense_decode", case)[0].dtype == dtype
+
+
+def test_dense_decode_of_strided_tensors(device):
+    case = dense_decode_case(Draw(26, device), format=FP8_584, query_len=2)
+    expected = check("dense_decode", case)
+    case["q"], case["page_table"] = embed(case["q"]), embed(case["page_table"])
+    buffers = {
+        "out": embed(torch.zeros_like(expected[0])),
+        "lse": embed(torch.zeros_like(expected[1])),
+    }
+    sparsemla.dense_decode(**case, **buffers)
+    assert_equal("out", buffers["out"].contiguous(), expected[0])
+    assert_equal("lse", buffers["lse"].contiguous(), expected[1])
+
+
+def test_no_requests(device):
+    case = dense_decode_case(Draw(27, device), format=FP8_DS_MLA)
+    for name in ("q", "page_table", "seq_lens"):
+        case[name] = case[name][:0]
+    assert check("dense_decode", case)[0].shape == (0, 1, 8, 512)
+
+
+def test_dense_is_sparse_over_every_key(device):
+    case = dense_decode_case(Draw(28, device), format=FP8_DS_MLA, seq_lens=[140])
+    positions = torch.arange(140, device=device)
+    slots = sparsemla.slots_of(case["page_table"], positions * 0, positions, 64)
+    dense = check("dense_decode", case)
+    sparse = sparsemla.sparse_decode(
+        case["q"], case["cache"], slots[None, None], softmax_scale=case["softmax_scale"]
+    )
+    assert_close("out", sparse[0], dense[0].float(), SPARSE_DECODE_OUT)
+    assert_close("lse", sparse[1], dense[1], DECODE_LSE)
+
+
+def test_a_long_context(device):
+    case = dense_decode_case(
+        Draw(29, device), format=BF16_576, seq_lens=[4096, 9000], num_heads=2, query_len=2
+    )
+    check("dense_decode", case)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_merged_states(device, num_parts, with_sink, dtype):
+    case = merge_states_case(Draw(30, device), num_parts, dtype=dtype, with_sink=with_sink)
+    out, lse = check("merge_states", case)
+    assert (lse[1] == -math.inf).all()
+    assert out.dtype == dtype
+
+
+def test_no_parts_are_an_empty_state(device):
+    case = merge_states_case(Draw(31, device), 2)
+    case["outs"], case["lses"] = case["outs"][:0], case["lses"][:0]
+    _, lse = check("merge_states", case)
+    assert (lse == -math.inf).all()
+
+
+def test_far_apart_states(device):
+    lses = torch.tensor([[[3e4, -3e4]], [[-3e4, 3e4]]], device=device)
+    outs = torch.stack([torch.full((1, 2, 16), 1.0), torch.full((1, 2, 16), 2.0)]).to(device)
+    out, _ = check("merge_states", {"outs": outs, "lses": lses})
+    assert out[0, :, 0].tolist() == pytest.approx([1.0, 2.0], rel=1e-6)
+
+
+def test_attention_over_parts_merges_to_the_whole(device):
+    case = sparse_decode_case(Draw(32, device), format=FP8_DS_MLA, dtype=torch.float32)
+    sink = sinks(Draw(33, device), 8)
+    expected = sparsemla.sparse_decode(**case | {"attn_sink": sink})
+    indices = case["topk_indices"]
+    parts = [
+        sparsemla.sparse_decode(**case | {"topk_indices": indices[..., columns].contiguous()})
+        for columns in (slice(0, 1), slice(1, 40), slice(40, 64))
+    ]
+    outs, lses = (torch.stack(tensors)[:, :, 0] for tensors in zip(*parts, strict=True))
+    out, lse = sparsemla.merge_states(outs, lses, attn_sink=sink)
+    assert_close("out", out, expected[0][:, 0], SPARSE_DECODE_OUT)
+    assert_close("lse", lse, expected[1][:, 0], DECODE_LSE)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode_in_a_given_workspace(device, num_splits):
+    sparse = sparse_decode_case(Draw(20, device), format=FP8_DS_MLA)
+    dense = dense_decode_case(Draw(21, device), format=FP8_DS_MLA)
+    for op, case in (("sparse_decode", sparse), ("dense_decode", dense)):
+        size = sparsemla.decode_workspace_size(*case["q"].shape[:3], num_splits=num_splits)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        plain = check(op, case)
+        split = getattr(sparsemla, op)(**case, num_splits=num_splits, workspace=workspace)
+        for name, got, wanted, tolerance in zip(
+            ("out", "lse"), split, plain, (SPARSE_DECODE_OUT, DECODE_LSE), strict=True
+        ):
+            assert_close(name, got, wanted, tolerance)
+
+
+def test_decode_refuses_a_small_workspace_and_no_splits(device):
+    case = sparse_decode_case(Draw(22, device), format=FP8_DS_MLA)
+    workspace = torch.empty(100, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="workspace must hold 98496 bytes"):
+        sparsemla.sparse_decode(**case, num_splits=2, workspace=workspace)
+    with pytest.raises(ValueError, match="num_splits must be a positive integer, got 0"):
+        sparsemla.sparse_decode(**case, num_splits=0)
+
+
+def test_no_tokens_merge_to_none(device):
+    outs, lses = torch.zeros(2, 0, 3, 8, device=device), torch.zeros(2, 0, 3, device=device)
+    out, lse = sparsemla.merge_states(outs, lses)
+    assert out.shape == (0, 3, 8)
+    assert lse.shape == (0, 3)

@@ -1,0 +1,510 @@
+"""Every public op refuses what it cannot take, names the argument, and leaves the cache alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import sparsemla
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    HeadWeight,
+    PagedCache,
+    bf16_format,
+    cos_sin_table,
+    e4m3_format,
+    rope_frequencies,
+)
+from sparsemla.testing.cases import (
+    Draw,
+    branch_case,
+    dense_decode_case,
+    dense_prefill_case,
+    head_weight,
+    indexer_scores_case,
+    indexer_scores_paged_case,
+    indexer_topk_case,
+    mla_layer,
+    paged_requests,
+    sinks,
+    sparse_decode_case,
+    sparse_prefill_case,
+)
+
+TABLE = cos_sin_table(rope_frequencies(64, 1e4), 100)
+
+
+def latent_writing():
+    draw = Draw(0)
+    return {
+        "q_rope": draw.normal(4, 3, 64),
+        "kv": draw.normal(4, 576),
+        "cos_sin_cache": TABLE,
+        "kv_norm_weight": draw.normal(512),
+        "cache": PagedCache.allocate(FP8_DS_MLA, 3, 8),
+        "positions": torch.arange(4),
+        "slot_mapping": torch.arange(4),
+        "out": torch.empty(4, 3, 64),
+    }
+
+
+def key_writing():
+    draw = Draw(1)
+    return {
+        "k": draw.normal(4, 128),
+        "norm_weight": draw.normal(128),
+        "norm_bias": draw.normal(128),
+        "cos_sin_cache": TABLE,
+        "cache": PagedCache.allocate(INDEX_FP8, 3, 8),
+        "positions": torch.arange(4),
+        "slot_mapping": torch.arange(4),
+    }
+
+
+def query_preparing():
+    draw = Draw(2)
+    return {
+        "q": draw.normal(4, 3, 128),
+        "weights": draw.normal(4, 3),
+        "cos_sin_cache": TABLE,
+        "positions": torch.arange(4),
+        "out": torch.empty(4, 3, 128).to(torch.float8_e4m3fn),
+        "weights_out": torch.empty(4, 3),
+    }
+
+
+def slot_making():
+    draw = Draw(3)
+    return {
+        "topk_indices": draw.integers(0, 10, 4, 6),
+        "page_table": draw.integers(0, 9, 2, 5),
+        "request_ids": draw.integers(0, 2, 4),
+        "page_size": 4,
+        "workspace_starts": draw.tensor([0, 100, 200]),
+        "prefill_request_ids": draw.integers(-1, 3, 4),
+        "out": torch.empty(4, 6, dtype=torch.int32),
+    }
+
+
+def gathering():
+    draw = Draw(4)
+    cache, table = paged_requests(draw, FP8_DS_MLA, [9, 20], 8)
+    return {
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": draw.tensor([9, 20]),
+        "workspace_starts": draw.tensor([0, 9]),
+        "out": torch.empty(29, 576, dtype=torch.bfloat16),
+        "seq_starts": draw.tensor([0, 0]),
+    }
+
+
+def merging():
+    draw = Draw(5)
+    return {
+        "outs": draw.normal(2, 4, 3, 16),
+        "lses": draw.normal(2, 4, 3),
+        "attn_sink": sinks(draw, 3),
+        "out": torch.empty(4, 3, 16),
+        "lse": torch.empty(4, 3),
+    }
+
+
+def branching(**more):
+    draw = Draw(6)
+    layer = mla_layer(draw, with_sink=True)
+    case = branch_case(
+        draw, layer, query_lens=[1, 3], seq_lens=[9, 5], topk=8, format=FP8_DS_MLA, page_size=8
+    )
+    lengths = draw.tensor([8] * 4)
+    out = torch.empty(4, 4, 128, dtype=torch.bfloat16)
+    return case | {"topk_lengths": lengths, "out": out} | more
+
+
+def decode_branching():
+    extra = sparse_decode_case(Draw(7), format=BF16_576, batch=4, topk=5, with_lengths=True)
+    return branching(
+        extra_cache=extra["cache"],
+        extra_topk_indices=extra["topk_indices"][:, 0],
+        extra_topk_lengths=extra["topk_lengths"],
+    )
+
+
+def attention_outputs(case, *shape, value_dim=512):
+    out = torch.empty(*shape, value_dim, dtype=torch.bfloat16)
+    return case | {"out": out, "lse": torch.empty(shape)}
+
+
+CALLS = {
+    "fused_rope_rmsnorm_quant": latent_writing,
+    "append_index_keys": key_writing,
+    "prepare_index_queries": query_preparing,
+    "to_slots": slot_making,
+    "gather_dequant": gathering,
+    "merge_states": merging,
+    "select_topk": lambda: {
+        "scores": torch.zeros(3, 9),
+        "topk": 4,
+        "row_starts": torch.zeros(3, dtype=torch.int32),
+        "row_ends": torch.ones(3, dtype=torch.int32),
+        "out": torch.empty(3, 4, dtype=torch.int32),
+    },
+    "indexer_scores": lambda: indexer_scores_case(Draw(8)) | {"out": torch.empty(6, 100)},
+    "indexer_scores_paged": lambda: (
+        indexer_scores_paged_case(Draw(9), own_lengths=True) | {"out": torch.empty(4, 1, 133)}
+    ),
+    "indexer_topk": lambda: (
+        indexer_topk_case(Draw(10)) | {"out": torch.empty(11, 16, dtype=torch.int32)}
+    ),
+    "sparse_prefill": lambda: (
+        attention_outputs(sparse_prefill_case(Draw(11), with_sink=True, with_lengths=True), 5, 8)
+        | {"max_logits": torch.empty(5, 8)}
+    ),
+    "sparse_decode": lambda: attention_outputs(
+        sparse_decode_case(
+            Draw(12),
+            format=FP8_584,
+            with_sink=True,
+            with_lengths=True,
+            extra=(FP8_584, 50, 16, 2),
+            with_extra_lengths=True,
+        ),
+        3,
+        1,
+        8,
+    ),
+    "dense_decode": lambda: attention_outputs(
+        dense_decode_case(Draw(13), format=FP8_DS_MLA, with_sink=True), 3, 1, 8
+    ),
+    "dense_prefill": lambda: attention_outputs(dense_prefill_case(Draw(14)), 14, 4, value_dim=128),
+    "project_heads": lambda: {
+        "x": torch.ones(3, 2, 64).bfloat16(),
+        "weight": head_weight(Draw(15), 2, 32, 64),
+        "out": torch.empty(3, 2, 32).bfloat16(),
+    },
+    "decode_branch": decode_branching,
+    "prefill_branch": branching,
+}
+WRITERS = ["fused_rope_rmsnorm_quant", "append_index_keys", "decode_branch", "prefill_branch"]
+
+
+def another_dtype(tensor):
+    if tensor.dtype in (torch.int32, torch.int64):
+        return tensor.to(torch.int16)
+    return torch.zeros_like(tensor, dtype=torch.float64)
+
+
+def columns_apart(tensor):
+    return tensor.new_zeros(*tensor.shape, 2).to(tensor.dtype)[..., 0]
+
+
+MUTATIONS = {
+    "another dtype": another_dtype,
+    "one dimension more": lambda tensor: tensor[None],
+    "another device": lambda tensor: tensor.to("meta"),
+    "columns apart": columns_apart,
+    "not a tensor": lambda tensor: [1, 2, 3],
+}
+TENSORS = [
+    (op, name)
+    for op, make in CALLS.items()
+    for name, value in make().items()
+    if isinstance(value, torch.Tensor)
+]
+
+
+def state(case):
+    """Bytes of every cache of a call."""
+    caches = [value for value in case.values() if isinstance(value, PagedCache)]
+    return [
+        cache.data.view(torch.uint8).clone() for cache in caches if cache.data.device.type != "meta"
+    ]
+
+
+def refuse(op, case, *named, error=(TypeError, ValueError)):
+    """Check that a call is refused with a message that names what is wrong."""
+    before = state(case)
+    with pytest.raises(error) as caught:
+        getattr(sparsemla, op)(**case)
+    assert type(caught.value) in (TypeError, ValueError)
+    for name in named:
+        assert name in str(caught.value)
+    for was, now in zip(before, state(case), strict=True):
+        assert torch.equal(was, now), "a refused call wrote to the cache"
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_calls_are_fine_without_mutations(op):
+    getattr(sparsemla, op)(**CALLS[op]())
+
+
+def test_every_public_op_is_called():
+    assert set(CALLS) == set(sparsemla.ops.__all__)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(("op", "name"), TENSORS, ids=lambda value: value)
+def test_wrong_tensors_are_refused(op, name, mutation):
+    case = CALLS[op]()
+    tensor = case[name]
+    if mutation == "columns apart" and tensor.shape[-1] < 2:
+        pytest.skip("one column is always contiguous")
+    if name == "seq_lens" and mutation == "one dimension more" and op == "indexer_scores_paged":
+        case["seq_lens"] = tensor[:, 0]
+    case[name] = MUTATIONS[mutation](case[name])
+    first = next(iter(case)) == name
+    # The device of the first tensor is the call's: the message names the next one.
+    refuse(op, case, op, *[] if mutation == "another device" and first else [name])
+
+
+# Sizes that nothing else has to agree with.
+FREE = {
+    ("fused_rope_rmsnorm_quant", "cos_sin_cache", 0),
+    ("fused_rope_rmsnorm_quant", "kv_norm_weight", 0),
+    ("append_index_keys", "cos_sin_cache", 0),
+    ("prepare_index_queries", "cos_sin_cache", 0),
+    ("to_slots", "page_table", 0),
+    ("to_slots", "page_table", 1),
+    ("to_slots", "workspace_starts", 0),
+    ("gather_dequant", "page_table", 1),
+    ("gather_dequant", "out", 0),
+    ("select_topk", "scores", 1),
+    ("indexer_scores_paged", "page_table", 1),
+    ("indexer_topk", "page_table", 1),
+    ("dense_decode", "page_table", 1),
+    ("sparse_prefill", "kv", 0),
+    ("sparse_prefill", "topk_indices", 1),
+    ("sparse_decode", "topk_indices", 2),
+    ("sparse_decode", "extra_topk_indices", 2),
+    ("decode_branch", "topk_indices", 1),
+    ("decode_branch", "extra_topk_indices", 1),
+    ("prefill_branch", "topk_indices", 1),
+}
+SIZES = [(op, name, dim) for op, name in TENSORS for dim in range(CALLS[op]()[name].dim())]
+
+
+@pytest.mark.parametrize(("op", "name", "dim"), sorted({*SIZES} - FREE), ids=str)
+def test_sizes_that_disagree_are_refused(op, name, dim):
+    case = CALLS[op]()
+    tensor = case[name]
+    # One of two tensors is wrong; which one, the op cannot know.
+    case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
+    refuse(op, case, op, error=ValueError)
+
+
+@pytest.mark.parametrize(("op", "name", "dim"), sorted(FREE), ids=str)
+def test_free_sizes_are_free(op, name, dim):
+    case = CALLS[op]()
+    tensor = case[name]
+    case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
+    getattr(sparsemla, op)(**case)
+
+
+CACHES = [
+    (op, name)
+    for op, make in CALLS.items()
+    for name, value in make().items()
+    if isinstance(value, PagedCache)
+]
+
+
+def another_format(cache):
+    dims = cache.format.head_dim + 64
+    return PagedCache.allocate(bf16_format(dims), cache.num_pages, cache.page_size)
+
+
+BAD_CACHES = {
+    "not a cache": (lambda cache: cache.data, TypeError),
+    "several layers": (
+        lambda cache: PagedCache.allocate(cache.format, 2, cache.page_size, num_layers=2),
+        ValueError,
+    ),
+    "no pages": (
+        lambda cache: PagedCache.allocate(cache.format, 0, cache.page_size),
+        ValueError,
+    ),
+    "another device": (
+        lambda cache: PagedCache.allocate(cache.format, 2, cache.page_size, device="meta"),
+        ValueError,
+    ),
+    "another row": (another_format, ValueError),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CACHES)
+@pytest.mark.parametrize(("op", "name"), CACHES, ids=lambda value: value)
+def test_wrong_caches_are_refused(op, name, bad):
+    case = CALLS[op]()
+    make, error = BAD_CACHES[bad]
+    case[name] = make(case[name])
+    refuse(op, case, op, error=(error, TypeError) if bad == "another row" else error)
+
+
+def with_value(name, at, value):
+    def change(case):
+        case[name] = case[name].clone()
+        case[name][at] = value
+
+    return change
+
+
+def setting(**values):
+    return lambda case: case.update(values)
+
+
+VALUES = [
+    ("fused_rope_rmsnorm_quant", "positions", with_value("positions", 2, 100)),
+    ("fused_rope_rmsnorm_quant", "positions", with_value("positions", 2, -1)),
+    ("fused_rope_rmsnorm_quant", "slot_mapping", with_value("slot_mapping", 1, 24)),
+    ("append_index_keys", "positions", with_value("positions", 2, 100)),
+    ("append_index_keys", "slot_mapping", with_value("slot_mapping", 1, 24)),
+    ("to_slots", "request_ids", with_value("request_ids", 0, 2)),
+    ("to_slots", "request_ids", with_value("request_ids", 0, -1)),
+    ("gather_dequant", "seq_lens", with_value("seq_lens", 0, 41)),
+    ("gather_dequant", "seq_lens", with_value("seq_lens", 0, -1)),
+    ("gather_dequant", "page_table", with_value("page_table", (1, 2), 10**6)),
+    ("gather_dequant", "page_table", with_value("page_table", (1, 2), -1)),
+    ("gather_dequant", "workspace_starts", with_value("workspace_starts", 1, 10)),
+    ("gather_dequant", "workspace_starts", with_value("workspace_starts", 0, -1)),
+    ("gather_dequant", "seq_lens", with_value("seq_lens", 1, -1)),
+    ("gather_dequant", "seq_starts", with_value("seq_starts", 0, 40)),
+    ("gather_dequant", "seq_starts", with_value("seq_starts", 0, -1)),
+    ("dense_decode", "seq_lens", with_value("seq_lens", 1, 10**6)),
+    ("dense_decode", "page_table", with_value("page_table", (1, 1), 10**6)),
+    ("dense_prefill", "input_row_offsets", with_value("input_row_offsets", 0, 1)),
+    ("dense_prefill", "input_row_offsets", with_value("input_row_offsets", -1, 13)),
+    ("dense_prefill", "kv_row_offsets", with_value("kv_row_offsets", 1, 10)),
+    ("indexer_scores_paged", "seq_lens", with_value("seq_lens", (0, 0), 10**6)),
+    ("indexer_scores_paged", "page_table", with_value("page_table", (0, 1), -5)),
+    ("indexer_topk", "seq_lens", with_value("seq_lens", 0, 10**6)),
+    ("indexer_topk", "page_table", with_value("page_table", (0, 1), 10**6)),
+    ("indexer_topk", "input_row_offsets", with_value("input_row_offsets", -1, 10)),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "change"), VALUES, ids=[f"{op}-{name}" for op, name, _ in VALUES]
+)
+def test_values_out_of_range_are_refused_if_validated(op, name, change):
+    case = CALLS[op]()
+    getattr(sparsemla, op)(**case, validate=True)
+    case = CALLS[op]()
+    change(case)
+    refuse(op, case | {"validate": True}, op, name, error=ValueError)
+
+
+OTHERS = [
+    ("fused_rope_rmsnorm_quant", "scale_mode", setting(scale_mode="up")),
+    ("fused_rope_rmsnorm_quant", "kv_norm_weight", setting(kv_norm_weight=torch.ones(577))),
+    ("append_index_keys", "scale_mode", setting(scale_mode="up")),
+    ("append_index_keys", "cos_sin_cache", setting(cos_sin_cache=torch.ones(100, 63))),
+    ("append_index_keys", "cos_sin_cache", setting(cos_sin_cache=torch.ones(100, 130))),
+    ("prepare_index_queries", "scale_mode", setting(scale_mode="up")),
+    ("prepare_index_queries", "format", setting(format=FP8_DS_MLA)),
+    ("prepare_index_queries", "format", setting(format=e4m3_format(128, 128, 32))),
+    ("prepare_index_queries", "format", setting(format="index_fp8")),
+    ("prepare_index_queries", "out", setting(format=bf16_format(128))),
+    ("to_slots", "page_size", setting(page_size=0)),
+    ("to_slots", "page_size", setting(page_size=2.0)),
+    ("to_slots", "prefill_request_ids", setting(workspace_starts=None)),
+    ("to_slots", "prefill_request_ids", setting(prefill_request_ids=None)),
+    ("select_topk", "topk", setting(topk=0)),
+    ("select_topk", "topk", setting(topk=-3)),
+    ("select_topk", "scores", setting(scores=torch.zeros(3, 9).half())),
+    ("indexer_scores", "keys", setting(keys=torch.zeros(100, 128).bfloat16())),
+    ("indexer_scores_paged", "max_seq_len", setting(max_seq_len=0)),
+    ("indexer_topk", "topk", setting(topk=0)),
+    ("indexer_topk", "max_workspace_bytes", setting(max_workspace_bytes=0)),
+    ("indexer_topk", "q", setting(q=torch.zeros(11, 32, 128).bfloat16())),
+    ("sparse_decode", "extra_topk_indices", setting(extra_cache=None)),
+    ("sparse_decode", "extra_topk_indices", setting(extra_topk_indices=None)),
+    ("decode_branch", "extra_topk_indices", setting(extra_cache=None)),
+    ("decode_branch", "topk_lengths", setting(topk_indices=None, extra_cache=None)),
+    ("prefill_branch", "attn_sink", setting(topk_indices=None, topk_lengths=None)),
+    ("prefill_branch", "workspace_rows", setting(workspace_rows=0)),
+    ("project_heads", "weight", setting(weight=torch.ones(2, 32, 64).bfloat16())),
+    ("decode_branch", "layer", setting(layer=None)),
+    ("decode_branch", "plan", setting(plan=None)),
+    ("prefill_branch", "layer", setting(layer=None)),
+    ("prefill_branch", "plan", setting(plan=None)),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "change"), OTHERS, ids=[f"{op}-{name}" for op, name, _ in OTHERS]
+)
+def test_other_arguments_are_refused(op, name, change):
+    case = CALLS[op]()
+    change(case)
+    refuse(op, case, op, name)
+
+
+def test_exponent_scales_are_powers_of_two():
+    case = latent_writing()
+    case["cache"] = PagedCache.allocate(FP8_584, 3, 8)
+    case["kv"] = torch.ones(4, 512)
+    refuse("fused_rope_rmsnorm_quant", case | {"scale_mode": "exact"}, "scale_mode", "fp8_584")
+
+
+def test_hadamard_needs_a_power_of_two():
+    fmt = bf16_format(96)
+    case = key_writing() | {"cache": PagedCache.allocate(fmt, 3, 8), "hadamard": True}
+    for name in ("k", "norm_weight", "norm_bias"):
+        case[name] = case[name][..., :96].contiguous()
+    refuse("append_index_keys", case, "hadamard", error=ValueError)
+    case = query_preparing() | {"format": fmt, "hadamard": True, "out": None}
+    case["q"] = case["q"][..., :96].contiguous()
+    refuse("prepare_index_queries", case, "hadamard", error=ValueError)
+
+
+@pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill", "dense_decode"])
+def test_queries_must_have_the_dims_of_the_cache(op):
+    case = CALLS[op]()
+    cache = PagedCache.allocate(BF16_576 if op == "sparse_decode" else BF16_512, 4, 64)
+    case["kv" if op == "sparse_prefill" else "cache"] = cache
+    refuse(op, case, op, "q", error=ValueError)
+
+
+def test_streams_must_have_values_of_the_same_dims():
+    case = CALLS["sparse_decode"]()
+    case["extra_cache"] = PagedCache.allocate(bf16_format(512, 448), 4, 64)
+    refuse("sparse_decode", case, "extra_cache", error=ValueError)
+
+
+@pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
+def test_branches_need_a_cache_whose_value_is_the_latent(op):
+    case = branching(cache=PagedCache.allocate(bf16_format(576), 8, 8))
+    refuse(op, case, "cache", error=ValueError)
+
+
+def test_branches_need_streams_of_the_same_dims():
+    for fmt in (BF16_512, bf16_format(576)):
+        case = decode_branching() | {"extra_cache": PagedCache.allocate(fmt, 4, 64)}
+        refuse("decode_branch", case, "extra_cache", error=ValueError)
+
+
+LAYER_CHANGES = {
+    "w_uv": head_weight(Draw(0), 4, 128, 500),
+    "kv_norm_weight": torch.ones(500),
+    "attn_sink": torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_CHANGES)
+def test_layers_whose_tensors_disagree_are_refused(name):
+    layer = mla_layer(Draw(0))
+    with pytest.raises(ValueError, match=name):
+        dataclasses.replace(layer, **{name: LAYER_CHANGES[name]})
+
+
+def test_layers_of_other_kinds_are_refused():
+    layer = mla_layer(Draw(0))
+    for name in ("w_uk", "w_uv"):
+        with pytest.raises(TypeError, match=name):
+            dataclasses.replace(layer, **{name: torch.ones(4, 512, 128)})
+    with pytest.raises(ValueError, match="w_uv"):
+        dataclasses.replace(layer, w_uv=HeadWeight(torch.ones(3, 128, 512).bfloat16()))

@@ -1,0 +1,156 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparsemla
+from sparsemla import BF16_512, BF16_576, FP8_584, FP8_DS_MLA, e4m3_format, reference
+from sparsemla.testing.cases import (
+    GARBAGE_PAGE,
+    Draw,
+    embed,
+    gather_dequant_case,
+    to_slots_case,
+)
+from sparsemla.testing.compare import assert_equal, check_op
+from sparsemla.testing.poison import poisoned_empty
+
+FORMATS = [BF16_576, BF16_512, FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(576, 512, 0)]
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("workspace", [False, True], ids=["slots", "slots and workspace"])
+def test_slots(device, dtype, page_size, workspace):
+    case = to_slots_case(
+        Draw(0, device), page_size=page_size, dtype=dtype, with_workspace=workspace
+    )
+    check_op("to_slots", case)
+
+
+@given(
+    page_size=st.integers(1, 9),
+    index=st.one_of(st.integers(-3, 40), st.sampled_from([-(2**31), 2**31 - 1])),
+    prefill=st.integers(-1, 1),
+    request_id=st.integers(0, 1),
+)
+def test_each_slot_is_the_first_matching_case(page_size, index, prefill, request_id):
+    table = torch.tensor([[5, -1, 9], [0, 3, -(2**31)]], dtype=torch.int32)
+    page, offset = divmod(index, page_size)
+    if index < 0 or page >= 3:
+        expected = -1
+    elif prefill >= 0:
+        expected = [50, 1000][prefill] + index
+    elif table[request_id, page] < 0:
+        expected = -1
+    else:
+        expected = int(table[request_id, page]) * page_size + offset
+    got = sparsemla.to_slots(
+        torch.tensor([[index]], dtype=torch.int32),
+        table,
+        torch.tensor([request_id]),
+        page_size=page_size,
+        workspace_starts=torch.tensor([50, 1000]),
+        prefill_request_ids=torch.tensor([prefill]),
+    )
+    assert got.item() == expected
+
+
+@pytest.mark.parametrize("sizes", [(0, 20), (3, 0)], ids=["no tokens", "no columns"])
+def test_empty_selections(device, sizes):
+    case = to_slots_case(Draw(1, device))
+    case["topk_indices"] = case["topk_indices"][: sizes[0], : sizes[1]]
+    case["request_ids"] = case["request_ids"][: sizes[0]]
+    (out,) = check_op("to_slots", case)
+    assert out.shape == sizes
+
+
+def test_slots_of_strided_selections(device):
+    case = to_slots_case(Draw(2, device))
+    (expected,) = check_op("to_slots", case)
+    case["topk_indices"] = embed(case["topk_indices"])
+    case["page_table"] = embed(case["page_table"])
+    out = torch.empty(9, 64, dtype=torch.int32, device=device)[:, :20]
+    assert sparsemla.to_slots(**case, out=out) is out
+    assert_equal("out", out.contiguous(), expected)
+
+
+def check_gather(case):
+    """Gather into a workspace whose free rows must not change."""
+    out = case["out"]
+    expected = out.clone()
+    with poisoned_empty():
+        assert sparsemla.gather_dequant(**case) is out
+    reference.gather_dequant(**case | {"out": expected})
+    assert_equal("out", out, expected)
+    return out
+
+
+@by_format
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+def test_gathered_rows(device, fmt, page_size):
+    case = gather_dequant_case(Draw(3, device), fmt, seq_lens=[70, 0, 1, 128], page_size=page_size)
+    out = check_gather(case)
+    assert out.isfinite().all()
+    for start, length in ((1, 70), (72, 0), (73, 1), (75, 128)):
+        assert (out[start - 1] == -7).all()
+        assert (out[start + length] == -7).all()
+
+
+@by_format
+def test_gathered_pieces(device, fmt):
+    case = gather_dequant_case(
+        Draw(4, device), fmt, seq_lens=[5, 33, 0], seq_starts=[60, 0, 9], page_size=8
+    )
+    check_gather(case)
+
+
+def test_gather_of_one_layer_of_several(device):
+    case = gather_dequant_case(Draw(5, device), FP8_DS_MLA, seq_lens=[9, 70], num_layers=3)
+    assert check_gather(case).isfinite().all()
+
+
+@pytest.mark.parametrize("page", [-1, -(2**31), 4, GARBAGE_PAGE])
+def test_pages_out_of_range_give_zero_rows(device, page):
+    case = gather_dequant_case(Draw(6, device), FP8_DS_MLA, seq_lens=[10], page_size=4)
+    case["page_table"][0, 1] = max(page, case["cache"].num_pages) if page > 0 else page
+    out = check_gather(case)
+    assert (out[5:9] == 0).all()
+    assert (out[1:5] != 0).any()
+
+
+def test_odd_scales_are_dequantised_in_float32(device):
+    case = gather_dequant_case(Draw(7, device), FP8_DS_MLA, seq_lens=[50])
+    scales = case["cache"].fields().scales
+    scales.copy_(Draw(8, device).normal(*scales.shape) * 3)
+    check_gather(case)
+
+
+def test_bfloat16_parts_are_copied_bit_for_bit(device):
+    for fmt in (BF16_576, FP8_DS_MLA):
+        case = gather_dequant_case(Draw(9, device), fmt, seq_lens=[64])
+        stored = case["cache"].fields().bf16
+        bits = Draw(10, device).integers(-(2**15), 2**15, *stored.shape, dtype=torch.int16)
+        stored.copy_(bits.view(torch.bfloat16))
+        out = sparsemla.gather_dequant(**case)
+        page = int(case["page_table"][0, 0])
+        assert_equal(fmt.name, out[1:65, fmt.head_dim - fmt.bf16_dim :], stored[page])
+
+
+def test_a_workspace_may_be_strided(device):
+    case = gather_dequant_case(Draw(11, device), FP8_584, seq_lens=[3, 9], page_size=2)
+    expected = check_gather(case)
+    wide = torch.full((len(expected), 700), -7.0, dtype=torch.bfloat16, device=device)
+    sparsemla.gather_dequant(**case | {"out": wide[:, :512]})
+    assert_equal("out", wide[:, :512].contiguous(), expected)
+    assert (wide[:, 512:] == -7).all()
+
+
+def test_a_batch_without_prefills_has_no_workspace(device):
+    draw = Draw(40, device)
+    case = to_slots_case(draw)
+    decodes = torch.full_like(case["request_ids"], -1)
+    starts = draw.tensor([])
+    got = sparsemla.to_slots(**case, workspace_starts=starts, prefill_request_ids=decodes)
+    assert_equal("slots", got, sparsemla.to_slots(**case))

@@ -1,0 +1,360 @@
+import math
+
+import pytest
+import torch
+
+import sparsemla
+from sparsemla import INDEX_FP8, bf16_format, e4m3_format, reference
+from sparsemla.formats import to_fp8
+from sparsemla.testing.cases import (
+    GARBAGE_PAGE,
+    Draw,
+    embed,
+    index_cache,
+    indexer_scores_case,
+    indexer_scores_paged_case,
+    indexer_topk_case,
+)
+from sparsemla.testing.compare import (
+    EXACT,
+    UNQUANTIZED_SCORES,
+    assert_close,
+    assert_equal,
+    assert_selection,
+    check_op,
+)
+
+FORMATS = [INDEX_FP8, bf16_format(128), e4m3_format(128, 128, 128), e4m3_format(128, 128, 0)]
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+by_dtype = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+HEADS = [1, 3, 8, 32, 64]
+
+
+@by_dtype
+@pytest.mark.parametrize("ranges", ["causal", "segments", "ragged"])
+@pytest.mark.parametrize(("num_tokens", "num_keys"), [(1, 1), (6, 100), (65, 130)])
+def test_scores(device, num_tokens, num_keys, ranges, fp8):
+    draw = Draw(0, device)
+    check_op(
+        "indexer_scores",
+        indexer_scores_case(draw, num_tokens=num_tokens, num_keys=num_keys, ranges=ranges, fp8=fp8),
+    )
+
+
+@by_dtype
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("num_heads", HEADS)
+def test_scores_of_every_head_count(device, num_heads, head_dim, fp8):
+    check_op(
+        "indexer_scores",
+        indexer_scores_case(Draw(1, device), num_heads=num_heads, head_dim=head_dim, fp8=fp8),
+    )
+
+
+@by_dtype
+def test_exact_scores_are_equal_bit_for_bit(device, fp8):
+    case = indexer_scores_case(Draw(2, device), num_tokens=20, ranges="ragged", fp8=fp8, exact=True)
+    check_op("indexer_scores", case, (EXACT,))
+
+
+def test_scores_are_what_the_formula_says(device):
+    case = indexer_scores_case(Draw(3, device), num_tokens=3, num_keys=7, num_heads=2, exact=True)
+    got = sparsemla.indexer_scores(**case)
+    for m in range(3):
+        for n in range(7):
+            inside = case["row_starts"][m] <= n < case["row_ends"][m]
+            dots = case["q"][m].double() @ case["keys"][n].double()
+            score = (case["weights"][m].double() * dots.clamp_min(0)).sum()
+            expected = score * case["key_scales"][n].double() if inside else -torch.inf
+            assert float(got[m, n]) == float(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights_of_every_dtype(device, dtype):
+    case = indexer_scores_case(Draw(4, device))
+    check_op("indexer_scores", case | {"weights": case["weights"].to(dtype)})
+
+
+def test_negative_weights_and_zero_keys(device):
+    case = indexer_scores_case(Draw(5, device))
+    case["weights"] = -case["weights"].abs()
+    case["keys"][::2] = torch.zeros((), device=device).to(torch.float8_e4m3fn)
+    (scores,) = check_op("indexer_scores", case)
+    assert (scores <= 0).all()
+
+
+def test_keys_outside_of_every_range_may_be_nan(device):
+    case = indexer_scores_case(Draw(6, device), num_keys=100, num_tokens=6)
+    case["row_ends"].clamp_(max=50)
+    nan = torch.full((50, 128), math.nan, device=device)
+    case["keys"][50:] = nan.to(torch.float8_e4m3fn)
+    case["key_scales"][50:] = math.nan
+    (scores,) = check_op("indexer_scores", case)
+    assert not scores.isnan().any()
+
+
+def test_strided_scores(device):
+    case = indexer_scores_case(Draw(7, device), ranges="ragged", exact=True)
+    expected = sparsemla.indexer_scores(**case)
+    for name in ("q", "weights", "keys"):
+        case[name] = embed(case[name])
+    out = torch.empty(6, 256, device=device)[:, :100]
+    assert sparsemla.indexer_scores(**case, out=out) is out
+    assert_equal("out", out.contiguous(), expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 10), (4, 0)], ids=["no queries", "no keys"])
+def test_scores_of_nothing(device, sizes):
+    case = indexer_scores_case(Draw(8, device), num_tokens=4, num_keys=10)
+    for name in ("q", "weights", "row_starts", "row_ends"):
+        case[name] = case[name][: sizes[0]]
+    for name in ("keys", "key_scales"):
+        case[name] = case[name][: sizes[1]]
+    (scores,) = check_op("indexer_scores", case)
+    assert scores.shape == sizes
+
+
+def test_fp8_scores_are_near_unquantised_ones(device):
+    draw = Draw(9, device)
+    q, keys = draw.normal(20, 64, 128), draw.normal(200, 128)
+    weights = draw.normal(20, 64)
+    full = torch.zeros(20, dtype=torch.int32, device=device)
+    stored = INDEX_FP8.quantize(keys)
+    got = sparsemla.indexer_scores(
+        to_fp8(q), weights, stored.fp8, stored.scales[:, 0], full, full + 200
+    )
+    expected = reference.indexer_scores(q, weights, keys, None, full, full + 200)
+    assert_close("scores", got, expected, UNQUANTIZED_SCORES)
+
+
+@by_format
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
+def test_paged_scores(device, fmt, page_size, query_len, own_lengths):
+    case = indexer_scores_paged_case(
+        Draw(10, device),
+        format=fmt,
+        page_size=page_size,
+        query_len=query_len,
+        own_lengths=own_lengths,
+    )
+    (scores,) = check_op("indexer_scores_paged", case)
+    assert not scores.isnan().any()
+
+
+@pytest.mark.parametrize("num_heads", HEADS)
+def test_paged_scores_of_every_head_count(device, num_heads):
+    check_op(
+        "indexer_scores_paged",
+        indexer_scores_paged_case(Draw(11, device), num_heads=num_heads, query_len=3, exact=True),
+        (EXACT,),
+    )
+
+
+def test_paged_scores_are_ragged_ones(device):
+    case = indexer_scores_paged_case(Draw(12, device), seq_lens=[130], exact=True)
+    paged = sparsemla.indexer_scores_paged(**case)
+    positions = torch.arange(130, device=device)
+    slots = sparsemla.slots_of(case["page_table"], positions * 0, positions, 64)
+    stored = case["cache"].gather(slots)
+    ragged = sparsemla.indexer_scores(
+        case["q"][0],
+        case["weights"][0],
+        stored.fp8,
+        stored.scales[:, 0],
+        torch.tensor([0], device=device),
+        torch.tensor([130], device=device),
+    )
+    assert_equal("scores", paged[0, :, :130].contiguous(), ragged)
+    assert (paged[0, :, 130:] == -torch.inf).all()
+
+
+def test_paged_rows_longer_than_the_result_are_cut(device):
+    case = indexer_scores_paged_case(Draw(13, device), seq_lens=[130, 20])
+    check_op("indexer_scores_paged", case | {"max_seq_len": 50})
+
+
+@pytest.mark.parametrize("page", [-1, -(2**31), GARBAGE_PAGE])
+def test_paged_scores_of_missing_pages_are_minus_infinity(device, page):
+    case = indexer_scores_paged_case(Draw(14, device), seq_lens=[130, 20])
+    case["page_table"][0, 1] = page
+    (scores,) = check_op("indexer_scores_paged", case)
+    assert (scores[0, 0, 64:128] == -torch.inf).all()
+    assert (scores[0, 0, 128:130] > -torch.inf).all()
+
+
+@by_format
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
+@pytest.mark.parametrize("topk", [1, 16, 63, 64, 65, 300])
+def test_selections(device, fmt, causal, topk):
+    (ids,) = check_op(
+        "indexer_topk",
+        indexer_topk_case(Draw(15, device), format=fmt, causal=causal, topk=topk),
+    )
+    assert ids.shape == (11, topk)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("num_heads", HEADS)
+def test_selections_of_every_head_count_and_page_size(device, num_heads, page_size):
+    check_op(
+        "indexer_topk",
+        indexer_topk_case(Draw(16, device), num_heads=num_heads, page_size=page_size),
+    )
+
+
+BATCHES = {
+    "decode": ([1, 1, 1], [300, 1, 64]),
+    "speculative decode": ([3, 3], [300, 4]),
+    "prefill": ([130], [130]),
+    "chunked prefill": ([20, 5], [150, 5]),
+    "mixed, with empty requests": ([0, 1, 40, 0, 2], [0, 200, 40, 9, 70]),
+    "more queries than keys": ([5, 3], [2, 0]),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_selections_of_batches(device, batch, causal):
+    query_lens, seq_lens = batch
+    case = indexer_topk_case(
+        Draw(17, device), query_lens=query_lens, seq_lens=seq_lens, causal=causal, topk=32
+    )
+    (ids,) = check_op("indexer_topk", case)
+    row = 0
+    for queries, length in zip(query_lens, seq_lens, strict=True):
+        for i in range(queries):
+            visible = max(length - queries + 1 + i, 0) if causal else length
+            chosen = ids[row][ids[row] >= 0].tolist()
+            assert len(chosen) == min(visible, 32)
+            assert all(position < visible for position in chosen)
+            if visible <= 32:
+                assert chosen == list(range(visible))
+            row += 1
+
+
+def test_selections_of_random_values_are_the_best_ones(device):
+    case = indexer_topk_case(
+        Draw(18, device), query_lens=[30, 4], seq_lens=[200, 90], topk=64, exact=False
+    )
+    ids = sparsemla.indexer_topk(**case)
+    row = 0
+    for request, (queries, length) in enumerate(((30, 200), (4, 90))):
+        scores = reference.indexer_scores_paged(
+            case["q"][None, row : row + queries],
+            case["weights"][None, row : row + queries],
+            case["cache"],
+            case["page_table"][request : request + 1],
+            torch.tensor([length], device=device),
+            max_seq_len=length,
+        )
+        assert_selection("ids", ids[row : row + queries], scores[0], 64)
+        row += queries
+
+
+def test_tokens_behind_the_last_request_select_nothing(device):
+    case = indexer_topk_case(Draw(19, device), query_lens=[3, 4], seq_lens=[50, 60])
+    case["input_row_offsets"] = torch.tensor([0, 3, 5], device=device)
+    (ids,) = check_op("indexer_topk", case)
+    assert (ids[5:] == -1).all()
+    assert (ids[:5, 0] >= 0).all()
+
+
+def test_selection_of_one_layer_of_several(device):
+    case = indexer_topk_case(Draw(20, device), num_layers=3)
+    check_op("indexer_topk", case)
+
+
+def test_all_scores_equal(device):
+    case = indexer_topk_case(Draw(21, device), query_lens=[2], seq_lens=[150], topk=40)
+    case["weights"].zero_()
+    (ids,) = check_op("indexer_topk", case)
+    assert ids.tolist() == [list(range(40))] * 2
+
+
+def test_wider_offsets_lengths_and_tables(device):
+    case = indexer_topk_case(Draw(22, device))
+    expected = sparsemla.indexer_topk(**case)
+    for name in ("input_row_offsets", "seq_lens", "page_table"):
+        case[name] = case[name].long()
+    out = torch.empty(11, 40, dtype=torch.int32, device=device)[:, :16]
+    assert sparsemla.indexer_topk(**case, out=out) is out
+    assert_equal("ids", out.contiguous(), expected)
+
+
+def peak_bytes(function):
+    """Most memory that is allocated at any time of a call on the CPU, above what was before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    assert changes
+    allocated = peak = 0
+    for _, change in sorted(changes):
+        allocated += change
+        peak = max(peak, allocated)
+    return peak
+
+
+def test_the_measure_of_memory_sees_temporaries():
+    assert peak_bytes(lambda: torch.zeros(2**20).exp().sum()) == pytest.approx(8 << 20, rel=0.01)
+
+
+def test_selections_keep_to_their_workspace():
+    # Narrow keys and one head, so that scores are what takes the memory.
+    case = indexer_topk_case(
+        Draw(23),
+        query_lens=[1000, 1],
+        seq_lens=[4096, 1500],
+        num_heads=1,
+        format=bf16_format(16),
+        topk=64,
+    )
+    expected = sparsemla.indexer_topk(**case)
+    all_scores, limit = 1000 * 4096 * 4, 1 << 20
+    results = []
+    peak = peak_bytes(
+        lambda: results.append(sparsemla.indexer_topk(**case, max_workspace_bytes=limit))
+    )
+    assert_equal("ids", results[0], expected)
+    # The products of the head and the keys, masks and indices of the selection come on top.
+    assert peak < 8 * limit + (1 << 20) < all_scores
+
+
+def test_one_row_of_scores_may_exceed_the_workspace():
+    case = indexer_topk_case(
+        Draw(26), query_lens=[2], seq_lens=[60000], num_heads=1, format=bf16_format(16), topk=100
+    )
+    expected = sparsemla.indexer_topk(**case)
+    limit = 16 << 10
+    results = []
+    peak = peak_bytes(
+        lambda: results.append(sparsemla.indexer_topk(**case, max_workspace_bytes=limit))
+    )
+    assert_equal("ids", results[0], expected)
+    assert peak < 60000 * 16 * 2 / 2  # half of the keys alone
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 14, 1 << 20])
+def test_the_limit_does_not_change_the_selection(device, limit):
+    case = indexer_topk_case(Draw(24, device), query_lens=[9, 3], seq_lens=[300, 64], exact=False)
+    expected = sparsemla.indexer_topk(**case)
+    got = sparsemla.indexer_topk(**case, max_workspace_bytes=limit)
+    assert_equal("ids", got, expected)
+
+
+def test_nan_keys_rank_last(device):
+    draw = Draw(25, device)
+    cache, table = index_cache(draw, [20], format=bf16_format(128), exact=True)
+    first = torch.arange(5, device=device)
+    slots = sparsemla.slots_of(table, torch.zeros_like(first), first, 64)
+    cache.write(slots, torch.full((5, 128), math.nan, device=device))
+    case = indexer_topk_case(draw, query_lens=[1], seq_lens=[20], format=bf16_format(128), topk=15)
+    (ids,) = check_op("indexer_topk", case | {"cache": cache, "page_table": table})
+    assert ids[0].tolist() == list(range(5, 20))

@@ -1,0 +1,606 @@
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsemla.plan import (
+    Plan,
+    PlanBuffers,
+    plan_batch,
+    split_decodes_and_prefills,
+    split_prefill_chunks,
+)
+
+PAGE_SIZE = 8
+
+
+def shuffled_pages(num_requests, num_pages, seed=0):
+    """A page table in which every page occurs once."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(num_requests * num_pages, generator=generator)
+    return pages.to(torch.int32).view(num_requests, num_pages)
+
+
+def plan_of(query_lens, seq_lens=None, *, workspace_rows=None, **kwargs):
+    seq_lens = query_lens if seq_lens is None else seq_lens
+    num_pages = max(1, -(-max(seq_lens, default=0) // PAGE_SIZE))
+    page_table = shuffled_pages(len(query_lens), num_pages)
+    return plan_batch(
+        query_lens,
+        seq_lens,
+        page_table,
+        page_size=PAGE_SIZE,
+        workspace_rows=workspace_rows,
+        **kwargs,
+    )
+
+
+def check_invariants(plan: Plan, query_lens, seq_lens):
+    """What must hold for every plan, computed token by token."""
+    seq_lens = [s if q else 0 for q, s in zip(query_lens, seq_lens, strict=True)]
+    request_ids = [b for b, q in enumerate(query_lens) for _ in range(q)]
+    positions = [s - q + i for q, s in zip(query_lens, seq_lens, strict=True) for i in range(q)]
+    padding = plan.num_tokens - len(request_ids)
+    assert plan.num_requests == len(query_lens)
+    assert plan.num_decodes + plan.num_prefills == plan.num_requests
+    assert plan.num_decode_tokens + plan.num_prefill_tokens == plan.num_tokens
+    assert plan.max_query_len == max(query_lens, default=0)
+    assert plan.max_seq_len == max(seq_lens, default=0)
+    assert plan.input_row_offsets.tolist() == [0, *itertools.accumulate(query_lens)]
+    assert plan.seq_lens.tolist() == seq_lens
+    assert plan.request_ids.tolist() == request_ids + [0] * padding
+    assert plan.positions.tolist() == positions + [0] * padding
+    slots = [
+        int(plan.page_table[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE
+        for b, p in zip(request_ids, positions, strict=True)
+    ]
+    assert plan.slot_mapping.tolist() == slots + [-1] * padding
+
+
+def check_chunks(plan: Plan, query_lens, workspace_rows):
+    assert plan.prefill_request_ids is not None
+    assert plan.workspace_starts is not None
+    expected_ids = [
+        max(b - plan.num_decodes, -1) for b, q in enumerate(query_lens) for _ in range(q)
+    ]
+    padding = plan.num_tokens - len(expected_ids)
+    assert plan.prefill_request_ids.tolist() == expected_ids + [-1] * padding
+
+    chunks = plan.prefill_chunks
+    covered = [b for chunk in chunks for b in range(chunk.requests.start, chunk.requests.stop)]
+    assert covered == list(range(plan.num_decodes, plan.num_requests))
+    tokens = [t for chunk in chunks for t in range(chunk.tokens.start, chunk.tokens.stop)]
+    assert tokens == list(range(plan.num_decode_tokens, sum(query_lens)))
+    for chunk in chunks:
+        lens = chunk.seq_lens.tolist()
+        assert lens == plan.seq_lens[chunk.requests].tolist()
+        assert chunk.num_workspace_rows == sum(lens) <= workspace_rows
+        assert chunk.workspace_starts.tolist() == [0, *itertools.accumulate(lens)][:-1]
+        assert torch.equal(chunk.page_table, plan.page_table[chunk.requests])
+    for chunk, following in itertools.pairwise(chunks):
+        first_of_next = int(following.seq_lens[0])
+        assert chunk.num_workspace_rows + first_of_next > workspace_rows
+    starts = [start for chunk in chunks for start in chunk.workspace_starts.tolist()]
+    assert plan.workspace_starts.tolist() == starts
+
+
+SPLIT_CASES = {
+    "empty": ([], 1, True, (0, 0, 0, 0)),
+    "empty-threshold-above-1": ([], 4, True, (0, 0, 0, 0)),
+    "rule1-all-ones": ([1, 1, 1], 1, True, (3, 0, 3, 0)),
+    "rule1-padding-inside": ([1, 0, 1, 0], 1, True, (4, 0, 2, 0)),
+    "rule1-non-uniform-below-threshold": ([3, 1, 2], 4, False, (3, 0, 6, 0)),
+    "rule1-needs-threshold-1-if-uniform": ([3, 1, 2], 4, True, (1, 2, 3, 3)),
+    "rule2-all-prefill": ([7, 1, 9], 1, True, (0, 3, 0, 17)),
+    "rule2-non-uniform": ([7, 1, 9], 4, False, (0, 3, 0, 17)),
+    "rule2-equal-lengths-above-threshold": ([5, 5], 4, True, (0, 2, 0, 10)),
+    "rule3-uniform-equal": ([3, 3, 3], 4, True, (3, 0, 9, 0)),
+    "rule3-uniform-equal-or-padding": ([3, 3, 0, 0], 4, True, (4, 0, 6, 0)),
+    "rule3-only-padding": ([0, 0], 4, True, (2, 0, 0, 0)),
+    "rule3-uniform-shorter-is-prefill": ([3, 3, 2], 4, True, (2, 1, 6, 2)),
+    "rule3-uniform-padding-is-no-prefill": ([2, 0, 3], 2, True, (2, 1, 2, 3)),
+    "rule3-padding-first": ([0, 2, 2], 4, True, (1, 2, 0, 4)),
+    "rule3-non-uniform-above-threshold": ([2, 4, 5, 9], 4, False, (2, 2, 6, 14)),
+    "rule4-decode-behind-prefill": ([1, 6, 1, 1], 1, True, (1, 3, 1, 8)),
+    "rule4-padding-behind-prefill": ([1, 6, 0], 1, True, (1, 2, 1, 6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "uniform", "expected"), SPLIT_CASES.values(), ids=SPLIT_CASES
+)
+def test_split_decodes_and_prefills(query_lens, threshold, uniform, expected):
+    split = split_decodes_and_prefills(
+        query_lens, decode_threshold=threshold, require_uniform=uniform
+    )
+    assert split == expected
+    assert all(type(number) is int for number in split)
+
+
+CHUNK_CASES = {
+    "none": ([], 30, []),
+    "worked-example": ([10, 15, 20, 5], 30, [(0, 2), (2, 4)]),
+    "exact-fit": ([10, 20, 30], 30, [(0, 2), (2, 3)]),
+    "one-each": ([30, 30, 30], 30, [(0, 1), (1, 2), (2, 3)]),
+    "all-in-one": ([1, 2, 3], 30, [(0, 3)]),
+    "length-0-joins-a-full-chunk": ([30, 0, 0, 30], 30, [(0, 3), (3, 4)]),
+    "length-0-first": ([0, 30, 1], 30, [(0, 2), (2, 3)]),
+    "only-length-0": ([0, 0], 30, [(0, 2)]),
+}
+
+
+@pytest.mark.parametrize(("lens", "rows", "expected"), CHUNK_CASES.values(), ids=CHUNK_CASES)
+def test_split_prefill_chunks(lens, rows, expected):
+    assert split_prefill_chunks(lens, rows) == expected
+
+
+def test_split_prefill_chunks_refuses_a_request_beyond_the_workspace():
+    with pytest.raises(ValueError, match=r"got 30 rows and length 31 for prefill request 2"):
+        split_prefill_chunks([10, 30, 31, 99], 30)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [list, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)],
+    ids=["list", "numpy", "tensor-int64", "tensor-int32"],
+)
+def test_mixed_batch(convert):
+    query_lens, seq_lens = [1, 1, 10, 4, 20, 5], [30, 9, 10, 15, 20, 5]
+    page_table = shuffled_pages(6, 4)
+    plan = plan_batch(
+        convert(query_lens), convert(seq_lens), page_table, page_size=PAGE_SIZE, workspace_rows=30
+    )
+    assert (plan.num_decodes, plan.num_prefills, plan.decode_query_len) == (2, 4, 1)
+    assert (plan.num_decode_tokens, plan.num_prefill_tokens) == (2, 39)
+    assert [chunk.requests for chunk in plan.prefill_chunks] == [slice(2, 4), slice(4, 6)]
+    assert [chunk.tokens for chunk in plan.prefill_chunks] == [slice(2, 16), slice(16, 41)]
+    assert plan.workspace_starts is not None
+    assert plan.workspace_starts.tolist() == [0, 10, 0, 20]
+    assert plan.page_table is page_table
+    check_invariants(plan, query_lens, seq_lens)
+    check_chunks(plan, query_lens, 30)
+
+
+def test_dtypes_and_views():
+    plan = plan_of([1, 5, 6], [9, 5, 12], workspace_rows=12)
+    assert plan.prefill_request_ids is not None
+    assert plan.workspace_starts is not None
+    for tensor in (
+        plan.input_row_offsets,
+        plan.seq_lens,
+        plan.page_table,
+        plan.request_ids,
+        plan.prefill_request_ids,
+        plan.workspace_starts,
+    ):
+        assert tensor.dtype == torch.int32
+    assert plan.positions.dtype == plan.slot_mapping.dtype == torch.int64
+    second = plan.prefill_chunks[1]
+    assert second.seq_lens.data_ptr() == plan.seq_lens[2:].data_ptr()
+    assert second.page_table.data_ptr() == plan.page_table[2:].data_ptr()
+    assert second.workspace_starts.data_ptr() == plan.workspace_starts[1:].data_ptr()
+
+
+def test_sliced_page_table_of_an_engine():
+    table = shuffled_pages(8, 16)
+    plan = plan_batch([1, 9], [12, 30], table[2:4, :5], page_size=PAGE_SIZE, workspace_rows=None)
+    check_invariants(plan, [1, 9], [12, 30])
+
+
+def test_negative_page_gives_no_slot():
+    table = torch.tensor([[4, -1]], dtype=torch.int32)
+    plan = plan_batch([3], [10], table, page_size=PAGE_SIZE, workspace_rows=None)
+    assert plan.slot_mapping.tolist() == [4 * PAGE_SIZE + 7, -1, -1]
+
+
+def test_slots_beyond_int32():
+    table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
+    plan = plan_batch([1], [64], table, page_size=64, workspace_rows=None)
+    assert plan.slot_mapping.tolist() == [2**37 - 1]
+
+
+def test_no_workspace_plans_no_chunks():
+    plan = plan_of([1, 5], [9, 5])
+    assert plan.num_prefills == 1
+    assert plan.prefill_chunks == ()
+    assert plan.prefill_request_ids is None
+    assert plan.workspace_starts is None
+
+
+def test_no_prefill_plans_no_chunks():
+    plan = plan_of([1, 1], [9, 5], workspace_rows=1)
+    assert plan.prefill_chunks == ()
+    assert plan.prefill_request_ids is None
+    assert plan.workspace_starts is None
+
+
+def test_decodes_may_be_longer_than_the_workspace():
+    plan = plan_of([1, 5], [99, 5], workspace_rows=5)
+    check_chunks(plan, [1, 5], 5)
+
+
+def test_empty_batch():
+    plan = plan_of([])
+    assert (plan.num_requests, plan.num_tokens, plan.decode_query_len) == (0, 0, 0)
+    assert plan.input_row_offsets.tolist() == [0]
+    assert plan.slot_mapping.shape == (0,)
+
+
+def test_non_uniform_decodes():
+    plan = plan_of(
+        [1, 3, 2, 9], [9, 9, 9, 9], decode_threshold=4, require_uniform=False, workspace_rows=9
+    )
+    assert (plan.num_decodes, plan.num_decode_tokens, plan.decode_query_len) == (3, 6, 3)
+    check_invariants(plan, [1, 3, 2, 9], [9, 9, 9, 9])
+    check_chunks(plan, [1, 3, 2, 9], 9)
+
+
+@pytest.mark.parametrize("num_padded_tokens", [None, 8], ids=["implied", "given"])
+def test_padding_requests_of_a_decode_batch_bring_padding_tokens(num_padded_tokens):
+    query_lens, seq_lens = [2, 2, 0, 0], [9, 2, 0, 7]
+    plan = plan_of(query_lens, seq_lens, decode_threshold=2, num_padded_tokens=num_padded_tokens)
+    assert (plan.num_decodes, plan.decode_query_len, plan.num_decode_tokens) == (4, 2, 8)
+    assert plan.input_row_offsets.tolist() == [0, 2, 4, 4, 4]
+    assert plan.seq_lens.tolist() == [9, 2, 0, 0]
+    check_invariants(plan, query_lens, seq_lens)
+
+
+def test_padding_requests_and_tokens_of_a_mixed_batch():
+    query_lens, seq_lens = [1, 1, 6, 0], [9, 2, 6, 0]
+    plan = plan_of(query_lens, seq_lens, workspace_rows=6, num_padded_tokens=16)
+    assert (plan.num_decodes, plan.num_prefills) == (2, 2)
+    assert (plan.num_decode_tokens, plan.num_prefill_tokens) == (2, 14)
+    (chunk,) = plan.prefill_chunks
+    assert (chunk.requests, chunk.tokens) == (slice(2, 4), slice(2, 8))
+    check_invariants(plan, query_lens, seq_lens)
+    check_chunks(plan, query_lens, 6)
+
+
+def test_padding_request_may_have_a_length_beyond_the_table():
+    table = shuffled_pages(2, 1)
+    plan = plan_batch([1, 0], [3, 999], table, page_size=PAGE_SIZE, workspace_rows=None)
+    assert plan.seq_lens.tolist() == [3, 0]
+    assert plan.max_seq_len == 3
+
+
+def test_only_padding():
+    plan = plan_of([0, 0], [0, 0])
+    assert (plan.num_decodes, plan.num_tokens, plan.decode_query_len) == (2, 0, 0)
+
+
+@st.composite
+def batches(draw):
+    """Decodes, then prefills, then padding, as an engine orders them."""
+    decode_threshold = draw(st.integers(1, 4))
+    decode_len = draw(st.integers(1, decode_threshold))
+    decodes = [decode_len] * draw(st.integers(0, 5))
+    prefills = draw(st.lists(st.integers(1, 20), max_size=6))
+    query_lens = decodes + prefills + [0] * draw(st.integers(0, 3))
+    seq_lens = [q + draw(st.integers(0, 30)) if q else 0 for q in query_lens]
+    workspace_rows = max(seq_lens, default=0) + draw(st.integers(0, 40))
+    return query_lens, seq_lens, workspace_rows, decode_threshold
+
+
+@given(batch=batches(), uniform=st.booleans(), extra=st.integers(0, 3), persistent=st.booleans())
+def test_any_batch(batch, uniform, extra, persistent):
+    query_lens, seq_lens, workspace_rows, decode_threshold = batch
+    split = split_decodes_and_prefills(
+        query_lens, decode_threshold=decode_threshold, require_uniform=uniform
+    )
+    # A uniform decode batch fixes its own number of tokens.
+    padded = sum(query_lens) + extra if split[1] or not uniform else None
+    plan = plan_of(
+        query_lens,
+        seq_lens,
+        workspace_rows=workspace_rows,
+        decode_threshold=decode_threshold,
+        require_uniform=uniform,
+        num_padded_tokens=padded,
+        buffers=PlanBuffers(16, 400, 8, "cpu") if persistent else None,
+    )
+    assert (plan.num_decodes, plan.num_prefills) == split[:2]
+    if split[1]:
+        assert plan.num_decode_tokens == split[2]
+    if uniform:
+        assert plan.num_decode_tokens == plan.num_decodes * plan.decode_query_len
+    check_invariants(plan, query_lens, seq_lens)
+    if plan.num_prefills:
+        check_chunks(plan, query_lens, workspace_rows)
+
+
+@given(
+    lens=st.lists(st.integers(0, 6), max_size=8),
+    decode_threshold=st.integers(1, 5),
+    uniform=st.booleans(),
+)
+def test_split_of_any_lengths(lens, decode_threshold, uniform):
+    num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
+        lens, decode_threshold=decode_threshold, require_uniform=uniform
+    )
+    assert num_decodes + num_prefills == len(lens)
+    assert num_decode_tokens == sum(lens[:num_decodes])
+    assert num_prefill_tokens == sum(lens[num_decodes:])
+    decode_lens = set(lens[:num_decodes])
+    assert all(length <= decode_threshold for length in decode_lens)
+    if uniform:
+        assert len(decode_lens - {0}) <= 1
+    if num_prefills:
+        assert lens[num_decodes] > 0
+
+
+@given(lens=st.lists(st.integers(0, 9), max_size=12), workspace_rows=st.integers(9, 30))
+def test_chunks_of_any_lengths(lens, workspace_rows):
+    bounds = split_prefill_chunks(lens, workspace_rows)
+    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(len(lens)))
+    assert all(start < stop for start, stop in bounds)
+    assert all(sum(lens[start:stop]) <= workspace_rows for start, stop in bounds)
+    assert all(sum(lens[start:stop]) + lens[stop] > workspace_rows for start, stop in bounds[:-1])
+
+
+def device_tensors(plan):
+    return {
+        field.name: getattr(plan, field.name)
+        for field in dataclasses.fields(plan)
+        if isinstance(getattr(plan, field.name), torch.Tensor)
+    }
+
+
+def test_buffers_keep_their_addresses():
+    buffers = PlanBuffers(8, 64, 8, "cpu")
+    large = plan_of([1, 1, 9, 20], [60, 9, 9, 30], workspace_rows=30, buffers=buffers)
+    small = plan_of([1, 2], [3, 4], workspace_rows=4, buffers=buffers)
+    assert device_tensors(large).keys() == device_tensors(small).keys()
+    for name, tensor in device_tensors(small).items():
+        assert tensor.data_ptr() == getattr(buffers, name).data_ptr(), name
+        assert tensor.data_ptr() == getattr(large, name).data_ptr(), name
+        assert tensor.stride() == getattr(large, name).stride(), name
+
+
+def test_buffers_clear_stale_tails():
+    buffers = PlanBuffers(8, 64, 8, "cpu")
+    plan_of([1, 1, 9, 20], [60, 9, 9, 30], workspace_rows=30, buffers=buffers)
+    plan = plan_of([1, 2], [3, 4], workspace_rows=4, buffers=buffers)
+    check_invariants(plan, [1, 2], [3, 4])
+    check_chunks(plan, [1, 2], 4)
+    assert buffers.input_row_offsets.tolist() == [0, 1] + [3] * 7
+    assert buffers.seq_lens.tolist() == [3, 4] + [0] * 6
+    assert not buffers.request_ids[3:].any()
+    assert not buffers.positions[3:].any()
+    assert (buffers.slot_mapping[3:] == -1).all()
+    assert (buffers.prefill_request_ids[3:] == -1).all()
+    assert (buffers.workspace_starts[1:] == 0).all()
+    assert (buffers.page_table[:2, 1:] == -1).all()
+
+
+def test_new_buffers_hold_padding():
+    buffers = PlanBuffers(2, 4, 3, "cpu")
+    assert not buffers.request_ids.any()
+    assert not buffers.seq_lens.any()
+    assert (buffers.slot_mapping == -1).all()
+    assert (buffers.prefill_request_ids == -1).all()
+
+
+def test_an_engine_may_keep_its_page_table_in_the_buffers():
+    buffers = PlanBuffers(4, 8, 3, "cpu")
+    buffers.page_table.copy_(shuffled_pages(4, 3))
+    expected = buffers.page_table[:2].clone()
+    plan = plan_batch(
+        [1, 1],
+        [20, 9],
+        buffers.page_table[:2],
+        page_size=PAGE_SIZE,
+        workspace_rows=None,
+        buffers=buffers,
+    )
+    assert torch.equal(plan.page_table, expected)
+    check_invariants(plan, [1, 1], [20, 9])
+
+
+def test_refused_batch_leaves_the_buffers_alone():
+    buffers = PlanBuffers(4, 64, 8, "cpu")
+    plan = plan_of([1, 9], [12, 9], workspace_rows=9, buffers=buffers)
+    with pytest.raises(ValueError, match="workspace_rows"):
+        plan_of([1, 9], [3, 10], workspace_rows=9, buffers=buffers)
+    check_invariants(plan, [1, 9], [12, 9])
+
+
+def test_plan_is_immutable():
+    plan = plan_of([1, 5], [9, 5], workspace_rows=5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.num_decodes = 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.prefill_chunks[0].num_workspace_rows = 2
+
+
+ERROR_CASES = {
+    "float-lengths": (
+        {"query_lens": [1.0, 1.0]},
+        TypeError,
+        "query_lens must hold integers, got float64",
+    ),
+    "bool-lengths": ({"query_lens": [True, True]}, TypeError, "query_lens must hold integers"),
+    "two-dimensional-lengths": (
+        {"seq_lens": [[9, 9]]},
+        ValueError,
+        r"seq_lens must have one dimension, got shape \[1, 2\]",
+    ),
+    "lengths-on-a-device": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")},
+        ValueError,
+        "seq_lens must be on the host, got a tensor on meta",
+    ),
+    "negative-query": (
+        {"query_lens": [1, -2]},
+        ValueError,
+        "query_lens must not be negative, got -2 for request 1",
+    ),
+    "negative-length": (
+        {"seq_lens": [-1, 9]},
+        ValueError,
+        "seq_lens must not be negative, got -1 for request 0",
+    ),
+    "lengths-that-disagree": (
+        {"seq_lens": [9]},
+        ValueError,
+        "seq_lens must have one length for each of 2 requests, got 1",
+    ),
+    "length-below-query": (
+        {"query_lens": [1, 10]},
+        ValueError,
+        "got length 9 and 10 query tokens for request 1",
+    ),
+    "length-beyond-table": (
+        {"seq_lens": [16, 17]},
+        ValueError,
+        "seq_lens must be at most 16, 2 pages of 8 tokens, got 17 for request 1",
+    ),
+    "table-dtype": (
+        {"page_table": torch.zeros(2, 2, dtype=torch.int64)},
+        TypeError,
+        "page_table must have dtype torch.int32, got torch.int64",
+    ),
+    "table-rows": (
+        {"page_table": torch.zeros(3, 2, dtype=torch.int32)},
+        ValueError,
+        r"page_table must have shape \[2, pages per request\], got \[3, 2\]",
+    ),
+    "table-rank": (
+        {"page_table": torch.zeros(2, dtype=torch.int32)},
+        ValueError,
+        r"page_table must have shape \[2, pages per request\], got \[2\]",
+    ),
+    "page-size": ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+    "too-few-padded-tokens": (
+        {"query_lens": [1, 5], "num_padded_tokens": 5},
+        ValueError,
+        "num_padded_tokens must be at least 6, the sum of query_lens, got 5",
+    ),
+    "padded-tokens-of-a-decode-batch": (
+        {"num_padded_tokens": 3},
+        ValueError,
+        "num_padded_tokens must be 2 for 2 decode requests of 1 query tokens, got 3",
+    ),
+    "padding-before-a-decode": (
+        {"query_lens": [0, 1]},
+        ValueError,
+        "query_lens must list padding requests behind all others, got length 0 for request 0",
+    ),
+    "padding-before-a-prefill": (
+        {"query_lens": [0, 5]},
+        ValueError,
+        "query_lens must list padding requests behind all others, got length 0 for request 0",
+    ),
+    "prefill-beyond-workspace": (
+        {"query_lens": [1, 5], "workspace_rows": 8},
+        ValueError,
+        "got 8 rows and length 9 for prefill request 0",
+    ),
+    "buffers-requests": (
+        {"buffers": PlanBuffers(1, 8, 8, "cpu")},
+        ValueError,
+        "buffers must have max_requests of at least 2, got 1",
+    ),
+    "buffers-tokens": (
+        {"buffers": PlanBuffers(8, 1, 8, "cpu")},
+        ValueError,
+        "buffers must have max_tokens of at least 2, got 1",
+    ),
+    "buffers-pages": (
+        {"buffers": PlanBuffers(8, 8, 1, "cpu")},
+        ValueError,
+        "buffers must have max_pages_per_request of at least 2, got 1",
+    ),
+    "buffers-device": (
+        {"buffers": PlanBuffers(8, 8, 8, "meta")},
+        ValueError,
+        "buffers must be on page_table's device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ERROR_CASES.values(), ids=ERROR_CASES)
+def test_errors(change, error, message):
+    arguments = {
+        "query_lens": [1, 1],
+        "seq_lens": [9, 9],
+        "page_table": torch.zeros(2, 2, dtype=torch.int32),
+        "page_size": 8,
+        "workspace_rows": None,
+    } | change
+    with pytest.raises(error, match=message):
+        plan_batch(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_planning_never_waits_for_the_device():
+    page_table = shuffled_pages(4, 4).cuda()
+    buffers = PlanBuffers(8, 64, 8, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plans = [
+            plan_batch(
+                [1, 1, 9, 20],
+                [30, 9, 9, 30],
+                page_table,
+                page_size=PAGE_SIZE,
+                workspace_rows=30,
+                num_padded_tokens=32,
+                buffers=chosen,
+            )
+            for chosen in (None, buffers)
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for plan in plans:
+        assert all(tensor.is_cuda for tensor in device_tensors(plan).values())
+        check_invariants(plan, [1, 1, 9, 20], [30, 9, 9, 30])
+        check_chunks(plan, [1, 1, 9, 20], 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_captured_graph_serves_the_next_plan():
+    num_slots = 4 * 4 * PAGE_SIZE
+    cache = torch.zeros(num_slots + 1, dtype=torch.int64, device="cuda")
+    page_table = shuffled_pages(4, 4).cuda()
+    buffers = PlanBuffers(4, 8, 4, "cuda")
+
+    def plan_decodes(query_lens, seq_lens):
+        return plan_batch(
+            query_lens,
+            seq_lens,
+            page_table,
+            page_size=PAGE_SIZE,
+            workspace_rows=None,
+            decode_threshold=2,
+            buffers=buffers,
+        )
+
+    plan = plan_decodes([2, 2, 2, 2], [32, 32, 32, 32])
+
+    def write_positions():
+        # The row behind the cache takes what padding tokens write.
+        slots = torch.where(plan.slot_mapping >= 0, plan.slot_mapping, num_slots)
+        cache.index_copy_(0, slots, plan.positions + 1)
+
+    write_positions()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_positions()
+
+    for query_lens, seq_lens in (([2, 2, 2, 2], [9, 17, 2, 31]), ([2, 2, 0, 0], [5, 20, 0, 0])):
+        cache.zero_()
+        following = plan_decodes(query_lens, seq_lens)
+        graph.replay()
+        check_invariants(following, query_lens, seq_lens)
+        num_tokens = sum(query_lens)
+        written = cache[following.slot_mapping[:num_tokens]]
+        assert torch.equal(written, following.positions[:num_tokens] + 1)
+        assert cache[:num_slots].count_nonzero() == num_tokens

@@ -1,0 +1,325 @@
+import math
+
+import pytest
+import torch
+
+import sparsemla
+from sparsemla import BF16_512, FP8_584, FP8_DS_MLA, PagedCache, bf16_format, e4m3_format, reference
+from sparsemla.testing.cases import (
+    Draw,
+    dense_prefill_case,
+    embed,
+    prefill_rows,
+    sinks,
+    sparse_decode_case,
+    sparse_prefill_case,
+)
+from sparsemla.testing.compare import (
+    DENSE_PREFILL_LSE,
+    DENSE_PREFILL_OUT,
+    SPARSE_PREFILL_LSE,
+    SPARSE_PREFILL_MAX_LOGITS,
+    SPARSE_PREFILL_OUT,
+    assert_close,
+    assert_equal,
+    check_op,
+)
+
+HEADS = [1, 3, 8, 16, 63, 64, 128]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def check(case):
+    out, lse, max_logits = check_op("sparse_prefill", case)
+    empty = lse == -math.inf
+    assert (out[empty] == 0).all()
+    assert (max_logits[empty] == -math.inf).all()
+    assert out.isfinite().all()
+    return out, lse, max_logits
+
+
+@pytest.mark.parametrize("head_dim", [512, 576])
+@pytest.mark.parametrize("num_heads", HEADS)
+@pytest.mark.parametrize("features", ["plain", "sink", "lengths", "sink lengths"])
+def test_every_head_count(device, num_heads, head_dim, features):
+    case = sparse_prefill_case(
+        Draw(0, device),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        with_sink="sink" in features,
+        with_lengths="lengths" in features,
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize(
+    ("num_rows", "topk"),
+    [
+        (128, 128),
+        (256, 256),
+        (592, 128),
+        (1840, 256),
+        (1592, 384),
+        (1521, 512),
+        (95, 128),
+        (153, 256),
+        (114, 384),
+        (32, 2048),
+        (200, 1),
+        (200, 63),
+        (200, 65),
+    ],
+)
+def test_every_size(device, num_rows, topk, num_tokens):
+    draw = Draw(1, device)
+    case = sparse_prefill_case(
+        draw, num_tokens=num_tokens, num_rows=num_rows, topk=topk, num_heads=2, with_sink=True
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
+def test_rows_with_few_valid_indices_or_none(device, share, with_sink):
+    case = sparse_prefill_case(
+        Draw(2, device), num_tokens=9, num_heads=16, share=share, with_sink=with_sink
+    )
+    out, lse, _ = check(case)
+    if share == 0:
+        assert (lse == -math.inf).all()
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_every_dtype(device, dtype, index_dtype):
+    case = sparse_prefill_case(Draw(3, device), dtype=dtype, with_lengths=True)
+    case["topk_indices"] = case["topk_indices"].to(index_dtype)
+    case["topk_lengths"] = case["topk_lengths"].to(index_dtype)
+    out, _, _ = check(case)
+    assert out.dtype == dtype
+
+
+def test_indices_beyond_int32_are_invalid(device):
+    case = sparse_prefill_case(Draw(4, device))
+    case["topk_indices"] = case["topk_indices"].long()
+    expected = sparsemla.sparse_prefill(**case)
+    for index in (2**32, 2**32 + 1, -(2**32), 2**63 - 1, -(2**63)):
+        wide = torch.nn.functional.pad(case["topk_indices"], (1, 0), value=index)
+        got = sparsemla.sparse_prefill(**case | {"topk_indices": wide})
+        assert_close("out", got[0], expected[0].float(), SPARSE_PREFILL_OUT)
+        assert_close("lse", got[1], expected[1], SPARSE_PREFILL_LSE)
+
+
+def test_strided_inputs_and_outputs(device):
+    case = sparse_prefill_case(Draw(5, device), strided=True, with_sink=True)
+    out, lse, max_logits = check(case)
+    buffers = {
+        "out": embed(torch.zeros_like(out)),
+        "lse": embed(torch.zeros_like(lse)),
+        "max_logits": embed(torch.zeros_like(max_logits)),
+    }
+    returned = sparsemla.sparse_prefill(**case, **buffers)
+    assert returned[0] is buffers["out"]
+    assert returned[1] is buffers["lse"]
+    for name, expected in (("out", out), ("lse", lse), ("max_logits", max_logits)):
+        assert_equal(name, buffers[name].contiguous(), expected)
+
+
+def test_duplicates_count_twice(device):
+    draw = Draw(6, device)
+    kv = prefill_rows(draw, 10, 576)
+    q = prefill_rows(draw, 2, 4, 576)
+    indices = torch.tensor([[3, 3, 3, 5, -1, 3], [7, 7, 7, 7, 7, 7]], device=device)
+    case = {"q": q, "kv": kv, "topk_indices": indices, "softmax_scale": 0.5}
+    out, lse, max_logits = check(case)
+    assert_close("lse", lse[1], max_logits[1] + math.log(6), SPARSE_PREFILL_LSE)
+    once = check(case | {"topk_indices": indices[:, :1]})
+    assert_close("out", out[1], once[0][1].float(), SPARSE_PREFILL_OUT)
+
+
+def test_attention_is_what_the_formula_says(device):
+    draw = Draw(7, device)
+    kv, q = prefill_rows(draw, 20, 576), draw.normal(1, 2, 576, dtype=torch.bfloat16)
+    indices = torch.tensor([[4, 11, -1, 4, 19, 20]], device=device)
+    sink = torch.tensor([0.3, -math.inf], device=device)
+    max_logits = torch.empty(1, 2, device=device)
+    out, lse = sparsemla.sparse_prefill(
+        q, kv, indices, softmax_scale=0.5, attn_sink=sink, max_logits=max_logits
+    )
+    keys = kv[[4, 11, 4, 19]].double()
+    logits = q[0].double() @ keys.T * 0.5
+    expected_lse = logits.exp().sum(1).log()
+    probs = logits.exp() / (logits.exp().sum(1) + sink.double().exp())[:, None]
+    assert_close("lse", lse[0], expected_lse, SPARSE_PREFILL_LSE)
+    assert_close("max_logits", max_logits[0], logits.amax(1), SPARSE_PREFILL_MAX_LOGITS)
+    assert_close("out", out[0], probs @ keys[:, :512], SPARSE_PREFILL_OUT)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, math.inf, -1e38, 1e38, 0.0, 80.0, -80.0])
+def test_every_sink(device, sink):
+    case = sparse_prefill_case(Draw(8, device), num_tokens=4)
+    case["topk_indices"][1] = -1
+    plain = check(case)
+    with_sink = check(case | {"attn_sink": torch.full((8,), sink, device=device)})
+    assert_equal("lse", with_sink[1], plain[1])
+    assert_equal("max_logits", with_sink[2], plain[2])
+    if sink < -1e30:
+        assert_equal("out", with_sink[0], plain[0])
+    if sink > 1e30:
+        assert (with_sink[0] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
+def test_logits_of_every_size(device, size):
+    case = sparse_prefill_case(Draw(9, device), with_sink=True)
+    _, lse, _ = check(case | {"softmax_scale": size})
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=["no tokens", "no columns"])
+def test_empty_selections(device, shape):
+    case = sparse_prefill_case(Draw(10, device))
+    case["q"] = case["q"][: shape[0]]
+    case["topk_indices"] = case["topk_indices"][: shape[0], : shape[1]]
+    out, lse, _ = check(case)
+    assert out.shape == (shape[0], 8, 512)
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [BF16_512, bf16_format(576, 512), FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(576, 512, 0)],
+    ids=lambda fmt: fmt.name,
+)
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+def test_caches_are_read_where_they_lie(device, fmt, page_size):
+    decode = sparse_decode_case(Draw(11, device), format=fmt, page_size=page_size, num_layers=2)
+    check(
+        {
+            "q": decode["q"].flatten(0, 1),
+            "kv": decode["cache"],
+            "topk_indices": decode["topk_indices"].flatten(0, 1),
+            "softmax_scale": decode["softmax_scale"],
+            "attn_sink": sinks(Draw(12, device), 8),
+        }
+    )
+
+
+def test_narrow_rows_are_all_value(device):
+    case = sparse_prefill_case(Draw(13, device), head_dim=128)
+    assert check(case)[0].shape == (5, 8, 128)
+
+
+def test_many_tokens(device):
+    # More rows than a grid dimension of a GPU has, 65535.
+    draw = Draw(14, device)
+    kv = prefill_rows(draw, 16, 64)
+    q = prefill_rows(draw, 1, 1, 64).expand(70000, 1, 64)
+    indices = draw.integers(-1, 16, 70000, 2)
+    case = {"q": q, "kv": kv, "topk_indices": indices, "softmax_scale": 0.5}
+    check(case)
+
+
+def test_reruns_are_equal(device):
+    case = sparse_prefill_case(Draw(15, device), num_tokens=3, num_heads=16, with_sink=True)
+    first = sparsemla.sparse_prefill(**case)
+    for _ in range(20):
+        for name, got, expected in zip(
+            ("out", "lse"), sparsemla.sparse_prefill(**case), first, strict=True
+        ):
+            assert_equal(name, got, expected)
+
+
+def test_a_token_does_not_depend_on_its_batch(device):
+    case = sparse_prefill_case(Draw(16, device), num_tokens=7, with_sink=True)
+    out, lse, _ = check(case)
+    for token in range(7):
+        alone = case | {name: case[name][token : token + 1] for name in ("q", "topk_indices")}
+        got = check(alone)
+        assert_close("out", got[0][0], out[token].float(), SPARSE_PREFILL_OUT)
+        assert_close("lse", got[1][0], lse[token], SPARSE_PREFILL_LSE)
+
+
+def test_quantised_rows_are_near_unquantised_ones(device):
+    draw = Draw(17, device)
+    rows = draw.normal(200, 576) / 10
+    q = draw.normal(6, 8, 576, dtype=torch.bfloat16)
+    cache = PagedCache.allocate(FP8_DS_MLA, 4, 64, device=device)
+    cache.write(torch.arange(200, device=device), rows)
+    indices = torch.stack([draw.permutation(200)[:128] for _ in range(6)])
+    out, lse = sparsemla.sparse_prefill(q, cache, indices, softmax_scale=0.1)
+    expected = reference.sparse_prefill(q, rows.bfloat16(), indices, softmax_scale=0.1)
+    torch.testing.assert_close(out.float(), expected[0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse, expected[1], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("query_lens", "kv_lens"),
+    [
+        ([5], [5]),
+        ([5, 0, 9], [5, 3, 20]),
+        ([1, 1, 1], [1, 64, 65]),
+        ([70], [200]),
+        ([6, 3], [2, 0]),
+        ([0], [0]),
+    ],
+    ids=["square", "ragged", "single queries", "context", "fewer keys than queries", "nothing"],
+)
+def test_dense_prefill(device, query_lens, kv_lens, causal):
+    case = dense_prefill_case(
+        Draw(18, device), query_lens=query_lens, kv_lens=kv_lens, causal=causal
+    )
+    out, lse = check_op("dense_prefill", case)
+    assert (out[lse == -math.inf] == 0).all()
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 16, 64])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (64, 80), (576, 512)])
+def test_dense_prefill_of_every_head(device, num_heads, head_dim, value_dim):
+    case = dense_prefill_case(
+        Draw(19, device), num_heads=num_heads, head_dim=head_dim, value_dim=value_dim
+    )
+    check_op("dense_prefill", case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dense_prefill_of_every_dtype(device, dtype):
+    case = dense_prefill_case(Draw(20, device), dtype=dtype)
+    assert check_op("dense_prefill", case)[0].dtype == dtype
+
+
+def test_dense_prefill_of_strided_tensors(device):
+    case = dense_prefill_case(Draw(21, device), strided=True)
+    out, lse = check_op("dense_prefill", case)
+    buffers = {"out": embed(torch.zeros_like(out)), "lse": embed(torch.zeros_like(lse))}
+    sparsemla.dense_prefill(**case, **buffers)
+    assert_equal("out", buffers["out"].contiguous(), out)
+    assert_equal("lse", buffers["lse"].contiguous(), lse)
+
+
+def test_dense_prefill_leaves_padding_rows_empty(device):
+    case = dense_prefill_case(Draw(22, device), query_lens=[3, 4], kv_lens=[10, 4])
+    case["input_row_offsets"] = torch.tensor([0, 3, 5], device=device)
+    case["kv_row_offsets"] = torch.tensor([0, 10, 12], device=device)
+    case["k"][12:] = math.nan
+    case["v"][12:] = math.nan
+    out, lse = check_op("dense_prefill", case)
+    assert (out[5:] == 0).all()
+    assert (lse[5:] == -math.inf).all()
+
+
+def test_dense_prefill_equals_torch(device):
+    case = dense_prefill_case(
+        Draw(23, device), query_lens=[7], kv_lens=[7], dtype=torch.float32, value_dim=192
+    )
+    q, k, v = (case[name].double().transpose(0, 1) for name in "qkv")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out, lse = sparsemla.dense_prefill(**case)
+    assert_close("out", out, expected.transpose(0, 1), DENSE_PREFILL_OUT)
+    logits = (q @ k.transpose(1, 2)) * 192**-0.5
+    hidden = torch.ones(7, 7, dtype=torch.bool, device=device).triu(1)
+    expected_lse = logits.masked_fill(hidden, -math.inf).logsumexp(-1).T
+    assert_close("lse", lse, expected_lse, DENSE_PREFILL_LSE)

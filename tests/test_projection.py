@@ -1,0 +1,99 @@
+import pytest
+import torch
+
+import sparsemla
+from sparsemla import HeadWeight, absorb_kv_b_proj
+from sparsemla.formats import to_fp8
+from sparsemla.testing.cases import Draw, embed, head_weight, project_heads_case
+from sparsemla.testing.compare import (
+    PROJECTION,
+    UNQUANTIZED_PROJECTION,
+    assert_close,
+    assert_equal,
+    check_op,
+)
+
+SHAPES = {
+    "W_UK of DeepSeek-V3": (512, 128),
+    "W_UV of DeepSeek-V3": (128, 512),
+    "W_UK of GLM-5": (512, 192),
+    "W_UV of GLM-5": (256, 512),
+    "uneven": (100, 72),
+}
+by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+BLOCKS = {"bf16": None, "128x128": (128, 128), "128x64": (128, 64), "64x128": (64, 128)}
+by_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+
+
+@by_shape
+@by_block
+@pytest.mark.parametrize("num_heads", [1, 3, 16])
+def test_products(device, shape, block, num_heads):
+    rows, cols = shape
+    case = project_heads_case(
+        Draw(0, device), num_heads=num_heads, rows=rows, cols=cols, block=block
+    )
+    check_op("project_heads", case)
+
+
+@by_block
+@pytest.mark.parametrize("num_tokens", [0, 1, 65])
+def test_token_counts(device, num_tokens, block):
+    case = project_heads_case(Draw(1, device), num_tokens=num_tokens, block=block)
+    (out,) = check_op("project_heads", case)
+    assert out.shape == (num_tokens, 3, 512)
+
+
+@by_block
+def test_slices_of_wider_buffers(device, block):
+    draw = Draw(2, device)
+    weight = head_weight(draw, 3, 64, 128, block)
+    x = draw.normal(5, 3, 128).bfloat16()
+    (expected,) = check_op("project_heads", {"x": x, "weight": weight})
+    wide = torch.zeros(5, 3, 100, dtype=torch.bfloat16, device=device)
+    out = wide[..., 36:]
+    assert sparsemla.project_heads(embed(x), weight, out=out) is out
+    assert_equal("out", out.contiguous(), expected)
+    assert (wide[..., :36] == 0).all()
+    one_latent = x[:, :1].expand(-1, 3, -1)  # the same input for every head, with stride 0
+    check_op("project_heads", {"x": one_latent, "weight": weight})
+
+
+@by_block
+def test_values_of_very_different_sizes(device, block):
+    draw = Draw(3, device)
+    weight = head_weight(draw, 2, 64, 256, block)
+    x = draw.normal(6, 2, 256)
+    x[1] = 0
+    x[2] *= 1e-6
+    x[3] *= 1e4
+    x[4, :, ::128] = 300
+    check_op("project_heads", {"x": x.bfloat16(), "weight": weight})
+
+
+def test_fp8_products_are_near_unquantised_ones(device):
+    draw = Draw(4, device)
+    for rows, cols in SHAPES.values():
+        full = draw.normal(4, rows, cols) * cols**-0.5
+        x = draw.normal(20, 4, cols).bfloat16()
+        weight = head_weight(Draw(5, device), 4, rows, cols, (128, 128))
+        scale = weight.scale
+        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :rows, :cols]
+        quantised = HeadWeight(to_fp8(full / spread), scale)
+        out = sparsemla.project_heads(x, quantised)
+        expected = torch.einsum("thk,hnk->thn", x.float(), full)
+        assert_close("out", out, expected, UNQUANTIZED_PROJECTION)
+
+
+def test_absorbed_weights_project_as_the_unsplit_one(device):
+    heads, nope, value, latent = 3, 192, 256, 512
+    draw = Draw(6, device)
+    weight = draw.normal(heads * (nope + value), latent) * latent**-0.5
+    w_uk, w_uv = absorb_kv_b_proj(weight, num_heads=heads, qk_nope_head_dim=nope, v_head_dim=value)
+    whole = weight.bfloat16().float().view(heads, nope + value, latent)
+    q = draw.normal(4, heads, nope).bfloat16()
+    expected = torch.einsum("thp,hpl->thl", q.float(), whole[:, :nope])
+    assert_close("w_uk", sparsemla.project_heads(q, w_uk), expected, PROJECTION)
+    x = draw.normal(4, heads, latent).bfloat16()
+    expected = torch.einsum("thl,hvl->thv", x.float(), whole[:, nope:])
+    assert_close("w_uv", sparsemla.project_heads(x, w_uv), expected, PROJECTION)
