@@ -1,0 +1,219 @@
+"""The ``sparsemla`` command. What a subcommand needs is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from sparsemla.verify.command import verify
+
+app = typer.Typer(
+    help="Sparse multi-head latent attention for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DEMO_PACKAGES = ("matplotlib", "safetensors", "transformers")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def fail(message: object) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    typer.echo(f"sparsemla: {' '.join(str(message).split())}", err=True)
+    raise typer.Exit(2)
+
+
+def missing_package(error: ModuleNotFoundError) -> NoReturn:
+    """Say how to install what the demo needs; anything else is a bug and stays one."""
+    package = (error.name or "").partition(".")[0]
+    if package not in DEMO_PACKAGES:
+        raise error
+    fail(f"{package} is not installed: pip install 'sparsemla[demo]'")
+
+
+def read_text(path: Path) -> bytes:
+    """A text file's bytes."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    if not text:
+        fail(f"{path} is empty")
+    if b"\0" in text:
+        fail(f"{path} is not a text file: it contains NUL bytes")
+    return text
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; default: one that ships with the package.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("sparsemla-demo"),
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Bytes of the text; transformers' memory grows as n^2.")
+    ] = 2080,
+    seed: Annotated[int, typer.Option(help="Seed of the model's weights.")] = 0,
+) -> None:
+    """Run one small model with transformers' attention and with this package's, and compare."""
+    content = None if text is None else read_text(text)
+    try:
+        from rich.progress import Progress
+
+        from sparsemla.demo import OURS, report_table, run_demo, selection_masks, shipped_text
+        from sparsemla.picture import draw_selections
+    except ModuleNotFoundError as error:
+        missing_package(error)
+    content = (shipped_text() if content is None else content)[:tokens]
+    if len(content) < 2:
+        fail(f"{text} must hold at least 2 bytes, got {len(content)}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"cannot write to {out}: {error.strerror}")
+
+    console, errors = Console(), Console(stderr=True)
+    with Progress(console=errors, transient=True) as progress:
+        report = run_demo(content, seed=seed, progress=progress)
+    console.print(report_table(report))
+    largest = report.comparisons[OURS].max_difference
+    console.print(
+        f"{report.num_prompt} tokens were prefilled, {report.num_tokens - report.num_prompt} "
+        f"decoded. Cache bytes are those of one layer. Everything else is compared with the first "
+        f"column: error of what attention puts out, share of equal tokens among those chosen.\n"
+        f"The two largest logits of a position are at least {report.smallest_margin:.3f} "
+        f"apart; {OURS} moves a logit by at most {largest:.3f}.",
+        highlight=False,
+    )
+    picture = out / "selections.png"
+    with errors.status("drawing"):
+        draw_selections(picture, content, *selection_masks(report))
+    console.print(f"Which tokens the last queries selected: {picture}", highlight=False)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(help="A checkpoint directory in transformers' format.")],
+    prompt_file: Annotated[Path, typer.Option(help="A text file with the prompt.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    cache_format: Annotated[
+        str, typer.Option(help="bf16, fp8_ds_mla, or another format's name.")
+    ] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+) -> None:
+    """Continue a prompt greedily with a DeepSeek-V3.2 or GLM-5 checkpoint, on the CPU.
+
+    The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the directory,
+    tokens are bytes if the vocabulary has 256.
+    """
+    prompt = read_text(prompt_file)
+    try:
+        from sparsemla.generate import CheckpointError, generate_text, load_checkpoint
+    except ModuleNotFoundError as error:
+        missing_package(error)
+    errors = Console(stderr=True)
+    try:
+        with errors.status(f"loading {model}"):
+            checkpoint = load_checkpoint(model, cache_format=cache_format, dtype=dtype)
+        stats = generate_text(checkpoint, prompt, max_new_tokens, write=_write)
+    except CheckpointError as error:
+        fail(error)
+    typer.echo()
+    errors.print(str(stats), highlight=False)
+
+
+def _write(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions and devices of this machine, which tiers work on it, and why the others do not."""
+    from sparsemla.doctor import device_lines, tier_table, version_lines
+
+    console = Console()
+    for line in (*version_lines(), *device_lines()):
+        console.print(line, highlight=False)
+    console.print(tier_table())
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="Name of an op, such as sparse_decode.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    capability: Annotated[
+        str | None, typer.Option(help="CUDA compute capability; default: this machine's.")
+    ] = None,
+    cache_format: Annotated[str | None, typer.Option(help="Name of the cache's format.")] = None,
+    heads: Annotated[int, typer.Option(min=0, help="Query or indexer heads.")] = 0,
+    topk: Annotated[int, typer.Option(min=0, help="Width of the selection.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the op's first tensor, such as bfloat16.")] = (
+        "bfloat16"
+    ),
+) -> None:
+    """Say which tier a problem gets, and why each other one is passed over."""
+    from sparsemla import dispatch, get_format
+    from sparsemla.doctor import parse_capability, parse_dtype
+
+    try:
+        problem = dispatch.Problem(
+            op,
+            device,
+            parse_capability(device, capability),
+            parse_dtype(dtype),
+            None if cache_format is None else get_format(cache_format).name,
+            heads,
+            topk,
+        )
+        typer.echo(dispatch.explain(problem))
+    except ValueError as error:
+        fail(error)
+
+
+@app.command()
+def bench(
+    op: Annotated[str | None, typer.Option(help="Measure this op only.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Where the rows go; others in it stay.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for bar and line plots.")] = None,
+    peers: Annotated[
+        Path | None, typer.Option(help="A folder that holds vllm/ of an unpacked vLLM wheel.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: what is here.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Recorded in the rows; default: the checkout's.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Only rewrite docs/performance.md from this JSON file.")
+    ] = None,
+) -> None:
+    """Time every op beside every peer that is installed, each result checked first.
+
+    Without a GPU: sparse attention beside dense attention under a mask.
+    """
+    from sparsemla.bench import command
+
+    try:
+        code = command.bench(
+            typer.echo,
+            op=op,
+            json=json,
+            plot=plot,
+            peers=peers,
+            device=device,
+            commit=commit,
+            table=table,
+        )
+    except (ValueError, OSError) as error:
+        fail(error)
+    raise typer.Exit(code)
+
+
+app.command()(verify)

@@ -1,0 +1,274 @@
+"""Text generation from a checkpoint directory, with this package's attention."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from sparsemla.backends.transformers import ARCHITECTURES, LatentCache, PagedAttention, enable
+from sparsemla.formats import bf16_format, get_format
+from sparsemla.weights import dequantize_blocks
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+SCALE = "_scale_inv"
+"""What the name of a block scale adds to that of its weight."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or an option that cannot be used; the message is for the user."""
+
+
+class ByteTokenizer:
+    """Tokens are bytes; text is UTF-8."""
+
+    def encode(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def decoder(self) -> Callable[[int], str]:
+        """A function from one token to the text that it completes."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda token: decode(bytes([token]))
+
+
+class CheckpointTokenizer:
+    """The tokenizer in a checkpoint directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+
+    def encode(self, text: bytes) -> list[int]:
+        return self._tokenizer(text.decode(errors="replace"))["input_ids"]
+
+    def decoder(self) -> Callable[[int], str]:
+        """A function from one token to the text that it completes."""
+        tokens: list[int] = []
+        shown = 0
+
+        def decode(token: int) -> str:
+            nonlocal shown
+            tokens.append(token)
+            text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                return ""  # a character whose bytes are not all there
+            piece, shown = text[shown:], len(text)
+            return piece
+
+        return decode
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model with this package's attention, and its tokenizer."""
+
+    model: PreTrainedModel
+    attention: PagedAttention
+    tokenizer: ByteTokenizer | CheckpointTokenizer
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a generation took."""
+
+    num_prompt: int
+    num_new: int
+    prefill_seconds: float
+    decode_seconds: float
+    cache_bytes_per_token: int
+    cache_bytes: int
+
+    def __str__(self) -> str:
+        speed = (self.num_new - 1) / self.decode_seconds if self.num_new > 1 else 0.0
+        return (
+            f"prefill: {self.num_prompt} tokens in {self.prefill_seconds:.2f} s; "
+            f"decode: {self.num_new} tokens, {speed:.2f} tokens/s; "
+            f"cache: {self.cache_bytes_per_token} bytes/token, {self.cache_bytes} bytes in pages"
+        )
+
+
+def load_checkpoint(directory: Path, *, cache_format: str, dtype: str) -> Checkpoint:
+    """Load a model, dequantised if its weights are FP8, and its tokenizer.
+
+    Raises:
+        CheckpointError: no model, not one of ours, incomplete weights, no tokenizer, or an unknown
+            format or dtype.
+    """
+    config = _read_config(directory)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    try:
+        if cache_format == "bf16":
+            latent = int(config["kv_lora_rank"])
+            fmt = bf16_format(latent + int(config["qk_rope_head_dim"]), latent)
+        else:
+            fmt = get_format(cache_format)
+        tokenizer = _load_tokenizer(directory, config)
+        model = _load_model(directory, DTYPES[dtype])
+        return Checkpoint(model, enable(model, cache_format=fmt), tokenizer)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is not a model directory: cannot read config.json: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{directory}: model_type must be {' or '.join(ARCHITECTURES)}, got {model_type!r}"
+        )
+    return config
+
+
+def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | CheckpointTokenizer:
+    if any((directory / name).exists() for name in TOKENIZER_FILES):
+        return CheckpointTokenizer(directory)
+    if config.get("vocab_size") != 256:
+        raise CheckpointError(
+            f"{directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and its vocabulary "
+            f"is not that of bytes: vocab_size must be 256, got {config.get('vocab_size')}"
+        )
+    return ByteTokenizer()
+
+
+def _load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with _quiet():
+        if hasattr(config, "quantization_config"):
+            weights = _dequantized_weights(directory, config.quantization_config, dtype)
+            del config.quantization_config
+            model, loading = model_class.from_pretrained(
+                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            )
+            if (directory / "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(directory)
+        else:
+            model, loading = model_class.from_pretrained(
+                directory, dtype=dtype, output_loading_info=True, local_files_only=True
+            )
+    if missing := sorted(loading["missing_keys"]):
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} weights, the first of them {missing[0]}"
+        )
+    return model.eval()
+
+
+def _dequantized_weights(
+    directory: Path, quantization: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights of an FP8 checkpoint times their block scales.
+
+    transformers would do this, too, but only with another package installed.
+    """
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not block or block[0] != block[1]:
+        raise CheckpointError(
+            f"{directory}: quantization_config must have quant_method 'fp8' and a square "
+            f"weight_block_size, got {method!r} and {block}"
+        )
+    weights: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        weights |= load_file(path)
+    for name in [name for name in weights if name.endswith(SCALE)]:
+        weight = weights[name.removesuffix(SCALE)]
+        scale = weights.pop(name)
+        weights[name.removesuffix(SCALE)] = dequantize_blocks(weight, scale, block[0]).to(dtype)
+    return weights
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' notes and bars away from the text; errors still arrive as exceptions."""
+    logging = transformers.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+
+
+class _Streamer(BaseStreamer):
+    """Writes text as tokens arrive and notes when they do."""
+
+    def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
+        self.times = [time.perf_counter()]
+        self._decode = decode
+        self._write = write
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_seen:  # generate() sends the prompt first
+            self._prompt_seen = True
+            return
+        self.times.append(time.perf_counter())
+        for token in value.flatten().tolist():
+            self._write(self._decode(token))
+
+    def end(self) -> None:
+        return
+
+
+def generate_text(
+    checkpoint: Checkpoint, prompt: bytes, max_new_tokens: int, *, write: Callable[[str], None]
+) -> Stats:
+    """Continue ``prompt`` greedily; ``write`` gets the text piece by piece.
+
+    Raises:
+        CheckpointError: the prompt has no tokens.
+    """
+    ids = torch.tensor([checkpoint.tokenizer.encode(prompt)])
+    if ids.numel() == 0:
+        raise CheckpointError("the prompt has no tokens")
+    streamer = _Streamer(checkpoint.tokenizer.decoder(), write)
+    with _quiet():
+        cast(Any, checkpoint.model).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=streamer,
+        )
+    cache = cast(LatentCache, checkpoint.attention.cache)
+    times = streamer.times
+    return Stats(
+        num_prompt=ids.shape[1],
+        num_new=len(times) - 1,
+        prefill_seconds=times[1] - times[0],
+        decode_seconds=times[-1] - times[1],
+        cache_bytes_per_token=cache.bytes_per_token,
+        cache_bytes=cache.nbytes,
+    )

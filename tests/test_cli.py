@@ -1,0 +1,321 @@
+"""The command line: what it prints, and one clear line and exit code 2 where it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparsemla import dispatch
+from sparsemla.cli import app
+
+CHECKPOINT_BLOCK = 128
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def assert_fails(result: Any, *parts: str) -> None:
+    """Exit code 2, no traceback, and a single line that names the problem."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("sparsemla: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint as transformers saves it: real latent geometry, two layers, experts."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV32Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        index_topk=16,
+        index_n_heads=16,
+        first_k_dense_replace=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("checkpoint")
+    transformers.DeepseekV32ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fp8_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with e4m3 weights and block scales, spread over two files."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("fp8_checkpoint")
+    weights: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    size = CHECKPOINT_BLOCK
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        kept = ("embed_tokens", "lm_head", "weights_proj", "mlp.gate.")
+        if weight.dim() != 2 or any(part in name for part in kept):
+            weights[name] = weight.bfloat16()
+            continue
+        rows, cols = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -cols % size, 0, -rows % size))
+        blocks = padded.unflatten(1, (-1, size)).unflatten(0, (-1, size))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :cols]
+        weights[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        scales[f"{name}_scale_inv"] = scale
+    save_file(weights, path / "model-00001-of-00002.safetensors")
+    save_file(scales, path / "model-00002-of-00002.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [size, size],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("The lamp at Skerrow, déjà vu")
+    return path
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "generate", "doctor", "explain"):
+        assert command in result.output
+
+
+def test_doctor():
+    result = run("doctor")
+    assert result.exit_code == 0
+    for part in ("torch", torch.__version__, "reference", "works"):
+        assert part in result.output
+    assert "fails" not in result.output
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_explain(op):
+    result = run("explain", op)
+    assert result.exit_code == 0
+    assert result.output == f"{dispatch.explain(dispatch.Problem(op, 'cpu'))}\n"
+
+
+def test_explain_another_machine():
+    result = run(
+        *("explain", "sparse_decode", "--device", "cuda", "--capability", "9.0"),
+        *("--cache-format", "fp8_ds_mla", "--heads", 128, "--topk", 2048, "--dtype", "bf16"),
+    )
+    problem = dispatch.Problem(
+        "sparse_decode", "cuda", (9, 0), torch.bfloat16, "fp8_ds_mla", 128, 2048
+    )
+    assert result.output == f"{dispatch.explain(problem)}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["nothing"], ["op must be one of", "sparse_decode", "'nothing'"]),
+        (["sparse_decode", "--cache-format", "fp7"], ["format name", "'fp7'"]),
+        (["sparse_decode", "--dtype", "int3"], ["dtype must be one of", "'int3'"]),
+        (["sparse_decode", "--device", "tpu"], ["device must be cpu or cuda", "'tpu'"]),
+        (["sparse_decode", "--device", "cuda", "--capability", "new"], ["capability", "'new'"]),
+        (["sparse_decode", "--capability", "9.0"], ["capability", "cpu"]),
+    ],
+)
+def test_explain_refuses(arguments, parts):
+    assert_fails(run("explain", *arguments), *parts)
+
+
+def test_demo(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = tmp_path / "text.txt"
+    text.write_bytes("Grüße aus dem Leuchtturm. ".encode() * 4)
+    result = run("demo", "--text", text, "--out", tmp_path / "out", "--tokens", 60)
+    assert result.exit_code == 0, result.output
+    assert "100.00%" in result.output
+    assert "30 tokens were prefilled, 30 decoded" in result.output
+    assert (tmp_path / "out" / "selections.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestTextFiles:
+    def test_missing(self, tmp_path):
+        assert_fails(run("demo", "--text", tmp_path / "no.txt"), "cannot read", "No such file")
+
+    def test_directory(self, tmp_path):
+        assert_fails(run("demo", "--text", tmp_path), "cannot read", "Is a directory")
+
+    def test_empty(self, tmp_path):
+        (tmp_path / "empty.txt").touch()
+        assert_fails(run("demo", "--text", tmp_path / "empty.txt"), "is empty")
+
+    def test_binary(self, tmp_path):
+        (tmp_path / "binary").write_bytes(b"ab\0cd")
+        assert_fails(run("demo", "--text", tmp_path / "binary"), "NUL bytes")
+
+    def test_too_short(self, tmp_path):
+        (tmp_path / "one.txt").write_text("a")
+        assert_fails(run("demo", "--text", tmp_path / "one.txt"), "at least 2 bytes, got 1")
+
+    def test_output_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").touch()
+        assert_fails(run("demo", "--out", tmp_path / "file"), "cannot write")
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("cache_format", ["bf16", "bf16_576v512", "fp8_ds_mla"])
+    def test_streams_text_and_reports(self, checkpoint, prompt, cache_format):
+        result = run(
+            *("generate", "--model", checkpoint, "--prompt-file", prompt),
+            *("--max-new-tokens", 6, "--cache-format", cache_format),
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stdout.strip()
+        stats = " ".join(result.stderr.split())
+        assert "decode: 6 tokens" in stats
+        bytes_per_token = 2 * (788 if cache_format == "fp8_ds_mla" else 1408)
+        assert f"cache: {bytes_per_token} bytes/token, {64 * bytes_per_token} bytes" in stats
+
+    def test_same_text_as_transformers(self, checkpoint, prompt):
+        transformers = pytest.importorskip("transformers")
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).float()
+        ids = torch.tensor([list(prompt.read_bytes())])
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+        result = run(
+            *("generate", "--model", checkpoint, "--prompt-file", prompt),
+            *("--max-new-tokens", 4, "--dtype", "float32"),
+        )
+        assert result.stdout == bytes(expected.tolist()).decode(errors="replace") + "\n"
+
+    def test_fp8_weights(self, checkpoint, fp8_checkpoint, prompt):
+        from sparsemla.generate import load_checkpoint
+
+        options = {"cache_format": "bf16", "dtype": "float32"}
+        exact = load_checkpoint(checkpoint, **options).model.state_dict()
+        loaded = load_checkpoint(fp8_checkpoint, **options).model.state_dict()
+        assert exact.keys() == loaded.keys()
+        for name, weight in exact.items():
+            error = (loaded[name].float() - weight).norm() / weight.norm().clamp_min(1e-6)
+            assert error < 0.04, name
+        result = run("generate", "--model", fp8_checkpoint, "--prompt-file", prompt)
+        assert result.exit_code == 0, result.output
+
+    def test_other_quantisation(self, fp8_checkpoint, prompt, tmp_path):
+        config = json.loads((fp8_checkpoint / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "awq"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "quant_method 'fp8'", "'awq'")
+
+    def test_not_a_model_directory(self, prompt, tmp_path):
+        for path in (tmp_path, tmp_path / "missing", prompt):
+            result = run("generate", "--model", path, "--prompt-file", prompt)
+            assert_fails(result, "is not a model directory", "config.json")
+
+    def test_broken_config(self, prompt, tmp_path):
+        (tmp_path / "config.json").write_text("{")
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "is not valid JSON")
+
+    def test_another_architecture(self, prompt, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "model_type must be deepseek_v32 or glm_moe_dsa, got 'llama'")
+
+    def test_no_tokenizer(self, checkpoint, prompt, tmp_path):
+        config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 1000}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "has no tokenizer", "vocab_size must be 256, got 1000")
+
+    def test_no_weights(self, checkpoint, prompt, tmp_path):
+        (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, str(tmp_path), "safetensors")
+
+    def test_incomplete_weights(self, checkpoint, prompt, tmp_path):
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(checkpoint / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "lacks 1 weights", "model.norm.weight")
+
+    @pytest.mark.parametrize(
+        ("arguments", "parts"),
+        [
+            (["--cache-format", "fp7"], ["format name must be one of", "'fp7'"]),
+            (["--cache-format", "fp8_584"], ["cache_format must have head_dim 576", "fp8_584"]),
+            (["--dtype", "int3"], ["dtype must be one of", "'int3'"]),
+        ],
+    )
+    def test_options(self, checkpoint, prompt, arguments, parts):
+        result = run("generate", "--model", checkpoint, "--prompt-file", prompt, *arguments)
+        assert_fails(result, *parts)
+
+
+def test_tokenizer_of_the_checkpoint(checkpoint, prompt, tmp_path):
+    """Bytes of one character that arrive in several tokens are shown together."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from sparsemla.generate import ByteTokenizer, CheckpointTokenizer
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    text = "aé\N{SNOWMAN}z"
+    for each in (CheckpointTokenizer(tmp_path), ByteTokenizer()):
+        ids = each.encode(text.encode())
+        pieces = list(map(each.decoder(), ids))
+        assert len(ids) == 7
+        assert "".join(pieces) == text
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+
+
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for module in ("demo", "generate", "backends.transformers"):
+        monkeypatch.delitem(sys.modules, f"sparsemla.{module}", raising=False)
+    assert_fails(run("demo"), "transformers is not installed", "pip install 'sparsemla[demo]'")
+    result = run("generate", "--model", ".", "--prompt-file", __file__)
+    assert_fails(result, "pip install 'sparsemla[demo]'")
+
+
+def test_exit_code_of_the_process(tmp_path):
+    """``main`` is what the installed command calls."""
+    command = [sys.executable, "-c", "from sparsemla.cli import main; main()"]
+    missing = tmp_path / "no.txt"
+    failed = subprocess.run(
+        [*command, "demo", "--text", missing], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr == f"sparsemla: cannot read {missing}: No such file or directory\n"

@@ -1,0 +1,510 @@
+"""The transformers backend: the same model with and without this package's attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, bf16_format
+
+transformers = pytest.importorskip("transformers")
+
+from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
+
+TOPK = 16
+ALL = 64  # a top-k that no context of these tests exceeds
+PAD = 255
+
+
+def make_model(model_type: str = "deepseek_v32", **overrides: Any) -> Any:
+    """A small float32 model, real attention geometry, whose logits have margins.
+
+    Embeddings of unit standard deviation and tied output embeddings: each position predicts its
+    own byte, clearly, and attention moves the logits without deciding between near ties.
+    """
+    name = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}[model_type]
+    settings: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "index_topk": ALL,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "first_k_dense_replace": 8,  # no experts: rounding flips their choice, too
+        "max_position_embeddings": 4096,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
+    }
+    config = getattr(transformers, f"{name}Config")(**(settings | overrides))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                deviation = parameter.shape[-1] ** -0.5
+                deviation = 1.0 if "embed_tokens" in parameter_name else deviation
+                deviation *= 0.3 if "down_proj" in parameter_name else 1.0
+                parameter.normal_(0, deviation, generator=generator)
+            elif parameter_name.endswith("layernorm.weight") or "k_norm" in parameter_name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens(batch_size: int, length: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 250, (batch_size, length), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Any:
+    return make_model()
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Iterator[Any]:
+    with torch.no_grad():
+        yield shared_model
+    assert "forward" not in vars(shared_model.model), "a test left the model enabled"
+
+
+def set_topk(model: Any, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn.indexer, "index_topk", topk)
+
+
+def assert_close(got: Tensor, expected: Tensor, *, rms: float) -> None:
+    """Root mean square error relative to the logits' deviation, and the same top-1 everywhere.
+
+    Where two indexer scores agree to bfloat16 (to e4m3), one of TOPK tokens (some of them) may
+    differ: with a selection, the mean over some positions is bounded by 0.04 (0.2). Without one
+    (all tokens, or the same tokens on both sides) what remains is the rounding of queries and
+    cached rows to bfloat16: 0.006, or that of rows to e4m3: 0.06.
+    """
+    assert got.isfinite().all()
+    error = (got - expected).pow(2).mean().sqrt() / expected.std()
+    assert error < rms, float(error)
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "topk", "rms"),
+    [
+        (BF16_576, ALL, 0.006),
+        (BF16_576, TOPK, 0.04),
+        (FP8_DS_MLA, ALL, 0.06),
+        (FP8_DS_MLA, TOPK, 0.2),
+    ],
+)
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+def test_prefill_and_each_decode_step(model, monkeypatch, cache_format, topk, rms, page_size):
+    set_topk(model, topk, monkeypatch)
+    ids = tokens(2, 60)
+    expected = model(ids).logits
+    with enable(model, cache_format=cache_format, page_size=page_size) as handle:
+        outputs = [model(ids[:, :50])]
+        for column in range(50, 60):
+            past = outputs[-1].past_key_values
+            assert past is handle.cache
+            assert past.get_seq_length() == column
+            outputs.append(model(ids[:, column : column + 1], past_key_values=past))
+    logits = [output.logits for output in outputs]
+    assert_close(logits[0], expected[:, :50], rms=rms)
+    assert_close(torch.cat(logits[1:], 1), expected[:, 50:], rms=rms)
+
+
+@pytest.mark.parametrize(("cache_format", "rms"), [(BF16_576, 0.006), (FP8_DS_MLA, 0.06)])
+def test_attention_over_the_same_selection(model, monkeypatch, cache_format, rms):
+    set_topk(model, TOPK, monkeypatch)
+    ids = tokens(1, 100)
+    with enable(model, cache_format=cache_format, record_selections=True) as handle:
+        got = model(ids).logits
+    own = torch.arange(100, dtype=torch.int32)[:, None]
+    for layer_idx, selection in handle.selections[0].items():
+        chosen = selection.where(selection >= 0, own)[None]  # a token that is there already
+        indexer = model.model.layers[layer_idx].self_attn.indexer
+        monkeypatch.setattr(indexer, "forward", lambda *args, chosen=chosen, **kwargs: chosen)
+    assert_close(got, model(ids).logits, rms=rms)
+
+
+def test_steps_of_several_tokens(model):
+    ids = tokens(2, 60)
+    with enable(model) as handle:
+        expected = model(ids).logits
+        cache = handle.new_cache(2)
+        pieces = [
+            model(part, past_key_values=cache).logits for part in ids.split([41, 1, 11, 7], 1)
+        ]
+        assert_close(torch.cat(pieces, 1), expected, rms=0.003)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_selections_are_those_of_transformers(model_type):
+    model, ids = make_model(model_type, index_topk=TOPK), tokens(1, 200)
+    theirs: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.indexer.register_forward_hook(lambda *a: theirs.append(a[-1][0]))
+    with torch.no_grad():
+        model(ids)
+        with enable(model, record_selections=True) as handle:
+            model(ids)
+    (ours,) = handle.selections
+    for layer_idx in range(2):
+        assert ours[layer_idx].shape == (200, TOPK)
+        same = 0
+        for position, row in enumerate(ours[layer_idx].tolist()):
+            mine = [index for index in row if index >= 0]
+            assert mine == sorted(set(mine))
+            assert len(mine) == min(position + 1, TOPK)
+            assert mine[-1] <= position
+            same += len(set(mine) & set(theirs[layer_idx][position].tolist()))
+        # bfloat16 keys and queries; a wrong rotation leaves less than half.
+        assert same / (ours[layer_idx] >= 0).sum() > 0.97
+
+
+@pytest.mark.parametrize("given", ["position_ids", "no position_ids"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, side, given):
+    ids = tokens(2, 40)
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    hidden = slice(0, 11) if side == "left" else slice(29, 40)
+    short = ids[1:, 11:] if side == "left" else ids[1:, :29]
+    padded[1, hidden], mask[1, hidden] = PAD, 0
+    extra = {}
+    if given == "position_ids":
+        extra["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    with enable(model) as handle:
+        batch = model(padded, attention_mask=mask, **extra)
+        assert handle.cache.real.sum(1).tolist() == [40, 29]
+        alone = [model(ids[:1]).logits[0], model(short).logits[0]]
+    for row in range(2):
+        # Without position_ids a left-padded row is rotated from 11 on; only distances count.
+        assert_close(batch.logits[row][mask[row].bool()], alone[row], rms=0.006)
+    assert batch.logits.isfinite().all()
+
+
+def test_a_left_padded_row_takes_no_slots_for_padding(model):
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :35] = 0
+    with enable(model, page_size=8) as handle:
+        model(ids, attention_mask=mask)
+        cache = handle.cache
+        rows = cache.latents[0].data[cache.page_table[1].long()].flatten(0, 1)
+        assert rows[:5].any(-1).all()
+        assert not rows[5:].any()
+
+
+def test_a_row_of_padding_only(model):
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0] = 0
+    with enable(model):
+        batch = model(ids, attention_mask=mask).logits
+        assert_close(batch[1], model(ids[1:]).logits[0], rms=0.006)
+        assert model(ids, attention_mask=mask * 0).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prefill_chunk_size": 16},
+        {"do_sample": True, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_generate_gives_the_same_tokens(model, options):
+    ids = tokens(2, 40)
+    ids[1, :10] = PAD
+    arguments = {"attention_mask": (ids != PAD).long(), "max_new_tokens": 12, **options}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **arguments)
+    torch.manual_seed(0)
+    with enable(model, page_size=8):
+        assert torch.equal(model.generate(ids, **arguments), expected)
+
+
+def test_disable_restores_the_model_bit_for_bit(model):
+    ids = tokens(2, 30)
+    before, attributes = model(ids).logits, set(vars(model.model))
+    handle = enable(model)
+    assert not torch.equal(model(ids).logits, before)
+    handle.disable()
+    handle.disable()
+    assert torch.equal(model(ids).logits, before)
+    assert set(vars(model.model)) == attributes
+
+
+def test_disable_restores_a_forward_that_was_replaced_before(model):
+    module = model.model.layers[0].self_attn
+    before = module.forward
+    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    replaced = module.forward
+    with enable(model):
+        assert module.forward is not replaced
+    assert module.forward is replaced
+    del module.forward
+
+
+def test_no_cache_is_kept_without_use_cache(model):
+    with enable(model) as handle:
+        assert model(tokens(1, 10), use_cache=False).past_key_values is None
+        assert handle.cache is None
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "expected"), [(BF16_576, 1152 + 256), (FP8_DS_MLA, 656 + 132)]
+)
+def test_cache_bytes(model, cache_format, expected):
+    with enable(model, cache_format=cache_format, page_size=16) as handle:
+        cache = model(tokens(2, 33)).past_key_values
+        assert cache.bytes_per_token == 2 * expected
+        caches = [*cache.latents, *cache.index_keys.values()]
+        allocated = sum(c.data.nbytes for c in caches)
+        assert cache.nbytes == allocated == 2 * 48 * 2 * expected
+        model(tokens(2, 20), past_key_values=cache)
+        assert cache.page_table.shape == (2, 6)  # 53 tokens need 4 pages; 3 are doubled
+        assert sorted(cache.page_table.flatten().tolist()) == list(range(12))
+        assert cache is handle.cache
+
+
+def test_cache_rows_are_copied_not_shared(model):
+    ids = tokens(2, 20)
+    with enable(model, page_size=8):
+        cache = model(ids).past_key_values
+        cache.reorder_cache(torch.tensor([1, 1]))
+        step = model(torch.tensor([[3], [4]]), past_key_values=cache).logits
+        alone = [
+            model(torch.cat([ids[1], torch.tensor([token])])[None]).logits[:, -1:]
+            for token in (3, 4)
+        ]
+        assert_close(step, torch.cat(alone), rms=0.003)
+
+
+def test_cache_selects_repeats_crops_and_resets(model):
+    ids = tokens(3, 20)
+    with enable(model, page_size=8):
+        expected = model(ids).logits
+        cache = model(ids[:, :15]).past_key_values
+        cache.crop(-5)
+        assert cache.get_seq_length() == 10
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 4
+        rest = ids[[2, 2, 0, 0], 10:]
+        logits = model(rest, past_key_values=cache).logits
+        assert_close(logits, expected[[2, 2, 0, 0], 10:], rms=0.003)
+        cache.reset()
+        logits = model(ids[[0, 1, 2, 0]], past_key_values=cache).logits
+        assert_close(logits, expected[[0, 1, 2, 0]], rms=0.003)
+
+
+def test_glm_shares_selections_and_rotates_its_indexer_interleaved():
+    model = make_model(
+        "glm_moe_dsa",
+        num_hidden_layers=3,
+        indexer_types=["full", "shared", "full"],
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+    )
+    ids = tokens(2, 60)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with enable(model, record_selections=True) as handle:
+            output = model(ids[:, :50])
+            assert_close(output.logits, expected[:, :50], rms=0.006)
+            assert set(handle.selections[0]) == set(handle.cache.index_keys) == {0, 2}
+            output = model(ids[:, 50:51], past_key_values=output.past_key_values)
+            assert_close(output.logits, expected[:, 50:51], rms=0.006)
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+        | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_types(rope):
+    """The step's cos and sin are transformers' own, so any type is served as transformers does."""
+    model = make_model(rope_parameters={"rope_theta": 1e4} | rope, max_position_embeddings=32)
+    ids = tokens(1, 60)
+    with torch.no_grad():
+        expected = [model(ids).logits]
+        cache = transformers.DynamicCache(config=model.config)
+        expected += [model(part, past_key_values=cache).logits for part in ids.split([30, 30], 1)]
+        with enable(model) as handle:
+            cache = handle.new_cache(1)
+            got = [model(ids).logits]
+            got += [model(part, past_key_values=cache).logits for part in ids.split([30, 30], 1)]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_close(mine, theirs, rms=0.006)
+
+
+def test_half_precision_models(model):
+    ids = tokens(2, 50)
+    expected = model(ids).logits
+    for dtype in (torch.bfloat16, torch.float16):
+        half = copy.deepcopy(model).to(dtype)
+        with enable(half):
+            logits = half(ids).logits
+        assert logits.dtype == dtype
+        assert_close(logits.float(), expected, rms=0.02)
+
+
+def test_fp8_projections_are_absorbed_with_their_scales(model):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    changed = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
+    for layer, exact in zip(changed.model.layers, reference.model.layers, strict=True):
+        weight = layer.self_attn.kv_b_proj.weight
+        rows, cols = weight.shape
+        blocks = weight.reshape(rows // 128, 128, cols // 128, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).reshape(rows, cols).to(torch.float8_e4m3fn)
+        module = fp8.FP8Linear(cols, rows, block_size=(128, 128))
+        module.weight = torch.nn.Parameter(codes, requires_grad=False)
+        module.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+        layer.self_attn.kv_b_proj = module
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact.self_attn.kv_b_proj.weight.copy_(codes.float() * spread)
+    ids = tokens(1, 40)
+    with enable(changed), enable(reference):
+        assert_close(changed(ids).logits, reference(ids).logits, rms=0.06)
+
+
+def test_backward_fails_loudly(model):
+    with torch.enable_grad(), enable(model):
+        loss = model(tokens(1, 10)).logits.sum()
+        with pytest.raises(NotImplementedError, match="no backward"):
+            loss.backward()
+
+
+class TestRefusals:
+    def test_other_architectures(self):
+        config = transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        with pytest.raises(ValueError, match="deepseek_v32 or glm_moe_dsa, got 'llama'"):
+            enable(transformers.LlamaForCausalLM(config))
+
+    def test_a_second_time(self, model):
+        with enable(model), pytest.raises(ValueError, match="enabled already"):
+            enable(model)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"cache_format": FP8_584}, "cache_format must have head_dim 576 .* got fp8_584"),
+            ({"cache_format": bf16_format(576)}, "value_dim 512 .* got bf16_576v576"),
+            ({"index_format": BF16_576}, "index_format must have head_dim 128"),
+            ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ],
+    )
+    def test_formats(self, model, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            enable(model, **arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (
+                {"attention_mask": torch.ones(1, 1, 6, 6)},
+                r"attention_mask must be None or have shape .* = \[1, 6\], got \[1, 1, 6, 6\]",
+            ),
+            ({"attention_mask": torch.ones(1, 7)}, r"got \[1, 7\]"),
+            ({"attention_mask": {"full": None}}, "got dict"),
+            ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids must ascend"),
+            ({"output_attentions": True}, "output_attentions must be False"),
+        ],
+        ids=["4d", "length", "dict", "packed", "attentions"],
+    )
+    def test_arguments(self, model, arguments, message):
+        with enable(model), pytest.raises(ValueError, match=message):
+            model(tokens(1, 6), **arguments)
+
+    def test_no_input(self, model):
+        with enable(model), pytest.raises(ValueError, match="got neither"):
+            model()
+
+    def test_training(self, model):
+        with enable(model), torch.enable_grad():
+            model.train()
+            try:
+                with pytest.raises(ValueError, match="eval mode"):
+                    model(tokens(1, 6))
+            finally:
+                model.eval()
+
+    def test_a_cache_of_transformers(self, model):
+        past = model(tokens(1, 6)).past_key_values
+        with enable(model), pytest.raises(ValueError, match="got a DynamicCache"):
+            model(tokens(1, 1), past_key_values=past)
+
+    def test_an_empty_cache_of_transformers_twice(self, model):
+        past = transformers.DynamicCache(config=model.config)
+        with enable(model):
+            assert isinstance(
+                model(tokens(1, 6), past_key_values=past).past_key_values, LatentCache
+            )
+            with pytest.raises(ValueError, match="the cache in the output"):
+                model(tokens(1, 1), past_key_values=past)
+
+    def test_our_cache_in_another_model(self, model):
+        with enable(model):
+            past = model(tokens(1, 6)).past_key_values
+            with pytest.raises(ValueError, match=r"must hold 2 rows, .* got 1"):
+                model(tokens(2, 1), past_key_values=past)
+            mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+            with pytest.raises(ValueError, match="as in the steps before"):
+                model(tokens(1, 1), past_key_values=past, attention_mask=mask)
+            with pytest.raises(ValueError, match=r"must lie in \[-6, 0\], got 1"):
+                past.crop(1)
+        fp8 = enable(model, cache_format=FP8_DS_MLA)
+        with fp8, pytest.raises(ValueError, match=r"layers of the formats .*fp8_ds_mla"):
+            model(tokens(1, 1), past_key_values=past)
+        with pytest.raises(ValueError, match="got a LatentCache"):
+            model(tokens(1, 1), past_key_values=past)
+
+
+def test_growing_keeps_page_padding_and_separate_scales():
+    """Formats with padded pages or a scale tensor survive growth and reordering."""
+    for fmt in (FP8_584, FP8_DS_MLA):
+        latents = [PagedCache.allocate(fmt, 0, 3)]
+        cache = LatentCache(latents, {}, batch_size=2)
+        cache.reserve(3)
+        rows = torch.randn(3, fmt.head_dim)
+        cache.latents[0].write(cache.page_table[1].long() * 3 + torch.arange(3), rows)
+        stored = cache.latents[0].read(cache.page_table[1].long() * 3 + torch.arange(3))
+        cache.reserve(7)
+        cache.reorder_cache(torch.tensor([1, 1, 0]))
+        for row in (0, 1):
+            slots = cache.page_table[row, :1].long() * 3 + torch.arange(3)
+            assert torch.equal(cache.latents[0].read(slots), stored)
