@@ -1,0 +1,390 @@
+"""What the attention kernels share: rows of any cache format as tiles, online softmax, epilogue.
+
+A key is cut in two tiles of power-of-two width: its *value* dims, which are loaded once and serve
+both matrix products, and the *rest*, which only the scores see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)
+"""Start of a running maximum: finite, so that a masked score has weight 0 and not NaN."""
+
+
+class Rows(NamedTuple):
+    """A cache as kernel arguments: its stored parts. e4m3 and e8m0 travel as bytes."""
+
+    fp8: Tensor | None
+    scales: Tensor | None
+    bf16: Tensor | None
+    num_slots: int
+
+
+class Layout(NamedTuple):
+    """What a kernel is compiled for: a format's numbers, tile widths, page size and strides.
+
+    Strides are in elements. ``linear``: pages follow each other as rows do, so a slot is a row.
+    """
+
+    head_dim: int
+    value_dim: int
+    value_block: int
+    rest_block: int
+    fp8_dim: int
+    scale_block: int
+    page_size: int
+    linear: bool
+    fp8_strides: tuple[int, int]
+    scales_strides: tuple[int, int]
+    bf16_strides: tuple[int, int]
+
+
+def cache_arguments(cache: PagedCache) -> tuple[Rows, Layout]:
+    """A cache as what kernels take and what they are compiled for."""
+    fmt, views = cache.format, cache.fields()
+    strides = [(0, 0) if view is None else (view.stride(0), view.stride(1)) for view in views]
+    rest = fmt.head_dim - fmt.value_dim
+    layout = Layout(
+        fmt.head_dim,
+        fmt.value_dim,
+        block_of(fmt.value_dim),
+        block_of(rest) if rest else 0,
+        fmt.fp8_dim,
+        fmt.scale_block,
+        cache.page_size,
+        all(page == cache.page_size * row for page, row in strides),
+        *strides,
+    )
+    parts = [_as_bytes(view) for view in views]
+    return Rows(*parts, cache.num_slots), layout
+
+
+def _as_bytes(view: Tensor | None) -> Tensor | None:
+    return view.view(torch.uint8) if view is not None and view.dtype.itemsize == 1 else view
+
+
+def block_of(dim: int) -> int:
+    """Width of the tile that holds ``dim`` dims: a power of two that a matrix product takes."""
+    return max(triton.next_power_of_2(dim), 16)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and keys of a step, and how it is compiled; ``branch``: :func:`attend_tile`."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    branch: bool = False
+
+
+SMALL_SHARED = 99 * 1024
+"""Shared memory of a program that every NVIDIA GPU since sm_80 gives, bytes."""
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether matrix products take both operands from shared memory (sm_90)."""
+    if device.type == "cpu" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile for ``rows`` query rows that share keys. It depends on no batch size."""
+    row_bytes = 2 * (layout.value_block + layout.rest_block)
+    mixed = 0 < layout.fp8_dim < layout.value_dim
+    if is_hopper(device) and rows > 16 and query_dtype == torch.bfloat16:
+        # Warpgroup products take 64 query rows, and keys, from shared memory: one tile of keys is
+        # read while the next arrives. The rest holds weights and slots.
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        block_n = 32 if mixed else 64  # putting both parts of a value together takes registers
+        if (64 + 2 * block_n) * row_bytes + 9728 <= shared:
+            return Tile(64, block_n, 8, 3, branch=True)
+    # Queries lie in registers, where 16 rows fit beside the sums; e4m3 decoded by bits needs more.
+    narrow = mixed or torch.version.hip or 2 * 32 * row_bytes > SMALL_SHARED - 16384
+    return Tile(16, 16 if narrow else 32, 8 if layout.fp8_dim and not has_fp8(device) else 4, 3)
+
+
+@triton.jit
+def locate(slots, L: tl.constexpr):
+    """Page and row of slots, as int64; the page of a linear cache is 0."""
+    slots = slots.to(tl.int32).to(tl.uint32)
+    if L.linear:
+        page = tl.zeros_like(slots)
+        row = slots
+    else:
+        page = slots // L.page_size
+        row = slots % L.page_size
+    return page.to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
+def load_rows(
+    rows,
+    page,
+    row,
+    valid,
+    L: tl.constexpr,
+    START: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """bfloat16 dims ``START .. START + DIM`` of cache rows; what is not valid is 0 and not read."""
+    d = START + tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if DIM != BLOCK:
+        mask = mask & (d < START + DIM)[None, :]
+    if L.fp8_dim > START:
+        at = page * L.fp8_strides[0] + row * L.fp8_strides[1]
+        quantised = mask
+        if L.fp8_dim < START + DIM:
+            quantised = mask & (d < L.fp8_dim)[None, :]
+        codes = tl.load(rows.fp8 + at[:, None] + d[None, :], mask=quantised, other=0)
+        x = decode_e4m3(codes, NATIVE)
+        if L.scale_block > 0:
+            x = scaled(x, rows, page, row, valid, L, START, BLOCK)
+    if L.fp8_dim < START + DIM:
+        at = page * L.bf16_strides[0] + row * L.bf16_strides[1]
+        if L.fp8_dim <= START:
+            x = tl.load(rows.bf16 + at[:, None] + (d - L.fp8_dim)[None, :], mask=mask, other=0)
+        else:
+            # The tile's last dims: loaded once, and repeated along the tile for the selection.
+            N: tl.constexpr = valid.shape[0]
+            LAST: tl.constexpr = START + DIM - L.fp8_dim
+            last = rows.bf16 + at[:, None] + tl.arange(0, LAST)[None, :]
+            last = tl.load(last, mask=valid[:, None], other=0)
+            last = tl.broadcast_to(last[:, None, :], [N, BLOCK // LAST, LAST])
+            # Spelled as a shift, or the compiler selects after the conversion, value by value.
+            last = last.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+            last = last.to(tl.float32, bitcast=True).reshape(N, BLOCK)
+            x = tl.where((d < L.fp8_dim)[None, :], x, last)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def scaled(x, rows, page, row, valid, L: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantised dims times the scales of their blocks."""
+    N: tl.constexpr = x.shape[0]
+    GROUP: tl.constexpr = dims_of_a_scale(L.scale_block, START, BLOCK)
+    NUM_GROUPS: tl.constexpr = BLOCK // GROUP
+    first = START + tl.arange(0, NUM_GROUPS) * GROUP
+    at = page * L.scales_strides[0] + row * L.scales_strides[1]
+    scale = tl.load(
+        rows.scales + at[:, None] + (first // L.scale_block)[None, :],
+        mask=valid[:, None] & (first < L.fp8_dim)[None, :],
+        other=0,
+    )
+    if rows.scales.dtype.element_ty == tl.uint8:
+        scale = decode_e8m0(scale)
+    return (x.reshape(N, NUM_GROUPS, GROUP) * scale[:, :, None]).reshape(N, BLOCK)
+
+
+@triton.constexpr_function
+def dims_of_a_scale(scale_block, start, block):
+    """Largest power of two by which a tile splits into runs of dims with one scale each."""
+    if start // scale_block == (start + block - 1) // scale_block:
+        return block
+    return min(scale_block & -scale_block, start & -start or block, block)
+
+
+@triton.jit
+def load_query(q, rows, mask, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Query dims as a tuple of bfloat16 tiles that add up to them.
+
+    One tile for bfloat16 queries; else two, 16 bits of mantissa: float16 queries are exact.
+    """
+    d = START + tl.arange(0, BLOCK)
+    mask = mask[:, None]
+    if DIM != BLOCK:
+        mask = mask & (d < START + DIM)[None, :]
+    x = tl.load(q + rows[:, None] + d[None, :], mask=mask, other=0)
+    high = x.to(tl.bfloat16)
+    if x.dtype == tl.bfloat16:
+        parts = (high,)
+    else:
+        parts = (high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16))
+    return parts
+
+
+@triton.jit
+def load_queries(q, rows, mask, L: tl.constexpr):
+    """Value dims and rest of query rows, each as :func:`load_query` gives them."""
+    value = load_query(q, rows, mask, 0, L.value_dim, L.value_block)
+    if L.rest_block > 0:
+        rest = load_query(q, rows, mask, L.value_dim, L.head_dim - L.value_dim, L.rest_block)
+    else:
+        rest = ()
+    return value, rest
+
+
+@triton.jit
+def product(q, keys, UPCAST: tl.constexpr):
+    """``q @ keys^T``; ``q`` as :func:`load_query` gives it."""
+    s = tl.zeros([q[0].shape[0], keys.shape[0]], tl.float32)
+    for i in tl.static_range(len(q)):
+        s = dot(q[i], tl.trans(keys), s, UPCAST)
+    return s
+
+
+@triton.jit
+def weigh(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
+    """Weights of keys, bfloat16, and what the maximum m and the sum l of weights become.
+
+    ``s`` are base-2 scores of other dims of the same keys. ``shrink`` is what earlier sums shrink
+    by. A masked key has weight 0.
+    """
+    # Scaled one by one, the products are independent: neither waits for the other.
+    s += product(q, keys, UPCAST) * scale_log2
+    s = tl.where(seen, s, float("-inf"))
+    highest = tl.maximum(m, tl.max(s, 1))
+    shrink = tl.exp2(m - highest)
+    p = tl.exp2(s - highest[:, None])
+    return p.to(tl.bfloat16), shrink, highest, l * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def attend_tile(
+    q_value,
+    q_rest,
+    rows,
+    page,
+    row,
+    valid,
+    seen,
+    some,
+    scale_log2,
+    m,
+    l,
+    acc,
+    L: tl.constexpr,
+    BRANCH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One step of online softmax: maximum m and sum l of base-2 weights, weighted values acc.
+
+    ``valid [N]`` says which rows are read, ``seen [M or 1, N]`` which keys a query attends to.
+    ``some`` is always true, but not to Triton.
+    """
+    value = load_rows(rows, page, row, valid, L, 0, L.value_dim, L.value_block, NATIVE)
+    s = tl.zeros([acc.shape[0], value.shape[0]], tl.float32)
+    if L.rest_block > 0:
+        REST: tl.constexpr = L.head_dim - L.value_dim
+        rest = load_rows(rows, page, row, valid, L, L.value_dim, REST, L.rest_block, NATIVE)
+        s = product(q_rest, rest, UPCAST) * scale_log2
+    if BRANCH:
+        # Where one product feeds another, Triton lets every warpgroup compute all of the first. A
+        # branch, which LLVM removes, hides the second: the scores are shared out. Constants would
+        # take shared memory here.
+        shrink = m * 0.0 + 1.0
+        p = (tl.zeros_like(s) + (m * 0.0)[:, None]).to(tl.bfloat16)
+        if some:
+            p, shrink, m, l = weigh(q_value, value, s, seen, scale_log2, m, l, UPCAST)
+    else:
+        p, shrink, m, l = weigh(q_value, value, s, seen, scale_log2, m, l, UPCAST)
+    acc = dot(p, value, acc * shrink[:, None], UPCAST)
+    return m, l, acc
+
+
+@triton.jit
+def is_slot(slots, num_slots):
+    """``0 <= slots < num_slots`` in one comparison."""
+    if slots.dtype == tl.int32:
+        inside = slots.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+    else:
+        inside = slots.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
+    return inside
+
+
+@triton.jit
+def end_of(topk_indices, length, num_slots, CHUNK: tl.constexpr):
+    """One past the last valid slot of a list: an unused tail costs no tile."""
+    end = 0
+    for start in range(0, length, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        slots = tl.load(topk_indices + at, mask=at < length, other=-1)
+        end = tl.maximum(end, tl.max(tl.where(is_slot(slots, num_slots), at + 1, 0)))
+    return end
+
+
+@triton.jit
+def attend_slots(
+    q_value,
+    q_rest,
+    rows,
+    topk_indices,
+    begin,
+    end,
+    scale_log2,
+    m,
+    l,
+    acc,
+    L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BRANCH: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """:func:`attend_tile` over the entries ``begin .. end`` of a list of slots."""
+    stop = end
+    if BRANCH:
+        # A loop that may be skipped has its sums set on a way around it, and for that the
+        # assembler makes warpgroup products wait for each other. So one step is always taken.
+        stop = tl.maximum(end, begin + 1)
+    some = tl.zeros([BLOCK_N], tl.int32) + end > 0
+    for start in range(begin, stop, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        # The nearest real entry instead of a mask, which the pipeline would have to carry along.
+        nearest = tl.maximum(tl.minimum(at, end - 1), 0)
+        slots = tl.load(topk_indices + nearest, mask=some, other=-1)
+        valid = is_slot(slots, rows.num_slots) & (at < end)
+        page, row = locate(slots, L)
+        m, l, acc = attend_tile(
+            q_value,
+            q_rest,
+            rows,
+            page,
+            row,
+            valid,
+            valid[None, :],
+            start < stop,
+            scale_log2,
+            m,
+            l,
+            acc,
+            L,
+            BRANCH,
+            NATIVE,
+            UPCAST,
+        )
+    return m, l, acc
+
+
+@triton.jit
+def store_state(out, out_rows, lse, lse_rows, mask, sink, m, l, acc, V: tl.constexpr):
+    """Normalise a query tile and store it. ``sink`` is the natural logit of each row, or None."""
+    empty = l == 0
+    tl.store(lse + lse_rows, (m + tl.log2(l)) * LN2, mask=mask)  # log2(0) is -inf
+    if sink is not None:
+        l += tl.exp2(sink * LOG2E - m)
+    acc = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, l)[:, None])
+    d = tl.arange(0, acc.shape[1])
+    tl.store(
+        out + out_rows[:, None] + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=mask[:, None] & (d < V)[None, :],
+    )

@@ -1,0 +1,73 @@
+"""e4m3 and power-of-two scales in Triton, on hardware that has them and on hardware that has not.
+
+Kernels get e4m3 and e8m0 tensors as uint8 pointers, because a GPU before sm_89 has no fp8 type.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts e4m3 by itself."""
+    if device.type == "cpu" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def decode_e4m3(code, NATIVE: tl.constexpr):
+    """float32 values of uint8 e4m3 codes, exact."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    # The bits are those of a float16 whose exponent bias is 15 instead of 7.
+    bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 7)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_e4m3(x, NATIVE: tl.constexpr):
+    """uint8 e4m3 codes of float32 values, nearest even, saturating at +-448; NaN stays NaN."""
+    if NATIVE:  # the instruction saturates
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # Normal values (at least 2^-6): keep 3 mantissa bits, rounded to nearest even; a carry runs
+    # into the exponent as it should.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below that the step is 2^-9; adding 2^14 leaves the rounded multiple in the low mantissa bits.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude >= 0x3C800000, normal, subnormal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (sign | code).to(tl.uint8)
+
+
+@triton.jit
+def decode_e8m0(code):
+    """float32 powers of two of uint8 e8m0 codes: ``2^(code - 127)``, 255 is NaN."""
+    bits = tl.where(code == 0, 0x400000, code.to(tl.uint32) << 23)
+    return tl.where(code == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def ceil_pow2(x):
+    """Smallest power of two that is not below a positive float32."""
+    bits = x.to(tl.uint32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """``a @ b + acc``. The interpreter's bf16 product is wrong, so it gets float32 operands."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)

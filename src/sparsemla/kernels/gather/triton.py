@@ -1,0 +1,227 @@
+"""From selected positions to cache slots, and from cache rows to a bfloat16 workspace, in Triton.
+
+Shapes: T tokens, K top-k, B requests, W pages of a request.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
+from sparsemla.kernels.common.paged import paged_arguments
+
+SLOTS_BLOCK = 1024
+"""Indices of a program: two 16-byte loads for each of 128 threads."""
+
+GATHER_DIMS = 8192
+"""Dims of a program: four 16-byte loads of e4m3 for each of 128 threads, or eight of bfloat16."""
+
+REQUEST_BLOCK = 32
+"""Requests that a gather program compares its rows with at once."""
+
+
+@triton.jit
+def _slots_kernel(
+    indices,
+    page_table,
+    request_ids,
+    workspace_starts,
+    prefill_ids,
+    out,
+    topk,
+    num_blocks,
+    num_requests,
+    num_prefills,
+    table_width,
+    indices_stride,
+    table_stride,
+    out_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    within = column < topk
+    index = tl.load(indices + token * indices_stride + column, mask=within, other=-1)
+    page_index = index // PAGE_SIZE
+
+    # The token's request or prefill has no page at all where its number is out of range.
+    request = tl.load(request_ids + token).to(tl.int64)
+    cache_pages = tl.where((request >= 0) & (request < num_requests), table_width, 0)
+    if prefill_ids is not None:
+        prefill = tl.load(prefill_ids + token).to(tl.int64)
+        workspace_pages = tl.where((prefill >= 0) & (prefill < num_prefills), table_width, 0)
+        cache_pages = tl.where(prefill < 0, cache_pages, 0)
+    entry = page_table + request * table_stride + page_index
+    in_cache = (index >= 0) & (page_index < cache_pages)
+    page = tl.load(entry, mask=in_cache, other=-1).to(tl.int64)
+    result = tl.where(page >= 0, page * PAGE_SIZE + index % PAGE_SIZE, -1)
+    if prefill_ids is not None:
+        start = tl.load(workspace_starts + prefill, mask=workspace_pages > 0, other=0)
+        in_workspace = (index >= 0) & (page_index < workspace_pages)
+        result = tl.where(in_workspace, start + index, result)
+    tl.store(out + token * out_stride + column, result.to(tl.int32), mask=within)
+
+
+def to_slots(
+    *,
+    topk_indices: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    page_size: int,
+    workspace_starts: Tensor | None,
+    prefill_request_ids: Tensor | None,
+    out: Tensor,
+) -> None:
+    num_tokens, topk = topk_indices.shape
+    num_blocks = triton.cdiv(topk, SLOTS_BLOCK)
+    _slots_kernel[(num_tokens * num_blocks,)](
+        topk_indices,
+        page_table,
+        request_ids,
+        workspace_starts,
+        prefill_request_ids,
+        out,
+        topk,
+        num_blocks,
+        page_table.shape[0],
+        0 if workspace_starts is None else workspace_starts.shape[0],
+        page_table.shape[1],
+        topk_indices.stride(0),
+        page_table.stride(0),
+        out.stride(0),
+        PAGE_SIZE=page_size,
+        BLOCK=SLOTS_BLOCK,
+    )
+
+
+@triton.jit
+def _owners(row, seq_lens, workspace_starts, num_requests, BLOCK: tl.constexpr):
+    """The last request whose part of the workspace holds each row, or -1."""
+    owner = tl.full(row.shape, -1, tl.int32)
+    for first in range(0, num_requests, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        listed = request < num_requests
+        start = tl.load(workspace_starts + request, mask=listed, other=0).to(tl.int64)
+        length = tl.load(seq_lens + request, mask=listed, other=0).to(tl.int64)
+        owned = (row[:, None] >= start[None, :]) & (row[:, None] < (start + length)[None, :])
+        owner = tl.maximum(owner, tl.max(tl.where(owned, request[None, :], -1), axis=1))
+    return owner
+
+
+@triton.jit
+def _gather_kernel(
+    fp8,
+    scales,
+    bf16,
+    page_table,
+    seq_lens,
+    workspace_starts,
+    seq_starts,
+    out,
+    num_rows,
+    num_requests,
+    num_pages,
+    table_width,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    FP8_PAGE: tl.constexpr,
+    FP8_ROW: tl.constexpr,
+    SCALES_PAGE: tl.constexpr,
+    SCALES_ROW: tl.constexpr,
+    BF16_PAGE: tl.constexpr,
+    BF16_ROW: tl.constexpr,
+    OUT_ROW: tl.constexpr,
+    FP8_DIM: tl.constexpr,
+    BF16_DIM: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BF16_DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    request = _owners(row, seq_lens, workspace_starts, num_requests, REQUESTS)
+    covered = (request >= 0) & (row < num_rows)
+    if tl.max(covered.to(tl.int32)) == 0:
+        return
+
+    request = request.to(tl.int64)
+    position = row - tl.load(workspace_starts + request, mask=covered, other=0)
+    if seq_starts is not None:
+        position += tl.load(seq_starts + request, mask=covered, other=0)
+    page_index = position // PAGE_SIZE
+    listed = covered & (position >= 0) & (page_index < table_width)
+    page = tl.load(page_table + request * table_stride + page_index, mask=listed, other=-1)
+    found = (page >= 0) & (page < num_pages)  # a covered row that is not found becomes zero
+    page = page.to(tl.int64)
+    offset = position % PAGE_SIZE
+
+    if FP8_DIM > 0:
+        block = tl.arange(0, NUM_BLOCKS)[None, :, None]
+        in_block = tl.arange(0, BLOCK_DIMS)[None, None, :]
+        dim = block * SCALE_BLOCK + in_block
+        real = (in_block < SCALE_BLOCK) & (dim < FP8_DIM)
+        source = fp8 + (page * FP8_PAGE + offset * FP8_ROW)[:, None, None] + dim
+        code = tl.load(source, mask=found[:, None, None] & real, other=0)
+        value = decode_e4m3(code, NATIVE)  # [ROWS, NUM_BLOCKS, BLOCK_DIMS]
+        if scales is not None:
+            source = scales + (page * SCALES_PAGE + offset * SCALES_ROW)[:, None, None]
+            stored = found[:, None, None] & (block * SCALE_BLOCK < FP8_DIM)
+            scale = tl.load(source + block, mask=stored, other=0)
+            if scale.dtype == tl.uint8:
+                scale = decode_e8m0(scale)
+            value *= scale
+        target = out + row[:, None, None] * OUT_ROW + dim
+        tl.store(target, value.to(tl.bfloat16), mask=covered[:, None, None] & real)
+    if BF16_DIM > 0:
+        dim = tl.arange(0, BF16_DIMS)[None, :]
+        source = bf16 + (page * BF16_PAGE + offset * BF16_ROW)[:, None] + dim
+        value = tl.load(source, mask=found[:, None] & (dim < BF16_DIM), other=0.0)
+        target = out + row[:, None] * OUT_ROW + FP8_DIM + dim
+        tl.store(target, value, mask=covered[:, None] & (dim < BF16_DIM))
+
+
+def gather_dequant(
+    *,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    seq_starts: Tensor | None,
+    out: Tensor,
+) -> None:
+    # One program for a tile of the workspace, whatever the lengths: those that no request owns
+    # leave at once, and a captured graph stays right when lengths change.
+    fmt = cache.format
+    block = fmt.scale_block or fmt.fp8_dim
+    block_dims = triton.next_power_of_2(block)
+    num_blocks = triton.next_power_of_2(-(-fmt.fp8_dim // block)) if block else 0
+    bf16_dims = triton.next_power_of_2(fmt.bf16_dim)
+    rows = max(1, GATHER_DIMS // max(num_blocks * block_dims, bf16_dims))
+    _gather_kernel[(triton.cdiv(out.shape[0], rows),)](
+        page_table=page_table,
+        seq_lens=seq_lens,
+        workspace_starts=workspace_starts,
+        seq_starts=seq_starts,
+        out=out,
+        num_rows=out.shape[0],
+        num_requests=seq_lens.shape[0],
+        num_pages=cache.num_pages,
+        table_width=page_table.shape[1],
+        table_stride=page_table.stride(0),
+        OUT_ROW=out.stride(0),
+        FP8_DIM=fmt.fp8_dim,
+        BF16_DIM=fmt.bf16_dim,
+        SCALE_BLOCK=block,
+        BLOCK_DIMS=block_dims,
+        NUM_BLOCKS=num_blocks,
+        BF16_DIMS=bf16_dims,
+        ROWS=rows,
+        REQUESTS=REQUEST_BLOCK,
+        NATIVE=has_fp8(out.device),
+        **paged_arguments(cache),
+    )

@@ -1,0 +1,600 @@
+"""The lightning indexer for any GPU: scores of contiguous and of paged keys, and the best of them.
+
+A program takes a few query tokens of one request and a run of keys. It keeps the tokens' heads as
+one matrix ``[tokens * heads, dims]`` and streams tiles of keys against it: ``keys @ queries^T``,
+ReLU, weights, and the sum over the heads, all in float32. Keys are the rows of the product, so that
+the sum over heads stays within a few lanes. e4m3 goes into the tensor cores as it is where they
+take it, else as float16, which holds every e4m3 value.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, has_fp8
+from sparsemla.kernels.topk import triton as topk_kernels
+
+MINUS_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _load_rows(rows, valid, DIM: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr):
+    """Rows ``[R, BLOCK_D]`` at pointers ``rows [R]``, as tensor cores take them; else zeros."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (d < DIM)[None, :]
+    x = tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
+    if DECODE:
+        x = decode_e4m3(x, False).to(tl.float16)
+    return x
+
+
+@triton.jit
+def _load_queries(
+    q,
+    weights,
+    first,
+    end,
+    stride_q,
+    stride_head,
+    stride_weights,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DECODE: tl.constexpr,
+):
+    """Heads ``[TOKENS * BLOCK_H, BLOCK_D]`` of the tokens [first, end) and their weights."""
+    i = tl.arange(0, TOKENS * BLOCK_H)
+    token = first + i // BLOCK_H
+    head = i % BLOCK_H
+    valid = (token < end) & (head < HEADS)
+    token = token.to(tl.int64)
+    rows = q + token * stride_q + head * stride_head
+    w = tl.load(weights + token * stride_weights + head, mask=valid, other=0.0)
+    return _load_rows(rows, valid, DIM, BLOCK_D, DECODE), w.to(tl.float32)
+
+
+@triton.jit
+def _score(keys, queries, w, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
+    """``sum_h w[t, h] * relu(<queries[t, h], keys[n]>)``, ``[N, TOKENS]`` float32."""
+    N: tl.constexpr = keys.shape[0]
+    COLUMNS: tl.constexpr = queries.shape[0]
+    dots = dot(keys, tl.trans(queries), tl.zeros([N, COLUMNS], tl.float32), UPCAST)
+    dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+    return tl.sum(tl.reshape(dots, [N, TOKENS, COLUMNS // TOKENS]), 2)
+
+
+@triton.jit
+def _fill(out, stride_out, token, valid, begin, end, BLOCK_N: tl.constexpr):
+    """-inf in the columns [begin, end) of some tokens."""
+    for base in range(begin, end, BLOCK_N):
+        n = base + tl.arange(0, BLOCK_N)
+        at = out + (token * stride_out)[None, :] + n[:, None]
+        tl.store(at, MINUS_INF, mask=(n < end)[:, None] & valid[None, :])
+
+
+@triton.jit
+def _tiles(start, end, valid, chunk_begin, chunk_end, BLOCK_N: tl.constexpr):
+    """The part of a chunk of columns, in whole tiles, that holds the keys of any token."""
+    some = valid & (start < end)
+    low = tl.min(tl.where(some, start, chunk_end), 0) // BLOCK_N * BLOCK_N
+    high = tl.cdiv(tl.max(tl.where(some, end, 0), 0), BLOCK_N) * BLOCK_N
+    low = tl.where(high > 0, tl.minimum(tl.maximum(low, chunk_begin), chunk_end), chunk_begin)
+    return low, tl.minimum(tl.maximum(high, low), chunk_end)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
+def _ragged_kernel(
+    q,
+    weights,
+    keys,
+    key_scales,
+    row_starts,
+    row_ends,
+    out,
+    num_tokens,
+    num_keys,
+    num_chunks,
+    stride_q,
+    stride_head,
+    stride_weights,
+    stride_key,
+    stride_out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DECODE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """CHUNK columns of the scores of TOKENS tokens, over contiguous keys."""
+    first = tl.program_id(0) // num_chunks * TOKENS
+    begin = tl.program_id(0) % num_chunks * CHUNK
+    last = tl.minimum(begin + CHUNK, num_keys)
+    token = (first + tl.arange(0, TOKENS)).to(tl.int64)
+    valid = token < num_tokens
+    start = tl.load(row_starts + token, mask=valid, other=0)
+    start = tl.minimum(tl.maximum(start, 0), num_keys).to(tl.int32)
+    end = tl.load(row_ends + token, mask=valid, other=0)
+    end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
+    low, high = _tiles(start, end, valid, begin, last, BLOCK_N)
+    _fill(out, stride_out, token, valid, begin, low, BLOCK_N)
+    if low < high:
+        queries, w = _load_queries(
+            q,
+            weights,
+            first,
+            num_tokens,
+            stride_q,
+            stride_head,
+            stride_weights,
+            HEADS,
+            DIM,
+            BLOCK_D,
+            TOKENS,
+            BLOCK_H,
+            DECODE,
+        )
+        for base in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+            n = base + tl.arange(0, BLOCK_N)
+            rows = keys + n.to(tl.int64) * stride_key
+            tile = _load_rows(rows, n < num_keys, DIM, BLOCK_D, DECODE)
+            score = _score(tile, queries, w, TOKENS, UPCAST)
+            if key_scales is not None:
+                score *= tl.load(key_scales + n, mask=n < num_keys, other=0.0)[:, None]
+            inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
+            at = out + (token * stride_out)[None, :] + n[:, None]
+            mask = (n < num_keys)[:, None] & valid[None, :]
+            tl.store(at, tl.where(inside, score, MINUS_INF), mask=mask)
+    _fill(out, stride_out, token, valid, high, last, BLOCK_N)
+
+
+@triton.jit
+def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS: tl.constexpr):
+    """The request of a group of up to TOKENS tokens, and the group's place in it.
+
+    Groups of request b are numbered from ``offsets[b] // TOKENS + b``, which leaves room for all
+    of them without a prefix sum; offsets count from ``first_token`` and end at ``num_tokens``.
+    Tokens behind the last request form one more, number ``num_requests``.
+    """
+    BLOCK: tl.constexpr = 128
+    before = group * 0
+    for base in range(0, num_requests + 1, BLOCK):
+        b = base + tl.arange(0, BLOCK)
+        offset = tl.load(offsets + b, mask=b <= num_requests, other=0) - first_token
+        offset = tl.minimum(tl.maximum(offset, 0), num_tokens).to(tl.int32)
+        before += tl.sum(((b <= num_requests) & (offset // TOKENS + b <= group)).to(tl.int32), 0)
+    request = before - 1
+    offset = tl.minimum(tl.maximum(tl.load(offsets + request) - first_token, 0), num_tokens)
+    return request, group - (offset.to(tl.int32) // TOKENS + request)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_requests",
+        "first_token",
+        "query_len",
+        "num_chunks",
+        "skip",
+    ]
+)
+def _paged_kernel(
+    q,
+    weights,
+    keys,
+    key_scales,
+    page_table,
+    seq_lens,
+    input_row_offsets,
+    out,
+    row_ends,
+    num_tokens,
+    num_keys,
+    num_requests,
+    num_pages,
+    table_width,
+    first_token,
+    query_len,
+    num_chunks,
+    skip,
+    stride_q,
+    stride_q_request,
+    stride_head,
+    stride_weights,
+    stride_weights_request,
+    stride_table,
+    stride_lens,
+    stride_out,
+    stride_out_request,
+    LENS_OF_TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DECODE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """CHUNK columns of the scores of up to TOKENS tokens of one request, over paged keys.
+
+    Requests have ``query_len`` tokens each, or those between their ``input_row_offsets``. In the
+    second case the lengths of the rows are written too, and columns that the selection of the best
+    ``skip`` will not look at are left as they are.
+    """
+    group = tl.program_id(0) // num_chunks
+    begin = tl.program_id(0) % num_chunks * CHUNK
+    last = tl.minimum(begin + CHUNK, num_keys)
+    if input_row_offsets is None:
+        groups = tl.cdiv(query_len, TOKENS)
+        request = (group // groups).to(tl.int64)
+        first = group % groups * TOKENS
+        stop = first * 0 + query_len
+        q += request * stride_q_request
+        weights += request * stride_weights_request
+        out += request * stride_out_request
+        seq_lens += request * stride_lens
+        token = first + tl.arange(0, TOKENS)
+        if LENS_OF_TOKENS:
+            end = tl.load(seq_lens + token, mask=token < stop, other=0)
+        else:
+            end = tl.load(seq_lens) - (query_len - 1 - token)
+    else:
+        request, place = _find_request(
+            input_row_offsets, group, num_requests, first_token, num_tokens, TOKENS
+        )
+        real = request < num_requests
+        opens = tl.load(input_row_offsets + request) - first_token
+        closes = tl.load(input_row_offsets + request + 1, mask=real, other=0) - first_token
+        first = tl.minimum(tl.maximum(opens, 0), num_tokens).to(tl.int32) + place * TOKENS
+        stop = tl.where(real, tl.minimum(closes, num_tokens), num_tokens).to(tl.int32)
+        token = first + tl.arange(0, TOKENS)
+        end = tl.load(seq_lens + request, mask=real, other=0)
+        if CAUSAL:
+            end = end - (closes - 1 - token)
+        end = tl.where(real, end, token * 0)
+    valid = token < stop
+    end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
+    if row_ends is not None:
+        tl.store(row_ends + token, end, mask=valid & (token * 0 + begin == 0))
+    end = tl.where(end > skip, end, 0)
+    low, high = _tiles(token * 0, end, valid, begin, last, BLOCK_N)
+    token = token.to(tl.int64)
+    if low < high:
+        queries, w = _load_queries(
+            q,
+            weights,
+            first,
+            stop,
+            stride_q,
+            stride_head,
+            stride_weights,
+            HEADS,
+            DIM,
+            BLOCK_D,
+            TOKENS,
+            BLOCK_H,
+            DECODE,
+        )
+        table_row = page_table + request.to(tl.int64) * stride_table
+        # The keys wait for the page ids: two loads, each as many stages ahead of the next step.
+        for base in tl.range(low, high, BLOCK_N, num_stages=2 * STAGES - 1):
+            n = base + tl.arange(0, BLOCK_N)
+            column = n // PAGE_SIZE
+            page = tl.load(table_row + column, mask=(n < last) & (column < table_width), other=-1)
+            exists = (page >= 0) & (page < num_pages)
+            page = page.to(tl.int64)
+            tile = _load_rows(
+                keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW, exists, DIM, BLOCK_D, DECODE
+            )
+            score = _score(tile, queries, w, TOKENS, UPCAST)
+            if key_scales is not None:
+                scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
+                score *= tl.load(scales, mask=exists, other=0.0)[:, None]
+            inside = exists[:, None] & (n[:, None] < end[None, :])
+            at = out + (token * stride_out)[None, :] + n[:, None]
+            mask = (n < last)[:, None] & valid[None, :]
+            tl.store(at, tl.where(inside, score, MINUS_INF), mask=mask)
+    if input_row_offsets is None:
+        _fill(out, stride_out, token, valid, high, last, BLOCK_N)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of the score kernels.
+
+    Args:
+        tokens: query tokens of a program.
+        block_h: heads of a token, padded.
+        block_d: dims, padded.
+        block_n: keys of a tile.
+        chunk: keys of a program.
+        stages: tiles of keys on their way at a time.
+        decode: e4m3 goes through float16.
+    """
+
+    tokens: int
+    block_h: int
+    block_d: int
+    block_n: int
+    chunk: int
+    stages: int
+    decode: bool
+
+    def arguments(self, heads: int, dim: int) -> dict[str, object]:
+        """The plan as a kernel takes it."""
+        return {
+            "HEADS": heads,
+            "DIM": dim,
+            "BLOCK_D": self.block_d,
+            "TOKENS": self.tokens,
+            "BLOCK_H": self.block_h,
+            "BLOCK_N": self.block_n,
+            "CHUNK": self.chunk,
+            "STAGES": self.stages,
+            "DECODE": self.decode,
+            "UPCAST": INTERPRETED,
+            "num_warps": 4,
+        }
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the shared memory that a program may fill with tiles, bytes."""
+    if device.type == "cpu":
+        return 1, 96 << 10
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors, (56 if torch.version.hip else 96) << 10
+
+
+def plan(
+    num_tokens: int,
+    query_len: int,
+    num_keys: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    """The plan for tokens that come about ``query_len`` a request, and up to ``num_keys`` keys."""
+    processors, shared = _device(device)
+    fp8 = dtype == torch.float8_e4m3fn
+    decode = fp8 and not has_fp8(device)
+    block_h = max(16, triton.next_power_of_2(heads))
+    block_d = max(32, triton.next_power_of_2(dim))
+    row_bytes = block_d * (1 if fp8 and not decode else 2)
+    # Tokens of one request share the keys: up to 128 columns of products, or 64 where keys pass
+    # through registers.
+    widest = 64 if decode else 128
+    tokens = max(1, min(widest // block_h, triton.next_power_of_2(query_len)))
+    columns = tokens * block_h
+    while tokens > 1 and columns * row_bytes > 32 << 10:
+        tokens, columns = tokens // 2, columns // 2
+    # 64 accumulators a thread, so that several programs share a multiprocessor: one multiplies
+    # while another sums.
+    block_n = 8192 // max(64, columns)
+    room = shared - columns * row_bytes
+    while block_n > 16 and 2 * block_n * row_bytes > room:
+        block_n //= 2
+    # One token's heads are done with a tile sooner than memory brings the next.
+    stages = 3 if columns <= 64 and 3 * block_n * row_bytes <= room else 2
+    # Eight programs for each multiprocessor even out the work; a long run of keys pays for the
+    # loading of the queries.
+    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_keys, block_n)
+    chunk = block_n * max(1, min(32, tiles // (8 * processors)))
+    return Plan(tokens, block_h, block_d, block_n, chunk, stages, decode)
+
+
+def _typed(x: Tensor, decode: bool) -> Tensor:
+    """e4m3 as bytes where the hardware does not know it."""
+    return x.view(torch.uint8) if decode else x
+
+
+def indexer_scores(
+    *,
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    out: Tensor,
+) -> None:
+    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores`."""
+    num_tokens, heads, dim = q.shape
+    num_keys = keys.shape[0]
+    if num_tokens == 0 or num_keys == 0:
+        return
+    how = plan(num_tokens, num_tokens, num_keys, heads, dim, q.dtype, q.device)
+    num_chunks = triton.cdiv(num_keys, how.chunk)
+    _ragged_kernel[(triton.cdiv(num_tokens, how.tokens) * num_chunks,)](
+        _typed(q, how.decode),
+        weights,
+        _typed(keys, how.decode),
+        key_scales,
+        row_starts,
+        row_ends,
+        out,
+        num_tokens,
+        num_keys,
+        num_chunks,
+        q.stride(0),
+        q.stride(1),
+        weights.stride(0),
+        keys.stride(0),
+        out.stride(0),
+        **how.arguments(heads, dim),
+    )
+
+
+def _paged_arguments(cache: PagedCache, decode: bool) -> dict[str, object]:
+    """Pointers and constant strides of a cache of index keys."""
+    fields = cache.fields()
+    keys = fields.bf16 if fields.fp8 is None else _typed(fields.fp8, decode)
+    scales = fields.scales
+    return {
+        "keys": keys,
+        "key_scales": scales,
+        "num_pages": cache.num_pages,
+        "PAGE_SIZE": cache.page_size,
+        "KEY_PAGE": keys.stride(0),
+        "KEY_ROW": keys.stride(1),
+        "SCALE_PAGE": 0 if scales is None else scales.stride(0),
+        "SCALE_ROW": 0 if scales is None else scales.stride(1),
+    }
+
+
+def indexer_scores_paged(
+    *,
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Tensor,
+) -> None:
+    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores_paged`."""
+    batch, query_len, heads, dim = q.shape
+    if batch == 0 or query_len == 0:
+        return
+    how = plan(batch * query_len, query_len, max_seq_len, heads, dim, q.dtype, q.device)
+    num_chunks = triton.cdiv(max_seq_len, how.chunk)
+    _paged_kernel[(batch * triton.cdiv(query_len, how.tokens) * num_chunks,)](
+        _typed(q, how.decode),
+        weights,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        input_row_offsets=None,
+        out=out,
+        row_ends=None,
+        num_tokens=query_len,
+        num_keys=max_seq_len,
+        num_requests=batch,
+        table_width=page_table.shape[1],
+        first_token=0,
+        query_len=query_len,
+        num_chunks=num_chunks,
+        skip=0,
+        stride_q=q.stride(1),
+        stride_q_request=q.stride(0),
+        stride_head=q.stride(2),
+        stride_weights=weights.stride(1),
+        stride_weights_request=weights.stride(0),
+        stride_table=page_table.stride(0),
+        stride_lens=seq_lens.stride(0),
+        stride_out=out.stride(1),
+        stride_out_request=out.stride(0),
+        LENS_OF_TOKENS=seq_lens.dim() == 2,
+        CAUSAL=True,
+        **_paged_arguments(cache, how.decode),
+        **how.arguments(heads, dim),
+    )
+
+
+def indexer_topk(
+    *,
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    topk: int,
+    causal: bool,
+    max_workspace_bytes: int,
+    out: Tensor,
+) -> None:
+    """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`.
+
+    The scores of as many tokens as ``max_workspace_bytes`` allow are computed and selected from at
+    a time; at least one token's are, which take four bytes for each column of its page table row.
+    """
+    num_tokens, heads, dim = q.shape
+    num_requests, table_width = page_table.shape
+    num_keys = table_width * cache.page_size
+    if num_tokens == 0 or num_keys == 0:
+        out.fill_(-1)
+        return
+    bound = _tokens_at_once(num_tokens, num_keys, topk, max_workspace_bytes, q.device)
+    at_once = triton.cdiv(num_tokens, triton.cdiv(num_tokens, bound))
+    how = plan(at_once, max(1, num_tokens // num_requests), num_keys, heads, dim, q.dtype, q.device)
+    num_chunks = triton.cdiv(num_keys, how.chunk)
+    scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=q.device)
+    row_ends = torch.empty(at_once, dtype=torch.int32, device=q.device)
+    for first in range(0, num_tokens, at_once):
+        tokens = slice(first, min(first + at_once, num_tokens))
+        count = tokens.stop - first
+        _paged_kernel[((count // how.tokens + num_requests + 1) * num_chunks,)](
+            _typed(q, how.decode)[tokens],
+            weights[tokens],
+            page_table=page_table,
+            seq_lens=seq_lens,
+            input_row_offsets=input_row_offsets,
+            out=scores,
+            row_ends=row_ends,
+            num_tokens=count,
+            num_keys=num_keys,
+            num_requests=num_requests,
+            table_width=table_width,
+            first_token=first,
+            query_len=0,
+            num_chunks=num_chunks,
+            skip=topk,
+            stride_q=q.stride(0),
+            stride_q_request=0,
+            stride_head=q.stride(1),
+            stride_weights=weights.stride(0),
+            stride_weights_request=0,
+            stride_table=page_table.stride(0),
+            stride_lens=0,
+            stride_out=scores.stride(0),
+            stride_out_request=0,
+            LENS_OF_TOKENS=False,
+            CAUSAL=causal,
+            **_paged_arguments(cache, how.decode),
+            **how.arguments(heads, dim),
+        )
+        topk_kernels.select_topk(
+            scores=scores[:count],
+            topk=topk,
+            row_starts=None,
+            row_ends=row_ends[:count],
+            out=out[tokens],
+        )
+
+
+def _tokens_at_once(
+    num_tokens: int, num_keys: int, topk: int, max_workspace_bytes: int, device: torch.device
+) -> int:
+    """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1."""
+    count = num_tokens
+    while count > 1:
+        lists = topk_kernels.plan(count, num_keys, topk, device).row_bytes(num_keys)
+        fitting = max_workspace_bytes // (4 * num_keys + 4 + lists)
+        if count <= fitting:
+            break
+        # Fewer rows are spread over more programs, whose lists take more: hence the loop.
+        count = max(1, min(fitting, count - 1))
+    return count

@@ -1,0 +1,100 @@
+"""Launches of the attention kernels, for the compile check."""
+
+import torch
+
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def state(*shape, value_dim=512, dtype=torch.bfloat16):
+    return {"out": meta(*shape, value_dim, dtype=dtype), "lse": meta(*shape, dtype=torch.float32)}
+
+
+def pages(fmt):
+    return PagedCache.allocate(fmt, 512, 64, device="meta")
+
+
+def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16):
+    def launch():
+        dispatch.load("sparse_prefill", "triton")(
+            q=meta(4096, num_heads, cache.format.head_dim, dtype=dtype),
+            kv=cache,
+            topk_indices=meta(4096, 2048, dtype=torch.int32),
+            softmax_scale=0.1,
+            topk_lengths=meta(4096, dtype=torch.int32),
+            attn_sink=meta(num_heads, dtype=torch.float32),
+            max_logits=None,
+            **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=dtype),
+        )
+
+    return launch
+
+
+def dense_prefill(head_dim=192, value_dim=128, dtype=torch.bfloat16):
+    def launch():
+        dispatch.load("dense_prefill", "triton")(
+            q=meta(4096, 128, head_dim, dtype=dtype),
+            k=meta(8192, 128, head_dim, dtype=dtype),
+            v=meta(8192, 128, value_dim, dtype=dtype),
+            input_row_offsets=meta(5, dtype=torch.int32),
+            kv_row_offsets=meta(5, dtype=torch.int32),
+            softmax_scale=0.1,
+            causal=True,
+            **state(4096, 128, value_dim=value_dim, dtype=dtype),
+        )
+
+    return launch
+
+
+def sparse_decode(fmt, num_heads, extra=None, num_splits=1):
+    def launch():
+        dispatch.load("sparse_decode", "triton")(
+            q=meta(64, 2, num_heads, fmt.head_dim),
+            cache=pages(fmt),
+            topk_indices=meta(64, 2, 2048, dtype=torch.int32),
+            softmax_scale=0.1,
+            topk_lengths=None,
+            attn_sink=meta(num_heads, dtype=torch.float32),
+            extra_cache=None if extra is None else pages(extra),
+            extra_topk_indices=None if extra is None else meta(64, 2, 128, dtype=torch.int32),
+            extra_topk_lengths=None,
+            num_splits=num_splits,
+            workspace=meta(1 << 28, dtype=torch.uint8),
+            **state(64, 2, num_heads),
+        )
+
+    return launch
+
+
+def dense_decode(fmt, num_heads, query_len):
+    def launch():
+        dispatch.load("dense_decode", "triton")(
+            q=meta(64, query_len, num_heads, fmt.head_dim),
+            cache=pages(fmt),
+            page_table=meta(64, 128, dtype=torch.int32),
+            seq_lens=meta(64, dtype=torch.int32),
+            softmax_scale=0.1,
+            causal=True,
+            attn_sink=None,
+            num_splits=1,
+            workspace=meta(0, dtype=torch.uint8),
+            **state(64, query_len, num_heads),
+        )
+
+    return launch
+
+
+ROWS = PagedCache.from_rows(meta(32768, 576))
+
+LAUNCHES = {
+    "prefill bf16 h128": sparse_prefill(ROWS),
+    "prefill bf16 h128 f32": sparse_prefill(ROWS, dtype=torch.float32),
+    "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
+    "dense prefill": dense_prefill(),
+    "decode e4m3 b32 h16 split": sparse_decode(e4m3_format(scale_block=32), 16, num_splits=4),
+    "decode fp8_584 h64 extra": sparse_decode(FP8_584, 64, FP8_584),
+    "dense decode bf16 h128 s2": dense_decode(BF16_576, 128, 2),
+}

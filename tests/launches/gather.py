@@ -1,0 +1,48 @@
+"""Launches of the gather kernels, for the compile check."""
+
+import torch
+
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+
+
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def to_slots(prefills):
+    def launch():
+        dispatch.load("to_slots", "triton")(
+            topk_indices=meta(4096, 2048),
+            page_table=meta(32, 1024),
+            request_ids=meta(4096),
+            page_size=64,
+            workspace_starts=meta(32) if prefills else None,
+            prefill_request_ids=meta(4096) if prefills else None,
+            out=meta(4096, 2048),
+        )
+
+    return launch
+
+
+def gather(fmt):
+    def launch():
+        dispatch.load("gather_dequant", "triton")(
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            page_table=meta(4, 512),
+            seq_lens=meta(4),
+            workspace_starts=meta(4),
+            seq_starts=None,
+            out=meta(32768, fmt.head_dim, dtype=torch.bfloat16),
+        )
+
+    return launch
+
+
+LAUNCHES = {
+    "to_slots": to_slots(False),
+    "to_slots, prefills": to_slots(True),
+    **{
+        f"gather_dequant {fmt.name}": gather(fmt)
+        for fmt in (BF16_576, FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(scale_block=576))
+    },
+}

@@ -1,0 +1,67 @@
+"""Launches of the indexer kernels, for the compile check."""
+
+import functools
+
+import torch
+
+from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format
+
+E4M3 = torch.float8_e4m3fn
+
+
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ragged(heads, dim, dtype):
+    dispatch.load("indexer_scores", "triton")(
+        q=meta(4096, heads, dim, dtype=dtype),
+        weights=meta(4096, heads, dtype=torch.float32),
+        keys=meta(32768, dim, dtype=dtype),
+        key_scales=meta(32768, dtype=torch.float32) if dtype == E4M3 else None,
+        row_starts=meta(4096),
+        row_ends=meta(4096),
+        out=meta(4096, 32768, dtype=torch.float32),
+    )
+
+
+def paged(heads, fmt, query_len, page_size=64):
+    dtype = E4M3 if fmt.fp8_dim else torch.bfloat16
+    dispatch.load("indexer_scores_paged", "triton")(
+        q=meta(128, query_len, heads, fmt.head_dim, dtype=dtype),
+        weights=meta(128, query_len, heads, dtype=torch.float32),
+        cache=PagedCache.allocate(fmt, 4096, page_size, device="meta"),
+        page_table=meta(128, 512),
+        seq_lens=meta(128),
+        max_seq_len=32768,
+        out=meta(128, query_len, 32768, dtype=torch.float32),
+    )
+
+
+def best(num_tokens):
+    dispatch.load("indexer_topk", "triton")(
+        q=meta(num_tokens, 64, 128, dtype=E4M3),
+        weights=meta(num_tokens, 64, dtype=torch.bfloat16),
+        cache=PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
+        input_row_offsets=meta(5),
+        seq_lens=meta(4),
+        page_table=meta(4, 512),
+        topk=2048,
+        causal=True,
+        max_workspace_bytes=256 << 20,
+        out=meta(num_tokens, 2048),
+    )
+
+
+LAUNCHES = {
+    "ragged 64 x 128": functools.partial(ragged, 64, 128, E4M3),
+    "ragged 32 x 128, bf16": functools.partial(ragged, 32, 128, torch.bfloat16),
+    "ragged 128 x 256, bf16": functools.partial(ragged, 128, 256, torch.bfloat16),
+    "ragged 5 x 16": functools.partial(ragged, 5, 16, E4M3),
+    "paged 64 x 128": functools.partial(paged, 64, INDEX_FP8, 1),
+    "paged 64 x 128, 2 tokens": functools.partial(paged, 64, INDEX_FP8, 2),
+    "paged 32 x 96, bf16": functools.partial(paged, 32, bf16_format(96), 3, 7),
+    "paged 128 x 256": functools.partial(paged, 128, e4m3_format(256, 256, 0), 1),
+    "best of 4096": functools.partial(best, 4096),
+    "best of 8": functools.partial(best, 8),
+}

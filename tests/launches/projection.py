@@ -1,0 +1,40 @@
+"""Launches of the per-head products, for the compile check."""
+
+import torch
+
+from sparsemla import HeadWeight, dispatch
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def project(tokens, heads, outputs, inputs, scale_block=None):
+    def launch():
+        data, scale = meta(heads, outputs, inputs), None
+        if scale_block:
+            n, k = scale_block
+            data = data.to(torch.float8_e4m3fn)
+            scale = meta(heads, -(-outputs // n), -(-inputs // k), dtype=torch.float32)
+        dispatch.load("project_heads", "triton")(
+            x=meta(tokens, heads, 576)[..., :inputs],
+            weight=HeadWeight(data, scale, scale_block or (128, 128)),
+            out=meta(tokens, heads, outputs),
+        )
+
+    return launch
+
+
+LAUNCHES = {
+    f"{tokens} tokens, {heads} x {outputs} x {inputs}, scales {block}": project(
+        tokens, heads, outputs, inputs, block
+    )
+    for tokens in (1, 64, 4096)
+    for heads, outputs, inputs, block in (
+        (128, 512, 128, None),
+        (128, 128, 512, None),
+        (128, 512, 128, (128, 128)),
+        (128, 128, 512, (128, 128)),
+        (16, 512, 192, (128, 64)),
+    )
+}

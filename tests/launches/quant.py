@@ -1,0 +1,97 @@
+"""Launches of the quantising kernels, for the compile check."""
+
+import torch
+
+from sparsemla import (
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    PagedCache,
+    bf16_format,
+    dispatch,
+    e4m3_format,
+)
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(n):
+    return meta(n, dtype=torch.int32)
+
+
+def fused(fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16):
+    def launch():
+        dispatch.load("fused_rope_rmsnorm_quant", "triton")(
+            q_rope=meta(8192, 128, 192)[..., 128:],
+            kv=meta(8192, fmt.head_dim),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            kv_norm_weight=meta(norm_dim),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            positions=ints(8192),
+            slot_mapping=ints(8192),
+            eps=1e-6,
+            interleaved=interleaved,
+            scale_mode="pow2",
+            out=meta(8192, 128, 576, dtype=out_dtype)[..., 512:],
+        )
+
+    return launch
+
+
+def index_keys(fmt, hadamard=False):
+    def launch():
+        dispatch.load("append_index_keys", "triton")(
+            k=meta(8192, 128),
+            norm_weight=meta(128),
+            norm_bias=meta(128),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            positions=ints(8192),
+            slot_mapping=ints(8192),
+            eps=1e-6,
+            interleaved=False,
+            rope_first=True,
+            hadamard=hadamard,
+            scale_mode="pow2",
+        )
+
+    return launch
+
+
+def index_queries(fmt, interleaved=False, hadamard=False):
+    def launch():
+        dispatch.load("prepare_index_queries", "triton")(
+            q=meta(8192, 64, 128),
+            weights=meta(8192, 64),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            positions=ints(8192),
+            format=fmt,
+            interleaved=interleaved,
+            rope_first=True,
+            hadamard=hadamard,
+            scale_mode="pow2",
+            out=meta(8192, 64, 128, dtype=torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16),
+            weights_out=meta(8192, 64, dtype=torch.float32),
+        )
+
+    return launch
+
+
+LAUNCHES = {
+    "fused fp8_ds_mla": fused(FP8_DS_MLA),
+    "fused fp8_ds_mla, half-split": fused(FP8_DS_MLA, interleaved=False),
+    "fused fp8_584": fused(FP8_584, norm_dim=512),
+    "fused bf16": fused(BF16_576),
+    "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
+    "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),
+    "keys index_fp8": index_keys(INDEX_FP8),
+    "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),
+    "keys bf16": index_keys(bf16_format(128)),
+    "queries index_fp8": index_queries(INDEX_FP8),
+    "queries index_fp8, interleaved": index_queries(INDEX_FP8, interleaved=True),
+    "queries index_fp8, hadamard": index_queries(INDEX_FP8, hadamard=True),
+    "queries bf16": index_queries(bf16_format(128)),
+}

@@ -1,0 +1,78 @@
+"""The portable per-head products against the reference."""
+
+import pytest
+import torch
+
+from sparsemla import HeadWeight, dispatch, reference
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def head_weight(heads, outputs, inputs, scale_block=None):
+    data = torch.randn(heads, outputs, inputs)
+    if scale_block is None:
+        return HeadWeight(data.bfloat16().to(DEVICE))
+    n, k = scale_block
+    scale = torch.rand(heads, -(-outputs // n), -(-inputs // k)) + 0.5
+    codes = (data * 50).to(torch.float8_e4m3fn)
+    return HeadWeight(codes.to(DEVICE), scale.to(DEVICE), scale_block)
+
+
+def check(x, weight, out=None):
+    if out is None:
+        out = torch.empty(*x.shape[:2], weight.data.shape[1], dtype=torch.bfloat16, device=DEVICE)
+    out.fill_(float("nan"))
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
+    expected = reference.project_heads(x, weight)
+    error = (out.float() - expected).abs().max() / expected.abs().max()
+    assert error < 0.01
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+@pytest.mark.parametrize(
+    ("heads", "outputs", "inputs", "scale_block"),
+    [
+        (2, 256, 64, None),
+        (3, 40, 100, None),
+        (1, 16, 5, None),
+        (2, 256, 128, (128, 128)),
+        (2, 128, 192, (128, 64)),
+        (3, 40, 100, (16, 32)),
+        (1, 70, 96, (64, 48)),
+    ],
+)
+def test_products(tokens, heads, outputs, inputs, scale_block):
+    x = torch.randn(tokens, heads, inputs, device=DEVICE).bfloat16()
+    check(x, head_weight(heads, outputs, inputs, scale_block))
+
+
+@pytest.mark.parametrize("scale_block", [None, (128, 64)])
+def test_slices_and_expanded_heads(scale_block):
+    weight = head_weight(3, 64, 128, scale_block)
+    wide = torch.full((5, 3, 200), float("nan"), device=DEVICE).bfloat16()
+    wide[..., 8:136] = torch.randn(5, 3, 128)
+    buffer = torch.full((5, 3, 80), 7.0, device=DEVICE).bfloat16()
+    check(wide[..., 8:136], weight, out=buffer[..., :64])
+    assert (buffer[..., 64:] == 7.0).all()
+    check(torch.randn(5, 1, 128, device=DEVICE).bfloat16().expand(5, 3, 128), weight)
+
+
+def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
+    weight = head_weight(1, 64, 128, (128, 128))
+    x = torch.randn(4, 1, 128, device=DEVICE).bfloat16()
+    x[1], x[2] = 0.0, x[2] * 1e30
+    out = torch.empty(4, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
+    expected = reference.project_heads(x, weight)
+    assert (out[1] == 0).all()
+    for row in (0, 2, 3):
+        torch.testing.assert_close(
+            out[row].float(), expected[row], rtol=0.02, atol=float(expected[row].abs().max()) / 100
+        )

@@ -1,0 +1,330 @@
+"""The portable quantising kernels against the reference, byte for byte where rows are equal.
+
+Inputs are small integers, so that sums are the same in any order and the float32 rows are equal.
+"""
+
+import pytest
+import torch
+
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    PagedCache,
+    bf16_format,
+    cos_sin_table,
+    dispatch,
+    e4m3_format,
+    reference,
+    rope_frequencies,
+)
+
+pytest.importorskip("triton")
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAX_POSITIONS = 50
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def integers(*shape, high=9, dtype=torch.bfloat16):
+    return torch.randint(-high, high + 1, shape).to(dtype)
+
+
+def table(rope_dim, dtype=torch.float32):
+    return cos_sin_table(rope_frequencies(rope_dim, 1e4), MAX_POSITIONS).to(dtype)
+
+
+def marked_cache(fmt, page_size, num_pages=4):
+    """One layer of a cache whose every byte is 0xAB."""
+    layers = PagedCache.allocate(fmt, num_pages, page_size, num_layers=2)
+    whole_bytes(layers.data).fill_(0xAB)
+    if layers.scales is not None:
+        layers.scales.fill_(-1.0)
+    return layers.layer(1)
+
+
+def whole_bytes(data):
+    """Every byte of the buffer that ``data`` is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
+
+
+def copy_of(cache, device):
+    """The cache with its padding bytes on another device."""
+    storage = whole_bytes(cache.data).clone().to(device)
+    data = storage.view(cache.data.dtype)
+    data = data.as_strided(cache.data.shape, cache.data.stride(), cache.data.storage_offset())
+    scales = None if cache.scales is None else cache.scales.clone().to(device)
+    return PagedCache(data, cache.format, scales)
+
+
+def run(op, cache=None, **arguments):
+    """Run the kernel; returns the cache it wrote and its outputs, on the CPU."""
+    if cache is not None:
+        arguments["cache"] = copy_of(cache, DEVICE)
+    arguments = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    dispatch.load(op, "triton")(**arguments)
+    outputs = [arguments[name].cpu() for name in dispatch.OPS[op].outputs]
+    return (copy_of(arguments["cache"], "cpu") if cache is not None else None), *outputs
+
+
+def assert_same_bytes(one, other):
+    assert torch.equal(whole_bytes(one.data), whole_bytes(other.data))
+    if one.scales is not None:
+        assert torch.equal(one.scales, other.scales)
+
+
+def slots_for(num_tokens, cache):
+    """A slot for each token: some negative, none twice."""
+    slots = torch.randperm(cache.num_slots)[:num_tokens]
+    slots[1], slots[num_tokens - 2] = -1, INT_MIN
+    return slots
+
+
+LATENTS = [
+    pytest.param(BF16_576, 512, 64, id="bf16_576"),
+    pytest.param(BF16_512, 512, 64, id="bf16_512"),
+    pytest.param(bf16_format(100, 60), 70, 30, id="bf16_100"),
+    pytest.param(FP8_DS_MLA, 512, 64, id="fp8_ds_mla"),
+    pytest.param(FP8_DS_MLA, 576, 128, id="fp8_ds_mla, rotation of quantised dims"),
+    pytest.param(FP8_584, 512, 64, id="fp8_584"),
+    pytest.param(FP8_584, 448, 64, id="fp8_584, plain rope dims"),
+    pytest.param(e4m3_format(), 512, 64, id="e4m3 blocks"),
+    pytest.param(e4m3_format(scale_block=576), 512, 64, id="e4m3 rows"),
+    pytest.param(e4m3_format(scale_block=0), 512, 64, id="e4m3 unit"),
+    pytest.param(e4m3_format(200, 100, 48), 200, 26, id="e4m3 odd blocks"),
+]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("fmt", "norm_dim", "rope_dim"), LATENTS)
+def test_latent_rows_are_written_byte_for_byte(fmt, norm_dim, rope_dim, interleaved):
+    cache = marked_cache(fmt, page_size=5)
+    num_tokens = 7
+    arguments = {
+        "q_rope": integers(num_tokens, 3, rope_dim + 5)[..., 2:-3],
+        "kv": integers(num_tokens, fmt.head_dim + 8)[:, 8:],
+        "cos_sin_cache": table(rope_dim),
+        "kv_norm_weight": integers(norm_dim),
+        "positions": torch.randint(0, MAX_POSITIONS, (num_tokens,)),
+        "slot_mapping": slots_for(num_tokens, cache),
+        "eps": 1e-6,
+        "interleaved": interleaved,
+        "scale_mode": "pow2",
+    }
+    written, out = run(
+        "fused_rope_rmsnorm_quant",
+        cache,
+        out=torch.full((num_tokens, 3, rope_dim), 7.0, dtype=torch.bfloat16),
+        **arguments,
+    )
+    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert torch.equal(out, expected)
+    assert_same_bytes(written, cache)
+
+
+@pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
+def test_latent_rows_of_any_numbers(scale_mode):
+    cache = marked_cache(e4m3_format(), page_size=64)
+    arguments = {
+        "q_rope": torch.randn(6, 2, 64),
+        "kv": torch.randn(6, 576, dtype=torch.float16),
+        "cos_sin_cache": table(64, torch.bfloat16),
+        "kv_norm_weight": torch.randn(512),
+        "positions": torch.arange(6, dtype=torch.int32),
+        "slot_mapping": torch.arange(6, dtype=torch.int32),
+        "eps": 1e-6,
+        "interleaved": True,
+        "scale_mode": scale_mode,
+    }
+    written, out = run("fused_rope_rmsnorm_quant", cache, out=torch.zeros(6, 2, 64), **arguments)
+    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert torch.equal(out, expected)
+    slots = torch.arange(6)
+    torch.testing.assert_close(written.scales[0, :6], cache.scales[0, :6], rtol=1e-5, atol=0)
+    rows, wanted = written.read(slots).float(), cache.read(slots).float()
+    torch.testing.assert_close(rows, wanted, rtol=0.13, atol=0)  # a neighbouring code at most
+    assert (rows != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_queries_go_into_a_slice_of_any_dtype(dtype, interleaved):
+    arguments = {
+        "q_rope": torch.randn(70, 5, 64),
+        "kv": torch.zeros(70, 512),
+        "cos_sin_cache": table(64),
+        "kv_norm_weight": torch.ones(512),
+        "positions": torch.randint(0, MAX_POSITIONS, (70,)),
+        "slot_mapping": torch.full((70,), -1),
+        "eps": 1e-6,
+        "interleaved": interleaved,
+        "scale_mode": "pow2",
+    }
+    cache = marked_cache(BF16_512, page_size=1)
+    wide = torch.zeros(70, 5, 576, device=DEVICE).to(dtype)
+    written, _ = run("fused_rope_rmsnorm_quant", cache, out=wide[..., 512:], **arguments)
+    assert_same_bytes(written, cache)
+    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments).to(dtype)
+    assert torch.equal(wide[..., 512:].cpu().float(), expected.float())
+    assert (wide[..., :512].float() == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_queries_are_rotated_in_place(interleaved):
+    heads = torch.randn(9, 16, 192, device=DEVICE).bfloat16()
+    q_rope = heads[..., 128:]
+    cache = marked_cache(BF16_512, page_size=1)
+    arguments = {
+        "kv": torch.zeros(9, 512),
+        "cos_sin_cache": table(64),
+        "kv_norm_weight": torch.ones(512),
+        "positions": torch.randint(0, MAX_POSITIONS, (9,)),
+        "slot_mapping": torch.full((9,), -1),
+        "eps": 1e-6,
+        "interleaved": interleaved,
+        "scale_mode": "pow2",
+    }
+    expected = reference.fused_rope_rmsnorm_quant(q_rope.cpu(), cache=cache, **arguments)
+    run("fused_rope_rmsnorm_quant", cache, q_rope=q_rope, out=q_rope, **arguments)
+    assert torch.equal(q_rope.cpu(), expected)
+
+
+def test_slots_past_the_cache_and_unknown_positions_are_not_followed():
+    cache = marked_cache(FP8_DS_MLA, page_size=4)
+    written, out = run(
+        "fused_rope_rmsnorm_quant",
+        cache,
+        q_rope=torch.ones(4, 1, 64),
+        kv=torch.ones(4, 576),
+        cos_sin_cache=table(64),
+        kv_norm_weight=torch.ones(512),
+        positions=torch.tensor([INT_MIN, -1, MAX_POSITIONS, INT_MAX]),
+        slot_mapping=torch.tensor([16, INT_MAX, INT_MIN, 2**40]),
+        eps=1e-6,
+        interleaved=True,
+        scale_mode="pow2",
+        out=torch.zeros(4, 1, 64),
+    )
+    assert_same_bytes(written, cache)
+    assert (out == 1).all()
+
+
+INDEX = pytest.mark.parametrize(
+    ("fmt", "rope_dim"),
+    [
+        (INDEX_FP8, 64),
+        (bf16_format(128), 32),
+        (e4m3_format(128, 128, 128), 64),
+        (e4m3_format(64, 64, 0), 64),
+        (bf16_format(75), 26),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+TRANSFORM = pytest.mark.parametrize(
+    ("rope_first", "hadamard"),
+    [(True, False), (False, False), (True, True)],
+    ids=["rope first", "rope last", "hadamard"],
+)
+
+
+def index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard):
+    if hadamard and fmt.head_dim & (fmt.head_dim - 1):
+        pytest.skip("no Hadamard matrix of this size")
+    return {
+        "cos_sin_cache": table(rope_dim),
+        "positions": torch.randint(0, MAX_POSITIONS, (6,), dtype=torch.int32),
+        "interleaved": interleaved,
+        "rope_first": rope_first,
+        "hadamard": hadamard,
+        "scale_mode": "pow2",
+    }
+
+
+def assert_close_codes(rows, wanted):
+    """Equal but for sums in another order, which now and then give the neighbouring code."""
+    rows, wanted = rows.float(), wanted.float()
+    torch.testing.assert_close(rows, wanted, rtol=0.13, atol=0.01 * wanted.abs().max().item())
+    assert (rows != wanted).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@TRANSFORM
+@INDEX
+def test_index_keys(fmt, rope_dim, interleaved, rope_first, hadamard):
+    cache = marked_cache(fmt, page_size=3)
+    arguments = {
+        "k": integers(6, fmt.head_dim + 3)[:, 3:],
+        "norm_weight": integers(fmt.head_dim),
+        "norm_bias": integers(fmt.head_dim, dtype=torch.float32),
+        "slot_mapping": slots_for(6, cache).int(),
+        "eps": 1e-6,
+        **index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard),
+    }
+    (written,) = run("append_index_keys", cache, **arguments)
+    reference.append_index_keys(cache=cache, **arguments)
+    kept = arguments["slot_mapping"]
+    kept = kept[kept >= 0]
+    assert_close_codes(written.read(kept), cache.read(kept))
+    for one in (written, cache):
+        one.write(kept, torch.zeros(len(kept), fmt.head_dim))
+    assert_same_bytes(written, cache)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@TRANSFORM
+@INDEX
+def test_index_queries(fmt, rope_dim, interleaved, rope_first, hadamard):
+    arguments = {
+        "q": integers(6, 11, fmt.head_dim + 4)[..., 3:-1],
+        "weights": torch.randn(6, 13).bfloat16()[:, 1:12],
+        "format": fmt,
+        **index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard),
+    }
+    expected, weights = reference.prepare_index_queries(**arguments)
+    _, out, weights_out = run(
+        "prepare_index_queries",
+        out=torch.zeros(6, 11, fmt.head_dim + 16).to(expected.dtype)[..., : fmt.head_dim],
+        weights_out=torch.full((6, 11), 7.0),
+        **arguments,
+    )
+    if hadamard:
+        assert_close_codes(out, expected)
+        torch.testing.assert_close(weights_out, weights)
+    else:
+        assert torch.equal(out.float(), expected.float())
+        assert torch.equal(weights_out, weights)
+
+
+@pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
+def test_index_queries_of_any_numbers(scale_mode):
+    arguments = {
+        "q": torch.randn(33, 7, 128) * torch.randn(33, 7, 1).exp2(),
+        "weights": torch.randn(33, 7),
+        "format": INDEX_FP8,
+        "cos_sin_cache": table(64),
+        "positions": torch.randint(0, MAX_POSITIONS, (33,)),
+        "interleaved": False,
+        "rope_first": True,
+        "hadamard": False,
+        "scale_mode": scale_mode,
+    }
+    arguments["q"][5] = 0.0
+    expected, weights = reference.prepare_index_queries(**arguments)
+    _, out, weights_out = run(
+        "prepare_index_queries",
+        out=torch.empty_like(expected),
+        weights_out=torch.empty_like(weights),
+        **arguments,
+    )
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(weights_out, weights)

@@ -1,0 +1,159 @@
+"""The portable top-k against the reference: adversarial rows, every path, every run the same."""
+
+import math
+
+import hypothesis
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies
+
+from sparsemla import dispatch, reference
+
+pytest.importorskip("triton")
+
+from sparsemla.kernels.topk import triton as kernels
+from sparsemla.kernels.topk.triton import Plan, launch, plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    with torch.device(DEVICE):
+        torch.manual_seed(0)
+        yield
+
+
+def adversarial_rows(n):
+    x = torch.randn(n)
+    some = torch.rand(n)
+    late = x.clone()
+    late[-n // 5 :] += 100
+    periodic = x.clone()
+    periodic[::32] += 50
+    tiny = torch.randint(0, 50, (n,), dtype=torch.int32)
+    return {
+        "normal": x,
+        "all equal": torch.full((n,), 1.25),
+        "zeros of both signs": torch.where(some < 0.5, 0.0, -0.0),
+        "ReLU, few positive": torch.relu(x - 2.2),
+        "ReLU, half positive": torch.relu(x),
+        "negative plateau": torch.where(some < 0.9, -3.0, x),
+        "five values": torch.randint(0, 5, (n,)).float(),
+        "heavy tails": x**31,
+        "denormal": x * 1e-42,
+        "ascending": torch.linspace(-3, 9, n),
+        "descending": torch.linspace(9, -3, n),
+        "best at the end": late,
+        "periodic": periodic,
+        "many +inf": torch.where(some < 0.2, INF, x),
+        "few +inf": torch.where(some < 0.02, INF, x),
+        "mostly -inf": torch.where(some < 0.98, -INF, x),
+        "mostly NaN": torch.where(some < 0.98, NAN, x),
+        "NaN and -inf": torch.where(some < 0.5, NAN, -INF),
+        "largest floats": torch.where(some < 0.5, 3.4e38, -3.4e38),
+        "neighbouring floats": (tiny + 0x3F800000).view(torch.float32),
+    }
+
+
+def check(scores, topk, how=None, starts=None, ends=None):
+    out = torch.full((scores.shape[0], topk + 3), -7, dtype=torch.int32)
+    view = out[:, 1:-2]  # strided rows; what lies beside them stays
+    if how is None:
+        dispatch.load("select_topk", "triton")(
+            scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view
+        )
+    else:
+        launch(scores, topk, starts, ends, view, how)
+    expected = reference.select_topk(scores, topk, row_starts=starts, row_ends=ends)
+    assert torch.equal(view, expected)
+    assert (out[:, [0, -2, -1]] == -7).all()
+
+
+def small_plan(slices, capacity=128):
+    """Lists so short that small rows take every path."""
+    return Plan(slices, capacity, sample=64, plane=32, num_warps=1)
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_adversarial_rows(ragged, slices):
+    scores = torch.stack(list(adversarial_rows(500).values()))
+    starts = ends = None
+    if ragged:
+        starts = torch.randint(0, 150, (len(scores),), dtype=torch.int32)
+        ends = starts + torch.randint(129, 450, (len(scores),), dtype=torch.int32)
+        lengths = [0, 1, 39, 40, 41, 127, 128, 129, -9]
+        ends[: len(lengths)] = starts[: len(lengths)] + torch.tensor(lengths, dtype=torch.int32)
+        starts[-1], ends[-1] = INT_MIN, INT_MAX
+        starts[-2], ends[-2] = 499, INT_MAX
+    check(scores, 40, small_plan(slices), starts, ends)
+
+
+@pytest.mark.parametrize("topk", [1, 100, 129, 400, 700])
+def test_any_k(topk):
+    """Also where a list cannot hold k entries, and where the row has fewer."""
+    check(torch.randn(2, 400).round(decimals=1), topk, small_plan(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_rows_and_poison(dtype):
+    """Rows at any address; nothing outside them is looked at."""
+    storage = torch.full((4, 700), NAN, dtype=dtype)
+    storage[:, 600:] = INF
+    scores = storage[:, 3:604]
+    scores[:, :590] = torch.randn(4, 590)
+    starts = torch.tensor([0, 5, 11, 100])  # int64
+    ends = torch.tensor([590, 400, 590, 101])
+    check(scores, 30, small_plan(2), starts, ends)
+
+
+def test_the_public_plan():
+    scores = torch.randn(2, 5000)
+    scores[1] = torch.relu(scores[1] - 2.5)
+    check(scores, 64)
+    check(scores[:, :300], 64)
+    check(scores[:0], 64)
+    check(scores[:, :0], 64)
+
+
+def test_rows_are_taken_in_turns(monkeypatch):
+    monkeypatch.setattr(kernels, "LIST_BYTES", 1)
+    check(torch.randn(3, 2100), 9, starts=torch.tensor([0, 7, 9]), ends=torch.tensor([9, 2100, 30]))
+
+
+def test_every_run_gives_the_same_bits():
+    scores = torch.randint(0, 9, (3, 400)).float()
+    outs = [torch.empty(3, 40, dtype=torch.int32) for _ in range(3)]
+    for out in outs:
+        launch(scores, 40, None, None, out, small_plan(4))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+VALUES = strategies.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, INF, -INF, NAN, 3.4e38])
+
+
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.given(
+    row=arrays.arrays(np.float32, strategies.integers(1, 300), elements=VALUES, fill=VALUES),
+    topk=strategies.integers(1, 90),
+    slices=strategies.sampled_from([1, 2]),
+)
+def test_any_row(row, topk, slices):
+    check(torch.from_numpy(row)[None].to(DEVICE), topk, small_plan(slices, 32))
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 5000])
+@pytest.mark.parametrize("num_cols", [1, 5000, 131072, 1 << 20])
+@pytest.mark.parametrize("topk", [1, 512, 2048, 3000, 70000])
+def test_a_slice_that_overflows_its_list_makes_its_row_too_long(num_rows, num_cols, topk):
+    how = plan(num_rows, num_cols, topk, torch.device("cpu"))
+    limit = how.limit(num_cols)
+    tiles = math.ceil(num_cols / (3 * how.plane))
+    longest_slice = math.ceil(tiles / how.slices) * 3 * how.plane
+    assert limit >= min(longest_slice, how.capacity)
+    assert num_cols <= how.capacity or how.slices * limit >= how.capacity
