@@ -1,0 +1,1 @@
+"""Benchmarks. A time is printed only after the result that it belongs to has been checked."""

@@ -1,0 +1,31 @@
+"""``python -m sparsemla.bench``: the benchmark where the command's packages are not installed."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sparsemla.bench.command import bench
+
+
+def main() -> int:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(prog="python -m sparsemla.bench", description=bench.__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name in ("op", "device", "commit"):
+        parser.add_argument(f"--{name}")
+    for name in ("json", "plot", "peers", "table"):
+        parser.add_argument(f"--{name}", type=Path)
+    try:
+        return bench(_write, **vars(parser.parse_args()))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"sparsemla: {error}\n")
+        return 2
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

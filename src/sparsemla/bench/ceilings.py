@@ -1,0 +1,90 @@
+"""What the device can do at best, measured: floors come from these, not from a datasheet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsemla.bench.timing import Results, Timer
+from sparsemla.formats import to_fp8
+
+COPY_BYTES = 2 << 30
+MATMUL_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of a device.
+
+    Args:
+        copy_gbps: 2 GiB read and 2 GiB written, both counted.
+        bf16_tflops: bfloat16 matmul, 8192^3.
+        fp8_tflops: e4m3 matmul, 8192^3; 0 where the device has none.
+        launch_us: what a replay of one tiny kernel takes; a row near it is bound by the launch.
+    """
+
+    copy_gbps: float
+    bf16_tflops: float
+    fp8_tflops: float
+    launch_us: float
+
+    def floor_us(self, flop: float, num_bytes: float, unit: str) -> float:
+        """The longer of computing and moving: no implementation runs much faster.
+
+        >>> round(Ceilings(4275, 665, 1243, 3).floor_us(665e6, 4275e3, "bf16"), 6)
+        1.0
+        """
+        rate = self.fp8_tflops if unit == "fp8" and self.fp8_tflops else self.bf16_tflops
+        return max(flop / rate / 1e6, num_bytes / self.copy_gbps / 1e3)
+
+
+def measure(timer: Timer, copy_bytes: int = COPY_BYTES, size: int = MATMUL_SIZE) -> Ceilings:
+    """The ceilings of the timer's device."""
+    copy_us, launch_us = _copy_and_launch(timer, copy_bytes)
+    bf16_us, fp8_us = _matmuls(timer, size)
+    return Ceilings(
+        copy_gbps=2 * copy_bytes / copy_us / 1e3,
+        bf16_tflops=2 * size**3 / bf16_us / 1e6,
+        fp8_tflops=0.0 if fp8_us is None else 2 * size**3 / fp8_us / 1e6,
+        launch_us=launch_us,
+    )
+
+
+def _copy_and_launch(timer: Timer, copy_bytes: int) -> tuple[float, float]:
+    source = torch.randn(copy_bytes // 2, device=timer.device, dtype=torch.bfloat16)
+    target, small = torch.empty_like(source), source[:8].clone()
+
+    def copy() -> Results:
+        # A kernel that reads and writes as much: a graph hands a copy to the slower copy engine.
+        return (torch.neg(source, out=target),)
+
+    def launch() -> Results:
+        return (small.neg_(),)
+
+    return _microseconds(timer, copy), _microseconds(timer, launch)
+
+
+def _matmuls(timer: Timer, size: int) -> tuple[float, float | None]:
+    """bfloat16, and e4m3 where the device has it; operands are random, which zeros are not."""
+    device = timer.device
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def bf16() -> Results:
+        return (a @ b,)
+
+    bf16_us = _microseconds(timer, bf16)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return bf16_us, None
+    a8, b8 = to_fp8(a.float()), to_fp8(b.float()).t().contiguous().t()
+    one = torch.ones((), device=device)
+
+    def fp8() -> Results:
+        return (torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16),)
+
+    return bf16_us, _microseconds(timer, fp8)
+
+
+def _microseconds(timer: Timer, function: Callable[[], Results]) -> float:
+    return timer.interleaved([timer.prepare(function)])[0].us

@@ -1,0 +1,127 @@
+"""What ``sparsemla bench`` and ``python -m sparsemla.bench`` do."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sparsemla.bench import cpu, report
+from sparsemla.bench.ceilings import measure
+from sparsemla.bench.peers import find_peers
+from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads
+from sparsemla.bench.timing import Timer
+from sparsemla.bench.workloads import Workload
+
+DOCUMENT = Path("docs/performance.md")
+
+
+def bench(
+    write: Callable[[str], object],
+    *,
+    op: str | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+    peers: Path | None = None,
+    device: str | None = None,
+    commit: str | None = None,
+    table: Path | None = None,
+) -> int:
+    """Measure, or with ``table`` only turn a JSON file into the table (and plots).
+
+    Args:
+        write: takes each line of output.
+        op: measure this op only.
+        json: where the rows go; other workloads' rows that are in the file stay.
+        plot: folder for bar and line plots.
+        peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
+        device: ``cuda`` or ``cpu``; default what the machine has.
+        commit: recorded in the rows; default the checkout's.
+        table: a JSON file whose rows replace the table of ``docs/performance.md``.
+
+    Returns:
+        The exit code: 1 if a result was wrong, or one of this package is missing.
+
+    Raises:
+        ValueError: arguments that do not go together, or an op that is not measured.
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot needs matplotlib, which is not installed")
+    if table is not None:
+        found = report.load(table)
+        report.write_table(DOCUMENT, found)
+        write(f"{DOCUMENT}: {len(found.rows)} rows")
+        _plot(write, found, plot)
+        return 0
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        if op is not None or json is not None or plot is not None or peers is not None:
+            raise ValueError("op, json, plot and peers need the device cuda")
+        return _compare_on_cpu(write)
+    if device != "cuda" or not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu or, where there is a GPU, cuda; got {device!r}")
+    return _measure(write, op, json, plot, peers, commit)
+
+
+def _measure(
+    write: Callable[[str], object],
+    op: str | None,
+    json: Path | None,
+    plot: Path | None,
+    peers: Path | None,
+    commit: str | None,
+) -> int:
+    workloads = select_workloads(op)
+    competitors, missing = find_peers(peers)
+    for name, reason in missing.items():
+        write(f"without {name}: {reason}")
+    timer = Timer("cuda")
+    stamp = Stamp.now(commit, peers)
+    current = report.Report(torch.cuda.get_device_name(), measure(timer), [])
+    earlier = report.load(json) if json is not None and json.exists() else None
+    if earlier is not None:
+        report.merged(earlier, current)  # refuses another device's file, before the work
+    write(report.ceiling_line(current))
+    write(" | ".join(report.HEADER))
+    failed = False
+
+    def done(workload: Workload, outcome: Outcome) -> None:
+        nonlocal failed
+        for line in report.text_lines(outcome.rows):
+            write(line)
+        for name, reason in outcome.failures.items():
+            failed = True
+            write(f"FAILED {name}: {workload.op}, {workload.case} {workload.label}: {reason}")
+        for name, reason in outcome.refusals.items():
+            write(f"without {name}: {workload.op}, {workload.case} {workload.label}: {reason}")
+        current.rows.extend(outcome.rows)
+        if json is not None and outcome.rows:
+            report.save(json, report.merged(earlier, current) if earlier else current)
+
+    run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+    _plot(write, current, plot)
+    return int(failed)
+
+
+def _plot(write: Callable[[str], object], found: report.Report, plot: Path | None) -> None:
+    if plot is not None:
+        for path in report.plot(found, plot):
+            write(str(path))
+
+
+def _compare_on_cpu(write: Callable[[str], object]) -> int:
+    write(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    columns = ("sparse ms", "masked ms", "masked SDPA ms", "ratio", "ratio to SDPA")
+    write(f"{'case':<38}" + "".join(f"{column:>16}" for column in columns))
+    try:
+        rows = cpu.compare()
+    except RuntimeError as error:
+        write(f"FAILED {error}")
+        return 1
+    for row in rows:
+        numbers = (row.sparse_ms, row.masked_ms, row.masked_sdpa_ms, row.ratio, row.ratio_sdpa)
+        write(f"{row.case:<38}" + "".join(f"{number:>16.2f}" for number in numbers))
+    return 0

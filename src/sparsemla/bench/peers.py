@@ -1,0 +1,405 @@
+"""Other people's kernels, where they are installed, on the inputs of a workload.
+
+Looked for, first match: under a directory that holds ``vllm/`` as vLLM's wheel lays it out (its
+extension modules load without vLLM's dependencies); among the files of an installed ``vllm``; as
+the packages ``flash_mla`` and ``deep_gemm``. TileLang ships kernels as examples only; two files of
+its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py`` and ``topk_selector.py``, are taken
+from ``DIR/deepseek_v32``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsemla.bench.timing import Results
+from sparsemla.bench.workloads import (
+    INDEX_HEADS,
+    PAGE_SIZE,
+    CacheWrite,
+    DenseDecode,
+    Gather,
+    IndexerScores,
+    IndexerScoresPaged,
+    Inputs,
+    SelectTopk,
+    Side,
+    SparseDecode,
+    SparsePrefill,
+    Workload,
+)
+from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA
+from sparsemla.testing.compare import Tolerance, assert_close
+
+CACHE_ROWS = Tolerance(cos=1e-3)
+"""e4m3 rows against the rows they were made from."""
+
+
+class Unavailable(Exception):
+    """A peer is not here; the message says what is missing."""
+
+
+class Peer(ABC):
+    """A competitor on one machine."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, workload: Workload) -> str | None:
+        """Why it cannot take a workload, or None."""
+
+    @abstractmethod
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        """Its kernels for a workload that it supports; inputs are brought into its layout here."""
+
+
+class Torch(Peer):
+    """``torch.topk``, which is everywhere."""
+
+    name = "torch"
+
+    def supports(self, workload: Workload) -> str | None:
+        return None if isinstance(workload, SelectTopk) else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        def run() -> Results:
+            return (inputs["scores"].topk(inputs["topk"], dim=-1, sorted=False).indices,)
+
+        return [_side("torch.topk", workload, inputs, run)]
+
+
+class FlashMLA(Peer):
+    """FlashMLA's sparse prefill, sparse FP8 decode and dense decode."""
+
+    name = "FlashMLA"
+    DECODE_HEADS: ClassVar[tuple[int, ...]] = (64, 128)
+
+    def __init__(self, directories: list[Path]) -> None:
+        for root in directories:
+            if library := _first(root, "vllm/_flashmla_C*.so"):
+                torch.ops.load_library(str(library))
+                source = root / "vllm/third_party/flashmla/flash_mla_interface.py"
+                with _StandIn("vllm", "_flashmla_C"):
+                    self.module = _module_from(source)
+                return
+        self.module = _installed("flash_mla")
+
+    def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, (SparsePrefill, SparseDecode)):
+            return None if workload.topk % 128 == 0 else "takes a topk that is a multiple of 128"
+        return None if isinstance(workload, DenseDecode) else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        q, scale = inputs["q"], inputs["softmax_scale"]
+        if isinstance(workload, SparsePrefill):
+            kv, indices = inputs["kv"][:, None], inputs["topk_indices"][:, None]
+
+            def prefill() -> Results:
+                return (self.module.flash_mla_sparse_fwd(q, kv, indices, scale)[0],)
+
+            return [_side(self.name, workload, inputs, prefill)]
+        cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
+        if isinstance(workload, DenseDecode):
+            table, lens = inputs["page_table"], inputs["seq_lens"]
+
+            def dense() -> Results:
+                decode = self.module.flash_mla_with_kvcache
+                return (decode(q, cache, table, lens, 512, schedule, None, scale, True)[0],)
+
+            return [_side(self.name, workload, inputs, dense)]
+        heads = q.shape[2]
+        padded = min(size for size in self.DECODE_HEADS if size >= heads)
+        note = "" if padded == heads else f"heads padded to {padded}"
+        q = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        indices = inputs["topk_indices"]
+
+        def sparse() -> Results:
+            out, _ = self.module.flash_mla_with_kvcache(
+                q, cache, None, None, 512, schedule, None, scale, False, True, indices
+            )
+            return (out[:, :, :heads],)
+
+        return [_side(self.name, workload, inputs, sparse, note)]
+
+
+class DeepGEMM(Peer):
+    """DeepGEMM's FP8 indexer scores; it compiles at first use and needs ``CUDA_HOME``."""
+
+    name = "DeepGEMM"
+
+    def __init__(self, directories: list[Path]) -> None:
+        for root in directories:
+            third_party = root / "vllm/third_party"
+            if (third_party / "deep_gemm").is_dir():
+                sys.path.insert(0, str(third_party))
+                break
+        _installed("deep_gemm")
+        if not hasattr(torch.ops.deep_gemm, "fp8_fp4_mqa_logits"):
+            raise Unavailable("deep_gemm registers no torch.ops.deep_gemm.fp8_fp4_mqa_logits")
+
+    def supports(self, workload: Workload) -> str | None:
+        ops = (IndexerScores, IndexerScoresPaged)
+        return None if isinstance(workload, ops) else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        ops, q, weights = torch.ops.deep_gemm, inputs["q"], inputs["weights"]
+        if isinstance(workload, IndexerScores):
+            context = workload.context
+            rest = inputs["keys"], inputs["key_scales"], weights
+            bounds = inputs["row_starts"], inputs["row_ends"]
+
+            def ragged() -> Results:
+                logits = ops.fp8_fp4_mqa_logits(q, None, *rest, *bounds, context, None)
+                return (logits[:, :context],)
+
+            return [_side(self.name, workload, inputs, ragged)]
+        lens, table, length = inputs["seq_lens"], inputs["page_table"], inputs["max_seq_len"]
+        cache, flat = inputs["cache"].data.unsqueeze(2), weights.view(-1, INDEX_HEADS)
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        schedule = ops.get_paged_mqa_logits_metadata(lens, PAGE_SIZE, processors, None)
+
+        def paged() -> Results:
+            logits = ops.fp8_fp4_paged_mqa_logits(
+                q, None, cache, flat, lens, table, schedule, length, None
+            )
+            return (logits.unflatten(0, lens.shape)[..., :length],)
+
+        return [_side(self.name, workload, inputs, paged)]
+
+
+class VLLM(Peer):
+    """vLLM's own top-k, cache write and gather kernels."""
+
+    name = "vLLM"
+    WORKSPACE_BYTES: ClassVar[int] = 64 << 20
+
+    def __init__(self, directories: list[Path]) -> None:
+        for root in directories:
+            if library := _first(root, "vllm/_C_stable_libtorch*.so"):
+                torch.ops.load_library(str(library))
+                return
+        raise Unavailable("vllm/_C_stable_libtorch*.so is not there")
+
+    def supports(self, workload: Workload) -> str | None:
+        ops = (SelectTopk, CacheWrite, Gather)
+        return None if isinstance(workload, ops) else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, SelectTopk):
+            return self._topk(workload, inputs)
+        if isinstance(workload, CacheWrite):
+            return self._cache_write(workload, inputs)
+        gather = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache
+        starts, out = inputs["workspace_starts"], torch.empty_like(inputs["out"])
+        cache, table = inputs["cache"].data, inputs["page_table"]
+
+        def run() -> Results:
+            gather(cache, out, table, starts, len(starts), None)
+            return (out,)
+
+        return [_side("vLLM cp_gather_and_upconvert", workload, inputs, run)]
+
+    def _topk(self, workload: SelectTopk, inputs: Inputs) -> list[Side]:
+        ops, scores, topk = torch.ops._C, inputs["scores"], inputs["topk"]
+        num_rows, num_cols = scores.shape
+        ends = torch.full((num_rows,), num_cols, dtype=torch.int32, device=scores.device)
+        starts = torch.zeros_like(ends)
+        workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=scores.device)
+        layout = num_rows, *scores.stride(), topk
+        kernels: dict[str, Callable[[Tensor], object]] = {
+            "top_k_per_row_prefill": lambda out: ops.top_k_per_row_prefill(
+                scores, starts, ends, out, *layout
+            ),
+            "top_k_per_row_decode": lambda out: ops.top_k_per_row_decode(
+                scores, 1, ends, out, *layout
+            ),
+            "persistent_topk": lambda out: ops.persistent_topk(
+                scores, ends, out, workspace, topk, num_cols
+            ),
+        }
+        if num_rows <= 64:
+            kernels["cooperative_topk"] = lambda out: ops.cooperative_topk(
+                scores, ends, out, workspace, topk, num_cols
+            )
+
+        def runner(kernel: Callable[[Tensor], object]) -> Callable[[], Results]:
+            out = torch.empty(num_rows, topk, dtype=torch.int32, device=scores.device)
+
+            def run() -> Results:
+                kernel(out)
+                return (out,)
+
+            return run
+
+        return [
+            _side(f"vLLM {name}", workload, inputs, runner(kernel))
+            for name, kernel in kernels.items()
+            if hasattr(ops, name)
+        ]
+
+    def _cache_write(self, workload: CacheWrite, inputs: Inputs) -> list[Side]:
+        write = torch.ops._C_cache_ops.concat_and_cache_mla
+        kv, slots = inputs["kv"], inputs["slot_mapping"]
+        latent, rope = kv[:, :512].contiguous(), kv[:, 512:].contiguous()
+        cache = PagedCache.allocate(FP8_DS_MLA, workload.NUM_PAGES, PAGE_SIZE, device=kv.device)
+        one = torch.ones((), device=kv.device)
+
+        def run() -> Results:
+            write(latent, rope, cache.data, slots, FP8_DS_MLA.name, one, False)
+            return (cache.data,)
+
+        def check(results: Results) -> None:
+            written = PagedCache(results[0], FP8_DS_MLA).read(slots)
+            assert_close("concat_and_cache_mla", written, kv, CACHE_ROWS)
+
+        note = "no norm, no RoPE, no queries"
+        return [Side("vLLM concat_and_cache_mla", run, check, note=note)]
+
+
+class TileLang(Peer):
+    """TileLang's DeepSeek-V3.2 examples."""
+
+    name = "TileLang"
+
+    def __init__(self, directories: list[Path]) -> None:
+        _installed("tilelang")
+        files = {"sparse_mla_fwd_pipelined": "attention", "topk_selector": "selector"}
+        self.modules = {
+            use: _module_from(path)
+            for root in directories
+            for file, use in files.items()
+            if (path := root / "deepseek_v32" / f"{file}.py").is_file()
+        }
+        if not self.modules:
+            raise Unavailable("DIR/deepseek_v32 holds none of its examples")
+
+    def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, SparsePrefill) and "attention" in self.modules:
+            return None if workload.head_dim == 576 else "its example takes a head_dim of 576"
+        if isinstance(workload, SelectTopk) and "selector" in self.modules:
+            return None
+        return "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, SelectTopk):
+            scores, topk = inputs["scores"], inputs["topk"]
+            ends = torch.full((len(scores),), scores.shape[1], device=scores.device).int()
+            starts, select = torch.zeros_like(ends), self.modules["selector"].tl_topk
+
+            def selector() -> Results:
+                return (select(scores, starts, ends, topk),)
+
+            return [_side(self.name, workload, inputs, selector)]
+        q, kv = inputs["q"][None], inputs["kv"][None, :, None]
+        indices, first = inputs["topk_indices"][None, :, None], kv.shape[1]
+        # Its causal mask is by position: tokens that come after every key see all of them.
+        position = torch.full((1,), first, dtype=torch.int32, device=q.device)
+        interface = self.modules["attention"].sparse_mla_fwd_interface
+        kernel = interface(
+            q, kv, indices, first, 1, sm_scale=inputs["softmax_scale"], return_kernel=True
+        )
+
+        def attention() -> Results:
+            return (kernel(q, kv, indices, position)[0][0],)
+
+        return [_side(self.name, workload, inputs, attention)]
+
+
+PEERS = (FlashMLA, DeepGEMM, VLLM, TileLang)
+
+
+def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that are here, and why each other one is not.
+
+    Args:
+        directory: where to look before the installed packages.
+    """
+    directories = [] if directory is None else [directory.resolve()]
+    # vLLM's extensions load without vLLM, whose import takes long and changes global state.
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is not None and vllm.submodule_search_locations:
+        directories.append(Path(vllm.submodule_search_locations[0]).parent)
+    found: list[Peer] = [Torch()]
+    missing = {}
+    for kind in PEERS:
+        try:
+            found.append(kind(directories))
+        except Exception as error:  # whatever keeps a peer from loading is the reason given
+            missing[kind.name] = " ".join(str(error).split())
+    return found, missing
+
+
+def versions(directory: Path | None = None) -> dict[str, str]:
+    """Versions of what takes part: of packages in ``directory``, installed, or imported."""
+    found = {}
+    for name in ("sparsemla", "torch", "triton", "flash_mla", "deep_gemm", "vllm", "tilelang"):
+        path = sys.path if directory is None else [str(directory), *sys.path]
+        package = next(iter(metadata.distributions(name=name, path=path)), None)
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if package is not None:
+            found[name] = package.version
+        elif isinstance(version, str):
+            found[name] = version
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+class _StandIn:
+    """A package of that name and a module in it, both empty, unless the package is imported.
+
+    FlashMLA's interface imports its extension as a module of vLLM, to have its ops registered.
+    """
+
+    def __init__(self, package: str, module: str) -> None:
+        self.names = (package, f"{package}.{module}")
+        self.added: list[str] = []
+
+    def __enter__(self) -> None:
+        for name in self.names:
+            if name not in sys.modules:
+                sys.modules[name] = types.ModuleType(name)
+                self.added.append(name)
+        sys.modules[self.names[0]].__dict__.setdefault("__path__", [])
+
+    def __exit__(self, *error: object) -> None:
+        for name in self.added:
+            del sys.modules[name]
+
+
+def _side(
+    name: str, workload: Workload, inputs: Inputs, run: Callable[[], Results], note: str = ""
+) -> Side:
+    """A side that answers the workload's own question."""
+    return Side(name, run, lambda got: workload.check(inputs, got), note=note)
+
+
+def _first(root: Path, pattern: str) -> Path | None:
+    return next(iter(sorted(root.glob(pattern))), None)
+
+
+def _installed(name: str) -> types.ModuleType:
+    if importlib.util.find_spec(name) is None:
+        raise Unavailable(f"{name} is not installed")
+    return importlib.import_module(name)
+
+
+def _module_from(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise Unavailable(f"{path} is not a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

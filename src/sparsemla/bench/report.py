@@ -1,0 +1,325 @@
+"""Rows of a benchmark as JSON, as text, as the table of a document, and as plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsemla.bench.ceilings import Ceilings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN = "<!-- table: begin -->"
+END = "<!-- table: end -->"
+NO_MEASUREMENTS = "No measurements have been committed yet."
+AXES = ("context", "batch", "heads")
+HEADER = ("op", "case", "us", "rate", "% of floor", "peer", "peer us", "ratio")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload, this package, and one peer or none.
+
+    Args:
+        op, case, selection, shape: the workload; selection is empty where there is none.
+        ours_us: median of this package, in microseconds.
+        ours_spread_us: 10th and 90th percentile.
+        ours_timed: ``graph`` or ``launch``: what was timed.
+        tflops, gbps: this package's rates; the bytes are unique ones.
+        floor_us: the least time that the measured ceilings allow.
+        percent_of_floor: ``100 * floor_us / ours_us``.
+        peer, peer_us, peer_spread_us, peer_timed: the other side, timed in turn with this one.
+        ratio: ``peer_us / ours_us``; above 1 this package is faster.
+        note: what the peer does differently.
+        commit, date, versions: of the run.
+    """
+
+    op: str
+    case: str
+    selection: str
+    shape: dict[str, int]
+    ours_us: float
+    ours_spread_us: tuple[float, float]
+    ours_timed: str
+    tflops: float
+    gbps: float
+    floor_us: float
+    percent_of_floor: float
+    peer: str | None
+    peer_us: float | None
+    peer_spread_us: tuple[float, float] | None
+    peer_timed: str | None
+    ratio: float | None
+    note: str
+    commit: str
+    date: str
+    versions: dict[str, str]
+
+    @property
+    def workload(self) -> tuple[str, str, str]:
+        return self.op, self.case, self.selection
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run: the device, its ceilings, and the rows."""
+
+    device: str
+    ceilings: Ceilings
+    rows: list[Row]
+
+
+def save(path: Path, report: Report) -> None:
+    """Write a report as JSON, each number with five digits."""
+    document = {
+        "device": report.device,
+        "ceilings": asdict(report.ceilings),
+        "rows": [asdict(row) for row in report.rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(document), indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        ValueError: the file holds none.
+    """
+    document = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        rows = [_row(values) for values in document["rows"]]
+        return Report(document["device"], Ceilings(**document["ceilings"]), rows)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no benchmark report: {error}") from error
+
+
+def _row(values: dict[str, Any]) -> Row:
+    """A row from JSON, which knows no tuples."""
+    pairs = ("ours_spread_us", "peer_spread_us")
+    return Row(**values | {name: values[name] and tuple(values[name]) for name in pairs})
+
+
+def merged(old: Report, new: Report) -> Report:
+    """``new`` and the workloads of ``old`` that it has not measured.
+
+    Raises:
+        ValueError: they come from different devices.
+    """
+    if old.device != new.device:
+        raise ValueError(f"reports are of {old.device} and of {new.device}")
+    measured = {row.workload for row in new.rows}
+    kept = [row for row in old.rows if row.workload not in measured]
+    return Report(new.device, new.ceilings, kept + new.rows)
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def ceiling_line(report: Report) -> str:
+    """The device and what it was measured to do."""
+    ceilings = report.ceilings
+    fp8 = f", FP8 matmul {ceilings.fp8_tflops:.0f} TFLOP/s" if ceilings.fp8_tflops else ""
+    return (
+        f"{report.device}: copy {ceilings.copy_gbps:.0f} GB/s, bf16 matmul "
+        f"{ceilings.bf16_tflops:.0f} TFLOP/s{fp8}; one tiny kernel takes "
+        f"{ceilings.launch_us:.1f} us."
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of :data:`HEADER`."""
+    rate = f"{row.tflops:.0f} TFLOP/s, " if row.tflops else ""
+    case = row.case + (f", {row.selection}" if row.selection else "")
+    launched = [
+        name
+        for name, how in (("ours", row.ours_timed), (row.peer, row.peer_timed))
+        if how == "launch"
+    ]
+    notes = [row.note] if row.note else []
+    notes += [f"timed with its launch: {', '.join(str(name) for name in launched)}"] * bool(
+        launched
+    )
+    peer = row.peer or "none here"
+    return (
+        row.op,
+        case,
+        _spread(row.ours_us, row.ours_spread_us),
+        f"{rate}{row.gbps:.0f} GB/s",
+        f"{row.percent_of_floor:.0f}",
+        peer + (f" ({'; '.join(notes)})" if notes else ""),
+        "" if row.peer_us is None else _spread(row.peer_us, row.peer_spread_us),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+    )
+
+
+def _spread(median: float, tails: tuple[float, float] | None) -> str:
+    """``median +-`` the larger distance of a tail, in per cent."""
+    if tails is None:
+        return f"{median:.1f}"
+    widest = max(median - tails[0], tails[1] - median)
+    return f"{median:.1f} ±{100 * widest / median:.0f}%"
+
+
+def text_lines(rows: Iterable[Row]) -> list[str]:
+    """A line for each row, for a terminal."""
+    widths = (24, 72, 15, 23, 4, 28, 15, 5)
+    return [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(cells(row), widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def markdown(report: Report) -> str:
+    """The table of a document, op by op."""
+    stamps = dict.fromkeys((row.commit, row.date) for row in report.rows)
+    versions: dict[str, str] = {}
+    for row in report.rows:
+        versions |= row.versions
+    lines = [
+        ceiling_line(report),
+        "Measured "
+        + ", ".join(f"{date} at commit {commit}" for commit, date in stamps)
+        + " with "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + ".",
+    ]
+    for op in dict.fromkeys(row.op for row in report.rows):
+        lines += ["", f"### {op}", "", _line(HEADER[1:]), _line(["---"] * (len(HEADER) - 1))]
+        lines += [_line(cells(row)[1:]) for row in report.rows if row.op == op]
+    return "\n".join(lines)
+
+
+def _line(words: Sequence[str]) -> str:
+    return "| " + " | ".join(words) + " |"
+
+
+def write_table(document: Path, report: Report | None) -> None:
+    """Rewrite what stands between the markers of a document.
+
+    Raises:
+        ValueError: the document has no markers.
+    """
+    text = document.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{document} must contain {BEGIN} and, behind it, {END}")
+    table = markdown(report) if report is not None and report.rows else NO_MEASUREMENTS
+    document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def plot(report: Report, directory: Path) -> list[Path]:
+    """Bars of each op, and lines of time against context, batch and heads where they vary.
+
+    Returns:
+        The PNG files written.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for op in dict.fromkeys(row.op for row in report.rows):
+        rows = [row for row in report.rows if row.op == op]
+        bars = {row.workload: {"floor": row.floor_us, "sparsemla": row.ours_us} for row in rows}
+        for row in rows:
+            if row.peer is not None and row.peer_us is not None:
+                bars[row.workload][row.peer] = row.peer_us
+        figure = Figure(figsize=(11, 1.2 + 0.9 * len(bars)), layout="constrained")
+        FigureCanvasAgg(figure)
+        _draw_bars(figure.subplots(), op, bars)
+        written.append(directory / f"{op}_bars.png")
+        figure.savefig(written[-1], dpi=110)
+        for axis in AXES:
+            groups = _groups(rows, axis)
+            if not groups:
+                continue
+            figure = Figure(figsize=(7.5, 4.5 * len(groups)), layout="constrained")
+            FigureCanvasAgg(figure)
+            panels = figure.subplots(len(groups), 1, squeeze=False)
+            for panel, (title, series) in zip(panels[:, 0], groups.items(), strict=True):
+                _draw_lines(panel, f"{op}: {title}", axis, series)
+            written.append(directory / f"{op}_{axis}.png")
+            figure.savefig(written[-1], dpi=110)
+    return written
+
+
+Series = dict[str, dict[int, float]]
+"""Times by side and by value of the axis."""
+
+
+def _groups(rows: Sequence[Row], axis: str) -> dict[str, Series]:
+    """Rows that differ in ``axis`` alone, where there are three of them or more."""
+    groups: dict[str, Series] = {}
+    for row in rows:
+        if axis not in row.shape:
+            continue
+        rest = [f"{name} {value}" for name, value in row.shape.items() if name != axis]
+        title = ", ".join(rest + ([row.selection] if row.selection else []))
+        series = groups.setdefault(title, {})
+        at = row.shape[axis]
+        series.setdefault("floor", {})[at] = row.floor_us
+        series.setdefault("sparsemla", {})[at] = row.ours_us
+        if row.peer is not None and row.peer_us is not None:
+            series.setdefault(row.peer, {})[at] = row.peer_us
+    return {title: series for title, series in groups.items() if len(series["sparsemla"]) >= 3}
+
+
+def _draw_bars(axes: Axes, op: str, bars: dict[tuple[str, str, str], dict[str, float]]) -> None:
+    names = list(dict.fromkeys(name for times in bars.values() for name in times))
+    height = 0.85 / len(names)
+    for place, name in enumerate(names):
+        at = [i + place * height for i, times in enumerate(bars.values()) if name in times]
+        lengths = [times[name] for times in bars.values() if name in times]
+        drawn = axes.barh(at, lengths, height, label=name, color=_color(name, names))
+        axes.bar_label(drawn, fmt="%.4g", fontsize=7, padding=2)
+    labels = [", ".join(filter(None, key[1:])) for key in bars]
+    axes.set_yticks([i + 0.4 for i in range(len(bars))], labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.1, y=0.01)
+    axes.set_xlabel("microseconds")
+    axes.set_title(op, loc="left")
+    axes.legend(fontsize=7)
+
+
+def _draw_lines(axes: Axes, title: str, axis: str, series: Series) -> None:
+    for name, times in series.items():
+        xs = sorted(times)
+        style = "--" if name == "floor" else "-"
+        color = _color(name, list(series))
+        axes.plot(xs, [times[x] for x in xs], style, marker="o", label=name, color=color)
+    ticks = sorted(series["sparsemla"])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlabel(axis)
+    axes.set_ylabel("microseconds")
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.legend(fontsize=7)
+
+
+def _color(name: str, names: Sequence[str]) -> str:
+    """The same for the floor and for this package in every plot."""
+    fixed = {"floor": "#bbbbbb", "sparsemla": "#b2182b"}
+    if name in fixed:
+        return fixed[name]
+    others = [other for other in names if other not in fixed]
+    return f"C{others.index(name) % 10}"

@@ -1,0 +1,211 @@
+"""The benchmark: for each workload the gate first, then the clock, then the rows."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparsemla.bench.ceilings import Ceilings
+from sparsemla.bench.peers import Peer, versions
+from sparsemla.bench.report import Row
+from sparsemla.bench.timing import Prepared, Results, Timer, Timing
+from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Where a row comes from."""
+
+    commit: str
+    date: str
+    versions: dict[str, str]
+
+    @classmethod
+    def now(cls, commit: str | None = None, peers: Path | None = None) -> Stamp:
+        """Today's, with the checkout's commit unless another is given."""
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        return cls(commit or _checkout(), date, versions(peers))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a workload.
+
+    Args:
+        rows: times.
+        failures: sides with a wrong result, and this package if it has none, and why.
+        refusals: peers that did not run, and why.
+    """
+
+    rows: list[Row]
+    failures: dict[str, str]
+    refusals: dict[str, str]
+
+
+def select_workloads(op: str | None) -> list[Workload]:
+    """All workloads, or those of one op.
+
+    Raises:
+        ValueError: no workload measures this op.
+    """
+    workloads = all_workloads()
+    if op is None:
+        return workloads
+    chosen = [workload for workload in workloads if workload.op == op]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(workload.op for workload in workloads))
+        raise ValueError(f"op must be one of {known}; got {op!r}")
+    return chosen
+
+
+def run_all(
+    workloads: Iterable[Workload],
+    peers: Sequence[Peer],
+    timer: Timer,
+    ceilings: Ceilings,
+    stamp: Stamp,
+    done: Callable[[Workload, Outcome], None],
+) -> None:
+    """Measure one workload after the other; ``done`` sees each outcome as soon as it is there."""
+    for workload in workloads:
+        done(workload, run_one(workload, peers, timer, ceilings, stamp))
+        if timer.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def run_one(
+    workload: Workload, peers: Sequence[Peer], timer: Timer, ceilings: Ceilings, stamp: Stamp
+) -> Outcome:
+    """Build, check and time one workload.
+
+    A side with a wrong result gets no time. If that side is this package, nobody gets one.
+    """
+    failures: dict[str, str] = {}
+    refusals: dict[str, str] = {}
+    try:
+        inputs = workload.build(timer.device)
+        ours = workload.ours(inputs)
+        prepared = [(ours, _gate(ours, timer))]
+    except Exception as error:  # a benchmark goes on, and its exit code tells
+        return Outcome([], {"sparsemla": _describe(error)}, {})
+    for side in _sides(workload, inputs, peers, refusals):
+        try:
+            prepared.append((side, _gate(side, timer)))
+        except AssertionError as error:
+            failures[side.name] = _describe(error)
+        except Exception as error:
+            refusals[side.name] = _describe(error)
+    timings = timer.interleaved([run for _, run in prepared])
+    flop, num_bytes = workload.flop, workload.unique_bytes(inputs)
+    work = flop, num_bytes, ceilings.floor_us(flop, num_bytes, workload.unit)
+    others: list[tuple[Side, Timing] | None] = [
+        (side, timing) for (side, _), timing in zip(prepared[1:], timings[1:], strict=True)
+    ]
+    rows = [_row(workload, timings[0], other, work, stamp) for other in others or [None]]
+    return Outcome(rows, failures, refusals)
+
+
+def _sides(
+    workload: Workload, inputs: Inputs, peers: Sequence[Peer], refusals: dict[str, str]
+) -> list[Side]:
+    """The kernels of the peers that take the workload."""
+    sides: list[Side] = []
+    for peer in peers:
+        if peer.supports(workload) is None:
+            try:
+                sides += peer.prepare(workload, inputs)
+            except Exception as error:
+                refusals[peer.name] = _describe(error)
+    return sides
+
+
+def _gate(side: Side, timer: Timer) -> Prepared:
+    """The side, ready to be timed, after what will be timed has computed the right thing.
+
+    Raises:
+        AssertionError: it has not.
+    """
+    prepared = timer.prepare(side.run)
+    for result in prepared.run():
+        _poison(result)
+    side.reset()
+    results: Results = prepared.run()
+    if timer.device.type == "cuda":
+        torch.cuda.synchronize(timer.device)
+    side.check(results)
+    return prepared
+
+
+def _poison(tensor: Tensor) -> None:
+    """Fill with NaN, or with a number that no result is."""
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _row(
+    workload: Workload,
+    ours: Timing,
+    other: tuple[Side, Timing] | None,
+    work: tuple[float, int, float],
+    stamp: Stamp,
+) -> Row:
+    flop, num_bytes, floor_us = work
+    side, theirs = other or (None, None)
+    return Row(
+        op=workload.op,
+        case=workload.case,
+        selection=workload.label,
+        shape=workload.shape,
+        ours_us=ours.us,
+        ours_spread_us=(ours.low_us, ours.high_us),
+        ours_timed=ours.how,
+        tflops=flop / ours.us / 1e6,
+        gbps=num_bytes / ours.us / 1e3,
+        floor_us=floor_us,
+        percent_of_floor=100 * floor_us / ours.us,
+        peer=None if side is None else side.name,
+        peer_us=None if theirs is None else theirs.us,
+        peer_spread_us=None if theirs is None else (theirs.low_us, theirs.high_us),
+        peer_timed=None if theirs is None else theirs.how,
+        ratio=None if theirs is None else theirs.us / ours.us,
+        note="" if side is None else side.note,
+        commit=stamp.commit,
+        date=stamp.date,
+        versions=stamp.versions,
+    )
+
+
+def _describe(error: Exception) -> str:
+    """The first line of an error, and where it comes from if it is none of the gate's."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, AssertionError):
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _checkout() -> str:
+    """The commit that this file is checked out from."""
+    source = Path(__file__)
+    commands = (
+        ["git", "ls-files", "--error-unmatch", source.name],
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+    )
+    text = ""
+    for command in commands:
+        try:
+            text = subprocess.run(
+                command, cwd=source.parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+    return text

@@ -1,0 +1,670 @@
+"""What is measured: shapes as data, and for each op its inputs, its work and its correctness gate.
+
+A workload's ``flop`` is what the op has to compute and ``unique_bytes`` what it has to move at
+least: each input that is used read once, however often it is selected, and each output written
+once. Selections are ``random`` (each token's own, in no order) or ``overlapping`` (runs of 64
+tokens share 7 of 8 positions, in ascending order, as a trained indexer and ``select_topk`` leave
+them).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from sparsemla import ops, reference
+from sparsemla.bench.timing import Results
+from sparsemla.cache import PagedCache
+from sparsemla.formats import BF16_576, FP8_DS_MLA, INDEX_FP8, CacheFormat, to_fp8
+from sparsemla.rope import cos_sin_table, rope_frequencies
+from sparsemla.testing.compare import (
+    BFLOAT16_ULP,
+    DECODE_LSE,
+    DENSE_DECODE_OUT,
+    INDEXER_SCORES,
+    SPARSE_DECODE_OUT,
+    SPARSE_PREFILL_LSE,
+    SPARSE_PREFILL_OUT,
+    Tolerance,
+    assert_close,
+    assert_equal,
+    assert_rows_close,
+)
+
+Inputs = dict[str, Any]
+Selection = Literal["random", "overlapping"]
+
+PAGE_SIZE = 64
+INDEX_HEADS, INDEX_DIM = 64, 128
+RUN = 64
+"""Tokens whose selections overlap."""
+CHUNK_ROWS = 1 << 18
+"""Cache rows that are made at a time."""
+CHUNK_DRAWS = 1 << 26
+"""Random numbers that exist at a time while selections are drawn."""
+
+
+@dataclass
+class Side:
+    """One competitor on the inputs of a workload.
+
+    Args:
+        name: who it is.
+        run: computes and returns the results.
+        check: raises AssertionError if results are wrong.
+        reset: undoes what a run does to its own inputs; called before the run that is checked.
+        note: what a reader of the time has to know.
+    """
+
+    name: str
+    run: Callable[[], Results]
+    check: Callable[[Results], None]
+    reset: Callable[[], None] = lambda: None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Workload(ABC):
+    """One row of the tables; subclasses add the shape as integer fields."""
+
+    op: ClassVar[str]
+    unit: ClassVar[Literal["bf16", "fp8"]] = "bf16"
+
+    @property
+    def label(self) -> str:
+        """How selections are drawn, where there are any."""
+        return ""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), int)
+        }
+
+    @property
+    def case(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.shape.items())
+
+    @property
+    @abstractmethod
+    def flop(self) -> float:
+        """Floating-point operations; 0 where moving bytes is all there is to do."""
+
+    @abstractmethod
+    def build(self, device: torch.device) -> Inputs:
+        """Inputs, the same for every side."""
+
+    @abstractmethod
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """The fewest bytes that can be moved."""
+
+    @abstractmethod
+    def run(self, inputs: Inputs) -> Results:
+        """This package's op."""
+
+    @abstractmethod
+    def check(self, inputs: Inputs, results: Results) -> None:
+        """Compare results with the reference on some rows.
+
+        Raises:
+            AssertionError: they differ.
+        """
+
+    def ours(self, inputs: Inputs) -> Side:
+        """This package as a competitor."""
+        return Side("sparsemla", lambda: self.run(inputs), lambda got: self.check(inputs, got))
+
+
+@dataclass(frozen=True)
+class SparsePrefill(Workload):
+    """Many tokens over bfloat16 rows."""
+
+    tokens: int
+    context: int
+    heads: int
+    head_dim: int
+    topk: int
+    selection: Selection = "random"
+    op: ClassVar[str] = "sparse_prefill"
+
+    @property
+    def label(self) -> str:
+        return self.selection
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.topk * (self.head_dim + 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        q = torch.randn(
+            self.tokens,
+            self.heads,
+            self.head_dim,
+            generator=draw,
+            device=device,
+            dtype=torch.bfloat16,
+        )
+        kv = _rows(draw, self.context, self.head_dim)
+        indices = _select(draw, self.tokens, self.context, self.topk, self.selection)
+        return {"q": q / 10, "kv": kv, "topk_indices": indices, "softmax_scale": self.scale}
+
+    @property
+    def scale(self) -> float:
+        """DeepSeek-V3's 192^-0.5 over 576 dims, DeepSeek-V4's 512^-0.5."""
+        return 192**-0.5 if self.head_dim == 576 else self.head_dim**-0.5
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = 2 * self.heads * (self.head_dim + 512) + 4 * self.heads + 4 * self.topk
+        return 2 * rows * self.head_dim + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**inputs)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["q"].device)
+        arguments = inputs | {name: inputs[name][some] for name in ("q", "topk_indices")}
+        out, lse, _ = reference.sparse_prefill(**arguments)
+        _check_attention(
+            results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
+        )
+
+
+@dataclass(frozen=True)
+class SparseDecode(Workload):
+    """A few tokens for each request over the 656-byte cache."""
+
+    batch: int
+    query_len: int
+    heads: int
+    context: int
+    topk: int
+    selection: Selection = "random"
+    op: ClassVar[str] = "sparse_decode"
+
+    @property
+    def label(self) -> str:
+        return self.selection
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.batch * self.query_len * self.heads * self.topk * (576 + 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        cache, table = _paged(draw, FP8_DS_MLA, self.batch, self.context)
+        q = torch.randn(
+            self.batch,
+            self.query_len,
+            self.heads,
+            576,
+            generator=draw,
+            device=device,
+            dtype=torch.bfloat16,
+        )
+        # Tokens of a request are neighbours; tokens of two requests share nothing.
+        positions = _select(
+            draw, self.batch * self.query_len, self.context, self.topk, self.selection
+        )
+        requests = torch.arange(self.batch, device=device).repeat_interleave(self.query_len)
+        slots = ops.to_slots(positions, table, requests, page_size=PAGE_SIZE)
+        return {
+            "q": q / 10,
+            "cache": cache,
+            "topk_indices": slots.view(self.batch, self.query_len, self.topk),
+            "softmax_scale": 192**-0.5,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = 2 * self.heads * (576 + 512) + 4 * self.heads + 4 * self.topk
+        num_tokens = self.batch * self.query_len
+        return rows * FP8_DS_MLA.bytes_per_token + num_tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_decode(**inputs)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.batch, 8, inputs["q"].device)
+        arguments = inputs | {name: inputs[name][some] for name in ("q", "topk_indices")}
+        expected = reference.sparse_decode(**arguments)
+        _check_attention(results, some, expected, (SPARSE_DECODE_OUT, DECODE_LSE), self.op)
+
+
+@dataclass(frozen=True)
+class DenseDecode(Workload):
+    """A few tokens for each request over all of a bfloat16 cache."""
+
+    batch: int
+    query_len: int
+    heads: int
+    context: int
+    op: ClassVar[str] = "dense_decode"
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.batch * self.query_len * self.heads * self.context * (576 + 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        cache, table = _paged(draw, BF16_576, self.batch, self.context)
+        q = torch.randn(
+            self.batch,
+            self.query_len,
+            self.heads,
+            576,
+            generator=draw,
+            device=device,
+            dtype=torch.bfloat16,
+        )
+        lens = torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
+        return {
+            "q": q / 10,
+            "cache": cache,
+            "page_table": table,
+            "seq_lens": lens,
+            "softmax_scale": 192**-0.5,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        per_token = 2 * self.heads * (576 + 512) + 4 * self.heads
+        return (
+            self.batch * self.context * BF16_576.bytes_per_token
+            + self.batch * self.query_len * per_token
+        )
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.dense_decode(**inputs)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.batch, 2, inputs["q"].device)
+        per_request = ("q", "page_table", "seq_lens")
+        arguments = inputs | {name: inputs[name][some] for name in per_request}
+        expected = reference.dense_decode(**arguments)
+        _check_attention(results, some, expected, (DENSE_DECODE_OUT, DECODE_LSE), self.op)
+
+
+@dataclass(frozen=True)
+class IndexerScores(Workload):
+    """Indexer scores of a causal prefill over contiguous keys."""
+
+    tokens: int
+    context: int
+    op: ClassVar[str] = "indexer_scores"
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def _scores(self) -> int:
+        """Pairs of a token and a key that it sees."""
+        first = self.context - self.tokens + 1
+        return self.tokens * (first + self.context) // 2
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self._scores * INDEX_HEADS * INDEX_DIM
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        keys = torch.randn(self.context, INDEX_DIM, generator=draw, device=device)
+        stored = INDEX_FP8.quantize(keys)
+        ends = torch.arange(self.tokens, dtype=torch.int32, device=device)
+        return {
+            "q": _index_queries(draw, self.tokens),
+            "weights": torch.randn(self.tokens, INDEX_HEADS, generator=draw, device=device),
+            "keys": stored.fp8,
+            "key_scales": _present(stored.scales)[:, 0],
+            "row_starts": torch.zeros_like(ends),
+            "row_ends": ends + (self.context - self.tokens + 1),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        per_token = INDEX_HEADS * (INDEX_DIM + 4)
+        return self.tokens * per_token + self.context * (INDEX_DIM + 4) + 4 * self._scores
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.indexer_scores(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 8, inputs["q"].device)
+        per_token = ("q", "weights", "row_starts", "row_ends")
+        expected = reference.indexer_scores(
+            **inputs | {name: inputs[name][some] for name in per_token}
+        )
+        _check_scores(results, some, expected, self.op)
+
+
+@dataclass(frozen=True)
+class IndexerScoresPaged(Workload):
+    """Indexer scores of a decode over paged keys."""
+
+    batch: int
+    query_len: int
+    context: int
+    op: ClassVar[str] = "indexer_scores_paged"
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.batch * self.query_len * self.context * INDEX_HEADS * INDEX_DIM
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        cache, table = _paged(draw, INDEX_FP8, self.batch, self.context)
+        rows = self.batch, self.query_len
+        return {
+            "q": _index_queries(draw, self.batch * self.query_len).unflatten(0, rows),
+            "weights": torch.randn(*rows, INDEX_HEADS, generator=draw, device=device),
+            "cache": cache,
+            "page_table": table,
+            "seq_lens": torch.full(rows, self.context, dtype=torch.int32, device=device),
+            "max_seq_len": self.context,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        num_tokens = self.batch * self.query_len
+        per_token = INDEX_HEADS * (INDEX_DIM + 4) + 4 * self.context
+        return self.batch * self.context * INDEX_FP8.bytes_per_token + num_tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.indexer_scores_paged(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.batch, 2, inputs["q"].device)
+        per_request = ("q", "weights", "page_table", "seq_lens")
+        expected = reference.indexer_scores_paged(
+            **inputs | {name: inputs[name][some] for name in per_request}
+        )
+        _check_scores(results, some, expected, self.op)
+
+
+@dataclass(frozen=True)
+class SelectTopk(Workload):
+    """The best columns of rows of normal scores; each row is read in full."""
+
+    batch: int
+    context: int
+    topk: int
+    op: ClassVar[str] = "select_topk"
+
+    @property
+    def flop(self) -> float:
+        return 0.0
+
+    def build(self, device: torch.device) -> Inputs:
+        scores = torch.randn(self.batch, self.context, generator=_generator(device), device=device)
+        return {"scores": scores, "topk": self.topk}
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        return 4 * self.batch * (self.context + self.topk)
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.select_topk(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        """Values are compared, not ids: the others break ties as they like."""
+        some = _some(self.batch, 64, inputs["scores"].device)
+        scores = inputs["scores"][some]
+        ids = results[0][some].long().sort().values
+        if not bool(((ids >= 0) & (ids < self.context)).all() and (ids.diff() > 0).all()):
+            raise AssertionError(f"{self.op}: ids are out of range or occur twice")
+        values = scores.gather(1, ids).sort(descending=True).values
+        assert_equal(self.op, values, scores.topk(self.topk).values)
+
+
+@dataclass(frozen=True)
+class CacheWrite(Workload):
+    """Norm, RoPE, quantisation and write of new tokens, and RoPE of their queries."""
+
+    tokens: int
+    heads: int
+    op: ClassVar[str] = "fused_rope_rmsnorm_quant"
+
+    NUM_PAGES: ClassVar[int] = 1024
+
+    @property
+    def flop(self) -> float:
+        return 0.0
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        num_slots = self.NUM_PAGES * PAGE_SIZE
+        slots = torch.randperm(num_slots, generator=draw, device=device)[: self.tokens]
+        q_rope = torch.randn(
+            self.tokens, self.heads, 64, generator=draw, device=device, dtype=torch.bfloat16
+        )
+        return {
+            "q_rope": q_rope,
+            "kv": _rows(draw, self.tokens, 576) * 10,
+            "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1e4), num_slots).to(device),
+            "kv_norm_weight": torch.rand(512, generator=draw, device=device).bfloat16() + 0.5,
+            "cache": PagedCache.allocate(FP8_DS_MLA, self.NUM_PAGES, PAGE_SIZE, device=device),
+            "positions": torch.randint(num_slots, (self.tokens,), generator=draw, device=device),
+            "slot_mapping": slots,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """Rows in and out, queries in and out, and a row of the RoPE table for each token."""
+        per_token = 2 * 576 + FP8_DS_MLA.bytes_per_token + 2 * 2 * self.heads * 64 + 4 * 64 + 16
+        return self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.fused_rope_rmsnorm_quant(**inputs), inputs["cache"].data
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 64, inputs["kv"].device)
+        expected = PagedCache.allocate(FP8_DS_MLA, 1, PAGE_SIZE, device=some.device)
+        per_token = ("q_rope", "kv", "positions")
+        rotated = reference.fused_rope_rmsnorm_quant(
+            **inputs
+            | {name: inputs[name][some] for name in per_token}
+            | {"cache": expected, "slot_mapping": torch.arange(len(some), device=some.device)}
+        )
+        assert_close(f"{self.op} queries", results[0][some], rotated, BFLOAT16_ULP)
+        written = PagedCache(results[1], FP8_DS_MLA).gather(inputs["slot_mapping"][some])
+        data, _ = FP8_DS_MLA.pack(written, PAGE_SIZE)
+        assert_rows_close(self.op, PagedCache(data, FP8_DS_MLA), expected)
+
+
+@dataclass(frozen=True)
+class Gather(Workload):
+    """Dequantisation of requests of the 656-byte cache into one bfloat16 workspace."""
+
+    batch: int
+    context: int
+    op: ClassVar[str] = "gather_dequant"
+
+    @property
+    def flop(self) -> float:
+        return 0.0
+
+    def build(self, device: torch.device) -> Inputs:
+        cache, table = _paged(_generator(device), FP8_DS_MLA, self.batch, self.context)
+        starts = torch.arange(self.batch, dtype=torch.int32, device=device) * self.context
+        return {
+            "cache": cache,
+            "page_table": table,
+            "seq_lens": torch.full_like(starts, self.context),
+            "workspace_starts": starts,
+            "out": torch.empty(self.batch * self.context, 576, dtype=torch.bfloat16, device=device),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        return self.batch * self.context * (FP8_DS_MLA.bytes_per_token + 2 * 576)
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.gather_dequant(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        expected = reference.gather_dequant(**inputs | {"out": torch.empty_like(inputs["out"])})
+        assert_equal(self.op, results[0], expected)
+
+
+def all_workloads() -> list[Workload]:
+    """Every row, op by op."""
+    prefill = [
+        (4096, 8192, 128, 576, 2048),
+        (4096, 32768, 128, 576, 2048),
+        (4096, 131072, 128, 576, 2048),
+        (4096, 32768, 64, 576, 2048),
+        (4096, 32768, 16, 576, 2048),
+        (4096, 32768, 64, 512, 512),
+        (4096, 32768, 128, 512, 1024),
+    ]
+    decode = [
+        (1, 1, 128, 32768, 2048),
+        (4, 1, 128, 32768, 2048),
+        (16, 1, 128, 32768, 2048),
+        (64, 1, 128, 32768, 2048),
+        (128, 1, 128, 8192, 2048),
+        (128, 1, 128, 32768, 2048),
+        (128, 1, 128, 131072, 2048),
+        (128, 2, 128, 32768, 2048),
+        (256, 1, 128, 8192, 2048),
+        (128, 2, 64, 32768, 2048),
+        (128, 1, 64, 32768, 2048),
+        (128, 1, 32, 32768, 2048),
+        (128, 1, 16, 32768, 2048),
+        (128, 1, 8, 32768, 2048),
+        (148, 2, 128, 32768, 16384),
+    ]
+    dense = [
+        (128, 1, 128, 4096),
+        (128, 1, 128, 8192),
+        (128, 1, 128, 16384),
+        (128, 2, 128, 8192),
+        (32, 1, 128, 8192),
+        (1, 1, 128, 32768),
+        (128, 1, 64, 4096),
+        (128, 1, 16, 8192),
+    ]
+    ragged = [(4096, 8192), (4096, 32768), (4096, 131072), (8192, 65536)]
+    paged = [
+        (128, 1, 8192),
+        (128, 1, 32768),
+        (128, 1, 131072),
+        (128, 2, 32768),
+        (256, 1, 65536),
+        (8, 1, 131072),
+        (1, 1, 131072),
+    ]
+    topk = [
+        (1, 131072),
+        (8, 131072),
+        (64, 32768),
+        (128, 32768),
+        (128, 131072),
+        (1024, 65536),
+        (4096, 32768),
+        (4096, 131072),
+    ]
+    return [
+        *(SparsePrefill(*shape) for shape in prefill),
+        *(SparsePrefill(*shape, "overlapping") for shape in prefill),
+        *(SparseDecode(*shape) for shape in decode),
+        # One token of a request has no neighbour to share with.
+        *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
+        *(DenseDecode(*shape) for shape in dense),
+        *(IndexerScores(*shape) for shape in ragged),
+        *(IndexerScoresPaged(*shape) for shape in paged),
+        *(SelectTopk(*shape, 2048) for shape in topk),
+        *(CacheWrite(tokens, 16) for tokens in (128, 8192)),
+        *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
+    ]
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """A source of its own: the default one is bound to whatever graph is being captured."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def _rows(draw: torch.Generator, num_rows: int, dims: int) -> Tensor:
+    rows = torch.randn(num_rows, dims, generator=draw, device=draw.device, dtype=torch.bfloat16)
+    return rows / 10
+
+
+def _index_queries(draw: torch.Generator, num_tokens: int) -> Tensor:
+    shape = num_tokens, INDEX_HEADS, INDEX_DIM
+    return to_fp8(torch.randn(shape, generator=draw, device=draw.device))
+
+
+def _paged(
+    draw: torch.Generator, format: CacheFormat, batch: int, context: int
+) -> tuple[PagedCache, Tensor]:
+    """A cache full of random rows, and the shuffled pages of requests of ``context`` tokens."""
+    width = -(-context // PAGE_SIZE)
+    num_pages = batch * width
+    cache = PagedCache.allocate(format, num_pages, PAGE_SIZE, device=draw.device)
+    for start in range(0, cache.num_slots, CHUNK_ROWS):
+        slots = torch.arange(start, min(start + CHUNK_ROWS, cache.num_slots), device=draw.device)
+        cache.write(slots, _rows(draw, len(slots), format.head_dim))
+    pages = torch.randperm(num_pages, generator=draw, device=draw.device, dtype=torch.int32)
+    return cache, pages.view(batch, width)
+
+
+def _select(
+    draw: torch.Generator, num_tokens: int, context: int, topk: int, selection: Selection
+) -> Tensor:
+    """int32 ``[num_tokens, topk]``, distinct in each row."""
+    if selection == "random":
+        step = max(CHUNK_DRAWS // context, 1)
+        parts = [
+            _draw_distinct(draw, min(step, num_tokens - start), context, topk)
+            for start in range(0, num_tokens, step)
+        ]
+        return torch.cat(parts).int()
+    own = topk // 8 if context > topk else 0
+    runs = []
+    for start in range(0, num_tokens, RUN):
+        order = torch.randperm(context, generator=draw, device=draw.device)
+        shared, others = order[: topk - own], order[topk - own :]
+        length = min(RUN, num_tokens - start)
+        fresh = others[_draw_distinct(draw, length, len(others), own)]
+        runs.append(torch.cat([shared.expand(length, -1), fresh], 1).sort().values)
+    return torch.cat(runs).int()
+
+
+def _draw_distinct(draw: torch.Generator, num_rows: int, limit: int, count: int) -> Tensor:
+    """``count`` different ids below ``limit`` for each row, in random order."""
+    return torch.rand(num_rows, limit, generator=draw, device=draw.device).topk(count).indices
+
+
+def _some(num_rows: int, count: int, device: torch.device) -> Tensor:
+    """Up to ``count`` rows from the first to the last."""
+    steps = torch.linspace(0, num_rows - 1, min(count, num_rows), device=device)
+    return steps.long()
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ValueError("the format has no scales")
+    return tensor
+
+
+def _check_attention(
+    results: Results,
+    some: Tensor,
+    expected: tuple[Tensor, Tensor],
+    tolerances: tuple[Tolerance, Tolerance],
+    name: str,
+) -> None:
+    """Outputs, and lse where a side returns it; no output of any row is NaN."""
+    if not bool(results[0].isfinite().all()):
+        raise AssertionError(f"{name}: an output is not finite")
+    for label, result, wanted, tolerance in zip(
+        ("out", "lse"), results, expected, tolerances, strict=False
+    ):
+        assert_close(f"{name} {label}", result[some], wanted, tolerance)
+
+
+def _check_scores(results: Results, some: Tensor, expected: Tensor, name: str) -> None:
+    """Scores where there is one: not every side writes the others."""
+    got = results[0][some].masked_fill(expected == -torch.inf, -torch.inf)
+    assert_close(name, got, expected, INDEXER_SCORES)

@@ -1,0 +1,98 @@
+"""The command ``verify``. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from sparsemla.verify.run import OpReport
+
+
+def verify(
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases of each op.")] = False,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="The report; default: benchmarks/verify-<gpu>.json.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; default: cuda if there is a GPU.")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Recorded in the report; default: the checkout's.")
+    ] = None,
+) -> None:
+    """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
+
+    Each op is compared with its definition on many shapes and on poisoned inputs.
+
+    Exit code 1: something is wrong, and the report says what.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sparsemla.verify import run
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ops = tuple(op or run.MATRIX)
+    try:
+        run.check_choice(device, ops)
+    except ValueError as error:
+        typer.echo(f"sparsemla: {error}", err=True)
+        raise typer.Exit(2) from None
+    name = run.device_name(device).lower().replace(" ", "-")
+    path = json or Path("benchmarks") / f"verify-{name}.json"
+
+    console = Console(soft_wrap=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        num_cases = sum(len(run.chosen_cases(one, device, quick)) for one in ops)
+        task = progress.add_task("", total=num_cases)
+
+        def on_case(op: str, case: str) -> None:
+            progress.update(task, description=f"{op}: {case}", advance=1)
+
+        def on_op(report: OpReport) -> None:
+            console.print(op_line(report), markup=False)
+            for failure in report.failures:
+                console.print(f"  {failure}", markup=False)
+
+        report = run.verify(
+            device, quick=quick, ops=ops, commit=commit, on_case=on_case, on_op=on_op
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.to_json(), encoding="utf-8")
+    failed = sum(one.failed for one in report.ops)
+    verdict = f"{failed} cases failed" if failed else "all passed"
+    console.print(f"{report.device}: {num_cases} cases, {verdict}; {path}", markup=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def op_line(report: OpReport) -> str:
+    """An op's tier and cases, and for each result the worst difference and what is allowed."""
+    errors = [
+        f"{result} {worst:.1e} ({_allowed(report.tolerance[result])})"
+        for result, worst in report.worst.items()
+    ]
+    properties = [
+        f"{name.replace('_', ' ')} {found.checked - found.failed}/{found.checked}"
+        for name, found in report.properties.items()
+    ]
+    state = f"{report.failed} FAILED" if report.failed else "ok"
+    return (
+        f"{report.op:<25} {report.tier:<7} {report.cases:3} cases {state:<9} "
+        f"{report.seconds:6.1f} s  {'; '.join(errors + properties)}"
+    )
+
+
+def _allowed(limits: Mapping[str, float] | str) -> str:
+    """A tolerance as a reader sees it: one element passes by the absolute or relative limit."""
+    if isinstance(limits, str):
+        return limits
+    element = " or ".join(f"{name} {limits[name]:.1e}" for name in ("abs", "rel") if name in limits)
+    return f"{element}, cos {limits['cos']:.1e}".removeprefix(", ")

@@ -1,0 +1,788 @@
+"""The table of cases: for each op, arguments as serving produces them and as nobody should.
+
+Shapes are those of the tests of FlashMLA, DeepGEMM and MAX, and of models; most inputs are poisoned
+(:mod:`sparsemla.testing.cases`). Two draws of a case have the same shapes but other values, lengths
+and pages, so that a graph captured over one can be replayed over the other.
+
+Triton compiles a kernel for each format, block of heads and kind of argument, so the cases of an op
+vary one of these at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sparsemla.formats import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    CacheFormat,
+    bf16_format,
+    e4m3_format,
+)
+from sparsemla.testing import cases
+from sparsemla.testing.cases import Arguments, Draw, embed, mla_layer
+from sparsemla.testing.compare import (
+    BFLOAT16_ULP,
+    BRANCH_FP8_OUT,
+    EXACT,
+    FLOAT32_ULPS,
+    FP8_PROJECTION,
+    Tolerance,
+)
+
+Build = Callable[[Draw], Arguments]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of an op.
+
+    Args:
+        name: what a failure calls it.
+        build: makes the arguments.
+        tolerances: one for each result, instead of the op's.
+        quick: part of quick runs.
+        large: too slow, or too large, for a CPU.
+        alone: each request is also computed alone, of the ops whose requests are independent.
+        replayed: captured in a CUDA graph.
+    """
+
+    name: str
+    build: Build
+    tolerances: tuple[Tolerance | None, ...] | None = None
+    quick: bool = False
+    large: bool = False
+    alone: bool = False
+    replayed: bool = True
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Values that each draw deals out to the requests anew, as an option of a case.
+
+    With ``names`` each value has a part for each of several options.
+    """
+
+    values: Sequence[Any]
+    names: tuple[str, ...] = ()
+
+
+def build(make: Callable[..., Arguments], *args: object, **options: object) -> Build:
+    """``make`` with fixed arguments, but for those that are shuffled."""
+
+    def built(draw: Draw) -> Arguments:
+        drawn: dict[str, object] = {}
+        for name, value in options.items():
+            if not isinstance(value, Shuffled):
+                drawn[name] = value
+            elif value.names:
+                parts = zip(*draw.shuffled(value.values), strict=True)
+                drawn |= {part: list(one) for part, one in zip(value.names, parts, strict=True)}
+            else:
+                drawn[name] = draw.shuffled(value.values)
+        return make(draw, *args, **drawn)
+
+    return built
+
+
+LATENT_FORMATS = (
+    BF16_576,
+    BF16_512,
+    FP8_DS_MLA,
+    FP8_584,
+    e4m3_format(),
+    e4m3_format(576, 512, 0),
+    e4m3_format(576, 512, 32),
+    e4m3_format(576, 512, 576),
+)
+INDEX_FORMATS = (
+    INDEX_FP8,
+    bf16_format(128),
+    e4m3_format(128, 128, 128),
+    e4m3_format(128, 128, 0),
+)
+QUICK_FORMATS = (FP8_DS_MLA, FP8_584, INDEX_FP8)
+"""Formats that quick runs try: those of the models."""
+
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3.2": {},
+    "GLM-5": {"interleaved": True},
+    "DeepSeek-V4": {"interleaved": True, "rope_first": False},
+    "half-split behind": {"rope_first": False},
+    "hadamard": {"hadamard": True},
+}
+"""How indexers rotate."""
+
+QUICK_CONVENTIONS = ("DeepSeek-V3.2", "DeepSeek-V4", "hadamard")
+
+
+def _latent_writes() -> list[Case]:
+    make = cases.fused_rope_rmsnorm_quant_case
+    options: dict[str, dict[str, Any]] = {
+        "half-split": {"interleaved": False},
+        "exact scales": {"scale_mode": "exact"},
+        "128 heads, 70 tokens": {"num_tokens": 70, "num_heads": 128, "page_size": 64},
+        "one layer of three": {"num_layers": 3},
+        "pages of 61": {"page_size": 61},
+        "strided": {"strided": True},
+        "int32 slots, bfloat16 table": {
+            "index_dtype": torch.int32,
+            "table_dtype": torch.bfloat16,
+        },
+        "one token": {"num_tokens": 1},
+    }
+    return [
+        *(Case(fmt.name, build(make, fmt), quick=fmt in QUICK_FORMATS) for fmt in LATENT_FORMATS),
+        *(Case(name, build(make, FP8_DS_MLA, **some)) for name, some in options.items()),
+        Case("float32", build(make, FP8_584, dtype=torch.float32), (FLOAT32_ULPS,)),
+    ]
+
+
+def _index_writes() -> list[Case]:
+    make = cases.append_index_keys_case
+    options: dict[str, dict[str, Any]] = {
+        "70 tokens, pages of 64": {"num_tokens": 70, "page_size": 64},
+        "exact scales": {"scale_mode": "exact"},
+        "strided": {"strided": True},
+        "float32": {"dtype": torch.float32},
+        "no rotation": {"rope_dim": 0},
+    }
+    return [
+        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[1:]),
+        *(
+            Case(name, build(make, INDEX_FP8, **some), quick=name in QUICK_CONVENTIONS)
+            for name, some in CONVENTIONS.items()
+        ),
+        *(Case(name, build(make, INDEX_FP8, **some)) for name, some in options.items()),
+    ]
+
+
+def _index_queries() -> list[Case]:
+    make = cases.prepare_index_queries_case
+    return [
+        *(
+            Case(name, build(make, INDEX_FP8, **some), quick=name in QUICK_CONVENTIONS)
+            for name, some in CONVENTIONS.items()
+        ),
+        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[2:]),
+        Case("bf16", build(make, bf16_format(128)), (BFLOAT16_ULP, FLOAT32_ULPS)),
+        Case("64 heads, 70 tokens", build(make, INDEX_FP8, num_tokens=70, num_heads=64)),
+        Case("exact scales", build(make, INDEX_FP8, scale_mode="exact")),
+    ]
+
+
+def _to_slots() -> list[Case]:
+    make = cases.to_slots_case
+    return [
+        *(
+            Case(f"pages of {size}", build(make, page_size=size), quick=size == 64)
+            for size in (1, 2, 61, 64)
+        ),
+        Case("with a workspace", build(make, page_size=64, with_workspace=True), quick=True),
+        Case("int64", build(make, page_size=64, dtype=torch.int64, with_workspace=True)),
+        Case("topk 2048", build(make, page_size=64, num_tokens=62, topk=2048), quick=True),
+    ]
+
+
+def _gather() -> list[Case]:
+    make = cases.gather_dequant_case
+    lens = Shuffled((70, 0, 1, 128))
+    return [
+        *(
+            Case(fmt.name, build(make, fmt, seq_lens=lens), quick=fmt in QUICK_FORMATS)
+            for fmt in LATENT_FORMATS
+        ),
+        *(
+            Case(f"pages of {size}", build(make, FP8_DS_MLA, seq_lens=lens, page_size=size))
+            for size in (1, 2, 61)
+        ),
+        Case(
+            "pieces",
+            build(
+                make,
+                FP8_DS_MLA,
+                page_size=8,
+                pieces=Shuffled(((5, 60), (33, 0), (0, 9)), ("seq_lens", "seq_starts")),
+            ),
+        ),
+        Case("one layer of three", build(make, FP8_DS_MLA, seq_lens=lens, num_layers=3)),
+        Case("missing pages", build(_gather_of_missing_pages)),
+        Case("4096 rows", build(make, FP8_DS_MLA, seq_lens=Shuffled((4096, 0, 999))), large=True),
+    ]
+
+
+def _gather_of_missing_pages(draw: Draw) -> Arguments:
+    arguments = cases.gather_dequant_case(draw, FP8_DS_MLA, seq_lens=[10, 9], page_size=4)
+    table = cast("Tensor", arguments["page_table"])
+    table[0, 1], table[1, 0], table[1, 2] = -1, cases.GARBAGE_PAGE, -(2**31)
+    return arguments
+
+
+def _indexer_scores() -> list[Case]:
+    make = cases.indexer_scores_case
+    return [
+        *(
+            Case(
+                f"{ranges}, {'fp8' if fp8 else 'bf16'}",
+                build(make, num_tokens=65, num_keys=130, ranges=ranges, fp8=fp8),
+                quick=fp8,
+            )
+            for ranges in ("causal", "segments", "ragged")
+            for fp8 in (True, False)
+        ),
+        *(
+            Case(f"{heads} heads of {dim}", build(make, num_heads=heads, head_dim=dim))
+            for heads, dim in ((64, 128), (64, 64), (32, 32), (3, 128))
+        ),
+        Case(
+            "exact", build(make, num_tokens=20, ranges="ragged", exact=True), (EXACT,), quick=True
+        ),
+        Case("one token", build(make, num_tokens=1, num_keys=1)),
+        Case(
+            "2048 tokens, 8192 keys",
+            build(make, num_tokens=2048, num_keys=8192, num_heads=64),
+            large=True,
+        ),
+    ]
+
+
+def _indexer_scores_paged() -> list[Case]:
+    make = cases.indexer_scores_paged_case
+    lens = Shuffled((130, 64, 1, 0))
+    return [
+        *(
+            Case(fmt.name, build(make, seq_lens=lens, format=fmt), quick=fmt in QUICK_FORMATS)
+            for fmt in INDEX_FORMATS
+        ),
+        *(Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size)) for size in (1, 61)),
+        Case("2 queries", build(make, seq_lens=lens, query_len=2), quick=True),
+        Case("own lengths", build(make, seq_lens=lens, query_len=2, own_lengths=True), quick=True),
+        Case("64 heads, exact", build(make, seq_lens=lens, num_heads=64, exact=True), (EXACT,)),
+        Case("3 heads, exact", build(make, seq_lens=lens, num_heads=3, exact=True), (EXACT,)),
+        Case(
+            "long",
+            build(make, seq_lens=Shuffled((8192, 6001, 0, 10000)), num_heads=64, query_len=2),
+            large=True,
+        ),
+    ]
+
+
+def _batches(*batch: tuple[int, int]) -> Shuffled:
+    """Requests, each with its query length and its length."""
+    return Shuffled(batch, ("query_lens", "seq_lens"))
+
+
+def _indexer_topk() -> list[Case]:
+    make = cases.indexer_topk_case
+    mixed = _batches((1, 130), (7, 64), (0, 0), (3, 3))
+    return [
+        *(
+            Case(fmt.name, build(make, batch=mixed, format=fmt), quick=fmt in QUICK_FORMATS)
+            for fmt in INDEX_FORMATS
+        ),
+        *(
+            Case(f"topk {topk}", build(make, batch=mixed, topk=topk), quick=topk == 64)
+            for topk in (1, 63, 64, 65, 300)
+        ),
+        *(Case(f"{heads} heads", build(make, batch=mixed, num_heads=heads)) for heads in (3, 64)),
+        *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
+        Case("not causal", build(make, batch=mixed, causal=False), quick=True),
+        Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
+        Case("one layer of three", build(make, batch=mixed, num_layers=3)),
+        Case(
+            "decode, topk 2048",
+            build(
+                make,
+                batch=_batches((1, 9000), (1, 2047), (1, 2049), (1, 1)),
+                topk=2048,
+                num_heads=64,
+            ),
+            large=True,
+        ),
+        Case(
+            "prefill, topk 2048",
+            build(make, batch=_batches((300, 4000), (70, 70)), topk=2048, num_heads=64),
+            large=True,
+        ),
+    ]
+
+
+def _select_topk() -> list[Case]:
+    make = cases.select_topk_case
+    return [
+        *(
+            Case(
+                f"{cols} columns, topk {topk}",
+                build(make, num_cols=cols, topk=topk),
+                quick=cols == 2500,
+            )
+            for cols, topk in ((1, 1), (64, 65), (2500, 64), (2500, 2048), (2047, 2048))
+        ),
+        Case("ragged", build(make, num_rows=40, ragged=True), quick=True),
+        Case(
+            "ragged, 2050 rows",
+            build(make, num_rows=2050, num_cols=20000, topk=2048, ragged=True),
+            large=True,
+        ),
+        Case("adversarial, topk 64", build(_adversarial_rows, 700, 64), quick=True),
+        Case("adversarial, topk 2048", build(_adversarial_rows, 5000, 2048)),
+        Case("adversarial, long rows", build(_adversarial_rows, 200000, 2048), large=True),
+        Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
+        Case("strided", build(make, strided=True)),
+        Case("300000 columns", build(make, num_rows=32, num_cols=300000, topk=3000), large=True),
+    ]
+
+
+def _adversarial_rows(draw: Draw, num_cols: int, topk: int) -> Arguments:
+    rows = cases.adversarial_scores(draw, num_cols, topk)
+    return {"scores": torch.stack(list(rows.values())), "topk": topk}
+
+
+def _sparse_prefill() -> list[Case]:
+    make = cases.sparse_prefill_case
+    sizes = (
+        (128, 128),
+        (256, 256),
+        (592, 128),
+        (1840, 256),
+        (1592, 384),
+        (1521, 512),
+        (95, 128),
+        (153, 256),
+        (114, 384),
+    )
+    both = {"with_sink": True, "with_lengths": True}
+    return [
+        *(
+            Case(
+                f"{dim} dims, {heads} heads",
+                build(make, head_dim=dim, num_heads=heads, **both),
+                quick=dim == 576 and heads in (3, 128),
+            )
+            for dim in (512, 576)
+            for heads in (3, 16, 63, 64, 128)
+        ),
+        *(
+            Case(
+                f"{rows} rows, topk {topk}",
+                build(make, num_tokens=62, num_heads=64, num_rows=rows, topk=topk, **both),
+                large=True,
+            )
+            for rows, topk in sizes
+        ),
+        *(
+            Case(f"topk {topk}", build(make, num_rows=200, topk=topk, **both))
+            for topk in (1, 63, 65)
+        ),
+        Case("tiny cache, topk 2048", build(make, num_rows=32, topk=2048, **both)),
+        Case("tiny cache, topk 8192", build(make, num_rows=64, topk=8192, **both), large=True),
+        Case("topk 2049", build(make, num_rows=3000, topk=2049, num_tokens=9, **both), large=True),
+        Case("plain", build(make), quick=True),
+        Case("sink", build(make, with_sink=True)),
+        Case("no valid index", build(make, share=0.0, **both), quick=True),
+        Case("no valid index among 4096", build(make, topk=4096, share=0.0, **both)),
+        Case("strided", build(make, strided=True, **both)),
+        Case("float16", build(make, dtype=torch.float16, **both)),
+        Case("float32", build(make, dtype=torch.float32, **both)),
+        Case("duplicates", build(_duplicates)),
+        *(
+            Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
+            for fmt in LATENT_FORMATS[1:6]
+        ),
+        Case("70000 tokens", build(_many_tokens), large=True),
+    ]
+
+
+def _duplicates(draw: Draw) -> Arguments:
+    arguments = cases.sparse_prefill_case(draw, with_sink=True)
+    indices = cast("Tensor", arguments["topk_indices"])
+    indices[:, 1::2] = indices[:, :1]
+    return arguments
+
+
+def _prefill_from_cache(draw: Draw, format: CacheFormat) -> Arguments:
+    decode = cases.sparse_decode_case(draw, format=format, page_size=61, num_layers=2)
+    return {
+        "q": cast("Tensor", decode["q"]).flatten(0, 1),
+        "kv": decode["cache"],
+        "topk_indices": cast("Tensor", decode["topk_indices"]).flatten(0, 1),
+        "softmax_scale": decode["softmax_scale"],
+        "attn_sink": cases.sinks(draw, 8),
+    }
+
+
+def _many_tokens(draw: Draw) -> Arguments:
+    """More rows than a grid dimension of a GPU has, 65535."""
+    return {
+        "q": cases.prefill_rows(draw, 70000, 1, 64),
+        "kv": cases.prefill_rows(draw, 16, 64),
+        "topk_indices": draw.integers(-1, 16, 70000, 2),
+        "softmax_scale": 0.5,
+    }
+
+
+def _dense_prefill() -> list[Case]:
+    make = cases.dense_prefill_case
+
+    def lens(*batch: tuple[int, int]) -> Shuffled:
+        return Shuffled(batch, ("query_lens", "kv_lens"))
+
+    ragged = lens((5, 5), (0, 3), (9, 20))
+    return [
+        *(
+            Case(
+                f"{dim} and {value} dims, {heads} heads",
+                build(make, batch=ragged, head_dim=dim, value_dim=value, num_heads=heads),
+                quick=value == 128,
+            )
+            for dim, value, heads in ((192, 128, 16), (256, 256, 3), (64, 80, 1), (576, 512, 8))
+        ),
+        Case("full", build(make, batch=ragged, causal=False), quick=True),
+        Case("context", build(make, batch=lens((70, 200), (0, 0), (1, 129)))),
+        Case("fewer keys than queries", build(make, batch=lens((6, 2), (3, 0), (2, 2)))),
+        Case("float16", build(make, batch=ragged, dtype=torch.float16)),
+        Case("float32", build(make, batch=ragged, dtype=torch.float32)),
+        Case("strided", build(make, batch=ragged, strided=True)),
+        Case("long", build(make, batch=lens((900, 4000), (0, 9), (65, 65))), large=True),
+    ]
+
+
+def _sparse_decode() -> list[Case]:
+    make = _sparse_decode_case
+    both = {"with_sink": True, "with_lengths": True}
+    sizes = (
+        (512, 64, 2),
+        (512, 64, 69),
+        (1024, 576, 61),
+        (2046, 2048, 64),
+        (300, 63, 1),
+        (300, 65, 53),
+        (100, 1, 256),
+    )
+    extras = {
+        "of the same format": (FP8_584, 300, 64, 64),
+        "of pages of 2": (FP8_584, 50, 16, 2),
+        "in bfloat16": (BF16_512, 100, 33, 7),
+    }
+    return [
+        *(
+            Case(
+                fmt.name,
+                build(make, format=fmt, query_len=2, **both),
+                quick=fmt in QUICK_FORMATS,
+                alone=fmt == FP8_DS_MLA,
+            )
+            for fmt in LATENT_FORMATS
+        ),
+        *(
+            Case(
+                f"{heads} heads",
+                build(make, format=FP8_DS_MLA, num_heads=heads, **both),
+                quick=heads == 128,
+            )
+            for heads in (1, 3, 16, 63, 64, 128)
+        ),
+        *(
+            Case(
+                f"{length} keys, topk {topk}, pages of {page}",
+                build(make, format=FP8_DS_MLA, seq_len=length, topk=topk, page_size=page, **both),
+            )
+            for length, topk, page in sizes
+        ),
+        *(
+            Case(
+                f"extra stream {name}",
+                build(
+                    make,
+                    format=FP8_584,
+                    page_size=256,
+                    extra=extra,
+                    with_extra_lengths=True,
+                    **both,
+                ),
+                quick=name == "of pages of 2",
+                alone=name == "of pages of 2",
+            )
+            for name, extra in extras.items()
+        ),
+        Case("plain", build(make, format=FP8_DS_MLA), alone=True),
+        Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
+        Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
+        Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
+        Case("one layer of three", build(make, format=FP8_DS_MLA, num_layers=3, **both)),
+        Case("strided", build(make, format=FP8_DS_MLA, query_len=2, strided=True, **both)),
+        Case("float16", build(make, format=FP8_DS_MLA, dtype=torch.float16, **both)),
+        Case("scales of any value", build(_odd_scales)),
+        Case("zero keys", build(_zero_keys)),
+        *(
+            Case(
+                f"2 GiB apart, {fmt.name}",
+                build(_distant_decode, fmt),
+                large=True,
+                replayed=False,
+            )
+            for fmt in (BF16_576, FP8_DS_MLA)
+        ),
+        Case(
+            "DeepSeek-V3.2",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                batch=8,
+                query_len=2,
+                num_heads=128,
+                seq_len=8192,
+                topk=2048,
+                **both,
+            ),
+            large=True,
+            alone=True,
+        ),
+    ]
+
+
+def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
+    """With lengths, one request has length 0."""
+    arguments = cases.sparse_decode_case(draw, **cast("dict[str, Any]", options))
+    lengths = cast("Tensor | None", arguments["topk_lengths"])
+    if lengths is not None:
+        lengths[int(draw.integers(0, len(lengths), 1))] = 0
+    return arguments
+
+
+def _odd_scales(draw: Draw) -> Arguments:
+    arguments = cases.sparse_decode_case(draw, format=FP8_DS_MLA, with_sink=True)
+    scales = cast("Any", arguments["cache"]).fields().scales
+    scales.mul_(1 + draw.normal(*scales.shape).abs())
+    return arguments
+
+
+def _zero_keys(draw: Draw) -> Arguments:
+    arguments = cases.sparse_decode_case(draw, format=FP8_DS_MLA, with_sink=True)
+    cache = cast("Any", arguments["cache"])
+    slots = torch.arange(cache.num_slots, device=draw.device)
+    cache.write(slots, torch.zeros(len(slots), 576, device=draw.device))
+    return arguments
+
+
+def _distant_decode(draw: Draw, format: CacheFormat) -> Arguments:
+    arguments = cases.sparse_decode_case(draw, format=format, batch=1, seq_len=64, page_size=64)
+    return arguments | {"cache": cases.distant_pages(draw, format)}
+
+
+def _dense_decode() -> list[Case]:
+    make = cases.dense_decode_case
+    lens = Shuffled((20, 140, 0, 63, 64, 65, 1))
+    few = Shuffled((20, 140, 0))
+    return [
+        *(
+            Case(
+                fmt.name,
+                build(make, format=fmt, seq_lens=lens, query_len=2, num_heads=4, with_sink=True),
+                quick=fmt in QUICK_FORMATS,
+                alone=fmt == FP8_DS_MLA,
+            )
+            for fmt in LATENT_FORMATS
+        ),
+        *(
+            Case(
+                f"{heads} heads",
+                build(make, format=FP8_DS_MLA, seq_lens=few, num_heads=heads, with_sink=True),
+                quick=heads == 128,
+            )
+            for heads in (1, 3, 9, 16, 63, 64, 126, 128)
+        ),
+        *(
+            Case(
+                f"pages of {size}",
+                build(make, format=FP8_DS_MLA, seq_lens=few, page_size=size, with_sink=True),
+            )
+            for size in (1, 2, 61, 69)
+        ),
+        Case("plain", build(make, format=FP8_DS_MLA, seq_lens=few), alone=True),
+        Case(
+            "not causal",
+            build(make, format=FP8_DS_MLA, seq_lens=few, query_len=4, causal=False),
+            quick=True,
+        ),
+        Case(
+            "fewer keys than queries",
+            build(make, format=FP8_DS_MLA, seq_lens=Shuffled((0, 1, 3, 4)), query_len=4),
+        ),
+        Case("float16", build(make, format=FP8_DS_MLA, seq_lens=few, dtype=torch.float16)),
+        Case("one layer of three", build(make, format=FP8_DS_MLA, seq_lens=few, num_layers=3)),
+        Case("missing pages", build(_decode_of_missing_pages)),
+        Case(
+            "long",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                seq_lens=Shuffled((4096, 9000, 0, 33)),
+                num_heads=128,
+                query_len=2,
+                with_sink=True,
+            ),
+            large=True,
+            alone=True,
+        ),
+        Case(
+            "128 requests",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                seq_lens=Shuffled([7 * (i % 40) for i in range(128)]),
+                num_heads=64,
+            ),
+            large=True,
+        ),
+    ]
+
+
+def _decode_of_missing_pages(draw: Draw) -> Arguments:
+    arguments = cases.dense_decode_case(draw, format=FP8_DS_MLA, seq_lens=[140, 30])
+    table = cast("Tensor", arguments["page_table"])
+    table[0, 1], table[1, 0] = -1, cases.GARBAGE_PAGE
+    return arguments
+
+
+def _merge_states() -> list[Case]:
+    make = cases.merge_states_case
+    return [
+        *(
+            Case(
+                f"{parts} parts, {str(dtype).removeprefix('torch.')}",
+                build(make, parts, dtype=dtype, with_sink=True),
+                quick=parts == 2,
+            )
+            for parts, dtype in (
+                (1, torch.float32),
+                (2, torch.bfloat16),
+                (2, torch.float32),
+                (7, torch.float16),
+            )
+        ),
+        Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
+        Case("without a sink", build(make, 3)),
+    ]
+
+
+def _project_heads() -> list[Case]:
+    make = cases.project_heads_case
+    shapes = {
+        "W_UK of DeepSeek-V3": (512, 128),
+        "W_UV of DeepSeek-V3": (128, 512),
+        "W_UK of GLM-5": (512, 192),
+        "W_UV of GLM-5": (256, 512),
+        "uneven": (100, 72),
+    }
+    blocks = {"bf16": None, "128x128": (128, 128), "64x128": (64, 128)}
+    return [
+        *(
+            Case(
+                f"{name}, {kind}",
+                build(make, rows=rows, cols=cols, block=block, num_heads=16),
+                tolerances=None if block is None else (FP8_PROJECTION,),
+                quick="V3" in name and kind != "64x128",
+            )
+            for name, (rows, cols) in shapes.items()
+            for kind, block in blocks.items()
+        ),
+        *(
+            Case(
+                f"{tokens} tokens, {kind}",
+                build(make, num_tokens=tokens, rows=128, cols=256, block=blocks[kind]),
+                tolerances=None if blocks[kind] is None else (FP8_PROJECTION,),
+            )
+            for tokens in (1, 65, 500)
+            for kind in ("bf16", "128x128")
+        ),
+        Case("strided", build(_strided_projection)),
+    ]
+
+
+def _strided_projection(draw: Draw) -> Arguments:
+    arguments = cases.project_heads_case(draw, block=(128, 128))
+    return arguments | {"x": embed(cast("Tensor", arguments["x"]))}
+
+
+def _branch_case(
+    draw: Draw,
+    *,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    layer: dict[str, Any],
+    **options: object,
+) -> Arguments:
+    return cases.branch_case(
+        draw,
+        mla_layer(draw, **layer),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        **cast("dict[str, Any]", options),
+    )
+
+
+def _branch(op: str) -> list[Case]:
+    decode = op == "decode_branch"
+    uniform = _batches((1, 1), (1, 70), (1, 129)) if decode else _batches((20, 150), (20, 20))
+    mixed = {"query_lens": [1, 1, 9, 30], "seq_lens": [65, 1, 9, 100]}
+    empty = {"query_lens": [2, 0, 0], "seq_lens": [70, 0, 0]}
+    list_of: list[Case] = []
+    for topk, kind in ((16, "sparse"), (None, "dense")):
+        layer = {"with_sink": topk is not None}
+        heads = {"num_heads": 128, "with_sink": topk is not None}
+        options: dict[str, Any] = {"topk": topk, "format": FP8_DS_MLA}
+        list_of += [
+            Case(kind, build(_branch_case, batch=uniform, layer=layer, **options), quick=True),
+            Case(
+                f"{kind}, bf16",
+                build(_branch_case, batch=uniform, layer=layer, topk=topk, format=BF16_576),
+            ),
+            Case(f"{kind}, mixed", build(_branch_case, layer=layer, **mixed, **options)),
+            Case(f"{kind}, empty requests", build(_branch_case, layer=layer, **empty, **options)),
+            Case(
+                f"{kind}, FP8 weights",
+                build(_branch_case, batch=uniform, layer={"block": (128, 128)}, **options),
+                (BRANCH_FP8_OUT,),
+            ),
+            Case(
+                f"{kind}, 128 heads",
+                build(_branch_case, batch=uniform, layer=heads, **options),
+                large=True,
+            ),
+            Case(
+                f"{kind}, GLM-5",
+                build(_branch_case, batch=uniform, layer={"nope": 192, "value": 256}, **options),
+            ),
+        ]
+    return list_of
+
+
+MATRIX: dict[str, tuple[Case, ...]] = {
+    "fused_rope_rmsnorm_quant": tuple(_latent_writes()),
+    "append_index_keys": tuple(_index_writes()),
+    "prepare_index_queries": tuple(_index_queries()),
+    "to_slots": tuple(_to_slots()),
+    "gather_dequant": tuple(_gather()),
+    "indexer_scores": tuple(_indexer_scores()),
+    "indexer_scores_paged": tuple(_indexer_scores_paged()),
+    "indexer_topk": tuple(_indexer_topk()),
+    "select_topk": tuple(_select_topk()),
+    "sparse_prefill": tuple(_sparse_prefill()),
+    "dense_prefill": tuple(_dense_prefill()),
+    "sparse_decode": tuple(_sparse_decode()),
+    "dense_decode": tuple(_dense_decode()),
+    "merge_states": tuple(_merge_states()),
+    "project_heads": tuple(_project_heads()),
+    "decode_branch": tuple(_branch("decode_branch")),
+    "prefill_branch": tuple(_branch("prefill_branch")),
+}
+"""The cases of each op."""

@@ -1,0 +1,268 @@
+"""What holds for the arguments of a case: near the definition, repeatable, replayable, batchable.
+
+Results are named tensors: what the op returns, and the parts of the rows of a cache that it writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.testing.cases import Arguments
+from sparsemla.testing.compare import (
+    ROW_TOLERANCES,
+    Tolerance,
+    assert_close,
+    assert_equal,
+    assert_few_differ,
+    largest_difference,
+    run_op,
+    run_reference,
+)
+from sparsemla.testing.poison import poisoned_empty
+
+Results = dict[str, Tensor]
+
+CACHE_WRITERS = (
+    "fused_rope_rmsnorm_quant",
+    "append_index_keys",
+    "decode_branch",
+    "prefill_branch",
+)
+
+OVERWRITING = (*CACHE_WRITERS, "gather_dequant")
+"""Ops that write into their arguments; every run needs a copy."""
+
+PER_REQUEST = {
+    "sparse_decode": (
+        "q",
+        "topk_indices",
+        "topk_lengths",
+        "extra_topk_indices",
+        "extra_topk_lengths",
+    ),
+    "dense_decode": ("q", "page_table", "seq_lens"),
+}
+"""Ops whose requests do not depend on each other, and the arguments that have one row for each."""
+
+NUM_SPLITS = 3
+"""The fixed count of splits with which a request alone must give the bits it gives in a batch."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How far a result lies from the definition's.
+
+    Args:
+        result: its name.
+        difference: the largest one of an element, among finite elements.
+        tolerance: what may differ; None if every bit must agree.
+        failure: what is wrong, or None.
+    """
+
+    result: str
+    difference: float
+    tolerance: Tolerance | None
+    failure: str | None
+
+
+def against_reference(
+    op: str, arguments: Arguments, tolerances: tuple[Tolerance | None, ...]
+) -> tuple[list[Measured], Results]:
+    """Run an op on poisoned memory, then its definition; compare all results.
+
+    Returns:
+        A measurement of each result, and the results.
+    """
+    ours, theirs = _fresh(op, arguments), _fresh(op, arguments)
+    with poisoned_empty():
+        results = _name(op, ours, run_op(op, ours))
+    expected = _name(op, theirs, run_reference(op, theirs))
+    allowed = [*tolerances, *ROW_TOLERANCES.values()]
+    names = [*_result_names(op)[: len(tolerances)], *(f"cache.{part}" for part in ROW_TOLERANCES)]
+    measured = []
+    for name, tolerance in zip(names, allowed, strict=True):
+        if name in results:
+            measured.append(_measure(name, results[name], expected[name], tolerance))
+    if op in CACHE_WRITERS:
+        measured.append(_other_rows(_cache(ours), _cache(arguments), _slots(arguments)))
+    return measured, results
+
+
+def check_reruns(op: str, arguments: Arguments, expected: Results, reruns: int) -> None:
+    """Every run gives the bits of the first.
+
+    Raises:
+        AssertionError: a run gave others.
+    """
+    for rerun in range(reruns):
+        _assert_same(f"rerun {rerun + 1}", _run(op, _fresh(op, arguments)), expected)
+
+
+def check_alone(op: str, arguments: Arguments) -> None:
+    """Each request alone gives the bits that it gives in the batch, for a fixed count of splits.
+
+    Raises:
+        AssertionError: a request gave others.
+    """
+    arguments = arguments | {"num_splits": NUM_SPLITS}
+    together = _run(op, arguments)
+    rows = {
+        name: cast("Tensor", arguments[name])
+        for name in PER_REQUEST[op]
+        if arguments.get(name) is not None
+    }
+    for request in range(len(rows["q"])):
+        own = {name: tensor[request : request + 1] for name, tensor in rows.items()}
+        expected = {name: tensor[request : request + 1] for name, tensor in together.items()}
+        _assert_same(f"request {request} alone", _run(op, arguments | own), expected)
+
+
+def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
+    """A CUDA graph, captured over ``arguments`` and replayed over ``others``, gives the eager bits.
+
+    Raises:
+        AssertionError: the graph gave other bits.
+        ValueError: the two have different shapes.
+    """
+    expected = _run(op, _fresh(op, others))
+    graph = torch.cuda.CUDAGraph()
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    # Leaving this block restores the current stream even if the capture fails.
+    with torch.cuda.stream(warm_up):
+        _run(op, arguments)
+        warm_up.synchronize()
+        with torch.cuda.graph(graph):
+            results = _run(op, arguments)
+    for replay in range(2):
+        overwrite(arguments, others)
+        graph.replay()
+        torch.cuda.synchronize()
+        _assert_same(f"replay {replay + 1}", results, expected)
+
+
+def overwrite(target: object, source: object) -> None:
+    """Copy the memory of all tensors in ``source`` over that of those in ``target``.
+
+    Raises:
+        ValueError: they differ in a shape, a stride, or a value that is no tensor.
+    """
+    for old, new in zip(_leaves(target), _leaves(source), strict=True):
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            if (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
+                raise ValueError(
+                    f"two draws of a case differ: {old.dtype} {list(old.shape)} and "
+                    f"{new.dtype} {list(new.shape)}"
+                )
+            # Pages may hold scales behind the rows that the tensor shows.
+            old.untyped_storage().copy_(new.untyped_storage())
+        elif old != new:
+            raise ValueError(f"two draws of a case differ: {old!r} and {new!r}")
+
+
+@contextmanager
+def recorded_tiers() -> Iterator[list[str]]:
+    """The tiers that dispatch chooses in the block, in order and each once."""
+    tiers: list[str] = []
+    select = dispatch.select
+
+    def recording(problem: dispatch.Problem) -> dispatch.Launch:
+        chosen = dispatch.explain(problem).chosen
+        if chosen is not None and chosen not in tiers:
+            tiers.append(chosen)
+        return select(problem)
+
+    with mock.patch.object(dispatch, "select", recording):
+        yield tiers
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _leaves(getattr(value, part.name))
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _fresh(op: str, arguments: Arguments) -> Arguments:
+    return copy.deepcopy(arguments) if op in OVERWRITING else arguments
+
+
+def _run(op: str, arguments: Arguments) -> Results:
+    return _name(op, arguments, run_op(op, arguments))
+
+
+def _result_names(op: str) -> tuple[str, ...]:
+    return (op in dispatch.OPS and dispatch.OPS[op].outputs) or ("out",)
+
+
+def _name(op: str, arguments: Arguments, results: tuple[Tensor, ...]) -> Results:
+    named = dict(zip(_result_names(op), results, strict=False))
+    if op in CACHE_WRITERS:
+        for part, rows in _cache(arguments).fields()._asdict().items():
+            if rows is not None:
+                named[f"cache.{part}"] = rows
+    return named
+
+
+def _cache(arguments: Arguments) -> PagedCache:
+    return cast("PagedCache", arguments["cache"])
+
+
+def _slots(arguments: Mapping[str, Any]) -> Tensor:
+    """Slots that an op with a cache may write."""
+    slots = arguments["plan"].slot_mapping if "plan" in arguments else arguments["slot_mapping"]
+    return slots[slots >= 0].long()
+
+
+def _measure(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance | None) -> Measured:
+    failure = None
+    try:
+        if tolerance is None:
+            assert_equal(name, actual, expected)
+        else:
+            assert_close(name, actual.float(), expected.float(), tolerance)
+            if actual.dtype.itemsize == 1:
+                assert_few_differ(name, actual, expected)
+    except AssertionError as error:
+        failure = str(error)
+    same_shape = actual.shape == expected.shape
+    difference = largest_difference(actual, expected) if same_shape else 0.0
+    return Measured(name, difference, tolerance, failure)
+
+
+def _other_rows(written: PagedCache, before: PagedCache, slots: Tensor) -> Measured:
+    """Rows that no slot names keep every bit."""
+    others = torch.ones(written.num_slots, dtype=torch.bool, device=slots.device)
+    others[slots] = False
+    name, failure, difference = "cache, other rows", None, 0.0
+    for got, was in zip(written.fields(), before.fields(), strict=True):
+        if got is not None and was is not None:
+            got, was = got.flatten(0, 1)[others], was.flatten(0, 1)[others]
+            difference = max(difference, largest_difference(got, was))
+            try:
+                assert_equal(name, got, was)
+            except AssertionError as error:
+                failure = str(error)
+    return Measured(name, difference, None, failure)
+
+
+def _assert_same(when: str, results: Results, expected: Results) -> None:
+    for name, result in results.items():
+        assert_equal(f"{when}, {name}", result, expected[name])

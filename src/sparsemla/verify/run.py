@@ -1,0 +1,298 @@
+"""The loop over the matrix, and its report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import sparsemla
+from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import TOLERANCES, Tolerance
+from sparsemla.verify.matrix import MATRIX, Case
+from sparsemla.verify.properties import (
+    PER_REQUEST,
+    Measured,
+    against_reference,
+    check_alone,
+    check_replay,
+    check_reruns,
+    recorded_tiers,
+)
+
+PACKAGE = Path(sparsemla.__file__).parent
+RERUNS, QUICK_RERUNS = 20, 5
+SHOWN = 40
+"""Lines of a failure that the report keeps."""
+
+
+@dataclass(frozen=True)
+class Property:
+    """How many cases a property was checked on, and on how many it does not hold."""
+
+    checked: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class OpReport:
+    """What was found for one op.
+
+    Attributes:
+        op: its name.
+        tier: what dispatch chose; of a branch, what it chose for the ops it is made of.
+        cases: cases that ran.
+        failed: cases with any failure.
+        worst: for each result the largest difference of an element from the definition's.
+        tolerance: for each result ``abs``, ``rel`` and ``cos`` of its tolerance, or ``exact``.
+        properties: repeatable, graph_replay and batch_invariant, as far as they apply.
+        seconds: time that all of it took, compilation included.
+        failures: what went wrong, each with the name of its case.
+    """
+
+    op: str
+    tier: str
+    cases: int
+    failed: int
+    worst: Mapping[str, float]
+    tolerance: Mapping[str, Mapping[str, float] | str]
+    properties: Mapping[str, Property]
+    seconds: float
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run: what was tested, on what, and what was found.
+
+    Attributes:
+        commit: of the checkout that the package lies in, or None.
+        dirty: whether that checkout had changes, or None.
+        date: UTC, ISO 8601.
+        torch, triton, python: versions; triton is None where it is not installed.
+        device: name of the GPU, or ``cpu``.
+        kernel_hash: :func:`kernel_hash`.
+        quick: whether only the quick cases ran.
+        ops: a report of each op.
+    """
+
+    commit: str | None
+    dirty: bool | None
+    date: str
+    torch: str
+    triton: str | None
+    python: str
+    device: str
+    kernel_hash: str
+    quick: bool
+    ops: tuple[OpReport, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(op.failed == 0 for op in self.ops)
+
+    def to_json(self) -> str:
+        """The report as a JSON object of its attributes."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def verify(
+    device: str,
+    *,
+    quick: bool = False,
+    ops: Sequence[str] = (),
+    commit: str | None = None,
+    on_case: Callable[[str, str], None] | None = None,
+    on_op: Callable[[OpReport], None] | None = None,
+) -> Report:
+    """Check the ops on a device against their definitions, and what else they promise.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        quick: a few cases of each op, with fewer reruns.
+        ops: names of ops; none means all.
+        commit: recorded in the report where the checkout cannot tell.
+        on_case: called with the names of op and case before each case.
+        on_op: called with each op's report.
+
+    Raises:
+        ValueError: no such device or op.
+    """
+    check_choice(device, ops)
+    reports = []
+    for op in ops or MATRIX:
+        started = time.perf_counter()
+        outcomes = []
+        for case in chosen_cases(op, device, quick):
+            if on_case is not None:
+                on_case(op, case.name)
+            outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
+        reports.append(_summarise(op, outcomes, time.perf_counter() - started))
+        if on_op is not None:
+            on_op(reports[-1])
+    known, dirty = _checkout()
+    return Report(
+        commit=commit or known,
+        dirty=dirty,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        python=platform.python_version(),
+        device=device_name(device),
+        kernel_hash=kernel_hash(),
+        quick=quick,
+        ops=tuple(reports),
+    )
+
+
+def check_choice(device: str, ops: Sequence[str]) -> None:
+    """Refuse devices that are not there and ops that do not exist.
+
+    Raises:
+        ValueError: naming what was expected.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be cpu on a machine without a CUDA GPU, got 'cuda'")
+    for op in ops:
+        if op not in MATRIX:
+            raise ValueError(f"op must be one of {', '.join(MATRIX)}; got {op!r}")
+
+
+def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
+    """The cases of an op that a run has."""
+    return [
+        case
+        for case in MATRIX[op]
+        if (case.quick or not quick) and (device == "cuda" or not case.large)
+    ]
+
+
+def device_name(device: str) -> str:
+    """Name of the GPU, or ``cpu``."""
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def kernel_hash() -> str:
+    """SHA-256 over the names and contents of all files below ``sparsemla/kernels``."""
+    digest = hashlib.sha256()
+    for path in sorted((PACKAGE / "kernels").rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    case: str
+    tiers: tuple[str, ...]
+    measured: tuple[Measured, ...]
+    properties: Mapping[str, bool]
+    failures: tuple[str, ...]
+
+
+def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
+    measured: list[Measured] = []
+    properties: dict[str, bool] = {}
+    failures: list[str] = []
+
+    def attempt(check: Callable[[], None]) -> bool:
+        """Run a check; whatever it raises is what the report is for."""
+        try:
+            check()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except AssertionError as error:
+            failures.append(str(error))
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        else:
+            return True
+        return False
+
+    def everything() -> None:
+        arguments = case.build(Draw(0, device))
+        found, results = against_reference(op, arguments, case.tolerances or TOLERANCES[op])
+        measured.extend(found)
+        failures.extend(one.failure for one in found if one.failure is not None)
+        properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
+        if op in PER_REQUEST and case.alone:
+            properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))
+        if device == "cuda" and case.replayed:
+            others = case.build(Draw(1, device))
+            properties["graph_replay"] = attempt(lambda: check_replay(op, arguments, others))
+
+    with recorded_tiers() as tiers:
+        attempt(everything)
+    return _Outcome(case.name, tuple(tiers), tuple(measured), properties, tuple(failures))
+
+
+def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpReport:
+    worst: dict[str, float] = {}
+    tolerance: dict[str, Mapping[str, float] | str] = {}
+    properties: dict[str, Property] = {}
+    failures = []
+    for outcome in outcomes:
+        for one in outcome.measured:
+            limits = _limits(one.tolerance)
+            # Where a case has a tolerance of its own, its results count apart.
+            name = one.result
+            if tolerance.setdefault(name, limits) != limits:
+                name = f"{one.result} of {outcome.case}"
+                tolerance[name] = limits
+            worst[name] = max(worst.get(name, 0.0), one.difference)
+        for name, holds in outcome.properties.items():
+            so_far = properties.get(name, Property())
+            properties[name] = Property(so_far.checked + 1, so_far.failed + (not holds))
+        for failure in outcome.failures:
+            lines = failure.splitlines()[:SHOWN]
+            failures.append(f"{outcome.case}: " + "\n".join(lines))
+    return OpReport(
+        op=op,
+        tier="+".join(dict.fromkeys(tier for outcome in outcomes for tier in outcome.tiers)),
+        cases=len(outcomes),
+        failed=sum(bool(outcome.failures) for outcome in outcomes),
+        worst=worst,
+        tolerance=tolerance,
+        properties=properties,
+        seconds=round(seconds, 2),
+        failures=tuple(failures),
+    )
+
+
+def _limits(tolerance: Tolerance | None) -> Mapping[str, float] | str:
+    """The limits that a tolerance sets."""
+    if tolerance is None:
+        return "exact"
+    return {name: limit for name, limit in asdict(tolerance).items() if limit != float("inf")}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _checkout() -> tuple[str | None, bool | None]:
+    """The commit of the checkout that tracks this file, and whether the checkout has changes."""
+    try:
+        _git("ls-files", "--error-unmatch", __file__)
+        return _git("rev-parse", "HEAD"), _git("status", "--porcelain") != ""
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,493 @@
+"""The benchmark without a GPU: its arithmetic, its gate, its files."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, ops
+from sparsemla.bench import command, peers, report, run, timing, workloads
+from sparsemla.bench.__main__ import main
+from sparsemla.bench.ceilings import Ceilings, measure
+from sparsemla.testing.compare import assert_close
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
+STAMP = run.Stamp("0123456789ab", "2026-01-02", {"torch": "2.11.0"})
+
+SMALL = [
+    workloads.SparsePrefill(5, 300, 4, 576, 128),
+    workloads.SparsePrefill(70, 300, 2, 512, 128, "overlapping"),
+    workloads.SparseDecode(3, 2, 4, 200, 128),
+    workloads.SparseDecode(3, 2, 4, 200, 128, "overlapping"),
+    workloads.DenseDecode(3, 2, 4, 130),
+    workloads.IndexerScores(9, 40),
+    workloads.IndexerScoresPaged(3, 2, 70),
+    workloads.SelectTopk(5, 300, 32),
+    workloads.CacheWrite(20, 2),
+    workloads.Gather(3, 70),
+]
+
+
+@pytest.fixture(scope="module")
+def timer():
+    return timing.Timer(CPU, budget_ms=0.001)
+
+
+def row(**changes):
+    first = report.Row(
+        op="select_topk",
+        case="batch 8, context 1024, topk 64",
+        selection="",
+        shape={"batch": 8, "context": 1024, "topk": 64},
+        ours_us=10.0,
+        ours_spread_us=(9.5, 11.0),
+        ours_timed="graph",
+        tflops=0.0,
+        gbps=3.3,
+        floor_us=2.5,
+        percent_of_floor=25.0,
+        peer="torch.topk",
+        peer_us=20.0,
+        peer_spread_us=(19.0, 21.0),
+        peer_timed="launch",
+        ratio=2.0,
+        note="",
+        commit=STAMP.commit,
+        date=STAMP.date,
+        versions=STAMP.versions,
+    )
+    return replace(first, **changes)
+
+
+class Wrong(peers.Torch):
+    """A peer that is beside the point by one key."""
+
+    def prepare(self, workload, inputs):
+        def select():
+            ids = inputs["scores"].topk(inputs["topk"] + 1).indices
+            return (ids[:, 1:].contiguous(),)
+
+        side = workload.ours(inputs)
+        return [workloads.Side("wrong", select, side.check)]
+
+
+class Broken(peers.Torch):
+    """A peer that does not run."""
+
+    def prepare(self, workload, inputs):
+        raise RuntimeError("no kernel image\nand more")
+
+
+def test_work_of_a_sparse_prefill():
+    workload = workloads.SparsePrefill(4096, 32768, 128, 576, 2048)
+    assert workload.flop == 2 * 4096 * 128 * 2048 * 1088 == 2336462209024
+    small = workloads.SparsePrefill(2, 64, 4, 576, 64)
+    # All 64 rows of 1152 bytes once; per token 4 heads of (576 + 512) bfloat16 and an lse, 64 ids.
+    expected = 64 * 1152 + 2 * (4 * 1088 * 2 + 4 * 4 + 64 * 4)
+    assert small.unique_bytes(small.build(CPU)) == expected == 91680
+
+
+def test_work_of_a_sparse_decode():
+    workload = workloads.SparseDecode(128, 2, 64, 32768, 2048)
+    assert workload.flop == 2 * 128 * 2 * 64 * 2048 * 1088 == 73014444032
+    small = workloads.SparseDecode(3, 2, 4, 64, 64)
+    # Both tokens of a request select the same 64 rows of 656 bytes.
+    expected = 3 * 64 * 656 + 6 * (4 * 1088 * 2 + 4 * 4 + 64 * 4)
+    assert small.unique_bytes(small.build(CPU)) == expected == 179808
+
+
+def test_work_of_causal_indexer_scores():
+    workload = workloads.IndexerScores(4096, 8192)
+    pairs = sum(range(8192 - 4096 + 1, 8192 + 1))
+    assert workload.flop == 2 * pairs * 64 * 128
+    inputs = workloads.IndexerScores(3, 10).build(CPU)
+    assert inputs["row_ends"].tolist() == [8, 9, 10]
+
+
+def test_every_case_is_named_once_and_measures_an_op():
+    cases = [(each.op, each.case, each.label) for each in workloads.all_workloads()]
+    assert len(set(cases)) == len(cases)
+    assert {"random", "overlapping"} < {label for _, _, label in cases}
+    for op in {op for op, _, _ in cases}:
+        assert all(each.op == op for each in run.select_workloads(op))
+    with pytest.raises(ValueError, match="op must be one of sparse_prefill"):
+        run.select_workloads("attention")
+
+
+def test_overlapping_selections_are_distinct_ascending_and_shared():
+    draw = torch.Generator().manual_seed(0)
+    ids = workloads._select(draw, 70, 300, 128, "overlapping")
+    assert ids.dtype == torch.int32
+    assert bool((ids.diff() > 0).all())
+    shared = len(set(ids[0].tolist()) & set(ids[63].tolist()))
+    assert shared >= 128 - 128 // 8
+    apart = len(set(ids[0].tolist()) & set(ids[64].tolist()))
+    assert apart < shared
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op}-{w.label}")
+def test_each_op_passes_its_gate_and_gets_a_row_without_peers(workload, timer):
+    outcome = run.run_one(workload, [], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    (found,) = outcome.rows
+    assert (found.peer, found.peer_us, found.ratio) == (None, None, None)
+    assert found.ours_us > 0
+    assert found.ours_timed == "launch"
+    assert found.ours_spread_us[0] <= found.ours_us <= found.ours_spread_us[1]
+    assert found.percent_of_floor == pytest.approx(100 * found.floor_us / found.ours_us)
+    assert (found.commit, found.date) == (STAMP.commit, STAMP.date)
+
+
+def test_a_row_for_each_peer_with_the_ratio(timer):
+    outcome = run.run_one(workloads.SelectTopk(5, 300, 32), [peers.Torch()], timer, CEILINGS, STAMP)
+    (found,) = outcome.rows
+    assert found.peer == "torch.topk"
+    assert found.ratio == pytest.approx(found.peer_us / found.ours_us)
+
+
+def test_a_wrong_peer_gets_no_time(timer):
+    workload = workloads.SelectTopk(5, 300, 32)
+    outcome = run.run_one(workload, [Wrong(), Broken(), peers.Torch()], timer, CEILINGS, STAMP)
+    assert [found.peer for found in outcome.rows] == ["torch.topk"]
+    assert set(outcome.failures) == {"wrong"}
+    assert "elements differ" in outcome.failures["wrong"]
+    assert set(outcome.refusals) == {"torch"}
+    assert "no kernel image" in outcome.refusals["torch"]
+    assert "and more" not in outcome.refusals["torch"]
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op}-{w.label}")
+def test_a_wrong_result_of_ours_stops_the_clock_for_all(workload, timer, monkeypatch):
+    right = type(workload).run
+
+    def run_wrongly(self, inputs):
+        results = right(self, inputs)
+        for result in results:
+            run._poison(result[..., :1])
+        return results
+
+    monkeypatch.setattr(type(workload), "run", run_wrongly)
+    outcome = run.run_one(workload, [peers.Torch()], timer, CEILINGS, STAMP)
+    assert outcome.rows == []
+    assert set(outcome.failures) == {"sparsemla"}
+
+
+def test_outputs_that_nobody_writes_do_not_pass(timer):
+    kept = torch.zeros(4)
+    side = workloads.Side(
+        "idle", lambda: (kept,), lambda got: assert_close("x", got[0], torch.zeros(4), LOOSE)
+    )
+    with pytest.raises(AssertionError, match="NaN"):
+        run._gate(side, timer)
+
+
+LOOSE = workloads.Tolerance(1, 1, 1)
+
+
+def test_sides_take_turns():
+    order = []
+    sides = [
+        timing.Prepared(lambda name=name: order.append(name) or (), "launch") for name in "abc"
+    ]
+    timings = timing.Timer(CPU, budget_ms=0.001).interleaved(sides)
+    assert [t.how for t in timings] == ["launch"] * 3
+    timed = "".join(order[9:])  # the first runs of each only tell how often to repeat
+    assert timed.startswith("abcbcacab")
+    assert {timed.count(name) for name in "abc"} == {10}
+
+
+def test_ceilings_are_measured_and_make_floors():
+    found = measure(timing.Timer(CPU, budget_ms=1), copy_bytes=1 << 16, size=16)
+    assert found.copy_gbps > 0
+    assert found.bf16_tflops > 0
+    assert found.fp8_tflops == 0
+    assert CEILINGS.floor_us(6e9, 0, "bf16") == pytest.approx(10)
+    assert CEILINGS.floor_us(6e9, 0, "fp8") == pytest.approx(5)
+    assert CEILINGS.floor_us(6e9, 8e7, "fp8") == pytest.approx(20)
+    # A device without FP8 units computes in bfloat16.
+    assert replace(CEILINGS, fp8_tflops=0).floor_us(6e9, 0, "fp8") == pytest.approx(10)
+
+
+def test_peers_that_are_absent_say_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    found, missing = peers.find_peers(tmp_path)
+    assert [peer.name for peer in found] == ["torch"]
+    assert set(missing) == {"FlashMLA", "DeepGEMM", "vLLM", "TileLang"}
+    assert missing["FlashMLA"] == "flash_mla is not installed"
+    (tmp_path / "vllm-1.2.3.dist-info").mkdir()
+    (tmp_path / "vllm-1.2.3.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 1.2.3\n")
+    assert {"sparsemla", "torch"} <= set(peers.versions())
+    assert peers.versions(tmp_path)["vllm"] == "1.2.3"
+
+
+def test_a_peer_whose_library_does_not_load_is_absent(tmp_path):
+    library = tmp_path / "vllm" / "_flashmla_C.abi3.so"
+    library.parent.mkdir()
+    library.write_text("not a library")
+    _, missing = peers.find_peers(tmp_path)
+    assert "_flashmla_C.abi3.so" in missing["FlashMLA"]
+
+
+class FlashMLALike:
+    """FlashMLA's signatures and layouts over this package's ops."""
+
+    def get_mla_metadata(self):
+        return object(), None
+
+    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale):
+        assert kv.dim() == indices.dim() == 3
+        out, lse = ops.sparse_prefill(q, kv[:, 0], indices[:, 0], softmax_scale=sm_scale)
+        return out, torch.zeros_like(lse), lse
+
+    def flash_mla_with_kvcache(
+        self, q, k_cache, table, lens, dims, schedule, splits, scale, causal, fp8=False, ids=None
+    ):
+        assert (k_cache.shape[1:3], dims, splits) == ((64, 1), 512, None)
+        if fp8:
+            assert q.shape[2] in (64, 128)
+            cache = PagedCache(k_cache[:, :, 0], FP8_DS_MLA)
+            return ops.sparse_decode(q, cache, ids, softmax_scale=scale)
+        cache = PagedCache(k_cache[:, :, 0], BF16_576)
+        return ops.dense_decode(q, cache, table, lens, softmax_scale=scale, causal=causal)
+
+
+@pytest.mark.parametrize("workload", SMALL[:5], ids=lambda w: f"{w.op}-{w.label}")
+def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
+    peer = object.__new__(peers.FlashMLA)
+    peer.module = FlashMLALike()
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert [found.peer for found in outcome.rows] == ["FlashMLA"]
+    padded = isinstance(workload, workloads.SparseDecode)
+    assert outcome.rows[0].note == ("heads padded to 64" if padded else "")
+    assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None
+    assert peer.supports(workloads.Gather(1, 1)) is not None
+
+
+def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
+    def ragged(q, q_sf, kv, kv_sf, weights, starts, ends, max_seqlen_k, schedule):
+        assert (q_sf, schedule) == (None, None)
+        scores = ops.indexer_scores(q, weights, kv, kv_sf, starts, ends)
+        # Columns that no row sees are not written, and there are more of them.
+        scores = torch.nn.functional.pad(scores, (0, 7), value=torch.nan)
+        return scores.masked_fill(scores == -torch.inf, torch.nan)
+
+    def paged(q, q_sf, kv_cache, weights, lens, table, schedule, max_context_len, indices):
+        assert (kv_cache.shape[1:], schedule, weights.dim()) == ((64, 1, 132), "schedule", 2)
+        scores = ops.indexer_scores_paged(
+            q,
+            weights.view(q.shape[:3]),
+            PagedCache(kv_cache[:, :, 0], INDEX_FP8),
+            table,
+            lens,
+            max_seq_len=max_context_len,
+        )
+        return scores.flatten(0, 1)
+
+    library = SimpleNamespace(
+        fp8_fp4_mqa_logits=ragged,
+        fp8_fp4_paged_mqa_logits=paged,
+        get_paged_mqa_logits_metadata=lambda lens, block_kv, num_sms, indices: "schedule",
+    )
+    monkeypatch.setattr(torch.ops, "deep_gemm", library, raising=False)
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for workload in (workloads.IndexerScores(9, 40), workloads.IndexerScoresPaged(3, 2, 70)):
+        peer = object.__new__(peers.DeepGEMM)
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+        assert outcome.failures == outcome.refusals == {}
+        assert [found.peer for found in outcome.rows] == ["DeepGEMM"]
+
+
+def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
+    def prefill(scores, starts, ends, out, num_rows, stride0, stride1, topk):
+        assert (num_rows, (stride0, stride1)) == (len(scores), scores.stride())
+        out.copy_(scores.topk(topk).indices)
+
+    def decode(scores, next_n, lens, out, num_rows, stride0, stride1, topk):
+        assert next_n == 1
+        prefill(scores, None, lens, out, num_rows, stride0, stride1, topk)
+
+    def persistent(scores, lens, out, workspace, topk, max_seq_len):
+        assert lens.tolist() == [max_seq_len] * len(scores)
+        out.copy_(scores.topk(topk).indices)
+
+    def write(latent, rope, data, slots, name, scale, skip_scale):
+        assert name == "fp8_ds_mla"
+        PagedCache(data, FP8_DS_MLA).write(slots, torch.cat([latent, rope], 1), scale_mode="exact")
+
+    def gather(data, out, table, starts, batch, seq_starts):
+        lens = torch.full_like(starts, len(out) // batch)
+        ops.gather_dequant(PagedCache(data, FP8_DS_MLA), table, lens, starts, out=out)
+
+    library = SimpleNamespace(
+        top_k_per_row_prefill=prefill, top_k_per_row_decode=decode, persistent_topk=persistent
+    )
+    caches = SimpleNamespace(
+        concat_and_cache_mla=write, cp_gather_and_upconvert_fp8_kv_cache=gather
+    )
+    monkeypatch.setattr(torch.ops, "_C", library)
+    monkeypatch.setattr(torch.ops, "_C_cache_ops", caches, raising=False)
+    names = []
+    for workload in SMALL[-3:]:
+        peer = object.__new__(peers.VLLM)
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+        assert outcome.failures == outcome.refusals == {}
+        names += [found.peer for found in outcome.rows]
+    assert names == [
+        "vLLM top_k_per_row_prefill",
+        "vLLM top_k_per_row_decode",
+        "vLLM persistent_topk",
+        "vLLM concat_and_cache_mla",
+        "vLLM cp_gather_and_upconvert",
+    ]
+
+
+def test_flashmla_is_loaded_without_vllm(tmp_path, monkeypatch):
+    source = tmp_path / "vllm/third_party/flashmla/flash_mla_interface.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("import vllm._flashmla_C\nloaded = True\n")
+    (tmp_path / "vllm/_flashmla_C.abi3.so").touch()
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    before = set(peers.sys.modules)
+    assert peers.FlashMLA([tmp_path]).module.loaded
+    assert set(peers.sys.modules) - before == {"flash_mla_interface"}
+    del peers.sys.modules["flash_mla_interface"]
+
+
+def test_report_round_trip(tmp_path):
+    path = tmp_path / "folder" / "h200.json"
+    saved = report.Report("H200", CEILINGS, [row(), row(peer=None, peer_us=None, ratio=None)])
+    saved.rows[1] = replace(saved.rows[1], peer_spread_us=None, peer_timed=None)
+    report.save(path, saved)
+    assert report.load(path) == saved
+    first = json.loads(path.read_text())["rows"][0]
+    names = "op case ours_us peer peer_us ratio floor_us commit date versions"
+    assert set(names.split()) <= set(first)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no benchmark report"):
+        report.load(path)
+
+
+def test_merging_replaces_what_was_measured_again():
+    old = report.Report("H200", CEILINGS, [row(case="a", ours_us=1.0), row(case="b", ours_us=1.0)])
+    new = report.Report("H200", CEILINGS, [row(case="b", ours_us=2.0), row(case="c", ours_us=2.0)])
+    rows = report.merged(old, new).rows
+    assert [(each.case, each.ours_us) for each in rows] == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    with pytest.raises(ValueError, match="reports are of H100 and of H200"):
+        report.merged(replace(old, device="H100"), new)
+
+
+def test_table_of_a_document(tmp_path):
+    document = tmp_path / "performance.md"
+    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write_table(document, report.Report("H200", CEILINGS, [row(note="unsorted")]))
+    text = document.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\nH200: copy 4000 GB/s")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert (
+        "| batch 8, context 1024, topk 64 | 10.0 ±10% | 3 GB/s | 25 "
+        "| torch.topk (unsorted; timed with its launch: torch.topk) | 20.0 ±5% | 2.00 |"
+    ) in text
+    assert "2026-01-02 at commit 0123456789ab with torch 2.11.0" in text
+    report.write_table(document, None)
+    assert document.read_text() == (
+        f"before\n{report.BEGIN}\n{report.NO_MEASUREMENTS}\n{report.END}\nafter\n"
+    )
+    document.write_text("no markers")
+    with pytest.raises(ValueError, match="must contain"):
+        report.write_table(document, None)
+
+
+def test_the_page_has_the_table_that_its_measurements_make(tmp_path):
+    root = Path(__file__).resolve().parent.parent
+    page, data = root / "docs" / "performance.md", root / "benchmarks" / "h200.json"
+    copy = tmp_path / "performance.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    report.write_table(copy, report.load(data) if data.exists() else None)
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
+def test_table_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    report.save(tmp_path / "x.json", report.Report("H200", CEILINGS, [row()]))
+    document = tmp_path / command.DOCUMENT
+    document.parent.mkdir()
+    document.write_text(f"{report.BEGIN}\n{report.END}\n")
+    monkeypatch.setattr("sys.argv", ["bench", "--table", "x.json"])
+    assert main() == 0
+    assert "docs/performance.md: 1 rows" in capsys.readouterr().out
+    assert "torch.topk" in document.read_text()
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row(case=f"context {n}", shape={"batch": 8, "context": n, "topk": 64}, ours_us=float(n))
+        for n in (1024, 2048, 4096)
+    ]
+    written = report.plot(report.Report("H200", CEILINGS, rows), tmp_path / "plots")
+    assert [path.name for path in written] == ["select_topk_bars.png", "select_topk_context.png"]
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_arguments_that_do_not_go_together(monkeypatch, capsys, tmp_path):
+    for arguments, message in (
+        (["--device", "cpu", "--op", "select_topk"], "need the device cuda"),
+        (["--device", "tpu"], "device must be cpu or"),
+        (["--table", str(tmp_path / "none.json")], "none.json"),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench", *arguments])
+        assert main() == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="plot needs matplotlib"):
+        command.bench(print, plot=tmp_path)
+
+
+def test_comparison_on_the_cpu(monkeypatch, capsys):
+    from sparsemla.bench.cpu import Comparison
+
+    monkeypatch.setattr(command.cpu, "compare", lambda: [Comparison("decode", 2.0, 5.0, 9.0)])
+    assert command.bench(print, device="cpu") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split(r" {2,}", lines[1])[-2:] == ["ratio", "ratio to SDPA"]
+    assert lines[2].split() == ["decode", "2.00", "5.00", "9.00", "2.50", "4.50"]
+
+    def disagree():
+        raise RuntimeError("decode: masked differs by 1.0")
+
+    monkeypatch.setattr(command.cpu, "compare", disagree)
+    assert command.bench(print, device="cpu") == 1
+    assert "FAILED decode" in capsys.readouterr().out
+
+
+def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
+    """The measuring command, on a CPU in the place of a GPU."""
+    chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
+    monkeypatch.setattr(command, "select_workloads", lambda op: chosen)
+    monkeypatch.setattr(command, "Timer", lambda device: timer)
+    monkeypatch.setattr(command, "measure", lambda timer: CEILINGS)
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda: "stand-in")
+    monkeypatch.setattr(
+        command, "find_peers", lambda path: ([Wrong(), Broken()], {"vLLM": "not there"})
+    )
+    path = tmp_path / "x.json"
+    assert command.bench(print, json=path) == 1
+    output = capsys.readouterr().out
+    assert "without vLLM: not there" in output
+    assert output.count("FAILED wrong: select_topk") == 2
+    assert output.count("without torch: select_topk") == 2
+    assert [each.peer for each in report.load(path).rows] == [None, None]
+    monkeypatch.setattr(command, "find_peers", lambda path: ([Broken()], {}))
+    chosen.pop()
+    assert command.bench(print, json=path, commit="abc") == 0
+    commits = {each.case: each.commit for each in report.load(path).rows}
+    assert [commit == "abc" for commit in commits.values()] == [False, True]

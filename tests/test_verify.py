@@ -1,0 +1,265 @@
+"""``sparsemla verify`` passes what is right, and fails, names and records what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import sparsemla
+from sparsemla import FP8_584, dispatch
+from sparsemla.testing.cases import Draw, dense_decode_case, sparse_decode_case
+from sparsemla.testing.compare import assert_equal
+from sparsemla.verify import run
+from sparsemla.verify.command import verify
+from sparsemla.verify.matrix import MATRIX
+from sparsemla.verify.properties import OVERWRITING, overwrite
+
+FIELDS = {
+    "commit",
+    "dirty",
+    "date",
+    "torch",
+    "triton",
+    "python",
+    "device",
+    "kernel_hash",
+    "quick",
+    "ops",
+}
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Run the command in an empty directory; gives its result and its report, or None."""
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(verify)
+
+    def invoke(*arguments):
+        result = CliRunner().invoke(app, [*arguments, "--json", "deep/report.json"])
+        report = Path("deep/report.json")
+        return result, json.loads(report.read_text()) if report.exists() else None
+
+    return invoke
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Put another function around every implementation; it gets the launcher and the arguments."""
+
+    def put(around):
+        select = dispatch.select
+        monkeypatch.setattr(
+            dispatch,
+            "select",
+            lambda problem: lambda **arguments: around(select(problem), arguments),
+        )
+
+    return put
+
+
+def test_every_op_has_cases():
+    assert set(MATRIX) == set(sparsemla.ops.__all__)
+    for cases in MATRIX.values():
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
+        assert any(case.quick and not case.large for case in cases)
+
+
+@pytest.mark.parametrize("op", MATRIX)
+def test_two_draws_of_a_case_have_the_same_shapes_and_other_values(op):
+    for case in run.chosen_cases(op, "cpu", quick=False):
+        if case.replayed:
+            first, second = case.build(Draw(0)), case.build(Draw(1))
+            lead = next(value for value in first.values() if isinstance(value, torch.Tensor))
+            before = lead.clone()
+            overwrite(first, second)
+            assert not torch.equal(before.float(), lead.float()) or lead.numel() < 2, case.name
+
+
+def test_replayed_batches_have_requests_of_length_zero():
+    for op, name in (
+        ("gather_dequant", "seq_lens"),
+        ("indexer_scores_paged", "seq_lens"),
+        ("indexer_topk", "seq_lens"),
+        ("dense_decode", "seq_lens"),
+        ("sparse_decode", "topk_lengths"),
+    ):
+        lengths = [case.build(Draw(1)).get(name) for case in MATRIX[op] if case.quick]
+        assert any(some is not None and (some == 0).any() for some in lengths), op
+
+
+def test_right_ops_pass(device):
+    seen = []
+    report = run.verify(
+        device,
+        quick=True,
+        ops=["fused_rope_rmsnorm_quant", "dense_decode"],
+        on_case=lambda op, case: seen.append(op),
+    )
+    assert report.passed
+    for op in report.ops:
+        assert op.cases == seen.count(op.op) > 0
+        assert set(op.worst) == set(op.tolerance)
+        assert op.properties["repeatable"] == run.Property(op.cases, 0)
+        assert ("graph_replay" in op.properties) == (device == "cuda")
+    assert report.ops[0].tolerance["cache, other rows"] == "exact"
+    assert report.ops[1].properties["batch_invariant"].checked > 0
+
+
+def test_the_report_says_what_was_tested(command):
+    result, report = command(
+        "--quick", "--op", "to_slots", "--op", "select_topk", "--device", "cpu"
+    )
+    assert result.exit_code == 0
+    assert set(report) == FIELDS
+    assert [op["op"] for op in report["ops"]] == ["to_slots", "select_topk"]
+    assert report["quick"] is True
+    assert report["device"] == "cpu"
+    assert report["torch"] == torch.__version__
+    assert len(report["kernel_hash"]) == 64
+    assert (report["commit"] is None) == (report["dirty"] is None)
+    lines = [line.split()[:3] for line in result.stdout.splitlines() if " cases " in line]
+    assert ["to_slots", "cpu", "3"] in lines
+    assert report["ops"][0]["tier"] == "cpu"
+
+
+def test_the_report_has_a_place_of_its_own(tmp_path):
+    arguments = ["--quick", "--op", "to_slots", "--device", "cpu"]
+    result = subprocess.run(
+        [sys.executable, "-m", "sparsemla.verify", *arguments],
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": str(Path(sparsemla.__file__).parents[1]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "benchmarks/verify-cpu.json").read_text())["device"] == "cpu"
+
+
+def test_a_wrong_kernel_fails(command, spoil):
+    def wrong(launch, arguments):
+        launch(**arguments)
+        arguments["out"].view(-1)[0] += 0.5
+
+    spoil(wrong)
+    result, report = command("--quick", "--op", "merge_states", "--device", "cpu")
+    (op,) = report["ops"]
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    assert op["failed"] == op["cases"] == len(op["failures"])
+    assert op["worst"]["out"] >= 0.49
+    assert "at [0, 0, 0]" in op["failures"][0]
+    assert op["failures"][0].startswith(MATRIX["merge_states"][1].name)
+
+
+def test_a_kernel_that_raises_fails(command, spoil):
+    def raising(launch, arguments):
+        raise RuntimeError("out of everything")
+
+    spoil(raising)
+    result, report = command("--quick", "--op", "to_slots", "--device", "cpu")
+    assert result.exit_code == 1
+    assert report["ops"][0]["failed"] == 3
+    assert "RuntimeError: out of everything" in report["ops"][0]["failures"][0]
+
+
+def test_a_kernel_of_varying_bits_fails(spoil):
+    calls = []
+
+    def varying(launch, arguments):
+        launch(**arguments)
+        calls.append(None)
+        arguments["out"] += 1e-7 * (len(calls) % 2)
+
+    spoil(varying)
+    (op,) = run.verify("cpu", quick=True, ops=["indexer_scores"]).ops
+    assert op.properties["repeatable"].failed > 0
+    assert any("rerun" in failure for failure in op.failures)
+
+
+def test_a_kernel_that_depends_on_the_batch_fails(spoil):
+    def depending(launch, arguments):
+        launch(**arguments)
+        arguments["lse"] += 1e-6 * len(arguments["q"])
+
+    spoil(depending)
+    (op,) = run.verify("cpu", quick=True, ops=["dense_decode"]).ops
+    assert op.properties["batch_invariant"].failed == op.properties["batch_invariant"].checked > 0
+    assert any("alone" in failure for failure in op.failures)
+
+
+def test_a_kernel_that_writes_elsewhere_fails(spoil):
+    def straying(launch, arguments):
+        launch(**arguments)
+        cache = arguments["cache"]
+        free = set(range(cache.num_slots)) - set(arguments["slot_mapping"].tolist())
+        cache.write(torch.tensor([min(free)]), torch.ones(1, cache.format.head_dim))
+
+    spoil(straying)
+    (op,) = run.verify("cpu", quick=True, ops=["append_index_keys"]).ops
+    assert op.failed == op.cases
+    assert any("other rows" in failure for failure in op.failures)
+
+
+def test_a_missing_gpu_is_refused(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result, report = command("--quick", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "device must be cpu on a machine without a CUDA GPU" in result.stderr
+    assert report is None
+
+
+def test_unknown_ops_and_devices_are_refused(command):
+    for arguments in (["--op", "sparse"], ["--device", "tpu"]):
+        result, report = command("--quick", *arguments)
+        assert result.exit_code == 2
+        assert "must be" in result.stderr
+        assert report is None
+
+
+def test_large_cases_need_a_gpu():
+    names = [case.name for case in run.chosen_cases("select_topk", "cpu", quick=False)]
+    assert "300000 columns" not in names
+    assert "300000 columns" in [
+        case.name for case in run.chosen_cases("select_topk", "cuda", False)
+    ]
+
+
+def test_overwritten_arguments_are_the_others_in_every_byte():
+    first = sparse_decode_case(Draw(0), format=FP8_584, num_layers=2, strided=True)
+    second = sparse_decode_case(Draw(1), format=FP8_584, num_layers=2, strided=True)
+    overwrite(first, second)
+    for got, wanted in zip(first["cache"].fields(), second["cache"].fields(), strict=True):
+        assert_equal("cache", got, wanted)
+    assert_equal("q", first["q"], second["q"])
+    assert first["q"].data_ptr() != second["q"].data_ptr()
+
+
+def test_batches_of_other_shapes_are_not_overwritten():
+    first, second = (
+        dense_decode_case(Draw(0), format=FP8_584, seq_lens=lens) for lens in ([9], [9, 70])
+    )
+    with pytest.raises(ValueError, match="two draws of a case differ"):
+        overwrite(first, second)
+    with pytest.raises(ValueError, match="two draws of a case differ"):
+        overwrite({"topk": 3}, {"topk": 4})
+
+
+def test_ops_that_write_their_arguments_are_known():
+    for op in set(MATRIX) - set(OVERWRITING):
+        case = next(case for case in MATRIX[op] if case.quick)
+        arguments, untouched = case.build(Draw(0)), case.build(Draw(0))
+        getattr(sparsemla, op)(**arguments)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                assert_equal(f"{op}: {name}", value, untouched[name])
