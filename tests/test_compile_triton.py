@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every target, fits its shared memory and hardly spills.
 
 Each file of ``tests/launches`` holds a table ``LAUNCHES``: name -> function without arguments that
-calls one launcher with tensors on the ``meta`` device.
+calls one launcher with tensors on the ``meta`` device, and ``TARGETS`` if not every target is meant.
 """
 
 import os

@@ -223,12 +223,16 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def main(path: str, only: str = "") -> None:
     """Compile the table ``LAUNCHES`` of a Python file and write what each kernel needs.
 
+    The names in its ``TARGETS`` are the targets, if it has some.
+
     Args:
         path: the file.
         only: compile for this target alone.
     """
-    launches = runpy.run_path(path)["LAUNCHES"]
-    targets = [target for target in TARGETS if only in ("", target.name)]
+    table = runpy.run_path(path)
+    launches = table["LAUNCHES"]
+    names = table.get("TARGETS", [target.name for target in TARGETS])
+    targets = [target for target in TARGETS if target.name in names and only in ("", target.name)]
     for name, launch in launches.items():
         for target in targets:
             for compiled in compile_launch(launch, target):

@@ -1,0 +1,33 @@
+"""What moved in Gluon between Triton 3.6 and 3.9, under one name each."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+if hasattr(async_copy, "async_load"):
+    async_load = async_copy.async_load
+else:
+    async_load = async_copy.async_copy_global_to_shared
+
+
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """A shared memory tile as one of another dtype, shape and layout over the same bytes."""
+    if RENAMED:
+        same = tile.reinterpret(dtype, shape, layout)
+    else:
+        same = tile._reinterpret(dtype, shape, layout)
+    return same
+
+
+@gluon.jit
+def opaque_zero(x):
+    """0, which the compiler does not know: it would keep a descriptor for every constant index."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
