@@ -26,6 +26,7 @@ LAYERS = {
     "sparsemla.rope": ("formats", "cache"),
     "sparsemla.weights": ("formats", "cache"),
     "sparsemla.plan": ("formats", "cache"),
+    "sparsemla.runner": ("plan",),
     "sparsemla.checks": ("formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("formats", "cache", "weights", "kernels.common"),

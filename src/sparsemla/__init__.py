@@ -53,6 +53,7 @@ from sparsemla.rope import (
     rope_frequencies,
     yarn_mscale,
 )
+from sparsemla.runner import DecodeRunner
 from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj, dequantize_blocks
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "FP8_DS_MLA",
     "INDEX_FP8",
     "CacheFormat",
+    "DecodeRunner",
     "Explanation",
     "HeadWeight",
     "MLALayer",

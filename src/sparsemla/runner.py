@@ -1,0 +1,262 @@
+"""Decode steps from static buffers: CUDA graphs on a GPU, the same step run eagerly on a CPU."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparsemla.plan import HostInts, Plan, PlanBuffers, plan_batch
+
+Outputs: TypeAlias = Tensor | tuple[Tensor, ...]
+
+Step: TypeAlias = Callable[..., Outputs]
+"""``step(plan, **inputs)``: results with a row for each request of the plan, padding included."""
+
+
+class DecodeRunner:
+    """A model's decode step, captured once for each batch size and replayed with other batches.
+
+    ``step(plan, **inputs)`` runs the model for a batch of decodes and returns a tensor, or a tuple
+    of tensors, with one row for each request. :meth:`run` takes the smallest captured size that
+    holds a batch, copies the batch into the static buffers that the graph reads, and replays it.
+    On a CPU it calls the step on the same buffers instead.
+
+    Rows behind the batch are padding: length 0, no query tokens, slot -1, page ids 0, position 0,
+    request 0 and inputs of zeros. The ops of this package read and write nothing for them. The
+    integers of the plan, such as ``max_seq_len``, are those of the largest batch, always.
+
+    The step is called here with padding only: once for the largest size, and on a GPU twice for
+    each size, to compile its kernels and to capture it. It must not wait for the device, decide
+    anything by values of tensors, or keep a tensor that it makes.
+
+    Graphs share one memory pool. Results lie in buffers of the runner, for all sizes the same.
+
+    Args:
+        step: the decode step.
+        inputs: what the step takes beside the plan, by name: any tensor ``[n, ...]`` of the shape,
+            dtype and device that every batch will have; n does not matter. For ``query_len`` above
+            1 a row holds all query tokens of a request.
+        batch_sizes: sizes to capture; the largest is the largest batch that can run.
+        max_pages_per_request: columns of the page table; with ``page_size`` the longest context.
+        page_size: tokens of a page.
+        query_len: query tokens of each request; above 1 with speculative decoding.
+
+    Raises:
+        TypeError: an input that is no tensor; a step that returns something else than tensors.
+        ValueError: no inputs, or on several devices; sizes below 1; a step that returns another
+            number of rows, or that cannot be captured: its own error is the cause. PyTorch may
+            refuse random numbers on the device after a broken capture, until the process ends.
+
+    Source: the graph runners of vLLM and SGLang (``CUDAGraphWrapper``, ``CudaGraphRunner``).
+
+    >>> def step(plan, x):
+    ...     return x.sum(1) * plan.seq_lens
+    >>> runner = DecodeRunner(
+    ...     step,
+    ...     {"x": torch.empty(1, 3)},
+    ...     batch_sizes=(1, 2, 4),
+    ...     max_pages_per_request=2,
+    ...     page_size=8,
+    ... )
+    >>> page_table = torch.tensor([[5, 6], [3, 0], [4, 0]], dtype=torch.int32)
+    >>> runner.run([9, 3, 8], page_table, x=torch.ones(3, 3))
+    tensor([27.,  9., 24.])
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: Mapping[str, Tensor],
+        *,
+        batch_sizes: Iterable[int],
+        max_pages_per_request: int,
+        page_size: int,
+        query_len: int = 1,
+    ) -> None:
+        self._sizes = sorted(set(batch_sizes))
+        for name, value in (
+            ("batch_sizes", min(self._sizes, default=0)),
+            ("max_pages_per_request", max_pages_per_request),
+            ("page_size", page_size),
+            ("query_len", query_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._step = step
+        self._page_size = page_size
+        self._query_len = query_len
+        self._device = _common_device(inputs)
+        largest = self._sizes[-1]
+        self._buffers = PlanBuffers(
+            largest, largest * query_len, max_pages_per_request, self._device
+        )
+        self._inputs = {
+            name: tensor.new_zeros(largest, *tensor.shape[1:]) for name, tensor in inputs.items()
+        }
+        longest = max_pages_per_request * page_size
+        self._plans = {size: self._plan(size, torch.full((size,), longest)) for size in self._sizes}
+        # Only the plans' integers were wanted: what the step is called with here is padding.
+        self._plan(largest, torch.empty(0, dtype=torch.int64))
+        with torch.no_grad():
+            results = self._call(largest)
+            self._returns_tuple = isinstance(results, tuple)
+            self._outputs = tuple(torch.empty_like(result) for result in _as_tuple(results))
+            self._graphs = self._capture() if self._device.type == "cuda" else {}
+
+    @torch.no_grad()
+    def run(self, seq_lens: HostInts, page_table: Tensor, **inputs: Tensor) -> Outputs:
+        """Run the step for one batch.
+
+        Nothing waits for the device. Replay allocates nothing; planning takes a few small tensors
+        from PyTorch's caching allocators.
+
+        Args:
+            seq_lens: ``[B]`` host integers, context plus new tokens of each request.
+            page_table: int32 ``[B, W]`` on the step's device, at most ``max_pages_per_request``
+                columns.
+            **inputs: ``[B, ...]``, every input by its name.
+
+        Returns:
+            What the step returned, without the padding rows: views of the runner's memory, which
+            the next run overwrites.
+
+        Raises:
+            TypeError: an input is missing, unknown, or of another dtype than at construction;
+                lengths that are no integers.
+            ValueError: more requests than the largest size; another shape or device; a length
+                shorter than the query or beyond the page table.
+        """
+        count = self._check(page_table, inputs)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        lens = torch.as_tensor(seq_lens)
+        if lens.shape != (count,):
+            raise ValueError(
+                f"seq_lens must have one length for each of {count} rows of page_table, "
+                f"got shape {list(lens.shape)}"
+            )
+        table, width = self._buffers.page_table, page_table.shape[1]
+        table[:count, :width].copy_(page_table)
+        table[:count, width:].fill_(-1)
+        table[count:size].zero_()
+        self._plan(size, lens)
+        for name, buffer in self._inputs.items():
+            buffer[:count].copy_(inputs[name])
+            buffer[count:size].zero_()
+        if self._graphs:
+            self._graphs[size].replay()
+        else:
+            self._write(size)
+        views = tuple(output[:count] for output in self._outputs)
+        return views if self._returns_tuple else views[0]
+
+    def _check(self, page_table: Tensor, inputs: Mapping[str, Tensor]) -> int:
+        """The number of requests of a batch that fits the buffers."""
+        if set(inputs) != set(self._inputs):
+            names = (", ".join(sorted(given)) or "none" for given in (self._inputs, inputs))
+            raise TypeError("inputs must be {}; got {}".format(*names))
+        expected = {"page_table": self._buffers.page_table, **self._inputs}
+        for name, tensor in {"page_table": page_table, **inputs}.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if tensor.dtype != expected[name].dtype:
+                raise TypeError(
+                    f"{name} must have dtype {expected[name].dtype}, got {tensor.dtype}"
+                )
+            if tensor.device != expected[name].device:
+                raise ValueError(f"{name} must be on {expected[name].device}, got {tensor.device}")
+        limit, columns = self._buffers.page_table.shape
+        shape = page_table.shape
+        if len(shape) != 2 or not 1 <= shape[0] <= limit or shape[1] > columns:
+            raise ValueError(
+                f"page_table must have 1 to {limit} rows, the largest of batch_sizes, and at most "
+                f"{columns} columns, got shape {list(shape)}"
+            )
+        for name, tensor in inputs.items():
+            rows = [shape[0], *self._inputs[name].shape[1:]]
+            if list(tensor.shape) != rows:
+                raise ValueError(f"{name} must have shape {rows}, got {list(tensor.shape)}")
+        return shape[0]
+
+    def _plan(self, size: int, seq_lens: Tensor) -> Plan:
+        """Plan decodes of these lengths, and padding up to ``size`` requests, in the buffers."""
+        padding = size - len(seq_lens)
+        return plan_batch(
+            [self._query_len] * len(seq_lens) + [0] * padding,
+            torch.nn.functional.pad(seq_lens, (0, padding)),
+            self._buffers.page_table[:size],
+            page_size=self._page_size,
+            workspace_rows=None,
+            decode_threshold=self._query_len,
+            buffers=self._buffers,
+        )
+
+    def _call(self, size: int) -> Outputs:
+        """Run the step over the first rows of the buffers."""
+        inputs = {name: buffer[:size] for name, buffer in self._inputs.items()}
+        results = self._step(self._plans[size], **inputs)
+        for result in _as_tuple(results):
+            if not isinstance(result, Tensor):
+                raise TypeError(
+                    f"step must return a tensor or a tuple of tensors, got {type(result).__name__}"
+                )
+            if result.dim() == 0 or result.shape[0] != size:
+                raise ValueError(
+                    f"step must return a row for each of {size} requests, "
+                    f"got shape {list(result.shape)}"
+                )
+        return results
+
+    def _write(self, size: int) -> None:
+        """Run the step, and put its results where the caller finds them."""
+        for output, result in zip(self._outputs, _as_tuple(self._call(size)), strict=True):
+            output[:size].copy_(result)
+
+    def _capture(self) -> dict[int, torch.cuda.CUDAGraph]:
+        """A graph for each size, the largest first: the others fit into its memory."""
+        graphs = {}
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        # A broken capture leaves its stream current; leaving this block restores the caller's.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            for size in reversed(self._sizes):
+                self._write(size)  # loads what cannot be loaded during a capture
+                graphs[size] = torch.cuda.CUDAGraph()
+                failure: Exception | None = None
+                try:
+                    with torch.cuda.graph(graphs[size], pool=pool, stream=stream):
+                        try:
+                            self._write(size)
+                        except Exception as error:
+                            failure = error  # ending the capture will raise something else
+                            raise
+                except Exception as error:
+                    cause = failure or error
+                    raise ValueError(
+                        "step must run without waiting for the device or deciding by values, so "
+                        f"that a CUDA graph can hold it; the capture for batch size {size} got "
+                        f"{type(cause).__name__}: {cause}"
+                    ) from cause
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        return graphs
+
+
+def _as_tuple(results: Outputs) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _common_device(inputs: Mapping[str, Tensor]) -> torch.device:
+    """The device that all inputs are on."""
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"inputs must hold tensors, got {type(tensor).__name__} for {name}")
+        if tensor.dim() == 0:
+            raise ValueError(f"inputs must have a row for each request, got shape [] for {name}")
+    devices = sorted({str(tensor.device) for tensor in inputs.values()})
+    if len(devices) != 1:
+        raise ValueError(f"inputs must be on one device, got {', '.join(devices) or 'no inputs'}")
+    return next(iter(inputs.values())).device
