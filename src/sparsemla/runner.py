@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from sparsemla.plan import HostInts, Plan, PlanBuffers, plan_batch
 
-Outputs: TypeAlias = Tensor | tuple[Tensor, ...]
-
-Step: TypeAlias = Callable[..., Outputs]
-"""``step(plan, **inputs)``: results with a row for each request of the plan, padding included."""
+Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
 
 
-class DecodeRunner:
+class DecodeRunner(Generic[Outputs]):
     """A model's decode step, captured once for each batch size and replayed with other batches.
 
     ``step(plan, **inputs)`` runs the model for a batch of decodes and returns a tensor, or a tuple
@@ -69,7 +66,7 @@ class DecodeRunner:
 
     def __init__(
         self,
-        step: Step,
+        step: Callable[..., Outputs],
         inputs: Mapping[str, Tensor],
         *,
         batch_sizes: Iterable[int],
@@ -151,7 +148,7 @@ class DecodeRunner:
         else:
             self._write(size)
         views = tuple(output[:count] for output in self._outputs)
-        return views if self._returns_tuple else views[0]
+        return cast(Outputs, views if self._returns_tuple else views[0])
 
     def _check(self, page_table: Tensor, inputs: Mapping[str, Tensor]) -> int:
         """The number of requests of a batch that fits the buffers."""
@@ -245,7 +242,7 @@ class DecodeRunner:
         return graphs
 
 
-def _as_tuple(results: Outputs) -> tuple[Tensor, ...]:
+def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
