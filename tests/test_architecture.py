@@ -33,6 +33,7 @@ LAYERS = {
     "sparsemla.kernels": ("formats", "cache", "weights", "kernels.common"),
     "sparsemla.dispatch": ("formats", "cache"),
     "sparsemla.ops": ("formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
+    "sparsemla.compat": ("formats", "cache", "checks", "ops", "compat"),
 }
 # Kernels of one op that are built from another op's kernel of the same tier.
 KERNELS_OF_OTHER_OPS = {("sparsemla.kernels.indexer", "sparsemla.kernels.topk")}
@@ -41,6 +42,7 @@ ON_TOP = (
     "bench",
     "testing",
     "cli",
+    "compat",
     "demo",
     "doctor",
     "generate",

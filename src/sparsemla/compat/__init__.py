@@ -1,0 +1,1 @@
+"""Other libraries' interfaces over the ops: their names, layouts and conventions, no maths."""

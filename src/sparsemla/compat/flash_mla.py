@@ -1,0 +1,301 @@
+"""FlashMLA's interface: ``import sparsemla.compat.flash_mla as flash_mla``.
+
+Arguments, defaults, layouts and conventions are those of FlashMLA's Python functions, and of the
+copy in vLLM, which has ``out`` and ``enable_batch_invariant`` too. Head counts, page sizes, widths
+of a selection and devices are not limited as theirs are. FlashMLA's lse is a natural logarithm
+without the sink, as here, but +inf where a row sees no key.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.compat._cache import cache_of
+from sparsemla.formats import FP8_584, FP8_DS_MLA, CacheFormat, bf16_format
+from sparsemla.ops import dense_decode, sparse_decode, sparse_prefill
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+FP8_FORMATS = {(fmt.head_dim, fmt.row_width): fmt for fmt in (FP8_DS_MLA, FP8_584)}
+"""The quantised formats by what FlashMLA tells them apart by: dims of a query, bytes of a row."""
+
+ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+class FlashMLASchedMeta:
+    """What :func:`get_mla_metadata` returns: nothing, since no tier keeps a schedule.
+
+    One object serves calls of any shapes and lengths.
+    """
+
+
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
+    """The schedule that :func:`flash_mla_with_kvcache` asks for; takes any arguments, uses none.
+
+    Source: FlashMLA ``get_mla_metadata``.
+
+    >>> schedule, num_splits = get_mla_metadata()
+    >>> num_splits is None
+    True
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: object,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention: :func:`sparse_decode` with ``indices``, else :func:`dense_decode`.
+
+    Beyond FlashMLA: any head count, page size and top-k, bfloat16 caches with ``indices``, FP8
+    caches and ``attn_sink`` without, ids outside the cache (masked, as -1 is), int64 integers.
+
+    Args:
+        q: ``[B, S, H, D]`` bfloat16, float16 or float32.
+        k_cache: ``[num_blocks, page_block_size, num_heads_k, D]`` bfloat16; with is_fp8_kvcache
+            ``[num_blocks, page_block_size, num_heads_k, 656]`` (D is 576) or ``584`` (D is 512) of
+            any one-byte dtype. num_heads_k divides H, and is 1 with ``indices``.
+        block_table: int32 ``[B, W]``; not looked at with ``indices``.
+        cache_seqlens: int32 ``[B]``; not looked at with ``indices``.
+        head_dim_v: leading dims of a key that are its value: 512, or any in bfloat16 caches.
+        tile_scheduler_metadata: not looked at.
+        num_splits: None.
+        softmax_scale: factor of the scores; default ``D ** -0.5``, which is not MLA's, whose scale
+            counts the dims of a head before absorption.
+        causal: mask later tokens of the same step; False with ``indices``.
+        is_fp8_kvcache: whether the caches are quantised.
+        indices: int32 ``[B, S, topk]``, ``block * page_block_size + offset``.
+        attn_sink: float32 ``[H]``.
+        extra_k_cache: a second cache of the same kind, any page size.
+        extra_indices_in_kvcache: int32 ``[B, S, extra_topk]``.
+        topk_length: int32 ``[B]``.
+        extra_topk_length: int32 ``[B]``.
+        out: ``[B, S, H, head_dim_v]`` of q's dtype, written.
+        enable_batch_invariant: do not split the keys.
+
+    Returns:
+        out ``[B, S, H, head_dim_v]``, and lse float32 ``[B, H, S]``: natural logarithm, without
+        the sink. A row without a key gets 0 and +inf.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device, or one that
+            FlashMLA does not take in this mode.
+
+    Source: FlashMLA ``flash_mla_with_kvcache``.
+
+    >>> q = torch.randn(2, 1, 20, 576, dtype=torch.bfloat16)
+    >>> k_cache = torch.randn(5, 48, 1, 576, dtype=torch.bfloat16)
+    >>> block_table = torch.tensor([[4, 0], [2, -1]], dtype=torch.int32)
+    >>> cache_seqlens = torch.tensor([90, 0], dtype=torch.int32)
+    >>> schedule, _ = get_mla_metadata()
+    >>> out, lse = flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, schedule)
+    >>> out.shape, lse.shape, lse[1, 0].item()
+    (torch.Size([2, 1, 20, 512]), torch.Size([2, 20, 1]), inf)
+    """
+    check = Checker("flash_mla_with_kvcache")
+    check.tensor("q", q, "batch_size seq_len_q num_heads_q head_dim", FLOATS)
+    check.absent("num_splits", num_splits, "as get_mla_metadata returns it")
+    batch, query_len, num_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    splits = 1 if enable_batch_invariant else None
+    check.optional("attn_sink", attn_sink, "num_heads_q", torch.float32)
+    check.bind("head_dim_v", head_dim_v)
+    if out is not None:
+        check.tensor("out", out, "batch_size seq_len_q num_heads_q head_dim_v", q.dtype)
+
+    if indices is not None:
+        if causal:
+            raise ValueError(
+                "flash_mla_with_kvcache: causal must be False with indices, which say what each "
+                "token sees; got True"
+            )
+        check.tensor("indices", indices, "batch_size seq_len_q topk", INTEGERS)
+        check.optional("topk_length", topk_length, "batch_size", INTEGERS)
+        extra_cache = None
+        if extra_k_cache is None:
+            check.absent(
+                "extra_indices_in_kvcache", extra_indices_in_kvcache, "without extra_k_cache"
+            )
+            check.absent("extra_topk_length", extra_topk_length, "without extra_k_cache")
+        else:
+            shape = "batch_size seq_len_q extra_topk"
+            check.tensor("extra_indices_in_kvcache", extra_indices_in_kvcache, shape, INTEGERS)
+            check.optional("extra_topk_length", extra_topk_length, "batch_size", INTEGERS)
+            (extra_cache,) = _caches(check, "extra_k_cache", extra_k_cache, is_fp8_kvcache, "1")
+        (cache,) = _caches(check, "k_cache", k_cache, is_fp8_kvcache, "1")
+        out, lse = sparse_decode(
+            q,
+            cache,
+            indices,
+            softmax_scale=scale,
+            topk_lengths=topk_length,
+            attn_sink=attn_sink,
+            extra_cache=extra_cache,
+            extra_topk_indices=extra_indices_in_kvcache,
+            extra_topk_lengths=extra_topk_length,
+            num_splits=splits,
+            out=out,
+        )
+        return out, _marked(lse).transpose(1, 2)
+
+    for name, value in (
+        ("extra_k_cache", extra_k_cache),
+        ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+        ("topk_length", topk_length),
+        ("extra_topk_length", extra_topk_length),
+    ):
+        check.absent(name, value, "without indices")
+    block_table = check.tensor("block_table", block_table, "batch_size W", INTEGERS)
+    cache_seqlens = check.tensor("cache_seqlens", cache_seqlens, "batch_size", INTEGERS)
+    caches = _caches(check, "k_cache", k_cache, is_fp8_kvcache, "num_heads_k")
+    if num_heads % len(caches):
+        raise ValueError(
+            f"flash_mla_with_kvcache: k_cache must have a head count that divides q's {num_heads}, "
+            f"got {len(caches)}"
+        )
+    if out is None:
+        out = q.new_empty(batch, query_len, num_heads, head_dim_v)
+    lse = torch.empty(batch, query_len, num_heads, dtype=torch.float32, device=q.device)
+    group = num_heads // len(caches)
+    for index, cache in enumerate(caches):
+        heads = slice(index * group, (index + 1) * group)
+        dense_decode(
+            q[:, :, heads],
+            cache,
+            block_table,
+            cache_seqlens,
+            softmax_scale=scale,
+            causal=causal,
+            attn_sink=None if attn_sink is None else attn_sink[heads],
+            num_splits=splits,
+            out=out[:, :, heads],
+            lse=lse[:, :, heads],
+        )
+    return out, _marked(lse).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prefill attention of each query token over selected rows: :func:`sparse_prefill`.
+
+    Beyond FlashMLA: any head count, top-k and dims, and NaN behind ``topk_length`` stays there.
+
+    Args:
+        q: ``[s_q, h_q, d_qk]`` bfloat16, float16 or float32.
+        kv: ``[s_kv, 1, d_qk]`` bfloat16.
+        indices: int32 ``[s_q, 1, topk]``; rows outside ``[0, s_kv)`` are masked.
+        sm_scale: factor of the scores.
+        d_v: leading dims of a row that are its value.
+        attn_sink: float32 ``[h_q]``.
+        topk_length: int32 ``[s_q]``.
+        out: ``[s_q, h_q, d_v]`` of q's dtype, written.
+
+    Returns:
+        out ``[s_q, h_q, d_v]``, max_logits and lse, both float32 ``[s_q, h_q]``; natural
+        logarithm, without the sink. A row without a key gets 0, -inf and +inf.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: FlashMLA ``flash_mla_sparse_fwd``.
+
+    >>> q = torch.randn(3, 20, 576, dtype=torch.bfloat16)
+    >>> kv = torch.randn(100, 1, 576, dtype=torch.bfloat16)
+    >>> indices = torch.tensor([[[0, 1]], [[5, -1]], [[-1, 100]]], dtype=torch.int32)
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, sm_scale=192**-0.5)
+    >>> out.shape, max_logits[2, 0].item(), lse[2, 0].item()
+    (torch.Size([3, 20, 512]), -inf, inf)
+    """
+    check = Checker("flash_mla_sparse_fwd")
+    check.tensor("q", q, "s_q h_q d_qk", FLOATS)
+    check.tensor("kv", kv, "s_kv 1 d_qk", torch.bfloat16)
+    check.tensor("indices", indices, "s_q 1 topk", INTEGERS)
+    check.optional("attn_sink", attn_sink, "h_q", torch.float32)
+    check.optional("topk_length", topk_length, "s_q", INTEGERS)
+    format = _bf16_format(check, "d_v", kv.shape[2], d_v)
+    check.bind("d_v", d_v)
+    if out is not None:
+        check.tensor("out", out, "s_q h_q d_v", q.dtype)
+    max_logits = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out, lse = sparse_prefill(
+        q,
+        cache_of(check, "kv", kv, format),  # pages of one row
+        indices[:, 0],
+        softmax_scale=sm_scale,
+        topk_lengths=topk_length,
+        attn_sink=attn_sink,
+        out=out,
+        max_logits=max_logits,
+    )
+    return out, max_logits, _marked(lse)
+
+
+def _caches(
+    check: Checker, name: str, k_cache: Tensor, is_fp8: bool, heads: str
+) -> list[PagedCache]:
+    """The cache of each key head of ``k_cache``, whose shape has ``heads`` for their count."""
+    head_dim, value_dim = check.dims["head_dim"], check.dims["head_dim_v"]
+    shape = f"{name}_blocks {name}_block_size {heads}"
+    if is_fp8:
+        check.tensor(name, k_cache, f"{shape} {name}_bytes", ONE_BYTE)
+        format = _fp8_format(check, name, head_dim, k_cache.shape[3])
+        if value_dim != format.value_dim:
+            raise ValueError(
+                f"{check.op}: head_dim_v must be {format.value_dim} for {name} of format "
+                f"{format.name}, got {value_dim}"
+            )
+    else:
+        check.tensor(name, k_cache, f"{shape} head_dim", torch.bfloat16)
+        format = _bf16_format(check, "head_dim_v", head_dim, value_dim)
+    return [cache_of(check, name, pages, format) for pages in k_cache.unbind(2)]
+
+
+def _fp8_format(check: Checker, name: str, head_dim: int, row_bytes: int) -> CacheFormat:
+    if (head_dim, row_bytes) not in FP8_FORMATS:
+        known = " or ".join(f"{width} for a head_dim of {dim}" for dim, width in FP8_FORMATS)
+        raise ValueError(
+            f"{check.op}: {name} must have a last dimension of {known} with is_fp8_kvcache, "
+            f"got {row_bytes} for {head_dim}"
+        )
+    return FP8_FORMATS[head_dim, row_bytes]
+
+
+def _bf16_format(check: Checker, name: str, head_dim: int, value_dim: int) -> CacheFormat:
+    if not 0 < value_dim <= head_dim:
+        raise ValueError(f"{check.op}: {name} must lie in [1, {head_dim}], got {value_dim}")
+    return bf16_format(head_dim, value_dim)
+
+
+def _marked(lse: Tensor) -> Tensor:
+    """``lse`` with FlashMLA's mark of a row without a key: +inf."""
+    return lse.masked_fill_(lse == -torch.inf, torch.inf)
