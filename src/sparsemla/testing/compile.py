@@ -26,6 +26,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sparsemla.kernels.common import device
+
 Launch = Callable[[], object]
 
 MAX_SHARED = 99 * 1024
@@ -165,6 +167,8 @@ def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, .
             (driver, "_active", _CompileOnly(target)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        device.properties.cache_clear()
+        stack.callback(device.properties.cache_clear)
         yield started
 
 

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.device import properties
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
+from sparsemla.kernels.common.integers import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -77,7 +79,7 @@ def _as_bytes(view: Tensor | None) -> Tensor | None:
 
 def block_of(dim: int) -> int:
     """Width of the tile that holds ``dim`` dims: a power of two that a matrix product takes."""
-    return max(triton.next_power_of_2(dim), 16)
+    return max(next_power_of_2(dim), 16)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def is_hopper(device: torch.device) -> bool:
     """Whether matrix products take both operands from shared memory (sm_90)."""
     if device.type == "cpu" or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return properties(device).major == 9
 
 
 def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: torch.device) -> Tile:
@@ -109,7 +111,7 @@ def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: tor
     if is_hopper(device) and rows > 16 and query_dtype == torch.bfloat16:
         # Warpgroup products take 64 query rows, and keys, from shared memory: one tile of keys is
         # read while the next arrives. The rest holds weights and slots.
-        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        shared = properties(device).shared_memory_per_block_optin
         block_n = 32 if mixed else 64  # putting both parts of a value together takes registers
         if (64 + 2 * block_n) * row_bytes + 9728 <= shared:
             return Tile(64, block_n, 8, 3, branch=True)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsemla.kernels.common.device import properties
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -16,7 +18,8 @@ def has_fp8(device: torch.device) -> bool:
     """Whether the device converts e4m3 by itself."""
     if device.type == "cpu" or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    found = properties(device)
+    return (found.major, found.minor) >= (8, 9)
 
 
 @triton.jit

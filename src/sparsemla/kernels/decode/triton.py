@@ -22,6 +22,7 @@ from sparsemla.kernels.common.attention import (
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def sparse_decode(
         extra_strides = extra_topk_indices.stride()[:2]
         extra_topk = extra_topk_indices.shape[2]
     tile = choose_tile(num_heads, layout, q.dtype, q.device)
-    num_programs = batch * query_len * triton.cdiv(num_heads, tile.block_m) * num_splits
+    num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
     outs, lses = _partials(out, lse, num_splits, workspace)
@@ -335,7 +336,7 @@ def dense_decode(
     batch, query_len, num_heads = q.shape[:3]
     rows, layout = cache_arguments(cache)
     tile = choose_tile(query_len * num_heads, layout, q.dtype, q.device)
-    num_programs = batch * triton.cdiv(query_len * num_heads, tile.block_m) * num_splits
+    num_programs = batch * cdiv(query_len * num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
     outs, lses = _partials(out, lse, num_splits, workspace)
@@ -449,7 +450,7 @@ def _launch_merge(
         num_tokens,
         num_heads,
         V=value_dim,
-        BLOCK=triton.next_power_of_2(value_dim),
+        BLOCK=next_power_of_2(value_dim),
         num_warps=min(max(value_dim // 128, 1), 4),
     )
 

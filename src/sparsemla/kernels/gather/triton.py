@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import paged_arguments
 
 SLOTS_BLOCK = 1024
@@ -75,7 +76,7 @@ def to_slots(
     out: Tensor,
 ) -> None:
     num_tokens, topk = topk_indices.shape
-    num_blocks = triton.cdiv(topk, SLOTS_BLOCK)
+    num_blocks = cdiv(topk, SLOTS_BLOCK)
     _slots_kernel[(num_tokens * num_blocks,)](
         topk_indices,
         page_table,
@@ -198,11 +199,11 @@ def gather_dequant(
     # leave at once, and a captured graph stays right when lengths change.
     fmt = cache.format
     block = fmt.scale_block or fmt.fp8_dim
-    block_dims = triton.next_power_of_2(block)
-    num_blocks = triton.next_power_of_2(-(-fmt.fp8_dim // block)) if block else 0
-    bf16_dims = triton.next_power_of_2(fmt.bf16_dim)
+    block_dims = next_power_of_2(block)
+    num_blocks = next_power_of_2(-(-fmt.fp8_dim // block)) if block else 0
+    bf16_dims = next_power_of_2(fmt.bf16_dim)
     rows = max(1, GATHER_DIMS // max(num_blocks * block_dims, bf16_dims))
-    _gather_kernel[(triton.cdiv(out.shape[0], rows),)](
+    _gather_kernel[(cdiv(out.shape[0], rows),)](
         page_table=page_table,
         seq_lens=seq_lens,
         workspace_starts=workspace_starts,

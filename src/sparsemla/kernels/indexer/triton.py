@@ -9,7 +9,6 @@ take it, else as float16, which holds every e4m3 value.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.topk import triton as topk_kernels
 
 MINUS_INF = tl.constexpr(float("-inf"))
@@ -359,15 +360,6 @@ class Plan:
         }
 
 
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the shared memory that a program may fill with tiles, bytes."""
-    if device.type == "cpu":
-        return 1, 96 << 10
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors, (56 if torch.version.hip else 96) << 10
-
-
 def plan(
     num_tokens: int,
     query_len: int,
@@ -378,16 +370,16 @@ def plan(
     device: torch.device,
 ) -> Plan:
     """The plan for tokens that come about ``query_len`` a request, and up to ``num_keys`` keys."""
-    processors, shared = _device(device)
+    shared = (56 if torch.version.hip else 96) << 10  # bytes that a program may fill with tiles
     fp8 = dtype == torch.float8_e4m3fn
     decode = fp8 and not has_fp8(device)
-    block_h = max(16, triton.next_power_of_2(heads))
-    block_d = max(32, triton.next_power_of_2(dim))
+    block_h = max(16, next_power_of_2(heads))
+    block_d = max(32, next_power_of_2(dim))
     row_bytes = block_d * (1 if fp8 and not decode else 2)
     # Tokens of one request share the keys: up to 128 columns of products, or 64 where keys pass
     # through registers.
     widest = 64 if decode else 128
-    tokens = max(1, min(widest // block_h, triton.next_power_of_2(query_len)))
+    tokens = max(1, min(widest // block_h, next_power_of_2(query_len)))
     columns = tokens * block_h
     while tokens > 1 and columns * row_bytes > 32 << 10:
         tokens, columns = tokens // 2, columns // 2
@@ -401,8 +393,8 @@ def plan(
     stages = 3 if columns <= 64 and 3 * block_n * row_bytes <= room else 2
     # Eight programs for each multiprocessor even out the work; a long run of keys pays for the
     # loading of the queries.
-    tiles = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_keys, block_n)
-    chunk = block_n * max(1, min(32, tiles // (8 * processors)))
+    tiles = cdiv(num_tokens, tokens) * cdiv(num_keys, block_n)
+    chunk = block_n * max(1, min(32, tiles // (8 * num_multiprocessors(device))))
     return Plan(tokens, block_h, block_d, block_n, chunk, stages, decode)
 
 
@@ -427,8 +419,8 @@ def indexer_scores(
     if num_tokens == 0 or num_keys == 0:
         return
     how = plan(num_tokens, num_tokens, num_keys, heads, dim, q.dtype, q.device)
-    num_chunks = triton.cdiv(num_keys, how.chunk)
-    _ragged_kernel[(triton.cdiv(num_tokens, how.tokens) * num_chunks,)](
+    num_chunks = cdiv(num_keys, how.chunk)
+    _ragged_kernel[(cdiv(num_tokens, how.tokens) * num_chunks,)](
         _typed(q, how.decode),
         weights,
         _typed(keys, how.decode),
@@ -480,8 +472,8 @@ def indexer_scores_paged(
     if batch == 0 or query_len == 0:
         return
     how = plan(batch * query_len, query_len, max_seq_len, heads, dim, q.dtype, q.device)
-    num_chunks = triton.cdiv(max_seq_len, how.chunk)
-    _paged_kernel[(batch * triton.cdiv(query_len, how.tokens) * num_chunks,)](
+    num_chunks = cdiv(max_seq_len, how.chunk)
+    _paged_kernel[(batch * cdiv(query_len, how.tokens) * num_chunks,)](
         _typed(q, how.decode),
         weights,
         page_table=page_table,
@@ -538,9 +530,9 @@ def indexer_topk(
         out.fill_(-1)
         return
     bound = _tokens_at_once(num_tokens, num_keys, topk, max_workspace_bytes, q.device)
-    at_once = triton.cdiv(num_tokens, triton.cdiv(num_tokens, bound))
+    at_once = cdiv(num_tokens, cdiv(num_tokens, bound))
     how = plan(at_once, max(1, num_tokens // num_requests), num_keys, heads, dim, q.dtype, q.device)
-    num_chunks = triton.cdiv(num_keys, how.chunk)
+    num_chunks = cdiv(num_keys, how.chunk)
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=q.device)
     row_ends = torch.empty(at_once, dtype=torch.int32, device=q.device)
     for first in range(0, num_tokens, at_once):

@@ -23,6 +23,7 @@ from sparsemla.kernels.common.attention import (
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def sparse_prefill(
     num_tokens, num_heads = q.shape[:2]
     rows, layout = cache_arguments(kv)
     tile = choose_tile(num_heads, layout, q.dtype, q.device)
-    num_programs = num_tokens * triton.cdiv(num_heads, tile.block_m)
+    num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
         return
     _sparse_prefill[(num_programs,)](
@@ -290,7 +291,7 @@ def dense_prefill(
     if num_tokens == 0 or num_heads == 0:
         return
     # 192 dims are 128 and 64: the widest power of two, and what is left.
-    main = max(triton.next_power_of_2(head_dim + 1) // 2, 16)
+    main = max(next_power_of_2(head_dim + 1) // 2, 16)
     rest = block_of(head_dim - main) if head_dim > main else 0
     value = block_of(value_dim)
     tile = _dense_tile(main + rest, value, q)

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsemla.formats import FP8_MAX
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)
@@ -32,15 +33,15 @@ class Tiles:
 
 def _tiles(num_tokens: int, num_heads: int, weight: HeadWeight, device: torch.device) -> Tiles:
     _, outputs, inputs = weight.data.shape
-    tokens = max(16, triton.next_power_of_2(num_tokens))
+    tokens = max(16, next_power_of_2(num_tokens))
     if weight.scale is None:
         # Three steps of two 128-wide tiles, or of a 64-wide one and few tokens, fit in 99 KB.
-        step = min(128 if tokens <= 64 else 64, max(16, triton.next_power_of_2(inputs)))
+        step = min(128 if tokens <= 64 else 64, max(16, next_power_of_2(inputs)))
         if tokens > 64:
             return Tiles(128, 128, step, warps=8, stages=3)
         warps, stages = 4, 3
     else:
-        step = max(32, triton.next_power_of_2(weight.scale_block[1]))
+        step = max(32, next_power_of_2(weight.scale_block[1]))
         # A step's product and the sum are both in registers: at most 128 x 64 for eight warps.
         # So are codes that are decoded by hand, which leaves less for both.
         native = has_fp8(device)
@@ -50,7 +51,7 @@ def _tiles(num_tokens: int, num_heads: int, weight: HeadWeight, device: torch.de
         warps = 4 if tokens < 64 else 8
     # Few tokens: the weights are streamed, which takes most multiprocessors.
     rows, wanted = 64, 3 * num_multiprocessors(device) // 4
-    while rows > 16 and num_heads * triton.cdiv(outputs, rows) < wanted:
+    while rows > 16 and num_heads * cdiv(outputs, rows) < wanted:
         rows //= 2
     return Tiles(rows, tokens, step, warps, stages)
 
@@ -136,7 +137,7 @@ def project_heads(*, x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     data, scale = weight.data, weight.scale
     tiles = _tiles(num_tokens, num_heads, weight, x.device)
     outputs = data.shape[1]
-    blocks = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(num_tokens, tiles.tokens)
+    blocks = cdiv(outputs, tiles.outputs) * cdiv(num_tokens, tiles.tokens)
     _project_kernel[(num_heads * blocks,)](
         x=x,
         weight=data if scale is None else data.view(torch.uint8),

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.formats import FLOAT32_TINY, FP8_MAX, CacheFormat
 from sparsemla.kernels.common.fp8 import ceil_pow2, encode_e4m3, has_fp8
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import paged_arguments
 
 TINY = tl.constexpr(FLOAT32_TINY)
@@ -339,12 +340,12 @@ def fused_rope_rmsnorm_quant(
     rope_first = max(fmt.fp8_dim, start)
     # Without scales any width will do; one that divides 512 wastes nothing.
     block = min(fmt.scale_block or 128, fmt.fp8_dim)
-    head_dims = triton.next_power_of_2(rope_dim)
+    head_dims = next_power_of_2(rope_dim)
     rows = max(1, HEAD_DIMS // head_dims)
-    row_programs = triton.cdiv(num_tokens, ROW_TOKENS)
+    row_programs = cdiv(num_tokens, ROW_TOKENS)
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
-    _fused_kernel[(row_programs + triton.cdiv(num_tokens * num_heads, rows),)](
+    _fused_kernel[(row_programs + cdiv(num_tokens * num_heads, rows),)](
         q=q_rope,
         out=out,
         kv=kv,
@@ -377,10 +378,10 @@ def fused_rope_rmsnorm_quant(
         SCALE_BLOCK=block,
         NUM_BLOCKS=-(-fmt.fp8_dim // block) if block else 0,
         ROPE_FIRST=rope_first,
-        BLOCK_DIMS=triton.next_power_of_2(block),
-        NORM_DIMS=triton.next_power_of_2(kv_norm_weight.shape[0]),
-        PLAIN_DIMS=triton.next_power_of_2(max(start - fmt.fp8_dim, 0)),
-        ROPE_DIMS=triton.next_power_of_2(fmt.head_dim - rope_first),
+        BLOCK_DIMS=next_power_of_2(block),
+        NORM_DIMS=next_power_of_2(kv_norm_weight.shape[0]),
+        PLAIN_DIMS=next_power_of_2(max(start - fmt.fp8_dim, 0)),
+        ROPE_DIMS=next_power_of_2(fmt.head_dim - rope_first),
         HEAD_DIMS=head_dims,
         TOKENS=ROW_TOKENS,
         ROWS=rows,
@@ -512,8 +513,8 @@ def append_index_keys(
     fmt = cache.format
     num_tokens, dim = k.shape
     rope_dim = cos_sin_cache.shape[1]
-    dims = triton.next_power_of_2(dim)
-    _keys_kernel[(triton.cdiv(num_tokens, ROW_TOKENS),)](
+    dims = next_power_of_2(dim)
+    _keys_kernel[(cdiv(num_tokens, ROW_TOKENS),)](
         k=k,
         weight=norm_weight,
         bias=norm_bias,
@@ -626,11 +627,11 @@ def prepare_index_queries(
     num_tokens, num_heads, dim = q.shape
     rope_dim = cos_sin_cache.shape[1]
     start = 0 if rope_first else dim - rope_dim
-    dims = triton.next_power_of_2(dim)
+    dims = next_power_of_2(dim)
     rows = max(1, HEAD_DIMS // dims)
     if format.fp8_dim:
         out = out.view(torch.uint8)
-    _queries_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
+    _queries_kernel[(cdiv(num_tokens * num_heads, rows),)](
         q=q,
         weights=weights,
         cos_sin=cos_sin_cache,
