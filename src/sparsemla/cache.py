@@ -108,6 +108,13 @@ class PagedCache:
         return cls(data, format, scales)
 
     @classmethod
+    def unchecked(cls, data: Tensor, format: CacheFormat, scales: Tensor | None) -> PagedCache:
+        """The cache of parts that have been one before: every op gets its caches in parts."""
+        cache = object.__new__(cls)
+        vars(cache).update(data=data, format=format, scales=scales)
+        return cache
+
+    @classmethod
     def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
         """bfloat16 ``rows [S, head_dim]`` as a cache of page size 1, so that slot == row."""
         return cls(rows.unsqueeze(1), bf16_format(rows.shape[-1], min(value_dim, rows.shape[-1])))
@@ -146,6 +153,10 @@ class PagedCache:
     def fields(self) -> RowFields:
         """Typed views ``[num_pages, (num_layers,) page_size, n]`` of the stored parts."""
         return self.format.fields(self.data, self.scales)
+
+    def stored(self) -> RowFields:
+        """:meth:`fields` with e4m3 and e8m0 as the bytes they are, which is what kernels take."""
+        return self.format.stored(self.data, self.scales)
 
     def gather(self, slots: Tensor) -> RowFields:
         """The stored parts ``[..., n]`` of ``slots [...]``, all of them valid."""

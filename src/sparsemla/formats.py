@@ -93,6 +93,9 @@ class CacheFormat:
     min_amax: float = 0.0
     min_scale: float = FLOAT32_TINY
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # every call of an op asks for it, and names differ
+
     @property
     def num_scales(self) -> int:
         """Scales stored for each row."""
@@ -169,24 +172,39 @@ class CacheFormat:
         Strides are taken from the tensor, so pages may lie apart and, where a format keeps its
         whole row together, rows may too.
         """
-        data = data.view(self.storage_dtype)
+        fp8, scales, bf16 = self.stored(data, scales)
+        return RowFields(
+            None if fp8 is None else fp8[..., : self.fp8_dim].view(torch.float8_e4m3fn),
+            None if scales is None else scales.view(self.scale_dtype),
+            bf16,
+        )
+
+    def stored(self, data: Tensor, scales: Tensor | None = None) -> RowFields:
+        """:meth:`fields` as kernels take them: e4m3 and e8m0 as the bytes they are.
+
+        A row of ``fp8`` may go on behind its e4m3 values: to a kernel that makes no difference.
+        """
         if self.fp8_dim == 0:
-            return RowFields(None, None, data)
+            return RowFields(None, None, _viewed(data, torch.bfloat16))
+        data = _viewed(data, torch.uint8)
+        scale_dtype = torch.uint8 if self.scale_dtype.itemsize == 1 else self.scale_dtype
         if self.scales_in == "tensor" or self.scales_in == "none":
-            return RowFields(data, scales, None)
-        bf16_at = self.fp8_dim + self._inline_scale_bytes
+            return RowFields(data, None if scales is None else _viewed(scales, scale_dtype), None)
+        scale_bytes, bf16_bytes = self.num_scales * self.scale_dtype.itemsize, 2 * self.bf16_dim
+        bf16 = None
         if self.scales_in == "page":
             # The tensor is only a carrier: the page holds all data rows, then all scale rows.
-            rows = _region(data, 0, self._row_bytes)
-            tail = _region(data, self._row_bytes * data.shape[-2], self.scale_row_bytes)
+            row = self.fp8_dim + bf16_bytes
+            fp8 = _region(data, 0, row, self.fp8_dim)
+            tail = _region(data, row * data.shape[-2], self.scale_row_bytes, scale_bytes)
+            if bf16_bytes:
+                bf16 = _region(data, self.fp8_dim, row, bf16_bytes).view(torch.bfloat16)
         else:
-            rows, tail = data, data[..., self.fp8_dim :]
-        scale_bytes = self.num_scales * self.scale_dtype.itemsize
-        return RowFields(
-            rows[..., : self.fp8_dim].view(torch.float8_e4m3fn),
-            tail[..., :scale_bytes].view(self.scale_dtype),
-            rows[..., bf16_at : self._row_bytes].view(torch.bfloat16) if self.bf16_dim else None,
-        )
+            fp8, bf16_at = data, self.fp8_dim + scale_bytes
+            tail = data[..., self.fp8_dim : bf16_at]
+            if bf16_bytes:
+                bf16 = data[..., bf16_at : bf16_at + bf16_bytes].view(torch.bfloat16)
+        return RowFields(fp8, _viewed(tail, scale_dtype), bf16)
 
     def quantize(self, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> RowFields:
         """Rows as they are stored.
@@ -259,9 +277,14 @@ class CacheFormat:
         return scales.repeat_interleave(self.scale_block, dim=-1)[..., : self.fp8_dim]
 
 
-def _region(data: Tensor, offset: int, row_bytes: int) -> Tensor:
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as ``dtype``: a view that changes nothing takes torch as long as one that does."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def _region(data: Tensor, offset: int, row_stride: int, row_bytes: int) -> Tensor:
     """Bytes ``[..., page_size, row_bytes]`` that start ``offset`` bytes into each page."""
-    strides = (*data.stride()[:-2], row_bytes, 1)
+    strides = (*data.stride()[:-2], row_stride, 1)
     shape = (*data.shape[:-1], row_bytes)
     return data.as_strided(shape, strides, data.storage_offset() + offset)
 

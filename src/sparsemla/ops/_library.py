@@ -53,4 +53,6 @@ def join(data: Tensor, scales: Tensor | None, format: str) -> PagedCache: ...
 def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> PagedCache | None: ...
 def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> PagedCache | None:
     """The cache of :func:`parts`."""
-    return None if data is None or format is None else PagedCache(data, get_format(format), scales)
+    if data is None or format is None:
+        return None
+    return PagedCache.unchecked(data, get_format(format), scales)

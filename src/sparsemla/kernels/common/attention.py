@@ -6,6 +6,7 @@ both matrix products, and the *rest*, which only the scores see.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.device import properties
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
 from sparsemla.kernels.common.integers import next_power_of_2
+from sparsemla.kernels.common.paged import page_and_row
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -55,26 +58,27 @@ class Layout(NamedTuple):
 
 def cache_arguments(cache: PagedCache) -> tuple[Rows, Layout]:
     """A cache as what kernels take and what they are compiled for."""
-    fmt, views = cache.format, cache.fields()
-    strides = [(0, 0) if view is None else (view.stride(0), view.stride(1)) for view in views]
+    fp8, scales, bf16 = cache.stored()
+    strides = page_and_row(fp8), page_and_row(scales), page_and_row(bf16)
+    return Rows(fp8, scales, bf16, cache.num_slots), _layout(
+        cache.format, cache.page_size, *strides
+    )
+
+
+@functools.cache
+def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layout:
     rest = fmt.head_dim - fmt.value_dim
-    layout = Layout(
+    return Layout(
         fmt.head_dim,
         fmt.value_dim,
         block_of(fmt.value_dim),
         block_of(rest) if rest else 0,
         fmt.fp8_dim,
         fmt.scale_block,
-        cache.page_size,
-        all(page == cache.page_size * row for page, row in strides),
+        page_size,
+        all(page == page_size * row for page, row in strides),
         *strides,
     )
-    parts = [_as_bytes(view) for view in views]
-    return Rows(*parts, cache.num_slots), layout
-
-
-def _as_bytes(view: Tensor | None) -> Tensor | None:
-    return view.view(torch.uint8) if view is not None and view.dtype.itemsize == 1 else view
 
 
 def block_of(dim: int) -> int:

@@ -20,6 +20,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.topk import triton as topk_kernels
 
 MINUS_INF = tl.constexpr(float("-inf"))
@@ -442,19 +443,15 @@ def indexer_scores(
 
 def _paged_arguments(cache: PagedCache, decode: bool) -> dict[str, object]:
     """Pointers and constant strides of a cache of index keys."""
-    fields = cache.fields()
-    keys = fields.bf16 if fields.fp8 is None else _typed(fields.fp8, decode)
-    scales = fields.scales
-    return {
-        "keys": keys,
-        "key_scales": scales,
-        "num_pages": cache.num_pages,
-        "PAGE_SIZE": cache.page_size,
-        "KEY_PAGE": keys.stride(0),
-        "KEY_ROW": keys.stride(1),
-        "SCALE_PAGE": 0 if scales is None else scales.stride(0),
-        "SCALE_ROW": 0 if scales is None else scales.stride(1),
-    }
+    fp8, scales, bf16 = cache.stored()
+    keys = bf16
+    if fp8 is not None:
+        keys = fp8 if decode else fp8.view(torch.float8_e4m3fn)
+    arguments = {"keys": keys, "key_scales": scales, "num_pages": cache.num_pages}
+    arguments["PAGE_SIZE"] = cache.page_size
+    arguments["KEY_PAGE"], arguments["KEY_ROW"] = page_and_row(keys)
+    arguments["SCALE_PAGE"], arguments["SCALE_ROW"] = page_and_row(scales)
+    return arguments
 
 
 def indexer_scores_paged(
