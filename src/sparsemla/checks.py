@@ -40,9 +40,10 @@ class Checker:
             allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             got = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(f"{self.op}: {name} must have dtype {allowed}, got {got}")
-        self._shape(name, tensor, shape)
+        sizes = tensor.shape
+        self._shape(name, sizes, shape)
         self._device(name, tensor.device)
-        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if sizes and sizes[-1] > 1 and tensor.stride()[-1] != 1:
             raise ValueError(
                 f"{self.op}: {name} must be contiguous in its last dimension, "
                 f"got strides {list(tensor.stride())}"
@@ -58,7 +59,7 @@ class Checker:
         """The caller's output tensor, checked, or a new one."""
         if tensor is not None:
             return self.tensor(name, tensor, shape, dtype)
-        return torch.empty(self.sizes(shape), dtype=dtype, device=self.device)
+        return torch.empty(*self.sizes(shape), dtype=dtype, device=self.device)
 
     def kind(self, name: str, value: object, kind: type) -> None:
         """Check the class of an argument that is no tensor."""
@@ -195,18 +196,18 @@ class Checker:
         pages = page_table.where(columns < used[:, None], 0)
         self.values("page_table", pages, 0, cache.num_pages)
 
-    def _shape(self, name: str, tensor: Tensor, shape: str) -> None:
+    def _shape(self, name: str, sizes: torch.Size, shape: str) -> None:
         dims = shape.split()
-        fits = tensor.dim() == len(dims)
+        fits = len(sizes) == len(dims)
         if fits:
-            for dim, size in zip(dims, tensor.shape, strict=True):
+            for dim, size in zip(dims, sizes, strict=True):
                 expected = int(dim) if dim.isdigit() else self.dims.setdefault(dim, size)
                 fits = fits and expected == size
         if not fits:
             known = [dim if dim.isdigit() else str(self.dims.get(dim, dim)) for dim in dims]
             raise ValueError(
                 f"{self.op}: {name} must have shape [{', '.join(dims)}] = [{', '.join(known)}], "
-                f"got {list(tensor.shape)}"
+                f"got {list(sizes)}"
             )
 
     def _device(self, name: str, device: torch.device) -> None:

@@ -187,11 +187,6 @@ def _writing(function: Launch, op: Op) -> Launch:
     return launch
 
 
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def find(
     op: str,
     lead: Tensor,
@@ -201,6 +196,17 @@ def find(
     topk: int = 0,
 ) -> Launch:
     """The implementation of ``op`` for tensors like ``lead``, the op's first."""
-    device = lead.device
-    capability = _capability(device.index) if device.type == "cuda" else None
-    return select(Problem(op, device.type, capability, lead.dtype, cache_format, num_heads, topk))
+    return select(_problem(op, lead.device, lead.dtype, cache_format, num_heads, topk))
+
+
+@functools.cache
+def _problem(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_format: str | None,
+    num_heads: int,
+    topk: int,
+) -> Problem:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Problem(op, device.type, capability, dtype, cache_format, num_heads, topk)

@@ -43,7 +43,8 @@ def decode_workspace_size(
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         # Rows of a request may share keys or not; fewer programs are split more.
-        num_splits = _most_splits(batch * -(-query_len * num_heads // 64), torch.device(device))
+        num_programs = batch * -(-query_len * num_heads // 64)
+        num_splits = _most_splits(num_programs, _multiprocessors(torch.device(device)))
     return _workspace_bytes(batch * query_len * num_heads, num_splits, value_dim)
 
 
@@ -51,12 +52,18 @@ def _workspace_bytes(num_rows: int, num_splits: int, value_dim: int) -> int:
     return 4 * num_splits * num_rows * (value_dim + 1) if num_splits > 1 else 0
 
 
-def _most_splits(num_programs: int, device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _most_splits(num_programs: int, multiprocessors: int) -> int:
     """Splits that give every multiprocessor two programs."""
-    if device.type != "cuda" or num_programs == 0:
+    if multiprocessors == 0 or num_programs == 0:
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(-(-wanted // num_programs), MAX_SPLITS)
+    return min(-(-2 * multiprocessors // num_programs), MAX_SPLITS)
 
 
 def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
@@ -65,16 +72,20 @@ def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> in
     A program takes 64 rows and works on 64 keys in a step; starting it and merging its result cost
     about as much as four steps. Multiprocessors work on one program each.
     """
-    most = _most_splits(num_programs, device)
+    slots = _multiprocessors(device)
+    steps = max(-(-num_keys // 64), 1)
+    most = min(_most_splits(num_programs, slots), steps)
     if most == 1:
         return 1
-    steps = max(-(-num_keys // 64), 1)
-    slots = torch.cuda.get_device_properties(device).multi_processor_count
 
     def time(splits: int) -> int:
         return -(-num_programs * splits // slots) * (-(-steps // splits) + 4 * (splits > 1))
 
-    return min(range(1, min(most, steps) + 1), key=time)
+    # The first to finish are the most that take so many rounds of the multiprocessors, or fewer
+    # that leave a program as many steps: a handful to compare, where each comparison counts.
+    rounds = range(1, -(-num_programs * most // slots) + 1)
+    full = (max(min(count * slots // num_programs, most), 1) for count in rounds)
+    return min([1, *(-(-steps // -(-steps // splits)) for splits in full)], key=time)
 
 
 def _workspace(
