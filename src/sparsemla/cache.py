@@ -109,7 +109,7 @@ class PagedCache:
 
     @classmethod
     def unchecked(cls, data: Tensor, format: CacheFormat, scales: Tensor | None) -> PagedCache:
-        """The cache of parts that have been one before: every op gets its caches in parts."""
+        """The cache of parts that come from another one, and fit each other as they did there."""
         cache = object.__new__(cls)
         vars(cache).update(data=data, format=format, scales=scales)
         return cache
@@ -148,7 +148,7 @@ class PagedCache:
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"layer_idx must lie in [0, {self.num_layers}), got {layer_idx}")
         scales = None if self.scales is None else self.scales[:, layer_idx]
-        return PagedCache(self.data[:, layer_idx], self.format, scales)
+        return PagedCache.unchecked(self.data[:, layer_idx], self.format, scales)
 
     def fields(self) -> RowFields:
         """Typed views ``[num_pages, (num_layers,) page_size, n]`` of the stored parts."""

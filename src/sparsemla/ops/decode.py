@@ -77,31 +77,32 @@ def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> in
     most = min(_most_splits(num_programs, slots), steps)
     if most == 1:
         return 1
+    best, least = 1, -(-num_programs // slots) * steps
+    # Of the counts that take so many rounds of the multiprocessors, the largest is the first to
+    # finish, or the smallest that leaves a program as many steps: the others need no look.
+    for rounds in range(1, -(-num_programs * most // slots) + 1):
+        full = max(min(rounds * slots // num_programs, most), 1)
+        longest = -(-steps // full)
+        splits = -(-steps // longest)
+        time = -(-num_programs * splits // slots) * (longest + 4)
+        if splits > 1 and time < least:
+            best, least = splits, time
+    return best
 
-    def time(splits: int) -> int:
-        return -(-num_programs * splits // slots) * (-(-steps // splits) + 4 * (splits > 1))
 
-    # The first to finish are the most that take so many rounds of the multiprocessors, or fewer
-    # that leave a program as many steps: a handful to compare, where each comparison counts.
-    rounds = range(1, -(-num_programs * most // slots) + 1)
-    full = (max(min(count * slots // num_programs, most), 1) for count in rounds)
-    return min([1, *(-(-steps // -(-steps // splits)) for splits in full)], key=time)
-
-
-def _workspace(
+def _check_workspace(
     check: Checker, workspace: Tensor | None, num_rows: int, num_splits: int, value_dim: int
-) -> Tensor:
-    """The caller's workspace, checked, or a new one."""
-    size = _workspace_bytes(num_rows, num_splits, value_dim)
+) -> None:
+    """Check a workspace that may be None."""
     if workspace is None:
-        return torch.empty(size, dtype=torch.uint8, device=check.device)
+        return
+    size = _workspace_bytes(num_rows, num_splits, value_dim)
     check.tensor("workspace", workspace, "bytes", torch.uint8)
     if workspace.shape[0] < size or workspace.storage_offset() % 16:
         raise ValueError(
             f"{check.op}: workspace must hold {size} bytes from a multiple of 16 on for "
             f"num_splits {num_splits}, got {workspace.shape[0]} at {workspace.storage_offset()}"
         )
-    return workspace
 
 
 def sparse_decode(
@@ -187,7 +188,7 @@ def sparse_decode(
         num_splits = _choose_splits(batch * query_len * -(-num_heads // 64), num_keys, q.device)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
-    workspace = _workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _sparse_decode(
@@ -224,7 +225,7 @@ def _sparse_decode(
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -318,7 +319,7 @@ def dense_decode(
         num_splits = _choose_splits(batch * -(-query_len * num_heads // 64), num_keys, q.device)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
-    workspace = _workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _dense_decode(
@@ -349,7 +350,7 @@ def _dense_decode(
     causal: bool,
     attn_sink: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:

@@ -167,8 +167,8 @@ def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, .
             (driver, "_active", _CompileOnly(target)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        device.properties.cache_clear()
-        stack.callback(device.properties.cache_clear)
+        device.describe.cache_clear()
+        stack.callback(device.describe.cache_clear)
         yield started
 
 

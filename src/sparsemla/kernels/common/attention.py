@@ -7,7 +7,6 @@ both matrix products, and the *rest*, which only the scores see.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels.common.device import properties
+from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
 from sparsemla.kernels.common.integers import next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
@@ -86,8 +85,7 @@ def block_of(dim: int) -> int:
     return max(next_power_of_2(dim), 16)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Query rows and keys of a step, and how it is compiled; ``branch``: :func:`attend_tile`."""
 
     block_m: int
@@ -103,9 +101,7 @@ SMALL_SHARED = 99 * 1024
 
 def is_hopper(device: torch.device) -> bool:
     """Whether matrix products take both operands from shared memory (sm_90)."""
-    if device.type == "cpu" or torch.version.hip:
-        return False
-    return properties(device).major == 9
+    return describe(device).is_hopper
 
 
 def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: torch.device) -> Tile:
@@ -115,9 +111,8 @@ def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: tor
     if is_hopper(device) and rows > 16 and query_dtype == torch.bfloat16:
         # Warpgroup products take 64 query rows, and keys, from shared memory: one tile of keys is
         # read while the next arrives. The rest holds weights and slots.
-        shared = properties(device).shared_memory_per_block_optin
         block_n = 32 if mixed else 64  # putting both parts of a value together takes registers
-        if (64 + 2 * block_n) * row_bytes + 9728 <= shared:
+        if (64 + 2 * block_n) * row_bytes + 9728 <= describe(device).max_shared:
             return Tile(64, block_n, 8, 3, branch=True)
     # Queries lie in registers, where 16 rows fit beside the sums; e4m3 decoded by bits needs more.
     narrow = mixed or torch.version.hip or 2 * 32 * row_bytes > SMALL_SHARED - 16384

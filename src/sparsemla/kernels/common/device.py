@@ -1,17 +1,43 @@
-"""What launchers ask a device. The answers are kept: torch takes microseconds for each."""
+"""What launchers ask a device. The answer is kept: torch takes microseconds for each question."""
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 
+class Device(NamedTuple):
+    """A device as launchers see it. The interpreter, which runs on the CPU, has the defaults.
+
+    Args:
+        multiprocessors: their number.
+        max_shared: shared memory that a program may use on an NVIDIA GPU, bytes.
+        has_fp8: the device converts e4m3 by itself.
+        is_hopper: matrix products take both operands from shared memory (sm_90).
+    """
+
+    multiprocessors: int = 1
+    max_shared: int = 0
+    has_fp8: bool = False
+    is_hopper: bool = False
+
+
 @functools.cache
-def properties(device: torch.device) -> Any:
-    """What torch says of a GPU."""
-    return torch.cuda.get_device_properties(device)
+def describe(device: torch.device) -> Device:
+    """What torch says of a device."""
+    if device.type == "cpu":
+        return Device()
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device(found.multi_processor_count)
+    return Device(
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,
+        has_fp8=(found.major, found.minor) >= (8, 9),
+        is_hopper=found.major == 9,
+    )
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the interpreter, which runs on the CPU."""
-    return 1 if device.type == "cpu" else properties(device).multi_processor_count
+    """Multiprocessors of a GPU; 1 for the interpreter."""
+    return describe(device).multiprocessors

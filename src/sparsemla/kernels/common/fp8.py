@@ -9,17 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsemla.kernels.common.device import properties
+from sparsemla.kernels.common.device import describe
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts e4m3 by itself."""
-    if device.type == "cpu" or torch.version.hip:
-        return False
-    found = properties(device)
-    return (found.major, found.minor) >= (8, 9)
+    return describe(device).has_fp8
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from sparsemla.cache import PagedCache
 
 def page_and_row(view: Tensor | None) -> tuple[int, int]:
     """Strides between pages and between rows of a part of a cache, in elements; 0 without it."""
-    return (0, 0) if view is None else (view.stride(0), view.stride(1))
+    return (0, 0) if view is None else view.stride()[:2]
 
 
 def paged_arguments(cache: PagedCache) -> dict[str, object]:

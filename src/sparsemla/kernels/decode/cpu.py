@@ -20,7 +20,7 @@ def sparse_decode(
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -50,7 +50,7 @@ def dense_decode(
     causal: bool,
     attn_sink: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:

@@ -155,7 +155,7 @@ def sparse_decode(
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -208,7 +208,7 @@ def sparse_decode(
 
 
 def _partials(
-    out: Tensor, lse: Tensor, num_splits: int, workspace: Tensor
+    out: Tensor, lse: Tensor, num_splits: int, workspace: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where splits store: ``[splits, B, S, H, V]`` and ``[splits, B, S, H]``, float32.
 
@@ -216,6 +216,8 @@ def _partials(
     """
     if num_splits == 1:
         return out[None], lse[None]
+    if workspace is None:
+        return lse.new_empty(num_splits, *out.shape), lse.new_empty(num_splits, *lse.shape)
     rows = num_splits * lse.numel()
     floats = workspace[: 4 * rows * (out.shape[-1] + 1)].view(torch.float32)
     outs = floats[: rows * out.shape[-1]].view(num_splits, *out.shape)
@@ -329,7 +331,7 @@ def dense_decode(
     causal: bool,
     attn_sink: Tensor | None,
     num_splits: int,
-    workspace: Tensor,
+    workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:

@@ -3,11 +3,14 @@
 Shapes: T tokens, K top-k, B requests, W pages of a request.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import paged_arguments
@@ -197,13 +200,8 @@ def gather_dequant(
 ) -> None:
     # One program for a tile of the workspace, whatever the lengths: those that no request owns
     # leave at once, and a captured graph stays right when lengths change.
-    fmt = cache.format
-    block = fmt.scale_block or fmt.fp8_dim
-    block_dims = next_power_of_2(block)
-    num_blocks = next_power_of_2(-(-fmt.fp8_dim // block)) if block else 0
-    bf16_dims = next_power_of_2(fmt.bf16_dim)
-    rows = max(1, GATHER_DIMS // max(num_blocks * block_dims, bf16_dims))
-    _gather_kernel[(cdiv(out.shape[0], rows),)](
+    widths = _gather_widths(cache.format)
+    _gather_kernel[(cdiv(out.shape[0], widths["ROWS"]),)](
         page_table=page_table,
         seq_lens=seq_lens,
         workspace_starts=workspace_starts,
@@ -215,14 +213,26 @@ def gather_dequant(
         table_width=page_table.shape[1],
         table_stride=page_table.stride(0),
         OUT_ROW=out.stride(0),
-        FP8_DIM=fmt.fp8_dim,
-        BF16_DIM=fmt.bf16_dim,
-        SCALE_BLOCK=block,
-        BLOCK_DIMS=block_dims,
-        NUM_BLOCKS=num_blocks,
-        BF16_DIMS=bf16_dims,
-        ROWS=rows,
         REQUESTS=REQUEST_BLOCK,
         NATIVE=has_fp8(out.device),
+        **widths,
         **paged_arguments(cache),
     )
+
+
+@functools.cache
+def _gather_widths(fmt: CacheFormat) -> dict[str, int]:
+    """What the gather kernel is compiled for, of dims and tiles."""
+    block = fmt.scale_block or fmt.fp8_dim
+    block_dims = next_power_of_2(block)
+    num_blocks = next_power_of_2(cdiv(fmt.fp8_dim, block)) if block else 0
+    bf16_dims = next_power_of_2(fmt.bf16_dim)
+    return {
+        "FP8_DIM": fmt.fp8_dim,
+        "BF16_DIM": fmt.bf16_dim,
+        "SCALE_BLOCK": block,
+        "BLOCK_DIMS": block_dims,
+        "NUM_BLOCKS": num_blocks,
+        "BF16_DIMS": bf16_dims,
+        "ROWS": max(1, GATHER_DIMS // max(num_blocks * block_dims, bf16_dims)),
+    }

@@ -9,7 +9,7 @@ take it, else as float16, which holds every e4m3 value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -322,8 +322,7 @@ def _paged_kernel(
         _fill(out, stride_out, token, valid, high, last, BLOCK_N)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Tiles of the score kernels.
 
     Args:
@@ -536,8 +535,8 @@ def indexer_topk(
         tokens = slice(first, min(first + at_once, num_tokens))
         count = tokens.stop - first
         _paged_kernel[((count // how.tokens + num_requests + 1) * num_chunks,)](
-            _typed(q, how.decode)[tokens],
-            weights[tokens],
+            _part(_typed(q, how.decode), tokens),
+            _part(weights, tokens),
             page_table=page_table,
             seq_lens=seq_lens,
             input_row_offsets=input_row_offsets,
@@ -566,12 +565,17 @@ def indexer_topk(
             **how.arguments(heads, dim),
         )
         topk_kernels.select_topk(
-            scores=scores[:count],
+            scores=_part(scores, slice(0, count)),
             topk=topk,
             row_starts=None,
-            row_ends=row_ends[:count],
-            out=out[tokens],
+            row_ends=_part(row_ends, slice(0, count)),
+            out=_part(out, tokens),
         )
+
+
+def _part(x: Tensor, rows: slice) -> Tensor:
+    """``x[rows]``; all of it, as it mostly is, without a call of torch."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 def _tokens_at_once(

@@ -3,6 +3,7 @@
 Shapes: T tokens, H heads, D dims of a row, N normalised dims, R rotated dims.
 """
 
+import functools
 import math
 
 import torch
@@ -336,16 +337,11 @@ def fused_rope_rmsnorm_quant(
     # The first programs write rows, the others rotate heads.
     fmt = cache.format
     num_tokens, num_heads, rope_dim = q_rope.shape
-    start = fmt.head_dim - rope_dim
-    rope_first = max(fmt.fp8_dim, start)
-    # Without scales any width will do; one that divides 512 wastes nothing.
-    block = min(fmt.scale_block or 128, fmt.fp8_dim)
-    head_dims = next_power_of_2(rope_dim)
-    rows = max(1, HEAD_DIMS // head_dims)
+    widths = _fused_widths(fmt, kv_norm_weight.shape[0], rope_dim)
     row_programs = cdiv(num_tokens, ROW_TOKENS)
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
-    _fused_kernel[(row_programs + cdiv(num_tokens * num_heads, rows),)](
+    _fused_kernel[(row_programs + cdiv(num_tokens * num_heads, widths["ROWS"]),)](
         q=q_rope,
         out=out,
         kv=kv,
@@ -369,25 +365,38 @@ def fused_rope_rmsnorm_quant(
         MIN_SCALE=fmt.min_scale,
         POW2=scale_mode == "pow2",
         NATIVE=has_fp8(kv.device),
-        D=fmt.head_dim,
-        N=kv_norm_weight.shape[0],
-        R=rope_dim,
         INTERLEAVED=interleaved,
-        ALIGN=math.gcd(rope_dim // 2, 16),
-        FP8_DIM=fmt.fp8_dim,
-        SCALE_BLOCK=block,
-        NUM_BLOCKS=-(-fmt.fp8_dim // block) if block else 0,
-        ROPE_FIRST=rope_first,
-        BLOCK_DIMS=next_power_of_2(block),
-        NORM_DIMS=next_power_of_2(kv_norm_weight.shape[0]),
-        PLAIN_DIMS=next_power_of_2(max(start - fmt.fp8_dim, 0)),
-        ROPE_DIMS=next_power_of_2(fmt.head_dim - rope_first),
-        HEAD_DIMS=head_dims,
         TOKENS=ROW_TOKENS,
-        ROWS=rows,
+        **widths,
         **paged_arguments(cache),
         **EXACT,
     )
+
+
+@functools.cache
+def _fused_widths(fmt: CacheFormat, norm_dim: int, rope_dim: int) -> dict[str, int]:
+    """What the fused kernel is compiled for, of dims and tiles."""
+    start = fmt.head_dim - rope_dim
+    rope_first = max(fmt.fp8_dim, start)
+    # Without scales any width will do; one that divides 512 wastes nothing.
+    block = min(fmt.scale_block or 128, fmt.fp8_dim)
+    head_dims = next_power_of_2(rope_dim)
+    return {
+        "D": fmt.head_dim,
+        "N": norm_dim,
+        "R": rope_dim,
+        "ALIGN": math.gcd(rope_dim // 2, 16),
+        "FP8_DIM": fmt.fp8_dim,
+        "SCALE_BLOCK": block,
+        "NUM_BLOCKS": cdiv(fmt.fp8_dim, block) if block else 0,
+        "ROPE_FIRST": rope_first,
+        "BLOCK_DIMS": next_power_of_2(block),
+        "NORM_DIMS": next_power_of_2(norm_dim),
+        "PLAIN_DIMS": next_power_of_2(max(start - fmt.fp8_dim, 0)),
+        "ROPE_DIMS": next_power_of_2(fmt.head_dim - rope_first),
+        "HEAD_DIMS": head_dims,
+        "ROWS": max(1, HEAD_DIMS // head_dims),
+    }
 
 
 @triton.jit
