@@ -1,7 +1,7 @@
 """What launchers ask a device. The answer is kept: torch takes microseconds for each question."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ def describe(device: torch.device) -> Device:
     """What torch says of a device."""
     if device.type == "cpu":
         return Device()
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Device(found.multi_processor_count)
     return Device(

@@ -5,7 +5,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 
 
-def page_and_row(view: Tensor | None) -> tuple[int, int]:
+def page_and_row(view: Tensor | None) -> tuple[int, ...]:
     """Strides between pages and between rows of a part of a cache, in elements; 0 without it."""
     return (0, 0) if view is None else view.stride()[:2]
 
