@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every target, fits its shared memory and hardly spills.
 
 Each file of ``tests/launches`` holds a table ``LAUNCHES``: name -> function without arguments that
-calls one launcher with tensors on the ``meta`` device, and ``TARGETS`` if not every target is meant.
+calls one launcher with tensors on the ``meta`` device; and ``TARGETS``, if only some are meant.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register.
-SPILLED_BYTES = {"attention": 264, "indexer": 160, "topk": 64}
+SPILLED_BYTES = {"attention": 264, "hopper_rows": 200, "indexer": 160, "topk": 64}
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
 

@@ -137,6 +137,15 @@ class PagedCache:
         """Layers kept in each page, or None for the cache of one layer."""
         return self.data.shape[1] if self.data.dim() == 4 else None
 
+    @property
+    def aligned(self) -> bool:
+        """Whether rows start at multiples of 16 bytes, as the widest copies of a GPU want them."""
+        fmt, data = self.format, self.data
+        apart = data.stride()[:-1]
+        if fmt.scales_in == "page":  # whose rows lie as the format says
+            apart = (*data.stride()[:-2], fmt.fp8_dim + 2 * fmt.bf16_dim)
+        return data.data_ptr() % 16 == 0 and all(n * data.itemsize % 16 == 0 for n in apart)
+
     def layer(self, layer_idx: int) -> PagedCache:
         """One layer of a cache that keeps several in a page; a view.
 

@@ -17,6 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from sparsemla.formats import get_format
+
 Launch = Callable[..., object]
 
 
@@ -34,6 +36,8 @@ class Op:
     schedule: tuple[str, ...] = ()
 
 
+HOPPER = ("sm90", "triton", "cpu", "reference")
+
 OPS: dict[str, Op] = {
     "fused_rope_rmsnorm_quant": Op("quant", ("out",)),
     "append_index_keys": Op("quant", ()),
@@ -44,10 +48,10 @@ OPS: dict[str, Op] = {
     "indexer_scores_paged": Op("indexer", ("out",)),
     "indexer_topk": Op("indexer", ("out",)),
     "select_topk": Op("topk", ("out",)),
-    "sparse_prefill": Op("prefill", ("out", "lse", "max_logits")),
+    "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
-    "sparse_decode": Op("decode", ("out", "lse"), schedule=("num_splits", "workspace")),
-    "dense_decode": Op("decode", ("out", "lse"), schedule=("num_splits", "workspace")),
+    "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
+    "dense_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
     "merge_states": Op("decode", ("out", "lse")),
     "project_heads": Op("projection", ("out",)),
 }
@@ -65,6 +69,8 @@ class Problem:
         cache_format: name of the cache's format, or None where the op takes no cache.
         num_heads: query or indexer heads, 0 where there are none.
         topk: width of the selection, 0 where there is none.
+        extra_format: name of the second cache's format, or None without one.
+        aligned: whether rows of queries and caches start at multiples of 16 bytes.
     """
 
     op: str
@@ -74,6 +80,8 @@ class Problem:
     cache_format: str | None = None
     num_heads: int = 0
     topk: int = 0
+    extra_format: str | None = None
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,32 @@ def _refuse_off_gpu(problem: Problem) -> str | None:
     return None if problem.device == "cuda" else f"needs CUDA or ROCm tensors, got {problem.device}"
 
 
+def _refuse_off_hopper(problem: Problem) -> str | None:
+    if problem.capability != (9, 0) or torch.version.hip:
+        return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
+    if problem.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {problem.dtype}"
+    if not problem.aligned:
+        return "needs rows of queries and caches that start at multiples of 16 bytes"
+    if problem.cache_format is not None:
+        fmt = get_format(problem.cache_format)
+        if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
+            return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
+        if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
+            return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
+        if problem.extra_format not in (None, fmt.name) or (
+            problem.extra_format and fmt.scales_in not in ("row", "page")
+        ):
+            return f"needs an extra cache of one format that keeps its scales, got {fmt.name}"
+    return None
+
+
 def _refuse_nothing(problem: Problem) -> str | None:
     return None
 
 
 TIERS: tuple[Tier, ...] = (
+    Tier("sm90", "Gluon, for the tensor cores of Hopper GPUs", _refuse_off_hopper),
     Tier("triton", "Triton, any GPU from sm_80 and gfx942", _refuse_off_gpu),
     Tier("cpu", "torch on the CPU, chunked, bounded memory", _refuse_off_cpu),
     Tier("reference", "the definition: float32 torch, any device, slow", _refuse_nothing),
@@ -129,6 +158,7 @@ def explain(problem: Problem) -> Explanation:
 
     >>> print(explain(Problem("sparse_decode", "cpu")))
     sparse_decode: cpu
+      sm90: needs a Hopper GPU (sm_90), got cpu
       triton: needs CUDA or ROCm tensors, got cpu
       cpu: chosen
       reference: would do, slower
@@ -194,9 +224,13 @@ def find(
     cache_format: str | None = None,
     num_heads: int = 0,
     topk: int = 0,
+    extra_format: str | None = None,
+    aligned: bool = True,
 ) -> Launch:
     """The implementation of ``op`` for tensors like ``lead``, the op's first."""
-    return select(_problem(op, lead.device, lead.dtype, cache_format, num_heads, topk))
+    return select(
+        _problem(op, lead.device, lead.dtype, cache_format, num_heads, topk, extra_format, aligned)
+    )
 
 
 @functools.cache
@@ -207,6 +241,18 @@ def _problem(
     cache_format: str | None,
     num_heads: int,
     topk: int,
+    extra_format: str | None,
+    aligned: bool,
 ) -> Problem:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Problem(op, device.type, capability, dtype, cache_format, num_heads, topk)
+    return Problem(
+        op,
+        device.type,
+        capability,
+        dtype,
+        cache_format,
+        num_heads,
+        topk,
+        extra_format,
+        aligned,
+    )

@@ -56,3 +56,12 @@ def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> Page
     if data is None or format is None:
         return None
     return PagedCache.unchecked(data, get_format(format), scales)
+
+
+def aligned(q: Tensor, *caches: PagedCache | None) -> bool:
+    """Whether rows of queries and caches start at multiples of 16 bytes."""
+    return (
+        q.data_ptr() % 16 == 0
+        and all(stride * q.itemsize % 16 == 0 for stride in q.stride()[:-1])
+        and all(cache is None or cache.aligned for cache in caches)
+    )

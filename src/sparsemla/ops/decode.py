@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import join, operator, parts
+from sparsemla.ops._library import aligned, join, operator, parts
 
 MAX_SPLITS = 64
 """Most splits that are chosen for a caller who leaves it open."""
@@ -229,17 +229,25 @@ def _sparse_decode(
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    cache = join(data, scales, format)
+    extra_cache = join(extra_data, extra_scales, extra_format)
     kernel = dispatch.find(
-        "sparse_decode", q, cache_format=format, num_heads=q.shape[2], topk=topk_indices.shape[2]
+        "sparse_decode",
+        q,
+        cache_format=format,
+        num_heads=q.shape[2],
+        topk=topk_indices.shape[2],
+        extra_format=extra_format,
+        aligned=aligned(q, cache, extra_cache),
     )
     kernel(
         q=q,
-        cache=join(data, scales, format),
+        cache=cache,
         topk_indices=topk_indices,
         softmax_scale=softmax_scale,
         topk_lengths=topk_lengths,
         attn_sink=attn_sink,
-        extra_cache=join(extra_data, extra_scales, extra_format),
+        extra_cache=extra_cache,
         extra_topk_indices=extra_topk_indices,
         extra_topk_lengths=extra_topk_lengths,
         num_splits=num_splits,
@@ -354,10 +362,13 @@ def _dense_decode(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    kernel = dispatch.find("dense_decode", q, cache_format=format, num_heads=q.shape[2])
+    cache = join(data, scales, format)
+    kernel = dispatch.find(
+        "dense_decode", q, cache_format=format, num_heads=q.shape[2], aligned=aligned(q, cache)
+    )
     kernel(
         q=q,
-        cache=join(data, scales, format),
+        cache=cache,
         page_table=page_table,
         seq_lens=seq_lens,
         softmax_scale=softmax_scale,

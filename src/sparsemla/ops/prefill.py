@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import join, operator, parts
+from sparsemla.ops._library import aligned, join, operator, parts
 
 
 def sparse_prefill(
@@ -103,12 +103,18 @@ def _sparse_prefill(
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
+    kv = join(data, scales, format)
     kernel = dispatch.find(
-        "sparse_prefill", q, cache_format=format, num_heads=q.shape[1], topk=topk_indices.shape[1]
+        "sparse_prefill",
+        q,
+        cache_format=format,
+        num_heads=q.shape[1],
+        topk=topk_indices.shape[1],
+        aligned=aligned(q, kv),
     )
     kernel(
         q=q,
-        kv=join(data, scales, format),
+        kv=kv,
         topk_indices=topk_indices,
         softmax_scale=softmax_scale,
         topk_lengths=topk_lengths,

@@ -170,7 +170,7 @@ def sparse_decode(
     num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = _partials(out, lse, num_splits, workspace)
+    outs, lses = partials(out, lse, num_splits, workspace)
     _sparse_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -204,10 +204,10 @@ def sparse_decode(
         num_stages=tile.num_stages,
     )
     if num_splits > 1:
-        _launch_merge(outs, lses, attn_sink, out, lse)
+        launch_merge(outs, lses, attn_sink, out, lse)
 
 
-def _partials(
+def partials(
     out: Tensor, lse: Tensor, num_splits: int, workspace: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where splits store: ``[splits, B, S, H, V]`` and ``[splits, B, S, H]``, float32.
@@ -341,7 +341,7 @@ def dense_decode(
     num_programs = batch * cdiv(query_len * num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = _partials(out, lse, num_splits, workspace)
+    outs, lses = partials(out, lse, num_splits, workspace)
     _dense_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -370,7 +370,7 @@ def dense_decode(
         num_stages=tile.num_stages,
     )
     if num_splits > 1:
-        _launch_merge(outs, lses, attn_sink, out, lse)
+        launch_merge(outs, lses, attn_sink, out, lse)
 
 
 @triton.jit
@@ -431,7 +431,7 @@ def _merge(
     tl.store(out + d, acc.to(out.dtype.element_ty), mask=d < V)
 
 
-def _launch_merge(
+def launch_merge(
     outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
     """Merge ``[N, B, S, H, V]`` into ``[B, S, H, V]``."""
@@ -460,4 +460,4 @@ def _launch_merge(
 def merge_states(
     outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
-    _launch_merge(outs[:, None], lses[:, None], attn_sink, out[None], lse[None])
+    launch_merge(outs[:, None], lses[:, None], attn_sink, out[None], lse[None])

@@ -1,0 +1,589 @@
+"""Attention on Hopper of 64 query rows that share keys, over bfloat16 rows of a cache.
+
+A program has three warpgroups and works on two blocks of 64 keys at a time. *Left* computes the
+scores of the even block and keeps the left half of the weighted values, *right* those of the odd
+block and the right half; each hands its weights to the other through shared memory, so that one's
+softmax runs under the other's matrix products. The *producer* copies rows of the cache straight
+into the tiles, half a block at a time, each half as soon as its last reader is done with it.
+
+Shared memory, in KiB: queries 64 + 8, keys 2 x (64 + 8), weights of right 8; 226 with the rest. The
+weights of left lie where the last 64 dims of its keys were, which only left reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.attention import cache_arguments
+from sparsemla.kernels.common.gluon import async_load, opaque_zero
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1e30)
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
+COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# Barriers. READY and FREE have one for each half of each block; the last dims of a block are
+# copied with its right half.
+READY_0L = gl.constexpr(0)
+READY_0R = gl.constexpr(1)
+READY_1L = gl.constexpr(2)
+READY_1R = gl.constexpr(3)
+FREE_0L = gl.constexpr(4)
+FREE_0R = gl.constexpr(5)
+FREE_1L = gl.constexpr(6)
+FREE_1R = gl.constexpr(7)
+VALID_0 = gl.constexpr(8)  # which keys of a block count
+VALID_1 = gl.constexpr(9)
+MAX_0 = gl.constexpr(10)  # the running maximum, with the even block; then with the odd one
+MAX_1 = gl.constexpr(11)
+WEIGHTS_0 = gl.constexpr(12)  # the weights of the even block, for right; of the odd one, for left
+WEIGHTS_1 = gl.constexpr(13)
+SUM = gl.constexpr(14)  # both sums of weights
+QUERIES = gl.constexpr(15)
+RANGE = gl.constexpr(16)  # what the producer found out about the keys
+NUM_BARRIERS = gl.constexpr(17)
+
+
+class Shape(NamedTuple):
+    """How the query rows are numbered.
+
+    The rows of a group share keys: the heads of a token for selected keys, ``group_tokens`` groups
+    a request; all tokens and heads of a request, one group, where it attends to all of its keys.
+    """
+
+    num_heads: int
+    num_rows: int
+    group_tokens: int
+    num_splits: int
+
+
+class Stream(NamedTuple):
+    """A list of keys: slots of a cache; or a page table, if all keys of a request are meant.
+
+    ``lengths``: keys of a request that count. ``shift``: :mod:`.hopper_rows_fp8`.
+    """
+
+    keys: Tensor
+    keys_request: int
+    keys_token: int
+    num_keys: int
+    lengths: Tensor | None
+    num_slots: int
+    shift: int = 0
+
+
+class Results(NamedTuple):
+    """What is written, and the sinks, which are part of it. Strides are in elements."""
+
+    out: Tensor
+    out_split: int
+    out_request: int
+    out_token: int
+    out_head: int
+    lse: Tensor
+    lse_split: int
+    lse_request: int
+    lse_token: int
+    max_logits: Tensor | None
+    max_logits_request: int
+    attn_sink: Tensor | None
+
+
+@gluon.jit
+def place(shape):
+    """First row of the program's tile, its split, request and first token."""
+    num_tiles = gl.cdiv(shape.num_rows, 64)
+    group = gl.program_id(0) // num_tiles // shape.num_splits
+    begin = gl.program_id(0) % num_tiles * 64
+    split = gl.program_id(0) // num_tiles % shape.num_splits
+    request = (group // shape.group_tokens).to(gl.int64)
+    return begin, split, request, (group % shape.group_tokens).to(gl.int64)
+
+
+@gluon.jit
+def heads_of(begin, shape, LAYOUT: gl.constexpr):
+    """Token in the group, head, and whether there is one, of the tile's rows."""
+    row = begin + gl.arange(0, 64, LAYOUT)
+    token = (row // shape.num_heads).to(gl.int64)
+    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
+
+
+@gluon.jit
+def copy_queries(
+    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
+):
+    """Start to copy dims ``START .. START + DIM`` of the tile's rows."""
+    begin, _, request, first = place(shape)
+    token, head, real = heads_of(begin, shape, COPY_ROWS)
+    rows = request * q_request + (first + token) * q_token + head * q_head
+    dims = START + gl.arange(0, DIM, COPY_COLS)
+    async_load(tile, q + rows[:, None] + dims[None, :], mask=real[:, None])
+
+
+@gluon.jit
+def read_range(found, bar):
+    """Pairs of blocks and position of the first key, which a producer stored."""
+    mbarrier.wait(bar.index(RANGE), 0)
+    num_pairs = gl.max(found.index(0).load(ONE), 0)
+    return num_pairs, gl.max(found.index(1).load(ONE), 0)
+
+
+@gluon.jit
+def store_range(found, bar, num_pairs, first):
+    found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
+    found.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
+    mbarrier.arrive(bar.index(RANGE), count=1)
+
+
+@gluon.jit
+def to_bf16(x):
+    """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def scale_pairs(x, factor):
+    """bfloat16 times float32, rounded once, two at a time; takes half the registers of float32."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 l, h; .reg .f32 x, y;
+            shl.b32 l, $1, 16; and.b32 h, $1, 0xffff0000; mov.b32 x, l; mov.b32 y, h;
+            mul.f32 x, x, $2; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 $0, y, x;
+        }""",
+        "=r,r,r,r",
+        [x, factor],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def wait_for_keys(ready, phase, FENCE: gl.constexpr):
+    """Wait for half a block. What ordinary stores wrote needs a fence before products read it."""
+    mbarrier.wait(ready, phase)
+    if FENCE:
+        fence_async_shared()
+
+
+@gluon.jit
+def shrink(x, factor):
+    """Rows of a half of the weighted values times ``factor``."""
+    return x * gl.convert_layout(factor, SUM_ROWS)[:, None]
+
+
+@gluon.jit
+def softmax(scores, valid, limit, at, m, scale_log2, CAUSAL: gl.constexpr):
+    """Base-2 weights of a block and the new running maximum; a masked key has weight 0."""
+    seen = valid.load(gl.SliceLayout(0, SCORES))[None, :] != 0
+    if CAUSAL:
+        keys = at + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        seen = seen & (keys[None, :] < limit[:, None])
+    scores = gl.where(seen, scores * scale_log2, float("-inf"))
+    highest = gl.maximum(m, gl.max(scores, 1))
+    return gl.exp2(scores - highest[:, None]), highest
+
+
+@gluon.jit
+def left(
+    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+    l = gl.zeros([64], gl.float32, SCORE_ROWS)
+    mbarrier.wait(bar.index(QUERIES), 0)
+    fence_async_shared()
+    wait_for_keys(bar.index(READY_0L), 0, FENCE)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    s = warpgroup_mma(q.index(0), keys_l.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+    wait_for_keys(bar.index(READY_0R), 0, FENCE)
+    s = warpgroup_mma(q.index(1), keys_r.index(0).permute((1, 0)), s, is_async=True)
+    if REST > 0:
+        s = warpgroup_mma(q_rest, rest.index(0).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    num_pairs, first = read_range(found, bar)
+    limit = limits.load(SCORE_ROWS)
+    phase = 0
+    for i in range(num_pairs):
+        zero = opaque_zero(i)
+        mbarrier.wait(bar.index(VALID_0), phase)
+        p, m_0 = softmax(s, valid.index(0), limit, first + i * 128, m, scale_log2, CAUSAL)
+        highest.store(m_0)
+        mbarrier.arrive(bar.index(MAX_0), count=1)
+        factor = gl.exp2(m - m_0)
+        l = l * factor + gl.sum(p, 1)
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        weights = to_bf16(p)
+        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+        values = keys_l.index(zero)
+        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_0L), count=1)
+
+        mbarrier.wait(bar.index(MAX_1), phase)
+        m = highest.load(SCORE_ROWS)
+        factor = gl.exp2(m_0 - m)
+        rest.index(zero).store(scale_pairs(weights, factor[:, None]))
+        fence_async_shared()
+        mbarrier.arrive(bar.index(WEIGHTS_0), count=1)
+        l = l * factor
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        mbarrier.wait(bar.index(WEIGHTS_1), phase)
+        values = keys_l.index(zero + 1)
+        flying0 = warpgroup_mma(weights_1, values.slice(0, 128, dim=1), acc0, is_async=True)
+        flying1 = warpgroup_mma(weights_1, values.slice(128, 128, dim=1), acc1, is_async=True)
+        phase = phase ^ 1
+        if i + 1 < num_pairs:
+            wait_for_keys(bar.index(READY_0L), phase, FENCE)
+            # Not the scores of this pair: they would take registers until here.
+            next_s = gl.zeros([64, 64], gl.float32, SCORES)
+            keys = keys_l.index(zero).permute((1, 0))
+            next_s = warpgroup_mma(q.index(zero), keys, next_s, use_acc=False, is_async=True)
+            acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[flying0, flying1, next_s])
+            mbarrier.arrive(bar.index(FREE_1L), count=1)
+            wait_for_keys(bar.index(READY_0R), phase, FENCE)
+            keys = keys_r.index(zero).permute((1, 0))
+            next_s = warpgroup_mma(q.index(zero + 1), keys, next_s, is_async=True)
+            if REST > 0:
+                keys = rest.index(zero).permute((1, 0))
+                next_s = warpgroup_mma(q_rest, keys, next_s, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[next_s])
+        else:
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[flying0, flying1])
+            mbarrier.arrive(bar.index(FREE_1L), count=1)
+    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 0)
+
+
+@gluon.jit
+def right(
+    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+    l = gl.zeros([64], gl.float32, SCORE_ROWS)
+    mbarrier.wait(bar.index(QUERIES), 0)
+    fence_async_shared()
+    num_pairs, first = read_range(found, bar)
+    limit = limits.load(SCORE_ROWS)
+    phase = 0
+    for i in range(num_pairs):
+        zero = opaque_zero(i)
+        s = gl.zeros([64, 64], gl.float32, SCORES)
+        wait_for_keys(bar.index(READY_1R), phase, FENCE)
+        keys = keys_r.index(zero + 1).permute((1, 0))
+        s = warpgroup_mma(q.index(zero + 1), keys, s, use_acc=False, is_async=True)
+        if REST > 0:
+            s = warpgroup_mma(q_rest, rest.index(zero + 1).permute((1, 0)), s, is_async=True)
+        wait_for_keys(bar.index(READY_1L), phase, FENCE)
+        keys = keys_l.index(zero + 1).permute((1, 0))
+        s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.wait(bar.index(VALID_1), phase)
+        mbarrier.wait(bar.index(MAX_0), phase)
+        m_0 = highest.load(SCORE_ROWS)
+        p, m_1 = softmax(s, valid.index(1), limit, first + i * 128 + 64, m_0, scale_log2, CAUSAL)
+        highest.store(m_1)
+        mbarrier.arrive(bar.index(MAX_1), count=1)
+        factor = gl.exp2(m - m_1)
+        m = m_1
+        l = l * factor + gl.sum(p, 1)
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        weights = to_bf16(p)
+        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+        values = keys_r.index(zero + 1)
+        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+        weights_1.store(weights)
+        fence_async_shared()
+        mbarrier.arrive(bar.index(WEIGHTS_1), count=1)
+        mbarrier.wait(bar.index(WEIGHTS_0), phase)
+        others = rest.index(zero)
+        values = keys_r.index(zero)
+        acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_1R), count=1)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_0R), count=1)
+        phase = phase ^ 1
+    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 1)
+
+
+@gluon.jit
+def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.constexpr):
+    """Normalise half of the weighted values and store it; the left half's warps store the rest."""
+    sums.index(HALF).store(l)
+    mbarrier.arrive(bar.index(SUM), count=1)
+    mbarrier.wait(bar.index(SUM), 0)
+    l = l + sums.index(1 - HALF).load(SCORE_ROWS)
+    begin, split, request, first = place(shape)
+    token, head, real = heads_of(begin, shape, SCORE_ROWS)
+    if HALF == 0:
+        lse = results.lse + split * results.lse_split + request * results.lse_request
+        lse_rows = (first + token) * results.lse_token + head
+        gl.store(lse + lse_rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
+        if results.max_logits is not None:
+            highest = gl.where(l == 0, float("-inf"), m * LN2)
+            rows = request * results.max_logits_request + head
+            gl.store(results.max_logits + rows, highest, mask=real)
+    empty = l == 0
+    if results.attn_sink is not None:
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        l += gl.exp2(sink * LOG2E - m)
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    acc0 = shrink(acc0, factor)
+    acc1 = shrink(acc1, factor)
+    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
+    out += HALF * 256
+    if results.out.dtype.element_ty == gl.bfloat16:
+        # Through shared memory, so that a row is written in one piece.
+        tile = staging.index(HALF)
+        tile.slice(0, 128, dim=1).store(to_bf16(acc0))
+        tile.slice(128, 128, dim=1).store(to_bf16(acc1))
+        token, head, real = heads_of(begin, shape, gl.SliceLayout(1, STORE))
+        rows = (first + token) * results.out_token + head * results.out_head
+        dims = gl.arange(0, 256, gl.SliceLayout(0, STORE))
+        gl.store(out + rows[:, None] + dims[None, :], tile.load(STORE), mask=real[:, None])
+    else:
+        token, head, real = heads_of(begin, shape, SUM_ROWS)
+        rows = (first + token) * results.out_token + head * results.out_head
+        dims = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
+        gl.store(out + rows[:, None] + dims[None, :], acc0, mask=real[:, None])
+        gl.store(out + rows[:, None] + (128 + dims)[None, :], acc1, mask=real[:, None])
+
+
+@gluon.jit
+def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
+    """How many keys each row sees, into shared memory; returns how many any of them sees."""
+    length = stream.num_keys
+    if stream.lengths is not None:
+        length = gl.load(stream.lengths + request).to(gl.int32)
+    end = gl.minimum(length, stream.num_keys)
+    if CAUSAL:
+        token, _, real = heads_of(begin, shape, SCORE_ROWS)
+        query_len = shape.num_rows // shape.num_heads
+        limit = gl.minimum(end, length - query_len + 1 + token.to(gl.int32))
+        limits.store(limit)
+        end = gl.max(gl.where(real, limit, 0), 0)
+    return end
+
+
+@gluon.jit
+def end_of(keys, first, last, num_slots, CHUNK: gl.constexpr):
+    """One past the last valid slot of part of a list: an unused tail costs no block."""
+    end = first
+    for start in range(first, last, CHUNK):
+        at = start + gl.arange(0, CHUNK, LIST)
+        slots = gl.load(keys + at, mask=at < last, other=-1).to(gl.int64)
+        valid = (slots >= 0) & (slots < num_slots)
+        end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
+    return end
+
+
+@gluon.jit
+def load_keys(keys, at, last, L: gl.constexpr, PAGED: gl.constexpr):
+    """Slots of the keys ``at``; or, if ``keys`` are the pages of a request, their pages."""
+    return gl.load(keys + (at // L.page_size if PAGED else at), mask=at < last, other=-1)
+
+
+@gluon.jit
+def key_rows(rows, key, at, L: gl.constexpr, PAGED: gl.constexpr):
+    """Where the rows of loaded keys start, in elements, and which of them count."""
+    key = key.to(gl.int64)
+    if PAGED:
+        page = key
+        offset = (at % L.page_size).to(gl.int64)
+        valid = (key >= 0) & (key < rows.num_slots // L.page_size)
+    else:
+        valid = (key >= 0) & (key < rows.num_slots)
+        if L.linear:
+            page = gl.zeros_like(key)
+            offset = key
+        else:
+            page = (key.to(gl.uint32) // L.page_size).to(gl.int64)
+            offset = (key.to(gl.uint32) % L.page_size).to(gl.int64)
+    return page * L.bf16_strides[0] + offset * L.bf16_strides[1], valid
+
+
+@gluon.jit
+def copy_pair(
+    rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase,
+    L: gl.constexpr, PAGED: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """Copy two blocks, each half once it is free."""
+    dims = gl.arange(0, 256, COPY_COLS)[None, :]
+    rest_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
+    row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
+    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
+    row_0 = rows.bf16 + row_0[:, None]
+    row_1 = rows.bf16 + row_1[:, None]
+    mbarrier.wait(bar.index(FREE_0L), phase)
+    async_load(keys_l.index(0), row_0 + dims, mask=valid_0[:, None])
+    async_copy.mbarrier_arrive(bar.index(READY_0L), increment_count=False)
+    mbarrier.wait(bar.index(FREE_1R), phase)
+    async_load(keys_r.index(1), row_1 + (256 + dims), mask=valid_1[:, None])
+    if REST > 0:
+        async_load(rest.index(1), row_1 + rest_dims, mask=valid_1[:, None])
+    async_copy.mbarrier_arrive(bar.index(READY_1R), increment_count=False)
+    mbarrier.wait(bar.index(FREE_0R), phase)
+    async_load(keys_r.index(0), row_0 + (256 + dims), mask=valid_0[:, None])
+    if REST > 0:
+        async_load(rest.index(0), row_0 + rest_dims, mask=valid_0[:, None])
+    async_copy.mbarrier_arrive(bar.index(READY_0R), increment_count=False)
+    mbarrier.wait(bar.index(FREE_1L), phase)
+    async_load(keys_l.index(1), row_1 + dims, mask=valid_1[:, None])
+    async_copy.mbarrier_arrive(bar.index(READY_1L), increment_count=False)
+    valid.index(0).store(valid_0.to(gl.int8))
+    mbarrier.arrive(bar.index(VALID_0), count=1)
+    valid.index(1).store(valid_1.to(gl.int8))
+    mbarrier.arrive(bar.index(VALID_1), count=1)
+
+
+@gluon.jit
+def produce(
+    rows, stream, shape, keys_l, keys_r, rest, valid, bar, limits, found,
+    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    begin, split, request, token = place(shape)
+    keys = stream.keys + request * stream.keys_request + token * stream.keys_token
+    end = store_limits(limits, stream, shape, begin, request, CAUSAL)
+    steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
+    first = split * steps * 64
+    last = gl.minimum(first + steps * 64, end)
+    at = first + gl.arange(0, 64, COPY_ROWS)
+    key_0 = load_keys(keys, at, last, L, PAGED)
+    key_1 = load_keys(keys, at + 64, last, L, PAGED)
+    copy_pair(
+        rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, 1, L, PAGED, REST
+    )  # fmt: skip
+    # While these are under way, how long the list really is.
+    if not PAGED:
+        last = end_of(keys, first, last, rows.num_slots, 2048)
+    # At least one pair: a loop that may be skipped makes the products wait for each other.
+    num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
+    store_range(found, bar, num_pairs, first)
+    phase = 0
+    key_0 = load_keys(keys, at + 128, last, L, PAGED)
+    key_1 = load_keys(keys, at + 192, last, L, PAGED)
+    for _ in range(1, num_pairs):
+        at += 128
+        copy_pair(
+            rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
+        )  # fmt: skip
+        key_0 = load_keys(keys, at + 128, last, L, PAGED)
+        key_1 = load_keys(keys, at + 192, last, L, PAGED)
+        phase = phase ^ 1
+
+
+@gluon.constexpr_function
+def arrivals(b):
+    """Arrivals that a barrier waits for: the copies of every thread arrive by themselves."""
+    if b < FREE_0L.value or b == QUERIES.value:
+        return 128
+    return 2 if b == SUM.value else 1
+
+
+@gluon.jit
+def _attend(
+    q, q_request, q_token, q_head, rows, stream, results, shape, scale_log2,
+    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """A tile of 64 rows of a group and a split of its keys."""
+    REST: gl.constexpr = L.head_dim - 512
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
+    q_rest = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    keys_l = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
+    keys_r = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
+    rest = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
+    weights_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    highest = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
+    valid = gl.allocate_shared_memory(gl.int8, [2, 64], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
+    found = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
+    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(NUM_BARRIERS):
+        mbarrier.init(bar.index(b), count=arrivals(b))
+    fence_async_shared()
+    copy_queries(q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
+    copy_queries(q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
+    if REST > 0:
+        copy_queries(q_rest, q, q_request, q_token, q_head, shape, 512, REST)
+    async_copy.mbarrier_arrive(bar.index(QUERIES), increment_count=False)
+    gl.warp_specialize(
+        [
+            (left, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+                    results, shape, limits, found, scale_log2, REST, CAUSAL, False)),
+            (right, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+                     results, shape, limits, found, scale_log2, REST, CAUSAL, False)),
+            (produce, (rows, stream, shape, keys_l, keys_r, rest, valid, bar, limits, found,
+                       L, PAGED, CAUSAL, REST)),
+        ],
+        [4, 4],
+        [208, 64],
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    q_strides: tuple[int, int, int],
+    cache: PagedCache,
+    stream: Stream,
+    results: Results,
+    shape: Shape,
+    softmax_scale: float,
+    *,
+    num_groups: int,
+    paged: bool = False,
+    causal: bool = False,
+) -> None:
+    """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
+    num_tiles = -(-shape.num_rows // 64)
+    rows, layout = cache_arguments(cache)
+    _attend[(num_groups * num_tiles * shape.num_splits,)](
+        q,
+        *q_strides,
+        rows,
+        stream,
+        results,
+        shape,
+        softmax_scale * LOG2E.value,
+        L=layout,
+        PAGED=paged,
+        CAUSAL=causal,
+        num_warps=4,
+    )

@@ -1,0 +1,109 @@
+"""Decode attention on Hopper: the splits of :mod:`.triton`, and its merge."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
+from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
+from sparsemla.kernels.decode.triton import launch_merge, partials
+
+
+def sparse_decode(
+    q: Tensor,
+    cache: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_cache: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
+    num_splits: int,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    batch, query_len, num_heads = q.shape[:3]
+    if q.numel() == 0:
+        return
+    outs, lses = partials(out, lse, num_splits, workspace)
+    results = _results(outs, lses, attn_sink, num_splits)
+    shape = Shape(num_heads, num_heads, query_len, num_splits)
+    groups = batch * query_len
+    main = _selected(cache, topk_indices, topk_lengths)
+    q_strides = q.stride()[:3]
+    if cache.format.fp8_dim:
+        extra = None
+        if extra_cache is not None and extra_topk_indices is not None:
+            extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
+        attend_fp8(
+            q,
+            q_strides,
+            cache,
+            main,
+            results,
+            shape,
+            softmax_scale,
+            num_groups=groups,
+            extra_cache=extra_cache,
+            extra=extra,
+        )
+    else:
+        attend(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
+    if num_splits > 1:
+        launch_merge(outs, lses, attn_sink, out, lse)
+
+
+def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Stream:
+    return Stream(slots, *slots.stride()[:2], slots.shape[2], lengths, cache.num_slots)
+
+
+def _results(outs: Tensor, lses: Tensor, attn_sink: Tensor | None, num_splits: int) -> Results:
+    """Partial results; the sink is part of the merge, if there is one."""
+    sink = attn_sink if num_splits == 1 else None
+    return Results(outs, *outs.stride()[:4], lses, *lses.stride()[:3], None, 0, sink)
+
+
+def dense_decode(
+    q: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    attn_sink: Tensor | None,
+    num_splits: int,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    batch, query_len, num_heads = q.shape[:3]
+    if q.numel() == 0:
+        return
+    outs, lses = partials(out, lse, num_splits, workspace)
+    launch = attend_fp8 if cache.format.fp8_dim else attend
+    launch(
+        q,
+        q.stride()[:3],
+        cache,
+        Stream(
+            page_table,
+            page_table.stride(0),
+            0,
+            page_table.shape[1] * cache.page_size,
+            seq_lens,
+            cache.num_slots,
+        ),
+        _results(outs, lses, attn_sink, num_splits),
+        Shape(num_heads, query_len * num_heads, 1, num_splits),
+        softmax_scale,
+        num_groups=batch,
+        paged=True,
+        causal=causal and query_len > 1,
+    )
+    if num_splits > 1:
+        launch_merge(outs, lses, attn_sink, out, lse)

@@ -1,0 +1,58 @@
+"""Prefill attention on Hopper."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
+from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor | None,
+) -> None:
+    num_tokens, num_heads = q.shape[:2]
+    if num_tokens == 0 or num_heads == 0:
+        return
+    results = Results(
+        out=out,
+        out_split=0,
+        out_request=out.stride(0),
+        out_token=0,
+        out_head=out.stride(1),
+        lse=lse,
+        lse_split=0,
+        lse_request=lse.stride(0),
+        lse_token=0,
+        max_logits=max_logits,
+        max_logits_request=0 if max_logits is None else max_logits.stride(0),
+        attn_sink=attn_sink,
+    )
+    launch = attend_fp8 if kv.format.fp8_dim else attend
+    launch(
+        q,
+        (q.stride(0), 0, q.stride(1)),
+        kv,
+        Stream(
+            topk_indices,
+            topk_indices.stride(0),
+            0,
+            topk_indices.shape[1],
+            topk_lengths,
+            kv.num_slots,
+        ),
+        results,
+        Shape(num_heads, num_heads, 1, 1),
+        softmax_scale,
+        num_groups=num_tokens,
+    )

@@ -1,0 +1,93 @@
+"""Launches of Hopper's attention, for the compile check."""
+
+import torch
+
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    PagedCache,
+    dispatch,
+    e4m3_format,
+)
+
+TARGETS = ("sm_90",)
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def sparse_prefill(head_dim, num_heads=128, index_dtype=torch.int32):
+    def launch():
+        dispatch.load("sparse_prefill", "sm90")(
+            q=meta(4096, num_heads, head_dim),
+            kv=PagedCache.from_rows(meta(32768, head_dim)),
+            topk_indices=meta(4096, 2048, dtype=index_dtype),
+            softmax_scale=0.1,
+            topk_lengths=meta(4096, dtype=torch.int32),
+            attn_sink=meta(num_heads, dtype=torch.float32),
+            out=meta(4096, num_heads, 512),
+            lse=meta(4096, num_heads, dtype=torch.float32),
+            max_logits=meta(4096, num_heads, dtype=torch.float32),
+        )
+
+    return launch
+
+
+def sparse_decode(fmt, num_splits=1, extra=None):
+    def launch():
+        dispatch.load("sparse_decode", "sm90")(
+            q=meta(64, 2, 64, fmt.head_dim),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            topk_indices=meta(64, 2, 2048, dtype=torch.int32),
+            softmax_scale=0.1,
+            topk_lengths=None,
+            attn_sink=None,
+            extra_cache=None
+            if extra is None
+            else PagedCache.allocate(extra, 512, 48, device="meta"),
+            extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
+            extra_topk_lengths=None,
+            num_splits=num_splits,
+            workspace=meta(1 << 28, dtype=torch.uint8),
+            out=meta(64, 2, 64, 512),
+            lse=meta(64, 2, 64, dtype=torch.float32),
+        )
+
+    return launch
+
+
+def dense_decode(fmt, num_heads, query_len, num_splits):
+    def launch():
+        dispatch.load("dense_decode", "sm90")(
+            q=meta(64, query_len, num_heads, 576),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            page_table=meta(64, 128, dtype=torch.int32),
+            seq_lens=meta(64, dtype=torch.int32),
+            softmax_scale=0.1,
+            causal=True,
+            attn_sink=None,
+            num_splits=num_splits,
+            workspace=meta(1 << 28, dtype=torch.uint8),
+            out=meta(64, query_len, num_heads, 512),
+            lse=meta(64, query_len, num_heads, dtype=torch.float32),
+        )
+
+    return launch
+
+
+LAUNCHES = {
+    "prefill d576": sparse_prefill(576),
+    "prefill d512 h16 int64": sparse_prefill(512, 16, torch.int64),
+    "decode pages split": sparse_decode(BF16_576, 4),
+    "decode d512": sparse_decode(BF16_512),
+    "dense": dense_decode(BF16_576, 128, 1, 1),
+    "dense h16 s2 split": dense_decode(BF16_576, 16, 2, 4),
+    "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
+    "decode fp8_584": sparse_decode(FP8_584),
+    "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
+    "decode e4m3": sparse_decode(e4m3_format()),
+    "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 16, 2, 4),
+}
