@@ -263,3 +263,12 @@ def test_ops_that_write_their_arguments_are_known():
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
                 assert_equal(f"{op}: {name}", value, untouched[name])
+
+
+def test_processes_share_the_ops():
+    names = ["to_slots", "merge_states"]
+    alone = run.verify("cpu", quick=True, ops=names)
+    shared = run.verify("cpu", quick=True, ops=names, jobs=2)
+    assert [one.op for one in shared.ops] == names
+    assert [one.worst for one in shared.ops] == [one.worst for one in alone.ops]
+    assert shared.passed

@@ -24,6 +24,7 @@ def verify(
     commit: Annotated[
         str | None, typer.Option(help="Recorded in the report; default: the checkout's.")
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the ops.")] = 1,
 ) -> None:
     """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
 
@@ -57,12 +58,20 @@ def verify(
             progress.update(task, description=f"{op}: {case}", advance=1)
 
         def on_op(report: OpReport) -> None:
+            if jobs > 1:
+                progress.update(task, description=report.op, advance=report.cases)
             console.print(op_line(report), markup=False)
             for failure in report.failures:
                 console.print(f"  {failure}", markup=False)
 
         report = run.verify(
-            device, quick=quick, ops=ops, commit=commit, on_case=on_case, on_op=on_op
+            device,
+            quick=quick,
+            ops=ops,
+            commit=commit,
+            jobs=jobs,
+            on_case=on_case,
+            on_op=on_op,
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.to_json(), encoding="utf-8")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -111,6 +114,7 @@ def verify(
     quick: bool = False,
     ops: Sequence[str] = (),
     commit: str | None = None,
+    jobs: int = 1,
     on_case: Callable[[str, str], None] | None = None,
     on_op: Callable[[OpReport], None] | None = None,
 ) -> Report:
@@ -121,7 +125,8 @@ def verify(
         quick: a few cases of each op, with fewer reruns.
         ops: names of ops; none means all.
         commit: recorded in the report where the checkout cannot tell.
-        on_case: called with the names of op and case before each case.
+        jobs: processes that share the ops; most of a first run is compilation.
+        on_case: called with the names of op and case before each case, if there is one process.
         on_op: called with each op's report.
 
     Raises:
@@ -129,16 +134,19 @@ def verify(
     """
     check_choice(device, ops)
     reports = []
-    for op in ops or MATRIX:
-        started = time.perf_counter()
-        outcomes = []
-        for case in chosen_cases(op, device, quick):
-            if on_case is not None:
-                on_case(op, case.name)
-            outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
-        reports.append(_summarise(op, outcomes, time.perf_counter() - started))
-        if on_op is not None:
-            on_op(reports[-1])
+    with ExitStack() as stack:
+        if jobs == 1:
+            found = (_run_op(op, device, quick, on_case) for op in ops or MATRIX)
+        else:
+            # A GPU cannot be used in a fork of a process that has used it.
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawn))
+            started = [pool.submit(_run_op, op, device, quick) for op in ops or MATRIX]
+            found = (one.result() for one in started)
+        for report in found:
+            reports.append(report)
+            if on_op is not None:
+                on_op(report)
     known, dirty = _checkout()
     return Report(
         commit=commit or known,
@@ -152,6 +160,18 @@ def verify(
         quick=quick,
         ops=tuple(reports),
     )
+
+
+def _run_op(
+    op: str, device: str, quick: bool, on_case: Callable[[str, str], None] | None = None
+) -> OpReport:
+    started = time.perf_counter()
+    outcomes = []
+    for case in chosen_cases(op, device, quick):
+        if on_case is not None:
+            on_case(op, case.name)
+        outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
+    return _summarise(op, outcomes, time.perf_counter() - started)
 
 
 def check_choice(device: str, ops: Sequence[str]) -> None:
