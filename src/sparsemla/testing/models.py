@@ -1,0 +1,135 @@
+"""A small model of transformers whose next token depends on attention, by a clear margin.
+
+Random weights say next to nothing: their two best logits often differ by less than rounding does,
+so that two correct attentions part after some dozen tokens. A trained model is sure most of the
+time, because its heads look for something and find it. Here one head is built to do that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+CLASSES = {
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
+}
+
+CONSTANT = 4.0
+"""Dim 0 of every embedding: weights that look at it alone are constants."""
+
+
+def copying_model(
+    model_type: str,
+    *,
+    lag: int = 37,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **sizes: object,
+) -> PreTrainedModel:
+    """A model that answers the token ``lag`` positions back with that token's successor.
+
+    The successors are a random permutation of the vocabulary, so the text does not repeat with the
+    lag. Head 0 of layer 0 has constant queries and keys before RoPE, apart by the angle of ``lag``
+    positions; its value path copies what it finds. The layer's indexer looks for the same place.
+    All else is random: the other heads, layer 1 with its indexer, and the MLPs add what they like.
+
+    Args:
+        model_type: a key of :data:`CLASSES`.
+        lag: positions between a token and the answer to it; the prompt must be longer.
+        seed: of the weights.
+        dtype: of the finished model.
+        sizes: of the configuration, where the default is not wanted.
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 8,  # no experts: rounding flips their choice, too
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "attn_implementation": "eager",
+    }
+    if model_type != "deepseek_v3":
+        settings |= {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 64}
+    config = getattr(transformers, f"{CLASSES[model_type]}Config")(**(settings | sizes))
+    model = getattr(transformers, f"{CLASSES[model_type]}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                modest = "o_proj" in name or "down_proj" in name
+                deviation = (0.3 if modest else 1.0) * parameter.shape[-1] ** -0.5
+                parameter.normal_(0, deviation, generator=generator)
+        embeddings = model.model.embed_tokens.weight
+        embeddings.normal_(0, 1, generator=generator)
+        embeddings[:, 0] = 0
+        embeddings.mul_(config.hidden_size**0.5 / embeddings.norm(dim=1, keepdim=True))
+        embeddings[:, 0] = CONSTANT
+        successors = torch.randperm(config.vocab_size, generator=generator)
+        model.lm_head.weight[successors] = embeddings
+        model.lm_head.weight[:, 0] = 0
+        _look_back(model.model, lag, generator)
+    return model.to(dtype)
+
+
+def _look_back(base: PreTrainedModel, lag: int, generator: torch.Generator) -> None:
+    """Make head 0 of layer 0 copy the token ``lag`` positions back, and its indexer select it."""
+    model = cast(Any, base)  # its attributes depend on the architecture
+    config, attention = model.config, model.layers[0].self_attn
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    latent, value = config.kv_lora_rank, config.v_head_dim
+    angles = model.rotary_emb.inv_freq * lag
+    behind = torch.stack([angles.cos(), -angles.sin()], dim=-1)  # [R / 2, 2]
+    ahead = torch.stack([torch.ones_like(angles), torch.zeros_like(angles)], dim=-1)
+
+    attention.q_a_proj.weight[0] = 0
+    attention.q_a_proj.weight[0, 0] = 2.0
+    q = attention.q_b_proj.weight.view(heads, nope + rope, -1)[0]
+    q[:nope] *= 0.2
+    q[nope:] *= 0.1
+    q[nope:, 0] = behind.flatten() * 0.25 * (nope + rope) ** 0.5
+    kv = attention.kv_a_proj_with_mqa.weight
+    kv[latent:] *= 0.1
+    kv[latent:, 0] = ahead.flatten()
+    kv[:latent] = _orthonormal(latent, hidden, generator)
+    read = _orthonormal(value, latent, generator)
+    attention.kv_b_proj.weight.view(heads, nope + value, latent)[0, nope:] = read
+    write = attention.o_proj.weight.view(hidden, heads, value)
+    # The latent's norm makes up for dims that the hidden state does not have.
+    write[:, 0] = 4 * (hidden / latent) ** 0.5 * torch.linalg.pinv(read @ kv[:latent])
+
+    indexer = getattr(attention, "indexer", None)
+    if indexer is not None:
+        interleaved = config.model_type == "glm_moe_dsa"
+        queries, keys = (x if interleaved else x.T for x in (behind, ahead))
+        wq = indexer.wq_b.weight.view(indexer.n_heads, indexer.head_dim, -1)
+        wq[:, :rope, 0] = queries.flatten()
+        indexer.k_norm.weight[:rope] = 0.2
+        indexer.k_norm.bias[:rope] = 3 * keys.flatten()
+        indexer.weights_proj.weight *= 0.2
+        indexer.weights_proj.weight[:, 0] = 0.3
+
+
+def _orthonormal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    """``[rows, cols]`` with orthonormal columns if it is tall, else orthonormal rows."""
+    tall = torch.randn(max(rows, cols), min(rows, cols), generator=generator)
+    q = torch.linalg.qr(tall)[0]
+    return q if rows >= cols else q.T
