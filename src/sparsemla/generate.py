@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from sparsemla.backends.transformers import ARCHITECTURES, LatentCache, PagedAttention, enable
-from sparsemla.formats import bf16_format, get_format
+from sparsemla.backends.transformers import LatentCache, PagedAttention, enable, refuse
+from sparsemla.formats import get_format
 from sparsemla.weights import dequantize_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -119,11 +119,7 @@ def load_checkpoint(directory: Path, *, cache_format: str, dtype: str) -> Checkp
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     try:
-        if cache_format == "bf16":
-            latent = int(config["kv_lora_rank"])
-            fmt = bf16_format(latent + int(config["qk_rope_head_dim"]), latent)
-        else:
-            fmt = get_format(cache_format)
+        fmt = None if cache_format == "bf16" else get_format(cache_format)
         tokenizer = _load_tokenizer(directory, config)
         model = _load_model(directory, DTYPES[dtype])
         return Checkpoint(model, enable(model, cache_format=fmt), tokenizer)
@@ -143,10 +139,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    if model_type not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{directory}: model_type must be {' or '.join(ARCHITECTURES)}, got {model_type!r}"
-        )
+    if reason := refuse(model_type):
+        raise CheckpointError(f"{directory}: {reason}")
     return config
 
 

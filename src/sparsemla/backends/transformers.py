@@ -1,20 +1,25 @@
 """This package's attention inside models of Hugging Face transformers.
 
-:func:`enable` replaces the attention of a DeepSeek-V3.2 or GLM-5 model, and the cache that the
-model keeps between steps, by paged latent caches and the ops of this package. Weights, everything
-outside of attention and ``generate`` stay those of transformers. Where transformers expands keys
-and values for each head and masks a ``[tokens, context]`` score matrix, this stores one latent row
-a token and attends to the selected rows only.
+:func:`enable` replaces the attention of a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model, and the cache
+that the model keeps between steps, by paged latent caches and the ops of this package. Weights,
+everything outside of attention and ``generate`` stay those of transformers. Where transformers
+expands keys and values for each head and masks a ``[tokens, context]`` score matrix, this stores
+one latent row a token and attends to the selected rows only.
 
-Shapes: B rows of the batch, S columns of a step, T real (unpadded) tokens of a step, H heads,
-P and R query dims without and with RoPE, L latent dims, HI and DI indexer heads and dims.
+A forward with several new columns plans on the host and packs the real tokens of the batch. One
+with a single new column, a decode step, reads no value on the host and has shapes that depend on
+the cache's capacity only, so that ``torch.compile`` and CUDA graphs take it.
+
+Shapes: B rows of the batch, S columns of a step, T tokens of a step (its real ones, or B in a
+decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
+heads and dims.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -22,15 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import Cache, PreTrainedModel
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+)
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, bf16_format
+from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.ops import (
     append_index_keys,
     decode_branch,
+    dense_decode,
+    fused_rope_rmsnorm_quant,
     indexer_topk,
     prefill_branch,
     prepare_index_queries,
+    project_heads,
     to_slots,
 )
 from sparsemla.plan import Plan, plan_batch
@@ -45,15 +57,31 @@ class Architecture(NamedTuple):
         shares_selection: attention returns its selection, which layers without an indexer reuse.
     """
 
-    interleaved_indexer: bool
-    shares_selection: bool
+    interleaved_indexer: bool = False
+    shares_selection: bool = False
 
 
 ARCHITECTURES = {
-    "deepseek_v32": Architecture(interleaved_indexer=False, shares_selection=False),
+    "deepseek_v3": Architecture(),
+    "deepseek_v32": Architecture(),
     "glm_moe_dsa": Architecture(interleaved_indexer=True, shares_selection=True),
 }
-"""By the ``model_type`` of the configuration."""
+"""By the ``model_type`` of the configuration; layers without any indexer attend to everything."""
+
+NOT_SERVED = {
+    "deepseek_v4": "most of its keys are pools of 4 or 128 tokens, and no op here makes a pool or "
+    "keeps the tokens that wait for the next one",
+}
+"""Relatives that are refused, and why."""
+
+
+def refuse(model_type: object) -> str | None:
+    """Why models of this type are not served; None if they are."""
+    if model_type in ARCHITECTURES:
+        return None
+    reason = NOT_SERVED.get(str(model_type))
+    expected = f"model must have a model_type of {' or '.join(ARCHITECTURES)}, got {model_type!r}"
+    return f"{expected}: {reason}" if reason else expected
 
 
 class LatentCache(Cache):
@@ -66,10 +94,16 @@ class LatentCache(Cache):
         latents: a cache for each layer.
         index_keys: a cache for each layer that has an indexer, by its number.
         batch_size: B.
+        max_length: columns that there is room for, all of it allocated now, at addresses that
+            stay; None for pages that grow.
 
     Attributes:
         page_table: int32 ``[B, W]``; W doubles when the pages are full.
-        real: bool ``[B, columns]`` on the host, which columns so far are not padding.
+        real: bool ``[B, W * page_size]``, which columns so far are not padding.
+        lengths: int32 ``[B]``, how many.
+        rows: int32 ``[B + 1]``, 0 to B.
+        columns: columns so far, padding included: an int, or with ``max_length`` an int64 tensor,
+            so that compiled code does not depend on it.
     """
 
     def __init__(
@@ -77,17 +111,48 @@ class LatentCache(Cache):
         latents: Sequence[PagedCache],
         index_keys: Mapping[int, PagedCache],
         batch_size: int,
+        max_length: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.latents = list(latents)
         self.index_keys = dict(index_keys)
+        self.max_length = max_length
+        self._clear(batch_size)
+        self.columns: int | Tensor = 0
+        if max_length is not None:
+            self.reserve(max_length)
+            self.columns = self.lengths.new_zeros((), dtype=torch.int64)
+            for tensor in self._tensors():
+                # Without this, CUDA graphs of compiled code would copy the cache in and out.
+                torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def _clear(self, batch_size: int) -> None:
+        """Tables for ``batch_size`` rows without a page."""
         device = self.latents[0].data.device
         self.page_table = torch.empty(batch_size, 0, dtype=torch.int32, device=device)
-        self.real = torch.empty(batch_size, 0, dtype=torch.bool)
+        self.real = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from (self.page_table, self.real, self.lengths, self.rows)
+        if isinstance(self.columns, Tensor):
+            yield self.columns
+        for cache in (*self.latents, *self.index_keys.values()):
+            yield from (part for part in (cache.data, cache.scales) if part is not None)
 
     @property
     def batch_size(self) -> int:
         return self.page_table.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.latents[0].page_size
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that there are pages for."""
+        return self.page_table.shape[1] * self.page_size
 
     @property
     def formats(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -104,36 +169,82 @@ class LatentCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all pages, free slots included."""
-        return self.page_table.numel() * self.latents[0].page_size * self.bytes_per_token
+        return self.page_table.numel() * self.page_size * self.bytes_per_token
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes and addresses stay, so that ``generate`` may compile decode steps."""
+        return self.max_length is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far, padding included."""
-        return self.real.shape[1]
+        return cast(int, self.columns)  # or a tensor, as in transformers' StaticCache
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """There is none: -1."""
-        return -1
+        """Columns that there is room for; -1 if pages grow."""
+        return -1 if self.max_length is None else self.max_length
 
     def reset(self) -> None:
         """Forget everything, keep the pages."""
-        self.real = self.real[:, :0]
+        self.real.zero_()
+        self.lengths.zero_()
+        self.columns *= 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` columns."""
-        if not -self.real.shape[1] <= tokens_to_remove <= 0:
+        columns = int(self.columns)
+        if not -columns <= tokens_to_remove <= 0:
             raise ValueError(
-                f"tokens_to_remove must lie in [-{self.real.shape[1]}, 0], got {tokens_to_remove}"
+                f"tokens_to_remove must lie in [-{columns}, 0], got {tokens_to_remove}"
             )
-        self.real = self.real[:, : self.real.shape[1] + tokens_to_remove]
+        removed = self.real[:, columns + tokens_to_remove : columns]
+        self.lengths -= removed.sum(1)
+        removed.zero_()
+        self.columns += tokens_to_remove
+
+    def advance(self, new: Tensor) -> None:
+        """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
+        at = torch.arange(new.shape[1], device=new.device) + self.columns
+        self.real.index_copy_(1, at, new)
+        self.lengths += new.sum(1, dtype=torch.int32)
+        self.columns += new.shape[1]
+
+    def hide(self, past: Tensor) -> None:
+        """Forget columns at the end of rows: those that ``past [B, columns]`` says are padding.
+
+        Raises:
+            ValueError: past calls padding real, or hides a column that real ones follow.
+        """
+        seen = self.real[:, : past.shape[1]]
+        hidden = seen & ~past
+        if (past & (~seen | (hidden.cumsum(1) > 0))).any():
+            raise ValueError(
+                "attention_mask must mark past columns as in the steps before, or hide the latest "
+                "of a row"
+            )
+        seen.copy_(past)
+        self.lengths.copy_(past.sum(1))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row ``b`` a copy of row ``beam_idx[b]``."""
         rows = beam_idx.to(self.page_table.device)
-        pages = self.page_table[rows]  # [B, W]
-        self._copy_pages(pages.flatten().long(), pages.numel())
-        self.page_table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
-        self.page_table = self.page_table.view(pages.shape)
-        self.real = self.real[rows.cpu()]
+        real, lengths, pages = self.real[rows], self.lengths[rows], self.page_table[rows].flatten()
+        if rows.shape[0] == self.batch_size:  # addresses stay
+            self.real.copy_(real)
+            self.lengths.copy_(lengths)
+            own = self.page_table.flatten().long()
+            for cache in (*self.latents, *self.index_keys.values()):
+                for part in (cache.data, cache.scales):
+                    if part is not None:
+                        part[own] = part[pages.long()]
+        else:
+            width = self.page_table.shape[1]
+            self._clear(rows.shape[0])
+            self._copy_pages(pages.long(), pages.numel())
+            self.page_table = torch.arange(
+                pages.numel(), dtype=torch.int32, device=pages.device
+            ).view(-1, width)
+            self.real, self.lengths = real, lengths
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``."""
@@ -154,18 +265,28 @@ class LatentCache(Cache):
         """Refuse, as :meth:`update` does."""
         self.update()
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` real tokens in each row."""
+    def reserve(self, num_columns: int) -> None:
+        """Make room for ``num_columns`` in each row.
+
+        Raises:
+            ValueError: the cache does not grow.
+        """
         batch_size, width = self.page_table.shape
-        needed = -(-num_tokens // self.latents[0].page_size)
+        needed = -(-num_columns // self.page_size)
         if needed <= width:
             return
+        if self.max_length is not None and width:
+            raise ValueError(
+                f"past_key_values must have room for {num_columns} columns, "
+                f"got max_length {self.max_length}"
+            )
         added = max(needed, 2 * width) - width
         first, last = batch_size * width, batch_size * (width + added)
         device = self.page_table.device
         pages = torch.arange(first, last, dtype=torch.int32, device=device)
         self._copy_pages(slice(None), last)
         self.page_table = torch.cat([self.page_table, pages.view(batch_size, added)], dim=1)
+        self.real = nn.functional.pad(self.real, (0, added * self.page_size))
 
     def _copy_pages(self, pages: Tensor | slice, num_pages: int) -> None:
         """Move every layer to ``num_pages`` new pages, the first of them copies of ``pages``."""
@@ -185,32 +306,44 @@ def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> Pag
     return moved
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Step:
-    """One forward of the model; it reaches the attention modules in place of their mask.
+    """One forward of the model; it reaches the attention modules beside their own arguments.
 
     Args:
         cache: written and read by every layer.
-        plan: where each real token stands; its positions are rows of the step's own RoPE table.
-        tokens: int64 ``[T]``, which of the B * S columns are real; None if all are.
+        plan: where each token stands; its positions are rows of the step's own RoPE table.
+        decodes: the step has a single column, and its tokens are the rows of the batch.
+        tokens: int64 ``[T]``, which of the B * S columns are real; None if all count.
         selections: what each layer with an indexer selected, filled if they are recorded.
     """
 
     cache: LatentCache
     plan: Plan
+    decodes: bool
     tokens: Tensor | None
     selections: dict[int, Tensor] = field(default_factory=dict)
+    _rotation: tuple[Tensor, Tensor, Tensor] | None = None
 
     def pick(self, x: Tensor) -> Tensor:
-        """The real tokens ``[T, n]`` of ``x [B, S, n]``."""
+        """The tokens ``[T, n]`` of ``x [B, S, n]``."""
         x = x.flatten(0, 1)
         return x if self.tokens is None else x[self.tokens]
 
     def place(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """``x [T, n]`` where the real tokens of ``shape`` ``[B, S, n]`` are, 0 at padding."""
+        """``x [T, n]`` where the tokens of ``shape`` ``[B, S, n]`` are, 0 at padding."""
         if self.tokens is None:
             return x.view(*shape)
         return x.new_zeros(*shape).flatten(0, 1).index_copy_(0, self.tokens, x).view(*shape)
+
+    def rotation(self, embeddings: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, ...]:
+        """The model's cos and sin ``[T, R]``, and float32 ``[T, R]``, cos half then sin half."""
+        if self._rotation is None:  # the first layer's serve all
+            cos, sin = (self.pick(part.expand(batch_size, -1, -1)) for part in embeddings)
+            half = cos.shape[-1] // 2  # transformers' cos and sin hold each angle twice
+            table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
+            self._rotation = cos, sin, table
+        return self._rotation
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -238,27 +371,34 @@ class PagedAttention:
 
     def __init__(
         self,
-        base: PreTrainedModel,
+        model: PreTrainedModel,
         cache_format: CacheFormat,
-        index_format: CacheFormat,
+        index_format: CacheFormat | None,
         page_size: int,
         record_selections: bool,
     ) -> None:
         self.cache: LatentCache | None = None
         self.selections: list[dict[int, Tensor]] = []
+        base = cast(PreTrainedModel, model.base_model)
         self._base = base
         self._architecture = ARCHITECTURES[base.config.model_type]
+        # The others have interleaved RoPE, whatever else their checkpoints' configurations say.
+        is_v3 = base.config.model_type == "deepseek_v3"
+        self._interleaved = bool(cast(Any, base).config.rope_interleave) if is_v3 else True
         self._formats = cache_format, index_format
         self._page_size = page_size
         self._records = record_selections
         self._attentions = [layer.self_attn for layer in cast(Any, base).layers]
         self._weights = [_absorb(attention) for attention in self._attentions]
+        self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         # An instance attribute hides the class's method; what other wrappers put there comes back.
-        modules = [base, *self._attentions]
-        self._before = [(module, vars(module).get("forward")) for module in modules]
+        places = [(module, "forward") for module in (base, *self._attentions)]
+        places.append((model, "create_masks_for_generate"))
+        self._before = [(module, name, vars(module).get(name)) for module, name in places]
         self._base_forward = base.forward
         base.forward = self._forward
+        cast(Any, model).create_masks_for_generate = _masks_for_generate
         for layer_idx, attention in enumerate(self._attentions):
             attention.forward = functools.partial(self._attend, layer_idx)
 
@@ -270,14 +410,21 @@ class PagedAttention:
 
     def disable(self) -> None:
         """Give the model transformers' own attention back; a second call does nothing."""
-        for module, forward in self._before:
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+        for module, name, value in self._before:
+            delattr(module, name)
+            if value is not None:
+                setattr(module, name, value)
         self._before = []
 
-    def new_cache(self, batch_size: int) -> LatentCache:
-        """An empty cache for the model, for ``past_key_values``."""
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
+        """An empty cache for the model, for ``past_key_values``.
+
+        Args:
+            batch_size: rows of the batch.
+            max_length: columns to allocate once and for all, which decode steps under
+                ``torch.compile`` need; an index error ends one that finds the pages full. None
+                for pages that grow.
+        """
         latent_format, index_format = self._formats
         device = next(self._base.parameters()).device
 
@@ -289,9 +436,10 @@ class PagedAttention:
             {
                 layer_idx: empty(index_format)
                 for layer_idx, attention in enumerate(self._attentions)
-                if attention.indexer is not None
+                if index_format is not None and attention.indexer is not None
             },
             batch_size,
+            max_length,
         )
 
     def _forward(
@@ -304,7 +452,7 @@ class PagedAttention:
         use_cache: bool | None = None,
         **kwargs: object,
     ) -> object:
-        """The model's forward, with a step of ours where its causal mask goes."""
+        """The model's forward, with a step of ours for its attention modules."""
         config: Any = self._base.config
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
@@ -314,22 +462,28 @@ class PagedAttention:
         if self._base.training and torch.is_grad_enabled():
             raise ValueError("model must be in eval mode or under torch.no_grad(), got training")
         cache = self._resolve(past_key_values, given.shape[0])
-        real = _real_columns(attention_mask, cache, given.shape[1])
-        new = real[:, cache.get_seq_length() :]  # [B, S]
-        _check_positions(position_ids, new)
-        step = _make_step(cache, new)
+        past, new = _split_mask(attention_mask, cache, given.shape[1])
+        if given.shape[1] == 1:
+            step = _decode_step(cache, new)
+        else:
+            _check_positions(position_ids, new)
+            if past is not None:
+                cache.hide(past)
+            step = _packed_step(cache, new)
         use_cache = config.use_cache if use_cache is None else use_cache
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
             input_ids=input_ids,
-            attention_mask=dict.fromkeys(config.layer_types, step),
+            # transformers takes a mask with four dimensions as it is, and makes none of its own.
+            attention_mask=torch.empty(0, 0, 0, 0),
             position_ids=position_ids,
             past_key_values=cache if keeps else None,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            sparsemla_step=step,
             **kwargs,
         )
-        cache.real = real
+        cache.advance(new)
         if keeps:
             self.cache = cache
         if self._records:
@@ -348,11 +502,11 @@ class PagedAttention:
                     f"got a {type(past).__name__}"
                 )
             self._replaced_caches.add(past)
-            return self.new_cache(batch_size)
-        ours = self.new_cache(0)
-        if past.formats != ours.formats:
+            length = past.get_max_length() if past.is_compileable else None
+            return self.new_cache(batch_size, length)
+        if past.formats != self._layer_formats:
             raise ValueError(
-                f"past_key_values must hold layers of the formats {ours.formats}, "
+                f"past_key_values must hold layers of the formats {self._layer_formats}, "
                 f"got {past.formats}"
             )
         if past.batch_size != batch_size:
@@ -370,60 +524,85 @@ class PagedAttention:
         step: _Step,
         position_embeddings: tuple[Tensor, Tensor],
         slots: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Output ``[B, S, hidden]`` of a layer's attention, and the slots that it selected."""
-        attention, plan = self._attentions[layer_idx], step.plan
+        attention, cache = self._attentions[layer_idx], step.cache.latents[layer_idx]
         x = step.pick(hidden_states)  # [T, hidden]
-        table = _rope_table(position_embeddings, hidden_states.shape[0], step)  # [T, R]
-        q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
-        if attention.indexer is not None:
-            slots = self._select(layer_idx, x, q_resid, table, step)
-        if slots is None:
+        *cos_sin, table = step.rotation(position_embeddings, hidden_states.shape[0])  # [T, R]
+        if attention.q_lora_rank is None:
+            q = attention.q_proj(x)
+        else:
+            q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
+            q = attention.q_b_proj(q_resid)
+        q = q.unflatten(-1, (attention.num_heads, -1)).bfloat16()  # [T, H, P + R]
+        if layer_idx in step.cache.index_keys:
+            slots = self._select(layer_idx, x, q_resid, cos_sin, table, step)
+        elif slots is None and step.cache.index_keys:
             raise ValueError("prev_topk_indices must be given to a layer without an indexer")
-        q = attention.q_b_proj(q_resid).unflatten(-1, (attention.num_heads, -1))  # [T, H, P + R]
-        w_uk, w_uv = self._weights[layer_idx]
+        kv = attention.kv_a_proj_with_mqa(x)  # [T, L + R]
         norm = attention.kv_a_layernorm
         layer = MLALayer(
-            w_uk, w_uv, norm.weight, table, attention.scaling, norm_eps=norm.variance_epsilon
+            *self._weights[layer_idx],
+            norm.weight,
+            table,
+            attention.scaling,
+            norm_eps=norm.variance_epsilon,
+            interleaved=self._interleaved,
         )
-        branch = decode_branch if plan.max_query_len == 1 else prefill_branch
-        out = branch(
-            q.bfloat16(),
-            attention.kv_a_proj_with_mqa(x),
-            step.cache.latents[layer_idx],
-            layer,
-            plan,
-            topk_indices=slots,
-        )  # [T, H, V]
-        out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))
+        if not step.decodes:
+            out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
+        elif slots is not None:
+            out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
+        else:
+            out = _dense_decode_branch(q, kv, cache, layer, step.plan)
+        out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
         return step.place(out, hidden_states.shape), slots
 
     def _select(
-        self, layer_idx: int, x: Tensor, q_resid: Tensor, table: Tensor, step: _Step
+        self,
+        layer_idx: int,
+        x: Tensor,
+        q_resid: Tensor,
+        cos_sin: Sequence[Tensor],
+        table: Tensor,
+        step: _Step,
     ) -> Tensor:
         """Store the step's indexer keys; int32 ``[T, topk]``, the slots that tokens attend to."""
         indexer, plan = self._attentions[layer_idx].indexer, step.plan
         cache = step.cache.index_keys[layer_idx]
         interleaved = self._architecture.interleaved_indexer
-        append_index_keys(
-            indexer.wk(x),
-            indexer.k_norm.weight,
-            indexer.k_norm.bias,
-            table,
-            cache,
-            positions=plan.positions,
-            slot_mapping=plan.slot_mapping,
-            eps=indexer.k_norm.eps,
-            interleaved=interleaved,
-        )
-        q, weights = prepare_index_queries(
-            indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1)),  # [T, HI, DI]
-            indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)),
-            table,
-            positions=plan.positions,
-            format=cache.format,
-            interleaved=interleaved,
-        )
+        k = indexer.wk(x)  # [T, DI]
+        q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))  # [T, HI, DI]
+        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))  # [T, HI]
+        if cache.format.fp8_dim:
+            append_index_keys(
+                k,
+                indexer.k_norm.weight,
+                indexer.k_norm.bias,
+                table,
+                cache,
+                positions=plan.positions,
+                slot_mapping=plan.slot_mapping,
+                eps=indexer.k_norm.eps,
+                interleaved=interleaved,
+            )
+            q, weights = prepare_index_queries(
+                q,
+                weights,
+                table,
+                positions=plan.positions,
+                format=cache.format,
+                interleaved=interleaved,
+            )
+        else:
+            # Rounded where transformers rounds: a bfloat16 model then selects the same tokens.
+            rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+            q, k = _rotated(rotate, q, indexer.k_norm(k)[:, None], *cos_sin)
+            slots = plan.slot_mapping
+            at = slots // cache.page_size, slots % cache.page_size
+            cache.data.index_put_(at, k[:, 0].bfloat16())
+            q = q.bfloat16()
+            weights = weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         topk_indices = indexer_topk(
             q,
             weights,
@@ -431,52 +610,56 @@ class PagedAttention:
             input_row_offsets=plan.input_row_offsets,
             seq_lens=plan.seq_lens,
             page_table=plan.page_table,
-            topk=min(indexer.index_topk, max(plan.max_seq_len, 1)),
+            topk=min(indexer.index_topk, step.cache.capacity),
         )
         if self._records:
             step.selections[layer_idx] = topk_indices
-        return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=self._page_size)
+        return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
 
     def _attend(
         self,
         layer_idx: int,
         hidden_states: Tensor,
-        attention_mask: _Step,
         position_embeddings: tuple[Tensor, Tensor],
+        sparsemla_step: _Step,
         prev_topk_indices: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor | None, ...]:
         """The forward of an attention module; past keys and positions come with the step."""
         out, slots = self._attend_tokens(
-            layer_idx, hidden_states, attention_mask, position_embeddings, prev_topk_indices
+            layer_idx, hidden_states, sparsemla_step, position_embeddings, prev_topk_indices
         )
-        out = _ForwardOnly.apply(hidden_states, out)
+        if torch.is_grad_enabled():
+            out = _ForwardOnly.apply(hidden_states, out)
         return (out, None, slots) if self._architecture.shares_selection else (out, None)
 
 
 def enable(
     model: PreTrainedModel,
     *,
-    cache_format: CacheFormat = BF16_576,
+    cache_format: CacheFormat | None = None,
     index_format: CacheFormat | None = None,
     page_size: int = 64,
     record_selections: bool = False,
 ) -> PagedAttention:
-    """Plug this package's attention into a DeepSeek-V3.2 or GLM-5 model of transformers.
+    """Plug this package's attention into a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model.
 
     The model is changed in place until :meth:`PagedAttention.disable`. Everything that goes through
-    its forward works as before: ``generate`` (greedy, sampling, beams), batches with padding on
-    either side, ``use_cache=False``. Padding gets output 0 from attention.
+    its forward works as before: ``generate`` (greedy, sampling, beams, a static cache), batches
+    with padding on either side, ``use_cache=False``, a second call that continues on
+    ``past_key_values``. What padding gets from attention is finite and means nothing.
 
     The up-projections of keys and values are copied, in bfloat16 or as the FP8 they are: changes
     to those weights are not seen until the next ``enable``. Attention itself runs in bfloat16
     whatever the model's dtype.
 
     Args:
-        model: with or without its language model head.
-        cache_format: of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L.
-        index_format: of the indexer keys; default INDEX_FP8 with an FP8 ``cache_format``, else
+        model: with its language model head or without; ``generate`` over a static cache needs
+            that whole model here.
+        cache_format: of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. Default
             bfloat16.
+        index_format: of the indexer keys; default e4m3 with a scale for each row with an FP8
+            ``cache_format``, else bfloat16.
         page_size: tokens of a page.
         record_selections: keep what each step selected, in :attr:`PagedAttention.selections`.
 
@@ -484,39 +667,68 @@ def enable(
         The handle that undoes it.
 
     Raises:
+        TypeError: a model or format of another kind.
         ValueError: another architecture, a model that is enabled already or spread over devices,
-            or a format that does not fit it. The model's forward raises ValueError for what cannot
-            be served: 4D masks, packed sequences, foreign caches, ``output_attentions``, training.
+            or a format or head size that does not fit. The model's forward raises ValueError for
+            what cannot be served: 4D masks, packed sequences, foreign caches,
+            ``output_attentions``, training.
 
-    Source: transformers 5.17, ``models/deepseek_v32`` and ``models/glm_moe_dsa``.
+    Source: transformers 5.17, ``models/deepseek_v3``, ``deepseek_v32`` and ``glm_moe_dsa``.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
     base = cast(PreTrainedModel, model.base_model)
     config: Any = base.config
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"model must have a model_type of {' or '.join(ARCHITECTURES)}, "
-            f"got {config.model_type!r}"
-        )
+    if reason := refuse(config.model_type):
+        raise ValueError(reason)
     if isinstance(getattr(vars(base).get("forward"), "__self__", None), PagedAttention):
         raise ValueError("model must not be enabled already: disable its handle first")
     devices = {str(parameter.device) for parameter in base.parameters()}
     if len(devices) > 1:
         raise ValueError(f"model must be on one device, got {', '.join(sorted(devices))}")
-    if index_format is None:
-        index_format = INDEX_FP8 if cache_format.fp8_dim else bf16_format(config.index_head_dim)
-    latent_dims = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
-    for name, fmt, dims in (
-        ("cache_format", cache_format, latent_dims),
-        ("index_format", index_format, (config.index_head_dim,) * 2),
-    ):
-        if (fmt.head_dim, fmt.value_dim) != dims:
+    latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
+    if rope_dim % 2:
+        raise ValueError(f"model must have an even qk_rope_head_dim, got {rope_dim}")
+    if cache_format is None:
+        cache_format = bf16_format(latent_dim + rope_dim, latent_dim)
+    _check_format("cache_format", cache_format, latent_dim + rope_dim, latent_dim)
+    if index_dim is None:
+        if index_format is not None:
+            raise ValueError("index_format must be None: the model has no indexer")
+    else:
+        if index_dim < rope_dim:
             raise ValueError(
-                f"{name} must have head_dim {dims[0]} and value_dim {dims[1]} for this model, "
-                f"got {fmt.name}"
+                f"model must have an index_head_dim of at least {rope_dim}, its "
+                f"qk_rope_head_dim, got {index_dim}"
+            )
+        if index_format is None:
+            index_format = _default_index_format(index_dim, fp8=cache_format.fp8_dim > 0)
+        _check_format("index_format", index_format, index_dim, index_dim)
+        if index_format.num_scales > 1 or 0 < index_format.fp8_dim < index_dim:
+            raise ValueError(
+                "index_format must have one dtype and at most one scale a row, "
+                f"got {index_format.name}"
             )
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
-    return PagedAttention(base, cache_format, index_format, page_size, record_selections)
+    return PagedAttention(model, cache_format, index_format, page_size, record_selections)
+
+
+def _check_format(name: str, format: object, head_dim: int, value_dim: int) -> None:
+    if not isinstance(format, CacheFormat):
+        raise TypeError(f"{name} must be a CacheFormat, got {type(format).__name__}")
+    if (format.head_dim, format.value_dim) != (head_dim, value_dim):
+        raise ValueError(
+            f"{name} must have head_dim {head_dim} and value_dim {value_dim} for this model, "
+            f"got {format.name}"
+        )
+
+
+def _default_index_format(dim: int, *, fp8: bool) -> CacheFormat:
+    if not fp8:
+        return bf16_format(dim)
+    return INDEX_FP8 if dim == INDEX_FP8.head_dim else e4m3_format(dim, dim, dim)
 
 
 def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
@@ -535,56 +747,140 @@ def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
     )
 
 
-def _real_columns(attention_mask: object, cache: LatentCache, num_new: int) -> Tensor:
-    """Bool ``[B, columns]`` on the host: which columns, this step's included, are not padding."""
-    seen = cache.real
-    shape = (cache.batch_size, seen.shape[1] + num_new)
+def _masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor, **_: object) -> Tensor:
+    """What ``generate`` gives to a compiled model instead of a dense causal mask.
+
+    A decode step needs the new column only, and a mask that does not grow compiles once.
+    """
+    if inputs_embeds.shape[1] > 1:
+        return attention_mask
+    return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides stay, too
+
+
+def _split_mask(
+    attention_mask: object, cache: LatentCache, num_new: int
+) -> tuple[Tensor | None, Tensor]:
+    """Which past columns are not padding, if the mask says it, and which new ones: bool."""
+    device = cache.page_table.device
     if attention_mask is None:
-        real = torch.ones(shape, dtype=torch.bool)
-    elif isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape:
-        real = (attention_mask != 0).cpu()
-    else:
+        return None, torch.ones(cache.batch_size, num_new, dtype=torch.bool, device=device)
+    # A decode step must not wait for the device to learn how many columns there are.
+    known = num_new > 1 or isinstance(cache.columns, int)
+    total = int(cache.columns) + num_new if known else None
+    if (
+        not isinstance(attention_mask, Tensor)
+        or attention_mask.dim() != 2
+        or attention_mask.shape[0] != cache.batch_size
+        or (known and attention_mask.shape[1] not in (num_new, total))
+    ):
         got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ValueError(
-            f"attention_mask must be None or have shape [batch, columns so far] = {list(shape)}, "
+            "attention_mask must be None or have shape [batch, columns so far] = "
+            f"{[cache.batch_size, total]} or [batch, new columns] = {[cache.batch_size, num_new]}, "
             f"got {got if isinstance(got, list) else type(got).__name__}"
         )
-    if not torch.equal(real[:, : seen.shape[1]], seen):
-        raise ValueError("attention_mask must mark past columns as in the steps before")
-    return real
+    mask = attention_mask.to(device) != 0
+    return (mask[:, :-num_new] if mask.shape[1] > num_new else None), mask[:, -num_new:]
 
 
 def _check_positions(position_ids: Tensor | None, new: Tensor) -> None:
     """Refuse positions that restart: several sequences packed into one row."""
-    if position_ids is None or new.shape[1] == 1:
+    if position_ids is None:
         return
-    for row, real in zip(position_ids.cpu().expand(new.shape), new, strict=True):
+    for row, real in zip(position_ids.expand(new.shape).cpu(), new.cpu(), strict=True):
         if (row[real].diff() <= 0).any():
             raise ValueError(
                 f"position_ids must ascend in each row of the batch, got {row[real].tolist()[:64]}"
             )
 
 
-def _make_step(cache: LatentCache, new: Tensor) -> _Step:
-    """Reserve slots for the real ones of the columns ``new [B, S]``, and plan them."""
+def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
+    """A step over the real ones of the columns ``new [B, S]``, planned on the host."""
+    cache.reserve(int(cache.columns) + new.shape[1])
+    new = new.cpu()
     query_lens = new.sum(1)
-    seq_lens = cache.real.sum(1) + query_lens
-    cache.reserve(max(int(seq_lens.max()), 1))  # a cache without pages is no cache to the ops
     plan = plan_batch(
         query_lens,
-        seq_lens,
+        cache.lengths.cpu() + query_lens,
         cache.page_table,
-        page_size=cache.latents[0].page_size,
+        page_size=cache.page_size,
         workspace_rows=None,
         require_uniform=False,
     )
     # The model's positions may count padding; its table of this step has a row for each token.
-    plan = replace(plan, positions=torch.arange(plan.num_tokens, device=cache.page_table.device))
-    tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(cache.page_table.device)
-    return _Step(cache, plan, tokens)
+    device = cache.page_table.device
+    plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
+    tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
+    return _Step(cache, plan, decodes=False, tokens=tokens)
 
 
-def _rope_table(embeddings: tuple[Tensor, Tensor], batch_size: int, step: _Step) -> Tensor:
-    """Float32 ``[T, R]``, cos half then sin half; transformers' cos and sin hold each twice."""
-    halves = [part[..., : part.shape[-1] // 2] for part in embeddings]
-    return step.pick(torch.cat(halves, dim=-1).float().expand(batch_size, -1, -1))
+def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
+    """A step over one column ``new [B, 1]``; padding writes to a slot that the next token takes."""
+    if isinstance(cache.columns, int):
+        cache.reserve(cache.columns + 1)
+    pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
+    requests = cache.rows[:-1]
+    plan = Plan(
+        num_requests=cache.batch_size,
+        num_tokens=cache.batch_size,
+        num_decodes=cache.batch_size,
+        num_prefills=0,
+        num_decode_tokens=cache.batch_size,
+        num_prefill_tokens=0,
+        decode_query_len=1,
+        max_query_len=1,
+        max_seq_len=cache.capacity,
+        max_context_len=cache.capacity - 1,
+        input_row_offsets=cache.rows,
+        seq_lens=cache.lengths + new[:, 0],
+        page_table=cache.page_table,
+        positions=requests,  # rows of the step's RoPE table
+        slot_mapping=(pages * cache.page_size + cache.lengths % cache.page_size).long(),
+        request_ids=requests,
+        prefill_request_ids=None,
+        workspace_starts=None,
+        prefill_chunks=(),
+    )
+    return _Step(cache, plan, decodes=True, tokens=None)
+
+
+def _dense_decode_branch(
+    q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan
+) -> Tensor:
+    """As :func:`decode_branch` without a selection, whose lengths would follow from positions.
+
+    Positions are rows of the step's RoPE table here, and lengths stand in the plan.
+    """
+    query = q.new_empty(*q.shape[:2], cache.format.head_dim)
+    latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+    fused_rope_rmsnorm_quant(
+        q[..., layer.qk_nope_head_dim :],
+        kv,
+        layer.cos_sin_cache,
+        layer.kv_norm_weight,
+        cache,
+        positions=plan.positions,
+        slot_mapping=plan.slot_mapping,
+        eps=layer.norm_eps,
+        interleaved=layer.interleaved,
+        out=rope,
+    )
+    project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk, out=latent)
+    attended, _ = dense_decode(
+        query[:, None],
+        cache,
+        plan.page_table,
+        plan.seq_lens,
+        softmax_scale=layer.softmax_scale,
+    )
+    return project_heads(attended[:, 0], layer.w_uv)
+
+
+def _rotated(
+    rotate: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, HI, DI]`` and keys ``[T, 1, DI]`` with their first R dims rotated."""
+    dims = [cos.shape[-1], q.shape[-1] - cos.shape[-1]]
+    (q_rope, q_rest), (k_rope, k_rest) = q.split(dims, dim=-1), k.split(dims, dim=-1)
+    q_rope, k_rope = rotate(q_rope, k_rope, cos, sin)
+    return torch.cat([q_rope, q_rest], dim=-1), torch.cat([k_rope, k_rest], dim=-1)
