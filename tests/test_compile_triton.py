@@ -14,7 +14,13 @@ import pytest
 
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register.
-SPILLED_BYTES = {"attention": 264, "hopper_rows": 200, "indexer": 160, "topk": 64}
+SPILLED_BYTES = {
+    "attention": 264,
+    "hopper_columns": 32,
+    "hopper_rows": 200,
+    "indexer": 160,
+    "topk": 64,
+}
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
 
@@ -35,3 +41,5 @@ def test_launches_compile_for_every_target(table):
     limit = SPILLED_BYTES.get(table.stem, 0)
     spilling = [line for line in lines if int(re.findall(r"spills +(\d+)", line)[0]) > limit]
     assert not spilling, "\n".join(spilling)
+    waiting = [line for line in lines if "serialized" in line]
+    assert not waiting, "\n".join(waiting)

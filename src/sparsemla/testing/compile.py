@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -86,6 +87,8 @@ class Compiled:
         registers: vector registers of a thread.
         spills: bytes of local memory of a thread, which registers are spilled to.
         matrix: the matrix instruction in the code, or an empty string.
+        serialized: the assembler makes asynchronous matrix instructions wait for each other; looked
+            for in kernels that divide their warps.
         asm: intermediate representations by name (``ttgir``, ``ptx``, ``amdgcn``, ...).
     """
 
@@ -97,13 +100,14 @@ class Compiled:
     registers: int
     spills: int
     matrix: str
+    serialized: bool
     asm: Mapping[str, str | bytes]
 
     def __str__(self) -> str:
         return (
             f"{self.kernel:32} {self.target:7} {self.grid!s:18} warps {self.num_warps:2}  "
             f"shared {self.shared:6}  registers {self.registers:3}  spills {self.spills:4}  "
-            f"{self.matrix}"
+            f"{self.matrix}{' serialized' if self.serialized else ''}"
         )
 
 
@@ -207,6 +211,7 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], target: Target) -> C
         registers=registers,
         spills=spills,
         matrix=matrix[0] if matrix else "",
+        serialized="setmaxnreg" in code and _is_serialized(code, target),
         asm=kernel.asm,
     )
 
@@ -222,6 +227,20 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
     return int(registers), int(stack)
+
+
+def _is_serialized(ptx: str, target: Target) -> bool:
+    """Whether the assembler warns of it; Triton keeps the assembler's words to itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "kernel.ptx")
+        with open(file, "w", encoding="utf-8") as out:
+            out.write(ptx)
+        arch = target.gpu.arch
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}"]
+        log = subprocess.run(
+            [*command, file, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
+    return "wgmma.mma_async instructions are serialized" in log
 
 
 def main(path: str, only: str = "") -> None:

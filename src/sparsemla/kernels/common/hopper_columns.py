@@ -1,0 +1,976 @@
+"""Sparse attention on Hopper of up to 32 heads that share keys: keys on M of a product, heads on N.
+
+Two warpgroups take turns: each attends to every other tile of 64 keys, with its own maximum, sum
+and weighted values, and in the end both are put together. A third one copies rows. e4m3 rows come
+as they are stored through a ring of chunks of 128 bytes a key. A consumer converts a chunk in
+registers, which are the left operand of the scores at once, and keeps the values as a bfloat16
+tile, the transposed left operand of the weighted sum. bfloat16 rows are copied straight to where
+products read them.
+
+Cycles of a tile of fp8_ds_mla at 16 heads, by count: shared memory 2000 (copies 328, reading them
+320, values stored 512, products 784, rest 56), instructions 1700 in each quarter of the
+multiprocessor, products 550; its share of the device's memory 2200. Were the keys converted by
+warps of their own and both operands read from shared memory, that alone would take 2600.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.attention import cache_arguments
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1e30)
+
+MAX_HEADS = 32
+SHARED = 227 * 1024
+KEYS = gl.constexpr(64)
+
+# Copies: 8 lanes take 128 bytes of a row, a thread the same rows of each part of a row.
+COPY8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+COPY16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY32 = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY8))
+BF16_ROWS = gl.constexpr(gl.SliceLayout(1, COPY16))
+
+# A thread has 16 neighbouring dims of two keys: as many as four steps of a product take from it.
+DIMS128 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+)
+DIMS64 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+
+# Swizzled so that the two keys which eight lanes read at once lie in different banks.
+RAW8 = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 2, [1, 0]))
+RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
+RAW16 = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+RESULTS = gl.constexpr(gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1]))
+
+CONVERT = gl.constexpr("""{
+    .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
+    mov.b32 {l, h}, $2;
+    cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
+    mov.b32 {a0, a1}, a; mov.b32 {b0, b1}, b;
+    cvt.f32.f16 f0, a0; cvt.f32.f16 f1, a1; cvt.f32.f16 f2, b0; cvt.f32.f16 f3, b1;
+    mul.f32 f0, f0, $3; mul.f32 f1, f1, $4; mul.f32 f2, f2, $5; mul.f32 f3, f3, $6;
+    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program: padded heads, chunks of the ring, words and tiles of scales."""
+
+    heads: int
+    ring: int
+    scale_words: int
+    scale_tiles: int
+
+
+class Results(NamedTuple):
+    """What is written, and the sinks, which are part of it. Strides are in elements."""
+
+    out: Tensor
+    out_split: int
+    out_request: int
+    out_token: int
+    out_head: int
+    lse: Tensor
+    lse_split: int
+    lse_request: int
+    lse_token: int
+    max_logits: Tensor | None
+    max_logits_request: int
+    attn_sink: Tensor | None
+
+
+@triton.constexpr_function
+def num_chunks(fp8_dim, head_dim):
+    """Pieces of 128 bytes that a row is copied in; the last one of its e4m3 may have 64."""
+    return -(-fp8_dim // 128) + (head_dim - fp8_dim) // 64
+
+
+@triton.constexpr_function
+def chunk_start(fp8_dim, chunk):
+    """First dim of a chunk."""
+    quantised = -(-fp8_dim // 128)
+    return 128 * chunk if chunk < quantised else fp8_dim + 64 * (chunk - quantised)
+
+
+@triton.constexpr_function
+def chunk_width(fp8_dim, start):
+    """Dims of the chunk that begins at ``start``."""
+    return min(128, fp8_dim - start) if start < fp8_dim else 64
+
+
+@triton.constexpr_function
+def scale_words(fp8_dim, scale_block, itemsize):
+    """32-bit words that hold the scales of a row."""
+    num_scales = -(-fp8_dim // scale_block)
+    return -(-num_scales * itemsize // 4)
+
+
+@gluon.jit
+def is_slot(slots, num_slots):
+    """Whether entries of a list name a row."""
+    return (slots >= 0) & (slots < num_slots)
+
+
+@gluon.jit
+def load_slots(indices, at, end):
+    """Entries of a list of slots; what lies behind its end is no slot."""
+    return gl.load(indices + at, mask=at < end, other=-1)
+
+
+@gluon.jit
+def locate(slots, L: gl.constexpr):
+    """Page and row of slots, as int64; the page of a linear cache is 0."""
+    slots = slots.to(gl.int32).to(gl.uint32)
+    if L.linear:
+        page = gl.zeros_like(slots)
+        row = slots
+    else:
+        page = slots // L.page_size
+        row = slots % L.page_size
+    return page.to(gl.int64), row.to(gl.int64)
+
+
+@gluon.jit
+def end_of(indices, length, num_slots):
+    """One past the last valid slot of a list."""
+    end = 0
+    for start in range(0, length, 2048):
+        at = start + gl.arange(0, 2048, LIST)
+        valid = is_slot(load_slots(indices, at, length), num_slots)
+        end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
+    return end
+
+
+@gluon.jit
+def fp8_chunk(raw, slot, WIDTH: gl.constexpr, RING: gl.constexpr):
+    """A place of the ring as e4m3 codes ``[KEYS, WIDTH]``."""
+    if WIDTH == 128:
+        chunk = reinterpret(raw, gl.uint8, [RING, KEYS, 128], RAW8).index(slot)
+    else:
+        chunk = reinterpret(raw, gl.uint8, [2 * RING, KEYS, 64], RAW8_HALF).index(2 * slot)
+    return chunk
+
+
+@gluon.jit
+def bf16_chunk(raw, slot, RING: gl.constexpr):
+    """A place of the ring as bfloat16 ``[KEYS, 64]``."""
+    return reinterpret(raw, gl.bfloat16, [RING, KEYS, 64], RAW16).index(slot)
+
+
+@gluon.jit
+def copy_fp8(
+    raw, slot, rows, first, valid, START: gl.constexpr, L: gl.constexpr, RING: gl.constexpr
+):
+    WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
+    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY8))
+    source = rows.fp8 + first[:, None] + dim[None, :]
+    async_load(fp8_chunk(raw, slot, WIDTH, RING), source, mask=valid[:, None])
+
+
+@gluon.jit
+def copy_bf16(
+    raw, slot, rows, first, valid, START: gl.constexpr, L: gl.constexpr, RING: gl.constexpr
+):
+    first = gl.convert_layout(first, BF16_ROWS)
+    valid = gl.convert_layout(valid, BF16_ROWS)
+    dim = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY16))
+    source = rows.bf16 + first[:, None] + dim[None, :]
+    async_load(bf16_chunk(raw, slot, RING), source, mask=valid[:, None])
+
+
+@gluon.jit
+def copy_scales(to, rows, page, row, valid, L: gl.constexpr):
+    """32-bit words of scales; each word has the keys side by side."""
+    SIZE: gl.constexpr = rows.scales.dtype.element_ty.primitive_bitwidth // 8
+    WORDS: gl.constexpr = scale_words(L.fp8_dim, L.scale_block, SIZE)
+    first = page * (L.scales_strides[0] * SIZE // 4) + row * (L.scales_strides[1] * SIZE // 4)
+    first = gl.convert_layout(first, gl.SliceLayout(1, COPY32))
+    valid = gl.convert_layout(valid, gl.SliceLayout(1, COPY32))
+    word = gl.arange(0, to.shape[0], gl.SliceLayout(0, COPY32))
+    source = rows.scales.to(gl.pointer_type(gl.int32), bitcast=True)
+    source = source + first[:, None] + word[None, :]
+    async_load(to.permute((1, 0)), source, mask=valid[:, None] & (word < WORDS)[None, :])
+
+
+@gluon.jit
+def prefetch_rows(first, slots, rows, L: gl.constexpr):
+    """Bring the rows of a tile into the L2 cache, a line of 128 bytes for each of 6 lanes."""
+    page, row = locate(gl.where(is_slot(slots, rows.num_slots), slots, 0), L)
+    at = page * L.fp8_strides[0] + row * L.fp8_strides[1]
+    at = gl.convert_layout(at, gl.SliceLayout(1, COPY32))
+    line = gl.arange(0, 8, gl.SliceLayout(0, COPY32))
+    source = (first + at[:, None] + gl.minimum(line, 5)[None, :] * 128).to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [source],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def copy_tiles(
+    stream,
+    tile,
+    chunk,
+    memory,
+    L: gl.constexpr,
+    RING: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """Copy the rows of a stream's tiles, as they are stored, into the ring of chunks."""
+    rows, indices, begin, end, tiles = stream
+    _, _, _, _, raw, scales, full, empty = memory
+    CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
+    at = begin + gl.arange(0, KEYS, COPY_ROWS)
+    slots = load_slots(indices, at, end)
+    at += KEYS
+    following = load_slots(indices, at, end)
+    for i in range(tiles):
+        at += KEYS
+        later = load_slots(indices, at, end)
+        if PREFETCH:
+            prefetch_rows(rows.fp8, following, rows, L)
+        valid = is_slot(slots, rows.num_slots)
+        page, row = locate(gl.where(valid, slots, 0), L)
+        fp8 = page * L.fp8_strides[0] + row * L.fp8_strides[1]
+        bf16 = page * L.bf16_strides[0] + row * L.bf16_strides[1]
+        for j in gl.static_range(CHUNKS):
+            place = chunk + i * CHUNKS + j
+            slot = place % RING
+            mbarrier.wait(empty.index(slot), (place // RING) & 1 ^ 1)
+            if j == 0 and L.scale_block > 0:
+                copy_scales(scales.index((tile + i) % scales.shape[0]), rows, page, row, valid, L)
+            if chunk_start(L.fp8_dim, j) < L.fp8_dim:
+                copy_fp8(raw, slot, rows, fp8, valid, chunk_start(L.fp8_dim, j), L, RING)
+            else:
+                copy_bf16(raw, slot, rows, bf16, valid, chunk_start(L.fp8_dim, j), L, RING)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+        slots = following
+        following = later
+
+
+@gluon.jit
+def copy_half(source, valid, to, full, empty, phase, START: gl.constexpr, WIDTH: gl.constexpr):
+    """Copy dims of bfloat16 rows once their place is free."""
+    mbarrier.wait(empty, phase)
+    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY16))
+    async_load(to, source + dim[None, :], mask=valid)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def copy_bf16_tiles(stream, tile, memory, L: gl.constexpr):
+    """Copy the rows of a stream's bfloat16 tiles to where products read them."""
+    rows, indices, begin, end, tiles = stream
+    _, _, values, _, rest, _, full, empty = memory
+    at = begin + gl.arange(0, KEYS, BF16_ROWS)
+    slots = load_slots(indices, at, end)
+    for i in range(tiles):
+        at += KEYS
+        following = load_slots(indices, at, end)
+        valid = is_slot(slots, rows.num_slots)
+        page, row = locate(gl.where(valid, slots, 0), L)
+        source = rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
+        valid = valid[:, None]
+        who = (tile + i) % 2
+        phase = (tile + i) // 2 & 1 ^ 1
+        bar = 3 * who
+        if L.head_dim > 512:
+            copy_half(
+                source, valid, rest.index(who), full.index(bar), empty.index(bar), phase, 512, 64
+            )
+        for half in gl.static_range(2):
+            bar = 3 * who + 1 + half
+            to = values.index(2 * who + half)
+            copy_half(source, valid, to, full.index(bar), empty.index(bar), phase, 256 * half, 256)
+        slots = following
+
+
+@gluon.jit
+def produce(
+    stream,
+    extra,
+    memory,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    RING: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    """The warpgroup that copies."""
+    tiles = stream[4]
+    if L.fp8_dim == 0:
+        copy_bf16_tiles(stream, 0, memory, L)
+        if EXTRA is not None:
+            copy_bf16_tiles(extra, tiles, memory, EXTRA)
+    else:
+        copy_tiles(stream, 0, 0, memory, L, RING, PREFETCH)
+        if EXTRA is not None:
+            chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
+            copy_tiles(extra, tiles, chunks, memory, EXTRA, RING, PREFETCH)
+
+
+@gluon.jit
+def scale_of(scales, rows, tile, dim: gl.constexpr, L: gl.constexpr, DIMS: gl.constexpr):
+    """float32 scales of the tile's keys for one dim."""
+    SIZE: gl.constexpr = rows.scales.dtype.element_ty.primitive_bitwidth // 8
+    index: gl.constexpr = dim // L.scale_block
+    NUM_WORDS: gl.constexpr = scales.shape[1]
+    words = reinterpret(scales, gl.int32, [scales.shape[0] * NUM_WORDS, KEYS], PLAIN)
+    word = words.index(tile % scales.shape[0] * NUM_WORDS + index * SIZE // 4)
+    bits = word.load(gl.SliceLayout(1, DIMS))
+    if SIZE == 1:
+        code = (bits >> (index % 4 * 8)) & 0xFF
+        bits = gl.where(code == 0, 0x400000, code << 23)
+        bits = gl.where(code == 255, 0x7FC00000, bits)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def dims_of(
+    raw,
+    scales,
+    rows,
+    tile,
+    slot,
+    release,
+    START: gl.constexpr,
+    WIDTH: gl.constexpr,
+    L: gl.constexpr,
+    RING: gl.constexpr,
+):
+    """bfloat16 dims of a chunk, whose place in the ring is given back."""
+    DIMS: gl.constexpr = DIMS128 if WIDTH == 128 else DIMS64
+    if L.fp8_dim <= START:
+        x = bf16_chunk(raw, slot, RING).load(DIMS64)
+        mbarrier.arrive(release, count=1)
+    else:
+        codes = fp8_chunk(raw, slot, WIDTH, RING).load(DIMS)
+        if L.scale_block == 0:
+            scale = gl.full([KEYS, 1], 1.0, gl.float32, DIMS)
+        elif START // L.scale_block == (START + WIDTH - 1) // L.scale_block:
+            scale = scale_of(scales, rows, tile, START, L, DIMS)[:, None]
+        else:
+            low = scale_of(scales, rows, tile, START, L, DIMS)
+            high = scale_of(scales, rows, tile, START + 64, L, DIMS)
+            second = gl.arange(0, WIDTH, gl.SliceLayout(0, DIMS)) >= 64
+            scale = gl.where(second[None, :], high[:, None], low[:, None])
+        mbarrier.arrive(release, count=1)
+        codes, scale = gl.broadcast(codes, scale)
+        x = gl.inline_asm_elementwise(
+            CONVERT,
+            "=r,=r,r,f,f,f,f",
+            [codes, scale],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return x
+
+
+@gluon.jit
+def as_operand(x, N: gl.constexpr):
+    """Keys as the left operand of a product, dims in the order that costs no exchange."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    SEGMENTS: gl.constexpr = x.shape[1] // 64
+    x = x.reshape(KEYS, SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, SCORES, 2))
+
+
+@gluon.jit
+def to_bf16(x):
+    """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def score_chunk(
+    s,
+    a,
+    z,
+    rows,
+    tile,
+    place,
+    memory,
+    START: gl.constexpr,
+    L: gl.constexpr,
+    RING: gl.constexpr,
+    WHO: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Scores plus those of a chunk's dims, which are kept if they are part of the value.
+
+    ``a`` is the operand of the chunk before, whose product runs while this one is converted.
+    """
+    q_value, q_rest, values, _, raw, scales, full, empty = memory
+    WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
+    slot = place % RING
+    mbarrier.wait(full.index(slot), (place // RING) & 1)
+    x = dims_of(raw, scales, rows, tile, slot, empty.index(slot), START, WIDTH, L, RING)
+    if START < 512:
+        HALF: gl.constexpr = START // 256
+        values.index(2 * WHO + HALF + z).slice(START % 256, WIDTH, dim=1).store(x)
+        q = q_value.index(HALF + z).slice(START % 256, WIDTH, dim=1)
+    else:
+        q = q_rest.index(z)
+    if START > 0 and OVERLAP:
+        s, _ = warpgroup_mma_wait(0, deps=[s, a])
+    a = as_operand(x, q.shape[0])
+    s = warpgroup_mma(a, q.permute((1, 0)), s, use_acc=START > 0, is_async=True)
+    if not OVERLAP:
+        s = warpgroup_mma_wait(0, deps=[s])
+    return s, a
+
+
+@gluon.jit
+def add_keys(p):
+    """Sums ``[32, N]`` of the two keys that a thread has for each head."""
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(p.reshape(4, 2, 8, N), 1).reshape(32, N)
+
+
+@gluon.jit
+def weigh(s, valid, m, l, to):
+    """Weights of a tile's keys, stored as an operand; ``shrink`` is what earlier sums shrink by."""
+    s = gl.where(valid[:, None], s, float("-inf"))
+    highest = gl.maximum(m, gl.max(s, 0))
+    shrink = gl.exp2(m - highest)
+    p = gl.exp2(s - highest[None, :])
+    to.store(to_bf16(p))
+    fence_async_shared()
+    l *= gl.convert_layout(shrink, gl.SliceLayout(0, l.type.layout))[None, :]
+    return highest, l + add_keys(p), shrink[None, :]
+
+
+@gluon.jit
+def add_values(left, right, z, memory, WHO: gl.constexpr):
+    """Start the products of both halves of the values."""
+    _, _, values, weights, _, _, _, _ = memory
+    p = weights.index(WHO + z)
+    left = warpgroup_mma(values.index(2 * WHO + z).permute((1, 0)), p, left, is_async=True)
+    right = warpgroup_mma(values.index(2 * WHO + 1 + z).permute((1, 0)), p, right, is_async=True)
+    return left, right
+
+
+@gluon.jit
+def attend_tiles(
+    stream,
+    skip,
+    tile,
+    chunk,
+    state,
+    scale_log2,
+    memory,
+    L: gl.constexpr,
+    RING: gl.constexpr,
+    WHO: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Every other tile of a stream, from ``skip`` on: online softmax of heads on columns."""
+    rows, indices, begin, end, tiles = stream
+    m, l, left, right = state
+    weights = memory[3]
+    SCORES: gl.constexpr = left.type.layout
+    CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
+    at = begin + skip * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    slots = load_slots(indices, at, end)
+    for i in range(skip, tiles, 2):
+        z = opaque_zero(i)
+        valid = is_slot(slots, rows.num_slots)
+        at += 2 * KEYS
+        slots = load_slots(indices, at, end)
+        s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
+        a = s
+        for j in gl.static_range(CHUNKS):
+            place = chunk + i * CHUNKS + j
+            s, a = score_chunk(
+                s,
+                a,
+                z,
+                rows,
+                tile + i,
+                place,
+                memory,
+                chunk_start(L.fp8_dim, j),
+                L,
+                RING,
+                WHO,
+                OVERLAP,
+            )
+        s, _ = warpgroup_mma_wait(0, deps=[s, a])
+        m, l, shrink = weigh(s * scale_log2, valid, m, l, weights.index(WHO + z))
+        left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
+    return m, l, left, right
+
+
+@gluon.jit
+def wait_for_copies(barrier, phase):
+    """Wait, and let products see what was copied."""
+    mbarrier.wait(barrier, phase)
+    fence_async_shared()
+
+
+@gluon.jit
+def attend_bf16_tiles(
+    stream,
+    skip,
+    tile,
+    state,
+    scale_log2,
+    memory,
+    REST: gl.constexpr,
+    WHO: gl.constexpr,
+):
+    """:func:`attend_tiles` of a stream whose rows are copied to where products read them."""
+    rows, indices, begin, end, tiles = stream
+    q_value, q_rest, values, weights, rest, _, full, empty = memory
+    m, l, left, right = state
+    SCORES: gl.constexpr = left.type.layout
+    BAR: gl.constexpr = 3 * WHO
+    at = begin + skip * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    slots = load_slots(indices, at, end)
+    for i in range(skip, tiles, 2):
+        z = opaque_zero(i)
+        valid = is_slot(slots, rows.num_slots)
+        at += 2 * KEYS
+        slots = load_slots(indices, at, end)
+        phase = (tile + i) // 2 & 1
+        s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
+        if REST:
+            wait_for_copies(full.index(BAR), phase)
+            q = q_rest.index(z).permute((1, 0))
+            s = warpgroup_mma(rest.index(WHO + z), q, s, use_acc=False, is_async=True)
+        for half in gl.static_range(2):
+            wait_for_copies(full.index(BAR + 1 + half), phase)
+            q = q_value.index(z + half).permute((1, 0))
+            keys = values.index(2 * WHO + half + z)
+            s = warpgroup_mma(keys, q, s, use_acc=REST or half > 0, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if REST:
+            mbarrier.arrive(empty.index(BAR), count=1)
+        m, l, shrink = weigh(s * scale_log2, valid, m, l, weights.index(WHO + z))
+        left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
+        left, right = warpgroup_mma_wait(1, deps=[left, right])
+        mbarrier.arrive(empty.index(BAR + 1), count=1)
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
+        mbarrier.arrive(empty.index(BAR + 2), count=1)
+    return m, l, left, right
+
+
+@gluon.jit
+def consume(
+    stream,
+    extra,
+    scale_log2,
+    memory,
+    sums,
+    meet,
+    results,
+    num_heads,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    RING: gl.constexpr,
+    WHO: gl.constexpr,
+    N: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """One of two warpgroups: it attends to every other tile; then both put their sums together."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    m = gl.full([N], LOWEST, gl.float32, HEADS)
+    l = add_keys(gl.zeros([KEYS, N], gl.float32, SCORES))
+    left = gl.zeros([256, N], gl.float32, SCORES)
+    right = gl.zeros([256, N], gl.float32, SCORES)
+    tiles = stream[4]
+    skip = (tiles + WHO) & 1
+    if L.fp8_dim == 0:
+        REST: gl.constexpr = L.head_dim > 512
+        state = attend_bf16_tiles(
+            stream, WHO, 0, (m, l, left, right), scale_log2, memory, REST, WHO
+        )
+        if EXTRA is not None:
+            state = attend_bf16_tiles(extra, skip, tiles, state, scale_log2, memory, REST, WHO)
+    else:
+        state = attend_tiles(
+            stream, WHO, 0, 0, (m, l, left, right), scale_log2, memory, L, RING, WHO, OVERLAP
+        )
+        if EXTRA is not None:
+            chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
+            state = attend_tiles(
+                extra, skip, tiles, chunks, state, scale_log2, memory, EXTRA, RING, WHO, OVERLAP
+            )
+    m, l, left, right = state
+
+    sums.index(WHO).store(m)
+    sums.index(2 + WHO).store(gl.sum(l, 0))
+    mbarrier.arrive(meet.index(0), count=1)
+    mbarrier.wait(meet.index(0), 0)
+    m0 = sums.index(0).load(HEADS)
+    m1 = sums.index(1).load(HEADS)
+    highest = gl.maximum(m0, m1)
+    total = sums.index(2).load(HEADS) * gl.exp2(m0 - highest)
+    total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)
+    none = total == 0
+    head = gl.arange(0, N, HEADS)
+    real = head < num_heads
+    out, out_head, lse, max_logits, max_logits_at, attn_sink = results
+    if WHO == 0:
+        gl.store(lse + head, (highest + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
+        if max_logits is not None:
+            logits = gl.where(none, float("-inf"), highest * LN2)
+            gl.store(max_logits + max_logits_at + head, logits, mask=real)
+    if attn_sink is not None:
+        sink = gl.load(attn_sink + head, mask=real, other=0.0)
+        total += gl.exp2(sink * LOG2E - highest)
+    share = gl.where(none, 0.0, gl.exp2(m - highest) / gl.where(none, 1.0, total))[None, :]
+    # Both have met: nobody reads values any more, and the sums fit where the first tile was.
+    both = reinterpret(memory[2], gl.float32, [4, 256, N], SUMS)
+    both.index(2 * WHO).store(left * share)
+    both.index(2 * WHO + 1).store(right * share)
+    mbarrier.arrive(meet.index(1), count=1)
+    mbarrier.wait(meet.index(1), 0)
+    x = both.index(WHO).load(RESULTS) + both.index(2 + WHO).load(RESULTS)
+    head = gl.arange(0, N, gl.SliceLayout(0, RESULTS))
+    dim = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(1, RESULTS))
+    at = (head.to(gl.int64) * out_head)[None, :] + dim[:, None]
+    gl.store(out + at, x.to(out.dtype.element_ty), mask=(head < num_heads)[None, :])
+
+
+@gluon.jit
+def load_queries(
+    q,
+    q_head,
+    num_heads,
+    START: gl.constexpr,
+    WIDTH: gl.constexpr,
+    N: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Dims of all heads, in the order of :func:`as_operand` if keys are converted."""
+    head = gl.arange(0, N, gl.SliceLayout(1, QUERIES))
+    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
+    at = q + (head.to(gl.int64) * q_head)[:, None] + dim[None, :]
+    x = gl.load(at, mask=(head < num_heads)[:, None], other=0.0)
+    if L.fp8_dim > 0:
+        x = x.reshape(N, WIDTH // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(N, WIDTH)
+    return x
+
+
+@gluon.jit
+def attend_columns(
+    q,
+    q_request,
+    q_token,
+    q_head,
+    rows,
+    topk_indices,
+    indices_request,
+    indices_token,
+    topk_lengths,
+    topk,
+    extra_rows,
+    extra_indices,
+    extra_request,
+    extra_token,
+    extra_lengths,
+    extra_topk,
+    results,
+    query_len,
+    num_heads,
+    num_splits,
+    scale_log2,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    N: gl.constexpr,
+    RING: gl.constexpr,
+    SCALE_WORDS: gl.constexpr,
+    SCALE_TILES: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """All heads of one query token, and one split of its selected slots."""
+    q_value = gl.allocate_shared_memory(gl.bfloat16, [2, N, 256], TILE)
+    q_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
+    values = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, 256], TILE)
+    weights = gl.allocate_shared_memory(
+        gl.bfloat16, [2, KEYS, N], gl.NVMMASharedLayout(2 * N, 16, 2)
+    )
+    if L.fp8_dim == 0:
+        raw = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 64], TILE)
+    else:
+        raw = gl.allocate_shared_memory(gl.uint8, [RING, KEYS, 128], RAW8)
+    scales = gl.allocate_shared_memory(gl.int32, [SCALE_TILES, SCALE_WORDS, KEYS], WORDS2)
+    sums = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    meet = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(full.index(i), count=128)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(meet.index(0), count=2)
+    mbarrier.init(meet.index(1), count=2)
+
+    split = (gl.program_id(0) % num_splits).to(gl.int64)
+    token = gl.program_id(0) // num_splits
+    request = (token // query_len).to(gl.int64)
+    token = (token % query_len).to(gl.int64)
+
+    q += request * q_request + token * q_token
+    low = load_queries(q, q_head, num_heads, 0, 256, N, L)
+    high = load_queries(q, q_head, num_heads, 256, 256, N, L)
+    if L.head_dim > 512:
+        rest = load_queries(q, q_head, num_heads, 512, 64, N, L)
+
+    topk_indices += request * indices_request + token * indices_token
+    length = topk
+    if topk_lengths is not None:
+        length = gl.minimum(gl.load(topk_lengths + request), topk).to(gl.int32)
+    end = end_of(topk_indices, length, rows.num_slots)
+    all_tiles = gl.cdiv(end, KEYS)
+    if EXTRA is not None:
+        extra_indices += request * extra_request + token * extra_token
+        extra_length = extra_topk
+        if extra_lengths is not None:
+            extra_length = gl.minimum(gl.load(extra_lengths + request), extra_topk).to(gl.int32)
+        extra_end = end_of(extra_indices, extra_length, extra_rows.num_slots)
+        all_extra = gl.cdiv(extra_end, KEYS)
+    else:
+        extra_end = 0
+        all_extra = 0
+    steps = gl.cdiv(all_tiles + all_extra, num_splits)
+    first = split.to(gl.int32) * steps
+    last = first + steps
+    begin = gl.minimum(first, all_tiles)
+    tiles = gl.minimum(last, all_tiles) - begin
+    extra_begin = gl.minimum(gl.maximum(first - all_tiles, 0), all_extra)
+    extra_tiles = gl.minimum(gl.maximum(last - all_tiles, 0), all_extra) - extra_begin
+    begin *= KEYS
+    extra_begin *= KEYS
+
+    out = results.out + split * results.out_split
+    out += request * results.out_request + token * results.out_token
+    lse = results.lse + split * results.lse_split
+    lse += request * results.lse_request + token * results.lse_token
+    max_logits_at = request * results.max_logits_request
+
+    q_value.index(0).store(low)
+    q_value.index(1).store(high)
+    if L.head_dim > 512:
+        q_rest.index(0).store(rest)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, ((rows, topk_indices, begin, end, tiles),
+                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+                       scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
+                       sums, meet, (out, results.out_head, lse, results.max_logits,
+                                    max_logits_at, results.attn_sink),
+                       num_heads, L, EXTRA, RING, 0, N, OVERLAP)),
+            (consume, ((rows, topk_indices, begin, end, tiles),
+                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+                       scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
+                       sums, meet, (out, results.out_head, lse, results.max_logits,
+                                    max_logits_at, results.attn_sink),
+                       num_heads, L, EXTRA, RING, 1, N, OVERLAP)),
+            (produce, ((rows, topk_indices, begin, end, tiles),
+                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+                       (q_value, q_rest, values, weights, raw, scales, full, empty),
+                       L, EXTRA, RING, PREFETCH)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def refuse(q: Tensor, cache: PagedCache, extra_cache: PagedCache | None = None) -> str | None:
+    """Why :func:`attend` does not take a problem, or None: what it copies must lie on 16 bytes.
+
+    Args:
+        q: ``[..., H, D]``.
+        cache: rows of a stream.
+        extra_cache: rows of the second stream.
+    """
+    caches = [cache] if extra_cache is None else [cache, extra_cache]
+    if q.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {q.dtype}"
+    if q.shape[-2] > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} heads, got {q.shape[-2]}"
+    if len({one.format.fp8_dim > 0 for one in caches}) > 1:
+        return "needs caches that are both quantised or both not"
+    for one in caches:
+        fmt = one.format
+        if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
+            return f"needs head_dim 512 or 576 and value_dim 512, got format {fmt.name}"
+        if fmt.fp8_dim % 64 or fmt.scale_block % 64:
+            return f"needs e4m3 dims and scale blocks in multiples of 64, got format {fmt.name}"
+        fields = one.fields()
+        for view, unit in ((fields.fp8, 16), (fields.bf16, 16), (fields.scales, 4)):
+            if view is not None:
+                places = (view.data_ptr(), *(n * view.itemsize for n in view.stride()[:-1]))
+                if any(place % unit for place in places):
+                    return f"needs rows that begin at multiples of {unit} bytes"
+    if plan_shared(q.shape[-2], caches) is None:
+        return f"has no room for the scales of format {cache.format.name} beside so many heads"
+    return None
+
+
+def plan_shared(num_heads: int, caches: list[PagedCache]) -> Shared | None:
+    """How a program divides its shared memory; None if the ring would be too short.
+
+    A consumer waits for a chunk while the other may be a tile behind. The ring must hold that tile
+    and one chunk, or two passes through a place could not be told apart. Scales of a tile stay
+    until all of its chunks are released.
+    """
+    heads = 16 if num_heads <= 16 else 32
+    formats = [cache.format for cache in caches]
+    if formats[0].fp8_dim == 0:
+        return Shared(heads, 6, 1, 1)
+    chunks = [num_chunks(fmt.fp8_dim, fmt.head_dim) for fmt in formats]
+    words = [
+        scale_words(fmt.fp8_dim, fmt.scale_block, fmt.scale_dtype.itemsize)
+        for fmt in formats
+        if fmt.scale_block
+    ]
+    scale_row = triton.next_power_of_2(max(words, default=1))
+    keys = KEYS.value
+    fixed = 2 * keys * 1024 + heads * (1152 + 4 * keys + 16)
+    for ring in range(8, max(chunks), -1):
+        scale_tiles = 2 + (ring > min(chunks) + 1)
+        if fixed + ring * keys * 128 + scale_tiles * scale_row * keys * 4 + 1280 <= SHARED:
+            return Shared(heads, ring, scale_row, scale_tiles)
+    return None
+
+
+def attend(
+    q: Tensor,
+    cache: PagedCache,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_cache: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
+    outs: Tensor,
+    lses: Tensor,
+    max_logits: Tensor | None,
+    knobs: dict | None = None,
+) -> None:
+    """Attention of ``q [B, S, H, D]`` over selected slots, in ``outs.shape[0]`` splits of them.
+
+    Args:
+        q: bfloat16; what :func:`refuse` says None to.
+        cache: rows of the first stream.
+        topk_indices: ``[B, S, K]``.
+        softmax_scale: factor of the scores.
+        topk_lengths: ``[B]`` or None.
+        attn_sink: ``[H]`` or None; only for a single split.
+        extra_cache: rows of the second stream, or None.
+        extra_topk_indices: ``[B, S, K2]`` or None.
+        extra_topk_lengths: ``[B]`` or None.
+        outs: ``[splits, B, S, H, 512]``, written.
+        lses: float32 ``[splits, B, S, H]``, written.
+        max_logits: float32 ``[B, H]`` for ``S`` 1 and a single split, written; or None.
+    """
+    batch, query_len, num_heads = q.shape[:3]
+    num_splits = outs.shape[0]
+    if batch * query_len * num_heads == 0:
+        return
+    rows, layout = cache_arguments(cache)
+    extra_rows, extra_layout, extra_strides, extra_topk = None, None, (0, 0), 0
+    caches = [cache]
+    if extra_cache is not None and extra_topk_indices is not None:
+        extra_rows, extra_layout = cache_arguments(extra_cache)
+        extra_strides = extra_topk_indices.stride()[:2]
+        extra_topk = extra_topk_indices.shape[2]
+        caches.append(extra_cache)
+    shared = plan_shared(num_heads, caches)
+    knobs = knobs or {}
+    if "ring" in knobs:
+        shared = shared._replace(ring=knobs["ring"])
+    results = Results(
+        outs,
+        *outs.stride()[:4],
+        lses,
+        *lses.stride()[:3],
+        max_logits,
+        0 if max_logits is None else max_logits.stride(0),
+        attn_sink,
+    )
+    wide = shared.heads == 32
+    attend_columns[(batch * query_len * num_splits,)](
+        q,
+        *q.stride()[:3],
+        rows,
+        topk_indices,
+        *topk_indices.stride()[:2],
+        topk_lengths,
+        topk_indices.shape[2],
+        extra_rows,
+        extra_topk_indices,
+        *extra_strides,
+        extra_topk_lengths,
+        extra_topk,
+        results,
+        query_len,
+        num_heads,
+        num_splits,
+        softmax_scale * LOG2E.value,
+        L=layout,
+        EXTRA=extra_layout,
+        N=shared.heads,
+        RING=shared.ring,
+        SCALE_WORDS=shared.scale_words,
+        SCALE_TILES=shared.scale_tiles,
+        PREFETCH=knobs.get("prefetch", False),
+        OVERLAP=knobs.get("overlap", not wide),
+        CONSUMER_REGISTERS=232 if wide else 208,
+        PRODUCER_REGISTERS=40 if wide else 80,
+        num_warps=4,
+    )
