@@ -15,9 +15,9 @@ warps of their own and both operands read from shared memory, that alone would t
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 
@@ -827,47 +828,17 @@ def attend_columns(
     )  # fmt: skip
 
 
-def refuse(q: Tensor, cache: PagedCache, extra_cache: PagedCache | None = None) -> str | None:
-    """Why :func:`attend` does not take a problem, or None: what it copies must lie on 16 bytes.
-
-    Args:
-        q: ``[..., H, D]``.
-        cache: rows of a stream.
-        extra_cache: rows of the second stream.
-    """
-    caches = [cache] if extra_cache is None else [cache, extra_cache]
-    if q.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {q.dtype}"
-    if q.shape[-2] > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} heads, got {q.shape[-2]}"
-    if len({one.format.fp8_dim > 0 for one in caches}) > 1:
-        return "needs caches that are both quantised or both not"
-    for one in caches:
-        fmt = one.format
-        if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
-            return f"needs head_dim 512 or 576 and value_dim 512, got format {fmt.name}"
-        if fmt.fp8_dim % 64 or fmt.scale_block % 64:
-            return f"needs e4m3 dims and scale blocks in multiples of 64, got format {fmt.name}"
-        fields = one.fields()
-        for view, unit in ((fields.fp8, 16), (fields.bf16, 16), (fields.scales, 4)):
-            if view is not None:
-                places = (view.data_ptr(), *(n * view.itemsize for n in view.stride()[:-1]))
-                if any(place % unit for place in places):
-                    return f"needs rows that begin at multiples of {unit} bytes"
-    if plan_shared(q.shape[-2], caches) is None:
-        return f"has no room for the scales of format {cache.format.name} beside so many heads"
-    return None
-
-
-def plan_shared(num_heads: int, caches: list[PagedCache]) -> Shared | None:
-    """How a program divides its shared memory; None if the ring would be too short.
+@functools.cache
+def plan_shared(num_heads: int, *formats: CacheFormat) -> Shared | None:
+    """How a program divides its shared memory; None if the heads or scales are too many.
 
     A consumer waits for a chunk while the other may be a tile behind. The ring must hold that tile
     and one chunk, or two passes through a place could not be told apart. Scales of a tile stay
     until all of its chunks are released.
     """
+    if num_heads > MAX_HEADS:
+        return None
     heads = 16 if num_heads <= 16 else 32
-    formats = [cache.format for cache in caches]
     if formats[0].fp8_dim == 0:
         return Shared(heads, 6, 1, 1)
     chunks = [num_chunks(fmt.fp8_dim, fmt.head_dim) for fmt in formats]
@@ -905,7 +876,7 @@ def attend(
     """Attention of ``q [B, S, H, D]`` over selected slots, in ``outs.shape[0]`` splits of them.
 
     Args:
-        q: bfloat16; what :func:`refuse` says None to.
+        q: bfloat16; :func:`plan_shared` has a plan for its heads.
         cache: rows of the first stream.
         topk_indices: ``[B, S, K]``.
         softmax_scale: factor of the scores.
@@ -924,13 +895,13 @@ def attend(
         return
     rows, layout = cache_arguments(cache)
     extra_rows, extra_layout, extra_strides, extra_topk = None, None, (0, 0), 0
-    caches = [cache]
+    formats = (cache.format,)
     if extra_cache is not None and extra_topk_indices is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
         extra_strides = extra_topk_indices.stride()[:2]
         extra_topk = extra_topk_indices.shape[2]
-        caches.append(extra_cache)
-    shared = plan_shared(num_heads, caches)
+        formats = (cache.format, extra_cache.format)
+    shared = plan_shared(num_heads, *formats)
     knobs = knobs or {}
     if "ring" in knobs:
         shared = shared._replace(ring=knobs["ring"])

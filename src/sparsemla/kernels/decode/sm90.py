@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_columns import attend as attend_columns
+from sparsemla.kernels.common.hopper_columns import plan_shared
 from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
 from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
 from sparsemla.kernels.decode.triton import launch_merge, partials
@@ -30,6 +32,25 @@ def sparse_decode(
     if q.numel() == 0:
         return
     outs, lses = partials(out, lse, num_splits, workspace)
+    formats = [one.format for one in (cache, extra_cache) if one is not None]
+    if plan_shared(num_heads, *formats) is not None:
+        attend_columns(
+            q,
+            cache,
+            topk_indices,
+            softmax_scale=softmax_scale,
+            topk_lengths=topk_lengths,
+            attn_sink=attn_sink if num_splits == 1 else None,
+            extra_cache=extra_cache,
+            extra_topk_indices=extra_topk_indices,
+            extra_topk_lengths=extra_topk_lengths,
+            outs=outs,
+            lses=lses,
+            max_logits=None,
+        )
+        if num_splits > 1:
+            launch_merge(outs, lses, attn_sink, out, lse)
+        return
     results = _results(outs, lses, attn_sink, num_splits)
     shape = Shape(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len

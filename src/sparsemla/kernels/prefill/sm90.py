@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_columns import attend as attend_columns
+from sparsemla.kernels.common.hopper_columns import plan_shared
 from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
 from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
 
@@ -23,6 +25,22 @@ def sparse_prefill(
 ) -> None:
     num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0 or num_heads == 0:
+        return
+    if plan_shared(num_heads, kv.format) is not None:
+        attend_columns(
+            q[:, None],
+            kv,
+            topk_indices[:, None],
+            softmax_scale=softmax_scale,
+            topk_lengths=topk_lengths,
+            attn_sink=attn_sink,
+            extra_cache=None,
+            extra_topk_indices=None,
+            extra_topk_lengths=None,
+            outs=out[None, :, None],
+            lses=lse[None, :, None],
+            max_logits=max_logits,
+        )
         return
     results = Results(
         out=out,
