@@ -1,0 +1,63 @@
+"""Which problems the kernels for Hopper take, and what they say of others."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
+from sparsemla.dispatch import Problem, explain
+from sparsemla.formats import bf16_format
+from sparsemla.ops._library import aligned
+
+HOPPER = Problem("sparse_decode", "cuda", (9, 0), cache_format=FP8_DS_MLA.name, num_heads=20)
+
+
+@pytest.mark.parametrize("op", ["sparse_prefill", "sparse_decode", "dense_decode"])
+@pytest.mark.parametrize(
+    "fmt", [BF16_576, FP8_DS_MLA, FP8_584, e4m3_format(scale_block=64)], ids=lambda f: f.name
+)
+def test_hopper_takes(op, fmt):
+    assert explain(dataclasses.replace(HOPPER, op=op, cache_format=fmt.name)).chosen == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"capability": (10, 0)}, "needs a Hopper GPU (sm_90), got (10, 0)"),
+        ({"dtype": torch.float16}, "needs bfloat16 queries, got torch.float16"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"cache_format": bf16_format(192, 128).name}, "512 of value, got bf16_192v128"),
+        ({"cache_format": e4m3_format(scale_block=32).name}, "scales of 64 or 128 dims"),
+        ({"extra_format": BF16_576.name}, "an extra cache of one format"),
+        ({"cache_format": BF16_576.name, "extra_format": BF16_576.name}, "an extra cache of one"),
+    ],
+    ids=["GPU", "dtype", "alignment", "dims", "scales", "other format", "no scales"],
+)
+def test_hopper_refuses(change, reason):
+    explained = explain(dataclasses.replace(HOPPER, **change))
+    assert explained.chosen == "triton"
+    assert reason in dict(explained.refusals)["sm90"]
+
+
+def test_hopper_takes_an_extra_cache():
+    assert explain(dataclasses.replace(HOPPER, extra_format=FP8_DS_MLA.name)).chosen == "sm90"
+
+
+def cache_of(fmt):
+    return PagedCache.allocate(fmt, 2, 5)
+
+
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda f: f.name)
+def test_allocated_caches_are_aligned(fmt):
+    assert cache_of(fmt).aligned
+
+
+def test_alignment_is_seen():
+    q = torch.empty(2, 8, 576, dtype=torch.bfloat16)
+    assert aligned(q, cache_of(FP8_DS_MLA), None)
+    assert not aligned(torch.empty(2, 8, 577, dtype=torch.bfloat16)[..., :576])
+    shifted = PagedCache(torch.empty(2, 5, 660, dtype=torch.uint8)[..., 4:], FP8_DS_MLA)
+    assert not aligned(q, cache_of(FP8_DS_MLA), shifted)
+    apart = PagedCache(torch.empty(2, 5, 660, dtype=torch.uint8)[..., :656], FP8_DS_MLA)
+    assert not apart.aligned
