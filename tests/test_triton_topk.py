@@ -76,7 +76,7 @@ def check(scores, topk, how=None, starts=None, ends=None):
 
 def small_plan(slices, capacity=128):
     """Lists so short that small rows take every path."""
-    return Plan(slices, capacity, sample=64, plane=32, num_warps=1)
+    return Plan(slices, capacity, 64, programs=3, num_warps=2, finish_warps=2, lanes=4)
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -150,10 +150,10 @@ def test_any_row(row, topk, slices):
 @pytest.mark.parametrize("num_rows", [1, 64, 5000])
 @pytest.mark.parametrize("num_cols", [1, 5000, 131072, 1 << 20])
 @pytest.mark.parametrize("topk", [1, 512, 2048, 3000, 70000])
-def test_a_slice_that_overflows_its_list_makes_its_row_too_long(num_rows, num_cols, topk):
+def test_a_part_that_overflows_its_list_makes_its_row_too_long(num_rows, num_cols, topk):
     how = plan(num_rows, num_cols, topk, torch.device("cpu"))
     limit = how.limit(num_cols)
-    tiles = math.ceil(num_cols / (3 * how.plane))
-    longest_slice = math.ceil(tiles / how.slices) * 3 * how.plane
-    assert limit >= min(longest_slice, how.capacity)
-    assert num_cols <= how.capacity or how.slices * limit >= how.capacity
+    tiles = math.ceil(num_cols / (16 * how.lanes))
+    longest_part = math.ceil(tiles / how.num_lists) * 16 * how.lanes + 6
+    assert limit >= min(longest_part, how.capacity)
+    assert how.finish_warps <= how.num_lists or how.slices == 1

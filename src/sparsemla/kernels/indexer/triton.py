@@ -584,10 +584,10 @@ def _tokens_at_once(
     """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1."""
     count = num_tokens
     while count > 1:
-        lists = topk_kernels.plan(count, num_keys, topk, device).row_bytes(num_keys)
-        fitting = max_workspace_bytes // (4 * num_keys + 4 + lists)
+        lists = topk_kernels.plan(count, num_keys, topk, device).list_bytes(num_keys)
+        fitting = (max_workspace_bytes - lists) // (4 * num_keys + 4)
         if count <= fitting:
             break
-        # Fewer rows are spread over more programs, whose lists take more: hence the loop.
-        count = max(1, min(fitting, count - 1))
+        # Fewer rows may be spread over more programs, whose lists take more: hence the loop.
+        count = max(1, min(max(fitting, count // 2), count - 1))
     return count

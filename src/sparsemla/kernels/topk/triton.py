@@ -1,12 +1,14 @@
 """Exact, deterministic top-k of long rows, in one pass over memory where the row allows it.
 
-1. A sample of the row gives a threshold that a few more than k values should reach.
-2. One pass over the row lists the values that reach it, with their columns, in column order.
-3. The k-th largest of a list of at most ``capacity`` entries is found in registers by counting.
+1. A sample of the row gives a threshold that a few more than k of its columns should reach.
+2. One pass over the row lists the columns that reach it, with their values. Each warp has a part of
+   the row and a list of its own, so that no warp waits for another.
+3. The k-th largest of at most ``capacity`` listed values is found in registers by counting.
 
-Values are counted before they are listed, so a list never overflows: a row of which too few or too
-many values reach the threshold gets a better one by counting passes, until its list fits or the
-threshold is the k-th largest value itself, whose first occurrences are then read off the row.
+A threshold is a value and a column: what equals the value reaches it left of the column only. So a
+plateau of equal values is cut like everything else. A row of which too few or too many columns
+reach the threshold gets a better one by counting passes, until the lists fit or the threshold is
+the k-th largest value itself, whose first occurrences are then read off the row.
 
 Every position comes from a prefix sum in column order: ids ascend, ties go to the lower column, and
 all runs agree to the bit. Values are compared as int32 keys in the order of the floats, where -0
@@ -16,7 +18,8 @@ equals +0 and NaN lies below -inf.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,12 +32,21 @@ NAN_KEY = tl.constexpr(-(1 << 31) + 1)
 MINUS_INF_KEY = tl.constexpr(-(1 << 31) + 0x7FFFFF)
 END_KEY = tl.constexpr(0x7F800001)
 """One above the key of +inf."""
-SIGMAS = tl.constexpr(4.5)
+SIGMAS = tl.constexpr(3.0)
 """Standard deviations that a threshold keeps away from a list too short or too long."""
 
-# Values that the compiler knows nothing of. Strides are among them for speed: it would give each
-# lane four neighbours of an aligned row, and then rearrange them for the scattered stores.
-RUNTIME = ("num_cols", "k", "limit", "stride_scores", "stride_out")
+
+class Pages(NamedTuple):
+    """Where the positions of a row lie in a cache; without a table, they are what is asked for."""
+
+    table: Tensor | None
+    request_ids: Tensor | None
+    num_requests: int
+    width: int
+    stride: int
+
+
+POSITIONS = Pages(None, None, 0, 0, 0)
 
 
 @triton.jit
@@ -62,19 +74,45 @@ def _row_range(row_starts, row_ends, row, num_cols):
     return start, end
 
 
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
 @triton.jit
-def _load(x_row, first, end, lane):
-    """float32 of the columns ``first + lane``; NaN from ``end`` on."""
-    return tl.load(x_row + first + lane, mask=lane < end - first, other=float("nan")).to(tl.float32)
+def _name(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
+    """What stands in the result for positions: themselves, or their slots."""
+    if PAGE_SIZE > 0:
+        request = tl.load(pages.request_ids + row).to(tl.int64)
+        real = (request >= 0) & (request < pages.num_requests)
+        column = ids // PAGE_SIZE
+        at = pages.table + request * pages.stride + column
+        page = tl.load(at, mask=mask & real & (column < pages.width), other=-1).to(tl.int64)
+        slots = tl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
+        ids = slots.to(tl.int32)
+    return ids
+
+
+@triton.jit
+def _columns_to_boundary(x):
+    """Values between a pointer and the next place from which four are loaded at once."""
+    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    return ((4 * SIZE - x.to(tl.int64) % (4 * SIZE)) % (4 * SIZE)).to(tl.int32) // SIZE
+
+
+@triton.jit
+def _load(x, size, ids):
+    """float32 values of a row; NaN from ``size`` on."""
+    return tl.load(x + ids, mask=ids < size, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
 def _search(key, klo, khi, clo, low, up):
     """A key that ``low`` to ``up`` of the block's keys reach, or else the largest that low reach.
 
-    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``. Returns the key and how
-    many keys reach the smallest larger one that was counted: with ``low == up`` and ties at the
-    key, the number of those above it.
+    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``. Returns the key, how
+    many keys reach it, and how many reach the smallest larger one that was counted: where more
+    than ``up`` reach the key, or with ``low == up``, the number of those above it.
     """
     chi = clo * 0
     while (klo + 1 < khi) & (clo > up):
@@ -88,112 +126,219 @@ def _search(key, klo, khi, clo, low, up):
         chi = tl.where(cb >= low, chi, tl.where(ca >= low, cb, ca))
         klo = tl.where(cb >= low, b, tl.where(ca >= low, a, klo))
         clo = tl.where(cb >= low, cb, tl.where(ca >= low, ca, clo))
-    return klo, chi
+    return klo, clo, chi
 
 
 @triton.jit
-def _guess(
-    x_row,
-    start,
-    end,
-    k,
-    CAPACITY: tl.constexpr,
-    SAMPLE: tl.constexpr,
-):
-    """Key of a threshold that at least k and at most CAPACITY columns reach, most likely."""
+def _guess(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
+    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
+
+    ``factor``: 1, or what the number of columns should change by since the first guess.
+    """
     CHUNKS: tl.constexpr = SAMPLE // 8
-    size = end - start
     chunk = tl.arange(0, CHUNKS)
     # Eight neighbours, a memory sector, from each of CHUNKS equal parts of the row, at uneven
     # places: rows may have a period.
     room = tl.minimum(tl.maximum(size // CHUNKS - 8, 0), 0x7FFF)
     jitter = (chunk * 40503 & 0xFFFF) * room >> 16
-    at = start + (chunk.to(tl.int64) * size // CHUNKS).to(tl.int32) + jitter
-    column = (at // 8 * 8)[:, None] + tl.arange(0, 8)[None, :]
-    inside = (column >= start) & (column < end)
-    x = tl.load(x_row + column, mask=inside, other=0.0)
-    key = tl.where(inside, _keys(x.to(tl.float32)), DEAD_KEY)
-    key = tl.reshape(key, [SAMPLE])
+    at = (chunk.to(tl.int64) * size // CHUNKS).to(tl.int32) + jitter
+    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    shift = (x.to(tl.int64) % (8 * SIZE)).to(tl.int32) // SIZE
+    ids = ((at + shift) // 8 * 8 - shift)[:, None] + tl.arange(0, 8)[None, :]
+    values = tl.load(x + ids, mask=(ids >= 0) & (ids < size), other=0.0)
+    ids = tl.reshape(ids, [SAMPLE])
+    key = _keys(tl.reshape(values, [SAMPLE]).to(tl.float32))
+    key = tl.where((ids >= 0) & (ids < size), key, DEAD_KEY)
     ratio = SAMPLE / size.to(tl.float32)
     mean = k * ratio
     # Ranks in the sample that stay clear of k and of CAPACITY; in the middle if they cannot.
     low = mean + tl.sqrt(mean) * SIGMAS + 2.0
     root = (tl.sqrt(ratio * (4 * CAPACITY) + SIGMAS * SIGMAS) - SIGMAS) * 0.5
-    low = tl.minimum(tl.minimum(low, 0.5 * (low + root * root)), SAMPLE * 1.0)
+    low = tl.minimum(tl.minimum(low, 0.5 * (low + root * root)) * factor, SAMPLE * 1.0)
     up = tl.maximum(low, tl.minimum(low * 1.2 + 4.0, root * root)).to(tl.int32)
-    low = low.to(tl.int32)
+    low = tl.maximum(low, 1.0).to(tl.int32)
     key_end = tl.max(key, 0) + 1
-    key, _ = _search(key, tl.full([], DEAD_KEY, tl.int32), key_end, low * 0 + SAMPLE, low, up)
-    return tl.maximum(key, MINUS_INF_KEY)
+    dead = tl.full([], DEAD_KEY, tl.int32)
+    threshold, reached, above = _search(key, dead, key_end, low * 0 + SAMPLE, low, up)
+    column = size
+    if reached > up:  # a plateau; the sample lies in the order of the columns
+        equal = key == threshold
+        rank = tl.cumsum(equal.to(tl.int32), 0)
+        column = tl.min(tl.where(equal & (rank >= low - above), ids + 1, size), 0)
+    return tl.maximum(threshold, MINUS_INF_KEY), column
 
 
 @triton.jit
-def _collect(x_row, found, start, end, key, limit, PLANE: tl.constexpr):
-    """List (value bits, column) of the columns in [start, end) that reach ``key``, ascending.
+def _load_quads(x, at, group, end):
+    """Four neighbours for each thread, of which a ``group`` lies before ``end`` as one or not."""
+    return tl.load(x + at, mask=group < end, other=float("nan"))
 
-    Returns how many there are. They are in the list only if they are at most ``limit``; nothing is
-    written behind them.
+
+@triton.jit
+def _quads(x):
+    """The first, second, third and fourth neighbours, in float32."""
+    THREADS: tl.constexpr = x.shape[0] // 4
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), [THREADS, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _pack(a, b, c, d):
+    """Four bits in one int32, eight apart."""
+    low = a.to(tl.int32) + (b.to(tl.int32) << 8)
+    return low + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24)
+
+
+@triton.jit
+def _append(at, x, ids, mask):
+    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+    tl.store(at, entry, mask=mask)
+
+
+@triton.jit
+def _append_rest(x, lists, count, limit, value, ids, mask, WARPS: tl.constexpr):
+    """Append what reaches ``value`` of the ``ids`` of a few threads; their lists' new lengths."""
+    LANES: tl.constexpr = ids.shape[0] // WARPS
+    values = tl.load(x + ids, mask=mask, other=float("nan")).to(tl.float32)
+    hits = tl.reshape((values >= value).to(tl.int32), [WARPS, LANES])
+    before = tl.reshape(tl.cumsum(hits, 1) - hits, [WARPS * LANES])
+    _append(lists + (tl.minimum(count, limit) + before), values, ids, values >= value)
+    added = tl.broadcast_to(tl.sum(hits, 1)[:, None], [WARPS, LANES])
+    return count + tl.reshape(added, [WARPS * LANES])
+
+
+@triton.jit
+def _collect(
+    x,
+    lists,
+    limit,
+    size,
+    key,
+    column,
+    index,
+    slices,
+    WARPS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
+
+    Each warp takes a part of the columns and has a list of its own: warps do not wait for each
+    other. Returns how many there are in each part. They are in its list only if they are at most
+    ``limit``; a tile behind it may be written too.
     """
-    tl.static_assert(PLANE < 1024)
-    threshold = _value(tl.maximum(key, MINUS_INF_KEY))  # what lies below has no such value
-    lane = tl.arange(0, PLANE)
-    count = key * 0
-    a = _load(x_row, start, end, lane)
-    b = _load(x_row, start + PLANE, end, lane)
-    c = _load(x_row, start + 2 * PLANE, end, lane)
-    for base in range(start, end, 3 * PLANE):
-        # The next tile is on its way while this one is looked at.
-        next_a = _load(x_row, base + 3 * PLANE, end, lane)
-        next_b = _load(x_row, base + 4 * PLANE, end, lane)
-        next_c = _load(x_row, base + 5 * PLANE, end, lane)
-        # One prefix sum for three planes, ten bits each: a scan costs more than all the rest.
-        hits = (a >= threshold).to(tl.int32)
-        hits += (b >= threshold).to(tl.int32) << 10
-        hits += (c >= threshold).to(tl.int32) << 20
-        total = tl.sum(hits, 0)
-        in_a = total & 0x3FF
-        in_b = total >> 10 & 0x3FF
-        added = in_a + in_b + (total >> 20)
-        if (added > 0) & (count + added <= limit):
-            before = tl.cumsum(hits, 0) - hits
-            at = found + count
-            column = base + lane
-            _append(at, before & 0x3FF, a, column, threshold)
-            _append(at + in_a, before >> 10 & 0x3FF, b, column + PLANE, threshold)
-            _append(at + (in_a + in_b), before >> 20, c, column + 2 * PLANE, threshold)
+    THREADS: tl.constexpr = WARPS * LANES
+    PLANE: tl.constexpr = 4 * LANES  # a warp loads four neighbours a thread
+    TILE: tl.constexpr = 4 * PLANE
+    tl.static_assert(PLANE < 256)
+    key = tl.maximum(key, MINUS_INF_KEY)  # what lies below has no such value
+    value = _value(key)
+    over = _value(key + 1)
+    # Groups of four that memory gives at once; a few columns before and behind them are left.
+    head = tl.minimum(_columns_to_boundary(x), size)
+    groups = x + head
+    end = (size - head) // 4 * 4
+    groups = tl.multiple_of(groups, 4 * x.dtype.element_ty.primitive_bitwidth // 8)
+    share = tl.cdiv(end, slices * (WARPS * TILE)) * TILE
+    i = tl.arange(0, 4 * THREADS)
+    at = (index * WARPS + i // PLANE) * share + i % PLANE
+    group = (index * WARPS + i // PLANE) * share + i // 4 * 4 % PLANE
+    thread = tl.arange(0, THREADS)
+    warp = thread // LANES
+    part = index * WARPS + warp
+    lane = thread % LANES
+    begin = part * share + head
+    ids = begin + lane * 4
+    lists += warp * (limit + TILE)
+    count = thread * 0
+    first = (part == 0) & (lane < head)
+    count = _append_rest(x, lists, count, limit, value, lane, first, WARPS)
+    a = _load_quads(groups, at, group, end)
+    b = _load_quads(groups, at + PLANE, group + PLANE, end)
+    c = _load_quads(groups, at + 2 * PLANE, group + 2 * PLANE, end)
+    d = _load_quads(groups, at + 3 * PLANE, group + 3 * PLANE, end)
+    stop = end
+    for base in range(TILE, share + TILE, TILE):
+        # The next tile is on its way while this one is looked at; the last has none.
+        stop = tl.where(base < share, end, 0)
+        at += TILE
+        group += TILE
+        next_a = _load_quads(groups, at, group, stop)
+        next_b = _load_quads(groups, at + PLANE, group + PLANE, stop)
+        next_c = _load_quads(groups, at + 2 * PLANE, group + 2 * PLANE, stop)
+        next_d = _load_quads(groups, at + 3 * PLANE, group + 3 * PLANE, stop)
+        left = column - begin
+        value_a = tl.where(left > 0, value, over)
+        value_b = tl.where(left > PLANE, value, over)
+        value_c = tl.where(left > 2 * PLANE, value, over)
+        value_d = tl.where(left > 3 * PLANE, value, over)
+        xa = _quads(a)
+        xb = _quads(b)
+        xc = _quads(c)
+        xd = _quads(d)
+        # One prefix sum for the four planes, eight bits each.
+        hits_0 = _pack(xa[0] >= value_a, xb[0] >= value_b, xc[0] >= value_c, xd[0] >= value_d)
+        hits_1 = _pack(xa[1] >= value_a, xb[1] >= value_b, xc[1] >= value_c, xd[1] >= value_d)
+        hits_2 = _pack(xa[2] >= value_a, xb[2] >= value_b, xc[2] >= value_c, xd[2] >= value_d)
+        hits_3 = _pack(xa[3] >= value_a, xb[3] >= value_b, xc[3] >= value_c, xd[3] >= value_d)
+        hits = (hits_0 + hits_1) + (hits_2 + hits_3)
+        of_warp = tl.reshape(hits, [WARPS, LANES])
+        total = tl.broadcast_to(tl.sum(of_warp, 1)[:, None], [WARPS, LANES])
+        total = tl.reshape(total, [THREADS])
+        before_0 = tl.reshape(tl.cumsum(of_warp, 1), [THREADS]) - hits
+        before_1 = before_0 + hits_0
+        before_2 = before_1 + hits_1
+        before_3 = before_2 + hits_2
+        before = (before_0, before_1, before_2, before_3)
+        in_a = total & 0xFF
+        in_b = in_a + (total >> 8 & 0xFF)
+        in_c = in_b + (total >> 16 & 0xFF)
+        added = in_c + (total >> 24 & 0xFF)
+        # A tile too much goes behind the list, where nobody looks.
+        to_a = tl.where(count + added <= limit, count, limit)
+        to_b = to_a + in_a
+        to_c = to_a + in_b
+        to_d = to_a + in_c
+        # The same thresholds, but not to the compiler: comparing again is cheaper than to keep
+        # sixteen predicates.
+        value_a = tl.where(limit < 0, 0.0, value_a)
+        value_b = tl.where(limit < 0, 0.0, value_b)
+        value_c = tl.where(limit < 0, 0.0, value_c)
+        value_d = tl.where(limit < 0, 0.0, value_d)
+        for v in tl.static_range(4):
+            at_a = lists + (to_a + (before[v] & 0xFF))
+            at_b = lists + (to_b + (before[v] >> 8 & 0xFF))
+            at_c = lists + (to_c + (before[v] >> 16 & 0xFF))
+            at_d = lists + (to_d + (before[v] >> 24 & 0xFF))
+            _append(at_a, xa[v], ids + v, xa[v] >= value_a)
+            _append(at_b, xb[v], ids + (PLANE + v), xb[v] >= value_b)
+            _append(at_c, xc[v], ids + (2 * PLANE + v), xc[v] >= value_c)
+            _append(at_d, xd[v], ids + (3 * PLANE + v), xd[v] >= value_d)
         count += added
+        ids += TILE
+        begin += TILE
         a = next_a
         b = next_b
         c = next_c
-    return count
+        d = next_d
+    last = (part == slices * WARPS - 1) & (head + end + lane < size)
+    last_value = tl.where(column > head + end, value, over)
+    count = _append_rest(x, lists, count, limit, last_value, head + end + lane, last, WARPS)
+    return tl.max(tl.reshape(count, [WARPS, LANES]), 1)
 
 
 @triton.jit
-def _append(at, before, x, column, threshold):
-    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | column
-    tl.store(at + before, entry, mask=x >= threshold)
+def _settle(x, size, k, CAPACITY: tl.constexpr):
+    """A threshold for a row of any content, by counting passes.
 
-
-@triton.jit
-def _settle(
-    x_row,
-    start,
-    end,
-    k,
-    key,
-    count,
-    CAPACITY: tl.constexpr,
-):
-    """A better threshold for a row of which ``count`` columns reach ``key``, for any content.
-
-    Returns (threshold, columns that reach it, columns that reach the next key). The first count
-    lies in [k, CAPACITY], or else the threshold is the k-th largest key.
+    Returns (key, columns that reach it, columns that reach the next key). The first count lies in
+    [k, CAPACITY], or else the threshold is the k-th largest key.
     """
-    enough = count >= k
-    klo = tl.where(enough, key, NAN_KEY)
-    clo = tl.where(enough, count, end - start)
-    khi = tl.where(enough, END_KEY, key)
-    chi = tl.where(enough, 0, count)
+    klo = size * 0 + NAN_KEY
+    clo = size
+    khi = size * 0 + END_KEY
+    chi = size * 0
     # Eight rows of lanes: counts add up within a thread.
     LANES: tl.constexpr = CAPACITY // 16
     lane = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -205,14 +350,14 @@ def _settle(
         counts_a = tl.zeros([LANES], tl.int32)
         counts_b = tl.zeros([LANES], tl.int32)
         counts_c = tl.zeros([LANES], tl.int32)
-        x = _load(x_row, start, end, lane)
-        for base in range(start, end, 8 * LANES):
-            next_x = _load(x_row, base + 8 * LANES, end, lane)
-            keys = tl.where(base + lane < end, _keys(x), DEAD_KEY)
+        values = _load(x, size, lane)
+        for base in range(0, size, 8 * LANES):
+            next_values = _load(x, size, base + 8 * LANES + lane)
+            keys = tl.where(base + lane < size, _keys(values), DEAD_KEY)
             counts_a += tl.sum((keys >= a).to(tl.int32), 0)
             counts_b += tl.sum((keys >= b).to(tl.int32), 0)
             counts_c += tl.sum((keys >= c).to(tl.int32), 0)
-            x = next_x
+            values = next_values
         ca = tl.sum(counts_a, 0)
         cb = tl.sum(counts_b, 0)
         cc = tl.sum(counts_c, 0)
@@ -225,7 +370,7 @@ def _settle(
 
 
 @triton.jit
-def _place(out_row, ids, key, threshold, above, level, ties):
+def _place(out, ids, key, threshold, above, level, ties, pages, row, PAGE_SIZE: tl.constexpr):
     """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
 
     ``above`` and ``level``: how many of either kind earlier blocks had; returned with this block's.
@@ -236,133 +381,159 @@ def _place(out_row, ids, key, threshold, above, level, ties):
     before = tl.cumsum(both, 0) - both
     equal_before = level + (before >> 16)
     place = above + (before & 0xFFFF) + tl.minimum(equal_before, ties)
-    tl.store(out_row + place, ids, mask=over | (equal & (equal_before < ties)))
+    chosen = over | (equal & (equal_before < ties))
+    tl.store(out + place, _name(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
     total = tl.sum(both, 0)
     return above + (total & 0xFFFF), level + (total >> 16)
 
 
 @triton.jit
-def _short_row(out_row, size, k, BLOCK: tl.constexpr):
+def _short_row(out, size, k, pages, row, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """All ids of a row of at most k columns, then -1."""
     for base in range(0, k, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        tl.store(out_row + ids, tl.where(ids < size, ids, -1), mask=ids < k)
+        named = _name(ids, ids < size, pages, row, PAGE_SIZE)
+        tl.store(out + ids, tl.where(ids < size, named, -1), mask=ids < k)
 
 
 @triton.jit
 def _finish(
-    x_row,
-    out_row,
-    found,
+    x,
+    out,
+    lists,
     counts,
-    start,
-    end,
-    k,
-    key,
-    count,
     limit,
-    SLICES: tl.constexpr,
+    size,
+    k,
+    pages,
+    row,
+    FRESH: tl.constexpr,
+    LISTS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    PLANE: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    WARPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """Write the ids of a row of more than k columns.
 
-    A row of more than CAPACITY columns comes with the ``count`` of columns that reach ``key`` and,
-    if it is not too large, with their SLICES lists of ``counts`` entries, each ``limit`` apart.
+    A row of more than CAPACITY columns comes with LISTS lists, whose lengths are ``counts``, unless
+    it is FRESH. Lists with too many entries or too few are made again.
     """
-    size = end - start
     exact = size < 0  # false, as a value
-    if size <= CAPACITY:
-        count = size
-    elif (count < k) | (count > CAPACITY):
-        key, count, above = _settle(x_row, start, end, k, key, count, CAPACITY)
-        exact = count > CAPACITY
+    count = size
+    key = size * 0
+    above = size * 0
+    pitch = limit + 16 * LANES
+    if size > CAPACITY:
+        which = tl.arange(0, LISTS)
+        tries = size * 0
+        count = size * 0
+        if not FRESH:
+            tries += 1
+            count = tl.sum(tl.load(counts + which), 0)
+        while ((count < k) | (count > CAPACITY)) & (not exact):
+            column = size
+            if tries < 2:
+                middle = 0.5 * (k + CAPACITY)
+                factor = tl.where(tries == 0, 1.0, middle / tl.maximum(count, 1).to(tl.float32))
+                key, column = _guess(x, size, k, factor, CAPACITY, SAMPLE)
+            else:
+                key, reached, above = _settle(x, size, k, CAPACITY)
+                exact = reached > CAPACITY
+            tries += 1
+            if not exact:
+                tl.debug_barrier()  # the lengths have been read
+                pitch = (limit + 16 * LANES) * LISTS // WARPS
+                room = pitch - 16 * LANES
+                lengths = _collect(x, lists, room, size, key, column, 0, 1, WARPS, LANES)
+                tl.store(counts + tl.arange(0, WARPS), lengths)
+                tl.store(counts + which, 0, mask=which >= WARPS)
+                tl.debug_barrier()
+                count = tl.sum(tl.load(counts + which), 0)
         if exact:
             HALF: tl.constexpr = CAPACITY // 2
             lane = tl.arange(0, HALF)
             over = above * 0
             level = above * 0
-            x = _load(x_row, start, end, lane)
-            for base in range(start, end, HALF):
-                next_x = _load(x_row, base + HALF, end, lane)
-                keys = tl.where(base + lane < end, _keys(x), DEAD_KEY)
-                ids = base - start + lane
-                over, level = _place(out_row, ids, keys, key, over, level, k - above)
-                x = next_x
+            values = _load(x, size, lane)
+            for base in range(0, size, HALF):
+                next_values = _load(x, size, base + HALF + lane)
+                ids = base + lane
+                keys = tl.where(ids < size, _keys(values), DEAD_KEY)
+                over, level = _place(
+                    out, ids, keys, key, over, level, k - above, pages, row, PAGE_SIZE
+                )
+                values = next_values
         else:
-            tl.debug_barrier()  # the counts of the slices have been read
-            _collect(x_row, found, start, end, key, CAPACITY, PLANE)
-            s = tl.arange(0, SLICES)
-            tl.store(counts + s, tl.where(s == 0, count, 0))  # one list now
+            # Where each list begins among all entries.
+            lengths = tl.load(counts + which)
+            tl.store(counts + LISTS + which, tl.cumsum(lengths, 0) - lengths)
             tl.debug_barrier()
     if not exact:
         j = tl.arange(0, CAPACITY)
         if size <= CAPACITY:
             ids = j
-            x = tl.load(x_row + start + j, mask=j < size, other=0.0).to(tl.float32)
-            keys = tl.where(j < size, _keys(x), DEAD_KEY)
+            values = tl.load(x + j, mask=j < size, other=0.0).to(tl.float32)
         else:
-            live = j < count
-            source = j
-            SHARE: tl.constexpr = CAPACITY // SLICES
-            most = tl.max(tl.load(counts + tl.arange(0, SLICES)), 0)
-            if most <= SHARE:  # each slice's list fits its share of the lanes
-                source = j // SHARE * limit + j % SHARE
-                live = j % SHARE < tl.load(counts + j // SHARE)
-            else:
-                reached = count * 0
-                for s in range(SLICES):
-                    entries = tl.load(counts + s)
-                    reached += entries
-                    source += tl.where(j >= reached, limit - entries, 0)
-            entry = tl.load(found + source, mask=live, other=0).to(tl.int64)
-            ids = entry.to(tl.int32) - start
-            x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            keys = tl.where(live, _keys(x), DEAD_KEY)
+            # The last list that begins at or before an entry holds it.
+            owner = j * 0
+            for i in tl.static_range(_log2(LISTS)):
+                half = LISTS >> (i + 1)
+                begins = tl.load(counts + LISTS + half + owner)
+                owner += tl.where(begins <= j, half, 0)
+            source = owner * pitch + j - tl.load(counts + LISTS + owner)
+            entry = tl.load(lists + source, mask=j < count, other=0).to(tl.int64)
+            ids = entry.to(tl.int32)
+            values = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        keys = tl.where(j < count, _keys(values), DEAD_KEY)
         lowest = tl.min(tl.where(keys == DEAD_KEY, END_KEY, keys), 0)
-        threshold, above = _search(keys, lowest, tl.max(keys, 0) + 1, count, k, k)
-        _place(out_row, ids, keys, threshold, above * 0, above * 0, k - above)
+        threshold, _, above = _search(keys, lowest, tl.max(keys, 0) + 1, count, k, k)
+        _place(out, ids, keys, threshold, above * 0, above * 0, k - above, pages, row, PAGE_SIZE)
+
+
+# Values that the compiler knows nothing of: one kernel serves all shapes.
+RUNTIME = ("num_rows", "num_cols", "k", "limit", "slices", "stride_scores", "stride_out")
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _collect_kernel(
     scores,
-    found,
+    lists,
     counts,
     row_starts,
     row_ends,
     num_cols,
     k,
     limit,
+    slices,
     stride_scores,
-    SLICES: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
-    PLANE: tl.constexpr,
+    WARPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """One slice of a row: its list, its count and, behind the counts of the row, the key."""
-    row = tl.program_id(0).to(tl.int64) // SLICES
-    index = tl.program_id(0) % SLICES
-    x_row = scores + row * stride_scores
+    """The lists of one slice of a row, and their lengths."""
+    TILE: tl.constexpr = 16 * LANES
+    row = tl.program_id(0).to(tl.int64) // slices
+    index = tl.program_id(0) % slices
     start, end = _row_range(row_starts, row_ends, row, num_cols)
-    if (end - start > k) & (end - start > CAPACITY):
+    size = end - start
+    if (size > k) & (size > CAPACITY):
+        x = scores + row * stride_scores + start
         # Every slice of the row comes to the same threshold.
-        key = _guess(x_row, start, end, k, CAPACITY, SAMPLE)
-        share = tl.cdiv(tl.cdiv(end - start, 3 * PLANE), SLICES) * (3 * PLANE)
-        first = tl.minimum(start + index * share, end)
-        last = tl.minimum(first + share, end)
-        found += tl.program_id(0).to(tl.int64) * limit
-        count = _collect(x_row, found, first, last, key, limit, PLANE)
-        counts += row * (SLICES + 1)
-        tl.store(counts + index, count)
-        tl.store(counts + SLICES, key, mask=index == 0)
+        key, column = _guess(x, size, k, 1.0, CAPACITY, SAMPLE)
+        lists += tl.program_id(0).to(tl.int64) * WARPS * (limit + TILE)
+        lengths = _collect(x, lists, limit, size, key, column, index, slices, WARPS, LANES)
+        counts += (row * (2 * slices) + index) * WARPS
+        tl.store(counts + tl.arange(0, WARPS), lengths)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _finish_kernel(
     scores,
     out,
-    found,
+    lists,
     counts,
     row_starts,
     row_ends,
@@ -371,40 +542,92 @@ def _finish_kernel(
     limit,
     stride_scores,
     stride_out,
-    SLICES: tl.constexpr,
+    pages,
+    LISTS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    PLANE: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    WARPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
     row = tl.program_id(0).to(tl.int64)
-    x_row = scores + row * stride_scores
-    out_row = out + row * stride_out
+    out += row * stride_out
     start, end = _row_range(row_starts, row_ends, row, num_cols)
-    if end - start <= k:
-        _short_row(out_row, end - start, k, PLANE)
+    size = end - start
+    if size <= k:
+        _short_row(out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
     else:
-        found += row * SLICES * limit
-        counts += row * (SLICES + 1)
-        key = start * 0
-        count = start * 0
-        if end - start > CAPACITY:
-            key = tl.load(counts + SLICES)
-            count = tl.sum(tl.load(counts + tl.arange(0, SLICES)), 0)
         _finish(
-            x_row,
-            out_row,
-            found,
-            counts,
-            start,
-            end,
-            k,
-            key,
-            count,
+            scores + row * stride_scores + start,
+            out,
+            lists + row * LISTS * (limit + 16 * LANES),
+            counts + row * (2 * LISTS),
             limit,
-            SLICES,
+            size,
+            k,
+            pages,
+            row,
+            False,
+            LISTS,
             CAPACITY,
-            PLANE,
+            SAMPLE,
+            WARPS,
+            LANES,
+            PAGE_SIZE,
         )
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _select_kernel(
+    scores,
+    out,
+    lists,
+    counts,
+    row_starts,
+    row_ends,
+    num_rows,
+    num_cols,
+    k,
+    limit,
+    stride_scores,
+    stride_out,
+    pages,
+    CAPACITY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    WARPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """The ids of whole rows, one after the other: their lists take the same place."""
+    lists += tl.program_id(0).to(tl.int64) * WARPS * (limit + 16 * LANES)
+    counts += tl.program_id(0) * (2 * WARPS)
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.full([], 0, tl.int64) + index
+        start, end = _row_range(row_starts, row_ends, row, num_cols)
+        size = end - start
+        if size <= k:
+            _short_row(out + row * stride_out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
+        else:
+            _finish(
+                scores + row * stride_scores + start,
+                out + row * stride_out,
+                lists,
+                counts,
+                limit,
+                size,
+                k,
+                pages,
+                row,
+                True,
+                WARPS,
+                CAPACITY,
+                SAMPLE,
+                WARPS,
+                LANES,
+                PAGE_SIZE,
+            )
+            tl.debug_barrier()  # the lists have been read
 
 
 @dataclass(frozen=True)
@@ -412,30 +635,43 @@ class Plan:
     """How a selection is spread over the device.
 
     Args:
-        slices: programs that share the first pass over a row, a power of two.
+        slices: programs that share the first pass over a row, a power of two; one of them also
+            finishes the row if there is no other.
         capacity: entries of a row's list, a power of two.
         sample: values that a row's threshold is guessed from, a power of two.
-        plane: columns of a third of a tile.
-        num_warps: warps of a program of the first pass.
+        programs: rows at work at a time.
+        num_warps: warps of a program, each of which keeps a list.
+        finish_warps: warps of a program that finishes a row of several slices.
+        registers: of a thread, at most; NVIDIA's compiler takes more without need.
+        lanes: threads of a warp, as the kernels see it.
     """
 
     slices: int
     capacity: int
     sample: int
-    plane: int = 512
-    num_warps: int = 4
+    programs: int
+    num_warps: int = 8
+    finish_warps: int = 8
+    registers: int = 128
+    lanes: int = 32
+
+    @property
+    def num_lists(self) -> int:
+        """Lists of a row."""
+        return self.slices * self.num_warps
 
     def limit(self, num_cols: int) -> int:
-        """Entries that the list of one slice has room for."""
-        tile = 3 * self.plane
-        share = triton.cdiv(triton.cdiv(num_cols, tile), self.slices) * tile
-        return min(self.capacity, share)
+        """Entries that a list has room for: all that a row may have, or all columns of its part."""
+        tile = 16 * self.lanes
+        part = triton.cdiv(num_cols, tile * self.num_lists) * tile + 8
+        return min(self.capacity, part)
 
-    def row_bytes(self, num_cols: int) -> int:
-        """Bytes of the lists and counts of one row; rows that fit a list need none."""
+    def list_bytes(self, num_cols: int) -> int:
+        """Bytes of all lists and lengths; rows that fit a list need none."""
         if num_cols <= self.capacity:
             return 0
-        return self.slices * self.limit(num_cols) * 8 + (self.slices + 1) * 4
+        entries = self.limit(num_cols) + 16 * self.lanes
+        return self.programs * self.num_lists * (8 * entries + 8)
 
 
 @functools.cache
@@ -445,23 +681,28 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+LIST_BYTES = 144 << 20
+"""Bound on the lists that exist at any time; more rows are taken in turns."""
+
+
 def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     """The plan for rows of this size; it depends on shapes only."""
     # A list twice as long as k leaves room for the error of the sample. 8192 entries are what the
     # registers hold; for a k of more than that every row is settled by counting.
     long = num_cols > 1 << 17 and topk > 512
-    capacity = min(8192, max(2048 if topk <= 512 else 4096, triton.next_power_of_2(2 * topk)))
+    capacity = min(8192, max(2048, triton.next_power_of_2(2 * topk)))
     capacity = 8192 if long else capacity
-    # A sixteenth of the row, up to 32 values a thread.
-    sample = min(max(triton.next_power_of_2(num_cols) // 16, 1024), 8192 if long else 4096)
-    # Four programs for each multiprocessor hide each other's latency.
-    slices = min(32, 4 * _multiprocessors(device) // num_rows, num_cols // 4096)
+    sample = min(max(triton.next_power_of_2(num_cols) // 32, 1024), 8192 if long else 4096)
+    # Sixteen warps for each multiprocessor hide each other's latency.
+    processors = _multiprocessors(device)
+    slices = min(64, 4 * processors // max(num_rows, 1), num_cols // 4096)
     slices = 1 << (max(slices, 1).bit_length() - 1)
-    return Plan(slices, capacity, sample, num_warps=8 if long else 4)
-
-
-LIST_BYTES = 144 << 20
-"""Bound on the lists that exist at any time; more rows are taken in turns."""
+    if slices > 1:
+        how = Plan(slices, capacity, sample, num_rows, 4, max(4, capacity // 512))
+    else:
+        how = Plan(1, capacity, sample, min(num_rows, 2 * processors), 8)
+    bound = max(1, LIST_BYTES // max(1, how.list_bytes(num_cols) // how.programs))
+    return how if how.programs <= bound else replace(how, programs=bound)
 
 
 def select_topk(
@@ -471,18 +712,25 @@ def select_topk(
     row_starts: Tensor | None,
     row_ends: Tensor | None,
     out: Tensor,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int = 0,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
     num_rows, num_cols = scores.shape
     if num_rows:
         how = plan(num_rows, num_cols, topk, scores.device)
-        turns = triton.cdiv(num_rows * how.row_bytes(num_cols), LIST_BYTES)
-        at_once = triton.cdiv(num_rows, max(1, turns))
+        at_once = how.programs if how.slices > 1 else num_rows
         for first in range(0, num_rows, at_once):
             rows = slice(first, first + at_once)
             starts = None if row_starts is None else row_starts[rows]
             ends = None if row_ends is None else row_ends[rows]
-            launch(scores[rows], topk, starts, ends, out[rows], how)
+            pages = POSITIONS
+            if page_table is not None and request_ids is not None:
+                pages = Pages(
+                    page_table, request_ids[rows], *page_table.shape, page_table.stride(0)
+                )
+            launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size)
 
 
 def _registers(limit: int) -> dict[str, int]:
@@ -497,44 +745,70 @@ def launch(
     row_ends: Tensor | None,
     out: Tensor,
     how: Plan,
+    pages: Pages = POSITIONS,
+    page_size: int = 0,
 ) -> None:
     """Carry out a plan, for all rows at once."""
     num_rows, num_cols = scores.shape
-    device = scores.device
     limit = how.limit(num_cols)
-    sizes = {"SLICES": how.slices, "CAPACITY": how.capacity, "PLANE": how.plane}
-    found = counts = out  # rows that fit a list need neither
+    lists = counts = out  # rows that fit a list need neither
     if num_cols > how.capacity:
-        found = torch.empty(num_rows, how.slices, limit, dtype=torch.int64, device=device)
-        counts = torch.empty(num_rows, how.slices + 1, dtype=torch.int32, device=device)
+        room = how.programs if how.slices == 1 else num_rows, how.num_lists
+        entries = limit + 16 * how.lanes
+        lists = torch.empty(*room, entries, dtype=torch.int64, device=scores.device)
+        counts = torch.empty(*room, 2, dtype=torch.int32, device=scores.device)
+    rows = (row_starts, row_ends)
+    sizes = {"CAPACITY": how.capacity, "LANES": how.lanes}
+    layout = (num_cols, topk, limit)
+    if how.slices == 1:
+        _select_kernel[(how.programs,)](
+            scores,
+            out,
+            lists,
+            counts,
+            *rows,
+            num_rows,
+            *layout,
+            scores.stride(0),
+            out.stride(0),
+            pages,
+            **sizes,
+            SAMPLE=how.sample,
+            WARPS=how.num_warps,
+            PAGE_SIZE=page_size,
+            num_warps=how.num_warps,
+            **_registers(how.registers),
+        )
+        return
+    if num_cols > how.capacity:
         _collect_kernel[(num_rows * how.slices,)](
             scores,
-            found,
+            lists,
             counts,
-            row_starts,
-            row_ends,
-            num_cols,
-            topk,
-            limit,
+            *rows,
+            *layout,
+            how.slices,
             scores.stride(0),
             **sizes,
             SAMPLE=how.sample,
+            WARPS=how.num_warps,
             num_warps=how.num_warps,
-            **_registers(88),
+            **_registers(how.registers),
         )
     _finish_kernel[(num_rows,)](
         scores,
         out,
-        found,
+        lists,
         counts,
-        row_starts,
-        row_ends,
-        num_cols,
-        topk,
-        limit,
+        *rows,
+        *layout,
         scores.stride(0),
         out.stride(0),
+        pages,
+        LISTS=how.num_lists,
         **sizes,
-        num_warps=max(1, how.capacity // 512),
-        **_registers(128 if how.capacity > 4096 else 96),
+        SAMPLE=how.sample,
+        WARPS=how.finish_warps,
+        PAGE_SIZE=page_size,
+        num_warps=how.finish_warps,
     )
