@@ -24,6 +24,7 @@ from sparsemla.testing.cases import (
     indexer_scores_case,
     indexer_scores_paged_case,
     indexer_topk_case,
+    merge_topk_case,
     mla_layer,
     paged_requests,
     sparse_decode_case,
@@ -139,6 +140,7 @@ CALLS = {
     "indexer_topk": lambda: indexer_topk_case(Draw(10)),
     "indexer_topk, bf16": lambda: indexer_topk_case(Draw(10), format=INDEX_BF16),
     "select_topk": lambda: {"scores": Draw(11).normal(3, 50), "topk": 7},
+    "merge_topk": lambda: merge_topk_case(Draw(11)),
     "sparse_prefill": lambda: sparse_prefill_case(Draw(12), with_sink=True),
     "sparse_prefill, max_logits": lambda: (
         sparse_prefill_case(Draw(12)) | {"max_logits": torch.zeros(5, 8)}

@@ -28,6 +28,7 @@ from sparsemla.testing.cases import (
     indexer_scores_case,
     indexer_scores_paged_case,
     indexer_topk_case,
+    merge_topk_case,
     mla_layer,
     paged_requests,
     sinks,
@@ -153,6 +154,7 @@ CALLS = {
         "row_ends": torch.ones(3, dtype=torch.int32),
         "out": torch.empty(3, 4, dtype=torch.int32),
     },
+    "merge_topk": lambda: merge_topk_case(Draw(0)) | {"out": torch.empty(5, 64, dtype=torch.int32)},
     "indexer_scores": lambda: indexer_scores_case(Draw(8)) | {"out": torch.empty(6, 100)},
     "indexer_scores_paged": lambda: (
         indexer_scores_paged_case(Draw(9), own_lengths=True) | {"out": torch.empty(4, 1, 133)}
@@ -415,6 +417,8 @@ OTHERS = [
     ("select_topk", "topk", setting(topk=0)),
     ("select_topk", "topk", setting(topk=-3)),
     ("select_topk", "scores", setting(scores=torch.zeros(3, 9).half())),
+    ("merge_topk", "topk", setting(topk=0)),
+    ("merge_topk", "values", setting(values=torch.zeros(4, 5, 40).half())),
     ("indexer_scores", "keys", setting(keys=torch.zeros(100, 128).bfloat16())),
     ("indexer_scores_paged", "max_seq_len", setting(max_seq_len=0)),
     ("indexer_topk", "topk", setting(topk=0)),

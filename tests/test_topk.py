@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -6,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsemla
-from sparsemla.testing.cases import Draw, adversarial_scores, embed, select_topk_case
+from sparsemla.testing.cases import (
+    Draw,
+    adversarial_scores,
+    embed,
+    merge_topk_case,
+    select_topk_case,
+)
 from sparsemla.testing.compare import assert_equal, check_op
 
 ADVERSARIES = list(adversarial_scores(Draw(0), 8, 4))
@@ -130,3 +137,56 @@ def test_any_part_of_a_row(row, topk, start, end):
         row_ends=torch.tensor([end]),
     )
     assert ids[0].tolist() == select_by_hand(row[start:end], topk)
+
+
+def merge_by_hand(values, indices, topk):
+    """The definition in plain Python, for one row: parts of candidates."""
+    pairs = zip(itertools.chain(*values), itertools.chain(*indices), strict=True)
+    best = sorted((math.isnan(v), -v if not math.isnan(v) else 0.0, i) for v, i in pairs if i >= 0)
+    chosen = sorted(i for _, _, i in best[:topk])
+    return chosen + [-1] * (topk - len(chosen))
+
+
+@pytest.mark.parametrize("topk", [1, 7, 64, 200])
+@pytest.mark.parametrize(("num_parts", "width"), [(1, 1), (3, 5), (8, 17)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_merge(device, num_parts, width, topk, dtype):
+    case = merge_topk_case(
+        Draw(8, device), num_parts=num_parts, width=width, topk=topk, index_dtype=dtype
+    )
+    (ids,) = check_op("merge_topk", case)
+    row = [[part[2].tolist() for part in case[name]] for name in ("values", "indices")]
+    assert ids[2].tolist() == merge_by_hand(*row, topk)
+
+
+def test_merged_parts_select_what_the_row_selects(device):
+    scores = Draw(9, device).integers(0, 50, 3, 900).float()
+    starts = (0, 1, 300, 780, 900)
+    parts = [
+        (first, sparsemla.select_topk(scores[:, first:end], 60))
+        for first, end in itertools.pairwise(starts)
+    ]
+    ids = torch.stack([part.where(part < 0, part + first) for first, part in parts])
+    values = scores.expand(len(parts), -1, -1).gather(2, ids.clamp_min(0).long())
+    (merged,) = check_op("merge_topk", {"values": values, "indices": ids, "topk": 60})
+    assert_equal("ids", merged, sparsemla.select_topk(scores, 60))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_merge_of_nothing(device, shape):
+    values = torch.zeros(shape, device=device)
+    (ids,) = check_op("merge_topk", {"values": values, "indices": values.int(), "topk": 4})
+    assert (ids == -1).all()
+
+
+@given(
+    values=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=6),
+    ids=st.permutations(range(40)),
+    empty=st.sets(st.integers(0, 29)),
+    topk=st.integers(1, 35),
+)
+def test_any_merge(values, ids, empty, topk):
+    ids = [-1 - i if place in empty else i for place, i in enumerate(ids[: 5 * len(values)])]
+    parts = [ids[first : first + 5] for first in range(0, len(ids), 5)]
+    merged = sparsemla.merge_topk(torch.tensor(values)[:, None], torch.tensor(parts)[:, None], topk)
+    assert merged[0].tolist() == merge_by_hand(values, parts, topk)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from sparsemla.kernels.topk import triton as kernels
 from sparsemla.kernels.topk.triton import Plan, launch, plan
+from sparsemla.testing.cases import Draw, merge_topk_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -157,3 +158,42 @@ def test_a_part_that_overflows_its_list_makes_its_row_too_long(num_rows, num_col
     longest_part = math.ceil(tiles / how.num_lists) * 16 * how.lanes + 6
     assert limit >= min(longest_part, how.capacity)
     assert how.finish_warps <= how.num_lists or how.slices == 1
+
+
+def check_merge(values, indices, topk):
+    out = torch.full((values.shape[1], topk + 3), -7, dtype=torch.int32)
+    dispatch.load("merge_topk", "triton")(
+        values=values, indices=indices, topk=topk, out=out[:, 1:-2]
+    )
+    assert torch.equal(out[:, 1:-2], reference.merge_topk(values, indices, topk))
+    assert (out[:, [0, -2, -1]] == -7).all()
+
+
+@pytest.mark.parametrize("topk", [1, 30, 130])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_merge(index_dtype, topk):
+    draw = Draw(0, torch.device(DEVICE))
+    case = merge_topk_case(draw, num_parts=3, width=33, topk=topk, index_dtype=index_dtype)
+    check_merge(**case)
+    values = torch.full((3, 5, 40), NAN)[..., 3:36]  # strided
+    check_merge(values.copy_(case["values"]), case["indices"], topk)
+
+
+@pytest.mark.parametrize("name", adversarial_rows(8))
+def test_merge_of_adversarial_candidates(name):
+    row = adversarial_rows(96)[name]
+    check_merge(row.view(4, 1, 24), torch.randperm(96).view(4, 1, 24), 40)
+
+
+def test_merge_of_more_than_a_program_holds(monkeypatch):
+    monkeypatch.setattr(kernels, "MERGE_BLOCK", 64)
+    check_merge(**merge_topk_case(Draw(1, torch.device(DEVICE)), topk=30))
+
+
+def test_merge_of_indices_that_are_not_distinct():
+    """What is selected is open; nothing hangs, and nothing else is written."""
+    out = torch.full((1, 6), -7, dtype=torch.int32)
+    kernels.merge_topk(
+        values=torch.ones(2, 1, 9), indices=torch.zeros(2, 1, 9).int(), topk=4, out=out[:, 1:5]
+    )
+    assert out.tolist() == [[-7, 0, 0, 0, 0, -7]]

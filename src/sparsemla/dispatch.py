@@ -48,6 +48,7 @@ OPS: dict[str, Op] = {
     "indexer_scores_paged": Op("indexer", ("out",)),
     "indexer_topk": Op("indexer", ("out",)),
     "select_topk": Op("topk", ("out",)),
+    "merge_topk": Op("topk", ("out",)),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
     "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla.kernels.topk.triton import select_topk
+from sparsemla.kernels.topk.triton import merge_topk, select_topk
 
 
 def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True):
@@ -18,6 +18,15 @@ def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True):
     )
 
 
+def merge(num_parts, width, topk):
+    merge_topk(
+        values=torch.empty(num_parts, 9, width, device="meta"),
+        indices=torch.empty(num_parts, 9, width, dtype=torch.int32, device="meta"),
+        topk=topk,
+        out=torch.empty(9, topk, dtype=torch.int32, device="meta"),
+    )
+
+
 LAUNCHES = {
     "one row": functools.partial(select, 1, 131072, 2048, ranges=False),
     "few rows": functools.partial(select, 64, 32768, 2048),
@@ -27,4 +36,6 @@ LAUNCHES = {
     "large k": functools.partial(select, 64, 65536, 6000),
     "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),
     "odd columns": functools.partial(select, 300, 8191, 1024),
+    "merge of 8 parts": functools.partial(merge, 8, 2048, 2048),
+    "merge of 2 parts": functools.partial(merge, 2, 512, 512),
 }

@@ -11,7 +11,7 @@ from sparsemla.ops.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
-from sparsemla.ops.topk import select_topk
+from sparsemla.ops.topk import merge_topk, select_topk
 
 __all__ = [
     "append_index_keys",
@@ -24,6 +24,7 @@ __all__ = [
     "indexer_scores_paged",
     "indexer_topk",
     "merge_states",
+    "merge_topk",
     "prefill_branch",
     "prepare_index_queries",
     "project_heads",

@@ -60,3 +60,48 @@ def _select_topk(
 ) -> None:
     kernel = dispatch.find("select_topk", scores, topk=topk)
     kernel(scores=scores, topk=topk, row_starts=row_starts, row_ends=row_ends, out=out)
+
+
+def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:
+    """The ``topk`` best of the candidates that several parts of a row have offered, exactly.
+
+    A context that is split between devices is selected from part by part: each part gives its own
+    ``topk`` best, with their scores and their positions in the whole row, and the best of all
+    candidates are the best of the row. The order is that of :func:`select_topk`: larger value
+    first, then lower index; NaN comes after -inf.
+
+    Args:
+        values: float32 or bfloat16 ``[P, R, C]``, scores of C candidates of R rows from P parts.
+        indices: int32 or int64 ``[P, R, C]``, their positions, below 2**31 and distinct in a row;
+            a negative one is no candidate, and its value is not looked at.
+        topk: k, any positive number.
+        out: int32 ``[R, topk]``, written.
+
+    Returns:
+        int32 ``[R, topk]``: indices in ascending order, then -1 where there are fewer than
+        ``topk`` candidates.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1, under context parallelism.
+
+    >>> values = torch.tensor([[[5.0, 3.0]], [[3.0, 4.0]]])
+    >>> indices = torch.tensor([[[0, 2]], [[1, 9]]])
+    >>> merge_topk(values, indices, 3)
+    tensor([[0, 1, 9]], dtype=torch.int32)
+    """
+    check = Checker("merge_topk")
+    check.tensor("values", values, "P R C", SCORES)
+    check.tensor("indices", indices, "P R C", INTEGERS)
+    check.positive("topk", topk)
+    check.bind("K", topk)
+    out = check.output("out", out, "R K", torch.int32)
+    _merge_topk(values, indices, topk, out)
+    return out
+
+
+@operator("out")
+def _merge_topk(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
+    kernel = dispatch.find("merge_topk", values, topk=topk)
+    kernel(values=values, indices=indices, topk=topk, out=out)

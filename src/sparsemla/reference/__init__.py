@@ -16,7 +16,7 @@ from sparsemla.reference.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
-from sparsemla.reference.topk import select_topk
+from sparsemla.reference.topk import merge_topk, select_topk
 
 __all__ = [
     "append_index_keys",
@@ -29,6 +29,7 @@ __all__ = [
     "indexer_scores_paged",
     "indexer_topk",
     "merge_states",
+    "merge_topk",
     "prefill_branch",
     "prepare_index_queries",
     "project_heads",

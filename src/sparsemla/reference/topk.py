@@ -1,4 +1,4 @@
-"""Definition of exact top-k selection. Shapes: R rows, N columns."""
+"""Definition of exact top-k selection. Shapes: R rows, N columns, P parts of C candidates."""
 
 import torch
 from torch import Tensor
@@ -22,4 +22,16 @@ def select_topk(
         order = order[values.isnan()[order].int().argsort(stable=True)]
         chosen = order[:topk].sort().values  # [min(topk, n)], ascending ids
         out[row, : chosen.shape[0]] = chosen.int()
+    return out
+
+
+def merge_topk(values: Tensor, indices: Tensor, topk: int) -> Tensor:
+    num_rows = values.shape[1]
+    out = torch.full((num_rows, topk), -1, dtype=torch.int32, device=values.device)
+    for row in range(num_rows):
+        live = indices[:, row] >= 0  # [P, C]
+        ids, order = indices[:, row][live].sort()
+        chosen = select_topk(values[:, row][live][order][None], topk)[0]  # ties: the lower id
+        chosen = chosen[chosen >= 0].long()
+        out[row, : chosen.shape[0]] = ids[chosen].int()
     return out

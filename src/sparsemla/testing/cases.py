@@ -806,6 +806,29 @@ def select_topk_case(
     return {"scores": wrap(scores.to(dtype)), **arguments}
 
 
+def merge_topk_case(
+    draw: Draw,
+    *,
+    num_parts: int = 4,
+    num_rows: int = 5,
+    width: int = 40,
+    topk: int = 64,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+) -> Arguments:
+    """Arguments of ``merge_topk``: few distinct values, ids in any order, NaN at empty places."""
+    count = num_parts * width
+    values = draw.integers(-9, 9, num_parts, num_rows, width).to(dtype)
+    ids = torch.stack([draw.permutation(3 * count)[:count] for _ in range(num_rows)])
+    ids = ids.view(num_rows, num_parts, width).transpose(0, 1).to(index_dtype)
+    empty = draw.integers(0, 4, num_parts, num_rows, width) == 0
+    return {
+        "values": values.masked_fill(empty, math.nan),
+        "indices": ids.masked_fill(empty, -1).contiguous(),
+        "topk": topk,
+    }
+
+
 def head_weight(
     draw: Draw, num_heads: int, rows: int, cols: int, block: tuple[int, int] | None = None
 ) -> HeadWeight:

@@ -82,6 +82,7 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "gather_dequant": (None,),
     "to_slots": (None,),
     "select_topk": (None,),
+    "merge_topk": (None,),
     "indexer_topk": (None,),
     "indexer_scores": (INDEXER_SCORES,),
     "indexer_scores_paged": (INDEXER_SCORES,),

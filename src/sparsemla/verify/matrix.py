@@ -341,6 +341,23 @@ def _select_topk() -> list[Case]:
     ]
 
 
+def _merge_topk() -> list[Case]:
+    make = cases.merge_topk_case
+    return [
+        *(
+            Case(
+                f"{parts} parts of {width}, topk {topk}",
+                build(make, num_parts=parts, width=width, topk=topk),
+                quick=parts == 8,
+            )
+            for parts, width, topk in ((1, 5, 9), (2, 1, 1), (8, 512, 512), (8, 2048, 2048))
+        ),
+        Case("more than a program holds", build(make, num_parts=16, width=2048, topk=2048)),
+        Case("int64 ids", build(make, index_dtype=torch.int64)),
+        Case("bfloat16", build(make, dtype=torch.bfloat16)),
+    ]
+
+
 def _adversarial_rows(draw: Draw, num_cols: int, topk: int) -> Arguments:
     rows = cases.adversarial_scores(draw, num_cols, topk)
     return {"scores": torch.stack(list(rows.values())), "topk": topk}
@@ -776,6 +793,7 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "indexer_scores_paged": tuple(_indexer_scores_paged()),
     "indexer_topk": tuple(_indexer_topk()),
     "select_topk": tuple(_select_topk()),
+    "merge_topk": tuple(_merge_topk()),
     "sparse_prefill": tuple(_sparse_prefill()),
     "dense_prefill": tuple(_dense_prefill()),
     "sparse_decode": tuple(_sparse_decode()),

@@ -1,5 +1,7 @@
 """Exact top-k on the CPU."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,20 @@ def _largest(keys: Tensor, topk: int) -> Tensor:
         equal = chosen & ~above
         chosen = above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))
     return chosen.nonzero()[:, 1].view(keys.shape[0], topk)
+
+
+def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
+    merge_sorted(values, indices, topk, out, select_topk)
+
+
+def merge_sorted(
+    values: Tensor, indices: Tensor, topk: int, out: Tensor, select: Callable[..., None]
+) -> None:
+    """Merge candidates by ``select``, the selection from rows, on rows in order of the indices."""
+    ids = indices.transpose(0, 1).flatten(1)
+    live = ids >= 0
+    ids, order = ids.masked_fill(~live, torch.iinfo(torch.int32).max).sort(dim=1)
+    scores = values.transpose(0, 1).flatten(1).gather(1, order)
+    select(scores=scores, topk=topk, row_starts=None, row_ends=live.sum(1), out=out)
+    chosen = ids.gather(1, out.clamp_min(0).long()) if ids.shape[1] else out
+    out.copy_(torch.where(out >= 0, chosen, -1))

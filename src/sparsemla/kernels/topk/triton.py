@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsemla.kernels.topk.cpu import merge_sorted
+
 DEAD_KEY = tl.constexpr(-(1 << 31))
 """Key of a lane that holds no value."""
 NAN_KEY = tl.constexpr(-(1 << 31) + 1)
@@ -812,3 +814,91 @@ def launch(
         PAGE_SIZE=page_size,
         num_warps=how.finish_warps,
     )
+
+
+LOWEST_RANK = tl.constexpr(-(1 << 63))
+"""Rank of a lane that holds no candidate."""
+
+
+@triton.jit(do_not_specialize=["num_candidates", "k", "stride_part", "stride_row", "stride_out"])
+def _merge_kernel(
+    values,
+    indices,
+    out,
+    num_candidates,
+    k,
+    width,
+    stride_part,
+    stride_row,
+    stride_part_indices,
+    stride_row_indices,
+    stride_out,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The best candidates of a row, of which all parts lie in one block."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    part = (j // width).to(tl.int64)
+    within = j < num_candidates
+    at = row * stride_row_indices + part * stride_part_indices + j % width
+    ids = tl.load(indices + at, mask=within, other=-1)
+    live = ids >= 0
+    x = tl.load(values + row * stride_row + part * stride_part + j % width, mask=live, other=0.0)
+    # Larger value first, then the lower index: all ranks differ.
+    rank = (_keys(x.to(tl.float32)).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    rank = tl.where(live, rank, LOWEST_RANK)
+    low = tl.full([], LOWEST_RANK, tl.int64) + 1
+    high = tl.max(rank, 0) + 1
+    count = tl.sum(live.to(tl.int32), 0)
+    while (count > k) & (low + 1 < high):
+        # Unsigned, as the ranks may lie further apart than int64 can say.
+        span = (high - low).to(tl.uint64)
+        a = low + tl.maximum(span // 3, 1).to(tl.int64)
+        b = low + tl.maximum(span // 3 * 2, 1).to(tl.int64)
+        both = tl.sum((rank >= a).to(tl.int32) + ((rank >= b).to(tl.int32) << 16), 0)
+        reach_a = both & 0xFFFF
+        reach_b = both >> 16
+        high = tl.where(reach_b >= k, high, tl.where(reach_a >= k, b, a))
+        low = tl.where(reach_b >= k, b, tl.where(reach_a >= k, a, low))
+        count = tl.where(reach_b >= k, reach_b, tl.where(reach_a >= k, reach_a, count))
+    chosen = (rank >= low).to(tl.int32)
+    out += row * stride_out
+    place = tl.cumsum(chosen, 0) - chosen
+    tl.store(out + place, ids.to(tl.int32), mask=(chosen != 0) & (place < k))
+    count = tl.minimum(count, k)  # more have the least rank only if ids are not distinct
+    tl.debug_barrier()
+    i = tl.arange(0, WIDTH)
+    ordered = tl.sort(tl.load(out + i, mask=i < count, other=0x7FFFFFFF))
+    tl.debug_barrier()
+    tl.store(out + i, tl.where(i < count, ordered, -1), mask=i < k)
+
+
+MERGE_BLOCK = 16384
+"""Candidates of a row that the registers of one program hold."""
+
+
+def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
+    """Launcher; see :func:`sparsemla.ops.topk.merge_topk`."""
+    num_parts, num_rows, width = values.shape
+    candidates = num_parts * width
+    if candidates > MERGE_BLOCK or topk > MERGE_BLOCK // 4:
+        merge_sorted(values, indices, topk, out, select_topk)
+    elif num_rows:
+        block = max(64, triton.next_power_of_2(candidates))
+        _merge_kernel[(num_rows,)](
+            values,
+            indices,
+            out,
+            candidates,
+            topk,
+            max(width, 1),
+            values.stride(0),
+            values.stride(1),
+            indices.stride(0),
+            indices.stride(1),
+            out.stride(0),
+            BLOCK=block,
+            WIDTH=max(2, triton.next_power_of_2(topk)),
+            num_warps=min(16, max(1, block // 1024)),
+        )
