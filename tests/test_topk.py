@@ -111,6 +111,18 @@ def test_no_rows_or_columns(device, shape):
     assert (ids == -1).all()
 
 
+@pytest.mark.parametrize("page_size", [1, 61, 64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_slots(device, page_size, dtype):
+    case = select_topk_case(
+        Draw(7, device), num_rows=40, ragged=True, index_dtype=dtype, page_size=page_size
+    )
+    (slots,) = check_op("select_topk", case)
+    pages = {name: case.pop(name) for name in ("page_table", "request_ids", "page_size")}
+    ids = sparsemla.select_topk(**case)
+    assert_equal("slots", slots, sparsemla.to_slots(ids, **pages))
+
+
 def test_reruns_are_equal(device):
     scores = Draw(7, device).integers(0, 9, 4, 4000).float()
     first = sparsemla.select_topk(scores, 1024)

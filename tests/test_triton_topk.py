@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from sparsemla.kernels.topk import triton as kernels
 from sparsemla.kernels.topk.triton import Plan, launch, plan
-from sparsemla.testing.cases import Draw, merge_topk_case
+from sparsemla.testing.cases import Draw, merge_topk_case, select_topk_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -120,6 +120,21 @@ def test_the_public_plan():
     check(scores[:, :300], 64)
     check(scores[:0], 64)
     check(scores[:, :0], 64)
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_slots(slices):
+    case = select_topk_case(
+        Draw(0, torch.device(DEVICE)), num_rows=7, num_cols=400, topk=40, page_size=16, ragged=True
+    )
+    expected = reference.select_topk(**case)
+    table, requests, size = case["page_table"], case["request_ids"], case["page_size"]
+    pages = kernels.Pages(table, requests, *table.shape, table.stride(0))
+    how, out = small_plan(slices), torch.empty_like(expected)
+    launch(case["scores"], 40, case["row_starts"], case["row_ends"], out, how, pages, size)
+    assert torch.equal(out, expected)
+    dispatch.load("select_topk", "triton")(**case, out=out.zero_())
+    assert torch.equal(out, expected)
 
 
 def test_rows_are_taken_in_turns(monkeypatch):

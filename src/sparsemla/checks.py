@@ -152,7 +152,7 @@ class Checker:
         if value is not None:
             raise ValueError(f"{self.op}: {name} must be None {when}, got {type(value).__name__}")
 
-    def positive(self, name: str, value: int) -> None:
+    def positive(self, name: str, value: object) -> None:
         """Check a count."""
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.op}: {name} must be a positive integer, got {value!r}")

@@ -6,14 +6,19 @@ import torch
 
 from sparsemla.kernels.topk.triton import merge_topk, select_topk
 
+INT32 = {"dtype": torch.int32, "device": "meta"}
 
-def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True):
+
+def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size=None):
     starts = torch.empty(num_rows, dtype=torch.int32, device="meta") if ranges else None
     select_topk(
         scores=torch.empty(num_rows, num_cols, dtype=dtype, device="meta"),
         topk=topk,
         row_starts=starts,
         row_ends=starts,
+        page_table=None if page_size is None else torch.empty(9, 99, **INT32),
+        request_ids=None if page_size is None else torch.empty(num_rows, **INT32),
+        page_size=page_size,
         out=torch.empty(num_rows, topk, dtype=torch.int32, device="meta"),
     )
 
@@ -32,6 +37,7 @@ LAUNCHES = {
     "few rows": functools.partial(select, 64, 32768, 2048),
     "many rows": functools.partial(select, 4096, 131072, 2048),
     "short rows": functools.partial(select, 512, 4000, 512),
+    "slots": functools.partial(select, 64, 32768, 2048, page_size=64),
     "very long rows": functools.partial(select, 2, 1 << 20, 2048),
     "large k": functools.partial(select, 64, 65536, 6000),
     "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),

@@ -16,6 +16,9 @@ def select_topk(
     *,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The columns of the ``topk`` largest scores of each row, exactly.
@@ -29,11 +32,14 @@ def select_topk(
         topk: k, any positive number.
         row_starts: int32 or int64 ``[R]``, first column of each row; default 0.
         row_ends: int32 or int64 ``[R]``, end of each row; default N.
+        page_table: int32 or int64 ``[B, W]``; with it, columns become slots as in :func:`to_slots`.
+        request_ids: int32 or int64 ``[R]``, the request of each row, with ``page_table``.
+        page_size: tokens of a page, with ``page_table``.
         out: int32 ``[R, topk]``, written.
 
     Returns:
         int32 ``[R, topk]``: ``column - row_starts[r]`` in ascending order, then -1 where
-        ``n < topk``.
+        ``n < topk``; or the slot of each.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
@@ -48,18 +54,41 @@ def select_topk(
     check.positive("topk", topk)
     check.optional("row_starts", row_starts, "R", INTEGERS)
     check.optional("row_ends", row_ends, "R", INTEGERS)
+    if page_table is None:
+        check.absent("request_ids", request_ids, "without page_table")
+        check.absent("page_size", page_size, "without page_table")
+    else:
+        check.tensor("page_table", page_table, "B W", INTEGERS)
+        check.tensor("request_ids", request_ids, "R", INTEGERS)
+        check.positive("page_size", page_size)
     check.bind("K", topk)
     out = check.output("out", out, "R K", torch.int32)
-    _select_topk(scores, topk, row_starts, row_ends, out)
+    _select_topk(scores, topk, row_starts, row_ends, page_table, request_ids, page_size, out)
     return out
 
 
 @operator("out")
 def _select_topk(
-    scores: Tensor, topk: int, row_starts: Tensor | None, row_ends: Tensor | None, out: Tensor
+    scores: Tensor,
+    topk: int,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
+    page_table: Tensor | None,
+    request_ids: Tensor | None,
+    page_size: int | None,
+    out: Tensor,
 ) -> None:
     kernel = dispatch.find("select_topk", scores, topk=topk)
-    kernel(scores=scores, topk=topk, row_starts=row_starts, row_ends=row_ends, out=out)
+    kernel(
+        scores=scores,
+        topk=topk,
+        row_starts=row_starts,
+        row_ends=row_ends,
+        page_table=page_table,
+        request_ids=request_ids,
+        page_size=page_size,
+        out=out,
+    )
 
 
 def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:

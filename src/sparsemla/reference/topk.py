@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from sparsemla.reference.gather import to_slots
+
 
 def select_topk(
     scores: Tensor,
@@ -10,6 +12,9 @@ def select_topk(
     *,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int | None = None,
 ) -> Tensor:
     num_rows, num_cols = scores.shape
     out = torch.full((num_rows, topk), -1, dtype=torch.int32, device=scores.device)
@@ -22,7 +27,9 @@ def select_topk(
         order = order[values.isnan()[order].int().argsort(stable=True)]
         chosen = order[:topk].sort().values  # [min(topk, n)], ascending ids
         out[row, : chosen.shape[0]] = chosen.int()
-    return out
+    if page_table is None or request_ids is None or page_size is None:
+        return out
+    return to_slots(out, page_table, request_ids, page_size=page_size)
 
 
 def merge_topk(values: Tensor, indices: Tensor, topk: int) -> Tensor:

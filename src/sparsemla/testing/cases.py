@@ -792,8 +792,12 @@ def select_topk_case(
     dtype: torch.dtype = torch.float32,
     index_dtype: torch.dtype = torch.int32,
     strided: bool = False,
+    page_size: int | None = None,
 ) -> Arguments:
-    """Arguments of ``select_topk``; ragged rows begin and end anywhere, and NaN lies behind."""
+    """Arguments of ``select_topk``; ragged rows begin and end anywhere, and NaN lies behind.
+
+    With ``page_size``, for slots: page tables are short and have holes.
+    """
     wrap = embed if strided else _as_it_is
     scores = draw.normal(num_rows, num_cols)
     arguments: Arguments = {"topk": topk}
@@ -803,6 +807,14 @@ def select_topk_case(
         arguments["row_ends"] = ends
         column = torch.arange(num_cols, device=draw.device)
         scores = scores.masked_fill(column >= ends[:, None], math.nan)
+    if page_size is not None:
+        width = num_cols // page_size
+        table = draw.permutation(3 * width).view(3, width).to(index_dtype)
+        arguments |= {
+            "page_table": table.masked_fill(table % 7 == 0, -1),
+            "request_ids": draw.integers(0, 3, num_rows, dtype=index_dtype),
+            "page_size": page_size,
+        }
     return {"scores": wrap(scores.to(dtype)), **arguments}
 
 

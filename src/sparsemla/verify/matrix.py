@@ -337,6 +337,8 @@ def _select_topk() -> list[Case]:
         Case("adversarial, long rows", build(_adversarial_rows, 200000, 2048), large=True),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
         Case("strided", build(make, strided=True)),
+        Case("slots", build(make, num_rows=40, ragged=True, page_size=61), quick=True),
+        Case("slots, long rows", build(make, num_cols=9000, page_size=64)),
         Case("300000 columns", build(make, num_rows=32, num_cols=300000, topk=3000), large=True),
     ]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparsemla.cache import slots_of
 from sparsemla.kernels.common import cpu
 
 OUTSIDE = torch.iinfo(torch.int32).min
@@ -17,6 +18,9 @@ def select_topk(
     *,
     row_starts: Tensor | None,
     row_ends: Tensor | None,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int | None = None,
     out: Tensor,
 ) -> None:
     num_rows, num_cols = scores.shape
@@ -36,6 +40,10 @@ def select_topk(
         inside = (columns >= starts[rows, None]) & (columns < ends[rows, None])
         chosen = _largest(keys.masked_fill_(~inside, OUTSIDE), topk)
         out[rows] = (chosen + first - starts[rows, None]).int()
+    if page_table is not None and request_ids is not None and page_size is not None:
+        for part in cpu.blocks(num_rows, cpu.WORKSPACE_BYTES // (32 * topk)):
+            requests = request_ids[part, None].expand_as(out[part])
+            out[part] = slots_of(page_table, requests, out[part], page_size).int()
 
 
 def order_keys(scores: Tensor) -> Tensor:

@@ -713,10 +713,10 @@ def select_topk(
     topk: int,
     row_starts: Tensor | None,
     row_ends: Tensor | None,
-    out: Tensor,
     page_table: Tensor | None = None,
     request_ids: Tensor | None = None,
-    page_size: int = 0,
+    page_size: int | None = None,
+    out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
     num_rows, num_cols = scores.shape
@@ -732,7 +732,7 @@ def select_topk(
                 pages = Pages(
                     page_table, request_ids[rows], *page_table.shape, page_table.stride(0)
                 )
-            launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size)
+            launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size or 0)
 
 
 def _registers(limit: int) -> dict[str, int]:
@@ -865,7 +865,9 @@ def _merge_kernel(
     chosen = (rank >= low).to(tl.int32)
     out += row * stride_out
     place = tl.cumsum(chosen, 0) - chosen
-    tl.store(out + place, ids.to(tl.int32), mask=(chosen != 0) & (place < k))
+    tl.store(
+        out + place, 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32), mask=(chosen != 0) & (place < k)
+    )
     count = tl.minimum(count, k)  # more have the least rank only if ids are not distinct
     tl.debug_barrier()
     i = tl.arange(0, WIDTH)
