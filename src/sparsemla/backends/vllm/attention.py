@@ -1,0 +1,313 @@
+"""The attention backend: vLLM's sparse MLA with its kernels exchanged.
+
+vLLM's common classes build the metadata, convert the indexer's choice into rows of the cache and
+run short prompts as dense attention. What is left is attention over the chosen rows, for decodes
+and prefills, from a bfloat16 or an ``fp8_ds_mla`` cache where it lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonImpl,
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayer,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
+from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from sparsemla import (
+    BF16_576,
+    FP8_DS_MLA,
+    PagedCache,
+    decode_workspace_size,
+    sparse_decode,
+    sparse_prefill,
+)
+
+FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
+"""Cache formats by the names that vLLM gives them."""
+
+
+class SparseMLABackend(AttentionBackend):
+    """What vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(FORMATS)
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that it is registered under."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLAImpl]:
+        """What runs in each layer."""
+        return SparseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
+        """What runs once a step."""
+        return SparseMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        """Tokens of a page: those of vLLM's index cache, which shares the block table."""
+        return [64]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Dims of a latent row."""
+        return [BF16_576.head_dim]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Lay blocks whole rows apart, so that one number names a row."""
+        return align_blocks_to_rows(spec)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """From sm_80 on, as Triton's tier."""
+        return capability.major >= 8
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """Why this cache or this model cannot be served, or None."""
+        if kv_cache_dtype is not None and kv_cache_dtype not in FORMATS:
+            return f"--kv-cache-dtype must be one of {', '.join(FORMATS)}; got {kv_cache_dtype}"
+        config = get_current_vllm_config_or_none()
+        return None if config is None or config.model_config is None else _refuse_model(config)
+
+
+def _refuse_model(config: VllmConfig) -> str | None:
+    """Why a model cannot be served, or None."""
+    text = config.model_config.hf_text_config
+    topk = getattr(text, "index_topk", None)
+    if topk is None or topk % 128:
+        return f"the model's index_topk must be a multiple of 128, got {topk}"
+    dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    if dims != (512, 64):
+        return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
+    if config.attention_config.hisparse_config is not None:
+        return "HiSparse must be off: rows on the host are not read"
+    return None
+
+
+class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
+    """vLLM's common metadata; decodes may have several tokens, as in speculative decoding.
+
+    Each query token selects its own keys, so decodes need not be of one length, and the metadata
+    holds nothing that a captured graph could not read again.
+    """
+
+    metadata_cls = SparseMLACommonMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
+        )
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+
+    def update_draft_decode_metadata(self, metadata: SparseMLACommonMetadata) -> None:
+        """Renew the one tensor that is not the model runner's own; runs inside its graphs."""
+        tokens = metadata.num_decode_tokens
+        if tokens:
+            compute_token_to_req_indices(
+                metadata.query_start_loc, metadata.req_id_per_token, tokens, tokens
+            )
+
+
+class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
+    """Attention of one layer over the rows that the indexer chose, for any number of heads.
+
+    The lse, which context parallelism joins results by, is a natural logarithm; a token without a
+    key on this rank has output 0 and lse -inf.
+    """
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    # Layers with an indexer of their own gain nothing from the detour over a side stream.
+    group_conversion_decode_only: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,  # noqa: ANN401 - a linear layer that is only handed on
+        indexer: object | None = None,
+        topk_indices_buffer: Tensor | None = None,
+        index_group_builder: Any | None = None,  # noqa: ANN401 - likewise
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        refused = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"sparsemla: {name} must be None, got {value!r}")
+        if kv_cache_dtype not in FORMATS:
+            raise ValueError(
+                f"sparsemla: kv_cache_dtype must be one of {', '.join(FORMATS)}, "
+                f"got {kv_cache_dtype!r}"
+            )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            q_lora_rank,
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            qk_head_dim,
+            v_head_dim,
+            kv_b_proj,
+            indexer,
+            topk_indices_buffer,
+            index_group_builder,
+            q_pad_num_heads,
+        )
+        chosen = self.topk_indices_buffer
+        if chosen is None:
+            raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
+        self.format = FORMATS[kv_cache_dtype]
+        self.workspace_bytes = _workspace_bytes(
+            chosen.shape[0], num_heads * self.dcp_world_size, chosen.device
+        )
+        self._workspace()  # vLLM's workspace grows now, before graphs remember where it is
+
+    def _workspace(self) -> Tensor | None:
+        """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share."""
+        if self.workspace_bytes == 0:
+            return None
+        spec = ((self.workspace_bytes,), torch.uint8)
+        return current_workspace_manager().get_simultaneous(spec)[0]
+
+    def _forward_mqa_kernel(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        topk_indices: Tensor,
+        valid_counts: Tensor,
+        *,
+        layer: AttentionLayer,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of each query token over its rows.
+
+        Args:
+            q: ``[T, H, 576]``, or its parts ``[T, H, 512]`` and ``[T, H, 64]``; bfloat16.
+            kv_cache: ``[num_blocks, block_size, row]``; blocks may lie apart.
+            topk_indices: int32 ``[T, K]``, rows counted across what lies between blocks, -1 behind
+                the last.
+            valid_counts: int32 ``[T]``.
+            layer: not used.
+            block_size: tokens of a block.
+            is_decode: all tokens decode, so there are few and their keys are split.
+
+        Returns:
+            ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        rows, _ = flat_kv_row_view(kv_cache, block_size)
+        cache = PagedCache(rows.unsqueeze(1), self.format)
+        if not is_decode:
+            return sparse_prefill(
+                q, cache, topk_indices, softmax_scale=self.scale, topk_lengths=valid_counts
+            )
+        # A token of a speculative decode has keys of its own: to the kernel it is a request.
+        out, lse = sparse_decode(
+            q.unsqueeze(1),
+            cache,
+            topk_indices.unsqueeze(1),
+            softmax_scale=self.scale,
+            topk_lengths=valid_counts,
+            workspace=self._workspace(),
+        )
+        return out.squeeze(1), lse.squeeze(1)
+
+
+@functools.cache
+def _workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
+    """Bytes that decode may need for any count of tokens.
+
+    Fewer tokens are split more, so that the most bytes are not those of the most tokens.
+    """
+    sizes = (
+        decode_workspace_size(tokens, 1, num_heads, device=device)
+        for tokens in range(1, max_tokens + 1)
+    )
+    return max(sizes)

@@ -1,0 +1,294 @@
+"""The indexer of DeepSeek-V3.2 and GLM-5 in vLLM, without DeepGEMM and on any GPU from sm_80.
+
+It takes the place of three things: what turns projected hidden states into queries and keys of the
+indexer; the op that scores the keys and selects; and the metadata of the index cache, for which
+vLLM calls DeepGEMM on every NVIDIA GPU.
+
+The layer is exchanged at vLLM's own hook for it, ``MultiHeadLatentAttentionWrapper``. The hook
+``SparseAttnIndexer`` alone comes too late: its queries are e4m3 already, by a kernel that Triton
+does not compile below sm_89.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import envs
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models.deepseek_v2 import Indexer
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.mla.indexer import (
+    DeepseekV32IndexerBackend,
+    DeepseekV32IndexerMetadata,
+    dsa_indexer_uses_fp4,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from sparsemla import (
+    INDEX_FP8,
+    PagedCache,
+    append_index_keys,
+    indexer_topk,
+    prepare_index_queries,
+)
+
+OPERATOR = "vllm::sparsemla_indexer"
+
+
+@dataclass
+class IndexerMetadata(DeepseekV32IndexerMetadata):
+    """A batch as the indexer sees it: ragged requests, decodes or not.
+
+    Attributes:
+        query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
+    """
+
+    query_start_loc: Tensor | None = None
+
+
+class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
+    """Hands on what the model runner has; every tensor is one of its own.
+
+    Nothing depends on how requests are ordered or how long they are, so any batch can be captured.
+    """
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """The metadata of one step."""
+        common = common_attn_metadata
+        return IndexerMetadata(
+            seq_lens=common.seq_lens,
+            max_seq_len=common.max_seq_len,
+            slot_mapping=common.slot_mapping,
+            num_decodes=common.num_reqs,
+            num_decode_tokens=common.num_actual_tokens,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            block_table=common.block_table_tensor,
+            query_start_loc=common.query_start_loc,
+        )
+
+    def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
+        """Nothing to renew."""
+
+
+class IndexerBackend(DeepseekV32IndexerBackend):
+    """vLLM's index cache with this metadata."""
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        """No: keys of other ranks are not gathered."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Yes: lengths are read on the device."""
+        return True
+
+    @staticmethod
+    def get_builder_cls() -> type[IndexerMetadataBuilder]:
+        """What runs once a step."""
+        return IndexerMetadataBuilder
+
+
+class IdleIndexerOp(SparseAttnIndexer):
+    """The op that vLLM's indexer makes for itself; with this indexer it is never called.
+
+    Where vLLM has kernels for it, it stays what it was, as other models call it. Elsewhere its
+    constructor would ask for DeepGEMM, and have kernels compiled that do not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - only handed on
+        if current_platform.has_device_capability(89):
+            super().__init__(*args, **kwargs)
+        else:
+            nn.Module.__init__(self)
+
+
+class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
+    """vLLM's MLA layer with this indexer in the place of DeepSeek-V3.2's."""
+
+    indexer: nn.Module | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - only handed on
+        super().__init__(*args, **kwargs)
+        if type(self.indexer) is Indexer:  # those of other models compute something else
+            self.indexer = SparseMLAIndexer(self.indexer)
+
+
+class SparseMLAIndexer(nn.Module):
+    """The indexer of one layer, with the weights and the cache of vLLM's.
+
+    Args:
+        indexer: vLLM's.
+
+    Raises:
+        ValueError: an index cache that is not e4m3, or context parallelism.
+    """
+
+    def __init__(self, indexer: Indexer) -> None:
+        super().__init__()
+        _refuse(indexer.vllm_config, indexer.head_dim)
+        self.inner = indexer
+        indexer.k_cache.get_attn_backend = _index_cache_backend
+
+    def forward(
+        self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase
+    ) -> Tensor:
+        """Store this step's keys and select for its tokens.
+
+        Args:
+            hidden_states: ``[T, hidden_size]``.
+            qr: ``[T, q_lora_rank]``, the compressed queries.
+            positions: ``[T]``.
+            rotary_emb: vLLM's rotary embedding of the indexer.
+
+        Returns:
+            The buffer of the selection, int32, of which the first T rows were written.
+        """
+        inner = self.inner
+        interleaved = not rotary_emb.is_neox_style
+        q = inner.wq_b(qr)[0].view(-1, inner.n_head, inner.head_dim)
+        k, weights = inner.wk_weights_proj(hidden_states)[0].split(
+            [inner.head_dim, inner.n_head], dim=-1
+        )
+        q, weights = prepare_index_queries(
+            q, weights, rotary_emb.cos_sin_cache, positions=positions, interleaved=interleaved
+        )
+        torch.ops.vllm.sparsemla_indexer(
+            positions,
+            q,
+            k,
+            weights,
+            inner.k_norm.weight,
+            inner.k_norm.bias,
+            inner.k_norm.eps,
+            rotary_emb.cos_sin_cache,
+            interleaved,
+            inner.topk_indices_buffer,
+            inner.topk_tokens,
+            _encode_layer_name(inner.k_cache.prefix),
+        )
+        return inner.topk_indices_buffer
+
+
+def _index_cache_backend() -> type[AttentionBackend]:
+    return IndexerBackend
+
+
+def _refuse(config: VllmConfig, head_dim: int) -> None:
+    """Refuse what this indexer does not do, while the model is built."""
+    parallel = config.parallel_config
+    reasons = {
+        f"index_head_dim must be {INDEX_FP8.head_dim}, got {head_dim}": head_dim
+        != INDEX_FP8.head_dim,
+        "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
+        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"sparsemla_indexer: {reason}; take it out of VLLM_PLUGINS otherwise")
+
+
+@eager_break_during_capture
+def _indexer(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    norm_eps: float,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
+    topk_indices_buffer: Tensor,
+    topk: int,
+    layer_name: LayerNameType,
+) -> None:
+    """Store keys and select, for the batch and the cache that vLLM's forward context names.
+
+    The cache is not an argument: a compiler that thinks it is changed would copy it.
+    """
+    context = get_forward_context()
+    layer_name = _resolve_layer_name(layer_name)
+    max_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+    if not isinstance(context.attn_metadata, dict):
+        # vLLM measures the memory of a step with a run that has no batch.
+        torch.empty(max_bytes, dtype=torch.uint8, device=q.device)
+        return
+    metadata = context.attn_metadata[layer_name]
+    cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
+    tokens = metadata.slot_mapping.shape[0]  # the rows behind are padding
+    append_index_keys(
+        k[:tokens],
+        norm_weight,
+        norm_bias,
+        cos_sin_cache,
+        cache,
+        positions=positions[:tokens],
+        slot_mapping=metadata.slot_mapping,
+        eps=norm_eps,
+        interleaved=interleaved,
+    )
+    page_table = metadata.block_table
+    if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
+        # A captured graph meets longer requests than these.
+        page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
+    indexer_topk(
+        q,
+        weights,
+        cache,
+        input_row_offsets=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens,
+        page_table=page_table,
+        topk=topk,
+        max_workspace_bytes=max_bytes,
+        out=topk_indices_buffer[: q.shape[0], :topk],
+    )
+
+
+def _writes_nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name=OPERATOR.removeprefix("vllm::"),
+    op_func=_indexer,
+    mutates_args=["topk_indices_buffer"],
+    fake_impl=_writes_nothing,
+)
