@@ -1,0 +1,776 @@
+"""The contract with vLLM, checked against the real package, without a GPU.
+
+vLLM's own Triton kernels run in the interpreter here, so that the metadata and the conversion of
+indices are vLLM's and not an imitation. CI installs vLLM for this file alone: see `.ci/run`.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+if not torch.cuda.is_available():
+    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm import envs
+    from vllm.config import (
+        CacheConfig,
+        CompilationConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers import mla
+    from vllm.model_executor.layers.attention import sparse_mla_attention
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.attention.backend import (
+        AttentionCGSupport,
+        AttentionType,
+        CommonAttentionMetadata,
+    )
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
+
+    from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, register
+    from sparsemla.backends.vllm import register_indexer as register_the_indexer
+
+from sparsemla import INDEX_FP8, PagedCache, reference
+from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
+from sparsemla.testing.compare import (
+    DECODE_LSE,
+    SPARSE_DECODE_OUT,
+    SPARSE_PREFILL_LSE,
+    SPARSE_PREFILL_OUT,
+    Tolerance,
+    assert_close,
+    assert_equal,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+PAGE_SIZE = 64
+TOPK = 128
+MAX_TOKENS = 64
+LAYER = "model.layers.0.self_attn.attn"
+
+# A DeepSeek-V3.2 of two layers; only its attention and its indexer have their true dims.
+CONFIG = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_topk": TOPK,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="session")
+def model_config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank(tmp_path_factory):
+    init_workspace_manager(torch.device("cpu"))
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+@pytest.fixture
+def config(model_config, monkeypatch):
+    """vLLM's configuration of an engine with that model; current while the test runs."""
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        cache_config=CacheConfig(block_size=PAGE_SIZE),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=8,
+            max_model_len=model_config.max_model_len,
+            is_encoder_decoder=False,
+        ),
+    )
+    layer = SimpleNamespace(prefill_backend=None)
+    config.compilation_config.static_forward_context[LAYER] = layer
+    monkeypatch.setattr(sparse_mla_attention, "PIN_MEMORY", torch.cuda.is_available())
+    with set_current_vllm_config(config):
+        yield config
+
+
+CHILD = """
+import pickle, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.model_executor.custom_op import op_registry_oot
+print(pickle.loads(bytes.fromhex(sys.argv[1])).get_class().__qualname__, len(op_registry_oot))
+"""
+
+
+def test_plugins_are_found_in_a_new_process():
+    backend = pickle.dumps(AttentionBackendEnum.CUSTOM).hex()
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD, backend],
+        env={**os.environ, "VLLM_PLUGINS": "sparsemla,sparsemla_indexer"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == ["SparseMLABackend", "2"]
+
+
+@pytest.fixture
+def plain_vllm(monkeypatch):
+    """vLLM's registries, put back afterwards."""
+    for registry in (op_registry_oot, ModelRegistry.models):
+        for name in {*GENERIC_MODELS, *registry} & set(registry):
+            monkeypatch.setitem(registry, name, registry[name])
+    monkeypatch.setattr(CompilationConfig, "_attention_ops", [*CompilationConfig._attention_ops])
+    yield
+    op_registry_oot.clear()
+
+
+def test_the_backend_can_be_registered_twice():
+    register()
+    register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is attention.SparseMLABackend
+    assert AttentionBackendEnum[attention.SparseMLABackend.get_name()].name == "CUSTOM"
+
+
+def test_the_indexer_can_be_registered_twice(plain_vllm, monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
+    register_the_indexer()
+    register_the_indexer()
+    assert op_registry_oot["MultiHeadLatentAttentionWrapper"] is indexer.SparseMLAWrapper
+    assert op_registry_oot["SparseAttnIndexer"] is indexer.IdleIndexerOp
+    assert CompilationConfig._attention_ops.count(indexer.OPERATOR) == 1
+    for architecture, path in GENERIC_MODELS.items():
+        model = ModelRegistry.models[architecture].load_model_cls()
+        assert f"{model.__module__}:{model.__name__}" == path
+
+
+@pytest.mark.parametrize("plugins", [None, [], ["sparsemla"]], ids=["unset", "empty", "attention"])
+def test_the_indexer_is_not_registered_unless_named(plain_vllm, monkeypatch, plugins):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", plugins, raising=False)
+    register_the_indexer()
+    assert not op_registry_oot
+    assert indexer.OPERATOR not in CompilationConfig._attention_ops
+
+
+def overridden():
+    """Each function of our classes that vLLM's classes have too, and vLLM's."""
+    pairs = {}
+    for module in (attention, indexer):
+        for cls in vars(module).values():
+            if not inspect.isclass(cls) or cls.__module__ != module.__name__:
+                continue
+            for name in vars(cls):
+                ours = getattr(cls, name)
+                theirs = next((getattr(b, name) for b in cls.__mro__[1:] if name in vars(b)), None)
+                if inspect.isroutine(ours) and getattr(theirs, "__module__", "").startswith(
+                    "vllm."
+                ):
+                    pairs[f"{cls.__name__}.{name}"] = ours, theirs
+    pairs["SparseMLAIndexer.forward"] = indexer.SparseMLAIndexer.forward, Indexer.forward
+    return pairs
+
+
+HANDED_ON = {"IdleIndexerOp.__init__", "SparseMLAWrapper.__init__", "IndexerMetadata.__init__"}
+OVERRIDDEN = {name: pair for name, pair in overridden().items() if name not in HANDED_ON}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_signatures_are_those_of_vllm(name):
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in OVERRIDDEN[name]
+    )
+    assert ours == theirs
+
+
+def test_nothing_abstract_is_left():
+    for cls in (
+        attention.SparseMLABackend,
+        attention.SparseMLAMetadataBuilder,
+        attention.SparseMLAImpl,
+        indexer.IndexerMetadataBuilder,
+    ):
+        assert not inspect.isabstract(cls), cls.__abstractmethods__
+
+
+def refusals(**changes):
+    arguments = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": None,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": AttentionType.DECODER,
+    }
+    return attention.SparseMLABackend.validate_configuration(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": None},
+        {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_ds_mla"},
+        {"block_size": 64},
+        {"block_size": 128},
+        {"device_capability": DeviceCapability(8, 0)},
+        {"device_capability": DeviceCapability(8, 6)},
+        {"device_capability": DeviceCapability(12, 0)},
+        {"use_dcp": True},
+        {"use_adaptive_verification": True},
+        {"use_kv_connector": True},
+    ],
+    ids=str,
+)
+def test_served(config, changes):
+    assert refusals(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype must be one of auto, bfloat16, fp8_ds_mla"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "got nvfp4_ds_mla"),
+        ({"kv_cache_dtype": "float16"}, "got float16"),
+        ({"head_size": 512}, "head_size not supported"),
+        ({"dtype": torch.float16}, "dtype not supported"),
+        ({"block_size": 32}, "block_size not supported"),
+        ({"device_capability": DeviceCapability(7, 5)}, "compute capability not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_sparse": False}, "non-sparse not supported"),
+        ({"use_mla": False}, "non-MLA not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+    ],
+    ids=str,
+)
+def test_refused(config, changes, reason):
+    assert any(reason in got for got in refusals(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"index_topk": 100}, "index_topk must be a multiple of 128, got 100"),
+        ({"index_topk": None}, "index_topk must be a multiple of 128, got None"),
+        ({"kv_lora_rank": 256}, "must be (512, 64), got (256, 64)"),
+        ({"qk_rope_head_dim": 0}, "must be (512, 64), got (512, 0)"),
+    ],
+    ids=str,
+)
+def test_models_with_other_dims_are_refused(config, monkeypatch, changes, reason):
+    for name, value in changes.items():
+        monkeypatch.setattr(config.model_config.hf_text_config, name, value)
+    (got,) = refusals()
+    assert reason in got
+
+
+def test_hisparse_is_refused(config, monkeypatch):
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    assert refusals() == ["HiSparse must be off: rows on the host are not read"]
+
+
+class Batch:
+    """Requests with pages, in vLLM's own words, and a cache with NaN in every row but theirs.
+
+    Args:
+        draw: randomness.
+        query_lens: of the requests, decodes first; 0 for padding.
+        seq_lens: of the requests, this step's tokens included.
+        padded_tokens: rows behind the last request.
+    """
+
+    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0):
+        self.draw, self.query_lens, self.seq_lens = draw, query_lens, seq_lens
+        self.tokens = sum(query_lens)
+        self.rows = self.tokens + padded_tokens
+        width = max(1, *(-(-length // PAGE_SIZE) for length in seq_lens))
+        self.num_blocks = 2 * len(seq_lens) * width
+        pages = draw.permutation(self.num_blocks)[: len(seq_lens) * width]
+        self.block_table = pages.view(len(seq_lens), width).int()
+        requests = [torch.full((n,), i) for i, n in enumerate(query_lens)]
+        self.request_ids = torch.cat(requests).int()
+        positions = [torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
+        self.positions = torch.cat(positions)
+        page = self.block_table[self.request_ids, self.positions // PAGE_SIZE].long()
+        self.slot_mapping = page * PAGE_SIZE + self.positions % PAGE_SIZE
+
+    def common(self):
+        query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
+        seq_lens = torch.tensor(self.seq_lens).int()
+        return CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(self.seq_lens),
+            num_actual_tokens=self.rows,
+            max_query_len=max(self.query_lens),
+            max_seq_len=max(self.seq_lens),
+            block_table_tensor=self.block_table,
+            slot_mapping=torch.cat([self.slot_mapping, self.slot_mapping.new_full((9,), -1)])[
+                : self.rows
+            ],
+        )
+
+    def cache(self, fmt, layers=3):
+        """Pages of one of several layers that share blocks, so that blocks lie apart."""
+        blocks = torch.full(
+            (self.num_blocks, layers, PAGE_SIZE * fmt.bytes_per_token), 255, dtype=torch.uint8
+        )
+        pages = blocks[:, 1].view(fmt.storage_dtype).unflatten(-1, (PAGE_SIZE, fmt.row_width))
+        cache = PagedCache(pages, fmt)
+        for request, length in enumerate(self.seq_lens):
+            position = torch.arange(length)
+            page = self.block_table[request, position // PAGE_SIZE].long()
+            rows = prefill_rows(self.draw, length, fmt.head_dim)
+            cache.write(page * PAGE_SIZE + position % PAGE_SIZE, rows)
+        return cache
+
+    def selections(self):
+        """``[MAX_TOKENS, TOPK]``: what the indexer leaves in its buffer; garbage behind the batch.
+
+        Tokens select of all that they may see, in no order and with gaps; the first sees nothing.
+        """
+        buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+        for token, position in enumerate(self.positions.tolist()):
+            chosen = self.draw.permutation(position + 1)[:TOPK].int()
+            row = torch.full((TOPK,), -1, dtype=torch.int32)
+            row[self.draw.permutation(TOPK)[: len(chosen)]] = chosen
+            buffer[token] = row
+        buffer[0] = -1
+        return buffer
+
+
+def builder(config, dtype="auto"):
+    fmt = attention.FORMATS[dtype]
+    spec = MLAAttentionSpec(
+        block_size=PAGE_SIZE,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=576,
+        dtype=fmt.storage_dtype,
+        cache_dtype_str=dtype,
+        state_content_bytes=fmt.bytes_per_token if dtype == "fp8_ds_mla" else None,
+    )
+    spec = attention.SparseMLABackend.customize_spec(spec)
+    return attention.SparseMLAMetadataBuilder(spec, [LAYER], config, torch.device("cpu"))
+
+
+def layer(buffer, num_heads, dtype="auto", **changes):
+    arguments = {
+        "num_heads": num_heads,
+        "head_size": 576,
+        "scale": 192**-0.5,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": dtype,
+        "logits_soft_cap": None,
+        "attn_type": AttentionType.DECODER,
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 192,
+        "v_head_dim": 128,
+        "kv_b_proj": None,
+        "indexer": None,
+        "topk_indices_buffer": buffer,
+    }
+    return attention.SparseMLAImpl(**arguments | changes)
+
+
+def check_layer(config, batch, num_heads, dtype="auto", one_piece=False):
+    """A layer's attention against the reference; its results."""
+    cache = batch.cache(attention.FORMATS[dtype])
+    buffer = batch.selections()
+    q = decode_queries(batch.draw, batch.rows, num_heads, 576)
+    metadata = builder(config, dtype).build(0, batch.common())
+    parts = q if one_piece else (q[..., :512].contiguous(), q[..., 512:].contiguous())
+    out, lse = layer(buffer, num_heads, dtype).forward_mqa(parts, cache.data, metadata, None)
+
+    tokens = batch.tokens
+    slots = reference.to_slots(
+        buffer[:tokens], batch.block_table, batch.request_ids, page_size=PAGE_SIZE
+    )
+    expected = reference.sparse_prefill(q[:tokens], cache, slots, softmax_scale=192**-0.5)
+    decodes = metadata.num_decode_tokens == batch.rows
+    assert_close(
+        "out", out[:tokens], expected[0], SPARSE_DECODE_OUT if decodes else SPARSE_PREFILL_OUT
+    )
+    assert_close("lse", lse[:tokens], expected[1], DECODE_LSE if decodes else SPARSE_PREFILL_LSE)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    return out, lse
+
+
+DTYPES = ["auto", "bfloat16", "fp8_ds_mla"]
+MIXED = {"query_lens": [1, 1, 9, 5], "seq_lens": [200, 64, 137, 5]}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 128])
+def test_decodes_and_prefills_in_one_batch(config, num_heads, dtype):
+    check_layer(config, Batch(Draw(0), **MIXED), num_heads, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 128])
+def test_decodes(config, num_heads, dtype):
+    check_layer(config, Batch(Draw(0), [1, 1, 1], [1, 65, 300]), num_heads, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("query_lens", [[3, 3], [3, 1], [1, 3, 2]], ids=str)
+def test_speculative_decodes(config, monkeypatch, query_lens, dtype):
+    speculative = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    monkeypatch.setattr(config, "speculative_config", speculative)
+    batch = Batch(Draw(0), query_lens, [130, 7, 66][: len(query_lens)])
+    assert builder(config).reorder_batch_threshold == 3
+    metadata = builder(config).build(0, batch.common())
+    assert (metadata.num_decodes, metadata.num_prefills) == (len(query_lens), 0)
+    check_layer(config, batch, 8, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_padding_of_graphs(config, dtype):
+    batch = Batch(Draw(0), [1, 1, 0, 0], [70, 3, 0, 0], padded_tokens=2)
+    out, _ = check_layer(config, batch, 8, dtype)
+    assert out.shape[0] == 4
+
+
+def test_the_query_may_come_in_one_piece(config):
+    check_layer(config, Batch(Draw(0), **MIXED), 24, "fp8_ds_mla", one_piece=True)
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_ranks_that_share_a_context_add_up(config, dtype, interleave):
+    ranks = 2
+    batch = Batch(Draw(0), [1, 1, 4], [300, 2, 71])
+    fmt = attention.FORMATS[dtype]
+    whole, buffer = batch.cache(fmt), batch.selections()
+    q = decode_queries(batch.draw, batch.rows, 6, 576)
+    metadata = builder(config, dtype).build(0, batch.common())
+    metadata.cp_kv_cache_interleave_size = interleave
+    outs, lses = [], []
+    for rank in range(ranks):
+        pages = torch.full((whole.num_slots * fmt.bytes_per_token,), 255, dtype=torch.uint8)
+        cache = PagedCache(pages.view(fmt.storage_dtype).view(whole.data.shape), fmt)
+        for request, length in enumerate(batch.seq_lens):
+            position = torch.arange(length)
+            position = position[position // interleave % ranks == rank]
+            local = position // (interleave * ranks) * interleave + position % interleave
+            page, local_page = (
+                batch.block_table[request, p // PAGE_SIZE].long() for p in (position, local)
+            )
+            rows = whole.data[page, position % PAGE_SIZE]
+            cache.data[local_page, local % PAGE_SIZE] = rows
+        impl = layer(buffer, 6, dtype)
+        impl.dcp_world_size, impl.dcp_rank = ranks, rank
+        out, lse = impl.forward_mqa(q, cache.data, metadata, None)
+        outs.append(out)
+        lses.append(lse)
+    empty = torch.stack(lses) == -torch.inf
+    assert empty[:, 0].all()
+    assert interleave == 1 or empty[1, 1].all()  # two tokens, both with the first rank
+    assert (torch.stack(outs)[empty] == 0).all()
+    slots = reference.to_slots(
+        buffer[: batch.tokens], batch.block_table, batch.request_ids, page_size=PAGE_SIZE
+    )
+    expected, expected_lse, _ = reference.sparse_prefill(q, whole, slots, softmax_scale=192**-0.5)
+    out, lse = reference.merge_states(torch.stack(outs), torch.stack(lses))
+    assert_close("out", out, expected, SPARSE_PREFILL_OUT)
+    assert_close("lse", lse, expected_lse, DECODE_LSE)
+
+
+def test_a_step_is_described_once_for_all_layers(config):
+    made = builder(config)
+    batch = Batch(Draw(0), **MIXED)
+    metadata = made.build(0, batch.common())
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens) == (2, 2, 2)
+    assert (metadata.block_size, metadata.topk_tokens) == (PAGE_SIZE, TOPK)
+    assert_equal("request ids", metadata.req_id_per_token, batch.request_ids)
+    assert made.get_cudagraph_support(config, made.kv_cache_spec) == (
+        AttentionCGSupport.UNIFORM_BATCH
+    )
+
+
+def test_a_graph_sees_the_next_batch(config):
+    made = builder(config)
+    first = made.build_for_cudagraph_capture(Batch(Draw(0), [1, 1], [9, 8]).common())
+    second = made.build(0, Batch(Draw(1), [1, 1], [90, 80]).common())
+    assert first.req_id_per_token.data_ptr() == second.req_id_per_token.data_ptr()
+    second.req_id_per_token.fill_(-1)
+    made.update_draft_decode_metadata(second)
+    assert second.req_id_per_token.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alibi_slopes": [1.0]},
+        {"sliding_window": 128},
+        {"logits_soft_cap": 30.0},
+        {"kv_sharing_target_layer_name": "another"},
+        {"kv_cache_dtype": "fp8"},
+        {"topk_indices_buffer": None},
+    ],
+    ids=str,
+)
+def test_layers_that_need_more_are_refused(config, changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"sparsemla: .*{name}"):
+        layer(torch.zeros(4, TOPK, dtype=torch.int32), 8, **changes)
+
+
+def test_the_workspace_of_a_layer_stays_where_it_is(config, monkeypatch):
+    monkeypatch.setattr(attention, "_workspace_bytes", lambda *args: 4096)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    first, second = (layer(torch.zeros(4, TOPK, dtype=torch.int32), 8) for _ in range(2))
+    manager = current_workspace_manager()
+    manager.lock()
+    assert first._workspace().data_ptr() == second._workspace().data_ptr()
+    manager.unlock()
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+def test_the_workspace_is_enough_for_every_batch(monkeypatch, num_heads):
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda", 0)
+    most = attention._workspace_bytes(512, num_heads, device)
+    for tokens in range(1, 513):
+        assert attention.decode_workspace_size(tokens, 1, num_heads, device=device) <= most
+
+
+@pytest.fixture
+def mla_layer(config, plain_vllm, monkeypatch):
+    """vLLM's MLA layer as it makes it with the indexer's plugin; its attention is left out."""
+
+    class NoAttention(torch.nn.Module):
+        def __init__(self, **arguments):
+            super().__init__()
+            self.layer_name = arguments["prefix"]
+
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
+    monkeypatch.setattr(mla, "MLAAttention", NoAttention)
+    register_the_indexer()
+    buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+    with set_default_torch_dtype(torch.bfloat16):
+        own = Indexer(
+            config, config.model_config.hf_config, 256, 128, None, config.cache_config, buffer, "i"
+        )
+    modules = {field.name: None for field in dataclasses.fields(mla.MLAModules)}
+    modules |= {"indexer": own, "is_sparse": True, "topk_indices_buffer": buffer}
+    return mla.MultiHeadLatentAttentionWrapper(
+        256, 8, 192**-0.5, 128, 64, 128, 128, 512, mla.MLAModules(**modules), prefix="layer"
+    )
+
+
+def rotation(neox):
+    parameters = {"rope_type": "default", "rope_theta": 10000}
+    with set_default_torch_dtype(torch.bfloat16):
+        return get_rope(64, 2048, is_neox_style=neox, rope_parameters=parameters)
+
+
+def index_step(config, made, batch, neox, run=None):
+    """One step of the indexer of ``made``; its cache, queries and weights are random.
+
+    Returns:
+        The cache, what was selected, and the inputs.
+    """
+    draw, inner = batch.draw, made.indexer.inner
+    with torch.no_grad():
+        for weight in inner.parameters():
+            weight.copy_(draw.normal(*weight.shape) * 256**-0.5)
+        inner.k_norm.weight.add_(1)
+    rope = rotation(neox)
+    hidden, qr = (draw.normal(MAX_TOKENS, n, dtype=torch.bfloat16) for n in (256, 128))
+    hidden, qr = hidden[: batch.rows], qr[: batch.rows]
+    positions = torch.zeros(batch.rows, dtype=torch.int64)
+    positions[: batch.tokens] = batch.positions
+    cache = batch.cache(INDEX_FP8)
+    inner.k_cache.kv_cache = cache.data
+    spec = inner.k_cache.get_kv_cache_spec(config)
+    make = inner.k_cache.get_attn_backend().get_builder_cls()
+    metadata = make(spec, [inner.k_cache.prefix], config, torch.device("cpu"))
+    metadata = metadata.build(0, batch.common())
+    with set_forward_context({inner.k_cache.prefix: metadata}, config), torch.no_grad():
+        run = made.indexer if run is None else run
+        chosen = run(hidden, qr, positions, rope)
+    return cache, chosen, (hidden, qr, positions, rope)
+
+
+INDEXED = {
+    "prefills": {"query_lens": [5, 300 - 260], "seq_lens": [5, 300]},
+    "decodes": {"query_lens": [1, 1, 1], "seq_lens": [129, 64, 400]},
+    "both": {"query_lens": [1, 9], "seq_lens": [300, 137]},
+    "speculative": {"query_lens": [3, 1, 2], "seq_lens": [200, 3, 131]},
+    "padded": {"query_lens": [1, 2, 0], "seq_lens": [200, 3, 0], "padded_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["halves", "pairs"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_the_indexer_selects_what_the_definition_does(config, mla_layer, name, neox):
+    assert type(mla_layer.indexer) is indexer.SparseMLAIndexer
+    batch = Batch(Draw(0), **INDEXED[name])
+    cache, chosen, (hidden, qr, positions, rope) = index_step(config, mla_layer, batch, neox)
+    inner, tokens = mla_layer.indexer.inner, batch.tokens
+
+    # vLLM's own modules, step by step and without quantisation.
+    with torch.no_grad():
+        q = inner.wq_b(qr)[0].view(-1, 32, 128)
+        k, weights = inner.wk_weights_proj(hidden)[0].split([128, 32], dim=-1)
+        k = inner.k_norm(k)
+        q_rope, k_rope = rope.forward_native(positions, q[..., :64], k[:, None, :64])
+    q = torch.cat([q_rope, q[..., 64:]], dim=-1)
+    k = torch.cat([k_rope[:, 0], k[:, 64:]], dim=-1)
+    assert_close("keys", cache.read(batch.slot_mapping).float(), k[:tokens].float(), KEYS)
+
+    queries, weights = reference.prepare_index_queries(
+        inner.wq_b(qr)[0].view(-1, 32, 128).detach(),
+        weights,
+        rope.cos_sin_cache,
+        positions=positions,
+        interleaved=not neox,
+    )
+    # Queries apart from their scales, which a last bit may double.
+    directions = (normalize(x[:tokens].float(), dim=-1) for x in (queries, q))
+    assert_close("queries", *directions, KEYS)
+    expected = reference.indexer_topk(
+        queries,
+        weights,
+        cache,
+        input_row_offsets=torch.tensor([0, *batch.query_lens]).cumsum(0),
+        seq_lens=torch.tensor(batch.seq_lens),
+        page_table=batch.block_table,
+        topk=TOPK,
+    )
+    assert_equal("selection", chosen[: batch.rows], expected)
+    assert (chosen[batch.rows :] == 2**31 - 1).all()
+
+
+KEYS = Tolerance(cos=2e-3)  # e4m3 keeps 4 bits
+
+
+def test_the_indexer_can_be_compiled(config, mla_layer):
+    batch = Batch(Draw(0), **INDEXED["both"])
+    _, expected, _ = index_step(config, mla_layer, batch, True)
+    expected = expected.clone()
+    run = torch.compile(mla_layer.indexer, backend="eager", fullgraph=True)
+    _, chosen, _ = index_step(config, mla_layer, Batch(Draw(0), **INDEXED["both"]), True, run)
+    assert_equal("selection", chosen, expected)
+
+
+def test_a_step_without_a_batch_selects_nothing(config, mla_layer):
+    inner = mla_layer.indexer.inner
+    before = inner.topk_indices_buffer.clone()
+    with set_forward_context(None, config):
+        mla_layer.indexer(
+            torch.zeros(2, 256).bfloat16(),
+            torch.zeros(2, 128).bfloat16(),
+            torch.zeros(2).long(),
+            rotation(True),
+        )
+    assert_equal("selection", inner.topk_indices_buffer, before)
+
+
+def test_a_draft_model_uses_the_selection_of_its_target(config, mla_layer):
+    target = torch.zeros(MAX_TOKENS, TOPK, dtype=torch.int32)
+    for module in mla_layer.modules():  # as vLLM's proposer does
+        if hasattr(module, "topk_indices_buffer"):
+            module.topk_indices_buffer = target
+    batch = Batch(Draw(0), [2], [2])
+    _, chosen, _ = index_step(config, mla_layer, batch, True)
+    assert chosen is target
+    assert target[1, :3].tolist() == [0, 1, -1]
+
+
+def test_the_indexer_keeps_the_names_of_weights(mla_layer):
+    parent = torch.nn.Module()
+    parent.indexer = mla_layer.indexer.inner
+    parent.mla_attn = mla_layer
+    assert {name.split(".")[0] for name, _ in parent.named_parameters()} == {"indexer"}
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("attention_config", "indexer_kv_dtype", "mxfp4"),
+    ],
+    ids=str,
+)
+def test_what_the_indexer_does_not_do_is_refused(
+    config, mla_layer, monkeypatch, where, name, value
+):
+    monkeypatch.setattr(getattr(config, where), name, value)
+    with pytest.raises(ValueError, match=name if where == "parallel_config" else "mxfp4"):
+        indexer.SparseMLAIndexer(mla_layer.indexer.inner)
