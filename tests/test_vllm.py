@@ -28,8 +28,10 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from vllm import envs
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    from vllm import _custom_ops, envs
     from vllm.config import (
+        AttentionConfig,
         CacheConfig,
         CompilationConfig,
         DeviceConfig,
@@ -46,6 +48,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models.deepseek_v2 import Indexer
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backend import (
@@ -126,20 +129,26 @@ def one_rank(tmp_path_factory):
         initialize_model_parallel(1, 1)
 
 
-@pytest.fixture
-def config(model_config, monkeypatch):
-    """vLLM's configuration of an engine with that model; current while the test runs."""
-    config = VllmConfig(
+def engine_config(model_config, dtype="auto", **changes):
+    """vLLM's configuration of an engine with that model."""
+    return VllmConfig(
         model_config=model_config,
         device_config=DeviceConfig(device="cpu"),
-        cache_config=CacheConfig(block_size=PAGE_SIZE),
+        cache_config=CacheConfig(block_size=PAGE_SIZE, cache_dtype=dtype),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=MAX_TOKENS,
             max_num_seqs=8,
             max_model_len=model_config.max_model_len,
             is_encoder_decoder=False,
         ),
+        **changes,
     )
+
+
+@pytest.fixture
+def config(model_config, monkeypatch):
+    """That configuration, current while the test runs, with an attention layer in it."""
+    config = engine_config(model_config)
     layer = SimpleNamespace(prefill_backend=None)
     config.compilation_config.static_forward_context[LAYER] = layer
     monkeypatch.setattr(sparse_mla_attention, "PIN_MEMORY", torch.cuda.is_available())
@@ -774,3 +783,102 @@ def test_what_the_indexer_does_not_do_is_refused(
     monkeypatch.setattr(getattr(config, where), name, value)
     with pytest.raises(ValueError, match=name if where == "parallel_config" else "mxfp4"):
         indexer.SparseMLAIndexer(mla_layer.indexer.inner)
+
+
+@pytest.fixture(params=["auto", "fp8_ds_mla"])
+def whole_model(request, model_config, plain_vllm, monkeypatch):
+    """vLLM's model as both plugins make it, on a platform that has nothing of its own.
+
+    Instead of vLLM's compiled op, torch writes the latent rows. vLLM has no dense prefill here.
+    """
+
+    def selected(cls, backend, *args, **kwargs):
+        backend = backend.get_class()
+        return f"{backend.__module__}.{backend.__qualname__}"
+
+    def no_prefill(cls, *args):
+        raise ValueError("no dense prefill")
+
+    def write(kv_c, k_pe, cache, slots, *, kv_cache_dtype, scale, skip_scale):
+        rows = torch.cat([kv_c, k_pe], dim=-1)
+        PagedCache(cache, attention.FORMATS[kv_cache_dtype]).write(slots, rows)
+
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "device_type", "cpu")
+    monkeypatch.setattr(platform, "get_attn_backend_cls", classmethod(selected))
+    monkeypatch.setattr(platform, "get_mla_prefill_backend_cls", classmethod(no_prefill))
+    monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", write)
+    monkeypatch.setattr(sparse_mla_attention, "PIN_MEMORY", False)
+    monkeypatch.setattr(attention.SparseMLAImpl, "record_logical_topk_ready", lambda self: None)
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
+    register()
+    register_the_indexer()
+    config = engine_config(
+        model_config,
+        request.param,
+        attention_config=AttentionConfig(backend="CUSTOM"),
+        compilation_config=CompilationConfig(custom_ops=["none"]),
+    )
+    model_class = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(torch.bfloat16):
+            model = model_class(vllm_config=config)
+        yield config, model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
+def test_a_whole_model_agrees_with_transformers(whole_model):
+    config, model = whole_model
+    fields = {name: CONFIG[name] for name in CONFIG if name not in ("architectures", "torch_dtype")}
+    other = (
+        DeepseekV32ForCausalLM(DeepseekV32Config(**fields, initializer_range=0.1)).float().eval()
+    )
+    weights = {name: tensor.bfloat16() for name, tensor in other.state_dict().items()}
+    other.load_state_dict(weights)
+    model.load_weights(weights.items())
+
+    ids, table, builders = torch.randint(256, (1, 200)), torch.tensor([[5, 2, 7, 0]]).int(), {}
+    for name, part in config.compilation_config.static_forward_context.items():
+        if hasattr(part, "process_weights_after_loading"):
+            part.process_weights_after_loading(torch.bfloat16)
+        backend, spec = part.get_attn_backend(), part.get_kv_cache_spec(config)
+        width = spec.state_content_bytes or spec.head_size
+        part.kv_cache = torch.zeros(8, PAGE_SIZE, width, dtype=spec.dtype)
+        arguments = backend.customize_spec(spec), [name], config, torch.device("cpu")
+        builders[name] = backend.get_builder_cls()(*arguments)
+
+    logits = []
+    for first, last in [
+        (0, 50),
+        (50, 100),
+        (100, 150),
+        (150, 196),
+        *((n, n + 1) for n in range(196, 200)),
+    ]:
+        positions = torch.arange(first, last)
+        offsets, length = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        common = CommonAttentionMetadata(
+            query_start_loc=offsets,
+            query_start_loc_cpu=offsets,
+            seq_lens=length,
+            seq_lens_cpu_upper_bound=length,
+            num_reqs=1,
+            num_actual_tokens=last - first,
+            max_query_len=last - first,
+            max_seq_len=last,
+            block_table_tensor=table,
+            slot_mapping=table[0, positions // PAGE_SIZE].long() * PAGE_SIZE
+            + positions % PAGE_SIZE,
+        )
+        metadata = {name: made.build(0, common) for name, made in builders.items()}
+        slots = dict.fromkeys(metadata, common.slot_mapping)
+        with set_forward_context(metadata, config, slot_mapping=slots), torch.no_grad():
+            hidden = model(ids[0, first:last], positions)
+            logits.append(hidden.float() @ model.lm_head.weight.float().T)
+    with torch.no_grad():
+        expected = other(ids).logits[0].log_softmax(-1)
+    away = (torch.cat(logits).log_softmax(-1) - expected).abs().mean(dim=-1)
+    # Until there are more keys than are selected, only roundings differ; then FP8 selects others.
+    rounding = 0.04 if config.cache_config.cache_dtype == "auto" else 0.2
+    assert away[:TOPK].mean() < rounding
+    assert away[TOPK:].mean() < 0.3
