@@ -80,7 +80,7 @@ def dense_decode(fmt, num_heads, query_len, num_splits):
 
 LAUNCHES = {
     "prefill d576": sparse_prefill(576),
-    "prefill d512 h16 int64": sparse_prefill(512, 16, torch.int64),
+    "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
     "decode pages split": sparse_decode(BF16_576, 4),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),

@@ -34,10 +34,16 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1e30)
+from sparsemla.kernels.common.hopper_rows import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PLAIN,
+    TILE,
+    Results,
+    end_of,
+    to_bf16,
+)
 
 MAX_HEADS = 32
 SHARED = 227 * 1024
@@ -74,11 +80,8 @@ DIMS64 = gl.constexpr(
 RAW8 = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 2, [1, 0]))
 RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
 RAW16 = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
 WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 RESULTS = gl.constexpr(gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1]))
 
@@ -99,23 +102,6 @@ class Shared(NamedTuple):
     ring: int
     scale_words: int
     scale_tiles: int
-
-
-class Results(NamedTuple):
-    """What is written, and the sinks, which are part of it. Strides are in elements."""
-
-    out: Tensor
-    out_split: int
-    out_request: int
-    out_token: int
-    out_head: int
-    lse: Tensor
-    lse_split: int
-    lse_request: int
-    lse_token: int
-    max_logits: Tensor | None
-    max_logits_request: int
-    attn_sink: Tensor | None
 
 
 @triton.constexpr_function
@@ -170,17 +156,6 @@ def locate(slots, L: gl.constexpr):
 
 
 @gluon.jit
-def end_of(indices, length, num_slots):
-    """One past the last valid slot of a list."""
-    end = 0
-    for start in range(0, length, 2048):
-        at = start + gl.arange(0, 2048, LIST)
-        valid = is_slot(load_slots(indices, at, length), num_slots)
-        end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
-    return end
-
-
-@gluon.jit
 def fp8_chunk(raw, slot, WIDTH: gl.constexpr, RING: gl.constexpr):
     """A place of the ring as e4m3 codes ``[KEYS, WIDTH]``."""
     if WIDTH == 128:
@@ -232,24 +207,6 @@ def copy_scales(to, rows, page, row, valid, L: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_rows(first, slots, rows, L: gl.constexpr):
-    """Bring the rows of a tile into the L2 cache, a line of 128 bytes for each of 6 lanes."""
-    page, row = locate(gl.where(is_slot(slots, rows.num_slots), slots, 0), L)
-    at = page * L.fp8_strides[0] + row * L.fp8_strides[1]
-    at = gl.convert_layout(at, gl.SliceLayout(1, COPY32))
-    line = gl.arange(0, 8, gl.SliceLayout(0, COPY32))
-    source = (first + at[:, None] + gl.minimum(line, 5)[None, :] * 128).to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [source],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def copy_tiles(
     stream,
     tile,
@@ -257,7 +214,6 @@ def copy_tiles(
     memory,
     L: gl.constexpr,
     RING: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):
     """Copy the rows of a stream's tiles, as they are stored, into the ring of chunks."""
     rows, indices, begin, end, tiles = stream
@@ -270,8 +226,6 @@ def copy_tiles(
     for i in range(tiles):
         at += KEYS
         later = load_slots(indices, at, end)
-        if PREFETCH:
-            prefetch_rows(rows.fp8, following, rows, L)
         valid = is_slot(slots, rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
         fp8 = page * L.fp8_strides[0] + row * L.fp8_strides[1]
@@ -336,7 +290,6 @@ def produce(
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     RING: gl.constexpr,
-    PREFETCH: gl.constexpr,
 ):
     """The warpgroup that copies."""
     tiles = stream[4]
@@ -345,10 +298,10 @@ def produce(
         if EXTRA is not None:
             copy_bf16_tiles(extra, tiles, memory, EXTRA)
     else:
-        copy_tiles(stream, 0, 0, memory, L, RING, PREFETCH)
+        copy_tiles(stream, 0, 0, memory, L, RING)
         if EXTRA is not None:
             chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
-            copy_tiles(extra, tiles, chunks, memory, EXTRA, RING, PREFETCH)
+            copy_tiles(extra, tiles, chunks, memory, EXTRA, RING)
 
 
 @gluon.jit
@@ -416,14 +369,6 @@ def as_operand(x, N: gl.constexpr):
     SEGMENTS: gl.constexpr = x.shape[1] // 64
     x = x.reshape(KEYS, SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
     return gl.convert_layout(x, gl.DotOperandLayout(0, SCORES, 2))
-
-
-@gluon.jit
-def to_bf16(x):
-    """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -729,7 +674,6 @@ def attend_columns(
     RING: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
     SCALE_TILES: gl.constexpr,
-    PREFETCH: gl.constexpr,
     OVERLAP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -771,14 +715,14 @@ def attend_columns(
     length = topk
     if topk_lengths is not None:
         length = gl.minimum(gl.load(topk_lengths + request), topk).to(gl.int32)
-    end = end_of(topk_indices, length, rows.num_slots)
+    end = end_of(topk_indices, 0, length, rows.num_slots, 2048)
     all_tiles = gl.cdiv(end, KEYS)
     if EXTRA is not None:
         extra_indices += request * extra_request + token * extra_token
         extra_length = extra_topk
         if extra_lengths is not None:
             extra_length = gl.minimum(gl.load(extra_lengths + request), extra_topk).to(gl.int32)
-        extra_end = end_of(extra_indices, extra_length, extra_rows.num_slots)
+        extra_end = end_of(extra_indices, 0, extra_length, extra_rows.num_slots, 2048)
         all_extra = gl.cdiv(extra_end, KEYS)
     else:
         extra_end = 0
@@ -821,7 +765,7 @@ def attend_columns(
             (produce, ((rows, topk_indices, begin, end, tiles),
                        (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
                        (q_value, q_rest, values, weights, raw, scales, full, empty),
-                       L, EXTRA, RING, PREFETCH)),
+                       L, EXTRA, RING)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -871,7 +815,6 @@ def attend(
     outs: Tensor,
     lses: Tensor,
     max_logits: Tensor | None,
-    knobs: dict | None = None,
 ) -> None:
     """Attention of ``q [B, S, H, D]`` over selected slots, in ``outs.shape[0]`` splits of them.
 
@@ -902,9 +845,6 @@ def attend(
         extra_topk = extra_topk_indices.shape[2]
         formats = (cache.format, extra_cache.format)
     shared = plan_shared(num_heads, *formats)
-    knobs = knobs or {}
-    if "ring" in knobs:
-        shared = shared._replace(ring=knobs["ring"])
     results = Results(
         outs,
         *outs.stride()[:4],
@@ -939,8 +879,7 @@ def attend(
         RING=shared.ring,
         SCALE_WORDS=shared.scale_words,
         SCALE_TILES=shared.scale_tiles,
-        PREFETCH=knobs.get("prefetch", False),
-        OVERLAP=knobs.get("overlap", not wide),
+        OVERLAP=not wide,
         CONSUMER_REGISTERS=232 if wide else 208,
         PRODUCER_REGISTERS=40 if wide else 80,
         num_warps=4,

@@ -86,7 +86,6 @@ CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 CODE_ROWS = gl.constexpr(gl.SliceLayout(1, CODES))
 CODE_COLS = gl.constexpr(gl.SliceLayout(0, CODES))
 TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-LINES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 # Four e4m3 codes and a scale to two words of two bfloat16.
@@ -98,11 +97,6 @@ DEQUANTISE = gl.constexpr("""{
     cvt.f32.f16 f0, a0; cvt.f32.f16 f1, a1; cvt.f32.f16 f2, b0; cvt.f32.f16 f3, b1;
     mul.f32 f0, f0, $3; mul.f32 f1, f1, $3; mul.f32 f2, f2, $3; mul.f32 f3, f3, $3;
     cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2;
-}""")
-PREFETCH = gl.constexpr("""{
-    .reg .pred p; setp.lt.s32 p, $2, 2;
-    prefetch.global.L2 [$1]; @p prefetch.global.L2 [$1 + 512];
-    mov.b32 $0, 0;
 }""")
 
 
@@ -331,22 +325,10 @@ def copy_tail(
 
 
 @gluon.jit
-def prefetch(rows, extra, slots, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
-    """Rows into the L2 cache: up to 656 bytes, which lie in six lines. Four lanes share a row."""
-    slots = gl.convert_layout(slots, gl.SliceLayout(1, LINES))
-    at = word_offset(slots, extra, is_extra, L, EXTRA)
-    line = gl.arange(0, 4, gl.SliceLayout(0, LINES))[None, :]
-    address = (rows.words + at[:, None] + line * 32).to(gl.int64)
-    gl.inline_asm_elementwise(
-        PREFETCH, "=r,l,r", [address, line], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def produce(
     rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
     BLOCK: gl.constexpr, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr,
-    CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The even blocks, left half first, or the odd ones, right half first."""
     FREE_1ST: gl.constexpr = FREE_0L if BLOCK == 0 else FREE_1R
@@ -383,8 +365,6 @@ def produce(
             copy_tail(rows, extra, slots, is_extra, tile_r, rest.index(1), ready, L, EXTRA)
         convert_half(tile_1st, rest.index(BLOCK), slots, codes, scales, L, BLOCK)
         mbarrier.arrive(bar.index(READY_1ST), count=1)
-        if AHEAD:
-            prefetch(rows, extra, next_slots, block + 2 >= ends[2], L, EXTRA)
         codes, scales = load_half(rows, extra, slots, is_extra, L, EXTRA, 1 - BLOCK)
         mbarrier.wait(bar.index(FREE_2ND), phase)
         if BLOCK == 0 and L.tail_dim > 0:
@@ -413,7 +393,6 @@ def arrivals(b, L):
 def _attend_fp8(
     q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """A tile of 64 rows of a group and a split of its keys."""
     REST: gl.constexpr = L.head_dim - 512
@@ -444,9 +423,9 @@ def _attend_fp8(
             (right, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
                      results, shape, limits, found, scale_log2, REST, CAUSAL, True)),
             (produce, (rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-                       0, L, EXTRA, PAGED, CAUSAL, AHEAD)),
+                       0, L, EXTRA, PAGED, CAUSAL)),
             (produce, (rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-                       1, L, EXTRA, PAGED, CAUSAL, AHEAD)),
+                       1, L, EXTRA, PAGED, CAUSAL)),
         ],
         [4, 4, 4],
         [192, 56, 56],
@@ -516,6 +495,5 @@ def attend_fp8(
         EXTRA=extra_record,
         PAGED=paged,
         CAUSAL=causal,
-        AHEAD=True,
         num_warps=4,
     )
