@@ -272,3 +272,13 @@ def test_processes_share_the_ops():
     assert [one.op for one in shared.ops] == names
     assert [one.worst for one in shared.ops] == [one.worst for one in alone.ops]
     assert shared.passed
+
+
+def test_the_default_dtype_of_torch_does_not_matter():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does
+    try:
+        report = run.verify("cpu", quick=True)
+    finally:
+        torch.set_default_dtype(default)
+    assert report.passed, [op.failures for op in report.ops]

@@ -115,7 +115,10 @@ def _check(device: str, tier: str) -> str:
     q = torch.randn(2, 1, 16, 576, device=device).bfloat16()
     outs = []
     for name in (tier, "reference"):
-        out, lse = q.new_zeros(2, 1, 16, 512), torch.zeros(2, 1, 16, device=device)
+        out, lse = (
+            q.new_zeros(2, 1, 16, 512),
+            torch.zeros(2, 1, 16, dtype=torch.float32, device=device),
+        )
         arguments = {
             "topk_indices": torch.arange(32, dtype=torch.int32, device=device).view(2, 1, 16),
             "softmax_scale": 192**-0.5,

@@ -20,7 +20,7 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 def hadamard(x: Tensor) -> Tensor:
     """Orthogonal Walsh-Hadamard transform (Sylvester order) of the last dim, a power of two."""
     n = x.shape[-1]
-    matrix = torch.ones(1, 1, device=x.device)
+    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
     while matrix.shape[0] < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return x @ matrix * n**-0.5

@@ -139,7 +139,7 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     if op != "sparse_prefill":
         return _as_tuple(getattr(ops, op)(**arguments))
     q = arguments["q"]
-    max_logits = torch.empty(q.shape[:2], device=q.device)
+    max_logits = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     return *ops.sparse_prefill(**arguments, max_logits=max_logits), max_logits
 
 

@@ -59,8 +59,8 @@ def dense_decode(
     for request, length in enumerate(seq_lens.tolist()):
         queries = q[request].reshape(1, query_len * num_heads, head_dim).to(dtype)
         state = (
-            torch.zeros(1, queries.shape[1], head_dim),
-            torch.full((1, queries.shape[1]), -torch.inf),
+            torch.zeros(1, queries.shape[1], head_dim, dtype=torch.float32),
+            torch.full((1, queries.shape[1]), -torch.inf, dtype=torch.float32),
         )
         for part in cpu.blocks(length, cpu.WORKSPACE_BYTES // (8 * head_dim)):
             keys, valid = _page_keys(cache, page_table, request, part)
@@ -98,7 +98,10 @@ def merge_states(
 ) -> None:
     token_bytes = 4 * out.shape[1] * out.shape[2]
     for rows in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // max(token_bytes, 1)):
-        state = torch.zeros(out[rows].shape), torch.full(lse[rows].shape, -torch.inf)
+        state = (
+            torch.zeros(out[rows].shape, dtype=torch.float32),
+            torch.full(lse[rows].shape, -torch.inf, dtype=torch.float32),
+        )
         for part, part_lse in zip(outs, lses, strict=True):
             # The out of an empty part may hold anything.
             usable = part[rows].float().where(~part_lse[rows].isneginf()[..., None], 0)

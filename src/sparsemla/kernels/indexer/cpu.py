@@ -100,7 +100,7 @@ def _select(
 ) -> None:
     """Score all keys of one request for some query tokens, then select."""
     longest = int(ends.max())
-    scores = torch.empty(q.shape[0], longest)
+    scores = torch.empty(q.shape[0], longest, dtype=torch.float32)
     if longest > topk:  # otherwise every key is chosen, whatever its score
         for part in cpu.blocks(longest, KEYS_AT_ONCE):
             scores[:, part] = _paged_scores(q, weights, cache, page_table, request, part)
@@ -153,7 +153,7 @@ def _paged_scores(
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:
     """``key_scales[n] * sum_h weights[m, h] * relu(<q[m, h], keys[n]>)``, float32 ``[m, n]``."""
     num_heads, num_keys = q.shape[1], keys.shape[0]
-    scores = torch.empty(q.shape[0], num_keys)
+    scores = torch.empty(q.shape[0], num_keys, dtype=torch.float32)
     for rows in cpu.blocks(q.shape[0], cpu.WORKSPACE_BYTES // (4 * num_heads * num_keys)):
         queries = q[rows].float().flatten(0, 1)  # [m * HI, DI]
         dots = (queries @ keys.T).relu_().view(-1, num_heads, num_keys)
