@@ -36,12 +36,12 @@ def sparse_prefill(head_dim, num_heads=128, index_dtype=torch.int32):
     return launch
 
 
-def sparse_decode(fmt, num_splits=1, extra=None):
+def sparse_decode(fmt, num_splits=1, extra=None, topk=2048):
     def launch():
         dispatch.load("sparse_decode", "sm90")(
             q=meta(64, 2, 64, fmt.head_dim),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
-            topk_indices=meta(64, 2, 2048, dtype=torch.int32),
+            topk_indices=meta(64, 2, topk, dtype=torch.int32),
             softmax_scale=0.1,
             topk_lengths=None,
             attn_sink=None,
@@ -88,6 +88,7 @@ LAUNCHES = {
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
+    "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),
     "decode e4m3": sparse_decode(e4m3_format()),
     "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 16, 2, 4),
 }

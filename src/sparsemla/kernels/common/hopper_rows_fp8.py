@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
-from sparsemla.kernels.common.gluon import async_load, reinterpret
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper_rows import (
     FREE_0L,
     FREE_0R,
@@ -150,6 +150,8 @@ def find_blocks(main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.cons
     else:
         extra_keys = extra.keys + request * extra.keys_request + token * extra.keys_token
         extra_end = store_limits(limits, extra, shape, begin, request, False)
+        # Triton 3.6 fails where the list is known to be one block, as a width of 1 is.
+        num_blocks += opaque_zero(split)
         total = num_blocks + gl.cdiv(extra_end, 64)
     blocks = gl.cdiv(total, shape.num_splits)
     first = split * blocks
