@@ -14,13 +14,13 @@ import pytest
 
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register; top-k keeps the
-# numbers of lanes there, out of its loops.
+# numbers of lanes there, out of its loops (800 on AMD).
 SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 32,
     "hopper_rows": 200,
     "indexer": 160,
-    "topk": 576,
+    "topk": 800,
 }
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 

@@ -17,7 +17,6 @@ equals +0 and NaN lies below -inf.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.topk.cpu import merge_sorted
 
 DEAD_KEY = tl.constexpr(-(1 << 31))
@@ -676,13 +676,6 @@ class Plan:
         return self.programs * self.num_lists * (8 * entries + 8)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 LIST_BYTES = 144 << 20
 """Bound on the lists that exist at any time; more rows are taken in turns."""
 
@@ -696,7 +689,7 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     capacity = 8192 if long else capacity
     sample = min(max(triton.next_power_of_2(num_cols) // 32, 1024), 8192 if long else 4096)
     # Sixteen warps for each multiprocessor hide each other's latency.
-    processors = _multiprocessors(device)
+    processors = num_multiprocessors(device)
     slices = min(64, 4 * processors // max(num_rows, 1), num_cols // 4096)
     slices = 1 << (max(slices, 1).bit_length() - 1)
     if slices > 1:
