@@ -86,10 +86,10 @@ def _name(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
     """What stands in the result for positions: themselves, or their slots."""
     if PAGE_SIZE > 0:
         request = tl.load(pages.request_ids + row).to(tl.int64)
-        real = (request >= 0) & (request < pages.num_requests)
+        width = tl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
         column = ids // PAGE_SIZE
         at = pages.table + request * pages.stride + column
-        page = tl.load(at, mask=mask & real & (column < pages.width), other=-1).to(tl.int64)
+        page = tl.load(at, mask=mask & (column < width), other=-1).to(tl.int64)
         slots = tl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
         ids = slots.to(tl.int32)
     return ids
