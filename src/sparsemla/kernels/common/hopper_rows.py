@@ -353,7 +353,7 @@ def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.co
     begin, split, request, first = place(shape)
     token, head, real = heads_of(begin, shape, SCORE_ROWS)
     if HALF == 0:
-        lse = results.lse + split * results.lse_split + request * results.lse_request
+        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
         lse_rows = (first + token) * results.lse_token + head
         gl.store(lse + lse_rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
         if results.max_logits is not None:

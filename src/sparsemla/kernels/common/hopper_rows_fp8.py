@@ -224,7 +224,7 @@ def scale_offset(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
         at = scales_in(slots, L)
     else:
         if is_extra:
-            at = scales_in(slots, EXTRA) + extra.shift * (4 // L.scale_bytes)
+            at = scales_in(slots, EXTRA) + extra.shift.to(gl.int64) * (4 // L.scale_bytes)
         else:
             at = scales_in(slots, L)
     return at
