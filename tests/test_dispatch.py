@@ -61,3 +61,7 @@ def test_alignment_is_seen():
     assert not aligned(q, cache_of(FP8_DS_MLA), shifted)
     apart = PagedCache(torch.empty(2, 5, 660, dtype=torch.uint8)[..., :656], FP8_DS_MLA)
     assert not apart.aligned
+
+
+def test_a_cache_without_rows_is_left_to_kernels_that_read_none():
+    assert not PagedCache.allocate(FP8_DS_MLA, 0, 5).aligned

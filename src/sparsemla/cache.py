@@ -139,12 +139,13 @@ class PagedCache:
 
     @property
     def aligned(self) -> bool:
-        """Whether rows start at multiples of 16 bytes, as the widest copies of a GPU want them."""
+        """Whether there are rows, and all start at multiples of 16 bytes: what wide copies need."""
         fmt, data = self.format, self.data
         apart = data.stride()[:-1]
         if fmt.scales_in == "page":  # whose rows lie as the format says
             apart = (*data.stride()[:-2], fmt.fp8_dim + 2 * fmt.bf16_dim)
-        return data.data_ptr() % 16 == 0 and all(n * data.itemsize % 16 == 0 for n in apart)
+        starts = (data.data_ptr(), *(n * data.itemsize for n in apart))
+        return data.numel() > 0 and all(start % 16 == 0 for start in starts)
 
     def layer(self, layer_idx: int) -> PagedCache:
         """One layer of a cache that keeps several in a page; a view.

@@ -71,7 +71,7 @@ class Problem:
         num_heads: query or indexer heads, 0 where there are none.
         topk: width of the selection, 0 where there is none.
         extra_format: name of the second cache's format, or None without one.
-        aligned: whether rows of queries and caches start at multiples of 16 bytes.
+        aligned: whether queries and caches have rows, which start at multiples of 16 bytes.
     """
 
     op: str
@@ -108,7 +108,7 @@ def _refuse_off_hopper(problem: Problem) -> str | None:
     if problem.dtype != torch.bfloat16:
         return f"needs bfloat16 queries, got {problem.dtype}"
     if not problem.aligned:
-        return "needs rows of queries and caches that start at multiples of 16 bytes"
+        return "needs queries and caches with rows that start at multiples of 16 bytes"
     if problem.cache_format is not None:
         fmt = get_format(problem.cache_format)
         if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
