@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, ops
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8, PagedCache, e4m3_format, ops
 from sparsemla.bench import command, peers, report, run, timing, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
@@ -24,7 +24,13 @@ SMALL = [
     workloads.SparsePrefill(70, 300, 2, 512, 128, "overlapping"),
     workloads.SparseDecode(3, 2, 4, 200, 128),
     workloads.SparseDecode(3, 2, 4, 200, 128, "overlapping"),
+    workloads.CachedPrefill(5, 300, 4, 128),
+    workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()),
+    workloads.SparseDecode(3, 2, 4, 200, 128, format=BF16_576),
+    workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
+    workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.DenseDecode(3, 2, 4, 130),
+    workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA),
     workloads.IndexerScores(9, 40),
     workloads.IndexerScoresPaged(3, 2, 70),
     workloads.SelectTopk(5, 300, 32),
@@ -143,6 +149,30 @@ def test_each_op_passes_its_gate_and_gets_a_row_without_peers(workload, timer):
     assert (found.commit, found.date) == (STAMP.commit, STAMP.date)
 
 
+def test_work_of_a_decode_over_a_window_and_a_second_cache():
+    workload = workloads.WindowedDecode(128, 1, 64, 128, 128, extra_context=32768, extra_topk=512)
+    assert workload.flop == 2 * 128 * 64 * (128 + 512) * 1024 == 10737418240
+    small = workloads.WindowedDecode(3, 1, 4, 64, 64, extra_context=128, extra_topk=128)
+    # All rows of 584 bytes of both caches; per token 4 heads of 512 + 512 and an lse, 192 ids.
+    expected = 3 * (64 + 128) * 584 + 3 * (4 * 1024 * 2 + 4 * 4 + 192 * 4)
+    assert small.unique_bytes(small.build(CPU)) == expected
+
+
+@pytest.mark.parametrize(
+    ("workload", "name"),
+    [
+        (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
+        (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
+        (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),
+    ],
+)
+def test_a_row_for_another_way_to_do_the_same(workload, name, timer):
+    outcome = run.run_one(workload, [peers.Sparsemla()], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    (found,) = outcome.rows
+    assert found.peer == name
+
+
 def test_a_row_for_each_peer_with_the_ratio(timer):
     outcome = run.run_one(workloads.SelectTopk(5, 300, 32), [peers.Torch()], timer, CEILINGS, STAMP)
     (found,) = outcome.rows
@@ -216,7 +246,7 @@ def test_ceilings_are_measured_and_make_floors():
 def test_peers_that_are_absent_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     found, missing = peers.find_peers(tmp_path)
-    assert [peer.name for peer in found] == ["torch"]
+    assert [peer.name for peer in found] == ["torch", "sparsemla"]
     assert set(missing) == {"FlashMLA", "DeepGEMM", "vLLM", "TileLang"}
     assert missing["FlashMLA"] == "flash_mla is not installed"
     (tmp_path / "vllm-1.2.3.dist-info").mkdir()
@@ -245,24 +275,52 @@ class FlashMLALike:
         return out, torch.zeros_like(lse), lse
 
     def flash_mla_with_kvcache(
-        self, q, k_cache, table, lens, dims, schedule, splits, scale, causal, fp8=False, ids=None
+        self,
+        q,
+        k_cache,
+        table,
+        lens,
+        dims,
+        schedule,
+        splits,
+        scale,
+        causal,
+        fp8=False,
+        ids=None,
+        **more,
     ):
         assert (k_cache.shape[1:3], dims, splits) == ((64, 1), 512, None)
         if fp8:
             assert q.shape[2] in (64, 128)
-            cache = PagedCache(k_cache[:, :, 0], FP8_DS_MLA)
-            return ops.sparse_decode(q, cache, ids, softmax_scale=scale)
+            names = {
+                "topk_length": "topk_lengths",
+                "extra_k_cache": "extra_cache",
+                "extra_indices_in_kvcache": "extra_topk_indices",
+                "extra_topk_length": "extra_topk_lengths",
+            }
+            more = {names.get(name, name): value for name, value in more.items()}
+            if more:
+                assert len(more["attn_sink"]) == q.shape[2]
+                more["extra_cache"] = PagedCache(more["extra_cache"][:, :, 0], FP8_584)
+            cache = PagedCache(k_cache[:, :, 0], FP8_584 if more else FP8_DS_MLA)
+            return ops.sparse_decode(q, cache, ids, softmax_scale=scale, **more)
         cache = PagedCache(k_cache[:, :, 0], BF16_576)
         return ops.dense_decode(q, cache, table, lens, softmax_scale=scale, causal=causal)
 
 
-@pytest.mark.parametrize("workload", SMALL[:5], ids=lambda w: f"{w.op}-{w.label}")
+@pytest.mark.parametrize(
+    "workload",
+    [each for each in SMALL if peers.FlashMLA.supports(None, each) is None],
+    ids=lambda w: f"{w.op}-{w.label}",
+)
 def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     peer = object.__new__(peers.FlashMLA)
     peer.module = FlashMLALike()
     outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
     assert outcome.failures == outcome.refusals == {}
-    assert [found.peer for found in outcome.rows] == ["FlashMLA"]
+    gathered = isinstance(workload, workloads.CachedPrefill)
+    name = "FlashMLA after sparsemla's gather" if gathered else "FlashMLA"
+    assert [found.peer for found in outcome.rows] == [name]
     padded = isinstance(workload, workloads.SparseDecode)
     assert outcome.rows[0].note == ("heads padded to 64" if padded else "")
     assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None

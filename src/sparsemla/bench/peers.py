@@ -22,10 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsemla import ops
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import (
+    CHUNK_ROWS,
     INDEX_HEADS,
     PAGE_SIZE,
+    CachedPrefill,
     CacheWrite,
     DenseDecode,
     Gather,
@@ -36,10 +39,11 @@ from sparsemla.bench.workloads import (
     Side,
     SparseDecode,
     SparsePrefill,
+    WindowedDecode,
     Workload,
 )
 from sparsemla.cache import PagedCache
-from sparsemla.formats import FP8_DS_MLA
+from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA
 from sparsemla.testing.compare import Tolerance, assert_close
 
 CACHE_ROWS = Tolerance(cos=1e-3)
@@ -79,6 +83,40 @@ class Torch(Peer):
         return [_side("torch.topk", workload, inputs, run)]
 
 
+class Sparsemla(Peer):
+    """This package, doing the same another way: what a user may choose between."""
+
+    name = "sparsemla"
+
+    def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, CachedPrefill):
+            return None
+        quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
+        return None if quantised else "has one way only"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, CachedPrefill):
+            gather, rows, positions = _upconversion(inputs, theirs=False)
+            q, scale = inputs["q"], inputs["softmax_scale"]
+
+            def through() -> Results:
+                gather()
+                return ops.sparse_prefill(q, rows, positions, softmax_scale=scale)
+
+            return [_side("sparsemla through a workspace", workload, inputs, through)]
+        slots = torch.arange(inputs["cache"].num_slots, device=inputs["q"].device)
+        cache = PagedCache.allocate(
+            BF16_576, inputs["cache"].num_pages, PAGE_SIZE, device=slots.device
+        )
+        for some in slots.split(CHUNK_ROWS):
+            cache.write(some, inputs["cache"].read(some))
+
+        def dense() -> Results:
+            return ops.dense_decode(**inputs | {"cache": cache})
+
+        return [_side("sparsemla bfloat16", workload, inputs, dense)]
+
+
 class FlashMLA(Peer):
     """FlashMLA's sparse prefill, sparse FP8 decode and dense decode."""
 
@@ -96,9 +134,13 @@ class FlashMLA(Peer):
         self.module = _installed("flash_mla")
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, (SparsePrefill, SparseDecode)):
+        if isinstance(workload, (SparsePrefill, CachedPrefill, SparseDecode)):
+            if isinstance(workload, SparseDecode) and workload.format not in (FP8_DS_MLA, FP8_584):
+                return "decodes from caches of 656 and 584 bytes a token"
             return None if workload.topk % 128 == 0 else "takes a topk that is a multiple of 128"
-        return None if isinstance(workload, DenseDecode) else "has no such op"
+        if isinstance(workload, DenseDecode):
+            return None if workload.format is BF16_576 else "takes a bfloat16 cache"
+        return "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         q, scale = inputs["q"], inputs["softmax_scale"]
@@ -109,6 +151,17 @@ class FlashMLA(Peer):
                 return (self.module.flash_mla_sparse_fwd(q, kv, indices, scale)[0],)
 
             return [_side(self.name, workload, inputs, prefill)]
+        if isinstance(workload, CachedPrefill):
+            theirs = workload.format is FP8_DS_MLA and hasattr(torch.ops._C_cache_ops, VLLM.GATHER)
+            gather, rows, positions = _upconversion(inputs, theirs)
+
+            def after_gather() -> Results:
+                gather()
+                attend = self.module.flash_mla_sparse_fwd
+                return (attend(q, rows[:, None], positions[:, None], scale)[0],)
+
+            name = f"{self.name} after {'vLLM' if theirs else 'sparsemla'}'s gather"
+            return [_side(name, workload, inputs, after_gather)]
         cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
         if isinstance(workload, DenseDecode):
             table, lens = inputs["page_table"], inputs["seq_lens"]
@@ -121,12 +174,21 @@ class FlashMLA(Peer):
         heads = q.shape[2]
         padded = min(size for size in self.DECODE_HEADS if size >= heads)
         note = "" if padded == heads else f"heads padded to {padded}"
-        q = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
-        indices = inputs["topk_indices"]
+        pad = torch.nn.functional.pad
+        q = pad(q, (0, 0, 0, padded - heads)).contiguous()
+        indices, more = inputs["topk_indices"], {}
+        if isinstance(workload, WindowedDecode):
+            more = {
+                "attn_sink": pad(inputs["attn_sink"], (0, padded - heads)),
+                "topk_length": inputs["topk_lengths"],
+                "extra_k_cache": inputs["extra_cache"].data.unsqueeze(2),
+                "extra_indices_in_kvcache": inputs["extra_topk_indices"],
+                "extra_topk_length": inputs["extra_topk_lengths"],
+            }
 
         def sparse() -> Results:
             out, _ = self.module.flash_mla_with_kvcache(
-                q, cache, None, None, 512, schedule, None, scale, False, True, indices
+                q, cache, None, None, 512, schedule, None, scale, False, True, indices, **more
             )
             return (out[:, :, :heads],)
 
@@ -182,6 +244,7 @@ class VLLM(Peer):
     """vLLM's own top-k, cache write and gather kernels."""
 
     name = "vLLM"
+    GATHER: ClassVar[str] = "cp_gather_and_upconvert_fp8_kv_cache"
     WORKSPACE_BYTES: ClassVar[int] = 64 << 20
 
     def __init__(self, directories: list[Path]) -> None:
@@ -200,7 +263,7 @@ class VLLM(Peer):
             return self._topk(workload, inputs)
         if isinstance(workload, CacheWrite):
             return self._cache_write(workload, inputs)
-        gather = torch.ops._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache
+        gather = getattr(torch.ops._C_cache_ops, self.GATHER)
         starts, out = inputs["workspace_starts"], torch.empty_like(inputs["out"])
         cache, table = inputs["cache"].data, inputs["page_table"]
 
@@ -330,7 +393,7 @@ def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str
     vllm = importlib.util.find_spec("vllm")
     if vllm is not None and vllm.submodule_search_locations:
         directories.append(Path(vllm.submodule_search_locations[0]).parent)
-    found: list[Peer] = [Torch()]
+    found: list[Peer] = [Torch(), Sparsemla()]
     missing = {}
     for kind in PEERS:
         try:
@@ -383,6 +446,23 @@ def _side(
 ) -> Side:
     """A side that answers the workload's own question."""
     return Side(name, run, lambda got: workload.check(inputs, got), note=note)
+
+
+def _upconversion(inputs: Inputs, theirs: bool) -> tuple[Callable[[], object], Tensor, Tensor]:
+    """What fills a workspace with a request's rows, the workspace, and the selection in it."""
+    cache, table, positions = inputs["kv"], inputs["page_table"], inputs["positions"]
+    length, device = table.numel() * PAGE_SIZE, positions.device
+    rows = torch.empty(length, cache.format.head_dim, dtype=torch.bfloat16, device=device)
+    start = torch.zeros(1, dtype=torch.int32, device=device)
+    lens = torch.full_like(start, length)
+    if theirs:
+        gather = getattr(torch.ops._C_cache_ops, VLLM.GATHER)
+        return lambda: gather(cache.data, rows, table, start, 1, None), rows, positions
+    return (
+        lambda: ops.gather_dequant(cache, table, lens, workspace_starts=start, out=rows),
+        rows,
+        positions,
+    )
 
 
 def _first(root: Path, pattern: str) -> Path | None:

@@ -20,7 +20,15 @@ from torch import Tensor
 from sparsemla import ops, reference
 from sparsemla.bench.timing import Results
 from sparsemla.cache import PagedCache
-from sparsemla.formats import BF16_576, FP8_DS_MLA, INDEX_FP8, CacheFormat, to_fp8
+from sparsemla.formats import (
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    CacheFormat,
+    e4m3_format,
+    to_fp8,
+)
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
@@ -45,6 +53,8 @@ RUN = 64
 """Tokens whose selections overlap."""
 CHUNK_ROWS = 1 << 18
 """Cache rows that are made at a time."""
+PER_REQUEST = ("q", "topk_", "extra_topk_")
+"""How the inputs of a decode begin that have a row for each request."""
 CHUNK_DRAWS = 1 << 26
 """Random numbers that exist at a time while selections are drawn."""
 
@@ -89,8 +99,14 @@ class Workload(ABC):
         }
 
     @property
+    def variant(self) -> str:
+        """What the case is besides its shape, in words; empty for the op's common form."""
+        return ""
+
+    @property
     def case(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.shape.items())
+        words = [f"{name} {value}" for name, value in self.shape.items()]
+        return ", ".join([*words, self.variant] if self.variant else words)
 
     @property
     @abstractmethod
@@ -144,17 +160,12 @@ class SparsePrefill(Workload):
 
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
-        q = torch.randn(
-            self.tokens,
-            self.heads,
-            self.head_dim,
-            generator=draw,
-            device=device,
-            dtype=torch.bfloat16,
-        )
-        kv = _rows(draw, self.context, self.head_dim)
-        indices = _select(draw, self.tokens, self.context, self.topk, self.selection)
-        return {"q": q / 10, "kv": kv, "topk_indices": indices, "softmax_scale": self.scale}
+        return {
+            "q": _queries(draw, self.tokens, self.heads, self.head_dim),
+            "kv": _rows(draw, self.context, self.head_dim),
+            "topk_indices": _select(draw, self.tokens, self.context, self.topk, self.selection),
+            "softmax_scale": self.scale,
+        }
 
     @property
     def scale(self) -> float:
@@ -179,8 +190,63 @@ class SparsePrefill(Workload):
 
 
 @dataclass(frozen=True)
+class CachedPrefill(Workload):
+    """A chunk of one request's tokens over its paged cache; the selection lies as slots."""
+
+    tokens: int
+    context: int
+    heads: int
+    topk: int
+    format: CacheFormat = FP8_DS_MLA
+    op: ClassVar[str] = "sparse_prefill"
+
+    @property
+    def label(self) -> str:
+        return "random"
+
+    @property
+    def variant(self) -> str:
+        return f"{self.format.name} cache"
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.topk * (576 + 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        cache, table = _paged(draw, self.format, 1, self.context)
+        positions = _select(draw, self.tokens, self.context, self.topk, "random")
+        requests = torch.zeros(self.tokens, dtype=torch.int32, device=device)
+        return {
+            "q": _queries(draw, self.tokens, self.heads, 576),
+            "kv": cache,
+            "topk_indices": ops.to_slots(positions, table, requests, page_size=PAGE_SIZE),
+            "softmax_scale": 192**-0.5,
+            "positions": positions,
+            "page_table": table,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = 2 * self.heads * (576 + 512) + 4 * self.heads + 4 * self.topk
+        return rows * self.format.bytes_per_token + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**_without(inputs, "positions", "page_table"))
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["q"].device)
+        arguments = _without(inputs, "positions", "page_table")
+        arguments |= {name: inputs[name][some] for name in ("q", "topk_indices")}
+        out, lse, _ = reference.sparse_prefill(**arguments)
+        _check_attention(
+            results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
+        )
+
+
+@dataclass(frozen=True)
 class SparseDecode(Workload):
-    """A few tokens for each request over the 656-byte cache."""
+    """A few tokens for each request over a cache, that of 656 bytes a token if none is named."""
 
     batch: int
     query_len: int
@@ -188,6 +254,7 @@ class SparseDecode(Workload):
     context: int
     topk: int
     selection: Selection = "random"
+    format: CacheFormat = FP8_DS_MLA
     op: ClassVar[str] = "sparse_decode"
 
     @property
@@ -195,59 +262,110 @@ class SparseDecode(Workload):
         return self.selection
 
     @property
+    def variant(self) -> str:
+        return "" if self.format is FP8_DS_MLA else f"{self.format.name} cache"
+
+    @property
     def flop(self) -> float:
-        return 2.0 * self.batch * self.query_len * self.heads * self.topk * (576 + 512)
+        return self._flop(self.topk)
+
+    def _flop(self, width: int) -> float:
+        dims = self.format.head_dim + self.format.value_dim
+        return 2.0 * self.batch * self.query_len * self.heads * width * dims
 
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
-        cache, table = _paged(draw, FP8_DS_MLA, self.batch, self.context)
-        q = torch.randn(
-            self.batch,
-            self.query_len,
-            self.heads,
-            576,
-            generator=draw,
-            device=device,
-            dtype=torch.bfloat16,
-        )
-        # Tokens of a request are neighbours; tokens of two requests share nothing.
-        positions = _select(
-            draw, self.batch * self.query_len, self.context, self.topk, self.selection
-        )
-        requests = torch.arange(self.batch, device=device).repeat_interleave(self.query_len)
-        slots = ops.to_slots(positions, table, requests, page_size=PAGE_SIZE)
+        cache, slots = self._selected(draw, self.context, self.topk)
+        head_dim = self.format.head_dim
         return {
-            "q": q / 10,
+            "q": _queries(draw, self.batch, self.query_len, self.heads, head_dim),
             "cache": cache,
-            "topk_indices": slots.view(self.batch, self.query_len, self.topk),
-            "softmax_scale": 192**-0.5,
+            "topk_indices": slots,
+            "softmax_scale": 192**-0.5 if head_dim == 576 else head_dim**-0.5,
         }
+
+    def _selected(
+        self, draw: torch.Generator, context: int, topk: int
+    ) -> tuple[PagedCache, Tensor]:
+        """A cache, and the slots ``[B, S, topk]`` that are selected in it."""
+        cache, table = _paged(draw, self.format, self.batch, context)
+        # Tokens of a request are neighbours; tokens of two requests share nothing.
+        positions = _select(draw, self.batch * self.query_len, context, topk, self.selection)
+        requests = torch.arange(self.batch, device=draw.device).repeat_interleave(self.query_len)
+        slots = ops.to_slots(positions, table, requests, page_size=PAGE_SIZE)
+        return cache, slots.view(self.batch, self.query_len, topk)
 
     def unique_bytes(self, inputs: Inputs) -> int:
         rows = inputs["topk_indices"].unique().numel()
-        per_token = 2 * self.heads * (576 + 512) + 4 * self.heads + 4 * self.topk
+        dims = self.format.head_dim + self.format.value_dim
+        per_token = 2 * self.heads * dims + 4 * self.heads + 4 * self.topk
         num_tokens = self.batch * self.query_len
-        return rows * FP8_DS_MLA.bytes_per_token + num_tokens * per_token
+        return rows * self.format.bytes_per_token + num_tokens * per_token
 
     def run(self, inputs: Inputs) -> Results:
         return ops.sparse_decode(**inputs)
 
     def check(self, inputs: Inputs, results: Results) -> None:
         some = _some(self.batch, 8, inputs["q"].device)
-        arguments = inputs | {name: inputs[name][some] for name in ("q", "topk_indices")}
+        per_request = [name for name in inputs if name.startswith(PER_REQUEST)]
+        arguments = inputs | {name: inputs[name][some] for name in per_request}
         expected = reference.sparse_decode(**arguments)
         _check_attention(results, some, expected, (SPARSE_DECODE_OUT, DECODE_LSE), self.op)
 
 
 @dataclass(frozen=True)
+class WindowedDecode(SparseDecode):
+    """DeepSeek-V4: a window of ``context`` tokens, selected whole, and a second, compressed cache.
+
+    Both hold 584 bytes a token; there is a sink for each head, and a length for each selection.
+    """
+
+    format: CacheFormat = FP8_584
+    extra_context: int = 0
+    extra_topk: int = 0
+
+    @property
+    def variant(self) -> str:
+        return f"{self.format.name} caches, sink, lengths"
+
+    @property
+    def flop(self) -> float:
+        return self._flop(self.topk + self.extra_topk)
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs = super().build(device)
+        draw = _generator(device)
+        cache, slots = self._selected(draw, self.extra_context, self.extra_topk)
+        full = torch.full((self.batch,), self.topk, dtype=torch.int32, device=device)
+        return inputs | {
+            "attn_sink": torch.randn(self.heads, generator=draw, device=device),
+            "topk_lengths": full,
+            "extra_cache": cache,
+            "extra_topk_indices": slots,
+            "extra_topk_lengths": torch.full_like(full, self.extra_topk),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["extra_topk_indices"].unique().numel()
+        num_tokens = self.batch * self.query_len
+        extra = rows * self.format.bytes_per_token + 4 * num_tokens * self.extra_topk
+        return super().unique_bytes(inputs) + extra
+
+
+@dataclass(frozen=True)
 class DenseDecode(Workload):
-    """A few tokens for each request over all of a bfloat16 cache."""
+    """A few tokens for each request over all of a cache, bfloat16 if none is named."""
 
     batch: int
     query_len: int
     heads: int
     context: int
+    format: CacheFormat = BF16_576
     op: ClassVar[str] = "dense_decode"
+
+    @property
+    def variant(self) -> str:
+        return "" if self.format is BF16_576 else f"{self.format.name} cache"
 
     @property
     def flop(self) -> float:
@@ -255,19 +373,10 @@ class DenseDecode(Workload):
 
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
-        cache, table = _paged(draw, BF16_576, self.batch, self.context)
-        q = torch.randn(
-            self.batch,
-            self.query_len,
-            self.heads,
-            576,
-            generator=draw,
-            device=device,
-            dtype=torch.bfloat16,
-        )
+        cache, table = _paged(draw, self.format, self.batch, self.context)
         lens = torch.full((self.batch,), self.context, dtype=torch.int32, device=device)
         return {
-            "q": q / 10,
+            "q": _queries(draw, self.batch, self.query_len, self.heads, 576),
             "cache": cache,
             "page_table": table,
             "seq_lens": lens,
@@ -277,7 +386,7 @@ class DenseDecode(Workload):
     def unique_bytes(self, inputs: Inputs) -> int:
         per_token = 2 * self.heads * (576 + 512) + 4 * self.heads
         return (
-            self.batch * self.context * BF16_576.bytes_per_token
+            self.batch * self.context * self.format.bytes_per_token
             + self.batch * self.query_len * per_token
         )
 
@@ -568,10 +677,26 @@ def all_workloads() -> list[Workload]:
     return [
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
+        *(
+            CachedPrefill(tokens, context, 128, 2048)
+            for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))
+        ),
+        CachedPrefill(4096, 32768, 128, 2048, e4m3_format()),
         *(SparseDecode(*shape) for shape in decode),
         # One token of a request has no neighbour to share with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
+        *(
+            SparseDecode(128, 1, heads, 32768, 2048, format=fmt)
+            for fmt in (BF16_576, e4m3_format())
+            for heads in (128, 16)
+        ),
+        *(
+            WindowedDecode(128, 1, heads, 128, 128, extra_context=32768, extra_topk=topk)
+            for heads in (128, 64)
+            for topk in (512, 1024)
+        ),
         *(DenseDecode(*shape) for shape in dense),
+        *(DenseDecode(128, 1, heads, 8192, FP8_DS_MLA) for heads in (128, 16)),
         *(IndexerScores(*shape) for shape in ragged),
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
@@ -583,6 +708,10 @@ def all_workloads() -> list[Workload]:
 def _generator(device: torch.device) -> torch.Generator:
     """A source of its own: the default one is bound to whatever graph is being captured."""
     return torch.Generator(device).manual_seed(0)
+
+
+def _queries(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw, device=draw.device, dtype=torch.bfloat16) / 10
 
 
 def _rows(draw: torch.Generator, num_rows: int, dims: int) -> Tensor:
@@ -640,6 +769,10 @@ def _some(num_rows: int, count: int, device: torch.device) -> Tensor:
     """Up to ``count`` rows from the first to the last."""
     steps = torch.linspace(0, num_rows - 1, min(count, num_rows), device=device)
     return steps.long()
+
+
+def _without(inputs: Inputs, *names: str) -> Inputs:
+    return {name: value for name, value in inputs.items() if name not in names}
 
 
 def _present(tensor: Tensor | None) -> Tensor:
