@@ -103,6 +103,14 @@ def test_pages_may_lie_apart():
         assert (between == 0xFF).all()
 
 
+def test_pages_need_no_padding():
+    memory = torch.zeros(4, 6, FP8_584.row_width, dtype=torch.uint8)
+    cache = PagedCache(memory, FP8_584)
+    rows = Draw(3).normal(24, FP8_584.head_dim)
+    cache.write(torch.arange(24), rows)
+    assert_equal("rows", cache.read(torch.arange(24)), restored(FP8_584, rows))
+
+
 def test_rows_of_a_contiguous_format_may_lie_apart():
     memory = torch.zeros(3, 4, 800, dtype=torch.uint8)
     cache = PagedCache(memory[..., :656], FP8_DS_MLA)
@@ -206,7 +214,14 @@ def bytes_of(*shape):
             ValueError,
             "contiguous in its last",
         ),
-        (lambda: PagedCache(bytes_of(2, 64, 584), FP8_584), ValueError, "page stride of at least"),
+        (
+            lambda: PagedCache(
+                bytes_of(2 * 65 * 576).view(-1, 576).as_strided((2, 64, 584), (37375, 584, 1)),
+                FP8_584,
+            ),
+            ValueError,
+            "page stride of at least 37376 bytes",
+        ),
         (
             lambda: PagedCache(bytes_of(2, 4, 658)[..., :656], FP8_DS_MLA),
             ValueError,

@@ -115,6 +115,13 @@ def test_paged(device, own_lengths, query_len, num_heads, page_size):
         assert_close("logits", logits, expected, INDEXER_SCORES)
 
 
+def test_paged_is_compiled_whole(device):
+    torch._dynamo.reset()
+    arguments = paged_arguments(indexer_scores_paged_case(Draw(0, device), query_len=2))
+    score = torch.compile(deep_gemm.fp8_paged_mqa_logits, fullgraph=True, backend="aot_eager")
+    assert torch.equal(score(**arguments), deep_gemm.fp8_paged_mqa_logits(**arguments))
+
+
 def test_rows_of_one_request_may_be_told_by_indices(device):
     case = indexer_scores_paged_case(Draw(5, device), own_lengths=True)
     arguments = paged_arguments(case)

@@ -108,6 +108,32 @@ def test_sparse_decode_over_two_caches(device):
     check_sparse(case)
 
 
+def test_pages_of_584_bytes_a_row_need_no_padding(device):
+    case = sparse_decode_case(Draw(1, device), format=FP8_584, page_size=60)
+    arguments = sparse_arguments(case)
+    expected = flash_mla.flash_mla_with_kvcache(**arguments)
+    pages = case["cache"].data
+    arguments["k_cache"] = pages.contiguous().unsqueeze(2)
+    assert arguments["k_cache"].stride(0) < pages.stride(0)
+    for got, wanted in zip(flash_mla.flash_mla_with_kvcache(**arguments), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda f: f.name)
+def test_sparse_decode_is_compiled_whole(device, fmt):
+    torch._dynamo.reset()
+    decode = torch.compile(flash_mla.flash_mla_with_kvcache, fullgraph=True, backend="aot_eager")
+    for batch in (2, 3, 5):  # the second call already makes a graph for any
+        extra = (fmt, 90, 17, 2) if fmt is FP8_584 else None
+        case = sparse_decode_case(
+            Draw(1, device), batch=batch, format=fmt, with_lengths=True, extra=extra
+        )
+        arguments = sparse_arguments(case)
+        expected = flash_mla.flash_mla_with_kvcache(**arguments)
+        for got, wanted in zip(decode(**arguments), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def test_rows_without_a_key(device):
     case = sparse_decode_case(Draw(2, device), format=FP8_DS_MLA, with_sink=True)
     case["topk_indices"][1] = torch.iinfo(torch.int32).min
@@ -346,8 +372,12 @@ REFUSED_SPARSE = {
         {"k_cache": torch.zeros(4, 128, 1, 584, dtype=torch.uint8)[:, ::2]},
         "k_cache must have rows that stand 584 bytes apart",
     ),
-    "pages without their padding": (
-        {"k_cache": torch.zeros(4, 64, 1, 584, dtype=torch.uint8)},
+    "pages that overlap": (
+        {
+            "k_cache": torch.zeros(40000, dtype=torch.uint8).as_strided(
+                (2, 64, 1, 584), (64, 584, 584, 1)
+            )
+        },
         "k_cache: data must have a page stride",
     ),
     "out of another shape": ({"out": torch.zeros(3, 1, 2, 448).bfloat16()}, "out must"),

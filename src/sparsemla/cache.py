@@ -75,7 +75,7 @@ class PagedCache:
         fmt, data = self.format, self.data
         page_stride = data.stride(0)
         if fmt.scales_in == "page":
-            needed = fmt.page_bytes(data.shape[-2])
+            needed = data.shape[-2] * fmt.row_width  # padding behind a page is never looked at
             if data.shape[0] > 1 and page_stride < needed:
                 raise ValueError(
                     f"data must have a page stride of at least {needed} bytes for format "
@@ -87,10 +87,12 @@ class PagedCache:
                 fmt.scale_dtype.itemsize if fmt.bf16_dim == 0 else max(2, fmt.scale_dtype.itemsize)
             )
             strides = data.stride()[:-2] if fmt.scales_in == "page" else data.stride()[:-1]
-            if any(s % unit for s in (*strides, data.storage_offset())):
+            # Dynamo cannot ask for an offset; in compiled code the views themselves refuse it.
+            offset = 0 if torch.compiler.is_compiling() else data.storage_offset()
+            if any(s % unit for s in (*strides, offset)):
                 raise ValueError(
                     f"data must have strides and an offset that are multiples of {unit} bytes for "
-                    f"format {fmt.name}, got {data.stride()} at {data.storage_offset()}"
+                    f"format {fmt.name}, got {data.stride()} at {offset}"
                 )
 
     @classmethod
