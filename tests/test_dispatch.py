@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
+from sparsemla import (
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    PagedCache,
+    dispatch,
+    e4m3_format,
+    prefill_workspace_rows,
+)
 from sparsemla.dispatch import Problem, explain
 from sparsemla.formats import bf16_format
 from sparsemla.ops._library import aligned
@@ -38,6 +46,47 @@ def test_hopper_refuses(change, reason):
     explained = explain(dataclasses.replace(HOPPER, **change))
     assert explained.chosen == "triton"
     assert reason in dict(explained.refusals)["sm90"]
+
+
+def workspace_rows(monkeypatch, query_lens, seq_lens, num_heads=128, fmt=FP8_DS_MLA, **options):
+    problem = dataclasses.replace(
+        HOPPER, op="sparse_prefill", cache_format=fmt.name, num_heads=num_heads
+    )
+    monkeypatch.setattr(dispatch, "problem_of", lambda *args, **kwargs: problem)
+    return prefill_workspace_rows(
+        query_lens, seq_lens, cache_format=fmt, num_heads=num_heads, topk=2048, **options
+    )
+
+
+def test_long_chunks_are_converted_first(monkeypatch):
+    assert workspace_rows(monkeypatch, [4096], [32768]) == 32768
+    assert workspace_rows(monkeypatch, [64], [131072]) is None
+    assert workspace_rows(monkeypatch, [64, 192], [1000, 130000]) == 131000
+    # Fewer heads do less with a row; short requests select fewer keys than topk.
+    assert workspace_rows(monkeypatch, [256], [131072], num_heads=16) is None
+    assert workspace_rows(monkeypatch, [2], [100]) == 100
+    assert workspace_rows(monkeypatch, [1], [100]) is None
+
+
+def test_nothing_is_converted_that_needs_no_conversion(monkeypatch):
+    assert workspace_rows(monkeypatch, [4096], [32768], fmt=BF16_576) is None
+    assert workspace_rows(monkeypatch, [], []) is None
+    assert workspace_rows(monkeypatch, [0], [500]) is None
+
+
+def test_a_workspace_holds_at_least_one_request(monkeypatch):
+    lens = [4096] * 4, [32768] * 4
+    assert workspace_rows(monkeypatch, *lens) == 131072
+    assert workspace_rows(monkeypatch, *lens, max_rows=70000) == 70000
+    assert workspace_rows(monkeypatch, *lens, max_rows=1000) == 32768
+    with pytest.raises(ValueError, match="one length for each of 1 requests, got 2"):
+        workspace_rows(monkeypatch, [1], [1, 2])
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_what_was_not_measured_is_read_in_place(capability):
+    problem = dataclasses.replace(HOPPER, op="sparse_prefill", capability=capability)
+    assert not dispatch.converts_first(problem, 1 << 30, 1)
 
 
 def test_hopper_takes_an_extra_cache():

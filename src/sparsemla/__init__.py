@@ -38,6 +38,7 @@ from sparsemla.ops import (
     to_slots,
 )
 from sparsemla.ops.decode import decode_workspace_size
+from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -100,6 +101,7 @@ __all__ = [
     "mla_softmax_scale",
     "plan_batch",
     "prefill_branch",
+    "prefill_workspace_rows",
     "prepare_index_queries",
     "project_heads",
     "rope_frequencies",

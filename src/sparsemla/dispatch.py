@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -134,6 +135,33 @@ TIERS: tuple[Tier, ...] = (
 )
 
 
+WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
+    "sm90": ((32, 0.08), (math.inf, 0.5)),
+}
+"""By tier, and up to how many heads: the rows of a quantised cache that may be converted for each key
+that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all the
+same. Measured on an H200, see docs/performance.md; a tier that is not here was not measured."""
+
+
+def converts_first(problem: Problem, num_keys: int, num_rows: int) -> bool:
+    """Whether ``sparse_prefill`` is faster after its caller has upconverted the cache's rows.
+
+    Args:
+        problem: of ``sparse_prefill``.
+        num_keys: keys that are selected, of all tokens together.
+        num_rows: rows that would be converted.
+
+    >>> hopper = Problem("sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=128)
+    >>> [converts_first(hopper, tokens * 2048, 131072) for tokens in (64, 256)]
+    [False, True]
+    """
+    if problem.cache_format is None or not get_format(problem.cache_format).fp8_dim:
+        return False
+    limits = WORTH_CONVERTING.get(explain(problem).chosen or "", ())
+    per_key = next((rows for heads, rows in limits if problem.num_heads <= heads), 0.0)
+    return 0 < num_rows <= per_key * num_keys
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The tiers of an op in order of preference, each with its refusal or None."""
@@ -230,21 +258,24 @@ def find(
 ) -> Launch:
     """The implementation of ``op`` for tensors like ``lead``, the op's first."""
     return select(
-        _problem(op, lead.device, lead.dtype, cache_format, num_heads, topk, extra_format, aligned)
+        problem_of(
+            op, lead.device, lead.dtype, cache_format, num_heads, topk, extra_format, aligned
+        )
     )
 
 
 @functools.cache
-def _problem(
+def problem_of(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
-    cache_format: str | None,
-    num_heads: int,
-    topk: int,
-    extra_format: str | None,
-    aligned: bool,
+    cache_format: str | None = None,
+    num_heads: int = 0,
+    topk: int = 0,
+    extra_format: str | None = None,
+    aligned: bool = True,
 ) -> Problem:
+    """The problem on a device, whose capability is looked up."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return Problem(
         op,

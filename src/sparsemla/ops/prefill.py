@@ -1,11 +1,14 @@
 """Prefill attention: many query tokens at once, sparse over a latent cache or dense over heads."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.formats import CacheFormat
 from sparsemla.ops._library import aligned, join, operator, parts
 
 
@@ -123,6 +126,64 @@ def _sparse_prefill(
         lse=lse,
         max_logits=max_logits,
     )
+
+
+def prefill_workspace_rows(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    cache_format: CacheFormat,
+    num_heads: int,
+    topk: int,
+    max_rows: int = 1 << 18,
+    device: torch.device | str | None = None,
+) -> int | None:
+    """Rows of a bfloat16 workspace that :func:`sparse_prefill` is faster with, or None.
+
+    A row of a quantised cache is converted anew by each token that selects it. Many tokens finish
+    earlier if :func:`gather_dequant` converts the contexts of their requests once, and attention
+    reads the workspace; a few tokens of long requests do where the cache is read in place. Which of
+    the two is known from measurements, not from the device: see :mod:`sparsemla.dispatch`. The
+    answer is ``workspace_rows`` of :func:`plan_batch`, whose chunks then fit; a workspace takes
+    ``2 * head_dim`` bytes a row, and all layers share it.
+
+    Args:
+        query_lens: ``[P]`` host integers, new tokens of each prefill.
+        seq_lens: ``[P]`` host integers, context and new tokens.
+        cache_format: of the cache.
+        num_heads: query heads of this rank.
+        topk: most keys that a token selects.
+        max_rows: of the workspace, unless one request alone needs more.
+        device: where the op will run; default the current CUDA device, or the CPU without one.
+
+    Raises:
+        ValueError: query_lens and seq_lens are of different lengths.
+
+    >>> from sparsemla import BF16_576
+    >>> lens = {"query_lens": [4096], "seq_lens": [32768]}
+    >>> prefill_workspace_rows(**lens, cache_format=BF16_576, num_heads=128, topk=2048)
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if len(query_lens) != len(seq_lens):
+        raise ValueError(
+            f"prefill_workspace_rows: seq_lens must have one length for each of {len(query_lens)} "
+            f"requests, got {len(seq_lens)}"
+        )
+    pairs = [(int(m), int(n)) for m, n in zip(query_lens, seq_lens, strict=True) if m > 0]
+    num_rows = sum(n for _, n in pairs)
+    problem = dispatch.problem_of(
+        "sparse_prefill",
+        torch.device(device),
+        torch.bfloat16,
+        cache_format=cache_format.name,
+        num_heads=num_heads,
+        topk=topk,
+    )
+    num_keys = sum(m * min(n, topk) for m, n in pairs)
+    if not dispatch.converts_first(problem, num_keys, num_rows):
+        return None
+    return max(min(num_rows, max_rows), *(n for _, n in pairs))
 
 
 def dense_prefill(
