@@ -138,9 +138,9 @@ TIERS: tuple[Tier, ...] = (
 WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
     "sm90": ((32, 0.08), (math.inf, 0.5)),
 }
-"""By tier, and up to how many heads: the rows of a quantised cache that may be converted for each key
-that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all the
-same. Measured on an H200, see docs/performance.md; a tier that is not here was not measured."""
+"""By tier, and up to how many heads: the rows of a quantised cache that may be converted for each
+key that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all
+the same. Measured on an H200, see docs/performance.md; other tiers were not measured."""
 
 
 def converts_first(problem: Problem, num_keys: int, num_rows: int) -> bool:
