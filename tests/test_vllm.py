@@ -233,7 +233,12 @@ def overridden():
     return pairs
 
 
-HANDED_ON = {"IdleIndexerOp.__init__", "SparseMLAWrapper.__init__", "IndexerMetadata.__init__"}
+HANDED_ON = {
+    "IdleIndexerOp.__init__",
+    "IndexerMetadata.__init__",
+    "SparseMLAMetadata.__init__",
+    "SparseMLAWrapper.__init__",
+}
 OVERRIDDEN = {name: pair for name, pair in overridden().items() if name not in HANDED_ON}
 
 
@@ -491,6 +496,24 @@ def test_decodes_and_prefills_in_one_batch(config, num_heads, dtype):
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 128])
 def test_decodes(config, num_heads, dtype):
     check_layer(config, Batch(Draw(0), [1, 1, 1], [1, 65, 300]), num_heads, dtype)
+
+
+@pytest.mark.parametrize("batch", [MIXED, {"query_lens": [7, 5], "seq_lens": [7, 100]}], ids=str)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_contexts_of_prefills_may_be_converted_first(config, monkeypatch, batch, pieces):
+    lens = [n for q, n in zip(batch["query_lens"], batch["seq_lens"], strict=True) if q > 1]
+    num_rows = sum(lens) if pieces == 1 else max(lens)
+    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: num_rows)
+    common = Batch(Draw(0), **batch).common()
+    assert len(builder(config, "fp8_ds_mla").build(0, common).conversions) == pieces
+    check_layer(config, Batch(Draw(0), **batch), 16, "fp8_ds_mla")
+    out, _ = check_layer(config, Batch(Draw(0), **batch, padded_tokens=3), 16, "fp8_ds_mla")
+    assert (out[-3:] == 0).all()
+
+
+def test_nothing_is_converted_where_nothing_was_measured(config):
+    metadata = builder(config, "fp8_ds_mla").build(0, Batch(Draw(0), **MIXED).common())
+    assert metadata.conversions == ()
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])

@@ -2,13 +2,15 @@
 
 vLLM's common classes build the metadata, convert the indexer's choice into rows of the cache and
 run short prompts as dense attention. What is left is attention over the chosen rows, for decodes
-and prefills, from a bfloat16 or an ``fp8_ds_mla`` cache where it lies.
+and prefills, from a bfloat16 or an ``fp8_ds_mla`` cache where it lies. Long prefills over the
+latter are the exception: where that is faster, their contexts are converted to bfloat16 first.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionLayer,
+    CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
@@ -35,8 +38,12 @@ from sparsemla import (
     FP8_DS_MLA,
     PagedCache,
     decode_workspace_size,
+    gather_dequant,
+    prefill_workspace_rows,
     sparse_decode,
     sparse_prefill,
+    split_prefill_chunks,
+    to_slots,
 )
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
@@ -130,14 +137,46 @@ def _refuse_model(config: VllmConfig) -> str | None:
     return None
 
 
-class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
+@dataclass
+class Conversion:
+    """Prefills whose contexts are converted to bfloat16 rows together.
+
+    Attributes:
+        tokens: the query tokens, numbered in the batch.
+        request_ids: int32, request of each token, counted from the first of these.
+        block_table: int32 ``[n, W]``.
+        seq_lens: int32 ``[n]``.
+        starts: int32 ``[n]``, the first row of each request in the workspace.
+        num_rows: of the workspace.
+    """
+
+    tokens: slice
+    request_ids: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+    num_rows: int
+
+
+@dataclass(kw_only=True)
+class SparseMLAMetadata(SparseMLACommonMetadata):
+    """vLLM's common metadata, and what is converted.
+
+    Attributes:
+        conversions: all prefills of the batch, or none if the cache is better read in place.
+    """
+
+    conversions: tuple[Conversion, ...] = ()
+
+
+class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]):
     """vLLM's common metadata; decodes may have several tokens, as in speculative decoding.
 
     Each query token selects its own keys, so decodes need not be of one length, and the metadata
-    holds nothing that a captured graph could not read again.
+    of decodes holds nothing that a captured graph could not read again.
     """
 
-    metadata_cls = SparseMLACommonMetadata
+    metadata_cls = SparseMLAMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
@@ -152,8 +191,57 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMet
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+        quantised = kv_cache_spec.cache_dtype_str == FP8_DS_MLA.name
+        self.format = FP8_DS_MLA if quantised else BF16_576
 
-    def update_draft_decode_metadata(self, metadata: SparseMLACommonMetadata) -> None:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMLAMetadata:
+        """The metadata of one step."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if metadata.num_prefills and self.dcp_world_size == 1:
+            metadata.conversions = self._conversions(metadata, common_attn_metadata)
+        return metadata
+
+    def _conversions(
+        self, metadata: SparseMLAMetadata, common: CommonAttentionMetadata
+    ) -> tuple[Conversion, ...]:
+        prefills = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
+        offsets = common.query_start_loc_cpu[prefills.start : prefills.stop + 1]
+        lens = cast(Tensor, common.seq_lens_cpu_upper_bound)[prefills]
+        config = self.vllm_config
+        num_rows = prefill_workspace_rows(
+            offsets.diff().tolist(),
+            lens.tolist(),
+            cache_format=self.format,
+            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            topk=self.topk_tokens,
+            max_rows=config.model_config.max_model_len,
+            device=self.device,
+        )
+        if num_rows is None:
+            return ()
+        found = []
+        for begin, end in split_prefill_chunks(lens, num_rows):
+            requests = slice(prefills.start + begin, prefills.start + end)
+            tokens = slice(int(offsets[begin]), int(offsets[end]))
+            ends = lens[begin:end].cumsum(0)
+            found.append(
+                Conversion(
+                    tokens,
+                    metadata.req_id_per_token[tokens] - requests.start,
+                    common.block_table_tensor[requests],
+                    common.seq_lens[requests],
+                    (ends - lens[begin:end]).int().to(self.device, non_blocking=True),
+                    int(ends[-1]),
+                )
+            )
+        return tuple(found)
+
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
         """Renew the one tensor that is not the model runner's own; runs inside its graphs."""
         tokens = metadata.num_decode_tokens
         if tokens:
@@ -162,7 +250,7 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMet
             )
 
 
-class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
+class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     """Attention of one layer over the rows that the indexer chose, for any number of heads.
 
     The lse, which context parallelism joins results by, is a natural logarithm; a token without a
@@ -245,7 +333,30 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         self.workspace_bytes = _workspace_bytes(
             chosen.shape[0], num_heads * self.dcp_world_size, chosen.device
         )
-        self._workspace()  # vLLM's workspace grows now, before graphs remember where it is
+        # vLLM's workspace grows now, before graphs remember where it is.
+        self._workspace()
+        config = get_current_vllm_config_or_none()
+        if config is not None and self.dcp_world_size == 1:
+            self._reserve(config)
+
+    def _reserve(self, config: VllmConfig) -> None:
+        """Room for the longest context, if prefills are ever converted."""
+        tokens = [config.scheduler_config.max_num_batched_tokens]
+        rows = prefill_workspace_rows(
+            tokens,
+            tokens,
+            cache_format=self.format,
+            num_heads=self.num_heads,
+            topk=config.model_config.hf_text_config.index_topk,
+            device=self.topk_indices_buffer.device,
+        )
+        if rows is not None:
+            self._converted(config.model_config.max_model_len)
+
+    def _converted(self, num_rows: int) -> Tensor:
+        """bfloat16 rows in the workspace that all layers share."""
+        spec = ((num_rows, self.format.head_dim), torch.bfloat16)
+        return current_workspace_manager().get_simultaneous(spec)[0]
 
     def _workspace(self) -> Tensor | None:
         """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share."""
@@ -253,6 +364,55 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             return None
         spec = ((self.workspace_bytes,), torch.uint8)
         return current_workspace_manager().get_simultaneous(spec)[0]
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a batch; prefills over converted rows if the step says so."""
+        conversions = attn_metadata.conversions
+        if not conversions:
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        out = q.new_empty(*q.shape[:2], self.format.value_dim)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out[conversions[-1].tokens.stop :] = 0  # padding
+        lse[conversions[-1].tokens.stop :] = -torch.inf
+        decodes = slice(conversions[0].tokens.start)
+        if decodes.stop:
+            out[decodes], lse[decodes] = super().forward_mqa(
+                q[decodes], kv_c_and_k_pe_cache, attn_metadata, layer
+            )
+        cache = PagedCache(kv_c_and_k_pe_cache, self.format)
+        for each in conversions:
+            rows = gather_dequant(
+                cache,
+                each.block_table,
+                each.seq_lens,
+                each.starts,
+                out=self._converted(each.num_rows),
+            )
+            indices = to_slots(
+                self.topk_indices_buffer[each.tokens],
+                each.block_table,
+                each.request_ids,
+                page_size=cache.page_size,
+                workspace_starts=each.starts,
+                prefill_request_ids=each.request_ids,
+            )
+            sparse_prefill(
+                q[each.tokens],
+                rows,
+                indices,
+                softmax_scale=self.scale,
+                out=out[each.tokens],
+                lse=lse[each.tokens],
+            )
+        return out, lse
 
     def _forward_mqa_kernel(
         self,
