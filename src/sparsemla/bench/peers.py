@@ -96,14 +96,10 @@ class Sparsemla(Peer):
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, CachedPrefill):
-            gather, rows, positions = _upconversion(inputs, theirs=False)
-            q, scale = inputs["q"], inputs["softmax_scale"]
-
-            def through() -> Results:
-                gather()
-                return ops.sparse_prefill(q, rows, positions, softmax_scale=scale)
-
-            return [_side("sparsemla through a workspace", workload, inputs, through)]
+            other, name = workload.converted, "sparsemla through a workspace"
+            if workload.converts(inputs["q"].device):
+                other, name = workload.in_place, "sparsemla in place"
+            return [_side(name, workload, inputs, lambda: other(inputs))]
         slots = torch.arange(inputs["cache"].num_slots, device=inputs["q"].device)
         cache = PagedCache.allocate(
             BF16_576, inputs["cache"].num_pages, PAGE_SIZE, device=slots.device
@@ -152,16 +148,7 @@ class FlashMLA(Peer):
 
             return [_side(self.name, workload, inputs, prefill)]
         if isinstance(workload, CachedPrefill):
-            theirs = workload.format is FP8_DS_MLA and hasattr(torch.ops._C_cache_ops, VLLM.GATHER)
-            gather, rows, positions = _upconversion(inputs, theirs)
-
-            def after_gather() -> Results:
-                gather()
-                attend = self.module.flash_mla_sparse_fwd
-                return (attend(q, rows[:, None], positions[:, None], scale)[0],)
-
-            name = f"{self.name} after {'vLLM' if theirs else 'sparsemla'}'s gather"
-            return [_side(name, workload, inputs, after_gather)]
+            return [self._after_gather(workload, inputs)]
         cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
         if isinstance(workload, DenseDecode):
             table, lens = inputs["page_table"], inputs["seq_lens"]
@@ -193,6 +180,24 @@ class FlashMLA(Peer):
             return (out[:, :, :heads],)
 
         return [_side(self.name, workload, inputs, sparse, note)]
+
+    def _after_gather(self, workload: CachedPrefill, inputs: Inputs) -> Side:
+        """Its prefill over rows that vLLM's kernel has converted, or ours where that is absent."""
+        table, starts, rows = (inputs[n] for n in ("page_table", "workspace_starts", "workspace"))
+        theirs = workload.format is FP8_DS_MLA and hasattr(torch.ops._C_cache_ops, VLLM.GATHER)
+
+        def run() -> Results:
+            if theirs:
+                gather = getattr(torch.ops._C_cache_ops, VLLM.GATHER)
+                gather(inputs["cache"].data, rows, table, starts, 1, None)
+            else:
+                ops.gather_dequant(inputs["cache"], table, inputs["seq_lens"], starts, out=rows)
+            indices = inputs["positions"][:, None]
+            attend = self.module.flash_mla_sparse_fwd
+            return (attend(inputs["q"], rows[:, None], indices, inputs["softmax_scale"])[0],)
+
+        name = f"{self.name} after {'vLLM' if theirs else 'sparsemla'}'s gather"
+        return _side(name, workload, inputs, run)
 
 
 class DeepGEMM(Peer):
@@ -446,23 +451,6 @@ def _side(
 ) -> Side:
     """A side that answers the workload's own question."""
     return Side(name, run, lambda got: workload.check(inputs, got), note=note)
-
-
-def _upconversion(inputs: Inputs, theirs: bool) -> tuple[Callable[[], object], Tensor, Tensor]:
-    """What fills a workspace with a request's rows, the workspace, and the selection in it."""
-    cache, table, positions = inputs["kv"], inputs["page_table"], inputs["positions"]
-    length, device = table.numel() * PAGE_SIZE, positions.device
-    rows = torch.empty(length, cache.format.head_dim, dtype=torch.bfloat16, device=device)
-    start = torch.zeros(1, dtype=torch.int32, device=device)
-    lens = torch.full_like(start, length)
-    if theirs:
-        gather = getattr(torch.ops._C_cache_ops, VLLM.GATHER)
-        return lambda: gather(cache.data, rows, table, start, 1, None), rows, positions
-    return (
-        lambda: ops.gather_dequant(cache, table, lens, workspace_starts=start, out=rows),
-        rows,
-        positions,
-    )
 
 
 def _first(root: Path, pattern: str) -> Path | None:

@@ -29,6 +29,7 @@ from sparsemla.formats import (
     e4m3_format,
     to_fp8,
 )
+from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
@@ -191,7 +192,10 @@ class SparsePrefill(Workload):
 
 @dataclass(frozen=True)
 class CachedPrefill(Workload):
-    """A chunk of one request's tokens over its paged cache; the selection lies as slots."""
+    """A chunk of one request's tokens over its paged cache, in place or converted first.
+
+    Ours is what :func:`prefill_workspace_rows` says; the selection lies as both ways take it.
+    """
 
     tokens: int
     context: int
@@ -219,26 +223,55 @@ class CachedPrefill(Workload):
         requests = torch.zeros(self.tokens, dtype=torch.int32, device=device)
         return {
             "q": _queries(draw, self.tokens, self.heads, 576),
-            "kv": cache,
-            "topk_indices": ops.to_slots(positions, table, requests, page_size=PAGE_SIZE),
-            "softmax_scale": 192**-0.5,
+            "cache": cache,
+            "slots": ops.to_slots(positions, table, requests, page_size=PAGE_SIZE),
             "positions": positions,
             "page_table": table,
+            "seq_lens": torch.full((1,), self.context, dtype=torch.int32, device=device),
+            "workspace_starts": torch.zeros(1, dtype=torch.int32, device=device),
+            "workspace": torch.empty(self.context, 576, dtype=torch.bfloat16, device=device),
+            "softmax_scale": 192**-0.5,
         }
 
     def unique_bytes(self, inputs: Inputs) -> int:
-        rows = inputs["topk_indices"].unique().numel()
+        rows = inputs["slots"].unique().numel()
         per_token = 2 * self.heads * (576 + 512) + 4 * self.heads + 4 * self.topk
         return rows * self.format.bytes_per_token + self.tokens * per_token
 
+    def converts(self, device: torch.device) -> bool:
+        """Whether ours converts the context first."""
+        rows = prefill_workspace_rows(
+            [self.tokens],
+            [self.context],
+            cache_format=self.format,
+            num_heads=self.heads,
+            topk=self.topk,
+            device=device,
+        )
+        return rows is not None
+
+    def in_place(self, inputs: Inputs) -> Results:
+        scale = inputs["softmax_scale"]
+        return ops.sparse_prefill(
+            inputs["q"], inputs["cache"], inputs["slots"], softmax_scale=scale
+        )
+
+    def converted(self, inputs: Inputs) -> Results:
+        per_request = (inputs[name] for name in ("page_table", "seq_lens", "workspace_starts"))
+        rows = ops.gather_dequant(inputs["cache"], *per_request, out=inputs["workspace"])
+        scale = inputs["softmax_scale"]
+        return ops.sparse_prefill(inputs["q"], rows, inputs["positions"], softmax_scale=scale)
+
     def run(self, inputs: Inputs) -> Results:
-        return ops.sparse_prefill(**_without(inputs, "positions", "page_table"))
+        converts = self.converts(inputs["q"].device)
+        return self.converted(inputs) if converts else self.in_place(inputs)
 
     def check(self, inputs: Inputs, results: Results) -> None:
         some = _some(self.tokens, 16, inputs["q"].device)
-        arguments = _without(inputs, "positions", "page_table")
-        arguments |= {name: inputs[name][some] for name in ("q", "topk_indices")}
-        out, lse, _ = reference.sparse_prefill(**arguments)
+        scale = inputs["softmax_scale"]
+        out, lse, _ = reference.sparse_prefill(
+            inputs["q"][some], inputs["cache"], inputs["slots"][some], softmax_scale=scale
+        )
         _check_attention(
             results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
         )
@@ -769,10 +802,6 @@ def _some(num_rows: int, count: int, device: torch.device) -> Tensor:
     """Up to ``count`` rows from the first to the last."""
     steps = torch.linspace(0, num_rows - 1, min(count, num_rows), device=device)
     return steps.long()
-
-
-def _without(inputs: Inputs, *names: str) -> Inputs:
-    return {name: value for name, value in inputs.items() if name not in names}
 
 
 def _present(tensor: Tensor | None) -> Tensor:
