@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
+from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -40,7 +41,16 @@ SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+# As SUMS, but four lanes hold 4 columns each of 16 in a row, so that stores fill sectors of L2.
+STORE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -65,7 +75,8 @@ WEIGHTS_1 = gl.constexpr(13)
 SUM = gl.constexpr(14)  # both sums of weights
 QUERIES = gl.constexpr(15)
 RANGE = gl.constexpr(16)  # what the producer found out about the keys
-NUM_BARRIERS = gl.constexpr(17)
+SCORED = gl.constexpr(17)  # the last products with the queries of a tile are done
+NUM_BARRIERS = gl.constexpr(18)
 
 
 class Shape(NamedTuple):
@@ -115,11 +126,17 @@ class Results(NamedTuple):
 
 @gluon.jit
 def place(shape):
-    """First row of the program's tile, its split, request and first token."""
+    """:func:`place_of` the only tile of a program."""
+    return place_of(gl.program_id(0), shape)
+
+
+@gluon.jit
+def place_of(tile, shape):
+    """First row of a tile, its split, request and first token."""
     num_tiles = gl.cdiv(shape.num_rows, 64)
-    group = gl.program_id(0) // num_tiles // shape.num_splits
-    begin = gl.program_id(0) % num_tiles * 64
-    split = gl.program_id(0) // num_tiles % shape.num_splits
+    group = tile // num_tiles // shape.num_splits
+    begin = tile % num_tiles * 64
+    split = tile // num_tiles % shape.num_splits
     request = (group // shape.group_tokens).to(gl.int64)
     return begin, split, request, (group % shape.group_tokens).to(gl.int64)
 
@@ -136,8 +153,18 @@ def heads_of(begin, shape, LAYOUT: gl.constexpr):
 def copy_queries(
     tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
 ):
-    """Start to copy dims ``START .. START + DIM`` of the tile's rows."""
-    begin, _, request, first = place(shape)
+    """Start to copy dims ``START .. START + DIM`` of the rows of a program's only tile."""
+    copy_queries_of(
+        gl.program_id(0), tile, q, q_request, q_token, q_head, shape, START, DIM
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_queries_of(
+    index, tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
+):
+    """Start to copy dims ``START .. START + DIM`` of the rows of a tile."""
+    begin, _, request, first = place_of(index, shape)
     token, head, real = heads_of(begin, shape, COPY_ROWS)
     rows = request * q_request + (first + token) * q_token + head * q_head
     dims = START + gl.arange(0, DIM, COPY_COLS)
@@ -145,9 +172,9 @@ def copy_queries(
 
 
 @gluon.jit
-def read_range(found, bar):
+def read_range(found, bar, turn=0):
     """Pairs of blocks and position of the first key, which a producer stored."""
-    mbarrier.wait(bar.index(RANGE), 0)
+    mbarrier.wait(bar.index(RANGE), turn)
     num_pairs = gl.max(found.index(0).load(ONE), 0)
     return num_pairs, gl.max(found.index(1).load(ONE), 0)
 
@@ -215,23 +242,39 @@ def left(
     q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
     found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
 ):  # fmt: skip
+    """:func:`left_tiles` where a program has one tile."""
+    left_tiles(
+        gl.num_programs(0), q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+        results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def left_of(
+    tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+    results, shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    FENCE: gl.constexpr,
+):  # fmt: skip
     acc0 = gl.zeros([64, 128], gl.float32, SUMS)
     acc1 = gl.zeros([64, 128], gl.float32, SUMS)
     m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
     l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), 0)
+    mbarrier.wait(bar.index(QUERIES), turn)
     fence_async_shared()
-    wait_for_keys(bar.index(READY_0L), 0, FENCE)
+    wait_for_keys(bar.index(READY_0L), phase, FENCE)
     s = gl.zeros([64, 64], gl.float32, SCORES)
-    s = warpgroup_mma(q.index(0), keys_l.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-    wait_for_keys(bar.index(READY_0R), 0, FENCE)
-    s = warpgroup_mma(q.index(1), keys_r.index(0).permute((1, 0)), s, is_async=True)
+    zero = opaque_zero(tile)
+    keys_t = keys_l.index(zero).permute((1, 0))
+    s = warpgroup_mma(q.index(zero), keys_t, s, use_acc=False, is_async=True)
+    wait_for_keys(bar.index(READY_0R), phase, FENCE)
+    s = warpgroup_mma(q.index(zero + 1), keys_r.index(zero).permute((1, 0)), s, is_async=True)
     if REST > 0:
-        s = warpgroup_mma(q_rest, rest.index(0).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_rest, rest.index(zero).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    num_pairs, first = read_range(found, bar)
+    num_pairs, first = read_range(found, bar, turn)
     limit = limits.load(SCORE_ROWS)
-    phase = 0
+    if num_pairs == 1:
+        mbarrier.arrive(bar.index(SCORED), count=1)
     for i in range(num_pairs):
         zero = opaque_zero(i)
         mbarrier.wait(bar.index(VALID_0), phase)
@@ -279,10 +322,13 @@ def left(
                 keys = rest.index(zero).permute((1, 0))
                 next_s = warpgroup_mma(q_rest, keys, next_s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[next_s])
+            if i + 2 == num_pairs:
+                mbarrier.arrive(bar.index(SCORED), count=1)
         else:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[flying0, flying1])
             mbarrier.arrive(bar.index(FREE_1L), count=1)
-    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 0)
+    store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 0)
+    return phase
 
 
 @gluon.jit
@@ -290,15 +336,27 @@ def right(
     q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
     found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
 ):  # fmt: skip
+    """:func:`right_tiles` where a program has one tile."""
+    right_tiles(
+        gl.num_programs(0), q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+        results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def right_of(
+    tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
+    results, shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    FENCE: gl.constexpr,
+):  # fmt: skip
     acc0 = gl.zeros([64, 128], gl.float32, SUMS)
     acc1 = gl.zeros([64, 128], gl.float32, SUMS)
     m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
     l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), 0)
+    mbarrier.wait(bar.index(QUERIES), turn)
     fence_async_shared()
-    num_pairs, first = read_range(found, bar)
+    num_pairs, first = read_range(found, bar, turn)
     limit = limits.load(SCORE_ROWS)
-    phase = 0
     for i in range(num_pairs):
         zero = opaque_zero(i)
         s = gl.zeros([64, 64], gl.float32, SCORES)
@@ -311,6 +369,8 @@ def right(
         keys = keys_l.index(zero + 1).permute((1, 0))
         s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
+        if i + 1 == num_pairs:
+            mbarrier.arrive(bar.index(SCORED), count=1)
         mbarrier.wait(bar.index(VALID_1), phase)
         mbarrier.wait(bar.index(MAX_0), phase)
         m_0 = highest.load(SCORE_ROWS)
@@ -340,17 +400,20 @@ def right(
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         mbarrier.arrive(bar.index(FREE_0R), count=1)
         phase = phase ^ 1
-    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 1)
+    store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 1)
+    return phase
 
 
 @gluon.jit
-def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.constexpr):
+def store_half(
+    tile, turn, acc0, acc1, m, l, sums, bar, results, shape, HALF: gl.constexpr
+):  # fmt: skip
     """Normalise half of the weighted values and store it; the left half's warps store the rest."""
     sums.index(HALF).store(l)
     mbarrier.arrive(bar.index(SUM), count=1)
-    mbarrier.wait(bar.index(SUM), 0)
+    mbarrier.wait(bar.index(SUM), turn)
     l = l + sums.index(1 - HALF).load(SCORE_ROWS)
-    begin, split, request, first = place(shape)
+    begin, split, request, first = place_of(tile, shape)
     token, head, real = heads_of(begin, shape, SCORE_ROWS)
     if HALF == 0:
         lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
@@ -365,25 +428,23 @@ def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.co
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
-    acc0 = shrink(acc0, factor)
-    acc1 = shrink(acc1, factor)
     out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
-    out += HALF * 256
+    store_columns(shrink(acc0, factor), out + HALF * 256, begin, first, results, shape)
+    store_columns(shrink(acc1, factor), out + (HALF * 256 + 128), begin, first, results, shape)
+
+
+@gluon.jit
+def store_columns(values, out, begin, first, results, shape):
+    """128 columns of the tile's rows."""
     if results.out.dtype.element_ty == gl.bfloat16:
-        # Through shared memory, so that a row is written in one piece.
-        tile = staging.index(HALF)
-        tile.slice(0, 128, dim=1).store(to_bf16(acc0))
-        tile.slice(128, 128, dim=1).store(to_bf16(acc1))
-        token, head, real = heads_of(begin, shape, gl.SliceLayout(1, STORE))
-        rows = (first + token) * results.out_token + head * results.out_head
-        dims = gl.arange(0, 256, gl.SliceLayout(0, STORE))
-        gl.store(out + rows[:, None] + dims[None, :], tile.load(STORE), mask=real[:, None])
+        values = gl.convert_layout(to_bf16(values), STORE)
+        LAYOUT: gl.constexpr = STORE
     else:
-        token, head, real = heads_of(begin, shape, SUM_ROWS)
-        rows = (first + token) * results.out_token + head * results.out_head
-        dims = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
-        gl.store(out + rows[:, None] + dims[None, :], acc0, mask=real[:, None])
-        gl.store(out + rows[:, None] + (128 + dims)[None, :], acc1, mask=real[:, None])
+        LAYOUT: gl.constexpr = SUMS
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
+    rows = (first + token) * results.out_token + head * results.out_head
+    dims = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    gl.store(out + rows[:, None] + dims[None, :], values, mask=real[:, None])
 
 
 @gluon.jit
@@ -475,38 +536,82 @@ def copy_pair(
 
 @gluon.jit
 def produce(
-    rows, stream, shape, keys_l, keys_r, rest, valid, bar, limits, found,
+    num_tiles, q, q_request, q_token, q_head, rows, stream, shape, q_tile, q_rest, keys_l, keys_r,
+    rest, valid, bar, limits, found,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
-    begin, split, request, token = place(shape)
-    keys = stream.keys + request * stream.keys_request + token * stream.keys_token
-    end = store_limits(limits, stream, shape, begin, request, CAUSAL)
-    steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
-    first = split * steps * 64
-    last = gl.minimum(first + steps * 64, end)
-    at = first + gl.arange(0, 64, COPY_ROWS)
-    key_0 = load_keys(keys, at, last, L, PAGED)
-    key_1 = load_keys(keys, at + 64, last, L, PAGED)
-    copy_pair(
-        rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, 1, L, PAGED, REST
-    )  # fmt: skip
-    # While these are under way, how long the list really is.
-    if not PAGED:
-        last = end_of(keys, first, last, rows.num_slots, 2048)
-    # At least one pair: a loop that may be skipped makes the products wait for each other.
-    num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
-    store_range(found, bar, num_pairs, first)
-    phase = 0
-    key_0 = load_keys(keys, at + 128, last, L, PAGED)
-    key_1 = load_keys(keys, at + 192, last, L, PAGED)
-    for _ in range(1, num_pairs):
-        at += 128
+    """Copy what the tiles of a program need, each part as soon as there is room."""
+    phase = 1
+    turn = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        begin, split, request, token = place_of(tile, shape)
+        keys = stream.keys + request * stream.keys_request + token * stream.keys_token
+        mbarrier.wait(bar.index(SCORED), turn)
+        turn = turn ^ 1
+        copy_queries_of(tile, q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
+        copy_queries_of(tile, q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
+        if REST > 0:
+            copy_queries_of(tile, q_rest, q, q_request, q_token, q_head, shape, 512, REST)
+        async_copy.mbarrier_arrive(bar.index(QUERIES), increment_count=False)
+        end = store_limits(limits, stream, shape, begin, request, CAUSAL)
+        steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
+        first = split * steps * 64
+        last = gl.minimum(first + steps * 64, end)
+        at = first + gl.arange(0, 64, COPY_ROWS)
+        key_0 = load_keys(keys, at, last, L, PAGED)
+        key_1 = load_keys(keys, at + 64, last, L, PAGED)
         copy_pair(
             rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
         )  # fmt: skip
+        phase = phase ^ 1
+        # While these are under way, how long the list really is.
+        if not PAGED:
+            last = end_of(keys, first, last, rows.num_slots, 2048)
+        # At least one pair: a loop that may be skipped makes the products wait for each other.
+        num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
+        store_range(found, bar, num_pairs, first)
         key_0 = load_keys(keys, at + 128, last, L, PAGED)
         key_1 = load_keys(keys, at + 192, last, L, PAGED)
-        phase = phase ^ 1
+        for _ in range(1, num_pairs):
+            at += 128
+            copy_pair(
+                rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
+            )  # fmt: skip
+            key_0 = load_keys(keys, at + 128, last, L, PAGED)
+            key_1 = load_keys(keys, at + 192, last, L, PAGED)
+            phase = phase ^ 1
+
+
+@gluon.jit
+def left_tiles(
+    num_tiles, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results,
+    shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    FENCE: gl.constexpr,
+):  # fmt: skip
+    phase = 0
+    turn = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        phase = left_of(
+            tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid,
+            bar, results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
+        )  # fmt: skip
+        turn = turn ^ 1
+
+
+@gluon.jit
+def right_tiles(
+    num_tiles, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results,
+    shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
+    FENCE: gl.constexpr,
+):  # fmt: skip
+    phase = 0
+    turn = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        phase = right_of(
+            tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid,
+            bar, results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
+        )  # fmt: skip
+        turn = turn ^ 1
 
 
 @gluon.constexpr_function
@@ -514,15 +619,15 @@ def arrivals(b):
     """Arrivals that a barrier waits for: the copies of every thread arrive by themselves."""
     if b < FREE_0L.value or b == QUERIES.value:
         return 128
-    return 2 if b == SUM.value else 1
+    return 2 if b in (SUM.value, SCORED.value) else 1
 
 
 @gluon.jit
 def _attend(
-    q, q_request, q_token, q_head, rows, stream, results, shape, scale_log2,
+    num_tiles, q, q_request, q_token, q_head, rows, stream, results, shape, scale_log2,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A tile of 64 rows of a group and a split of its keys."""
+    """Tiles of 64 rows of a group and a split of its keys."""
     REST: gl.constexpr = L.head_dim - 512
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
     q_rest = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
@@ -539,19 +644,17 @@ def _attend(
     for b in gl.static_range(NUM_BARRIERS):
         mbarrier.init(bar.index(b), count=arrivals(b))
     fence_async_shared()
-    copy_queries(q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
-    copy_queries(q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
-    if REST > 0:
-        copy_queries(q_rest, q, q_request, q_token, q_head, shape, 512, REST)
-    async_copy.mbarrier_arrive(bar.index(QUERIES), increment_count=False)
     gl.warp_specialize(
         [
-            (left, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-                    results, shape, limits, found, scale_log2, REST, CAUSAL, False)),
-            (right, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-                     results, shape, limits, found, scale_log2, REST, CAUSAL, False)),
-            (produce, (rows, stream, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-                       L, PAGED, CAUSAL, REST)),
+            (left_tiles, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest,
+                          sums, valid, bar, results, shape, limits, found, scale_log2, REST,
+                          CAUSAL, False)),
+            (right_tiles, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest,
+                           sums, valid, bar, results, shape, limits, found, scale_log2, REST,
+                           CAUSAL, False)),
+            (produce, (num_tiles, q, q_request, q_token, q_head, rows, stream, shape, q_tile,
+                       q_rest, keys_l, keys_r, rest, valid, bar, limits, found, L, PAGED, CAUSAL,
+                       REST)),
         ],
         [4, 4],
         [208, 64],
@@ -572,9 +675,10 @@ def attend(
     causal: bool = False,
 ) -> None:
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
-    num_tiles = -(-shape.num_rows // 64)
+    num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     rows, layout = cache_arguments(cache)
-    _attend[(num_groups * num_tiles * shape.num_splits,)](
+    _attend[(min(num_tiles, num_multiprocessors(q.device)),)](
+        num_tiles,
         q,
         *q_strides,
         rows,
