@@ -82,6 +82,11 @@ def query_preparing(fmt=INDEX_FP8):
     }
 
 
+def index_step(fmt=INDEX_FP8):
+    queries, keys = query_preparing(fmt), key_writing(fmt)
+    return {"q": queries["q"], "weights": queries["weights"]} | keys
+
+
 def slot_making():
     draw = Draw(3)
     return {
@@ -129,6 +134,10 @@ CALLS = {
     "fused_rope_rmsnorm_quant, V4": lambda: latent_writing(FP8_584),
     "fused_rope_rmsnorm_quant, in place": in_place,
     "append_index_keys": key_writing,
+    "fused_rope_rmsnorm_quant, with rows": lambda: (
+        latent_writing() | {"kv_out": torch.zeros(4, 576).bfloat16()}
+    ),
+    "fused_indexer_rope_quant": index_step,
     "prepare_index_queries": query_preparing,
     "prepare_index_queries, bf16": lambda: query_preparing(INDEX_BF16),
     "to_slots": slot_making,

@@ -50,6 +50,7 @@ def latent_writing():
         "positions": torch.arange(4),
         "slot_mapping": torch.arange(4),
         "out": torch.empty(4, 3, 64),
+        "kv_out": torch.empty(4, 576).bfloat16(),
     }
 
 
@@ -76,6 +77,11 @@ def query_preparing():
         "out": torch.empty(4, 3, 128).to(torch.float8_e4m3fn),
         "weights_out": torch.empty(4, 3),
     }
+
+
+def index_step():
+    queries, keys = query_preparing(), key_writing()
+    return {name: queries.pop(name) for name in ("q", "weights")} | keys | queries
 
 
 def slot_making():
@@ -144,6 +150,7 @@ CALLS = {
     "fused_rope_rmsnorm_quant": latent_writing,
     "append_index_keys": key_writing,
     "prepare_index_queries": query_preparing,
+    "fused_indexer_rope_quant": index_step,
     "to_slots": slot_making,
     "gather_dequant": gathering,
     "merge_states": merging,
@@ -194,7 +201,13 @@ CALLS = {
     "decode_branch": decode_branching,
     "prefill_branch": branching,
 }
-WRITERS = ["fused_rope_rmsnorm_quant", "append_index_keys", "decode_branch", "prefill_branch"]
+WRITERS = [
+    "fused_rope_rmsnorm_quant",
+    "append_index_keys",
+    "fused_indexer_rope_quant",
+    "decode_branch",
+    "prefill_branch",
+]
 
 
 def another_dtype(tensor):
@@ -272,6 +285,7 @@ FREE = {
     ("fused_rope_rmsnorm_quant", "kv_norm_weight", 0),
     ("append_index_keys", "cos_sin_cache", 0),
     ("prepare_index_queries", "cos_sin_cache", 0),
+    ("fused_indexer_rope_quant", "cos_sin_cache", 0),
     ("to_slots", "page_table", 0),
     ("to_slots", "page_table", 1),
     ("to_slots", "workspace_starts", 0),

@@ -1,3 +1,4 @@
+import math
 import struct
 
 import pytest
@@ -192,6 +193,16 @@ def test_zero_rows_are_zero_again(fmt):
     assert stored.scales.float().isfinite().all()
     assert (stored.scales.float() > 0).all()
     assert (fmt.dequantize(stored) == 0).all()
+
+
+@with_scales
+def test_nan_leaves_the_scale_to_the_others(fmt):
+    rows = Draw(4).normal(3, fmt.head_dim)
+    expected = fmt.quantize(rows.index_fill(1, torch.tensor([1]), 0.0))
+    stored = fmt.quantize(rows.index_fill(1, torch.tensor([1]), math.nan))
+    assert_equal("scales", stored.scales.float(), expected.scales.float())
+    assert stored.fp8[:, 1].float().isnan().all()
+    assert_equal("others", stored.fp8[:, 2:].float(), expected.fp8[:, 2:].float())
 
 
 @with_scales

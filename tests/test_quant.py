@@ -18,6 +18,7 @@ from sparsemla import (
 from sparsemla.testing.cases import (
     Draw,
     append_index_keys_case,
+    fused_indexer_rope_quant_case,
     fused_rope_rmsnorm_quant_case,
     prepare_index_queries_case,
 )
@@ -30,6 +31,7 @@ from sparsemla.testing.compare import (
     assert_equal,
     assert_few_differ,
     assert_rows_close,
+    run_reference,
 )
 from sparsemla.testing.poison import poisoned_empty
 
@@ -57,7 +59,7 @@ def check_write(op, make, tolerances=()):
     before = [None if part is None else part.clone() for part in before]
     with poisoned_empty():
         result = getattr(sparsemla, op)(**actual)
-    wanted = getattr(reference, op)(**expected)
+    wanted = run_reference(op, expected)
     assert_rows_close("cache", actual["cache"], expected["cache"])
     untouched = torch.ones(actual["cache"].num_slots, dtype=torch.bool)
     untouched[[slot for slot in actual["slot_mapping"].tolist() if slot >= 0]] = False
@@ -65,8 +67,9 @@ def check_write(op, make, tolerances=()):
         if part is not None:
             kept = untouched.to(part.device)
             assert_equal("other rows", part.flatten(0, 1)[kept], was.flatten(0, 1)[kept])
-    for tolerance in tolerances:
-        assert_close("result", result, wanted, tolerance)
+    results = result if isinstance(result, tuple) else (result,)
+    for got, want, tolerance in zip(results, wanted, tolerances, strict=False):
+        assert_close("result", got.float(), want.float(), tolerance)
     return result, actual["cache"]
 
 
@@ -129,7 +132,7 @@ def test_rotated_queries_of_every_output_dtype(device, dtype):
     wide = torch.zeros(6, 3, 100, dtype=torch.float32, device=device).to(dtype)
     out = wide[..., 36:]
     assert sparsemla.fused_rope_rmsnorm_quant(**case, out=out) is out
-    expected = reference.fused_rope_rmsnorm_quant(**case)
+    expected, _ = reference.fused_rope_rmsnorm_quant(**case)
     tolerance = E4M3_STEP if dtype == torch.float8_e4m3fn else BFLOAT16_ULP
     assert_close("out", out.float(), expected.to(dtype).float(), tolerance)
     assert (wide[..., :36].float() == 0).all()
@@ -144,11 +147,52 @@ def test_queries_may_be_rotated_in_place(device, dtype):
     assert_equal("out", case["q_rope"], expected)
 
 
+@pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
+@pytest.mark.parametrize("fmt", LATENT_FORMATS, ids=ids)
+def test_rows_are_given_before_quantisation_too(device, fmt, interleaved, strided):
+    case = fused_rope_rmsnorm_quant_case(
+        Draw(0, device), fmt, interleaved=interleaved, strided=strided
+    )
+    rows = torch.zeros(6, fmt.head_dim + 8, dtype=torch.bfloat16, device=device)
+    sparsemla.fused_rope_rmsnorm_quant(**case, kv_out=rows[:, : fmt.head_dim])
+    _, expected = run_reference("fused_rope_rmsnorm_quant", case)
+    assert (case["slot_mapping"] < 0).any()  # such a row is given all the same
+    assert_close("kv_out", rows[:, : fmt.head_dim].contiguous(), expected, BFLOAT16_ULP)
+    assert (rows[:, fmt.head_dim :] == 0).all()
+
+
+def test_e4m3_queries_are_rounded_once(device):
+    case = fused_rope_rmsnorm_quant_case(Draw(0, device), BF16_576, num_tokens=40)
+    out = torch.empty(40, 3, 64, dtype=torch.float8_e4m3fn, device=device)
+    sparsemla.fused_rope_rmsnorm_quant(**case, out=out)
+    expected, _ = reference.fused_rope_rmsnorm_quant(**case)
+    assert (expected.to(out.dtype).float() != expected.bfloat16().to(out.dtype).float()).any()
+    assert_few_differ("out", out, expected.to(out.dtype))
+
+
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format(), BF16_576], ids=ids)
+def test_nan_stays_in_its_row(device, fmt):
+    make = lambda: fused_rope_rmsnorm_quant_case(Draw(0, device), fmt)  # noqa: E731
+    case, clean = make(), make()
+    case["kv"][0, 3] = math.nan
+    sparsemla.fused_rope_rmsnorm_quant(**case)
+    sparsemla.fused_rope_rmsnorm_quant(**clean)
+    slots = case["slot_mapping"][case["slot_mapping"] >= 0]
+    rows, expected = case["cache"].read(slots), clean["cache"].read(slots)
+    norm_dim = case["kv_norm_weight"].shape[0]
+    assert rows[0, :norm_dim].isnan().all()  # as the norm makes it
+    assert_equal("RoPE dims without norm", rows[0, norm_dim:], expected[0, norm_dim:])
+    assert_equal("other rows", rows[1:], expected[1:])
+
+
 def test_no_tokens(device):
     case = fused_rope_rmsnorm_quant_case(Draw(0, device), FP8_DS_MLA, num_tokens=0)
     assert sparsemla.fused_rope_rmsnorm_quant(**case).shape == (0, 3, 64)
     case = append_index_keys_case(Draw(1, device), INDEX_FP8, num_tokens=0)
     sparsemla.append_index_keys(**case)
+    case = fused_indexer_rope_quant_case(Draw(1, device), INDEX_FP8, num_tokens=0)
+    assert sparsemla.fused_indexer_rope_quant(**case)[0].shape == (0, 5, 128)
     case = prepare_index_queries_case(Draw(2, device), INDEX_FP8, num_tokens=0)
     assert sparsemla.prepare_index_queries(**case)[0].shape == (0, 5, 128)
 
@@ -237,6 +281,28 @@ def test_index_queries_of_every_format_and_convention(device, fmt, convention):
     assert_close("q", q.float(), expected_q.float(), step)
     assert_few_differ("q", q, expected_q)
     assert_close("weights", weights, expected_weights, FLOAT32_ULPS)
+
+
+@by_convention
+@pytest.mark.parametrize("fmt", INDEX_FORMATS, ids=ids)
+def test_keys_and_queries_in_one_launch(device, fmt, convention):
+    case, alone = (
+        fused_indexer_rope_quant_case(Draw(3, device), fmt, **convention) for _ in range(2)
+    )
+    with poisoned_empty():
+        q, weights = sparsemla.fused_indexer_rope_quant(**case)
+    queries = {name: alone.pop(name) for name in ("q", "weights")}
+    sparsemla.append_index_keys(**alone)
+    shared = {name: alone[name] for name in ("cos_sin_cache", "positions")}
+    expected = sparsemla.prepare_index_queries(**queries, **shared, format=fmt, **convention)
+    assert_equal("q", q, expected[0])
+    assert_equal("weights", weights, expected[1])
+    assert_rows_close("cache", case["cache"], alone["cache"])
+    check_write(
+        "fused_indexer_rope_quant",
+        lambda: fused_indexer_rope_quant_case(Draw(3, device), fmt, **convention),
+        [E4M3_STEP if fmt.fp8_dim else BFLOAT16_ULP, FLOAT32_ULPS],
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=ids)

@@ -3,6 +3,8 @@
 Inputs are small integers, so that sums are the same in any order and the float32 rows are equal.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -68,12 +70,15 @@ def run(op, cache=None, **arguments):
     """Run the kernel; returns the cache it wrote and its outputs, on the CPU."""
     if cache is not None:
         arguments["cache"] = copy_of(cache, DEVICE)
+    if op == "fused_rope_rmsnorm_quant":
+        arguments.setdefault("kv_out", None)
     arguments = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
     dispatch.load(op, "triton")(**arguments)
-    outputs = [arguments[name].cpu() for name in dispatch.OPS[op].outputs]
+    outputs = [arguments[name] for name in dispatch.OPS[op].outputs]
+    outputs = [output.cpu() for output in outputs if output is not None]
     return (copy_of(arguments["cache"], "cpu") if cache is not None else None), *outputs
 
 
@@ -127,8 +132,8 @@ def test_latent_rows_are_written_byte_for_byte(fmt, norm_dim, rope_dim, interlea
         out=torch.full((num_tokens, 3, rope_dim), 7.0, dtype=torch.bfloat16),
         **arguments,
     )
-    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
-    assert torch.equal(out, expected)
+    expected, _ = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert torch.equal(out, expected.to(out.dtype))
     assert_same_bytes(written, cache)
 
 
@@ -147,8 +152,8 @@ def test_latent_rows_of_any_numbers(scale_mode):
         "scale_mode": scale_mode,
     }
     written, out = run("fused_rope_rmsnorm_quant", cache, out=torch.zeros(6, 2, 64), **arguments)
-    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
-    assert torch.equal(out, expected)
+    expected, _ = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert torch.equal(out, expected.to(out.dtype))
     slots = torch.arange(6)
     torch.testing.assert_close(written.scales[0, :6], cache.scales[0, :6], rtol=1e-5, atol=0)
     rows, wanted = written.read(slots).float(), cache.read(slots).float()
@@ -174,8 +179,8 @@ def test_queries_go_into_a_slice_of_any_dtype(dtype, interleaved):
     wide = torch.zeros(70, 5, 576, device=DEVICE).to(dtype)
     written, _ = run("fused_rope_rmsnorm_quant", cache, out=wide[..., 512:], **arguments)
     assert_same_bytes(written, cache)
-    expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments).to(dtype)
-    assert torch.equal(wide[..., 512:].cpu().float(), expected.float())
+    expected, _ = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert torch.equal(wide[..., 512:].cpu().float(), expected.to(dtype).float())
     assert (wide[..., :512].float() == 0).all()
 
 
@@ -194,9 +199,62 @@ def test_queries_are_rotated_in_place(interleaved):
         "interleaved": interleaved,
         "scale_mode": "pow2",
     }
-    expected = reference.fused_rope_rmsnorm_quant(q_rope.cpu(), cache=cache, **arguments)
+    expected, _ = reference.fused_rope_rmsnorm_quant(q_rope.cpu(), cache=cache, **arguments)
     run("fused_rope_rmsnorm_quant", cache, q_rope=q_rope, out=q_rope, **arguments)
-    assert torch.equal(q_rope.cpu(), expected)
+    assert torch.equal(q_rope.cpu(), expected.bfloat16())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("fmt", "norm_dim", "rope_dim"), LATENTS)
+def test_rows_before_quantisation(fmt, norm_dim, rope_dim, interleaved):
+    cache = marked_cache(fmt, page_size=5)
+    arguments = {
+        "q_rope": integers(7, 1, rope_dim),
+        "kv": integers(7, fmt.head_dim),
+        "cos_sin_cache": table(rope_dim),
+        "kv_norm_weight": integers(norm_dim),
+        "positions": torch.randint(0, MAX_POSITIONS, (7,)),
+        "slot_mapping": slots_for(7, cache),
+        "eps": 1e-6,
+        "interleaved": interleaved,
+        "scale_mode": "pow2",
+    }
+    wide = torch.full((7, fmt.head_dim + 8), 7.0, device=DEVICE).bfloat16()
+    rows = wide[:, : fmt.head_dim]
+    written, _, _ = run(
+        "fused_rope_rmsnorm_quant",
+        cache,
+        out=torch.zeros(7, 1, rope_dim).bfloat16(),
+        kv_out=rows,
+        **arguments,
+    )
+    _, expected = reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert_same_bytes(written, cache)
+    assert torch.equal(rows.cpu(), expected.bfloat16())
+    assert (wide[:, fmt.head_dim :] == 7).all()
+
+
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, INDEX_FP8], ids=lambda fmt: fmt.name)
+def test_nan_leaves_the_scale_to_the_others(fmt):
+    cache = marked_cache(fmt, page_size=5)
+    arguments = {
+        "q_rope": torch.ones(2, 1, 64),
+        "kv": integers(2, fmt.head_dim, dtype=torch.float32),
+        "cos_sin_cache": table(64),
+        "kv_norm_weight": torch.ones(64),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "slot_mapping": torch.arange(2),
+        "eps": 1e-6,
+        "interleaved": True,
+        "scale_mode": "pow2",
+    }
+    arguments["kv"][0, 70] = math.nan  # not among the dims that are normalised
+    written, _ = run("fused_rope_rmsnorm_quant", cache, out=torch.zeros(2, 1, 64), **arguments)
+    reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    ours, expected = (one.gather(torch.arange(2)) for one in (written, cache))
+    assert torch.equal(ours.scales.float(), expected.scales.float())
+    assert ours.fp8[0, 70].float().isnan()
+    torch.testing.assert_close(ours.fp8.float(), expected.fp8.float(), equal_nan=True)
 
 
 def test_slots_past_the_cache_and_unknown_positions_are_not_followed():
@@ -303,6 +361,36 @@ def test_index_queries(fmt, rope_dim, interleaved, rope_first, hadamard):
     else:
         assert torch.equal(out.float(), expected.float())
         assert torch.equal(weights_out, weights)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@TRANSFORM
+@INDEX
+def test_index_keys_and_queries_in_one_launch(fmt, rope_dim, interleaved, rope_first, hadamard):
+    shared = index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard)
+    cache = marked_cache(fmt, page_size=3)
+    keys = {
+        "k": integers(6, fmt.head_dim + 3)[:, 3:],
+        "norm_weight": integers(fmt.head_dim),
+        "norm_bias": integers(fmt.head_dim, dtype=torch.float32),
+        "slot_mapping": slots_for(6, cache).int(),
+        "eps": 1e-6,
+    }
+    queries = {"q": integers(6, 11, fmt.head_dim), "weights": torch.randn(6, 11)}
+    dtype = torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
+
+    def outputs():
+        out = torch.zeros(6, 11, fmt.head_dim).to(dtype)
+        return {"out": out, "weights_out": torch.full((6, 11), 7.0)}
+
+    written, *results = run(
+        "fused_indexer_rope_quant", cache, **shared, **keys, **queries, **outputs()
+    )
+    (expected,) = run("append_index_keys", cache, **shared, **keys)
+    _, *alone = run("prepare_index_queries", format=fmt, **shared, **queries, **outputs())
+    assert_same_bytes(written, expected)
+    for got, want in zip(results, alone, strict=True):
+        assert torch.equal(got.float(), want.float())
 
 
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])

@@ -40,9 +40,10 @@ class Op:
 HOPPER = ("sm90", "triton", "cpu", "reference")
 
 OPS: dict[str, Op] = {
-    "fused_rope_rmsnorm_quant": Op("quant", ("out",)),
+    "fused_rope_rmsnorm_quant": Op("quant", ("out", "kv_out")),
     "append_index_keys": Op("quant", ()),
     "prepare_index_queries": Op("quant", ("out", "weights_out")),
+    "fused_indexer_rope_quant": Op("quant", ("out", "weights_out")),
     "to_slots": Op("gather", ("out",)),
     "gather_dequant": Op("gather", ()),
     "indexer_scores": Op("indexer", ("out",)),

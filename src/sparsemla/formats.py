@@ -211,7 +211,8 @@ class CacheFormat:
 
         For each block of ``scale_block`` dims, ``scale = max(max(amax, min_amax) / 448, floor)``,
         rounded up to a power of two unless ``scale_mode`` is ``exact``, and
-        ``fp8 = e4m3(clamp(x / scale, +-448))``. The other dims are cast to bfloat16.
+        ``fp8 = e4m3(clamp(x / scale, +-448))``. The other dims are cast to bfloat16. NaN does not
+        count in ``amax`` and stays NaN: the block's other values keep their scale.
 
         Args:
             rows: ``[..., head_dim]``, any float dtype.
@@ -263,7 +264,8 @@ class CacheFormat:
     def _block_scales(self, x: Tensor, scale_mode: ScaleMode) -> Tensor:
         pad = self.num_scales * self.scale_block - self.fp8_dim
         blocks = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (self.num_scales, -1))
-        scales = fp8_scales(blocks.abs().amax(dim=-1).clamp_min(self.min_amax))
+        magnitudes = blocks.abs().where(~blocks.isnan(), 0.0)
+        scales = fp8_scales(magnitudes.amax(dim=-1).clamp_min(self.min_amax))
         if scale_mode == "exact":
             if self.scale_dtype != torch.float32:
                 raise ValueError(f"scale_mode must be 'pow2' for format {self.name}, got 'exact'")

@@ -22,7 +22,7 @@ def ints(n):
     return meta(n, dtype=torch.int32)
 
 
-def fused(fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16):
+def fused(fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16, with_rows=False):
     def launch():
         dispatch.load("fused_rope_rmsnorm_quant", "triton")(
             q_rope=meta(8192, 128, 192)[..., 128:],
@@ -36,6 +36,7 @@ def fused(fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16):
             interleaved=interleaved,
             scale_mode="pow2",
             out=meta(8192, 128, 576, dtype=out_dtype)[..., 512:],
+            kv_out=meta(8192, fmt.head_dim) if with_rows else None,
         )
 
     return launch
@@ -80,13 +81,40 @@ def index_queries(fmt, interleaved=False, hadamard=False):
     return launch
 
 
+def index_step(fmt, num_heads=64, interleaved=False):
+    def launch():
+        dispatch.load("fused_indexer_rope_quant", "triton")(
+            q=meta(8192, num_heads, 128),
+            weights=meta(8192, num_heads + 128)[:, 128:],
+            k=meta(8192, num_heads + 128)[:, :128],
+            norm_weight=meta(128),
+            norm_bias=meta(128),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            positions=ints(8192),
+            slot_mapping=ints(8192),
+            eps=1e-6,
+            interleaved=interleaved,
+            rope_first=True,
+            hadamard=False,
+            scale_mode="pow2",
+            out=meta(8192, num_heads, 128, dtype=torch.float8_e4m3fn),
+            weights_out=meta(8192, num_heads, dtype=torch.float32),
+        )
+
+    return launch
+
+
 LAUNCHES = {
     "fused fp8_ds_mla": fused(FP8_DS_MLA),
     "fused fp8_ds_mla, half-split": fused(FP8_DS_MLA, interleaved=False),
+    "fused fp8_ds_mla, with rows": fused(FP8_DS_MLA, with_rows=True),
     "fused fp8_584": fused(FP8_584, norm_dim=512),
     "fused bf16": fused(BF16_576),
     "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
     "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),
+    "index step": index_step(INDEX_FP8),
+    "index step, interleaved, 32 heads": index_step(INDEX_FP8, 32, interleaved=True),
     "keys index_fp8": index_keys(INDEX_FP8),
     "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),
     "keys bf16": index_keys(bf16_format(128)),

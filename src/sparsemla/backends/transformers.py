@@ -35,13 +35,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.ops import (
-    append_index_keys,
     decode_branch,
     dense_decode,
+    fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     indexer_topk,
     prefill_branch,
-    prepare_index_queries,
     project_heads,
     to_slots,
 )
@@ -575,7 +574,9 @@ class PagedAttention:
         q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))  # [T, HI, DI]
         weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))  # [T, HI]
         if cache.format.fp8_dim:
-            append_index_keys(
+            q, weights = fused_indexer_rope_quant(
+                q,
+                weights,
                 k,
                 indexer.k_norm.weight,
                 indexer.k_norm.bias,
@@ -584,14 +585,6 @@ class PagedAttention:
                 positions=plan.positions,
                 slot_mapping=plan.slot_mapping,
                 eps=indexer.k_norm.eps,
-                interleaved=interleaved,
-            )
-            q, weights = prepare_index_queries(
-                q,
-                weights,
-                table,
-                positions=plan.positions,
-                format=cache.format,
                 interleaved=interleaved,
             )
         else:

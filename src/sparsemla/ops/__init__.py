@@ -8,6 +8,7 @@ from sparsemla.ops.prefill import dense_prefill, sparse_prefill
 from sparsemla.ops.projection import project_heads
 from sparsemla.ops.quant import (
     append_index_keys,
+    fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "decode_branch",
     "dense_decode",
     "dense_prefill",
+    "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
     "indexer_scores",

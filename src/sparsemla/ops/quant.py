@@ -27,6 +27,7 @@ def fused_rope_rmsnorm_quant(
     scale_mode: ScaleMode = "pow2",
     validate: bool = False,
     out: Tensor | None = None,
+    kv_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate the queries; normalise, rotate, quantise and store the latent rows.
 
@@ -34,11 +35,11 @@ def fused_rope_rmsnorm_quant(
 
         x[:N]  = x[:N] * rsqrt(mean(x[:N]^2) + eps) * kv_norm_weight
         x[-R:] = RoPE(x[-R:], p)            cache[slot] = quantise(x)
-        out    = RoPE(q_rope, p)
+        out    = RoPE(q_rope, p)            kv_out = x
 
-    in float32 up to the one rounding into the cache. DeepSeek-V3 has N + R = D; in DeepSeek-V4 the
-    norm covers all dims and the rotation the last ones (N = D). A slot that is negative writes
-    nothing.
+    in float32 up to the one rounding into each result. DeepSeek-V3 has N + R = D; in DeepSeek-V4
+    the norm covers all dims and the rotation the last ones (N = D). A slot that is negative writes
+    nothing into the cache. NaN stays NaN and does not change its block's scale.
 
     Args:
         q_rope: ``[T, H, R]`` bfloat16, float16 or float32; may be a strided slice.
@@ -53,7 +54,10 @@ def fused_rope_rmsnorm_quant(
         interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
         scale_mode: ``pow2`` or ``exact`` scales.
         validate: read positions and slot_mapping and refuse values out of range.
-        out: ``[T, H, R]`` of any float dtype or float8_e4m3fn, written; may be ``q_rope`` itself.
+        out: ``[T, H, R]`` of any float dtype or float8_e4m3fn, written; may be ``q_rope`` itself,
+            or the last dims of the ``[T, H, D]`` queries of attention.
+        kv_out: bfloat16 ``[T, D]``, written if given: the rows before quantisation, for a prefill
+            that attends to this step's own tokens. Tokens without a slot are written too.
 
     Returns:
         The rotated queries ``[T, H, R]``, in the dtype of ``out``, else of ``q_rope``.
@@ -93,6 +97,7 @@ def fused_rope_rmsnorm_quant(
         out = check.output("out", None, "T H R", q_rope.dtype)
     else:
         check.tensor("out", out, "T H R", ROTATED)
+    check.optional("kv_out", kv_out, "T D", torch.bfloat16)
     _fused_rope_rmsnorm_quant(
         q_rope,
         kv,
@@ -105,11 +110,12 @@ def fused_rope_rmsnorm_quant(
         interleaved,
         scale_mode,
         out,
+        kv_out,
     )
     return out
 
 
-@operator("data", "scales", "out")
+@operator("data", "scales", "out", "kv_out")
 def _fused_rope_rmsnorm_quant(
     q_rope: Tensor,
     kv: Tensor,
@@ -124,6 +130,7 @@ def _fused_rope_rmsnorm_quant(
     interleaved: bool,
     scale_mode: str,
     out: Tensor,
+    kv_out: Tensor | None,
 ) -> None:
     kernel = dispatch.find(
         "fused_rope_rmsnorm_quant", q_rope, cache_format=format, num_heads=q_rope.shape[1]
@@ -140,6 +147,7 @@ def _fused_rope_rmsnorm_quant(
         interleaved=interleaved,
         scale_mode=scale_mode,
         out=out,
+        kv_out=kv_out,
     )
 
 
@@ -354,6 +362,143 @@ def _prepare_index_queries(
         cos_sin_cache=cos_sin_cache,
         positions=positions,
         format=get_format(format),
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+        out=out,
+        weights_out=weights_out,
+    )
+
+
+def fused_indexer_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+    validate: bool = False,
+    out: Tensor | None = None,
+    weights_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`append_index_keys` and :func:`prepare_index_queries` of a step, in one launch.
+
+    Args:
+        q: ``[T, HI, DI]`` bfloat16, float16 or float32.
+        weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
+        k: ``[T, DI]`` bfloat16, float16 or float32; like ``weights``, it may be a slice of a fused
+            projection.
+        norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32, of the keys' LayerNorm.
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
+        cache: where the keys go; ``head_dim`` of its format is DI.
+        positions: int32 or int64 ``[T]``.
+        slot_mapping: int32 or int64 ``[T]``; negative writes no key; no slot may occur twice.
+        eps: LayerNorm epsilon.
+        interleaved, rope_first, hadamard, scale_mode, validate: as in :func:`append_index_keys`.
+        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.
+        weights_out: float32 ``[T, HI]``, written.
+
+    Returns:
+        out and weights_out.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format; the
+            cache is untouched then.
+
+    Source: DeepSeek-V3.2-Exp inference code, ``Indexer``; vLLM ``fused_indexer_q_rope_quant`` and
+    ``indexer_k_quant_and_cache``.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache, cos_sin_table, rope_frequencies
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=2, page_size=64)
+    >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
+    >>> steps, ones = torch.arange(3), torch.ones(128)
+    >>> q, weights, k = torch.randn(3, 64, 128), torch.randn(3, 64), torch.randn(3, 128)
+    >>> q, weights = fused_indexer_rope_quant(
+    ...     q, weights, k, ones, 0 * ones, table, cache, positions=steps, slot_mapping=steps
+    ... )
+    >>> q.dtype, weights.shape
+    (torch.float8_e4m3fn, torch.Size([3, 64]))
+    """
+    check = Checker("fused_indexer_rope_quant")
+    check.tensor("q", q, "T HI D", FLOATS)
+    check.tensor("weights", weights, "T HI", FLOATS)
+    check.tensor("k", k, "T D", FLOATS)
+    check.tensor("norm_weight", norm_weight, "D", FLOATS)
+    check.tensor("norm_bias", norm_bias, "D", FLOATS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
+    check.cache("cache", cache)
+    check.head_dim("k", cache)
+    dtype = check.query_dtype(cache)
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
+    check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.scale_mode(scale_mode, cache.format)
+    check.hadamard(hadamard, k.shape[1])
+    out = check.output("out", out, "T HI D", dtype)
+    weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
+    _fused_indexer_rope_quant(
+        q,
+        weights,
+        k,
+        norm_weight,
+        norm_bias,
+        cos_sin_cache,
+        *parts(cache),
+        positions,
+        slot_mapping,
+        eps,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+        out,
+        weights_out,
+    )
+    return out, weights_out
+
+
+@operator("data", "scales", "out", "weights_out")
+def _fused_indexer_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    format: str,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
+    out: Tensor,
+    weights_out: Tensor,
+) -> None:
+    kernel = dispatch.find("fused_indexer_rope_quant", q, cache_format=format, num_heads=q.shape[1])
+    kernel(
+        q=q,
+        weights=weights,
+        k=k,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        cos_sin_cache=cos_sin_cache,
+        cache=join(data, scales, format),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
         interleaved=interleaved,
         rope_first=rope_first,
         hadamard=hadamard,

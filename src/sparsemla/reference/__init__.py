@@ -13,6 +13,7 @@ from sparsemla.reference.prefill import dense_prefill, sparse_prefill
 from sparsemla.reference.projection import project_heads
 from sparsemla.reference.quant import (
     append_index_keys,
+    fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "decode_branch",
     "dense_decode",
     "dense_prefill",
+    "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
     "indexer_scores",

@@ -91,7 +91,7 @@ def prefill_branch(
 
 
 def _write(q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan) -> Tensor:
-    return fused_rope_rmsnorm_quant(
+    q_rope, _ = fused_rope_rmsnorm_quant(
         q[..., layer.qk_nope_head_dim :],
         kv,
         layer.cos_sin_cache,
@@ -102,3 +102,4 @@ def _write(q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan
         eps=layer.norm_eps,
         interleaved=layer.interleaved,
     )
+    return q_rope.to(q.dtype)

@@ -38,7 +38,7 @@ def fused_rope_rmsnorm_quant(
     eps: float = 1e-6,
     interleaved: bool = True,
     scale_mode: ScaleMode = "pow2",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     cos_sin = cos_sin_cache[positions].float()  # [T, R]
     norm_dim, rope_dim = kv_norm_weight.shape[0], cos_sin.shape[-1]
     row = kv.float()  # [T, D]
@@ -48,7 +48,8 @@ def fused_rope_rmsnorm_quant(
     nope, rope = row.tensor_split([row.shape[1] - rope_dim], dim=-1)  # [T, D - R], [T, R]
     row = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)  # [T, D]
     cache.write(slot_mapping, row, scale_mode=scale_mode)
-    return rotate(q_rope.float(), cos_sin[:, None], interleaved).to(q_rope.dtype)  # [T, H, R]
+    # Float32: rounded once, by who stores them.
+    return rotate(q_rope.float(), cos_sin[:, None], interleaved), row  # [T, H, R], [T, D]
 
 
 def append_index_keys(
@@ -93,6 +94,50 @@ def prepare_index_queries(
     if stored.fp8 is None:
         return rows.to(torch.bfloat16), folded
     return stored.fp8, folded if stored.scales is None else folded * stored.scales[..., 0]
+
+
+def fused_indexer_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    rope_first: bool = True,
+    hadamard: bool = False,
+    scale_mode: ScaleMode = "pow2",
+) -> tuple[Tensor, Tensor]:
+    append_index_keys(
+        k,
+        norm_weight,
+        norm_bias,
+        cos_sin_cache,
+        cache,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+    )
+    return prepare_index_queries(
+        q,
+        weights,
+        cos_sin_cache,
+        positions=positions,
+        format=cache.format,
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+    )
 
 
 def _rotate_index(

@@ -263,6 +263,7 @@ def fused_rope_rmsnorm_quant_case(
     index_dtype: torch.dtype = torch.int64,
     table_dtype: torch.dtype = torch.float32,
     strided: bool = False,
+    with_rows: bool = False,
     **options: object,
 ) -> Arguments:
     """Arguments of ``fused_rope_rmsnorm_quant``; ``options`` are passed on to it.
@@ -277,6 +278,9 @@ def fused_rope_rmsnorm_quant_case(
     num_pages = -(-num_tokens // page_size) + 2
     cache = written_cache(draw, format, num_pages, page_size, num_layers)
     positions, slots = _places(draw, num_tokens, cache.num_slots, index_dtype)
+    if with_rows:
+        shape = (num_tokens, format.head_dim)
+        options["kv_out"] = torch.zeros(shape, dtype=torch.bfloat16, device=draw.device)
     return {
         "q_rope": wrap(draw.normal(num_tokens, num_heads, rope_dim, dtype=dtype)),
         "kv": wrap(draw.normal(num_tokens, format.head_dim, dtype=dtype) * 3),
@@ -335,6 +339,24 @@ def prepare_index_queries_case(
         "positions": draw.integers(0, MAX_POSITIONS, num_tokens),
         "format": format,
         **options,
+    }
+
+
+def fused_indexer_rope_quant_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    num_tokens: int = 6,
+    num_heads: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``fused_indexer_rope_quant``; ``options`` are those of the keys' case."""
+    keys = append_index_keys_case(draw, format, num_tokens=num_tokens, dtype=dtype) | options
+    return {
+        "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
+        "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
+        **keys,
     }
 
 

@@ -138,9 +138,15 @@ def _latent_writes() -> list[Case]:
             "table_dtype": torch.bfloat16,
         },
         "one token": {"num_tokens": 1},
+        "with rows": {"with_rows": True},
+        "with rows, half-split": {"with_rows": True, "interleaved": False},
     }
     return [
         *(Case(fmt.name, build(make, fmt), quick=fmt in QUICK_FORMATS) for fmt in LATENT_FORMATS),
+        *(
+            Case(f"{fmt.name} with rows", build(make, fmt, with_rows=True))
+            for fmt in (BF16_576, FP8_584, e4m3_format())
+        ),
         *(Case(name, build(make, FP8_DS_MLA, **some)) for name, some in options.items()),
         Case("float32", build(make, FP8_584, dtype=torch.float32), (FLOAT32_ULPS,)),
     ]
@@ -162,6 +168,21 @@ def _index_writes() -> list[Case]:
             for name, some in CONVENTIONS.items()
         ),
         *(Case(name, build(make, INDEX_FP8, **some)) for name, some in options.items()),
+    ]
+
+
+def _index_steps() -> list[Case]:
+    make = cases.fused_indexer_rope_quant_case
+    return [
+        *(
+            Case(name, build(make, INDEX_FP8, **some), quick=name in QUICK_CONVENTIONS)
+            for name, some in CONVENTIONS.items()
+        ),
+        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[2:]),
+        Case("bf16", build(make, bf16_format(128)), (BFLOAT16_ULP, FLOAT32_ULPS)),
+        Case("64 heads, 70 tokens", build(make, INDEX_FP8, num_tokens=70, num_heads=64)),
+        Case("32 heads, one token", build(make, INDEX_FP8, num_tokens=1, num_heads=32)),
+        Case("exact scales", build(make, INDEX_FP8, scale_mode="exact")),
     ]
 
 
@@ -788,6 +809,7 @@ def _branch(op: str) -> list[Case]:
 MATRIX: dict[str, tuple[Case, ...]] = {
     "fused_rope_rmsnorm_quant": tuple(_latent_writes()),
     "append_index_keys": tuple(_index_writes()),
+    "fused_indexer_rope_quant": tuple(_index_steps()),
     "prepare_index_queries": tuple(_index_queries()),
     "to_slots": tuple(_to_slots()),
     "gather_dequant": tuple(_gather()),

@@ -35,6 +35,7 @@ Results = dict[str, Tensor]
 CACHE_WRITERS = (
     "fused_rope_rmsnorm_quant",
     "append_index_keys",
+    "fused_indexer_rope_quant",
     "decode_branch",
     "prefill_branch",
 )

@@ -42,13 +42,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from sparsemla import (
-    INDEX_FP8,
-    PagedCache,
-    append_index_keys,
-    indexer_topk,
-    prepare_index_queries,
-)
+from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
 
 OPERATOR = "vllm::sparsemla_indexer"
 
@@ -181,13 +175,9 @@ class SparseMLAIndexer(nn.Module):
             The buffer of the selection, int32, of which the first T rows were written.
         """
         inner = self.inner
-        interleaved = not rotary_emb.is_neox_style
         q = inner.wq_b(qr)[0].view(-1, inner.n_head, inner.head_dim)
         k, weights = inner.wk_weights_proj(hidden_states)[0].split(
             [inner.head_dim, inner.n_head], dim=-1
-        )
-        q, weights = prepare_index_queries(
-            q, weights, rotary_emb.cos_sin_cache, positions=positions, interleaved=interleaved
         )
         torch.ops.vllm.sparsemla_indexer(
             positions,
@@ -198,7 +188,7 @@ class SparseMLAIndexer(nn.Module):
             inner.k_norm.bias,
             inner.k_norm.eps,
             rotary_emb.cos_sin_cache,
-            interleaved,
+            not rotary_emb.is_neox_style,
             inner.topk_indices_buffer,
             inner.topk_tokens,
             _encode_layer_name(inner.k_cache.prefix),
@@ -240,13 +230,15 @@ def _indexer(
     topk: int,
     layer_name: LayerNameType,
 ) -> None:
-    """Store keys and select, for the batch and the cache that vLLM's forward context names.
+    """Store keys, quantise queries and select, for the batch and the cache of the forward context.
 
     The cache is not an argument: a compiler that thinks it is changed would copy it.
     """
     context = get_forward_context()
     layer_name = _resolve_layer_name(layer_name)
     max_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+    quantised = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    folded = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not isinstance(context.attn_metadata, dict):
         # vLLM measures the memory of a step with a run that has no batch.
         torch.empty(max_bytes, dtype=torch.uint8, device=q.device)
@@ -254,7 +246,9 @@ def _indexer(
     metadata = context.attn_metadata[layer_name]
     cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
     tokens = metadata.slot_mapping.shape[0]  # the rows behind are padding
-    append_index_keys(
+    fused_indexer_rope_quant(
+        q[:tokens],
+        weights[:tokens],
         k[:tokens],
         norm_weight,
         norm_bias,
@@ -264,14 +258,16 @@ def _indexer(
         slot_mapping=metadata.slot_mapping,
         eps=norm_eps,
         interleaved=interleaved,
+        out=quantised[:tokens],
+        weights_out=folded[:tokens],
     )
     page_table = metadata.block_table
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         # A captured graph meets longer requests than these.
         page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
     indexer_topk(
-        q,
-        weights,
+        quantised,
+        folded,
         cache,
         input_row_offsets=metadata.query_start_loc,
         seq_lens=metadata.seq_lens,

@@ -23,6 +23,7 @@ def fused_rope_rmsnorm_quant(
     interleaved: bool,
     scale_mode: ScaleMode,
     out: Tensor,
+    kv_out: Tensor | None,
 ) -> None:
     norm_dim, rope_dim = kv_norm_weight.shape[0], q_rope.shape[2]
     weight = kv_norm_weight.float()
@@ -35,6 +36,8 @@ def fused_rope_rmsnorm_quant(
         rope = rows[:, kv.shape[1] - rope_dim :]
         rope.copy_(_rotate(rope, cos_sin, interleaved))
         cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
+        if kv_out is not None:
+            kv_out[tokens] = rows.to(kv_out.dtype)
         out[tokens] = _rotate(q_rope[tokens].float(), cos_sin[:, None], interleaved).to(out.dtype)
 
 
@@ -88,6 +91,54 @@ def prepare_index_queries(
             folded *= stored.scales[..., 0]
         out[tokens] = cast(Tensor, stored.bf16) if stored.fp8 is None else stored.fp8
         weights_out[tokens] = folded
+
+
+def fused_indexer_rope_quant(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: ScaleMode,
+    out: Tensor,
+    weights_out: Tensor,
+) -> None:
+    append_index_keys(
+        k,
+        norm_weight,
+        norm_bias,
+        cos_sin_cache,
+        cache,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+    )
+    prepare_index_queries(
+        q,
+        weights,
+        cos_sin_cache,
+        positions=positions,
+        format=cache.format,
+        interleaved=interleaved,
+        rope_first=rope_first,
+        hadamard=hadamard,
+        scale_mode=scale_mode,
+        out=out,
+        weights_out=weights_out,
+    )
 
 
 def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":

@@ -1,10 +1,15 @@
 """The ops that write caches, in Triton: each is one launch that reads its inputs once.
 
+A program is one warp, which meets no barrier: it writes the row of a token, or rotates some of its
+heads. Every load that does not wait for another one comes first, because a step of few tokens is
+as long as its chain of loads.
+
 Shapes: T tokens, H heads, D dims of a row, N normalised dims, R rotated dims.
 """
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -20,13 +25,10 @@ from sparsemla.kernels.common.paged import paged_arguments
 TINY = tl.constexpr(FLOAT32_TINY)
 MAX = tl.constexpr(FP8_MAX)
 
-ROW_TOKENS = 4
-"""Rows of a program that writes a cache: one for each warp, so that no sum crosses warps."""
+HEAD_DIMS = 1024
+"""Query elements of a program: four 16-byte loads in flight for each thread of its warp."""
 
-HEAD_DIMS = 4096
-"""Query elements of a program: four 16-byte loads in flight for each of 128 threads."""
-
-EXACT = {"enable_fp_fusion": False}
+LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """Products and sums round separately, as in the reference: equal rows give equal bytes."""
 
 
@@ -37,39 +39,78 @@ def _row_offset(slot, PAGE_SIZE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.const
 
 
 @triton.jit
-def _rope_pairs(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of dims rotated from ``START`` on: the other dim of the pair, the pair, the sine's sign."""
-    r = dim - START
+def _cos_sin(table, position, num_positions, stride, pair, rotated, R: tl.constexpr):
+    """Cosines and sines of ``pair``: 1 and 0 where not ``rotated``, or where no row is known."""
+    known = rotated & (position >= 0) & (position < num_positions)
+    row = table + position * stride
+    cos = tl.load(row + pair, mask=known, other=1.0).to(tl.float32)
+    sin = tl.load(row + R // 2 + pair, mask=known, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.constexpr_function
+def _run(rope_dim, start):
+    """Rotated dims, or pairs of halves, that lie one after the other and aligned."""
+    return math.gcd(rope_dim // 2, start, 16)
+
+
+@triton.jit
+def _rotate_adjacent(x, table, position, num_positions, stride, pair, R: tl.constexpr):
+    """RoPE of interleaved ``x [rows, dims]``, whose pairs are ``pair [1 or rows, dims / 2]``.
+
+    A thread holds both dims of a pair: nothing is loaded twice.
+    """
+    pair = tl.broadcast_to(pair, [x.shape[0], x.shape[1] // 2])  # the layout of x, for its loads
+    rotated = (pair >= 0) & (pair < R // 2)
+    cos, sin = _cos_sin(table, position, num_positions, stride, pair, rotated, R)
+    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    first = tl.where(rotated, a * cos - b * sin, a)
+    second = tl.where(rotated, a * sin + b * cos, b)
+    return tl.reshape(tl.join(first, second), x.shape)
+
+
+@triton.jit
+def _partner(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The other dim of the pair of each of ``dim [1, dims]``, of which R rotate from ``START``."""
+    if INTERLEAVED:
+        return tl.where((dim - START) % 2 == 0, dim + 1, dim - 1)
+    RUN: tl.constexpr = _run(R, START)
+    partner = tl.where(dim - START < R // 2, dim + R // 2, dim - R // 2)
+    return tl.max_contiguous(tl.multiple_of(partner, [1, RUN]), [1, RUN])
+
+
+@triton.jit
+def _rotate_with(
+    x,
+    other,
+    table,
+    position,
+    num_positions,
+    stride,
+    dim,
+    START: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """RoPE of dims ``dim`` of rows, ``x``, with the other dims of their pairs, ``other``."""
+    r = tl.broadcast_to(dim, x.shape) - START  # the layout of x, for the loads of the table
     if INTERLEAVED:
         is_first = r % 2 == 0
         pair = r // 2
-        partner = tl.where(is_first, dim + 1, dim - 1)
     else:
+        RUN: tl.constexpr = _run(R, START)
         is_first = r < R // 2
         pair = tl.where(is_first, r, r - R // 2)
-        partner = tl.where(is_first, dim + R // 2, dim - R // 2)
-    return partner, pair, tl.where(is_first, -1.0, 1.0)
+        pair = tl.max_contiguous(tl.multiple_of(pair, [1, RUN]), [1, RUN])
+    rotated = (r >= 0) & (r < R)
+    cos, sin = _cos_sin(table, position, num_positions, stride, pair, rotated, R)
+    return tl.where(rotated, x * cos + other * tl.where(is_first, -sin, sin), x)
 
 
 @triton.jit
-def _rotate(x, other, table, pair, sign, rotated, R: tl.constexpr):
-    """RoPE of ``x`` where ``rotated``; ``other`` holds the other dim of each pair."""
-    cos = tl.load(table + pair, mask=rotated, other=1.0).to(tl.float32)
-    sin = tl.load(table + R // 2 + pair, mask=rotated, other=0.0).to(tl.float32)
-    return tl.where(rotated, x * cos + other * (sin * sign), x)
-
-
-@triton.jit
-def _table_row(cos_sin, positions, token, live, num_positions, stride):
-    """Pointers to the rows of ``cos_sin`` of live tokens, and which tokens have one."""
-    position = tl.load(positions + token, mask=live, other=-1).to(tl.int64)
-    return cos_sin + position * stride, (position >= 0) & (position < num_positions)
-
-
-@triton.jit
-def _block_scale(x, MIN_AMAX: tl.constexpr, MIN_SCALE: tl.constexpr, POW2: tl.constexpr):
-    """The scale of each row of ``x [rows, dims]``, ``[rows]``."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_AMAX)
+def _scale_of(amax, MIN_AMAX: tl.constexpr, MIN_SCALE: tl.constexpr, POW2: tl.constexpr):
+    """The scale of blocks of largest magnitude ``amax``, for which NaN does not count."""
+    amax = tl.maximum(amax, MIN_AMAX)
     scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if POW2:
         return ceil_pow2(tl.maximum(scale, MIN_SCALE))
@@ -91,7 +132,6 @@ def _store_fp8(
     kept,
     dim,
     real,
-    block,
     fp8,
     scales,
     PAGE_SIZE: tl.constexpr,
@@ -99,89 +139,161 @@ def _store_fp8(
     FP8_ROW: tl.constexpr,
     SCALES_PAGE: tl.constexpr,
     SCALES_ROW: tl.constexpr,
+    FP8_DIM: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantise one scale block ``x [rows, dims]``, 0 where not ``real``, and store it."""
+    """Quantise the blocks ``x [blocks, dims]`` of a row, 0 where not ``real``, and store them."""
     if scales is not None:
-        scale = _block_scale(x, MIN_AMAX, MIN_SCALE, POW2)
+        scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
         x = _divide(x, scale, POW2)
+        block = tl.arange(0, x.shape[0])
         target = scales + _row_offset(slot, PAGE_SIZE, SCALES_PAGE, SCALES_ROW) + block
+        stored = kept & (block * SCALE_BLOCK < FP8_DIM)
         if scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
-            tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=kept)
+            tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
-            tl.store(target, scale, mask=kept)
-    target = fp8 + _row_offset(slot, PAGE_SIZE, FP8_PAGE, FP8_ROW)[:, None] + dim
-    tl.store(target, encode_e4m3(x, NATIVE), mask=kept[:, None] & real)
+            tl.store(target, scale, mask=stored)
+    target = fp8 + _row_offset(slot, PAGE_SIZE, FP8_PAGE, FP8_ROW) + dim
+    tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real & (dim < FP8_DIM))
 
 
 @triton.jit
-def _latent(row, norm_weight, rstd, dim, live, N: tl.constexpr):
-    """Dims of latent rows after RMSNorm, which covers the first ``N``."""
-    x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
+def _normed(x, norm_weight, rstd, dim, live, N: tl.constexpr):
+    """Dims ``dim`` of a latent row, ``x``, after RMSNorm, which covers the first ``N``."""
     weight = tl.load(norm_weight + dim, mask=live & (dim < N), other=0.0).to(tl.float32)
     return tl.where(dim < N, x * rstd * weight, x)
 
 
 @triton.jit
 def _rotated_latent(
+    x,
     row,
-    table,
-    known,
     norm_weight,
     rstd,
+    cos_sin,
+    position,
+    num_positions,
+    table_stride,
     dim,
+    pair,
     live,
     N: tl.constexpr,
     START: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ADJACENT: tl.constexpr,
 ):
-    """Dims of latent rows after RMSNorm and RoPE."""
-    x = _latent(row, norm_weight, rstd, dim, live, N)
-    partner, pair, sign = _rope_pairs(dim, START, R, INTERLEAVED)
-    rotated = live & known & (dim >= START)
-    other = _latent(row, norm_weight, rstd, partner, rotated, N)
-    return _rotate(x, other, table, pair, sign, rotated, R)
+    """Dims ``dim`` of a normalised latent row, ``x``, after RoPE."""
+    if ADJACENT:
+        return _rotate_adjacent(x, cos_sin, position, num_positions, table_stride, pair, R)
+    partner = _partner(dim, START, R, INTERLEAVED)
+    live = live & (dim >= START)
+    other = tl.load(row + partner, mask=live, other=0.0).to(tl.float32)
+    other = _normed(other, norm_weight, rstd, partner, live, N)
+    return _rotate_with(
+        x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
+    )
 
 
 @triton.jit
-def _rotated_heads(
-    row,
+def _load_pairs(row, live, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both dims of the pairs of R dims at ``row [rows, 1]``: float32 ``[rows, PAIRS]`` each."""
+    if INTERLEAVED:
+        dim = tl.arange(0, 2 * PAIRS)[None, :]
+        x = tl.load(row + dim, mask=live & (dim < R), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(x, [row.shape[0], PAIRS, 2]))
+    pair = tl.arange(0, PAIRS)[None, :]
+    first = tl.load(row + pair, mask=live & (pair < R // 2), other=0.0)
+    second = tl.load(row + R // 2 + pair, mask=live & (pair < R // 2), other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _rotate_pairs(
+    first,
+    second,
     table,
-    known,
-    live,
-    D: tl.constexpr,
-    START: tl.constexpr,
+    position,
+    num_positions,
+    stride,
+    R: tl.constexpr,
+):
+    """RoPE of pairs ``[rows, PAIRS]``."""
+    # A table row for each row of pairs gives its loads the layout of the pairs.
+    pair = tl.broadcast_to(tl.arange(0, first.shape[1])[None, :], first.shape)
+    cos, sin = _cos_sin(table, position, num_positions, stride, pair, pair < R // 2, R)
+    return first * cos - second * sin, first * sin + second * cos
+
+
+@triton.jit
+def _store_pairs(
+    row, first, second, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Store pairs ``[rows, PAIRS]`` at ``row [rows, 1]``, as e4m3 where it points to bytes."""
+    PAIRS: tl.constexpr = first.shape[1]
+    if INTERLEAVED:
+        x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * PAIRS])
+        dim = tl.arange(0, 2 * PAIRS)[None, :]
+        tl.store(row + dim, _as_stored(x, row, NATIVE), mask=live & (dim < R))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        real = live & (pair < R // 2)
+        tl.store(row + pair, _as_stored(first, row, NATIVE), mask=real)
+        tl.store(row + R // 2 + pair, _as_stored(second, row, NATIVE), mask=real)
+
+
+@triton.jit
+def _as_stored(x, target, NATIVE: tl.constexpr):
+    """float32 ``x`` in the dtype that ``target`` points to, where bytes are e4m3."""
+    if target.dtype.element_ty == tl.uint8:
+        return encode_e4m3(x, NATIVE)
+    return x.to(target.dtype.element_ty)
+
+
+@triton.jit
+def _heads_of(program, num_heads, HEADS: tl.constexpr):
+    """The token and the heads of a program, and which heads there are."""
+    programs = tl.cdiv(num_heads, HEADS)
+    head = program % programs * HEADS + tl.arange(0, HEADS)
+    return (program // programs).to(tl.int64), head.to(tl.int64), head < num_heads
+
+
+@triton.jit
+def _rotate_heads(
+    q,
+    out,
+    cos_sin,
+    positions,
+    program,
+    num_heads,
+    num_positions,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    NATIVE: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """float32 ``[ROWS, DIMS]`` of the query heads at ``row [ROWS, 1]`` after RoPE."""
-    dim = tl.arange(0, DIMS)[None, :]
-    real = live & (dim < D)
-    x = tl.load(row + dim, mask=real, other=0.0).to(tl.float32)
-    if INTERLEAVED and START % 2 == 0:
-        a, b = tl.split(tl.reshape(x, [ROWS, DIMS // 2, 2]))
-        pair = tl.arange(0, DIMS // 2)[None, :] - START // 2
-        rotated = known & (pair >= 0) & (pair < R // 2)
-        cos = tl.load(table + pair, mask=rotated, other=1.0).to(tl.float32)
-        sin = tl.load(table + R // 2 + pair, mask=rotated, other=0.0).to(tl.float32)
-        first = tl.where(rotated, a * cos - b * sin, a)
-        second = tl.where(rotated, a * sin + b * cos, b)
-        x = tl.reshape(tl.join(first, second), [ROWS, DIMS])
-    else:
-        partner, pair, sign = _rope_pairs(dim, START, R, INTERLEAVED)
-        partner = tl.max_contiguous(tl.multiple_of(partner, [1, ALIGN]), [1, ALIGN])
-        rotated = real & known & (dim >= START) & (dim < START + R)
-        other = tl.load(row + partner, mask=rotated, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # every pair is loaded before a thread stores over the other dim
-        x = _rotate(x, other, table, pair, sign, rotated, R)
-    return x
+    """RoPE of ``HEADS`` heads of a token.
+
+    A thread loads both dims of the pairs that it stores, so ``out`` may be ``q``.
+    """
+    token, head, live = _heads_of(program, num_heads, HEADS)
+    position = tl.load(positions + token).to(tl.int64)
+    head, live = head[:, None], live[:, None]
+    source = q + token * q_token_stride + head * q_head_stride
+    first, second = _load_pairs(source, live, R, PAIRS, INTERLEAVED)
+    first, second = _rotate_pairs(first, second, cos_sin, position, num_positions, table_stride, R)
+    target = out + token * out_token_stride + head * out_head_stride
+    _store_pairs(target, first, second, live, R, INTERLEAVED, NATIVE)
 
 
 @triton.jit
@@ -189,6 +301,7 @@ def _fused_kernel(
     q,
     out,
     kv,
+    kv_out,
     cos_sin,
     norm_weight,
     positions,
@@ -200,13 +313,13 @@ def _fused_kernel(
     num_heads,
     num_positions,
     num_slots,
-    row_programs,
     eps,
     q_token_stride,
     q_head_stride,
     out_token_stride,
     out_head_stride,
     kv_stride,
+    kv_out_stride,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     FP8_PAGE: tl.constexpr,
@@ -223,76 +336,105 @@ def _fused_kernel(
     N: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ADJACENT: tl.constexpr,
     FP8_DIM: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    ROPE_FIRST: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
-    NORM_DIMS: tl.constexpr,
-    PLAIN_DIMS: tl.constexpr,
-    ROPE_DIMS: tl.constexpr,
-    HEAD_DIMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BODY: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_DIMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     START: tl.constexpr = D - R
-    if tl.program_id(0) >= row_programs:
-        flat = (tl.program_id(0) - row_programs) * ROWS + tl.arange(0, ROWS)
-        token = (flat // num_heads).to(tl.int64)
-        head = (flat % num_heads).to(tl.int64)
-        live = token < num_tokens
-        table, known = _table_row(cos_sin, positions, token, live, num_positions, table_stride)
-        x = _rotated_heads(
-            (q + token * q_token_stride + head * q_head_stride)[:, None],
-            table[:, None],
-            known[:, None],
-            live[:, None],
-            R,
-            0,
+    if tl.program_id(0) >= num_tokens:
+        _rotate_heads(
+            q,
+            out,
+            cos_sin,
+            positions,
+            tl.program_id(0) - num_tokens,
+            num_heads,
+            num_positions,
+            q_token_stride,
+            q_head_stride,
+            out_token_stride,
+            out_head_stride,
+            table_stride,
+            NATIVE,
             R,
             INTERLEAVED,
-            ALIGN,
-            ROWS,
-            HEAD_DIMS,
+            PAIRS,
+            HEADS,
         )
-        dim = tl.arange(0, HEAD_DIMS)[None, :]
-        target = (out + token * out_token_stride + head * out_head_stride)[:, None] + dim
-        if out.dtype.element_ty == tl.uint8:
-            x = encode_e4m3(x, NATIVE)
-        tl.store(target, x.to(out.dtype.element_ty), mask=live[:, None] & (dim < R))
         return
 
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = token < num_tokens
-    slot = tl.load(slot_mapping + token, mask=live, other=-1).to(tl.int64)
-    live = (slot >= 0) & (slot < num_slots)
-    table, known = _table_row(cos_sin, positions, token, live, num_positions, table_stride)
-    row, table = (kv + token * kv_stride)[:, None], table[:, None]
-    known, kept = known[:, None], live[:, None]
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    kept = (slot >= 0) & (slot < num_slots)
+    row = kv + token * kv_stride
 
-    dim = tl.arange(0, NORM_DIMS)[None, :]
-    x = tl.load(row + dim, mask=kept & (dim < N), other=0.0).to(tl.float32)
-    variance = tl.div_rn(tl.sum(x * x, axis=1), tl.full([TOKENS], N, tl.float32))
-    rstd = tl.div_rn(tl.full([TOKENS], 1.0, tl.float32), tl.sqrt_rn(variance + eps))[:, None]
+    # The body in blocks of one scale, and behind it the rotated dims that are not quantised.
+    in_block = tl.arange(0, BLOCK_DIMS)[None, :]
+    dim = tl.arange(0, NUM_BLOCKS)[:, None] * SCALE_BLOCK + in_block
+    real = (in_block < SCALE_BLOCK) & (dim < BODY)
+    x = tl.load(row + dim, mask=real, other=0.0).to(tl.float32)
+    square = tl.sum(tl.sum(tl.where(dim < N, x * x, 0.0), axis=1), axis=0)
+    variance = tl.div_rn(square, tl.full([], N, tl.float32))
+    rstd = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    x = _normed(x, norm_weight, rstd, dim, real, N)
+    if TAIL > START:
+        pair = tl.arange(0, NUM_BLOCKS)[:, None] * (SCALE_BLOCK // 2) - START // 2
+        x = _rotated_latent(
+            x,
+            row,
+            norm_weight,
+            rstd,
+            cos_sin,
+            position,
+            num_positions,
+            table_stride,
+            dim,
+            pair + tl.arange(0, BLOCK_DIMS // 2)[None, :],
+            real,
+            N,
+            START,
+            R,
+            INTERLEAVED,
+            ADJACENT,
+        )
+    if TAIL < D:
+        tail = TAIL + tl.arange(0, TAIL_DIMS)[None, :]
+        in_tail = tail < D
+        y = tl.load(row + tail, mask=in_tail, other=0.0).to(tl.float32)
+        y = _rotated_latent(
+            _normed(y, norm_weight, rstd, tail, in_tail, N),
+            row,
+            norm_weight,
+            rstd,
+            cos_sin,
+            position,
+            num_positions,
+            table_stride,
+            tail,
+            (TAIL - START) // 2 + tl.arange(0, TAIL_DIMS // 2)[None, :],
+            in_tail,
+            N,
+            START,
+            R,
+            INTERLEAVED,
+            ADJACENT,
+        ).to(tl.bfloat16)
 
-    for block in tl.static_range(NUM_BLOCKS):
-        in_block = tl.arange(0, BLOCK_DIMS)[None, :]
-        dim = block * SCALE_BLOCK + in_block
-        real = (in_block < SCALE_BLOCK) & (dim < FP8_DIM)
-        if block * SCALE_BLOCK + SCALE_BLOCK > START:
-            x = _rotated_latent(
-                row, table, known, norm_weight, rstd, dim, kept & real, N, START, R, INTERLEAVED
-            )
-        else:
-            x = _latent(row, norm_weight, rstd, dim, kept & real, N)
+    if fp8 is not None:
         _store_fp8(
             x,
             slot,
-            live,
+            kept,
             dim,
             real,
-            block,
             fp8,
             scales,
             PAGE_SIZE,
@@ -300,24 +442,24 @@ def _fused_kernel(
             FP8_ROW,
             SCALES_PAGE,
             SCALES_ROW,
+            FP8_DIM,
+            SCALE_BLOCK,
             MIN_AMAX,
             MIN_SCALE,
             POW2,
             NATIVE,
         )
-    target = _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW)[:, None] - FP8_DIM
-    if PLAIN_DIMS > 0:
-        dim = FP8_DIM + tl.arange(0, PLAIN_DIMS)[None, :]
-        real = kept & (dim < START)
-        x = _latent(row, norm_weight, rstd, dim, real, N)
-        tl.store(bf16 + target + dim, x.to(tl.bfloat16), mask=real)
-    if ROPE_DIMS > 0:
-        dim = ROPE_FIRST + tl.arange(0, ROPE_DIMS)[None, :]
-        real = kept & (dim < D)
-        x = _rotated_latent(
-            row, table, known, norm_weight, rstd, dim, real, N, START, R, INTERLEAVED
-        )
-        tl.store(bf16 + target + dim, x.to(tl.bfloat16), mask=real)
+    plain = real & (dim < TAIL)
+    if FP8_DIM < TAIL:
+        target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
+        tl.store(target + dim, x.to(tl.bfloat16), mask=kept & plain & (dim >= FP8_DIM))
+    if kv_out is not None:
+        tl.store(kv_out + token * kv_out_stride + dim, x.to(tl.bfloat16), mask=plain)
+    if TAIL < D:
+        target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
+        tl.store(target + tail, y, mask=kept & in_tail)
+        if kv_out is not None:
+            tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
 
 
 def fused_rope_rmsnorm_quant(
@@ -333,18 +475,19 @@ def fused_rope_rmsnorm_quant(
     interleaved: bool,
     scale_mode: str,
     out: Tensor,
+    kv_out: Tensor | None,
 ) -> None:
     # The first programs write rows, the others rotate heads.
     fmt = cache.format
     num_tokens, num_heads, rope_dim = q_rope.shape
-    widths = _fused_widths(fmt, kv_norm_weight.shape[0], rope_dim)
-    row_programs = cdiv(num_tokens, ROW_TOKENS)
+    widths = _fused_widths(fmt, kv_norm_weight.shape[0], rope_dim, num_heads, interleaved)
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
-    _fused_kernel[(row_programs + cdiv(num_tokens * num_heads, widths["ROWS"]),)](
+    _fused_kernel[(num_tokens * (1 + cdiv(num_heads, widths["HEADS"])),)](
         q=q_rope,
         out=out,
         kv=kv,
+        kv_out=kv_out,
         cos_sin=cos_sin_cache,
         norm_weight=kv_norm_weight,
         positions=positions,
@@ -353,49 +496,49 @@ def fused_rope_rmsnorm_quant(
         num_heads=num_heads,
         num_positions=cos_sin_cache.shape[0],
         num_slots=cache.num_slots,
-        row_programs=row_programs,
         eps=eps,
         q_token_stride=q_rope.stride(0),
         q_head_stride=q_rope.stride(1),
         out_token_stride=out.stride(0),
         out_head_stride=out.stride(1),
         kv_stride=kv.stride(0),
+        kv_out_stride=0 if kv_out is None else kv_out.stride(0),
         table_stride=cos_sin_cache.stride(0),
         MIN_AMAX=fmt.min_amax,
         MIN_SCALE=fmt.min_scale,
         POW2=scale_mode == "pow2",
         NATIVE=has_fp8(kv.device),
-        INTERLEAVED=interleaved,
-        TOKENS=ROW_TOKENS,
         **widths,
         **paged_arguments(cache),
-        **EXACT,
+        **LAUNCH,
     )
 
 
 @functools.cache
-def _fused_widths(fmt: CacheFormat, norm_dim: int, rope_dim: int) -> dict[str, int]:
+def _fused_widths(
+    fmt: CacheFormat, norm_dim: int, rope_dim: int, num_heads: int, interleaved: bool
+) -> dict[str, int]:
     """What the fused kernel is compiled for, of dims and tiles."""
     start = fmt.head_dim - rope_dim
-    rope_first = max(fmt.fp8_dim, start)
-    # Without scales any width will do; one that divides 512 wastes nothing.
-    block = min(fmt.scale_block or 128, fmt.fp8_dim)
-    head_dims = next_power_of_2(rope_dim)
+    tail = max(fmt.fp8_dim, start)
+    body = max(tail, norm_dim)
+    block = fmt.scale_block or 128  # without scales any width will do
+    pairs = max(next_power_of_2(rope_dim // 2), 1)
     return {
         "D": fmt.head_dim,
         "N": norm_dim,
         "R": rope_dim,
-        "ALIGN": math.gcd(rope_dim // 2, 16),
         "FP8_DIM": fmt.fp8_dim,
         "SCALE_BLOCK": block,
-        "NUM_BLOCKS": cdiv(fmt.fp8_dim, block) if block else 0,
-        "ROPE_FIRST": rope_first,
+        "NUM_BLOCKS": next_power_of_2(cdiv(body, block)),
         "BLOCK_DIMS": next_power_of_2(block),
-        "NORM_DIMS": next_power_of_2(norm_dim),
-        "PLAIN_DIMS": next_power_of_2(max(start - fmt.fp8_dim, 0)),
-        "ROPE_DIMS": next_power_of_2(fmt.head_dim - rope_first),
-        "HEAD_DIMS": head_dims,
-        "ROWS": max(1, HEAD_DIMS // head_dims),
+        "BODY": body,
+        "TAIL": tail,
+        "TAIL_DIMS": next_power_of_2(fmt.head_dim - tail),
+        "INTERLEAVED": interleaved,
+        "ADJACENT": interleaved and not any(n % 2 for n in (start, tail, block)),
+        "PAIRS": pairs,
+        "HEADS": min(max(1, HEAD_DIMS // (2 * pairs)), next_power_of_2(num_heads)),
     }
 
 
@@ -411,156 +554,22 @@ def _hadamard(x, ROWS: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _centred(row, weight, bias, mean, rstd, dim, live):
-    """Dims of rows after LayerNorm."""
-    x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
+def _centred(x, weight, bias, mean, rstd, dim, live):
+    """``x``, dims ``dim`` of a key, after LayerNorm."""
     scale = tl.load(weight + dim, mask=live, other=0.0).to(tl.float32)
     shift = tl.load(bias + dim, mask=live, other=0.0).to(tl.float32)
     return (x - mean) * rstd * scale + shift
 
 
 @triton.jit
-def _keys_kernel(
-    k,
-    weight,
-    bias,
-    cos_sin,
-    positions,
-    slot_mapping,
-    fp8,
-    scales,
-    bf16,
-    num_tokens,
-    num_positions,
-    num_slots,
-    eps,
-    k_stride,
-    table_stride,
-    PAGE_SIZE: tl.constexpr,
-    FP8_PAGE: tl.constexpr,
-    FP8_ROW: tl.constexpr,
-    SCALES_PAGE: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    BF16_PAGE: tl.constexpr,
-    BF16_ROW: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
-    D: tl.constexpr,
-    START: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    STAGES: tl.constexpr,
-    DIMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    kept = (slot >= 0) & (slot < num_slots)
-    table, known = _table_row(cos_sin, positions, token, kept, num_positions, table_stride)
-    row = (k + token * k_stride)[:, None]
-    dim = tl.arange(0, DIMS)[None, :]
-    real = dim < D
-    live = kept[:, None] & real
-
-    count = tl.full([TOKENS], D, tl.float32)
-    x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
-    mean = tl.div_rn(tl.sum(x, axis=1), count)[:, None]
-    deviation = tl.where(real, x - mean, 0.0)
-    variance = tl.div_rn(tl.sum(deviation * deviation, axis=1), count)
-    rstd = tl.div_rn(tl.full([TOKENS], 1.0, tl.float32), tl.sqrt_rn(variance + eps))[:, None]
-
-    x = _centred(row, weight, bias, mean, rstd, dim, live)
-    partner, pair, sign = _rope_pairs(dim, START, R, INTERLEAVED)
-    rotated = live & known[:, None] & (dim >= START) & (dim < START + R)
-    other = _centred(row, weight, bias, mean, rstd, partner, rotated)
-    x = _rotate(x, other, table[:, None], pair, sign, rotated, R)
-    x = tl.where(live, x, 0.0)
-    if STAGES > 0:
-        x = _hadamard(x, TOKENS, DIMS, STAGES)
-    if fp8 is not None:
-        _store_fp8(
-            x,
-            slot,
-            kept,
-            dim,
-            real,
-            0,
-            fp8,
-            scales,
-            PAGE_SIZE,
-            FP8_PAGE,
-            FP8_ROW,
-            SCALES_PAGE,
-            SCALES_ROW,
-            MIN_AMAX,
-            MIN_SCALE,
-            POW2,
-            NATIVE,
-        )
-    else:
-        target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW)[:, None] + dim
-        tl.store(target, x.to(tl.bfloat16), mask=live)
-
-
-def append_index_keys(
-    *,
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-) -> None:
-    fmt = cache.format
-    num_tokens, dim = k.shape
-    rope_dim = cos_sin_cache.shape[1]
-    dims = next_power_of_2(dim)
-    _keys_kernel[(cdiv(num_tokens, ROW_TOKENS),)](
-        k=k,
-        weight=norm_weight,
-        bias=norm_bias,
-        cos_sin=cos_sin_cache,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        num_tokens=num_tokens,
-        num_positions=cos_sin_cache.shape[0],
-        num_slots=cache.num_slots,
-        eps=eps,
-        k_stride=k.stride(0),
-        table_stride=cos_sin_cache.stride(0),
-        MIN_AMAX=fmt.min_amax,
-        MIN_SCALE=fmt.min_scale,
-        POW2=scale_mode == "pow2",
-        NATIVE=has_fp8(k.device),
-        D=dim,
-        START=0 if rope_first else dim - rope_dim,
-        R=rope_dim,
-        INTERLEAVED=interleaved,
-        STAGES=dims.bit_length() - 1 if hadamard else 0,
-        DIMS=dims,
-        TOKENS=ROW_TOKENS,
-        **paged_arguments(cache),
-        **EXACT,
-    )
-
-
-@triton.jit
-def _queries_kernel(
+def _quantise_heads(
     q,
     weights,
-    cos_sin,
-    positions,
     out,
     weights_out,
-    num_rows,
+    cos_sin,
+    positions,
+    program,
     num_heads,
     num_positions,
     factor,
@@ -580,96 +589,357 @@ def _queries_kernel(
     START: tl.constexpr,
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
     DIMS: tl.constexpr,
-    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_DIMS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = flat < num_rows
-    token = (flat // num_heads).to(tl.int64)
-    head = (flat % num_heads).to(tl.int64)
-    table, known = _table_row(cos_sin, positions, token, live, num_positions, table_stride)
-    x = _rotated_heads(
-        (q + token * q_token_stride + head * q_head_stride)[:, None],
-        table[:, None],
-        known[:, None],
-        live[:, None],
-        D,
-        START,
-        R,
-        INTERLEAVED,
-        ALIGN,
-        ROWS,
-        DIMS,
-    )
-    if STAGES > 0:
-        x = _hadamard(x, ROWS, DIMS, STAGES)
+    """RoPE, transform and quantisation of ``HEADS`` indexer heads of a token."""
+    token, head, live = _heads_of(program, num_heads, HEADS)
+    position = tl.load(positions + token).to(tl.int64)
+    source = (q + token * q_token_stride + head * q_head_stride)[:, None]
+    target = (out + token * out_token_stride + head * out_head_stride)[:, None]
     weight = tl.load(weights + token * weights_stride + head, mask=live, other=0.0).to(tl.float32)
     weight *= factor
-    if SCALED:
-        scale = _block_scale(x, MIN_AMAX, MIN_SCALE, POW2)
-        x = _divide(x, scale, POW2)
-        weight *= scale
-    tl.store(weights_out + token * weights_out_stride + head, weight, mask=live)
-    if out.dtype.element_ty == tl.uint8:
-        x = encode_e4m3(x, NATIVE)
-    dim = tl.arange(0, DIMS)[None, :]
-    target = (out + token * out_token_stride + head * out_head_stride)[:, None] + dim
-    tl.store(target, x.to(out.dtype.element_ty), mask=live[:, None] & (dim < D))
+    scaled_weight = weights_out + token * weights_out_stride + head
+    if STAGES > 0:
+        dim = tl.arange(0, DIMS)[None, :]
+        x = tl.load(source + dim, mask=live[:, None], other=0.0).to(tl.float32)
+        partner = _partner(dim, START, R, INTERLEAVED)
+        rotated = live[:, None] & (dim >= START) & (dim < START + R)
+        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
+        x = _rotate_with(
+            x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
+        )
+        x = _hadamard(x, HEADS, DIMS, STAGES)
+        if SCALED:
+            scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
+            x = _divide(x, scale, POW2)
+            weight *= scale
+        tl.store(target + dim, _as_stored(x, target, NATIVE), mask=live[:, None])
+    else:
+        # The rotated dims in pairs, and the rest, so that threads do not work on both.
+        FIRST: tl.constexpr = R if START == 0 else 0
+        rest = FIRST + tl.arange(0, REST_DIMS)[None, :]
+        real = live[:, None] & (rest < FIRST + D - R)
+        first, second = _load_pairs(source + START, live[:, None], R, PAIRS, INTERLEAVED)
+        x = tl.load(source + rest, mask=real, other=0.0).to(tl.float32)
+        first, second = _rotate_pairs(
+            first, second, cos_sin, position, num_positions, table_stride, R
+        )
+        if SCALED:
+            amax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
+            amax = tl.maximum(amax, tl.max(tl.abs(x), axis=1))
+            scale = _scale_of(amax, MIN_AMAX, MIN_SCALE, POW2)
+            first, second = _divide(first, scale, POW2), _divide(second, scale, POW2)
+            x = _divide(x, scale, POW2)
+            weight *= scale
+        _store_pairs(target + START, first, second, live[:, None], R, INTERLEAVED, NATIVE)
+        tl.store(target + rest, _as_stored(x, target, NATIVE), mask=real)
+    tl.store(scaled_weight, weight, mask=live)
+
+
+@triton.jit
+def _index_kernel(
+    q,
+    weights,
+    out,
+    weights_out,
+    k,
+    norm_weight,
+    norm_bias,
+    cos_sin,
+    positions,
+    slot_mapping,
+    fp8,
+    scales,
+    bf16,
+    num_keys,
+    num_heads,
+    num_positions,
+    num_slots,
+    factor,
+    eps,
+    q_token_stride,
+    q_head_stride,
+    weights_stride,
+    out_token_stride,
+    out_head_stride,
+    weights_out_stride,
+    k_stride,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    FP8_PAGE: tl.constexpr,
+    FP8_ROW: tl.constexpr,
+    SCALES_PAGE: tl.constexpr,
+    SCALES_ROW: tl.constexpr,
+    BF16_PAGE: tl.constexpr,
+    BF16_ROW: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    SCALED: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    D: tl.constexpr,
+    START: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STAGES: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST_DIMS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    if tl.program_id(0) >= num_keys:
+        if q is not None:
+            _quantise_heads(
+                q,
+                weights,
+                out,
+                weights_out,
+                cos_sin,
+                positions,
+                tl.program_id(0) - num_keys,
+                num_heads,
+                num_positions,
+                factor,
+                q_token_stride,
+                q_head_stride,
+                weights_stride,
+                out_token_stride,
+                out_head_stride,
+                weights_out_stride,
+                table_stride,
+                MIN_AMAX,
+                MIN_SCALE,
+                SCALED,
+                POW2,
+                NATIVE,
+                D,
+                START,
+                R,
+                INTERLEAVED,
+                STAGES,
+                DIMS,
+                PAIRS,
+                REST_DIMS,
+                HEADS,
+            )
+    elif k is not None:
+        token = tl.program_id(0).to(tl.int64)
+        position = tl.load(positions + token).to(tl.int64)
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        kept = (slot >= 0) & (slot < num_slots)
+        row = k + token * k_stride
+        dim = tl.arange(0, DIMS)[None, :]
+        real = dim < D
+        x = tl.load(row + dim, mask=real, other=0.0).to(tl.float32)
+        partner = _partner(dim, START, R, INTERLEAVED)
+        rotated = (dim >= START) & (dim < START + R)
+        other = tl.load(row + partner, mask=rotated, other=0.0).to(tl.float32)
+
+        count = tl.full([1], D, tl.float32)
+        mean = tl.div_rn(tl.sum(x, axis=1), count)[:, None]
+        deviation = tl.where(real, x - mean, 0.0)
+        variance = tl.div_rn(tl.sum(deviation * deviation, axis=1), count)
+        rstd = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(variance + eps))[:, None]
+        x = _centred(x, norm_weight, norm_bias, mean, rstd, dim, real)
+        other = _centred(other, norm_weight, norm_bias, mean, rstd, partner, rotated)
+        x = _rotate_with(
+            x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
+        )
+        x = tl.where(real, x, 0.0)
+        if STAGES > 0:
+            x = _hadamard(x, 1, DIMS, STAGES)
+        if fp8 is not None:
+            _store_fp8(
+                x,
+                slot,
+                kept,
+                dim,
+                real,
+                fp8,
+                scales,
+                PAGE_SIZE,
+                FP8_PAGE,
+                FP8_ROW,
+                SCALES_PAGE,
+                SCALES_ROW,
+                D,
+                D,
+                MIN_AMAX,
+                MIN_SCALE,
+                POW2,
+                NATIVE,
+            )
+        else:
+            target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) + dim
+            tl.store(target, x.to(tl.bfloat16), mask=kept & real)
+
+
+NO_QUERIES: dict[str, Any] = {
+    "q": None,
+    "weights": None,
+    "out": None,
+    "weights_out": None,
+    "num_heads": 0,
+    "factor": 0.0,
+    "q_token_stride": 0,
+    "q_head_stride": 0,
+    "weights_stride": 0,
+    "out_token_stride": 0,
+    "out_head_stride": 0,
+    "weights_out_stride": 0,
+    "HEADS": 1,
+}
+NO_KEYS: dict[str, Any] = {
+    "k": None,
+    "norm_weight": None,
+    "norm_bias": None,
+    "slot_mapping": None,
+    "fp8": None,
+    "scales": None,
+    "bf16": None,
+    "num_keys": 0,
+    "num_slots": 0,
+    "eps": 0.0,
+    "k_stride": 0,
+    "PAGE_SIZE": 1,
+    "FP8_PAGE": 0,
+    "FP8_ROW": 0,
+    "SCALES_PAGE": 0,
+    "SCALES_ROW": 0,
+    "BF16_PAGE": 0,
+    "BF16_ROW": 0,
+}
+
+
+def _query_arguments(
+    q: Tensor, weights: Tensor, out: Tensor, weights_out: Tensor
+) -> dict[str, Any]:
+    num_heads, dim = q.shape[1:]
+    heads = max(1, HEAD_DIMS // next_power_of_2(dim))
+    return {
+        "q": q,
+        "weights": weights,
+        "out": out.view(torch.uint8) if out.dtype == torch.float8_e4m3fn else out,
+        "weights_out": weights_out,
+        "num_heads": num_heads,
+        "factor": (num_heads * dim) ** -0.5,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "weights_stride": weights.stride(0),
+        "out_token_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "weights_out_stride": weights_out.stride(0),
+        "HEADS": min(heads, next_power_of_2(num_heads)),
+    }
+
+
+def _key_arguments(
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cache: PagedCache,
+    slot_mapping: Tensor,
+    eps: float,
+) -> dict[str, Any]:
+    return {
+        "k": k,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "slot_mapping": slot_mapping,
+        "num_keys": k.shape[0],
+        "num_slots": cache.num_slots,
+        "eps": eps,
+        "k_stride": k.stride(0),
+        **paged_arguments(cache),
+    }
+
+
+def _launch_index(
+    queries: dict[str, Any],
+    keys: dict[str, Any],
+    fmt: CacheFormat,
+    *,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
+) -> None:
+    # The first programs write keys, the others quantise heads.
+    dim, rope_dim = fmt.head_dim, cos_sin_cache.shape[1]
+    start = 0 if rope_first else dim - rope_dim
+    dims = next_power_of_2(dim)
+    head_programs = positions.shape[0] * cdiv(queries["num_heads"], queries["HEADS"])
+    _index_kernel[(keys["num_keys"] + head_programs,)](
+        cos_sin=cos_sin_cache,
+        positions=positions,
+        num_positions=cos_sin_cache.shape[0],
+        table_stride=cos_sin_cache.stride(0),
+        MIN_AMAX=fmt.min_amax,
+        MIN_SCALE=fmt.min_scale,
+        SCALED=fmt.num_scales > 0,
+        POW2=scale_mode == "pow2",
+        NATIVE=has_fp8(positions.device),
+        D=dim,
+        START=start,
+        R=rope_dim,
+        INTERLEAVED=interleaved,
+        STAGES=dims.bit_length() - 1 if hadamard else 0,
+        DIMS=dims,
+        PAIRS=max(next_power_of_2(rope_dim // 2), 1),
+        REST_DIMS=max(next_power_of_2(dim - rope_dim), 1),
+        **queries,
+        **keys,
+        **LAUNCH,
+    )
+
+
+def fused_indexer_rope_quant(
+    *,
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cache: PagedCache,
+    slot_mapping: Tensor,
+    eps: float,
+    out: Tensor,
+    weights_out: Tensor,
+    **rotation: Any,
+) -> None:
+    queries = _query_arguments(q, weights, out, weights_out)
+    keys = _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps)
+    _launch_index(queries, keys, cache.format, **rotation)
+
+
+def append_index_keys(
+    *,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    cache: PagedCache,
+    slot_mapping: Tensor,
+    eps: float,
+    **rotation: Any,
+) -> None:
+    keys = _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps)
+    _launch_index(NO_QUERIES, keys, cache.format, **rotation)
 
 
 def prepare_index_queries(
     *,
     q: Tensor,
     weights: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
     format: CacheFormat,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
     out: Tensor,
     weights_out: Tensor,
+    **rotation: Any,
 ) -> None:
-    num_tokens, num_heads, dim = q.shape
-    rope_dim = cos_sin_cache.shape[1]
-    start = 0 if rope_first else dim - rope_dim
-    dims = next_power_of_2(dim)
-    rows = max(1, HEAD_DIMS // dims)
-    if format.fp8_dim:
-        out = out.view(torch.uint8)
-    _queries_kernel[(cdiv(num_tokens * num_heads, rows),)](
-        q=q,
-        weights=weights,
-        cos_sin=cos_sin_cache,
-        positions=positions,
-        out=out,
-        weights_out=weights_out,
-        num_rows=num_tokens * num_heads,
-        num_heads=num_heads,
-        num_positions=cos_sin_cache.shape[0],
-        factor=(num_heads * dim) ** -0.5,
-        q_token_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        weights_stride=weights.stride(0),
-        out_token_stride=out.stride(0),
-        out_head_stride=out.stride(1),
-        weights_out_stride=weights_out.stride(0),
-        table_stride=cos_sin_cache.stride(0),
-        MIN_AMAX=format.min_amax,
-        MIN_SCALE=format.min_scale,
-        SCALED=format.num_scales > 0,
-        POW2=scale_mode == "pow2",
-        NATIVE=has_fp8(q.device),
-        D=dim,
-        START=start,
-        R=rope_dim,
-        INTERLEAVED=interleaved,
-        ALIGN=1 if interleaved else math.gcd(rope_dim // 2, start, 16),
-        STAGES=dims.bit_length() - 1 if hadamard else 0,
-        DIMS=dims,
-        ROWS=rows,
-        **EXACT,
-    )
+    queries = _query_arguments(q, weights, out, weights_out)
+    _launch_index(queries, NO_KEYS, format, **rotation)
