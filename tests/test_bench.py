@@ -483,6 +483,21 @@ def test_table_command(tmp_path, monkeypatch, capsys):
     assert "torch.topk" in document.read_text()
 
 
+def test_lines_join_cases_that_differ_in_the_axis_alone():
+    rows = [
+        row(
+            case=f"batch 8, context {n}, topk 64{words}",
+            shape={"batch": 8, "context": n, "topk": 64},
+        )
+        for words in ("", ", another cache")
+        for n in (1024, 2048, 4096)
+    ]
+    assert set(report._groups(rows, "context")) == {
+        "batch 8, topk 64",
+        "batch 8, topk 64, another cache",
+    }
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [

@@ -271,7 +271,8 @@ def _groups(rows: Sequence[Row], axis: str) -> dict[str, Series]:
     for row in rows:
         if axis not in row.shape:
             continue
-        rest = [f"{name} {value}" for name, value in row.shape.items() if name != axis]
+        # A case is the shape, and words for what else it is.
+        rest = [word for word in row.case.split(", ") if not word.startswith(f"{axis} ")]
         title = ", ".join(rest + ([row.selection] if row.selection else []))
         series = groups.setdefault(title, {})
         at = row.shape[axis]
