@@ -1,0 +1,194 @@
+"""vLLM's engine on a small DeepSeek-V3.2: the tokens of this package's backend and of FlashMLA's.
+
+The model is that of :mod:`sparsemla.testing.models`: it copies from its context and is sure of it.
+Every mode serves it in a process of its own, with prompts that are longer than a selection, chunked
+prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared.
+
+Needs vLLM 0.33 and a GPU that it serves sparse models on. Run ``python examples/vllm_engine.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+LENGTHS = (1500, 700, 60, 1, 2047, 900, 3000)
+"""Tokens of the prompts."""
+NUM_NEW = 64
+VOCABULARY, HIDDEN, HEADS, VALUE = 1024, 512, 8, 128
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to serve the model.
+
+    Args:
+        plugins: of this package.
+        backend: vLLM's name of the attention backend.
+        cache: the cache's dtype.
+        graphs: whether steps are captured.
+        portable: exchange vLLM's class of the model for NVIDIA for the portable one, which the
+            plugin of the indexer does anyway.
+    """
+
+    plugins: str
+    backend: str
+    cache: str = "fp8_ds_mla"
+    graphs: bool = False
+    portable: bool = False
+
+
+BOTH = "sparsemla,sparsemla_indexer"
+MODES = {
+    "vllm": Mode("", "FLASHMLA_SPARSE", portable=True),
+    "attention": Mode("sparsemla", "CUSTOM", portable=True),
+    "attention, graphs": Mode("sparsemla", "CUSTOM", graphs=True, portable=True),
+    "both": Mode(BOTH, "CUSTOM"),
+    "both, graphs": Mode(BOTH, "CUSTOM", graphs=True),
+    "flashmla, bf16": Mode("sparsemla_indexer", "FLASHMLA_SPARSE", cache="bfloat16"),
+    "both, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16"),
+}
+PAIRS = (
+    ("attention", "vllm"),
+    ("attention, graphs", "vllm"),
+    ("both", "vllm"),
+    ("both, graphs", "both"),
+    ("both, bf16", "flashmla, bf16"),
+)
+
+
+def make_model(folder: Path) -> None:
+    """Write the model, with the head that copies louder than the rest."""
+    from sparsemla.testing.models import copying_model
+
+    model = copying_model(
+        "deepseek_v32",
+        dtype=torch.bfloat16,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        intermediate_size=1024,
+        max_position_embeddings=4096,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=VALUE,
+        index_topk=512,
+        index_n_heads=32,
+        index_head_dim=128,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    with torch.no_grad():
+        layers = model.model.layers
+        layers[0].self_attn.q_b_proj.weight.view(HEADS, -1, 256)[0, 128:, 0] *= 2.5
+        for number, layer in enumerate(layers):
+            layer.mlp.down_proj.weight *= 0.3
+            heads = layer.self_attn.o_proj.weight.view(HIDDEN, HEADS, VALUE)
+            heads[:, 1:] *= 0.3
+            heads[:, :1] *= 0.3 if number else 2.0
+        model.lm_head.weight *= 1 / 16  # logits of the size of a trained model's
+    model.save_pretrained(folder)
+
+
+def serve(mode: Mode, model: Path, result: Path) -> None:
+    """Serve the model and write what came of each prompt."""
+    # The engine runs in this process, where the model's class is exchanged.
+    os.environ |= {"VLLM_PLUGINS": mode.plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams
+
+    if mode.portable:
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        from sparsemla.backends.vllm import GENERIC_MODELS
+
+        for architecture, name in GENERIC_MODELS.items():
+            ModelRegistry.register_model(architecture, name)
+    llm = LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        kv_cache_dtype=mode.cache,
+        enforce_eager=not mode.graphs,
+        attention_config={"backend": mode.backend, "sparse_mla_force_mqa": True},
+        max_model_len=4096,
+        max_num_batched_tokens=1024,
+        max_num_seqs=8,
+        block_size=64,
+        gpu_memory_utilization=0.3,
+        enable_prefix_caching=False,
+    )
+    draw = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": draw.integers(2, VOCABULARY, n).tolist()} for n in LENGTHS]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=NUM_NEW,
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=0,
+        detokenize=False,
+    )
+    found = []
+    for answer in llm.generate(prompts, params):
+        ids = answer.prompt_token_ids
+        pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
+        best = [
+            sorted(each.logprob for each in step.values()) for step in answer.outputs[0].logprobs
+        ]
+        found.append(
+            {
+                "prompt": [step[token].logprob for step, token in pairs],
+                "tokens": list(answer.outputs[0].token_ids),
+                "margin": min(each[-1] - each[-2] for each in best),
+            }
+        )
+    result.write_text(json.dumps(found))
+
+
+def compare(name: str, base: str, folder: Path) -> bool:
+    """Tell how far two modes are apart, and whether all tokens are equal."""
+    read = (json.loads((folder / f"{each}.json").read_text()) for each in (name, base))
+    pairs = list(zip(*read, strict=True))
+    equal = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs)
+    apart = np.concatenate([np.abs(np.subtract(a["prompt"], b["prompt"])) for a, b in pairs])
+    margin = min(ours["margin"] for ours, _ in pairs)
+    sys.stdout.write(
+        f"{name} and {base}: {equal} of {len(pairs)} answers of {NUM_NEW} tokens are equal, with "
+        f"margins of at least {margin:.2f}; log-probabilities of {apart.size} tokens of prompts "
+        f"are {apart.mean():.4f} apart, {apart.max():.4f} at most\n"
+    )
+    return equal == len(pairs)
+
+
+def main() -> int:
+    """Serve the model by every mode; 1 if tokens differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
+    parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
+    arguments = parser.parse_args()
+    folder, model = arguments.folder, arguments.folder / "model"
+    if arguments.serve:
+        serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
+        return 0
+    make_model(model)
+    for name in MODES:
+        command = [sys.executable, __file__, "--folder", str(folder), "--serve", name]
+        subprocess.run(command, check=True)
+    equal = [compare(name, base, folder) for name, base in PAIRS]
+    return int(not all(equal))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
