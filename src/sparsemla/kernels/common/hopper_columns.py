@@ -363,18 +363,23 @@ def dims_of(
 
 
 @gluon.jit
-def as_operand(x, N: gl.constexpr):
-    """Keys as the left operand of a product, dims in the order that costs no exchange."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+def in_order(x):
+    """Dims of rows in the order in which a product takes them from :data:`DIMS128`."""
     SEGMENTS: gl.constexpr = x.shape[1] // 64
-    x = x.reshape(KEYS, SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
-    return gl.convert_layout(x, gl.DotOperandLayout(0, SCORES, 2))
+    x = x.reshape(x.shape[0], SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    return x.reshape(x.shape[0], SEGMENTS * 64)
+
+
+@gluon.jit
+def out_of_order(x):
+    """The weighted sums of values that were stored :func:`in_order`, in their own order."""
+    x = x.reshape(x.shape[0] // 64, 4, 2, 4, 2, x.shape[1]).permute(0, 3, 1, 2, 4, 5)
+    return x.reshape(256, x.shape[5])
 
 
 @gluon.jit
 def score_chunk(
     s,
-    a,
     z,
     rows,
     tile,
@@ -384,30 +389,25 @@ def score_chunk(
     L: gl.constexpr,
     RING: gl.constexpr,
     WHO: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """Scores plus those of a chunk's dims, which are kept if they are part of the value.
 
-    ``a`` is the operand of the chunk before, whose product runs while this one is converted.
+    The registers of the operand are what is stored: values have the operand's order of dims.
     """
     q_value, q_rest, values, _, raw, scales, full, empty = memory
     WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
     slot = place % RING
     mbarrier.wait(full.index(slot), (place // RING) & 1)
     x = dims_of(raw, scales, rows, tile, slot, empty.index(slot), START, WIDTH, L, RING)
+    keys = gl.convert_layout(in_order(x), gl.DotOperandLayout(0, s.type.layout, 2))
     if START < 512:
         HALF: gl.constexpr = START // 256
-        values.index(2 * WHO + HALF + z).slice(START % 256, WIDTH, dim=1).store(x)
+        values.index(2 * WHO + HALF + z).slice(START % 256, WIDTH, dim=1).store(keys)
         q = q_value.index(HALF + z).slice(START % 256, WIDTH, dim=1)
     else:
         q = q_rest.index(z)
-    if START > 0 and OVERLAP:
-        s, _ = warpgroup_mma_wait(0, deps=[s, a])
-    a = as_operand(x, q.shape[0])
-    s = warpgroup_mma(a, q.permute((1, 0)), s, use_acc=START > 0, is_async=True)
-    if not OVERLAP:
-        s = warpgroup_mma_wait(0, deps=[s])
-    return s, a
+    s = warpgroup_mma(keys, q.permute((1, 0)), s, use_acc=START > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
@@ -452,7 +452,6 @@ def attend_tiles(
     L: gl.constexpr,
     RING: gl.constexpr,
     WHO: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """Every other tile of a stream, from ``skip`` on: online softmax of heads on columns."""
     rows, indices, begin, end, tiles = stream
@@ -468,24 +467,11 @@ def attend_tiles(
         at += 2 * KEYS
         slots = load_slots(indices, at, end)
         s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
-        a = s
         for j in gl.static_range(CHUNKS):
             place = chunk + i * CHUNKS + j
-            s, a = score_chunk(
-                s,
-                a,
-                z,
-                rows,
-                tile + i,
-                place,
-                memory,
-                chunk_start(L.fp8_dim, j),
-                L,
-                RING,
-                WHO,
-                OVERLAP,
+            s = score_chunk(
+                s, z, rows, tile + i, place, memory, chunk_start(L.fp8_dim, j), L, RING, WHO
             )
-        s, _ = warpgroup_mma_wait(0, deps=[s, a])
         m, l, shrink = weigh(s * scale_log2, valid, m, l, weights.index(WHO + z))
         left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
@@ -561,7 +547,6 @@ def consume(
     RING: gl.constexpr,
     WHO: gl.constexpr,
     N: gl.constexpr,
-    OVERLAP: gl.constexpr,
 ):
     """One of two warpgroups: it attends to every other tile; then both put their sums together."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -581,12 +566,12 @@ def consume(
             state = attend_bf16_tiles(extra, skip, tiles, state, scale_log2, memory, REST, WHO)
     else:
         state = attend_tiles(
-            stream, WHO, 0, 0, (m, l, left, right), scale_log2, memory, L, RING, WHO, OVERLAP
+            stream, WHO, 0, 0, (m, l, left, right), scale_log2, memory, L, RING, WHO
         )
         if EXTRA is not None:
             chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
             state = attend_tiles(
-                extra, skip, tiles, chunks, state, scale_log2, memory, EXTRA, RING, WHO, OVERLAP
+                extra, skip, tiles, chunks, state, scale_log2, memory, EXTRA, RING, WHO
             )
     m, l, left, right = state
 
@@ -614,8 +599,13 @@ def consume(
     share = gl.where(none, 0.0, gl.exp2(m - highest) / gl.where(none, 1.0, total))[None, :]
     # Both have met: nobody reads values any more, and the sums fit where the first tile was.
     both = reinterpret(memory[2], gl.float32, [4, 256, N], SUMS)
-    both.index(2 * WHO).store(left * share)
-    both.index(2 * WHO + 1).store(right * share)
+    left *= share
+    right *= share
+    if L.fp8_dim > 0:
+        left = out_of_order(left)
+        right = out_of_order(right)
+    both.index(2 * WHO).store(left)
+    both.index(2 * WHO + 1).store(right)
     mbarrier.arrive(meet.index(1), count=1)
     mbarrier.wait(meet.index(1), 0)
     x = both.index(WHO).load(RESULTS) + both.index(2 + WHO).load(RESULTS)
@@ -635,13 +625,13 @@ def load_queries(
     N: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Dims of all heads, in the order of :func:`as_operand` if keys are converted."""
+    """Dims of all heads, in the order of the keys that are converted."""
     head = gl.arange(0, N, gl.SliceLayout(1, QUERIES))
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
     at = q + (head.to(gl.int64) * q_head)[:, None] + dim[None, :]
     x = gl.load(at, mask=(head < num_heads)[:, None], other=0.0)
     if L.fp8_dim > 0:
-        x = x.reshape(N, WIDTH // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(N, WIDTH)
+        x = in_order(x)
     return x
 
 
@@ -674,7 +664,6 @@ def attend_columns(
     RING: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
     SCALE_TILES: gl.constexpr,
-    OVERLAP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -755,13 +744,13 @@ def attend_columns(
                        scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
                        sums, meet, (out, results.out_head, lse, results.max_logits,
                                     max_logits_at, results.attn_sink),
-                       num_heads, L, EXTRA, RING, 0, N, OVERLAP)),
+                       num_heads, L, EXTRA, RING, 0, N)),
             (consume, ((rows, topk_indices, begin, end, tiles),
                        (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
                        scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
                        sums, meet, (out, results.out_head, lse, results.max_logits,
                                     max_logits_at, results.attn_sink),
-                       num_heads, L, EXTRA, RING, 1, N, OVERLAP)),
+                       num_heads, L, EXTRA, RING, 1, N)),
             (produce, ((rows, topk_indices, begin, end, tiles),
                        (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
                        (q_value, q_rest, values, weights, raw, scales, full, empty),
@@ -879,7 +868,6 @@ def attend(
         RING=shared.ring,
         SCALE_WORDS=shared.scale_words,
         SCALE_TILES=shared.scale_tiles,
-        OVERLAP=not wide,
         CONSUMER_REGISTERS=232 if wide else 208,
         PRODUCER_REGISTERS=40 if wide else 80,
         num_warps=4,
