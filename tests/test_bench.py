@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8, PagedCache, e4m3_format, ops
+from sparsemla import (
+    BF16_576,
+    FP8_584,
+    FP8_DS_MLA,
+    INDEX_FP8,
+    PagedCache,
+    e4m3_format,
+    ops,
+    reference,
+)
 from sparsemla.bench import command, peers, report, run, timing, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
@@ -35,6 +44,7 @@ SMALL = [
     workloads.IndexerScoresPaged(3, 2, 70),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
+    workloads.IndexWrite(20, 3),
     workloads.Gather(3, 70),
 ]
 
@@ -379,20 +389,52 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         assert name == "fp8_ds_mla"
         PagedCache(data, FP8_DS_MLA).write(slots, torch.cat([latent, rope], 1), scale_mode="exact")
 
+    def rms_norm(out, x, weight, eps):
+        out.copy_(torch.nn.functional.rms_norm(x, x.shape[1:], weight, eps))
+
+    def rotary(positions, q, k, head_size, table, is_neox):
+        assert q.shape[2] == k.shape[2] == head_size
+        for x in (q, k):
+            part = x[..., : table.shape[1]]
+            cos_sin = table[positions].float()[:, None]
+            part.copy_(reference.quant.rotate(part.float(), cos_sin, not is_neox))
+
+    def write_rotated(positions, q, rope, latent, table, is_neox, slots, data, name, scale):
+        rotary(positions, q, rope[:, None], 64, table, is_neox)
+        write(latent, rope, data, slots, name, scale, False)
+
+    def quantise(x, out, scales, group, eps, low, high, pow2, transposed, aligned):
+        assert (group, eps, low, high, transposed, aligned) == (128, 1e-4, -448, 448, False, False)
+        stored = INDEX_FP8.quantize(x, scale_mode="pow2" if pow2 else "exact")
+        out.copy_(stored.fp8)
+        scales.copy_(stored.scales)
+
+    def write_keys(k, data, slots, group, scale_format):
+        assert (group, scale_format) == (128, "ue8m0")
+        PagedCache(data, INDEX_FP8).write(slots, k)
+
     def gather(data, out, table, starts, batch, seq_starts):
         lens = torch.full_like(starts, len(out) // batch)
         ops.gather_dequant(PagedCache(data, FP8_DS_MLA), table, lens, starts, out=out)
 
     library = SimpleNamespace(
-        top_k_per_row_prefill=prefill, top_k_per_row_decode=decode, persistent_topk=persistent
+        top_k_per_row_prefill=prefill,
+        top_k_per_row_decode=decode,
+        persistent_topk=persistent,
+        rms_norm=rms_norm,
+        rotary_embedding=rotary,
+        per_token_group_fp8_quant=quantise,
     )
     caches = SimpleNamespace(
-        concat_and_cache_mla=write, cp_gather_and_upconvert_fp8_kv_cache=gather
+        concat_and_cache_mla=write,
+        concat_and_cache_mla_rope_fused=write_rotated,
+        indexer_k_quant_and_cache=write_keys,
+        cp_gather_and_upconvert_fp8_kv_cache=gather,
     )
     monkeypatch.setattr(torch.ops, "_C", library)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", caches, raising=False)
     names = []
-    for workload in SMALL[-3:]:
+    for workload in SMALL[-4:]:
         peer = object.__new__(peers.VLLM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
         assert outcome.failures == outcome.refusals == {}
@@ -402,6 +444,9 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         "vLLM top_k_per_row_decode",
         "vLLM persistent_topk",
         "vLLM concat_and_cache_mla",
+        "vLLM rms_norm, rotary_embedding, concat_and_cache_mla",
+        "vLLM rms_norm, concat_and_cache_mla_rope_fused",
+        "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache",
         "vLLM cp_gather_and_upconvert",
     ]
 

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsemla import ops
+from sparsemla import ops, reference
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import (
     CHUNK_ROWS,
@@ -34,6 +34,7 @@ from sparsemla.bench.workloads import (
     Gather,
     IndexerScores,
     IndexerScoresPaged,
+    IndexWrite,
     Inputs,
     SelectTopk,
     Side,
@@ -43,7 +44,7 @@ from sparsemla.bench.workloads import (
     Workload,
 )
 from sparsemla.cache import PagedCache
-from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA
+from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8
 from sparsemla.testing.compare import Tolerance, assert_close
 
 CACHE_ROWS = Tolerance(cos=1e-3)
@@ -260,7 +261,7 @@ class VLLM(Peer):
         raise Unavailable("vllm/_C_stable_libtorch*.so is not there")
 
     def supports(self, workload: Workload) -> str | None:
-        ops = (SelectTopk, CacheWrite, Gather)
+        ops = (SelectTopk, CacheWrite, IndexWrite, Gather)
         return None if isinstance(workload, ops) else "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
@@ -268,6 +269,8 @@ class VLLM(Peer):
             return self._topk(workload, inputs)
         if isinstance(workload, CacheWrite):
             return self._cache_write(workload, inputs)
+        if isinstance(workload, IndexWrite):
+            return self._index_write(workload, inputs)
         gather = getattr(torch.ops._C_cache_ops, self.GATHER)
         starts, out = inputs["workspace_starts"], torch.empty_like(inputs["out"])
         cache, table = inputs["cache"].data, inputs["page_table"]
@@ -332,7 +335,87 @@ class VLLM(Peer):
             assert_close("concat_and_cache_mla", written, kv, CACHE_ROWS)
 
         note = "no norm, no RoPE, no queries"
-        return [Side("vLLM concat_and_cache_mla", run, check, note=note)]
+        return [
+            Side("vLLM concat_and_cache_mla", run, check, note=note),
+            *self._whole_cache_write(workload, inputs),
+        ]
+
+    def _whole_cache_write(self, workload: CacheWrite, inputs: Inputs) -> list[Side]:
+        """Its cache writes together with what has to run before them."""
+        ops, writes = torch.ops._C, torch.ops._C_cache_ops
+        slots, positions = inputs["slot_mapping"], inputs["positions"]
+        weight, table = inputs["kv_norm_weight"], inputs["cos_sin_cache"].bfloat16()
+        kv, q = inputs["kv"].clone(), inputs["q_rope"].clone()
+        latent, rope = kv[:, :512], kv[:, 512:]
+        normed = torch.empty(latent.shape, dtype=kv.dtype, device=kv.device)
+        cache = _empty_like(inputs["cache"])
+        one, name = torch.ones((), device=kv.device), FP8_DS_MLA.name
+
+        def three() -> Results:
+            ops.rms_norm(normed, latent, weight, 1e-6)
+            ops.rotary_embedding(positions, q, rope[:, None], 64, table, False)
+            writes.concat_and_cache_mla(normed, rope, cache.data, slots, name, one, False)
+            return q, cache.data
+
+        def two() -> Results:
+            ops.rms_norm(normed, latent, weight, 1e-6)
+            writes.concat_and_cache_mla_rope_fused(
+                positions, q, rope, normed, table, False, slots, cache.data, name, one
+            )
+            return q, cache.data
+
+        def reset() -> None:  # queries and keys are rotated in place
+            q.copy_(inputs["q_rope"])
+            kv.copy_(inputs["kv"])
+
+        def check(results: Results) -> None:
+            expected = inputs | {"cache": _empty_like(inputs["cache"])}
+            queries, rows = reference.fused_rope_rmsnorm_quant(**expected)
+            assert_close("queries", results[0], queries.bfloat16(), CACHE_ROWS)
+            written = PagedCache(results[1], FP8_DS_MLA).read(slots)
+            assert_close("rows", written, rows.bfloat16(), CACHE_ROWS)
+
+        return [
+            Side("vLLM rms_norm, rotary_embedding, concat_and_cache_mla", three, check, reset),
+            Side("vLLM rms_norm, concat_and_cache_mla_rope_fused", two, check, reset),
+        ]
+
+    def _index_write(self, workload: IndexWrite, inputs: Inputs) -> list[Side]:
+        ops, writes = torch.ops._C, torch.ops._C_cache_ops
+        slots, positions = inputs["slot_mapping"], inputs["positions"]
+        table, weights = inputs["cos_sin_cache"].bfloat16(), inputs["weights"]
+        norm = inputs["norm_weight"].bfloat16(), inputs["norm_bias"].bfloat16()
+        q, codes = inputs["q"].clone(), torch.empty_like(inputs["q"], dtype=torch.float8_e4m3fn)
+        num_tokens, num_heads, dim = q.shape
+        scales = torch.empty(num_tokens * num_heads, 1, device=q.device)
+        cache = _empty_like(inputs["cache"])
+        limits = 1e-4, -448.0, 448.0
+
+        def run() -> Results:
+            k = torch.nn.functional.layer_norm(inputs["k"], (dim,), *norm, 1e-6)
+            ops.rotary_embedding(positions, q, k[:, None], dim, table, True)
+            ops.per_token_group_fp8_quant(
+                q.view(-1, dim), codes.view(-1, dim), scales, dim, *limits, True, False, False
+            )
+            folded = weights * (scales.view(num_tokens, num_heads) * (num_heads * dim) ** -0.5)
+            writes.indexer_k_quant_and_cache(k, cache.data, slots, dim, "ue8m0")
+            return codes, folded, cache.data
+
+        def check(results: Results) -> None:
+            expected = _empty_like(inputs["cache"])
+            queries, folded = reference.fused_indexer_rope_quant(**inputs | {"cache": expected})
+            assert_close("queries", results[0].float(), queries.float(), CACHE_ROWS)
+            assert_close("weights", results[1].float(), folded, CACHE_ROWS)
+            written = PagedCache(results[2], INDEX_FP8).read(slots)
+            assert_close("keys", written, expected.read(slots), CACHE_ROWS)
+
+        name = "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache"
+        note = "with torch's layer_norm and products"
+
+        def reset() -> None:  # queries are rotated in place
+            q.copy_(inputs["q"])
+
+        return [Side(name, run, check, reset, note)]
 
 
 class TileLang(Peer):
@@ -451,6 +534,12 @@ def _side(
 ) -> Side:
     """A side that answers the workload's own question."""
     return Side(name, run, lambda got: workload.check(inputs, got), note=note)
+
+
+def _empty_like(cache: PagedCache) -> PagedCache:
+    return PagedCache.allocate(
+        cache.format, cache.num_pages, cache.page_size, device=cache.data.device
+    )
 
 
 def _first(root: Path, pattern: str) -> Path | None:

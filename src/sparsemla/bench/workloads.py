@@ -35,6 +35,8 @@ from sparsemla.testing.compare import (
     BFLOAT16_ULP,
     DECODE_LSE,
     DENSE_DECODE_OUT,
+    E4M3_STEP,
+    FLOAT32_ULPS,
     INDEXER_SCORES,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,
@@ -616,6 +618,65 @@ class CacheWrite(Workload):
 
 
 @dataclass(frozen=True)
+class IndexWrite(Workload):
+    """Norm, RoPE, quantisation and write of new keys of the indexer, and its queries."""
+
+    tokens: int
+    heads: int
+    op: ClassVar[str] = "fused_indexer_rope_quant"
+
+    NUM_PAGES: ClassVar[int] = 1024
+
+    @property
+    def flop(self) -> float:
+        return 0.0
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        num_slots = self.NUM_PAGES * PAGE_SIZE
+        width = INDEX_DIM + self.heads  # keys and head weights come out of one product
+        projected = torch.randn(
+            self.tokens, width, generator=draw, device=device, dtype=torch.bfloat16
+        )
+        shape = self.tokens, self.heads, INDEX_DIM
+        return {
+            "q": torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16),
+            "weights": projected[:, INDEX_DIM:],
+            "k": projected[:, :INDEX_DIM],
+            "norm_weight": torch.rand(INDEX_DIM, generator=draw, device=device) + 0.5,
+            "norm_bias": torch.randn(INDEX_DIM, generator=draw, device=device) / 10,
+            "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1e4), num_slots).to(device),
+            "cache": PagedCache.allocate(INDEX_FP8, self.NUM_PAGES, PAGE_SIZE, device=device),
+            "positions": torch.randint(num_slots, (self.tokens,), generator=draw, device=device),
+            "slot_mapping": torch.randperm(num_slots, generator=draw, device=device)[: self.tokens],
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """Queries, weights and keys in and out, and a row of the RoPE table for each token."""
+        per_head = 2 * INDEX_DIM + INDEX_DIM + 2 + 4
+        per_key = 2 * INDEX_DIM + INDEX_FP8.bytes_per_token
+        return self.tokens * (self.heads * per_head + per_key + 4 * 64 + 16)
+
+    def run(self, inputs: Inputs) -> Results:
+        return *ops.fused_indexer_rope_quant(**inputs), inputs["cache"].data
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 64, inputs["k"].device)
+        expected = PagedCache.allocate(INDEX_FP8, 1, PAGE_SIZE, device=some.device)
+        per_token = ("q", "weights", "k", "positions")
+        q, weights = reference.fused_indexer_rope_quant(
+            **inputs
+            | {name: inputs[name][some] for name in per_token}
+            | {"cache": expected, "slot_mapping": torch.arange(len(some), device=some.device)}
+        )
+        assert_close(f"{self.op} queries", results[0][some].float(), q.float(), E4M3_STEP)
+        assert_close(f"{self.op} weights", results[1][some], weights, FLOAT32_ULPS)
+        written = PagedCache(results[2], INDEX_FP8).gather(inputs["slot_mapping"][some])
+        data, _ = INDEX_FP8.pack(written, PAGE_SIZE)
+        assert_rows_close(self.op, PagedCache(data, INDEX_FP8), expected)
+
+
+@dataclass(frozen=True)
 class Gather(Workload):
     """Dequantisation of requests of the 656-byte cache into one bfloat16 workspace."""
 
@@ -733,7 +794,8 @@ def all_workloads() -> list[Workload]:
         *(IndexerScores(*shape) for shape in ragged),
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
-        *(CacheWrite(tokens, 16) for tokens in (128, 8192)),
+        *(CacheWrite(tokens, heads) for tokens in (128, 8192) for heads in (16, 128)),
+        *(IndexWrite(tokens, heads) for tokens in (128, 8192) for heads in (32, 64)),
         *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
     ]
 
