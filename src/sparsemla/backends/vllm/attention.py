@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -202,16 +202,18 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
     ) -> SparseMLAMetadata:
         """The metadata of one step."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if metadata.num_prefills and self.dcp_world_size == 1:
-            metadata.conversions = self._conversions(metadata, common_attn_metadata)
+        lens = common_attn_metadata.seq_lens_cpu_upper_bound
+        if metadata.num_prefills and lens is not None and self.dcp_world_size == 1:
+            metadata.conversions = self._conversions(metadata, common_attn_metadata, lens)
         return metadata
 
     def _conversions(
-        self, metadata: SparseMLAMetadata, common: CommonAttentionMetadata
+        self, metadata: SparseMLAMetadata, common: CommonAttentionMetadata, seq_lens: Tensor
     ) -> tuple[Conversion, ...]:
+        """What is converted of a batch whose requests have ``seq_lens`` on the host, or fewer."""
         prefills = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         offsets = common.query_start_loc_cpu[prefills.start : prefills.stop + 1]
-        lens = cast(Tensor, common.seq_lens_cpu_upper_bound)[prefills]
+        lens = seq_lens[prefills]
         config = self.vllm_config
         num_rows = prefill_workspace_rows(
             offsets.diff().tolist(),
