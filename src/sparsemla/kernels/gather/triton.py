@@ -18,8 +18,8 @@ from sparsemla.kernels.common.paged import paged_arguments
 SLOTS_BLOCK = 1024
 """Indices of a program: two 16-byte loads for each of 128 threads."""
 
-GATHER_DIMS = 8192
-"""Dims of a program: four 16-byte loads of e4m3 for each of 128 threads, or eight of bfloat16."""
+GATHER_DIMS = 2048
+"""Dims of a program: for each thread of its warp four 16-byte loads of e4m3, or eight of bfloat16."""
 
 REQUEST_BLOCK = 32
 """Requests that a gather program compares its rows with at once."""
@@ -215,6 +215,7 @@ def gather_dequant(
         OUT_ROW=out.stride(0),
         REQUESTS=REQUEST_BLOCK,
         NATIVE=has_fp8(out.device),
+        num_warps=1,
         **widths,
         **paged_arguments(cache),
     )

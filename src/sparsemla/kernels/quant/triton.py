@@ -1,8 +1,8 @@
 """The ops that write caches, in Triton: each is one launch that reads its inputs once.
 
-A program is one warp, which meets no barrier: it writes the row of a token, or rotates some of its
-heads. Every load that does not wait for another one comes first, because a step of few tokens is
-as long as its chain of loads.
+A program is one warp, so that nothing waits for another one: it writes the row of a token, or
+rotates some of its heads. Every load that does not need the result of another one comes first,
+because a step of few tokens is as long as its chain of loads.
 
 Shapes: T tokens, H heads, D dims of a row, N normalised dims, R rotated dims.
 """
@@ -55,56 +55,21 @@ def _run(rope_dim, start):
 
 
 @triton.jit
-def _rotate_adjacent(x, table, position, num_positions, stride, pair, R: tl.constexpr):
-    """RoPE of interleaved ``x [rows, dims]``, whose pairs are ``pair [1 or rows, dims / 2]``.
-
-    A thread holds both dims of a pair: nothing is loaded twice.
-    """
-    pair = tl.broadcast_to(pair, [x.shape[0], x.shape[1] // 2])  # the layout of x, for its loads
-    rotated = (pair >= 0) & (pair < R // 2)
-    cos, sin = _cos_sin(table, position, num_positions, stride, pair, rotated, R)
-    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    first = tl.where(rotated, a * cos - b * sin, a)
-    second = tl.where(rotated, a * sin + b * cos, b)
-    return tl.reshape(tl.join(first, second), x.shape)
-
-
-@triton.jit
-def _partner(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other dim of the pair of each of ``dim [1, dims]``, of which R rotate from ``START``."""
-    if INTERLEAVED:
-        return tl.where((dim - START) % 2 == 0, dim + 1, dim - 1)
-    RUN: tl.constexpr = _run(R, START)
-    partner = tl.where(dim - START < R // 2, dim + R // 2, dim - R // 2)
-    return tl.max_contiguous(tl.multiple_of(partner, [1, RUN]), [1, RUN])
-
-
-@triton.jit
-def _rotate_with(
-    x,
-    other,
-    table,
-    position,
-    num_positions,
-    stride,
-    dim,
-    START: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """RoPE of dims ``dim`` of rows, ``x``, with the other dims of their pairs, ``other``."""
-    r = tl.broadcast_to(dim, x.shape) - START  # the layout of x, for the loads of the table
+def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of ``dim [rows, dims]``, of which R rotate from ``START`` on: partner, pair, sine's sign."""
+    r = dim - START
     if INTERLEAVED:
         is_first = r % 2 == 0
+        partner = tl.where(is_first, dim + 1, dim - 1)
         pair = r // 2
     else:
         RUN: tl.constexpr = _run(R, START)
         is_first = r < R // 2
+        partner = tl.where(is_first, dim + R // 2, dim - R // 2)
+        partner = tl.max_contiguous(tl.multiple_of(partner, [1, RUN]), [1, RUN])
         pair = tl.where(is_first, r, r - R // 2)
         pair = tl.max_contiguous(tl.multiple_of(pair, [1, RUN]), [1, RUN])
-    rotated = (r >= 0) & (r < R)
-    cos, sin = _cos_sin(table, position, num_positions, stride, pair, rotated, R)
-    return tl.where(rotated, x * cos + other * tl.where(is_first, -sin, sin), x)
+    return partner, pair, tl.where(is_first, -1.0, 1.0)
 
 
 @triton.jit
@@ -162,18 +127,16 @@ def _store_fp8(
 
 
 @triton.jit
-def _normed(x, norm_weight, rstd, dim, live, N: tl.constexpr):
-    """Dims ``dim`` of a latent row, ``x``, after RMSNorm, which covers the first ``N``."""
-    weight = tl.load(norm_weight + dim, mask=live & (dim < N), other=0.0).to(tl.float32)
-    return tl.where(dim < N, x * rstd * weight, x)
+def _load_latent(row, norm_weight, dim, live, N: tl.constexpr):
+    """Dims of a latent row, and their weights in RMSNorm, which covers the first ``N``."""
+    x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
+    return x, tl.load(norm_weight + dim, mask=live & (dim < N), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _rotated_latent(
-    x,
+def _load_rotation(
     row,
     norm_weight,
-    rstd,
     cos_sin,
     position,
     num_positions,
@@ -187,16 +150,42 @@ def _rotated_latent(
     INTERLEAVED: tl.constexpr,
     ADJACENT: tl.constexpr,
 ):
-    """Dims ``dim`` of a normalised latent row, ``x``, after RoPE."""
+    """What RoPE of dims of a latent row takes: cosines, sines, and the partners as loaded.
+
+    ADJACENT partners come from the row itself, by ``pair [rows, dims / 2]``.
+    """
     if ADJACENT:
-        return _rotate_adjacent(x, cos_sin, position, num_positions, table_stride, pair, R)
-    partner = _partner(dim, START, R, INTERLEAVED)
-    live = live & (dim >= START)
-    other = tl.load(row + partner, mask=live, other=0.0).to(tl.float32)
-    other = _normed(other, norm_weight, rstd, partner, live, N)
-    return _rotate_with(
-        x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
-    )
+        rotated = (pair >= 0) & (pair < R // 2)
+        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        partner, other, weight = dim, 0.0, 0.0
+    else:
+        partner, pair, sign = _partners(dim, START, R, INTERLEAVED)
+        rotated = live & (dim >= START)
+        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        sin *= sign
+        other, weight = _load_latent(row, norm_weight, partner, rotated, N)
+    return rotated, cos, sin, partner, other, weight
+
+
+@triton.jit
+def _normed(x, weight, rstd, dim, N: tl.constexpr):
+    """Dims of a latent row after RMSNorm."""
+    return tl.where(dim < N, x * rstd * weight, x)
+
+
+@triton.jit
+def _rotated(x, rotation, rstd, N: tl.constexpr, ADJACENT: tl.constexpr):
+    """RoPE of ``x``, normalised dims of a latent row."""
+    rotated, cos, sin, partner, other, weight = rotation
+    if ADJACENT:
+        a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        first = tl.where(rotated, a * cos - b * sin, a)
+        second = tl.where(rotated, a * sin + b * cos, b)
+        x = tl.reshape(tl.join(first, second), x.shape)
+    else:
+        other = _normed(other, weight, rstd, partner, N)
+        x = tl.where(rotated, x * cos + other * sin, x)
+    return x
 
 
 @triton.jit
@@ -204,25 +193,20 @@ def _load_pairs(row, live, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl
     """Both dims of the pairs of R dims at ``row [rows, 1]``: float32 ``[rows, PAIRS]`` each."""
     if INTERLEAVED:
         dim = tl.arange(0, 2 * PAIRS)[None, :]
-        x = tl.load(row + dim, mask=live & (dim < R), other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(x, [row.shape[0], PAIRS, 2]))
-    pair = tl.arange(0, PAIRS)[None, :]
-    first = tl.load(row + pair, mask=live & (pair < R // 2), other=0.0)
-    second = tl.load(row + R // 2 + pair, mask=live & (pair < R // 2), other=0.0)
+        x = tl.load(row + dim, mask=live & (dim < R), other=0.0)
+        first, second = tl.split(tl.reshape(x, [row.shape[0], PAIRS, 2]))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        first = tl.load(row + pair, mask=live & (pair < R // 2), other=0.0)
+        second = tl.load(row + R // 2 + pair, mask=live & (pair < R // 2), other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
-def _rotate_pairs(
-    first,
-    second,
-    table,
-    position,
-    num_positions,
-    stride,
-    R: tl.constexpr,
-):
+def _rotate_pairs(first, second, table, position, num_positions, stride, R: tl.constexpr):
     """RoPE of pairs ``[rows, PAIRS]``."""
+    # Without a barrier the compiler puts loads of heads behind these, which wait for the position.
+    tl.debug_barrier()
     # A table row for each row of pairs gives its loads the layout of the pairs.
     pair = tl.broadcast_to(tl.arange(0, first.shape[1])[None, :], first.shape)
     cos, sin = _cos_sin(table, position, num_positions, stride, pair, pair < R // 2, R)
@@ -380,18 +364,12 @@ def _fused_kernel(
     in_block = tl.arange(0, BLOCK_DIMS)[None, :]
     dim = tl.arange(0, NUM_BLOCKS)[:, None] * SCALE_BLOCK + in_block
     real = (in_block < SCALE_BLOCK) & (dim < BODY)
-    x = tl.load(row + dim, mask=real, other=0.0).to(tl.float32)
-    square = tl.sum(tl.sum(tl.where(dim < N, x * x, 0.0), axis=1), axis=0)
-    variance = tl.div_rn(square, tl.full([], N, tl.float32))
-    rstd = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(variance + eps))
-    x = _normed(x, norm_weight, rstd, dim, real, N)
+    x, weight = _load_latent(row, norm_weight, dim, real, N)
     if TAIL > START:
         pair = tl.arange(0, NUM_BLOCKS)[:, None] * (SCALE_BLOCK // 2) - START // 2
-        x = _rotated_latent(
-            x,
+        rotation = _load_rotation(
             row,
             norm_weight,
-            rstd,
             cos_sin,
             position,
             num_positions,
@@ -408,12 +386,10 @@ def _fused_kernel(
     if TAIL < D:
         tail = TAIL + tl.arange(0, TAIL_DIMS)[None, :]
         in_tail = tail < D
-        y = tl.load(row + tail, mask=in_tail, other=0.0).to(tl.float32)
-        y = _rotated_latent(
-            _normed(y, norm_weight, rstd, tail, in_tail, N),
+        y, tail_weight = _load_latent(row, norm_weight, tail, in_tail, N)
+        tail_rotation = _load_rotation(
             row,
             norm_weight,
-            rstd,
             cos_sin,
             position,
             num_positions,
@@ -426,7 +402,17 @@ def _fused_kernel(
             R,
             INTERLEAVED,
             ADJACENT,
-        ).to(tl.bfloat16)
+        )
+
+    square = tl.sum(tl.sum(tl.where(dim < N, x * x, 0.0), axis=1), axis=0)
+    variance = tl.div_rn(square, tl.full([], N, tl.float32))
+    rstd = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    x = _normed(x, weight, rstd, dim, N)
+    if TAIL > START:
+        x = _rotated(x, rotation, rstd, N, ADJACENT)
+    if TAIL < D:
+        y = _rotated(_normed(y, tail_weight, rstd, tail, N), tail_rotation, rstd, N, ADJACENT)
+        y = y.to(tl.bfloat16)
 
     if fp8 is not None:
         _store_fp8(
@@ -554,11 +540,11 @@ def _hadamard(x, ROWS: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _centred(x, weight, bias, mean, rstd, dim, live):
-    """``x``, dims ``dim`` of a key, after LayerNorm."""
-    scale = tl.load(weight + dim, mask=live, other=0.0).to(tl.float32)
-    shift = tl.load(bias + dim, mask=live, other=0.0).to(tl.float32)
-    return (x - mean) * rstd * scale + shift
+def _load_key(row, norm_weight, norm_bias, dim, live):
+    """Dims of a key, and their weights and biases in LayerNorm."""
+    x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + dim, mask=live, other=0.0).to(tl.float32)
+    return x, weight, tl.load(norm_bias + dim, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -602,16 +588,15 @@ def _quantise_heads(
     target = (out + token * out_token_stride + head * out_head_stride)[:, None]
     weight = tl.load(weights + token * weights_stride + head, mask=live, other=0.0).to(tl.float32)
     weight *= factor
-    scaled_weight = weights_out + token * weights_out_stride + head
     if STAGES > 0:
         dim = tl.arange(0, DIMS)[None, :]
         x = tl.load(source + dim, mask=live[:, None], other=0.0).to(tl.float32)
-        partner = _partner(dim, START, R, INTERLEAVED)
-        rotated = live[:, None] & (dim >= START) & (dim < START + R)
-        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
-        x = _rotate_with(
-            x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
-        )
+        rows = tl.broadcast_to(dim, [HEADS, DIMS])  # the layout of x, for the loads of the table
+        partner, pair, sign = _partners(rows, START, R, INTERLEAVED)
+        rotated = (rows >= START) & (rows < START + R)
+        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        other = tl.load(source + partner, mask=live[:, None] & rotated, other=0.0).to(tl.float32)
+        x = tl.where(rotated, x * cos + other * (sin * sign), x)
         x = _hadamard(x, HEADS, DIMS, STAGES)
         if SCALED:
             scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
@@ -637,7 +622,7 @@ def _quantise_heads(
             weight *= scale
         _store_pairs(target + START, first, second, live[:, None], R, INTERLEAVED, NATIVE)
         tl.store(target + rest, _as_stored(x, target, NATIVE), mask=real)
-    tl.store(scaled_weight, weight, mask=live)
+    tl.store(weights_out + token * weights_out_stride + head, weight, mask=live)
 
 
 @triton.jit
@@ -734,21 +719,22 @@ def _index_kernel(
         row = k + token * k_stride
         dim = tl.arange(0, DIMS)[None, :]
         real = dim < D
-        x = tl.load(row + dim, mask=real, other=0.0).to(tl.float32)
-        partner = _partner(dim, START, R, INTERLEAVED)
+        partner, pair, sign = _partners(dim, START, R, INTERLEAVED)
         rotated = (dim >= START) & (dim < START + R)
-        other = tl.load(row + partner, mask=rotated, other=0.0).to(tl.float32)
+        x, weight, bias = _load_key(row, norm_weight, norm_bias, dim, real)
+        other, other_weight, other_bias = _load_key(
+            row, norm_weight, norm_bias, partner, real & rotated
+        )
+        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
 
         count = tl.full([1], D, tl.float32)
         mean = tl.div_rn(tl.sum(x, axis=1), count)[:, None]
         deviation = tl.where(real, x - mean, 0.0)
         variance = tl.div_rn(tl.sum(deviation * deviation, axis=1), count)
         rstd = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(variance + eps))[:, None]
-        x = _centred(x, norm_weight, norm_bias, mean, rstd, dim, real)
-        other = _centred(other, norm_weight, norm_bias, mean, rstd, partner, rotated)
-        x = _rotate_with(
-            x, other, cos_sin, position, num_positions, table_stride, dim, START, R, INTERLEAVED
-        )
+        x = (x - mean) * rstd * weight + bias
+        other = (other - mean) * rstd * other_weight + other_bias
+        x = tl.where(rotated, x * cos + other * (sin * sign), x)
         x = tl.where(real, x, 0.0)
         if STAGES > 0:
             x = _hadamard(x, 1, DIMS, STAGES)
