@@ -19,7 +19,7 @@ SLOTS_BLOCK = 1024
 """Indices of a program: two 16-byte loads for each of 128 threads."""
 
 GATHER_DIMS = 2048
-"""Dims of a program: for each thread of its warp four 16-byte loads of e4m3, or eight of bfloat16."""
+"""Dims of a program: four 16-byte loads of e4m3 for each thread of a warp, or eight of bfloat16."""
 
 REQUEST_BLOCK = 32
 """Requests that a gather program compares its rows with at once."""

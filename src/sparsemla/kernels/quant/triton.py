@@ -848,7 +848,6 @@ def _launch_index(
     queries: dict[str, Any],
     keys: dict[str, Any],
     fmt: CacheFormat,
-    *,
     cos_sin_cache: Tensor,
     positions: Tensor,
     interleaved: bool,
@@ -892,16 +891,29 @@ def fused_indexer_rope_quant(
     k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
+    cos_sin_cache: Tensor,
     cache: PagedCache,
+    positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
     out: Tensor,
     weights_out: Tensor,
-    **rotation: Any,
 ) -> None:
-    queries = _query_arguments(q, weights, out, weights_out)
-    keys = _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps)
-    _launch_index(queries, keys, cache.format, **rotation)
+    _launch_index(
+        _query_arguments(q, weights, out, weights_out),
+        _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps),
+        cache.format,
+        cos_sin_cache,
+        positions,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+    )
 
 
 def append_index_keys(
@@ -909,23 +921,51 @@ def append_index_keys(
     k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
+    cos_sin_cache: Tensor,
     cache: PagedCache,
+    positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
-    **rotation: Any,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
 ) -> None:
-    keys = _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps)
-    _launch_index(NO_QUERIES, keys, cache.format, **rotation)
+    _launch_index(
+        NO_QUERIES,
+        _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps),
+        cache.format,
+        cos_sin_cache,
+        positions,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+    )
 
 
 def prepare_index_queries(
     *,
     q: Tensor,
     weights: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
     format: CacheFormat,
+    interleaved: bool,
+    rope_first: bool,
+    hadamard: bool,
+    scale_mode: str,
     out: Tensor,
     weights_out: Tensor,
-    **rotation: Any,
 ) -> None:
-    queries = _query_arguments(q, weights, out, weights_out)
-    _launch_index(queries, NO_KEYS, format, **rotation)
+    _launch_index(
+        _query_arguments(q, weights, out, weights_out),
+        NO_KEYS,
+        format,
+        cos_sin_cache,
+        positions,
+        interleaved,
+        rope_first,
+        hadamard,
+        scale_mode,
+    )
