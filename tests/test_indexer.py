@@ -195,6 +195,15 @@ def test_selections(device, fmt, causal, topk):
     assert ids.shape == (11, topk)
 
 
+@pytest.mark.parametrize("topk", [16, 300])
+def test_selections_as_slots(device, topk):
+    case = indexer_topk_case(Draw(15, device), topk=topk, as_slots=True)
+    (slots,) = check_op("indexer_topk", case)
+    positions = sparsemla.indexer_topk(**(case | {"as_slots": False}))
+    assert torch.equal(slots >= 0, positions >= 0)
+    assert not torch.equal(slots, positions)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_selections_of_every_head_count_and_page_size(device, num_heads, page_size):

@@ -133,11 +133,16 @@ def test_paged(query_len, page_size, fmt):
     check_scores(out[:, :query_len, :100], expected)
 
 
-def best(inputs, topk, max_workspace_bytes, causal=True):
+def best(inputs, topk, max_workspace_bytes, causal=True, as_slots=False):
     q = inputs["q"]
     out = torch.full((q.shape[0], topk), -7, dtype=torch.int32)
     dispatch.load("indexer_topk", "triton")(
-        **inputs, topk=topk, causal=causal, max_workspace_bytes=max_workspace_bytes, out=out
+        **inputs,
+        topk=topk,
+        causal=causal,
+        as_slots=as_slots,
+        max_workspace_bytes=max_workspace_bytes,
+        out=out,
     )
     return out
 
@@ -175,6 +180,15 @@ def test_best(max_workspace_bytes, causal):
         assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, causal=causal))
 
 
+@pytest.mark.parametrize("max_workspace_bytes", [1, 1 << 20])
+def test_best_as_slots(max_workspace_bytes):
+    inputs = best_inputs(bf16_format(16), [9, 0, 1], [75, 30, 41])
+    inputs["page_table"][0, 1] = -1
+    for topk in (7, 90):
+        out = best(inputs, topk, max_workspace_bytes, as_slots=True)
+        assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, as_slots=True))
+
+
 def test_best_of_many_requests():
     """More than the search for a token's request looks at in one step."""
     inputs = best_inputs(bf16_format(16), [0] * 129 + [1], [3] * 130, page_size=2, heads=2)
@@ -206,7 +220,7 @@ def test_lengths_past_the_page_table_are_cut():
 def test_workspace_stays_below_its_bound(megabytes, num_tokens, num_keys):
     bound = megabytes << 20
     device = torch.device("cpu")
-    count = kernels._tokens_at_once(num_tokens, num_keys, 2048, bound, device)
+    count = kernels._tokens_at_once(topk_kernels, num_tokens, num_keys, 2048, bound, device)
     lists = topk_kernels.plan(count, num_keys, 2048, device).list_bytes(num_keys)
     assert 1 <= count <= num_tokens
-    assert count == 1 or lists + count * (4 * num_keys + 4) <= bound
+    assert count == 1 or lists + count * (4 * num_keys + 8) <= bound

@@ -177,6 +177,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool = True,
+    as_slots: bool = False,
     max_workspace_bytes: int = 256 << 20,
     validate: bool = False,
     out: Tensor | None = None,
@@ -197,13 +198,15 @@ def indexer_topk(
         page_table: int32 or int64 ``[B, W]``.
         topk: k, any positive number.
         causal: the mask: causal, or none.
+        as_slots: give the slots of the cache where the chosen keys lie, as :func:`to_slots` would,
+            instead of positions.
         max_workspace_bytes: bound on the scores that exist at any time. On a GPU the scores of one
             token, 4 bytes for each key that the page table has room for, are the least.
         validate: read the offsets, lengths and page ids and refuse values out of range.
         out: int32 ``[T, topk]``, written.
 
     Returns:
-        int32 ``[T, topk]``, positions in the request, ascending, then -1.
+        int32 ``[T, topk]``, positions in the request, ascending, then -1; or the slots of these.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
@@ -251,6 +254,7 @@ def indexer_topk(
         page_table,
         topk,
         causal,
+        as_slots,
         max_workspace_bytes,
         out,
     )
@@ -269,6 +273,7 @@ def _indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
@@ -282,6 +287,7 @@ def _indexer_topk(
         page_table=page_table,
         topk=topk,
         causal=causal,
+        as_slots=as_slots,
         max_workspace_bytes=max_workspace_bytes,
         out=out,
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
+from sparsemla.reference.gather import to_slots
 from sparsemla.reference.topk import select_topk
 
 
@@ -59,6 +60,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool = True,
+    as_slots: bool = False,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
@@ -72,7 +74,11 @@ def indexer_topk(
         rows = q[first:last], weights[first:last]
         scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
         scores = scores.masked_fill(~valid, -torch.inf)
-        out[first:last] = select_topk(scores, topk, row_ends=visible)
+        chosen = select_topk(scores, topk, row_ends=visible)
+        if as_slots:
+            requests = torch.full_like(visible, request)
+            chosen = to_slots(chosen, page_table, requests, page_size=cache.page_size)
+        out[first:last] = chosen
     return out
 
 

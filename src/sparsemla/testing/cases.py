@@ -743,6 +743,7 @@ def indexer_topk_case(
     format: CacheFormat = INDEX_FP8,
     page_size: int = 64,
     causal: bool = True,
+    as_slots: bool = False,
     exact: bool = True,
     num_layers: int | None = None,
 ) -> Arguments:
@@ -761,6 +762,7 @@ def indexer_topk_case(
         "page_table": table,
         "topk": topk,
         "causal": causal,
+        "as_slots": as_slots,
     }
 
 

@@ -316,6 +316,8 @@ def _indexer_topk() -> list[Case]:
         *(Case(f"{heads} heads", build(make, batch=mixed, num_heads=heads)) for heads in (3, 64)),
         *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
         Case("not causal", build(make, batch=mixed, causal=False), quick=True),
+        Case("slots", build(make, batch=mixed, as_slots=True), quick=True),
+        Case("slots, one request", build(make, batch=_batches((9, 200)), as_slots=True)),
         Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
         Case("one layer of three", build(make, batch=mixed, num_layers=3)),
         Case(

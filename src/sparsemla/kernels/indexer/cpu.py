@@ -67,6 +67,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
@@ -86,6 +87,9 @@ def indexer_topk(
                 _select(*pieces, ends, topk, out[at])
             else:
                 _select_in_pieces(*pieces, ends, topk, max_workspace_bytes, out[at])
+            if as_slots:
+                requests = torch.full_like(out[at], request)
+                out[at] = slots_of(page_table, requests, out[at], cache.page_size).int()
 
 
 def _select(

@@ -9,6 +9,8 @@ take it, else as float16, which holds every e4m3 value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -203,6 +205,7 @@ def _paged_kernel(
     input_row_offsets,
     out,
     row_ends,
+    request_ids,
     num_tokens,
     num_keys,
     num_requests,
@@ -242,8 +245,8 @@ def _paged_kernel(
     """CHUNK columns of the scores of up to TOKENS tokens of one request, over paged keys.
 
     Requests have ``query_len`` tokens each, or those between their ``input_row_offsets``. In the
-    second case the lengths of the rows are written too, and columns that the selection of the best
-    ``skip`` will not look at are left as they are.
+    second case the lengths and requests of the rows are written too, and columns that the selection
+    of the best ``skip`` will not look at are left as they are.
     """
     group = tl.program_id(0) // num_chunks
     begin = tl.program_id(0) % num_chunks * CHUNK
@@ -279,7 +282,9 @@ def _paged_kernel(
     valid = token < stop
     end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
     if row_ends is not None:
-        tl.store(row_ends + token, end, mask=valid & (token * 0 + begin == 0))
+        once = valid & (token * 0 + begin == 0)
+        tl.store(row_ends + token, end, mask=once)
+        tl.store(request_ids + token, token * 0 + request, mask=once)
     end = tl.where(end > skip, end, 0)
     low, high = _tiles(token * 0, end, valid, begin, last, BLOCK_N)
     token = token.to(tl.int64)
@@ -477,6 +482,7 @@ def indexer_scores_paged(
         input_row_offsets=None,
         out=out,
         row_ends=None,
+        request_ids=None,
         num_tokens=query_len,
         num_keys=max_seq_len,
         num_requests=batch,
@@ -511,29 +517,20 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`.
-
-    The scores of as many tokens as ``max_workspace_bytes`` allow are computed and selected from at
-    a time; at least one token's are, which take four bytes for each column of its page table row.
-    """
+    """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
     num_tokens, heads, dim = q.shape
     num_requests, table_width = page_table.shape
     num_keys = table_width * cache.page_size
-    if num_tokens == 0 or num_keys == 0:
-        out.fill_(-1)
-        return
-    bound = _tokens_at_once(num_tokens, num_keys, topk, max_workspace_bytes, q.device)
-    at_once = cdiv(num_tokens, cdiv(num_tokens, bound))
-    how = plan(at_once, max(1, num_tokens // num_requests), num_keys, heads, dim, q.dtype, q.device)
-    num_chunks = cdiv(num_keys, how.chunk)
-    scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=q.device)
-    row_ends = torch.empty(at_once, dtype=torch.int32, device=q.device)
-    for first in range(0, num_tokens, at_once):
-        tokens = slice(first, min(first + at_once, num_tokens))
-        count = tokens.stop - first
+    query_len = max(1, num_tokens // max(1, num_requests))
+
+    def score(tokens: slice, scores: Tensor, rows: Tensor) -> None:
+        count = scores.shape[0]
+        how = plan(count, query_len, num_keys, heads, dim, q.dtype, q.device)
+        num_chunks = cdiv(num_keys, how.chunk)
         _paged_kernel[((count // how.tokens + num_requests + 1) * num_chunks,)](
             _part(_typed(q, how.decode), tokens),
             _part(weights, tokens),
@@ -541,12 +538,13 @@ def indexer_topk(
             seq_lens=seq_lens,
             input_row_offsets=input_row_offsets,
             out=scores,
-            row_ends=row_ends,
+            row_ends=rows[0],
+            request_ids=rows[1],
             num_tokens=count,
             num_keys=num_keys,
             num_requests=num_requests,
             table_width=table_width,
-            first_token=first,
+            first_token=tokens.start,
             query_len=0,
             num_chunks=num_chunks,
             skip=topk,
@@ -564,11 +562,53 @@ def indexer_topk(
             **_paged_arguments(cache, how.decode),
             **how.arguments(heads, dim),
         )
-        topk_kernels.select_topk(
-            scores=_part(scores, slice(0, count)),
+
+    select_in_chunks(
+        score, topk_kernels, page_table, cache.page_size, topk, as_slots, max_workspace_bytes, out
+    )
+
+
+def select_in_chunks(
+    score: Callable[[slice, Tensor, Tensor], None],
+    kernels: ModuleType,
+    page_table: Tensor,
+    page_size: int,
+    topk: int,
+    as_slots: bool,
+    max_workspace_bytes: int,
+    out: Tensor,
+) -> None:
+    """Score and select from as many tokens at a time as ``max_workspace_bytes`` allow.
+
+    At least one token is scored at a time, which takes four bytes for each column of its page
+    table row.
+
+    Args:
+        score: writes the scores of the tokens in a slice, and int32 ``[2, tokens]``: how many keys
+            each sees, and its request. Rows with no more than ``topk`` keys need no scores.
+        kernels: the module that selects.
+        page_table, page_size, topk, as_slots, max_workspace_bytes, out: as the op takes them.
+    """
+    num_tokens, num_keys = out.shape[0], page_table.shape[1] * page_size
+    if num_tokens == 0 or num_keys == 0:
+        out.fill_(-1)
+        return
+    bound = _tokens_at_once(kernels, num_tokens, num_keys, topk, max_workspace_bytes, out.device)
+    at_once = cdiv(num_tokens, cdiv(num_tokens, bound))
+    scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
+    rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
+    for first in range(0, num_tokens, at_once):
+        tokens = slice(first, min(first + at_once, num_tokens))
+        count = tokens.stop - first
+        score(tokens, scores[:count], rows[:, :count])
+        kernels.select_topk(
+            scores=scores[:count],
             topk=topk,
             row_starts=None,
-            row_ends=_part(row_ends, slice(0, count)),
+            row_ends=rows[0, :count],
+            page_table=page_table if as_slots else None,
+            request_ids=rows[1, :count] if as_slots else None,
+            page_size=page_size if as_slots else None,
             out=_part(out, tokens),
         )
 
@@ -579,13 +619,18 @@ def _part(x: Tensor, rows: slice) -> Tensor:
 
 
 def _tokens_at_once(
-    num_tokens: int, num_keys: int, topk: int, max_workspace_bytes: int, device: torch.device
+    kernels: ModuleType,
+    num_tokens: int,
+    num_keys: int,
+    topk: int,
+    max_workspace_bytes: int,
+    device: torch.device,
 ) -> int:
     """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1."""
     count = num_tokens
     while count > 1:
-        lists = topk_kernels.plan(count, num_keys, topk, device).list_bytes(num_keys)
-        fitting = (max_workspace_bytes - lists) // (4 * num_keys + 4)
+        lists = kernels.plan(count, num_keys, topk, device).list_bytes(num_keys)
+        fitting = (max_workspace_bytes - lists) // (4 * num_keys + 8)
         if count <= fitting:
             break
         # Fewer rows may be spread over more programs, whose lists take more: hence the loop.
