@@ -42,6 +42,7 @@ SMALL = [
     workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA),
     workloads.IndexerScores(9, 40),
     workloads.IndexerScoresPaged(3, 2, 70),
+    workloads.IndexerTopk(2, 3, 70, 16),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
     workloads.IndexWrite(20, 3),
@@ -365,11 +366,16 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     monkeypatch.setattr(torch.ops, "deep_gemm", library, raising=False)
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    for workload in (workloads.IndexerScores(9, 40), workloads.IndexerScoresPaged(3, 2, 70)):
+    for workload, name in (
+        (workloads.IndexerScores(9, 40), "DeepGEMM"),
+        (workloads.IndexerScoresPaged(3, 2, 70), "DeepGEMM"),
+        (workloads.IndexerTopk(1, 9, 70, 16), "DeepGEMM + torch.topk"),
+        (workloads.IndexerTopk(3, 1, 70, 16), "DeepGEMM + torch.topk"),
+    ):
         peer = object.__new__(peers.DeepGEMM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
         assert outcome.failures == outcome.refusals == {}
-        assert [found.peer for found in outcome.rows] == ["DeepGEMM"]
+        assert [found.peer for found in outcome.rows] == [name]
 
 
 def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from sparsemla.bench.workloads import (
     Gather,
     IndexerScores,
     IndexerScoresPaged,
+    IndexerTopk,
     IndexWrite,
     Inputs,
     SelectTopk,
@@ -43,7 +44,7 @@ from sparsemla.bench.workloads import (
     WindowedDecode,
     Workload,
 )
-from sparsemla.cache import PagedCache
+from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8
 from sparsemla.testing.compare import Tolerance, assert_close
 
@@ -217,10 +218,12 @@ class DeepGEMM(Peer):
             raise Unavailable("deep_gemm registers no torch.ops.deep_gemm.fp8_fp4_mqa_logits")
 
     def supports(self, workload: Workload) -> str | None:
-        ops = (IndexerScores, IndexerScoresPaged)
+        ops = (IndexerScores, IndexerScoresPaged, IndexerTopk)
         return None if isinstance(workload, ops) else "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, IndexerTopk):
+            return self._indexer_topk(workload, inputs)
         ops, q, weights = torch.ops.deep_gemm, inputs["q"], inputs["weights"]
         if isinstance(workload, IndexerScores):
             context = workload.context
@@ -244,6 +247,92 @@ class DeepGEMM(Peer):
             return (logits.unflatten(0, lens.shape)[..., :length],)
 
         return [_side(self.name, workload, inputs, paged)]
+
+    def _indexer_topk(self, workload: IndexerTopk, inputs: Inputs) -> list[Side]:
+        """Scores, all of them at a time, and then each of vLLM's selections, or torch's."""
+        scores = self._scores_of_prefill if workload.query_len > 1 else self._scores_of_decode
+        compute, starts, ends = scores(workload, inputs)
+        topk, ops = workload.topk, torch.ops._C
+        num_rows = len(ends)
+        out = torch.empty(num_rows, topk, dtype=torch.int32, device=ends.device)
+        room = torch.zeros(VLLM.WORKSPACE_BYTES, dtype=torch.uint8, device=ends.device)
+
+        def of_prefill(logits: Tensor) -> None:
+            ops.top_k_per_row_prefill(logits, starts, ends, out, num_rows, *logits.stride(), topk)
+
+        def of_decode(logits: Tensor) -> None:
+            ops.top_k_per_row_decode(logits, 1, ends, out, num_rows, *logits.stride(), topk)
+
+        def persistent(logits: Tensor) -> None:
+            ops.persistent_topk(logits, ends, out, room, topk, workload.context)
+
+        def of_torch(logits: Tensor) -> None:
+            columns = torch.arange(logits.shape[1], device=logits.device)
+            logits.masked_fill_(columns >= ends[:, None], -torch.inf)
+            out.copy_(logits.topk(topk, sorted=False).indices)
+
+        kernels = {
+            "top_k_per_row_prefill": of_prefill,
+            "top_k_per_row_decode": of_decode,
+            "persistent_topk": persistent,
+        }
+        kernels = {name: kernel for name, kernel in kernels.items() if hasattr(ops, name)}
+
+        def runner(select: Callable[[Tensor], None]) -> Callable[[], Results]:
+            def run() -> Results:
+                select(compute())
+                return (out,)
+
+            return run
+
+        return [
+            _side(f"DeepGEMM + {name}", workload, inputs, runner(kernel))
+            for name, kernel in (kernels or {"torch.topk": of_torch}).items()
+        ]
+
+    def _scores_of_prefill(
+        self, workload: IndexerTopk, inputs: Inputs
+    ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
+        """Scores over contiguous keys, which are there before the clock starts."""
+        context, device = workload.context, inputs["q"].device
+        slots = slots_of(
+            inputs["page_table"],
+            torch.zeros(context, dtype=torch.int32, device=device),
+            torch.arange(context, device=device),
+            PAGE_SIZE,
+        )
+        stored = inputs["cache"].gather(slots)
+        keys = stored.fp8, stored.scales[:, 0].contiguous()
+        ends = torch.arange(workload.query_len, dtype=torch.int32, device=device)
+        ends += context - workload.query_len + 1
+        starts = torch.zeros_like(ends)
+        score, q = torch.ops.deep_gemm.fp8_fp4_mqa_logits, inputs["q"]
+
+        def compute() -> Tensor:
+            return cast(
+                Tensor, score(q, None, *keys, inputs["weights"], starts, ends, context, None)
+            )
+
+        return compute, starts, ends
+
+    def _scores_of_decode(
+        self, workload: IndexerTopk, inputs: Inputs
+    ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
+        ops, context = torch.ops.deep_gemm, workload.context
+        lens, q = inputs["seq_lens"][:, None], inputs["q"][:, None]
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        schedule = ops.get_paged_mqa_logits_metadata(lens, PAGE_SIZE, processors, None)
+        cache, table = inputs["cache"].data.unsqueeze(2), inputs["page_table"]
+
+        def compute() -> Tensor:
+            return cast(
+                Tensor,
+                ops.fp8_fp4_paged_mqa_logits(
+                    q, None, cache, inputs["weights"], lens, table, schedule, context, None
+                ),
+            )
+
+        return compute, torch.zeros_like(inputs["seq_lens"]), inputs["seq_lens"]
 
 
 class VLLM(Peer):

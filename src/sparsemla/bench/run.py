@@ -16,7 +16,7 @@ from sparsemla.bench.ceilings import Ceilings
 from sparsemla.bench.peers import Peer, versions
 from sparsemla.bench.report import Row
 from sparsemla.bench.timing import Prepared, Results, Timer, Timing
-from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads
+from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def select_workloads(op: str | None) -> list[Workload]:
-    """All workloads, or those of one op.
+    """All workloads, or those of one op; ``select_topk_table`` has many more of ``select_topk``.
 
     Raises:
         ValueError: no workload measures this op.
@@ -58,6 +58,8 @@ def select_workloads(op: str | None) -> list[Workload]:
     workloads = all_workloads()
     if op is None:
         return workloads
+    if op == "select_topk_table":
+        return topk_table()
     chosen = [workload for workload in workloads if workload.op == op]
     if not chosen:
         known = ", ".join(dict.fromkeys(workload.op for workload in workloads))
@@ -108,7 +110,8 @@ def run_one(
     others: list[tuple[Side, Timing] | None] = [
         (side, timing) for (side, _), timing in zip(prepared[1:], timings[1:], strict=True)
     ]
-    rows = [_row(workload, timings[0], other, work, stamp) for other in others or [None]]
+    mine = ours, timings[0]
+    rows = [_row(workload, mine, other, work, stamp) for other in others or [None]]
     return Outcome(rows, failures, refusals)
 
 
@@ -153,12 +156,13 @@ def _poison(tensor: Tensor) -> None:
 
 def _row(
     workload: Workload,
-    ours: Timing,
+    mine: tuple[Side, Timing],
     other: tuple[Side, Timing] | None,
     work: tuple[float, int, float],
     stamp: Stamp,
 ) -> Row:
     flop, num_bytes, floor_us = work
+    our_side, ours = mine
     side, theirs = other or (None, None)
     return Row(
         op=workload.op,
@@ -177,7 +181,7 @@ def _row(
         peer_spread_us=None if theirs is None else (theirs.low_us, theirs.high_us),
         peer_timed=None if theirs is None else theirs.how,
         ratio=None if theirs is None else theirs.us / ours.us,
-        note="" if side is None else side.note,
+        note="; ".join(filter(None, (our_side.note, "" if side is None else side.note))),
         commit=stamp.commit,
         date=stamp.date,
         versions=stamp.versions,

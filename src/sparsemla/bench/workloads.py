@@ -564,6 +564,88 @@ class SelectTopk(Workload):
 
 
 @dataclass(frozen=True)
+class IndexerTopk(Workload):
+    """Scores of a causal prefill or a decode over paged keys, and the best keys of each token.
+
+    The row's note says how much memory a run takes beside its inputs and its result.
+    """
+
+    batch: int
+    query_len: int
+    context: int
+    topk: int
+    op: ClassVar[str] = "indexer_topk"
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def _scores(self) -> int:
+        """Pairs of a token and a key that it sees."""
+        first = self.context - self.query_len + 1
+        return self.batch * (self.query_len * (first + self.context) // 2)
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self._scores * INDEX_HEADS * INDEX_DIM
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        cache, table = _paged(draw, INDEX_FP8, self.batch, self.context)
+        num_tokens = self.batch * self.query_len
+        starts = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
+        return {
+            "q": _index_queries(draw, num_tokens),
+            "weights": torch.randn(num_tokens, INDEX_HEADS, generator=draw, device=device),
+            "cache": cache,
+            "input_row_offsets": starts * self.query_len,
+            "seq_lens": torch.full_like(starts[1:], self.context),
+            "page_table": table,
+            "topk": self.topk,
+            "out": torch.empty(num_tokens, self.topk, dtype=torch.int32, device=device),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """Scores need not be stored."""
+        num_tokens = self.batch * self.query_len
+        per_token = INDEX_HEADS * (INDEX_DIM + 4) + 4 * self.topk
+        return self.batch * self.context * INDEX_FP8.bytes_per_token + num_tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.indexer_topk(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        """Scores of the chosen keys are compared: sums of another order have other ties."""
+        some = _some(self.batch * self.query_len, 4, inputs["q"].device)
+        for token in some.tolist():
+            request, place = divmod(token, self.query_len)
+            seen = self.context - self.query_len + 1 + place
+            scores = reference.indexer_scores_paged(
+                inputs["q"][token][None, None],
+                inputs["weights"][token][None, None],
+                inputs["cache"],
+                inputs["page_table"][request][None],
+                torch.tensor([[seen]], device=some.device),
+                max_seq_len=self.context,
+            )[0, 0]
+            ids = results[0][token].long()
+            ids = ids[ids >= 0].sort().values
+            count = min(self.topk, seen)
+            if len(ids) != count or not bool((ids < seen).all() and (ids.diff() > 0).all()):
+                raise AssertionError(f"{self.op}: ids are missing, out of range or occur twice")
+            best = scores[ids].sort(descending=True).values
+            assert_close(self.op, best, scores.topk(count).values, INDEXER_SCORES)
+
+    def ours(self, inputs: Inputs) -> Side:
+        side = super().ours(inputs)
+        if inputs["q"].is_cuda:
+            side.run()  # compiled, and what stays allocated is there
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            side.run()
+            side.note = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.1f} MiB of memory"
+        return side
+
+
+@dataclass(frozen=True)
 class CacheWrite(Workload):
     """Norm, RoPE, quantisation and write of new tokens, and RoPE of their queries."""
 
@@ -768,6 +850,14 @@ def all_workloads() -> list[Workload]:
         (4096, 32768),
         (4096, 131072),
     ]
+    indexer = [
+        (1, 4096, 32768),
+        (1, 4096, 131072),
+        (1, 512, 1048576),
+        (128, 1, 32768),
+        (8, 1, 131072),
+        (1, 1, 1048576),
+    ]
     return [
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
@@ -794,9 +884,20 @@ def all_workloads() -> list[Workload]:
         *(IndexerScores(*shape) for shape in ragged),
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
+        *(IndexerTopk(*shape, 2048) for shape in indexer),
         *(CacheWrite(tokens, heads) for tokens in (128, 8192) for heads in (16, 128)),
         *(IndexWrite(tokens, heads) for tokens in (128, 8192) for heads in (32, 64)),
         *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
+    ]
+
+
+def topk_table() -> list[Workload]:
+    """``select_topk`` over all sizes of rows that it is made for; only run on request."""
+    return [
+        SelectTopk(batch, context, topk)
+        for topk in (512, 1024, 2048)
+        for context in (4096, 16384, 65536, 262144, 1048576)
+        for batch in (1, 16, 256, 4096)
     ]
 
 
