@@ -17,8 +17,9 @@ equals +0 and NaN lies below -inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -118,9 +119,9 @@ def _search(key, klo, khi, clo, low, up):
     """
     chi = clo * 0
     while (klo + 1 < khi) & (clo > up):
-        span = khi.to(tl.int64) - klo
-        a = (klo + tl.maximum(span // 3, 1)).to(tl.int32)
-        b = (klo + tl.maximum(2 * span // 3, 1)).to(tl.int32)
+        third = tl.maximum((khi - klo).to(tl.uint32) // 3, 1).to(tl.int32)
+        a = klo + third
+        b = a + third
         both = tl.sum((key >= a).to(tl.int32) + ((key >= b).to(tl.int32) << 16), 0)
         ca = both & 0xFFFF
         cb = both >> 16
@@ -680,6 +681,9 @@ LIST_BYTES = 144 << 20
 """Bound on the lists that exist at any time; more rows are taken in turns."""
 
 
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
 def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     """The plan for rows of this size; it depends on shapes only."""
     # A list twice as long as k leaves room for the error of the sample. 8192 entries are what the
@@ -696,6 +700,11 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
         how = Plan(slices, capacity, sample, num_rows, 4, max(4, capacity // 512))
     else:
         how = Plan(1, capacity, sample, min(num_rows, 2 * processors), 8)
+    return within_bound(how, num_cols)
+
+
+def within_bound(how: AnyPlan, num_cols: int) -> AnyPlan:
+    """A plan with no more rows at work than its lists may take memory for."""
     bound = max(1, LIST_BYTES // max(1, how.list_bytes(num_cols) // how.programs))
     return how if how.programs <= bound else replace(how, programs=bound)
 
@@ -712,20 +721,33 @@ def select_topk(
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
-    num_rows, num_cols = scores.shape
-    if num_rows:
-        how = plan(num_rows, num_cols, topk, scores.device)
-        at_once = how.programs if how.slices > 1 else num_rows
-        for first in range(0, num_rows, at_once):
-            rows = slice(first, first + at_once)
-            starts = None if row_starts is None else row_starts[rows]
-            ends = None if row_ends is None else row_ends[rows]
-            pages = POSITIONS
-            if page_table is not None and request_ids is not None:
-                pages = Pages(
-                    page_table, request_ids[rows], *page_table.shape, page_table.stride(0)
-                )
-            launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size or 0)
+    if scores.shape[0]:
+        how = plan(*scores.shape, topk, scores.device)
+        ranges = (row_starts, row_ends)
+        in_turns(launch, how, scores, topk, ranges, page_table, request_ids, page_size, out)
+
+
+def in_turns(
+    launch: Callable[..., None],
+    how: AnyPlan,
+    scores: Tensor,
+    topk: int,
+    ranges: tuple[Tensor | None, Tensor | None],
+    page_table: Tensor | None,
+    request_ids: Tensor | None,
+    page_size: int | None,
+    out: Tensor,
+) -> None:
+    """Carry out a plan for as many rows at a time as its lists have room for."""
+    num_rows = scores.shape[0]
+    at_once = how.programs if how.slices > 1 else num_rows
+    for first in range(0, num_rows, at_once):
+        rows = slice(first, first + at_once)
+        starts, ends = (None if of_rows is None else of_rows[rows] for of_rows in ranges)
+        pages = POSITIONS
+        if page_table is not None and request_ids is not None:
+            pages = Pages(page_table, request_ids[rows], *page_table.shape, page_table.stride(0))
+        launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size or 0)
 
 
 def _registers(limit: int) -> dict[str, int]:
@@ -809,10 +831,6 @@ def launch(
     )
 
 
-LOWEST_RANK = tl.constexpr(-(1 << 63))
-"""Rank of a lane that holds no candidate."""
-
-
 @triton.jit(do_not_specialize=["num_candidates", "k", "stride_part", "stride_row", "stride_out"])
 def _merge_kernel(
     values,
@@ -838,35 +856,34 @@ def _merge_kernel(
     ids = tl.load(indices + at, mask=within, other=-1)
     live = ids >= 0
     x = tl.load(values + row * stride_row + part * stride_part + j % width, mask=live, other=0.0)
-    # Larger value first, then the lower index: all ranks differ.
-    rank = (_keys(x.to(tl.float32)).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-    rank = tl.where(live, rank, LOWEST_RANK)
-    low = tl.full([], LOWEST_RANK, tl.int64) + 1
-    high = tl.max(rank, 0) + 1
+    key = tl.where(live, _keys(x.to(tl.float32)), DEAD_KEY)
     count = tl.sum(live.to(tl.int32), 0)
-    while (count > k) & (low + 1 < high):
-        # Unsigned, as the ranks may lie further apart than int64 can say.
-        span = (high - low).to(tl.uint64)
-        a = low + tl.maximum(span // 3, 1).to(tl.int64)
-        b = low + tl.maximum(span // 3 * 2, 1).to(tl.int64)
-        both = tl.sum((rank >= a).to(tl.int32) + ((rank >= b).to(tl.int32) << 16), 0)
-        reach_a = both & 0xFFFF
-        reach_b = both >> 16
-        high = tl.where(reach_b >= k, high, tl.where(reach_a >= k, b, a))
-        low = tl.where(reach_b >= k, b, tl.where(reach_a >= k, a, low))
-        count = tl.where(reach_b >= k, reach_b, tl.where(reach_a >= k, reach_a, count))
-    chosen = (rank >= low).to(tl.int32)
+    lowest = tl.full([], DEAD_KEY, tl.int32)
+    highest = tl.full([], END_KEY, tl.int32)
+    over = live
+    equal = key < lowest  # none
+    if count > k:
+        threshold, count, above = _search(key, lowest, highest, count, k, k)
+        over = key > threshold
+        equal = key == threshold
+        if count > k:  # of equal values, those with the lowest ids
+            rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)
+            cut, _, _ = _search(rank, lowest, lowest * 0, count - above, k - above, k - above)
+            equal &= rank >= cut
+    chosen = (over | equal).to(tl.int32)
     out += row * stride_out
     place = tl.cumsum(chosen, 0) - chosen
-    tl.store(
-        out + place, 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32), mask=(chosen != 0) & (place < k)
-    )
-    count = tl.minimum(count, k)  # more have the least rank only if ids are not distinct
+    tl.store(out + place, ids.to(tl.int32), mask=(chosen != 0) & (place < k))
+    count = tl.minimum(tl.sum(chosen, 0), k)  # more are chosen only if ids are not distinct
     tl.debug_barrier()
     i = tl.arange(0, WIDTH)
-    ordered = tl.sort(tl.load(out + i, mask=i < count, other=0x7FFFFFFF))
+    chosen = tl.load(out + i, mask=i < count, other=0x7FFFFFFF)
+    before = tl.load(out + i - 1, mask=(i > 0) & (i < count), other=-1)
     tl.debug_barrier()
-    tl.store(out + i, tl.where(i < count, ordered, -1), mask=i < k)
+    # Parts that follow each other, with their candidates in order, need no sorting.
+    if tl.max((before > chosen).to(tl.int32), 0) > 0:
+        chosen = tl.sort(chosen)
+    tl.store(out + i, tl.where(i < count, chosen, -1), mask=i < k)
 
 
 MERGE_BLOCK = 16384
