@@ -220,7 +220,7 @@ def test_lengths_past_the_page_table_are_cut():
 def test_workspace_stays_below_its_bound(megabytes, num_tokens, num_keys):
     bound = megabytes << 20
     device = torch.device("cpu")
-    count = kernels._tokens_at_once(topk_kernels, num_tokens, num_keys, 2048, bound, device)
+    count = kernels._tokens_at_once(topk_kernels, num_tokens, num_keys, 2048, bound, 8, device)
     lists = topk_kernels.plan(count, num_keys, 2048, device).list_bytes(num_keys)
     assert 1 <= count <= num_tokens
     assert count == 1 or lists + count * (4 * num_keys + 8) <= bound

@@ -522,6 +522,35 @@ def indexer_topk(
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
+    select_in_chunks(
+        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal),
+        topk_kernels,
+        page_table,
+        cache.page_size,
+        topk,
+        as_slots,
+        max_workspace_bytes,
+        8,
+        out,
+    )
+
+
+Scorer = Callable[[slice, Tensor, Tensor], None]
+"""Writes the scores of the tokens in a slice, and int32 ``[2, tokens]``: how many keys each sees,
+and its request. Rows with no more than ``topk`` keys need no scores."""
+
+
+def scorer(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    topk: int,
+    causal: bool,
+) -> Scorer:
+    """What scores the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
     num_requests, table_width = page_table.shape
     num_keys = table_width * cache.page_size
@@ -563,19 +592,18 @@ def indexer_topk(
             **how.arguments(heads, dim),
         )
 
-    select_in_chunks(
-        score, topk_kernels, page_table, cache.page_size, topk, as_slots, max_workspace_bytes, out
-    )
+    return score
 
 
 def select_in_chunks(
-    score: Callable[[slice, Tensor, Tensor], None],
+    score: Scorer,
     kernels: ModuleType,
     page_table: Tensor,
     page_size: int,
     topk: int,
     as_slots: bool,
     max_workspace_bytes: int,
+    row_bytes: int,
     out: Tensor,
 ) -> None:
     """Score and select from as many tokens at a time as ``max_workspace_bytes`` allow.
@@ -584,16 +612,18 @@ def select_in_chunks(
     table row.
 
     Args:
-        score: writes the scores of the tokens in a slice, and int32 ``[2, tokens]``: how many keys
-            each sees, and its request. Rows with no more than ``topk`` keys need no scores.
+        score: scores some tokens.
         kernels: the module that selects.
         page_table, page_size, topk, as_slots, max_workspace_bytes, out: as the op takes them.
+        row_bytes: memory that a token takes beside its scores.
     """
     num_tokens, num_keys = out.shape[0], page_table.shape[1] * page_size
     if num_tokens == 0 or num_keys == 0:
         out.fill_(-1)
         return
-    bound = _tokens_at_once(kernels, num_tokens, num_keys, topk, max_workspace_bytes, out.device)
+    bound = _tokens_at_once(
+        kernels, num_tokens, num_keys, topk, max_workspace_bytes, row_bytes, out.device
+    )
     at_once = cdiv(num_tokens, cdiv(num_tokens, bound))
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
     rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
@@ -613,6 +643,95 @@ def select_in_chunks(
         )
 
 
+@triton.jit(
+    do_not_specialize=["first_token", "num_requests", "num_keys", "width", "skip", "stride_table"]
+)
+def _rows_kernel(
+    input_row_offsets,
+    seq_lens,
+    page_table,
+    row_ends,
+    request_ids,
+    scored,
+    table,
+    first_token,
+    num_requests,
+    num_keys,
+    width,
+    skip,
+    stride_table,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What one token sees, its request and, if there is a ``table``, the pages of that."""
+    place = tl.program_id(0).to(tl.int64)
+    token = first_token + place
+    lane = tl.arange(0, BLOCK)
+    before = tl.full([], 0, tl.int32)
+    for base in range(0, num_requests + 1, BLOCK):
+        some = base + lane <= num_requests
+        offset = tl.load(input_row_offsets + base + lane, mask=some, other=0)
+        before += tl.sum((some & (offset <= token)).to(tl.int32), 0)
+    request = before - 1  # num_requests for tokens behind the last one
+    real = request < num_requests
+    end = tl.load(seq_lens + request, mask=real, other=0).to(tl.int64)
+    if CAUSAL:
+        end -= tl.load(input_row_offsets + request + 1, mask=real, other=0) - 1 - token
+    end = tl.where(real, tl.minimum(tl.maximum(end, 0), num_keys), 0).to(tl.int32)
+    tl.store(row_ends + place, end)
+    tl.store(request_ids + place, request)
+    tl.store(scored + place, tl.where(end > skip, end, 0))
+    if table is not None:
+        row = page_table + request.to(tl.int64) * stride_table
+        for base in range(0, width, BLOCK):
+            inside = base + lane < width
+            page = tl.load(row + base + lane, mask=inside & real, other=-1)
+            tl.store(table + place * width + base + lane, page, mask=inside)
+
+
+def describe_rows(
+    rows: Tensor,
+    first_token: int,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    topk: int,
+    causal: bool,
+    copy_pages: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fill ``rows`` as a :data:`Scorer` does.
+
+    Returns:
+        int32 ``[tokens]``, the keys to score for each token, none where all of them are chosen; and
+        the page table, of which each token has a row of its own if ``copy_pages``.
+    """
+    num_tokens = rows.shape[1]
+    num_requests, width = page_table.shape
+    scored = torch.empty(num_tokens, dtype=torch.int32, device=rows.device)
+    table = page_table
+    if copy_pages:
+        table = page_table.new_empty(num_tokens, width)
+    _rows_kernel[(num_tokens,)](
+        input_row_offsets,
+        seq_lens,
+        page_table,
+        *rows,
+        scored,
+        table if copy_pages else None,
+        first_token,
+        num_requests,
+        width * page_size,
+        width,
+        topk,
+        page_table.stride(0),
+        CAUSAL=causal,
+        BLOCK=512,
+        num_warps=4,
+    )
+    return scored, table
+
+
 def _part(x: Tensor, rows: slice) -> Tensor:
     """``x[rows]``; all of it, as it mostly is, without a call of torch."""
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
@@ -624,13 +743,14 @@ def _tokens_at_once(
     num_keys: int,
     topk: int,
     max_workspace_bytes: int,
+    row_bytes: int,
     device: torch.device,
 ) -> int:
     """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1."""
     count = num_tokens
     while count > 1:
         lists = kernels.plan(count, num_keys, topk, device).list_bytes(num_keys)
-        fitting = (max_workspace_bytes - lists) // (4 * num_keys + 8)
+        fitting = (max_workspace_bytes - lists) // (4 * num_keys + row_bytes)
         if count <= fitting:
             break
         # Fewer rows may be spread over more programs, whose lists take more: hence the loop.
