@@ -19,6 +19,7 @@ SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 32,
     "hopper_rows": 200,
+    "hopper_topk": 416,
     "indexer": 160,
     "topk": 800,
 }

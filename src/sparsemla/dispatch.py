@@ -49,7 +49,7 @@ OPS: dict[str, Op] = {
     "indexer_scores": Op("indexer", ("out",)),
     "indexer_scores_paged": Op("indexer", ("out",)),
     "indexer_topk": Op("indexer", ("out",)),
-    "select_topk": Op("topk", ("out",)),
+    "select_topk": Op("topk", ("out",), HOPPER),
     "merge_topk": Op("topk", ("out",)),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
@@ -107,6 +107,8 @@ def _refuse_off_gpu(problem: Problem) -> str | None:
 def _refuse_off_hopper(problem: Problem) -> str | None:
     if problem.capability != (9, 0) or torch.version.hip:
         return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
+    if problem.op == "select_topk":
+        return None
     if problem.dtype != torch.bfloat16:
         return f"needs bfloat16 queries, got {problem.dtype}"
     if not problem.aligned:
@@ -129,7 +131,7 @@ def _refuse_nothing(problem: Problem) -> str | None:
 
 
 TIERS: tuple[Tier, ...] = (
-    Tier("sm90", "Gluon, for the tensor cores of Hopper GPUs", _refuse_off_hopper),
+    Tier("sm90", "Gluon, for Hopper GPUs", _refuse_off_hopper),
     Tier("triton", "Triton, any GPU from sm_80 and gfx942", _refuse_off_gpu),
     Tier("cpu", "torch on the CPU, chunked, bounded memory", _refuse_off_cpu),
     Tier("reference", "the definition: float32 torch, any device, slow", _refuse_nothing),

@@ -358,6 +358,9 @@ def _select_topk() -> list[Case]:
         Case("adversarial, topk 64", build(_adversarial_rows, 700, 64), quick=True),
         Case("adversarial, topk 2048", build(_adversarial_rows, 5000, 2048)),
         Case("adversarial, long rows", build(_adversarial_rows, 200000, 2048), large=True),
+        Case("adversarial, many rows", build(_adversarial_rows, 9000, 2048, copies=8), large=True),
+        Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),
+        Case("a few long rows", build(make, num_rows=9, num_cols=70000, topk=512, ragged=True)),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
         Case("strided", build(make, strided=True)),
         Case("slots", build(make, num_rows=40, ragged=True, page_size=61), quick=True),
@@ -383,9 +386,9 @@ def _merge_topk() -> list[Case]:
     ]
 
 
-def _adversarial_rows(draw: Draw, num_cols: int, topk: int) -> Arguments:
+def _adversarial_rows(draw: Draw, num_cols: int, topk: int, copies: int = 1) -> Arguments:
     rows = cases.adversarial_scores(draw, num_cols, topk)
-    return {"scores": torch.stack(list(rows.values())), "topk": topk}
+    return {"scores": torch.stack(list(rows.values()) * copies), "topk": topk}
 
 
 def _sparse_prefill() -> list[Case]:

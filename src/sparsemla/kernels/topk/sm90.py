@@ -1,0 +1,932 @@
+"""Exact, deterministic top-k for Hopper: one program takes a row from sample to result.
+
+The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`): a sample gives
+a threshold of a value and a column, one pass lists what reaches it, counting in registers finds the
+k-th largest of the list. What Gluon adds is where things lie: a thread takes eight neighbouring
+columns, so that their places follow from each other; a warp has its own part of the row, of the
+list, and of the registers that the list is searched in; and a sum over the program costs one
+exchange between its warps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.gluon import barrier, start_dependents, wait_for_primary
+from sparsemla.kernels.topk import triton as portable
+from sparsemla.kernels.topk.triton import POSITIONS, Pages
+
+DEAD_KEY = gl.constexpr(-(1 << 31))
+"""Key of a lane that holds no value."""
+NAN_KEY = gl.constexpr(-(1 << 31) + 1)
+MINUS_INF_KEY = gl.constexpr(-(1 << 31) + 0x7FFFFF)
+END_KEY = gl.constexpr(0x7F800001)
+"""One above the key of +inf."""
+SIGMAS = gl.constexpr(4.5)
+"""Standard deviations that a threshold keeps away from a list too short or too long."""
+NEIGHBOURS = gl.constexpr(16)
+"""Columns that a sample takes together: memory gives 64 bytes at once."""
+AHEAD = gl.constexpr(8)
+"""Tiles that the L2 cache is kept ahead of a warp where few warps share a multiprocessor."""
+PLANE = gl.constexpr(256)
+"""Columns that a warp takes at once, eight a thread."""
+TILE = gl.constexpr(512)
+"""Columns of a step of the pass over a row, for each warp."""
+
+
+@gluon.jit
+def _bits(x):
+    bits = x.to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
+def _keys(x):
+    """int32 in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
+    return gl.where(x != x, NAN_KEY, _bits(gl.where(x == 0.0, 0.0, x)))
+
+
+@gluon.jit
+def _value(key):
+    """The float32 that has this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _to_all(x, W: gl.constexpr):
+    """One value a warp, as all of them in every thread."""
+    return gl.convert_layout(x, gl.BlockedLayout([W], [32], [W], [0]))
+
+
+@gluon.jit
+def _sum(x, W: gl.constexpr):
+    """Sum of ``x`` [W, N], whose rows are the warps'."""
+    return gl.sum(_to_all(gl.sum(x, 1), W), 0)
+
+
+@gluon.jit
+def _max(x, W: gl.constexpr):
+    return gl.max(_to_all(gl.max(x, 1), W), 0)
+
+
+@gluon.jit
+def _count_of_earlier(x, W: gl.constexpr):
+    """Exclusive prefix sum of one value a warp, and the sum of all."""
+    GRID: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [W, 1], [1, 0])
+    every = gl.convert_layout(x, gl.SliceLayout(0, GRID))
+    row = gl.arange(0, W, gl.SliceLayout(1, GRID))
+    column = gl.arange(0, W, gl.SliceLayout(0, GRID))
+    earlier = gl.where(column[None, :] < row[:, None], every[None, :], 0)
+    total = gl.sum(every, 0)
+    return gl.convert_layout(gl.sum(earlier, 1), x.type.layout), total
+
+
+@gluon.jit
+def _search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
+    """A key that ``low`` to ``up`` of ``key`` [W, N] reach, or else the largest that low reach.
+
+    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``; ``a <= b`` between them
+    are tried first. Returns the key, how many keys reach it, and how many reach the smallest larger
+    one that was counted: where more than ``up`` reach the key, or with ``low == up``, the number of
+    those above it.
+    """
+    chi = clo * 0
+    while (klo + 1 < khi) & (clo > up):
+        both = _sum(gl.where(key >= b, 0x10001, gl.where(key >= a, 1, 0)), W)
+        ca = both & 0xFFFF
+        cb = both >> 16
+        khi = gl.where(cb >= low, khi, gl.where(ca >= low, b, a))
+        chi = gl.where(cb >= low, chi, gl.where(ca >= low, cb, ca))
+        klo = gl.where(cb >= low, b, gl.where(ca >= low, a, klo))
+        clo = gl.where(cb >= low, cb, gl.where(ca >= low, ca, clo))
+        third = gl.maximum((khi - klo).to(gl.uint32) // 3, 1).to(gl.int32)
+        a = klo + third
+        b = a + third
+    return klo, clo, chi
+
+
+@gluon.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def _moments(x, W: gl.constexpr):
+    """Mean of ``x`` [W, N], and of its squares."""
+    first, second = gl.reduce((x, x * x), 1, _add_both)
+    SCALE: gl.constexpr = 1.0 / (W * x.shape[1])
+    return gl.sum(_to_all(first, W), 0) * SCALE, gl.sum(_to_all(second, W), 0) * SCALE
+
+
+@gluon.jit
+def _quantile(share):
+    """Standard deviations above the mean that a small ``share`` of normal values exceeds, roughly.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.22.
+    """
+    t = gl.sqrt(-2.0 * gl.log(gl.minimum(share, 0.5)))
+    return t - gl.fdiv(2.30753 + 0.27061 * t, 1.0 + 0.99229 * t + 0.04481 * t * t)
+
+
+@gluon.jit
+def _guess(x, size, k, factor, CAPACITY: gl.constexpr, SAMPLE: gl.constexpr, W: gl.constexpr):
+    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
+
+    ``factor``: 1, or what the number of columns should change by since the first guess.
+    """
+    L: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 8], [1, 256 // NEIGHBOURS, NEIGHBOURS // 8], [W, 1, 1], [2, 1, 0]
+    )
+    CHUNKS: gl.constexpr = SAMPLE // NEIGHBOURS
+    # Neighbours that memory gives at once from each of CHUNKS equal parts of the row, at uneven
+    # places: rows may have a period.
+    INNER: gl.constexpr = gl.SliceLayout(2, L)
+    warp = gl.arange(0, W, gl.SliceLayout(1, INNER))
+    place = gl.arange(0, CHUNKS // W, gl.SliceLayout(0, INNER))
+    chunk = warp[:, None] * (CHUNKS // W) + place[None, :]
+    room = gl.minimum(gl.maximum(size // CHUNKS - NEIGHBOURS, 0), 0x7FFF)
+    jitter = (chunk * 40503 & 0xFFFF) * room >> 16
+    at = (chunk.to(gl.int64) * size // CHUNKS).to(gl.int32) + jitter
+    SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    shift = (x.to(gl.int64) % (NEIGHBOURS * SIZE)).to(gl.int32) // SIZE
+    near = gl.arange(0, NEIGHBOURS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    first = (at + shift) // NEIGHBOURS * NEIGHBOURS - shift
+    ids = gl.expand_dims(first, 2) + gl.expand_dims(gl.expand_dims(near, 0), 1)
+    inside = (ids >= 0) & (ids < size)
+    x = gl.load(x + ids, mask=inside, other=0.0).to(gl.float32)
+    key = gl.where(inside, _keys(x), DEAD_KEY)
+    key = gl.reshape(key, [W, SAMPLE // W])
+    ratio = gl.fdiv(SAMPLE * 1.0, size.to(gl.float32))
+    most = k * ratio
+    # Ranks in the sample that stay clear of k and of CAPACITY; in the middle if they cannot.
+    low = most + gl.sqrt(most) * SIGMAS + 2.0
+    root = (gl.sqrt(ratio * (4 * CAPACITY) + SIGMAS * SIGMAS) - SIGMAS) * 0.5
+    low = gl.minimum(gl.minimum(low, 0.5 * (low + root * root)) * factor, SAMPLE * 1.0)
+    up = gl.maximum(low, gl.minimum(low * 1.2 + 4.0, root * root)).to(gl.int32)
+    low = gl.maximum(low, 1.0).to(gl.int32)
+    # Where these ranks should be if the scores are normally distributed.
+    small = gl.where(inside & (gl.abs(x) < 1e15), x, 0.0)
+    mean, square = _moments(gl.reshape(small, [W, SAMPLE // W]), W)
+    deviation = gl.sqrt(gl.maximum(square - mean * mean, 0.0))
+    share = (low + up).to(gl.float32) * (0.5 / SAMPLE)
+    dead = size * 0 + DEAD_KEY
+    end = size * 0 + END_KEY
+    a = gl.maximum(_bits(mean + _quantile(1.25 * share) * deviation), DEAD_KEY + 1)
+    b = gl.minimum(gl.maximum(_bits(mean + _quantile(share) * deviation), a), END_KEY - 1)
+    threshold, reached, above = _search(key, dead, end, end * 0 + SAMPLE, a, b, low, up, W)
+    column = size
+    if reached > up:  # a plateau; the sample lies in the order of the columns
+        equal = key == threshold
+        before, _ = _rank(equal.to(gl.int32), W)
+        behind = gl.reshape(ids, [W, SAMPLE // W]) + 1
+        cut = gl.where(equal & (before + 1 >= low - above), behind, size)
+        column = -_max(-cut, W)
+    return gl.maximum(threshold, MINUS_INF_KEY), column
+
+
+@gluon.jit
+def _rank(x, W: gl.constexpr):
+    """Exclusive prefix sum of ``x`` [W, N] in the order of its elements, and the sum."""
+    earlier, total = _count_of_earlier(gl.sum(x, 1), W)
+    inclusive = gl.associative_scan(x, 1, _add)
+    return earlier[:, None] + (inclusive - x), total
+
+
+@gluon.jit
+def _append(at, x, ids, mask):
+    entry = gl.inline_asm_elementwise(
+        "mov.b64 $0, {$1, $2};", "=l,r,f", [ids, x], dtype=gl.int64, is_pure=True, pack=1
+    )
+    gl.store(at, entry, mask=mask)
+
+
+@gluon.jit
+def _append_rest(x, lists, count, value, ids, mask, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """Append what reaches ``value`` of ``ids``, one of a thread of some warp; the new lengths."""
+    values = gl.load(x + ids, mask=mask, other=float("nan")).to(gl.float32)
+    hits = (values >= value).to(gl.int32)
+    before, added = _of_warp(hits, W)
+    _append(lists + (count + before), values, ids, values >= value)
+    _, added = _of_lists(added, W, TOGETHER)
+    return count + added
+
+
+@gluon.jit
+def _of_warp(x, W: gl.constexpr):
+    """Exclusive prefix sum within each warp of a value a thread, and each warp's sum."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    rows = gl.reshape(gl.convert_layout(x, LINE, assert_trivial=True), [W, 32])
+    before = gl.associative_scan(rows, 1, _add) - rows
+    total = rows * 0 + gl.sum(rows, 1)[:, None]
+    before = gl.convert_layout(gl.reshape(before, [W * 32]), x.type.layout, assert_trivial=True)
+    total = gl.convert_layout(gl.reshape(total, [W * 32]), x.type.layout, assert_trivial=True)
+    return before, total
+
+
+@gluon.jit
+def _of_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """What earlier warps of the same list add, and all of its warps, for what each warp adds."""
+    earlier = added * 0
+    if TOGETHER:
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+        line = gl.convert_layout(added, LINE, assert_trivial=True)
+        rows = gl.reshape(line, [W, 32])
+        before, total = _count_of_earlier(gl.max(rows, 1), W)
+        earlier = gl.reshape(rows * 0 + before[:, None], [W * 32])
+        earlier = gl.convert_layout(earlier, added.type.layout, assert_trivial=True)
+        added = added * 0 + total
+    return earlier, added
+
+
+@gluon.jit
+def _load_plane(x, at, group, end):
+    """Eight neighbours for each thread if its ``group`` lies before ``end``, else anything."""
+    return gl.load(x + at, mask=(group < end)[:, None])
+
+
+@gluon.jit
+def _append_plane(lists, start, x, hits, ids, mask):
+    """Append the hits of a plane, whose first in each thread goes to ``start``."""
+    place = start[:, None] + (gl.associative_scan(hits, 1, _add) - hits)
+    _append(lists[:, None] + place, x, ids, mask)
+
+
+@gluon.jit
+def _divide(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """The columns of a slice, divided among its warps.
+
+    Returns (columns before the first that memory gives in groups of eight, those in such groups,
+    columns of a part, first column of each thread's warp, from the first group).
+    """
+    SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    head = ((8 * SIZE - x.to(gl.int64) % (8 * SIZE)) % (8 * SIZE)).to(gl.int32) // SIZE
+    head = gl.minimum(head, size)
+    end = (size - head) // 8 * 8
+    LISTS: gl.constexpr = 1 if TOGETHER else W
+    STEP: gl.constexpr = W // LISTS * TILE
+    share = gl.cdiv(end, slices * (LISTS * STEP)) * STEP
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    warp = gl.arange(0, W * 32, gl.SliceLayout(1, L)) // 32
+    begin = (index * LISTS + warp // (W // LISTS)) * share + warp % (W // LISTS) * TILE
+    return head, end, share, begin
+
+
+@gluon.jit
+def _fetch(groups, column, mask):
+    """Bring the TILE columns from ``column`` on into the L2 cache."""
+    BYTES: gl.constexpr = groups.dtype.element_ty.primitive_bitwidth // 8 * TILE
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [(groups + column).to(gl.int64), mask.to(gl.int32), column * 0 + BYTES],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fetch_first(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """Start to read the first AHEAD tiles of each warp."""
+    head, end, share, begin = _divide(x, size, index, slices, W, TOGETHER)
+    STEP: gl.constexpr = W * TILE if TOGETHER else TILE
+    tile = gl.arange(0, W * 32, begin.type.layout) % 32
+    column = begin + tile * STEP
+    mask = (tile < AHEAD) & (tile * STEP < share) & (column + TILE <= end)
+    _fetch(x + head, column, mask)
+
+
+@gluon.jit
+def _collect(
+    x,
+    lists,
+    counts,
+    limit,
+    size,
+    key,
+    column,
+    index,
+    slices,
+    W: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    FETCH: gl.constexpr,
+):
+    """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
+
+    Either each warp has a list of its own, for a part of the slice, so that warps do not wait for
+    each other; or they fill one list TOGETHER. Stores how many there are for each list. They are in
+    the list only if they are at most ``limit``; a tile behind it may be written too. FETCH: keep
+    the L2 cache AHEAD tiles ahead of each warp.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    THREAD: gl.constexpr = gl.SliceLayout(1, L)
+    key = gl.maximum(key, MINUS_INF_KEY)  # what lies below has no such value
+    value = _value(key)
+    over = _value(key + 1)
+    # Groups of eight that memory gives at once; a few columns before and behind them are left.
+    head, end, share, begin = _divide(x, size, index, slices, W, TOGETHER)
+    SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    groups = gl.multiple_of(x + head, 8 * SIZE)
+    LISTS: gl.constexpr = 1 if TOGETHER else W
+    STEP: gl.constexpr = W // LISTS * TILE
+    thread = gl.arange(0, W * 32, THREAD)
+    warp = thread // 32
+    lane = thread % 32
+    which = warp // (W // LISTS)
+    unfetched = gl.minimum(begin + share - AHEAD * STEP, end - (AHEAD * STEP + TILE) + 1)
+    group = begin + lane * 8
+    at = group[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    begin += head
+    lists += which * (limit + TILE)
+    count = thread * 0
+    first = (index * W + warp == 0) & (lane < head)
+    count = _append_rest(x, lists, count, value, lane, first, W, TOGETHER)
+    a = _load_plane(groups, at, group, end)
+    b = _load_plane(groups, at + PLANE, group + PLANE, end)
+    for base in range(STEP, share + STEP, STEP):
+        if FETCH:
+            start = begin - head
+            _fetch(groups, start + AHEAD * STEP, (lane == 0) & (start < unfetched))
+        # The next tile is on its way while this one is looked at; the last has none.
+        stop = gl.where(base < share, end, 0)
+        next_a = _load_plane(groups, at + STEP, group + STEP, stop)
+        next_b = _load_plane(groups, at + (STEP + PLANE), group + (STEP + PLANE), stop)
+        xa = a.to(gl.float32)
+        xb = b.to(gl.float32)
+        # Nothing reaches a NaN.
+        value_a = gl.where(begin < column, value, over)
+        value_a = gl.where(group < end, value_a, float("nan"))[:, None]
+        value_b = gl.where(begin + PLANE < column, value, over)
+        value_b = gl.where(group + PLANE < end, value_b, float("nan"))[:, None]
+        hits_a = (xa >= value_a).to(gl.int32)
+        hits_b = (xb >= value_b).to(gl.int32)
+        of_a = gl.sum(hits_a, 1)
+        before, total = _of_warp(of_a + (gl.sum(hits_b, 1) << 16), W)
+        in_a = total & 0xFFFF
+        earlier, added = _of_lists(in_a + (total >> 16), W, TOGETHER)
+        # A tile too much goes behind the list, where nobody looks.
+        to = gl.where(count + added <= limit, count + earlier, limit)
+        ids = at + head
+        _append_plane(lists, to + (before & 0xFFFF), xa, hits_a, ids, xa >= value_a)
+        _append_plane(lists, to + in_a + (before >> 16), xb, hits_b, ids + PLANE, xb >= value_b)
+        count += added
+        at += STEP
+        group += STEP
+        begin += STEP
+        a = next_a
+        b = next_b
+    last = (index * W + warp == slices * W - 1) & (head + end + lane < size)
+    last_value = gl.where(column > head + end, value, over)
+    to = gl.minimum(count, limit)
+    ids = head + end + lane
+    count += _append_rest(x, lists, to, last_value, ids, last, W, TOGETHER) - to
+    gl.store(counts + which, count, mask=thread % (W // LISTS * 32) == 0)
+
+
+@gluon.jit
+def _settle(x, size, k, CAPACITY: gl.constexpr, W: gl.constexpr):
+    """A threshold for a row of any content, by counting passes.
+
+    Returns (key, columns that reach it, columns that reach the next key). The first count lies in
+    [k, CAPACITY], or else the threshold is the k-th largest key.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+    klo = size * 0 + NAN_KEY
+    clo = size
+    khi = size * 0 + END_KEY
+    chi = size * 0
+    N: gl.constexpr = 256
+    warp = gl.arange(0, W, gl.SliceLayout(1, L))
+    lane = warp[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, L))[None, :]
+    while (klo + 1 < khi) & (clo > CAPACITY):
+        span = khi.to(gl.int64) - klo
+        a = klo + 1  # a plateau of equal values at the threshold is known after one pass
+        b = (klo + gl.maximum(span // 3, 1)).to(gl.int32)
+        c = (klo + gl.maximum(2 * span // 3, 1)).to(gl.int32)
+        counts_a = lane * 0
+        counts_b = lane * 0
+        counts_c = lane * 0
+        for base in range(0, size, W * N):
+            ids = base + lane
+            values = gl.load(x + ids, mask=ids < size, other=0.0).to(gl.float32)
+            keys = gl.where(ids < size, _keys(values), DEAD_KEY)
+            counts_a += (keys >= a).to(gl.int32)
+            counts_b += (keys >= b).to(gl.int32)
+            counts_c += (keys >= c).to(gl.int32)
+        ca = _sum(counts_a, W)
+        cb = _sum(counts_b, W)
+        cc = _sum(counts_c, W)
+        # In descending order of keys: c, b, a.
+        khi = gl.where(cc >= k, khi, gl.where(cb >= k, c, gl.where(ca >= k, b, a)))
+        chi = gl.where(cc >= k, chi, gl.where(cb >= k, cc, gl.where(ca >= k, cb, ca)))
+        klo = gl.where(cc >= k, c, gl.where(cb >= k, b, gl.where(ca >= k, a, klo)))
+        clo = gl.where(cc >= k, cc, gl.where(cb >= k, cb, gl.where(ca >= k, ca, clo)))
+    return klo, clo, chi
+
+
+@gluon.jit
+def _name(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
+    """What stands in the result for positions: themselves, or their slots."""
+    if PAGE_SIZE > 0:
+        request = gl.load(pages.request_ids + row).to(gl.int64)
+        width = gl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
+        column = ids // PAGE_SIZE
+        at = pages.table + request * pages.stride + column
+        page = gl.load(at, mask=mask & (column < width), other=-1).to(gl.int64)
+        slots = gl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
+        ids = slots.to(gl.int32)
+    return ids
+
+
+@gluon.jit
+def _place(
+    out,
+    ids,
+    key,
+    threshold,
+    above,
+    level,
+    ties,
+    pages,
+    row,
+    PAGE_SIZE: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
+
+    ``above`` and ``level``: how many of either kind earlier blocks had; returned with this block's.
+    """
+    over = key > threshold
+    equal = key == threshold
+    before, total = _rank(over.to(gl.int32) + (equal.to(gl.int32) << 16), W)
+    equal_before = level + (before >> 16)
+    place = above + (before & 0xFFFF) + gl.minimum(equal_before, ties)
+    chosen = over | (equal & (equal_before < ties))
+    gl.store(out + place, _name(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
+    return above + (total & 0xFFFF), level + (total >> 16)
+
+
+@gluon.jit
+def _row(
+    x,
+    out,
+    lists,
+    counts,
+    limit,
+    size,
+    k,
+    pages,
+    row,
+    FRESH: gl.constexpr,
+    FETCH: gl.constexpr,
+    LISTS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    SAMPLE: gl.constexpr,
+    W: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Write the ids of a row of more than k columns.
+
+    A row of more than CAPACITY columns comes with LISTS lists, whose lengths are ``counts``, unless
+    it is FRESH. Lists with too many entries or too few are made again.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
+    EACH: gl.constexpr = gl.BlockedLayout([LISTS], [32], [W], [0])
+    N: gl.constexpr = CAPACITY // W
+    warp = gl.arange(0, W, gl.SliceLayout(1, L))
+    lane = gl.arange(0, N, gl.SliceLayout(0, L))
+    j = warp[:, None] * N + lane[None, :]
+    each = gl.arange(0, LISTS, EACH)
+    exact = size < 0  # false, as a value
+    count = size
+    above = size * 0
+    longest = size * 0
+    if size > CAPACITY:
+        if FETCH:
+            _fetch_first(x, size, 0, 1, W, False)
+        tries = size * 0
+        count = size * 0
+        if not FRESH:
+            tries += 1
+            lengths = gl.load(counts + each)
+            count = gl.sum(lengths, 0)
+            longest = gl.max(lengths, 0)
+        key = size * 0
+        while ((count < k) | (count > CAPACITY)) & (not exact):
+            column = size
+            if tries < 2:
+                middle = 0.5 * (k + CAPACITY)
+                ratio = gl.fdiv(middle, gl.maximum(count, 1).to(gl.float32))
+                factor = gl.where(tries == 0, 1.0, ratio)
+                key, column = _guess(x, size, k, factor, CAPACITY, SAMPLE, W)
+            else:
+                key, reached, above = _settle(x, size, k, CAPACITY, W)
+                exact = reached > CAPACITY
+            tries += 1
+            if not exact:
+                barrier()  # the lengths have been read
+                if not FRESH:
+                    gl.store(counts + each, each * 0)
+                    barrier()
+                room = limit
+                if not FRESH:
+                    room = size * 0 + CAPACITY
+                _collect(x, lists, counts, room, size, key, column, 0, 1, W, not FRESH, FETCH)
+                barrier()  # the lists and their lengths have been written
+                lengths = gl.load(counts + each)
+                count = gl.sum(lengths, 0)
+                longest = gl.max(lengths, 0)
+        if exact:
+            over = above * 0
+            level = above * 0
+            for base in range(0, size, CAPACITY):
+                ids = base + j
+                values = gl.load(x + ids, mask=ids < size, other=0.0).to(gl.float32)
+                keys = gl.where(ids < size, _keys(values), DEAD_KEY)
+                over, level = _place(
+                    out, ids, keys, key, over, level, k - above, pages, row, PAGE_SIZE, W
+                )
+    if not exact:
+        ids = j
+        if size <= CAPACITY:
+            values = gl.load(x + j, mask=j < size, other=0.0).to(gl.float32)
+            live = j < size
+        else:
+            # Mostly each list fits its share of the registers.
+            pitch = limit + TILE
+            SHARE: gl.constexpr = CAPACITY // LISTS
+            source = j // SHARE * pitch + j % SHARE
+            if longest <= SHARE:
+                live = j % SHARE < gl.load(counts + j // SHARE)
+            else:
+                live = j < count
+                source = j
+                upto = count * 0
+                for i in range(LISTS):
+                    length = gl.load(counts + i)
+                    upto += length
+                    source += gl.where(j >= upto, pitch - length, 0)
+            entry = gl.load(lists + source, mask=live, other=0).to(gl.int64)
+            ids = entry.to(gl.int32)
+            values = (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+        keys = gl.where(live, _keys(values), DEAD_KEY)
+        least = -_max(gl.where(live, -keys, -END_KEY), W)
+        # Where the k-th is if the number of larger values falls exponentially, or linearly.
+        low = _value(least)
+        scale = gl.fdiv(_sum(gl.where(live, values - low, 0.0), W), count.to(gl.float32))
+        step = scale * gl.log(gl.fdiv(count.to(gl.float32), k * 1.0))
+        a = gl.minimum(gl.maximum(_bits(low + 0.9 * step), least + 1), END_KEY - 2)
+        b = gl.minimum(gl.maximum(_bits(low + 2.0 * step), a), END_KEY - 1)
+        end = a * 0 + END_KEY
+        threshold, _, above = _search(keys, least, end, count, a, b, k, k, W)
+        none = above * 0
+        _place(out, ids, keys, threshold, none, none, k - above, pages, row, PAGE_SIZE, W)
+
+
+@gluon.jit
+def _short_row(out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr):
+    """All ids of a row of at most k columns, then -1."""
+    for base in range(0, k, W * 32):
+        ids = base + gl.arange(0, W * 32, gl.BlockedLayout([1], [32], [W], [0]))
+        named = _name(ids, ids < size, pages, row, PAGE_SIZE)
+        gl.store(out + ids, gl.where(ids < size, named, -1), mask=ids < k)
+
+
+@gluon.jit
+def _row_range(row_starts, row_ends, row, num_cols):
+    """The columns of a row; the end is never below the start."""
+    start = num_cols * 0
+    end = num_cols
+    if row_starts is not None:
+        start = gl.minimum(gl.maximum(gl.load(row_starts + row), 0), num_cols).to(gl.int32)
+    if row_ends is not None:
+        end = gl.minimum(gl.maximum(gl.load(row_ends + row), start), num_cols).to(gl.int32)
+    return start, end
+
+
+# Values that the compiler knows nothing of: one kernel serves all shapes.
+RUNTIME = ("num_rows", "num_cols", "k", "limit", "slices", "stride_scores", "stride_out")
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def _collect_kernel(
+    scores,
+    lists,
+    counts,
+    row_starts,
+    row_ends,
+    num_cols,
+    k,
+    limit,
+    slices,
+    stride_scores,
+    CAPACITY: gl.constexpr,
+    SAMPLE: gl.constexpr,
+    W: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
+    """The lists of one slice of a row, and their lengths."""
+    start_dependents()
+    LISTS: gl.constexpr = 1 if TOGETHER else W
+    row = gl.program_id(0).to(gl.int64) // slices
+    index = gl.program_id(0) % slices
+    start, end = _row_range(row_starts, row_ends, row, num_cols)
+    size = end - start
+    if (size > k) & (size > CAPACITY):
+        x = scores + row * stride_scores + start
+        _fetch_first(x, size, index, slices, W, TOGETHER)
+        # Every slice of the row comes to the same threshold.
+        key, column = _guess(x, size, k, 1.0, CAPACITY, SAMPLE, W)
+        first = gl.program_id(0).to(gl.int64) * LISTS
+        lists += first * (limit + TILE)
+        counts += first
+        _collect(x, lists, counts, limit, size, key, column, index, slices, W, TOGETHER, True)
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def _finish_kernel(
+    scores,
+    out,
+    lists,
+    counts,
+    row_starts,
+    row_ends,
+    num_cols,
+    k,
+    limit,
+    stride_scores,
+    stride_out,
+    pages,
+    LISTS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    SAMPLE: gl.constexpr,
+    W: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """The ids of one row, from the lists of its slices."""
+    wait_for_primary()
+    row = gl.program_id(0).to(gl.int64)
+    start, end = _row_range(row_starts, row_ends, row, num_cols)
+    size = end - start
+    x = scores + row * stride_scores + start
+    o = out + row * stride_out
+    if size <= k:
+        _short_row(o, size, k, pages, row, PAGE_SIZE, W)
+    else:
+        lists += row * LISTS * (limit + TILE)
+        counts += row * LISTS
+        _row(
+            x,
+            o,
+            lists,
+            counts,
+            limit,
+            size,
+            k,
+            pages,
+            row,
+            False,
+            False,
+            LISTS,
+            CAPACITY,
+            SAMPLE,
+            W,
+            PAGE_SIZE,
+        )
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def _select_kernel(
+    scores,
+    out,
+    lists,
+    counts,
+    row_starts,
+    row_ends,
+    num_rows,
+    num_cols,
+    k,
+    limit,
+    stride_scores,
+    stride_out,
+    pages,
+    CAPACITY: gl.constexpr,
+    SAMPLE: gl.constexpr,
+    W: gl.constexpr,
+    FETCH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """The ids of whole rows, one after the other: their lists take the same place."""
+    lists += gl.program_id(0).to(gl.int64) * W * (limit + TILE)
+    counts += gl.program_id(0) * W
+    for index in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        row = index.to(gl.int64)
+        start, end = _row_range(row_starts, row_ends, row, num_cols)
+        size = end - start
+        x = scores + row * stride_scores + start
+        o = out + row * stride_out
+        if size <= k:
+            _short_row(o, size, k, pages, row, PAGE_SIZE, W)
+        else:
+            _row(
+                x,
+                o,
+                lists,
+                counts,
+                limit,
+                size,
+                k,
+                pages,
+                row,
+                True,
+                FETCH,
+                W,
+                CAPACITY,
+                SAMPLE,
+                W,
+                PAGE_SIZE,
+            )
+            barrier()  # the lists have been read
+
+
+@dataclass(frozen=True)
+class Plan(portable.Plan):
+    """How a selection is spread over the device.
+
+    Args:
+        together: the warps of a slice fill one list.
+        fetch: programs of whole rows keep the L2 cache ahead of them; those of slices always do.
+    """
+
+    together: bool = False
+    fetch: bool = False
+
+    @property
+    def num_lists(self) -> int:
+        """Lists of a row."""
+        return self.slices if self.together else self.slices * self.num_warps
+
+    def limit(self, num_cols: int) -> int:
+        """Entries that a list has room for: all that a row may have, or all columns of its part."""
+        step = TILE.value * (self.num_warps if self.together else 1)
+        part = triton.cdiv(num_cols, step * self.num_lists) * step + 16
+        return min(self.capacity, part)
+
+
+MAX_SAMPLE = 4096
+"""More costs more time than rows whose list is made twice."""
+FEW_SIGMAS = 3.2
+"""Standard deviations that will do: of a thousand rows, one or two lists are made twice."""
+
+
+def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
+    """The plan for rows of this size; it depends on shapes only."""
+    capacity, sample = _list_and_sample(num_cols, topk)
+    processors = num_multiprocessors(device)
+    long = num_cols > 1 << 16
+    slices = max(1, min(64, processors // max(num_rows, 1), num_cols // 4096))
+    slices = 1 << (slices.bit_length() - 1)
+    if slices > 1:
+        together = slices * 8 > 32
+        finish_warps = 16 if together or capacity > 4096 else 8
+        how = Plan(slices, capacity, sample, num_rows, 8, finish_warps, 128, together=together)
+    elif num_rows <= processors:
+        warps = 16 if long or capacity > 4096 else 8
+        how = Plan(1, capacity, sample, num_rows, warps, registers=2048 // warps, fetch=True)
+    # Several programs for each multiprocessor: some wait for memory, others count in registers.
+    elif capacity > 4096:
+        how = Plan(1, capacity, sample, min(num_rows, 2 * processors), registers=128)
+    elif long:
+        how = Plan(1, capacity, sample, min(num_rows, 3 * processors), registers=80)
+    else:
+        how = Plan(1, capacity, sample, min(num_rows, 4 * processors), 4, registers=128)
+    return portable.within_bound(how, num_cols)
+
+
+def _list_and_sample(num_cols: int, topk: int) -> tuple[int, int]:
+    """Capacity of a row's list and size of its sample, powers of two, that cost least together.
+
+    A sample has ``m = topk * sample / num_cols`` of the best k, give or take sqrt(m). A threshold
+    halfway, in standard deviations, between k and the capacity keeps
+    ``sqrt(m) * (sqrt(capacity / topk) - 1)`` of them from both.
+    """
+    choices = []
+    for capacity in (2048, 4096, 8192):
+        room = max((capacity / topk) ** 0.5 - 1, 1e-3)
+        wanted = triton.next_power_of_2(int(num_cols / topk * (SIGMAS.value / room) ** 2))
+        sample = min(max(wanted, 1024), MAX_SAMPLE)
+        if room * (topk * sample / num_cols) ** 0.5 >= FEW_SIGMAS:
+            choices.append((sample + 2 * capacity, capacity, sample))
+    _, capacity, sample = min(choices, default=(0, 8192, 2 * MAX_SAMPLE))
+    return capacity, sample
+
+
+def select_topk(
+    *,
+    scores: Tensor,
+    topk: int,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int | None = None,
+    out: Tensor,
+) -> None:
+    """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
+    if scores.shape[0]:
+        how = plan(*scores.shape, topk, scores.device)
+        ranges = (row_starts, row_ends)
+        portable.in_turns(
+            launch, how, scores, topk, ranges, page_table, request_ids, page_size, out
+        )
+
+
+def launch(
+    scores: Tensor,
+    topk: int,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
+    out: Tensor,
+    how: Plan,
+    pages: Pages = POSITIONS,
+    page_size: int = 0,
+) -> None:
+    """Carry out a plan, for all rows at once."""
+    num_rows, num_cols = scores.shape
+    limit = how.limit(num_cols)
+    lists = counts = out  # rows that fit a list need neither
+    if num_cols > how.capacity:
+        room = how.programs if how.slices == 1 else num_rows, how.num_lists
+        lists = torch.empty(*room, limit + TILE.value, dtype=torch.int64, device=scores.device)
+        counts = torch.empty(*room, dtype=torch.int32, device=scores.device)
+    rows = (row_starts, row_ends)
+    sizes = {"CAPACITY": how.capacity, "SAMPLE": how.sample}
+    layout = (num_cols, topk, limit)
+    strides = (scores.stride(0), out.stride(0))
+    if how.slices == 1:
+        _select_kernel[(how.programs,)](
+            scores,
+            out,
+            lists,
+            counts,
+            *rows,
+            num_rows,
+            *layout,
+            *strides,
+            pages,
+            **sizes,
+            W=how.num_warps,
+            FETCH=how.fetch,
+            PAGE_SIZE=page_size,
+            num_warps=how.num_warps,
+            maxnreg=how.registers,
+        )
+        return
+    if num_cols > how.capacity:
+        _collect_kernel[(num_rows * how.slices,)](
+            scores,
+            lists,
+            counts,
+            *rows,
+            *layout,
+            how.slices,
+            scores.stride(0),
+            **sizes,
+            W=how.num_warps,
+            TOGETHER=how.together,
+            num_warps=how.num_warps,
+            maxnreg=how.registers,
+        )
+    _finish_kernel[(num_rows,)](
+        scores,
+        out,
+        lists,
+        counts,
+        *rows,
+        *layout,
+        *strides,
+        pages,
+        LISTS=how.num_lists,
+        **sizes,
+        W=how.finish_warps,
+        PAGE_SIZE=page_size,
+        num_warps=how.finish_warps,
+        launch_pdl=num_cols > how.capacity,
+    )

@@ -1,0 +1,42 @@
+"""Launches of the top-k kernels for Hopper, for the compile check."""
+
+import functools
+
+import torch
+
+from sparsemla.kernels.topk.sm90 import select_topk
+
+TARGETS = ("sm_90",)
+
+
+def meta(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size=None):
+    ends = meta(num_rows) if ranges else None
+    select_topk(
+        scores=meta(num_rows, num_cols, dtype=dtype),
+        topk=topk,
+        row_starts=None,
+        row_ends=ends,
+        page_table=None if page_size is None else meta(9, 99),
+        request_ids=None if page_size is None else meta(num_rows),
+        page_size=page_size,
+        out=meta(num_rows, topk),
+    )
+
+
+LAUNCHES = {
+    "one row": functools.partial(select, 1, 131072, 2048, ranges=False),
+    "one very long row": functools.partial(select, 1, 1 << 20, 2048),
+    "few rows": functools.partial(select, 64, 32768, 2048),
+    "a row for each multiprocessor": functools.partial(select, 128, 131072, 2048),
+    "many rows": functools.partial(select, 4096, 131072, 2048),
+    "short rows": functools.partial(select, 512, 1000, 512),
+    "slots": functools.partial(select, 64, 32768, 2048, page_size=61),
+    "slots, many rows": functools.partial(select, 500, 32768, 512, page_size=64),
+    "large k": functools.partial(select, 300, 65536, 6000),
+    "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),
+    "k of 1": functools.partial(select, 1, 1, 1),
+}
