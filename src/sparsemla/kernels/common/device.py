@@ -14,12 +14,14 @@ class Device(NamedTuple):
         max_shared: shared memory that a program may use on an NVIDIA GPU, bytes.
         has_fp8: the device converts e4m3 by itself.
         is_hopper: matrix products take both operands from shared memory (sm_90).
+        overlaps: a kernel may begin before the one in front of it has ended (from sm_90 on).
     """
 
     multiprocessors: int = 1
     max_shared: int = 0
     has_fp8: bool = False
     is_hopper: bool = False
+    overlaps: bool = False
 
 
 @functools.cache
@@ -35,6 +37,7 @@ def describe(device: torch.device) -> Device:
         found.shared_memory_per_block_optin,
         has_fp8=(found.major, found.minor) >= (8, 9),
         is_hopper=found.major == 9,
+        overlaps=found.major >= 9,
     )
 
 

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
@@ -688,6 +689,8 @@ def attend_columns(
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(meet.index(0), count=2)
     mbarrier.init(meet.index(1), count=2)
+    gdc_launch_dependents()
+    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
 
     split = (gl.program_id(0) % num_splits).to(gl.int64)
     token = gl.program_id(0) // num_splits
@@ -871,4 +874,5 @@ def attend(
         CONSUMER_REGISTERS=232 if wide else 208,
         PRODUCER_REGISTERS=40 if wide else 80,
         num_warps=4,
+        launch_pdl=True,
     )

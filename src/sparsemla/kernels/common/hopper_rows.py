@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
@@ -644,6 +645,8 @@ def _attend(
     for b in gl.static_range(NUM_BARRIERS):
         mbarrier.init(bar.index(b), count=arrivals(b))
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     gl.warp_specialize(
         [
             (left_tiles, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest,
@@ -690,4 +693,5 @@ def attend(
         PAGED=paged,
         CAUSAL=causal,
         num_warps=4,
+        launch_pdl=True,
     )

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
@@ -413,6 +414,8 @@ def _attend_fp8(
     for b in gl.static_range(NUM_BARRIERS):
         mbarrier.init(bar.index(b), count=arrivals(b, L))
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     copy_queries(q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
     copy_queries(q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
     if REST > 0:
@@ -498,4 +501,5 @@ def attend_fp8(
         PAGED=paged,
         CAUSAL=causal,
         num_warps=4,
+        launch_pdl=True,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import FLOAT32_TINY, FP8_MAX, CacheFormat
+from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import ceil_pow2, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import paged_arguments
@@ -330,7 +331,10 @@ def _fused_kernel(
     TAIL_DIMS: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
     START: tl.constexpr = D - R
     if tl.program_id(0) >= num_tokens:
         _rotate_heads(
@@ -497,6 +501,7 @@ def fused_rope_rmsnorm_quant(
         **widths,
         **paged_arguments(cache),
         **LAUNCH,
+        **begins_early(kv.device),
     )
 
 
@@ -675,7 +680,10 @@ def _index_kernel(
     PAIRS: tl.constexpr,
     REST_DIMS: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
     if tl.program_id(0) >= num_keys:
         if q is not None:
             _quantise_heads(
@@ -881,6 +889,7 @@ def _launch_index(
         **queries,
         **keys,
         **LAUNCH,
+        **begins_early(positions.device),
     )
 
 
