@@ -36,7 +36,10 @@ LAYERS = {
     "sparsemla.compat": ("formats", "cache", "checks", "ops", "compat"),
 }
 # Kernels of one op that are built from another op's kernel of the same tier.
-KERNELS_OF_OTHER_OPS = {("sparsemla.kernels.indexer", "sparsemla.kernels.topk")}
+KERNELS_OF_OTHER_OPS = {
+    ("sparsemla.kernels.indexer", "sparsemla.kernels.topk"),
+    ("sparsemla.kernels.projection", "sparsemla.kernels.decode"),
+}
 ON_TOP = (
     "backends",
     "bench",

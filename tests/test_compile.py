@@ -27,6 +27,7 @@ from sparsemla.testing.cases import (
     merge_topk_case,
     mla_layer,
     paged_requests,
+    project_heads_case,
     sparse_decode_case,
     sparse_prefill_case,
 )
@@ -171,6 +172,7 @@ CALLS = {
         "x": Draw(16).normal(3, 2, 64).bfloat16(),
         "weight": head_weight(Draw(16), 2, 32, 64),
     },
+    "project_heads, parts": lambda: project_heads_case(Draw(16), num_parts=2, with_sink=True),
     "project_heads, fp8": lambda: {
         "x": Draw(16).normal(3, 2, 256).bfloat16(),
         "weight": head_weight(Draw(16), 2, 32, 256, (32, 128)),

@@ -31,6 +31,7 @@ from sparsemla.testing.cases import (
     merge_topk_case,
     mla_layer,
     paged_requests,
+    project_heads_case,
     sinks,
     sparse_decode_case,
     sparse_prefill_case,
@@ -193,11 +194,10 @@ CALLS = {
         dense_decode_case(Draw(13), format=FP8_DS_MLA, with_sink=True), 3, 1, 8
     ),
     "dense_prefill": lambda: attention_outputs(dense_prefill_case(Draw(14)), 14, 4, value_dim=128),
-    "project_heads": lambda: {
-        "x": torch.ones(3, 2, 64).bfloat16(),
-        "weight": head_weight(Draw(15), 2, 32, 64),
-        "out": torch.empty(3, 2, 32).bfloat16(),
-    },
+    "project_heads": lambda: (
+        project_heads_case(Draw(15), rows=32, cols=64, num_parts=2, with_sink=True)
+        | {"out": torch.empty(7, 3, 32).bfloat16()}
+    ),
     "decode_branch": decode_branching,
     "prefill_branch": branching,
 }

@@ -6,6 +6,8 @@ from sparsemla import HeadWeight, absorb_kv_b_proj
 from sparsemla.formats import to_fp8
 from sparsemla.testing.cases import Draw, embed, head_weight, project_heads_case
 from sparsemla.testing.compare import (
+    BRANCH_FP8_OUT,
+    BRANCH_OUT,
     PROJECTION,
     UNQUANTIZED_PROJECTION,
     assert_close,
@@ -57,6 +59,22 @@ def test_slices_of_wider_buffers(device, block):
     assert (wide[..., :36] == 0).all()
     one_latent = x[:, :1].expand(-1, 3, -1)  # the same input for every head, with stride 0
     check_op("project_heads", {"x": one_latent, "weight": weight})
+
+
+@by_block
+@pytest.mark.parametrize("num_parts", [1, 2, 9])
+@pytest.mark.parametrize("num_tokens", [1, 7, 70])
+def test_parts_of_a_split_attention(device, block, num_parts, num_tokens):
+    case = project_heads_case(
+        Draw(7, device),
+        num_tokens=num_tokens,
+        rows=64,
+        cols=256,
+        block=block,
+        num_parts=num_parts,
+        with_sink=num_parts > 1,
+    )
+    check_op("project_heads", case, (BRANCH_OUT if block is None else BRANCH_FP8_OUT,))
 
 
 @by_block

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from sparsemla import HeadWeight, dispatch, reference
+from sparsemla.testing.cases import Draw, project_heads_case
+from sparsemla.testing.compare import BRANCH_FP8_OUT, BRANCH_OUT, assert_close
 
 pytest.importorskip("triton")
+
+# log2(0) is -inf, as the merge of parts wants it; numpy, which interprets, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -24,7 +29,7 @@ def check(x, weight, out=None):
     if out is None:
         out = torch.empty(*x.shape[:2], weight.data.shape[1], dtype=torch.bfloat16, device=DEVICE)
     out.fill_(float("nan"))
-    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, lses=None, attn_sink=None, out=out)
     expected = reference.project_heads(x, weight)
     error = (out.float() - expected).abs().max() / expected.abs().max()
     assert error < 0.01
@@ -64,12 +69,31 @@ def test_slices_and_expanded_heads(scale_block):
     check(torch.randn(5, 1, 128, device=DEVICE).bfloat16().expand(5, 3, 128), weight)
 
 
+@pytest.mark.parametrize("scale_block", [None, (128, 64)])
+@pytest.mark.parametrize(("num_parts", "tokens"), [(1, 1), (2, 5), (7, 20), (3, 70)])
+def test_parts_of_a_split_attention(scale_block, num_parts, tokens):
+    case = project_heads_case(
+        Draw(0, DEVICE),
+        num_tokens=tokens,
+        rows=80,
+        cols=192,
+        block=scale_block,
+        num_parts=num_parts,
+        with_sink=num_parts > 1,
+    )
+    out = torch.empty(tokens, 3, 80, dtype=torch.bfloat16, device=DEVICE)
+    dispatch.load("project_heads", "triton")(**case, out=out)
+    expected = reference.project_heads(**case)
+    tolerance = BRANCH_OUT if scale_block is None else BRANCH_FP8_OUT
+    assert_close("out", out, expected, tolerance)
+
+
 def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
     weight = head_weight(1, 64, 128, (128, 128))
     x = torch.randn(4, 1, 128, device=DEVICE).bfloat16()
     x[1], x[2] = 0.0, x[2] * 1e30
     out = torch.empty(4, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, lses=None, attn_sink=None, out=out)
     expected = reference.project_heads(x, weight)
     assert (out[1] == 0).all()
     for row in (0, 2, 3):

@@ -9,16 +9,28 @@ from sparsemla.ops._library import operator
 from sparsemla.weights import HeadWeight
 
 
-def project_heads(x: Tensor, weight: HeadWeight, *, out: Tensor | None = None) -> Tensor:
+def project_heads(
+    x: Tensor,
+    weight: HeadWeight,
+    *,
+    lses: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Multiply each head's vector with the head's matrix.
 
     ``out[t, h] = weight[h] @ x[t, h]``. With e4m3 weights the activations are quantised on the way,
     one scale ``s = max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
     inputs, and each block's float32 sum is multiplied with both scales.
 
+    With ``lses``, the vectors are what :func:`merge_states` makes of the parts ``x``, in bfloat16.
+
     Args:
-        x: bfloat16 ``[T, H, K]``; may be strided.
-        weight: ``[H, N, K]``.
+        x: bfloat16 ``[T, H, K]``; with lses, the parts, float32 ``[S, T, H, K]``; may be strided.
+        weight: ``[H, N, K]``. It is read before the kernel in front of this one has ended: whoever
+            has just written it waits for that first.
+        lses: float32 ``[S, T, H]``, natural logarithms; a part whose lse is -inf has no weight.
+        attn_sink: float32 ``[H]``, with lses: a logit without a value.
         out: bfloat16 ``[T, H, N]``, written; may be a slice of a wider buffer.
 
     Returns:
@@ -37,17 +49,31 @@ def project_heads(x: Tensor, weight: HeadWeight, *, out: Tensor | None = None) -
     """
     check = Checker("project_heads")
     check.kind("weight", weight, HeadWeight)
-    check.tensor("x", x, "T H K", torch.bfloat16)
+    if lses is None:
+        check.tensor("x", x, "T H K", torch.bfloat16)
+        check.absent("attn_sink", attn_sink, "without lses")
+    else:
+        check.tensor("x", x, "S T H K", torch.float32)
+        check.tensor("lses", lses, "S T H", torch.float32)
+        check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.tensor("weight", weight.data, "H N K", weight.data.dtype)
     check.optional("weight.scale", weight.scale, "H SN SK", torch.float32)
     out = check.output("out", out, "T H N", torch.bfloat16)
-    _project_heads(x, weight.data, weight.scale, *weight.scale_block, out)
+    _project_heads(x, weight.data, weight.scale, *weight.scale_block, lses, attn_sink, out)
     return out
 
 
 @operator("out")
 def _project_heads(
-    x: Tensor, data: Tensor, scale: Tensor | None, block_n: int, block_k: int, out: Tensor
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor | None,
+    block_n: int,
+    block_k: int,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
 ) -> None:
-    kernel = dispatch.find("project_heads", x, num_heads=x.shape[1])
-    kernel(x=x, weight=HeadWeight(data, scale, (block_n, block_k)), out=out)
+    kernel = dispatch.find("project_heads", x, num_heads=x.shape[-2])
+    weight = HeadWeight(data, scale, (block_n, block_k))
+    kernel(x=x, weight=weight, lses=lses, attn_sink=attn_sink, out=out)

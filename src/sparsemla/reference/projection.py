@@ -4,10 +4,19 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import fp8_scales, to_fp8
+from sparsemla.reference.decode import merge_states
 from sparsemla.weights import HeadWeight
 
 
-def project_heads(x: Tensor, weight: HeadWeight) -> Tensor:
+def project_heads(
+    x: Tensor,
+    weight: HeadWeight,
+    *,
+    lses: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> Tensor:
+    if lses is not None:  # [S, T, H, K]
+        x = merge_states(x, lses, attn_sink=attn_sink)[0].bfloat16()
     x = x.float()  # [T, H, K]
     if weight.scale is not None:
         x = _fake_quantize(x, weight.scale_block[1])

@@ -886,10 +886,23 @@ def project_heads_case(
     rows: int = 512,
     cols: int = 128,
     block: tuple[int, int] | None = None,
+    num_parts: int | None = None,
+    with_sink: bool = False,
 ) -> Arguments:
-    """Arguments of ``project_heads``."""
+    """Arguments of ``project_heads``; parts are NaN where they are empty, as all of row 0 are."""
     weight = head_weight(draw, num_heads, rows, cols, block)
-    return {"x": draw.normal(num_tokens, num_heads, cols).bfloat16(), "weight": weight}
+    if num_parts is None:
+        return {"x": draw.normal(num_tokens, num_heads, cols).bfloat16(), "weight": weight}
+    lses = draw.normal(num_parts, num_tokens, num_heads) * 3
+    lses[0, ::2] = -math.inf
+    lses[:, 0] = -math.inf
+    parts = draw.normal(num_parts, num_tokens, num_heads, cols) * num_parts**0.5
+    return {
+        "x": parts.masked_fill(lses.isneginf()[..., None], math.nan),
+        "weight": weight,
+        "lses": lses,
+        "attn_sink": sinks(draw, num_heads) if with_sink else None,
+    }
 
 
 def mla_layer(

@@ -32,6 +32,7 @@ from sparsemla.testing.cases import Arguments, Draw, embed, mla_layer
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
     BRANCH_FP8_OUT,
+    BRANCH_OUT,
     EXACT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
@@ -747,6 +748,25 @@ def _project_heads() -> list[Case]:
                 tolerances=None if blocks[kind] is None else (FP8_PROJECTION,),
             )
             for tokens in (1, 65, 500)
+            for kind in ("bf16", "128x128")
+        ),
+        *(
+            Case(
+                f"{parts} parts, {tokens} tokens, {kind}",
+                build(
+                    make,
+                    num_tokens=tokens,
+                    num_heads=16,
+                    rows=128,
+                    cols=512,
+                    block=blocks[kind],
+                    num_parts=parts,
+                    with_sink=parts > 1,
+                ),
+                tolerances=(BRANCH_OUT if blocks[kind] is None else BRANCH_FP8_OUT,),
+                quick=tokens == 4,
+            )
+            for parts, tokens in ((1, 4), (2, 70), (5, 4), (64, 17))
             for kind in ("bf16", "128x128")
         ),
         Case("strided", build(_strided_projection)),

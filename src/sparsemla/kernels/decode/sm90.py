@@ -9,7 +9,7 @@ from sparsemla.kernels.common.hopper_columns import attend as attend_columns
 from sparsemla.kernels.common.hopper_columns import plan_shared
 from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
 from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
-from sparsemla.kernels.decode.triton import launch_merge, partials
+from sparsemla.kernels.decode.triton import merge_splits, partials
 
 
 def sparse_decode(
@@ -48,8 +48,7 @@ def sparse_decode(
             lses=lses,
             max_logits=None,
         )
-        if num_splits > 1:
-            launch_merge(outs, lses, attn_sink, out, lse)
+        merge_splits(outs, lses, attn_sink, out, lse)
         return
     results = _results(outs, lses, attn_sink, num_splits)
     shape = Shape(num_heads, num_heads, query_len, num_splits)
@@ -74,8 +73,7 @@ def sparse_decode(
         )
     else:
         attend(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
-    if num_splits > 1:
-        launch_merge(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, attn_sink, out, lse)
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Stream:
@@ -126,5 +124,4 @@ def dense_decode(
         paged=True,
         causal=causal and query_len > 1,
     )
-    if num_splits > 1:
-        launch_merge(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, attn_sink, out, lse)

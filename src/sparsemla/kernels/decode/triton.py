@@ -203,8 +203,7 @@ def sparse_decode(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        launch_merge(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, attn_sink, out, lse)
 
 
 def partials(
@@ -212,8 +211,11 @@ def partials(
 ) -> tuple[Tensor, Tensor]:
     """Where splits store: ``[splits, B, S, H, V]`` and ``[splits, B, S, H]``, float32.
 
-    A single split stores into the results themselves.
+    A single split stores into the results themselves, and so do all if the results are of that
+    shape.
     """
+    if out.dim() == 5:
+        return out, lse
     if num_splits == 1:
         return out[None], lse[None]
     if workspace is None:
@@ -222,6 +224,14 @@ def partials(
     floats = workspace[: 4 * rows * (out.shape[-1] + 1)].view(torch.float32)
     outs = floats[: rows * out.shape[-1]].view(num_splits, *out.shape)
     return outs, floats[rows * out.shape[-1] :].view(num_splits, *lse.shape)
+
+
+def merge_splits(
+    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Merge what splits have stored, unless the results are just that."""
+    if outs.shape[0] > 1 and outs is not out:
+        launch_merge(outs, lses, attn_sink, out, lse)
 
 
 @triton.jit
@@ -369,8 +379,7 @@ def dense_decode(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        launch_merge(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, attn_sink, out, lse)
 
 
 @triton.jit

@@ -5,10 +5,21 @@ from torch import Tensor
 
 from sparsemla.formats import fp8_scales, to_fp8
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.decode.cpu import merge_states
 from sparsemla.weights import HeadWeight
 
 
-def project_heads(x: Tensor, weight: HeadWeight, *, out: Tensor) -> None:
+def project_heads(
+    x: Tensor,
+    weight: HeadWeight,
+    *,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+) -> None:
+    if lses is not None:
+        parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
+        merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
     heads = x.transpose(0, 1)  # [H, T, K]
     if weight.scale is None:
         out.copy_(torch.bmm(heads, weight.data.transpose(1, 2)).transpose(0, 1))

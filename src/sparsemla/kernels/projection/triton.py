@@ -1,7 +1,11 @@
 """Per-head products in Triton: bfloat16, or e4m3 weights with activations quantised on the way.
 
-Shapes: T tokens, H heads, K inputs, N outputs. The product is taken as ``weight @ x^T``, so that
-the matrix instruction's long side lies along N and few tokens waste little of it.
+Few tokens stream the weights: a program loads its share of a head's matrix before it looks at the
+activations, which may still be computed, and takes ``weight @ x^T``, so that the matrix
+instruction's long side lies along N. Its activations may be the parts of a split attention, merged
+on the way. Many tokens take ``x @ weight^T``, and keep the activations.
+
+Shapes: T tokens, H heads, K inputs, N outputs, S parts.
 """
 
 from dataclasses import dataclass
@@ -12,12 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.formats import FP8_MAX
-from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.attention import LOG2E, LOWEST
+from sparsemla.kernels.common.device import describe, num_multiprocessors
+from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.decode.triton import launch_merge
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)
+
+FEW = 64
+"""Most tokens for which the weights, and not the activations, stay where they are."""
+
+PARTS = 32
+"""Vectors of all inputs that a program of less than eight tokens has on their way as it merges."""
 
 
 @dataclass(frozen=True)
@@ -28,47 +41,243 @@ class Tiles:
     tokens: int
     inputs: int
     warps: int
-    stages: int
+    stages: int = 1
 
 
-def _tiles(num_tokens: int, num_heads: int, weight: HeadWeight, device: torch.device) -> Tiles:
+def _few(num_tokens: int, num_heads: int, weight: HeadWeight, device: torch.device) -> Tiles:
     _, outputs, inputs = weight.data.shape
-    tokens = max(16, next_power_of_2(num_tokens))
+    step = 128 if weight.scale is None else weight.scale_block[1]
+    step = max(32, next_power_of_2(min(step, inputs)))
+    rows = min(128, max(16, next_power_of_2(outputs)))
+    tokens = next_power_of_2(num_tokens)
+    if not describe(device).is_hopper:  # less shared memory, and less of its own for each thread
+        return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
+    # Half of the multiprocessors can draw all that memory gives.
+    wanted = num_multiprocessors(device) // 2
+    while tokens > 16 and num_heads * cdiv(outputs, rows) * cdiv(num_tokens, tokens) < wanted:
+        tokens //= 2
+    return Tiles(rows, tokens, step, warps=4 if tokens < (16 if inputs > 128 else 32) else 8)
+
+
+def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
+    inputs = weight.data.shape[2]
     if weight.scale is None:
-        # Three steps of two 128-wide tiles, or of a 64-wide one and few tokens, fit in 99 KB.
-        step = min(128 if tokens <= 64 else 64, max(16, next_power_of_2(inputs)))
-        if tokens > 64:
-            return Tiles(128, 128, step, warps=8, stages=3)
-        warps, stages = 4, 3
+        step = min(128 if inputs <= 128 else 64, max(16, next_power_of_2(inputs)))
     else:
         step = max(32, next_power_of_2(weight.scale_block[1]))
-        # A step's product and the sum are both in registers: at most 128 x 64 for eight warps.
-        # So are codes that are decoded by hand, which leaves less for both.
-        native = has_fp8(device)
-        stages = 3 if native else 2
-        if tokens > 64:
-            return Tiles(128 if native else 64, 64, step, 8, stages)
-        warps = 4 if tokens < 64 else 8
-    # Few tokens: the weights are streamed, which takes most multiprocessors.
-    rows, wanted = 64, 3 * num_multiprocessors(device) // 4
-    while rows > 16 and num_heads * cdiv(outputs, rows) < wanted:
-        rows //= 2
-    return Tiles(rows, tokens, step, warps, stages)
+        if not has_fp8(device):  # codes are decoded by hand, in registers
+            return Tiles(64, 64, step, warps=8, stages=2)
+    if inputs <= step:
+        return Tiles(128 if num_tokens <= 128 else 64, 128, step, warps=8, stages=3)
+    # A step's product and the sum are both in registers.
+    tokens, warps = (128, 8) if weight.scale is None else (64, 4)
+    return Tiles(128, tokens, step, warps, stages=3)
+
+
+def _parts_at_once(num_parts: int, tokens: int) -> int:
+    """Parts that are one tile; of eight tokens and more one, in a loop that is unrolled."""
+    return min(next_power_of_2(num_parts), PARTS // tokens) if tokens < 8 else 1
 
 
 @triton.jit
-def _divide(x, scale, UPCAST: tl.constexpr):
-    """``x [rows, dims] / scale [rows]``, correctly rounded: activations hit ties of e4m3 often."""
+def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
+    """e4m3 codes of ``x [rows, dims]`` and ``scale [rows]``, both divisions correctly rounded.
+
+    Activations hit ties of e4m3 often. A quotient is corrected by its remainder; the division
+    instruction does the same and branches.
+    """
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
-        return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
-    quotient = x * inverse
-    remainder = tl.fma(-quotient, tl.broadcast_to(scale[:, None], x.shape), x)
-    return tl.fma(remainder, tl.broadcast_to(inverse, x.shape), quotient)
+        scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+        x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    else:
+        full = tl.full(amax.shape, MAX, tl.float32)
+        scale = _quotient(amax, full, tl.full(amax.shape, 1 / MAX, tl.float32))
+        inverse = 1.0 / scale
+        one = tl.full(amax.shape, 1.0, tl.float32)
+        inverse = tl.fma(tl.fma(-scale, inverse, one), inverse, inverse)
+        x = _quotient(
+            x, tl.broadcast_to(scale[:, None], x.shape), tl.broadcast_to(inverse[:, None], x.shape)
+        )
+    codes = encode_e4m3(x, NATIVE)
+    if NATIVE:
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        codes = decode_e4m3(codes, NATIVE).to(tl.bfloat16)
+    return codes, scale
 
 
 @triton.jit
-def _project_kernel(
+def _quotient(x, divisor, inverse):
+    """``x / divisor`` from the rounded inverse of the divisor."""
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+
+
+@triton.jit
+def _typed(codes, NATIVE: tl.constexpr):
+    """Weights as operands: bfloat16 as they are, e4m3 codes as what the GPU multiplies."""
+    if codes.dtype != tl.uint8:
+        operand = codes
+    elif NATIVE:
+        operand = codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        operand = decode_e4m3(codes, NATIVE).to(tl.bfloat16)
+    return operand
+
+
+@triton.jit
+def _merged(
+    x,
+    at,
+    part_stride,
+    lses,
+    lse_part_stride,
+    num_parts,
+    sink,
+    live,
+    STEPS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The steps' inputs, each part weighted by ``exp(its lse - the lse of all)``, in bfloat16."""
+    in_block = tl.arange(0, BLOCK_S)
+    k = tl.arange(0, BLOCK_K)
+    m = tl.full([BLOCK_T], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_T], tl.float32)
+    sums = ()
+    for _ in tl.static_range(STEPS):
+        sums = sums + (tl.zeros([BLOCK_T, BLOCK_K], tl.float32),)
+    UNROLL: tl.constexpr = 4 if BLOCK_S == 1 else 1
+    for first in tl.range(0, num_parts, BLOCK_S, loop_unroll_factor=UNROLL):
+        part = (first + in_block).to(tl.int64)[:, None]
+        listed = (part < num_parts) & live[None, :]
+        state = tl.load(lses[None, :] + part * lse_part_stride, mask=listed, other=float("-inf"))
+        state *= LOG2E
+        m_new = tl.maximum(m, tl.max(state, axis=0))
+        shrink = tl.exp2(m - m_new)
+        weight = tl.exp2(state - m_new[None, :])
+        more = ()
+        for step in tl.static_range(STEPS):
+            # Loaded without a look at the weight: a part without keys may hold NaN.
+            real = listed[:, :, None] & ((k < STEP) & (step * STEP + k < K))[None, None, :]
+            y = x + (part * part_stride)[:, :, None] + at[None, :, :] + step * STEP
+            y = tl.load(y, mask=real, other=0.0)
+            y = tl.where(weight[:, :, None] > 0, y, 0.0) * weight[:, :, None]
+            more = more + (sums[step] * shrink[:, None] + tl.sum(y, axis=0),)
+        sums = more
+        l = l * shrink + tl.sum(weight, axis=0)
+        m = m_new
+    if sink is not None:
+        l += tl.exp2(sink * LOG2E - tl.where(l == 0, 0.0, m))
+    inverse = 1.0 / tl.where(l == 0, 1.0, l)
+    merged = ()
+    for step in tl.static_range(STEPS):
+        merged = merged + ((sums[step] * inverse[:, None]).to(tl.bfloat16),)
+    return merged
+
+
+@triton.jit
+def _few_kernel(
+    x,
+    weight,
+    scale,
+    lses,
+    attn_sink,
+    out,
+    num_tokens,
+    num_heads,
+    num_parts,
+    x_part_stride,
+    x_token_stride,
+    x_head_stride,
+    weight_head_stride,
+    weight_row_stride,
+    scale_head_stride,
+    scale_row_stride,
+    lse_part_stride,
+    lse_token_stride,
+    out_token_stride,
+    out_head_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    NUM_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    head = (program // NUM_BLOCKS % num_heads).to(tl.int64)
+    token = program // NUM_BLOCKS // num_heads * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = program % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = token < num_tokens
+    token = token.to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+
+    let_next_begin(EARLY)
+    weight += (head * weight_head_stride + row.to(tl.int64) * weight_row_stride)[:, None]
+    tiles = ()
+    scales = ()
+    for step in tl.static_range(STEPS):
+        inside = ((k < STEP) & (step * STEP + k < K))[None, :] & (row < N)[:, None]
+        tiles = tiles + (tl.load(weight + step * STEP + k[None, :], mask=inside, other=0),)
+        if scale is not None:
+            at = scale + head * scale_head_stride + row // SCALE_N * scale_row_stride + step
+            scales = scales + (tl.load(at, mask=row < N, other=0.0),)
+    wait_for_inputs(EARLY)  # weights are no kernel's results, activations are
+
+    at = (token * x_token_stride + head * x_head_stride)[:, None] + k[None, :]
+    if lses is not None:
+        sink = None
+        if attn_sink is not None:
+            sink = tl.load(attn_sink + head)
+        inputs = _merged(
+            x,
+            at,
+            x_part_stride,
+            lses + token * lse_token_stride + head,
+            lse_part_stride,
+            num_parts,
+            sink,
+            live,
+            STEPS,
+            STEP,
+            BLOCK_T,
+            BLOCK_K,
+            K,
+            BLOCK_S,
+        )
+    else:
+        inputs = ()
+        for step in tl.static_range(STEPS):
+            real = live[:, None] & ((k < STEP) & (step * STEP + k < K))[None, :]
+            inputs = inputs + (tl.load(x + at + step * STEP, mask=real, other=0.0),)
+
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for step in tl.static_range(STEPS):
+        a = _typed(tiles[step], NATIVE)
+        if scale is None:
+            total = dot(a, tl.trans(inputs[step]), total, UPCAST)
+        else:
+            b, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
+            part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
+            total += part * scales[step][:, None] * b_scale[None, :]
+    target = out + (token * out_token_stride + head * out_head_stride)[None, :] + row[:, None]
+    tl.store(target, total.to(tl.bfloat16), mask=(row < N)[:, None] & live[None, :])
+
+
+@triton.jit
+def _many_kernel(
     x,
     weight,
     scale,
@@ -92,76 +301,124 @@ def _project_kernel(
     BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    # Neighbours share the activations, which come from memory; weights stay in the L2 cache.
-    NUM_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    """Tokens of one head; all outputs if one step holds the inputs, else a block of them."""
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
+    ONCE: tl.constexpr = K <= STEP
+    NUM_BLOCKS: tl.constexpr = 1 if ONCE else (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     head = (program // NUM_BLOCKS % num_heads).to(tl.int64)
     token = program // NUM_BLOCKS // num_heads * BLOCK_T + tl.arange(0, BLOCK_T)
-    row = program % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     live = token < num_tokens
     token = token.to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x += (token * x_token_stride + head * x_head_stride)[:, None]
+    weight += head * weight_head_stride
+    out += (token * out_token_stride + head * out_head_stride)[:, None]
+    if scale is not None:
+        scale += head * scale_head_stride
 
-    in_step = tl.arange(0, BLOCK_K)
-    inputs = x + (token * x_token_stride + head * x_head_stride)[:, None]
-    weights = weight + (head * weight_head_stride + row.to(tl.int64) * weight_row_stride)[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for step in range((K + STEP - 1) // STEP):
-        k = step * STEP + in_step
-        real = ((in_step < STEP) & (k < K))[None, :]
-        a = tl.load(weights + k[None, :], mask=(row < N)[:, None] & real, other=0)
-        b = tl.load(inputs + k[None, :], mask=live[:, None] & real, other=0.0)
-        if scale is None:
-            total = dot(a, tl.trans(b), total, UPCAST)
-        else:
-            a_scale = scale + head * scale_head_stride + row // SCALE_N * scale_row_stride + step
-            a_scale = tl.load(a_scale, mask=row < N, other=0.0)
-            b = b.to(tl.float32)
-            amax = tl.maximum(tl.max(tl.abs(b), axis=1), 1e-4)
-            b_scale = tl.div_rn(amax, tl.full([BLOCK_T], MAX, tl.float32))
-            b = encode_e4m3(_divide(b, b_scale, UPCAST), NATIVE)
-            if NATIVE:
-                a = a.to(tl.float8e4nv, bitcast=True)
-                b = b.to(tl.float8e4nv, bitcast=True)
+    if ONCE:
+        b = tl.load(x + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        if scale is not None:
+            b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+        for first in range(0, N, BLOCK_N):
+            row = first + tl.arange(0, BLOCK_N)
+            inside = (row < N)[:, None] & (k < K)[None, :]
+            at = weight + row.to(tl.int64)[:, None] * weight_row_stride + k[None, :]
+            a = _typed(tl.load(at, mask=inside, other=0), NATIVE)
+            total = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
+            if scale is not None:
+                at = scale + row // SCALE_N * scale_row_stride
+                total *= b_scale[:, None] * tl.load(at, mask=row < N, other=0.0)[None, :]
+            inside = live[:, None] & (row < N)[None, :]
+            tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
+    else:
+        row = program % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight += row.to(tl.int64)[:, None] * weight_row_stride
+        total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for step in range((K + STEP - 1) // STEP):
+            inside = ((k < STEP) & (step * STEP + k < K))[None, :]
+            at = step * STEP + k[None, :]
+            a = _typed(tl.load(weight + at, mask=(row < N)[:, None] & inside, other=0), NATIVE)
+            b = tl.load(x + at, mask=live[:, None] & inside, other=0.0)
+            if scale is None:
+                total = dot(b, tl.trans(a), total, UPCAST)
             else:
-                a = decode_e4m3(a, NATIVE).to(tl.bfloat16)
-                b = decode_e4m3(b, NATIVE).to(tl.bfloat16)
-            part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
-            total += part * a_scale[:, None] * b_scale[None, :]
-    target = out + (token * out_token_stride + head * out_head_stride)[None, :] + row[:, None]
-    tl.store(target, total.to(tl.bfloat16), mask=(row < N)[:, None] & live[None, :])
+                a_scale = scale + row // SCALE_N * scale_row_stride + step
+                a_scale = tl.load(a_scale, mask=row < N, other=0.0)
+                b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+                part = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
+                total += part * b_scale[:, None] * a_scale[None, :]
+        inside = live[:, None] & (row < N)[None, :]
+        tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-def project_heads(*, x: Tensor, weight: HeadWeight, out: Tensor) -> None:
-    num_tokens, num_heads, inputs = x.shape
+def project_heads(
+    *,
+    x: Tensor,
+    weight: HeadWeight,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+) -> None:
+    num_tokens, num_heads, inputs = x.shape[-3:]
+    if num_tokens * num_heads == 0:
+        return
+    few = num_tokens <= FEW
+    if lses is not None and not few:
+        merged = torch.empty(num_tokens, num_heads, inputs, dtype=torch.bfloat16, device=x.device)
+        lse = torch.empty_like(lses[0])
+        launch_merge(x[:, None], lses[:, None], attn_sink, merged[None], lse[None])
+        x, lses = merged, None
+    if few:
+        tiles = _few(num_tokens, num_heads, weight, x.device)
+    else:
+        tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
-    tiles = _tiles(num_tokens, num_heads, weight, x.device)
     outputs = data.shape[1]
-    blocks = cdiv(outputs, tiles.outputs) * cdiv(num_tokens, tiles.tokens)
-    _project_kernel[(num_heads * blocks,)](
-        x=x,
-        weight=data if scale is None else data.view(torch.uint8),
-        scale=scale,
-        out=out,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        x_token_stride=x.stride(0),
-        x_head_stride=x.stride(1),
-        weight_head_stride=data.stride(0),
-        weight_row_stride=data.stride(1),
-        scale_head_stride=0 if scale is None else scale.stride(0),
-        scale_row_stride=0 if scale is None else scale.stride(1),
-        out_token_stride=out.stride(0),
-        out_head_stride=out.stride(1),
-        N=outputs,
-        K=inputs,
-        SCALE_N=weight.scale_block[0],
-        STEP=tiles.inputs if scale is None else weight.scale_block[1],
-        BLOCK_N=tiles.outputs,
-        BLOCK_T=tiles.tokens,
-        BLOCK_K=tiles.inputs,
-        NATIVE=has_fp8(x.device),
-        UPCAST=INTERPRETED,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    arguments = {
+        "x": x,
+        "weight": data if scale is None else data.view(torch.uint8),
+        "scale": scale,
+        "out": out,
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "x_token_stride": x.stride(-3),
+        "x_head_stride": x.stride(-2),
+        "weight_head_stride": data.stride(0),
+        "weight_row_stride": data.stride(1),
+        "scale_head_stride": 0 if scale is None else scale.stride(0),
+        "scale_row_stride": 0 if scale is None else scale.stride(1),
+        "out_token_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "N": outputs,
+        "K": inputs,
+        "SCALE_N": weight.scale_block[0],
+        "STEP": tiles.inputs if scale is None else weight.scale_block[1],
+        "BLOCK_N": tiles.outputs,
+        "BLOCK_T": tiles.tokens,
+        "BLOCK_K": tiles.inputs,
+        "NATIVE": has_fp8(x.device),
+        "UPCAST": INTERPRETED,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **begins_early(x.device),
+    }
+    programs = num_heads * cdiv(num_tokens, tiles.tokens)
+    if not few:
+        blocks = 1 if inputs <= arguments["STEP"] else cdiv(outputs, tiles.outputs)
+        _many_kernel[(programs * blocks,)](**arguments)
+        return
+    _few_kernel[(programs * cdiv(outputs, tiles.outputs),)](
+        **arguments,
+        lses=lses,
+        attn_sink=attn_sink,
+        num_parts=0 if lses is None else lses.shape[0],
+        x_part_stride=0 if lses is None else x.stride(0),
+        lse_part_stride=0 if lses is None else lses.stride(0),
+        lse_token_stride=0 if lses is None else lses.stride(1),
+        BLOCK_S=1 if lses is None else _parts_at_once(lses.shape[0], tiles.tokens),
     )
