@@ -1,11 +1,20 @@
 """A layer's whole attention: from projected query and latent to the output of each head."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
-from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
+from sparsemla.ops._library import parts
+from sparsemla.ops.decode import (
+    _dense_decode,
+    _sparse_decode,
+    dense_splits,
+    merge_states,
+    sparse_splits,
+)
 from sparsemla.ops.gather import gather_dequant
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
 from sparsemla.ops.projection import project_heads
@@ -77,27 +86,74 @@ def decode_branch(
     out = check.output("out", out, "T H V", torch.bfloat16)
     query = _absorbed_query(q, kv, cache, layer, plan)[:, None]  # [T, 1, H, L + R]
     if topk_indices is None:  # each token is a request of its own that ends with itself
-        latent, _ = dense_decode(
+        table, lengths = plan.page_table[plan.request_ids], plan.positions + 1
+        attended = _Attended.empty(query, layer, dense_splits(query, cache, table))
+        _dense_decode(
             query,
-            cache,
-            plan.page_table[plan.request_ids],
-            plan.positions + 1,
-            softmax_scale=layer.softmax_scale,
-            attn_sink=layer.attn_sink,
+            *parts(cache),
+            table,
+            lengths,
+            layer.softmax_scale,
+            True,
+            *attended.arguments,
         )
-    else:
-        latent, _ = sparse_decode(
-            query,
-            cache,
-            topk_indices[:, None],
-            softmax_scale=layer.softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=layer.attn_sink,
-            extra_cache=extra_cache,
-            extra_topk_indices=None if extra_topk_indices is None else extra_topk_indices[:, None],
-            extra_topk_lengths=extra_topk_lengths,
-        )
-    return project_heads(latent[:, 0], layer.w_uv, out=out)
+        return attended.project(out)
+    if extra_topk_indices is not None:
+        extra_topk_indices = extra_topk_indices[:, None]
+    topk_indices = topk_indices[:, None]
+    splits = sparse_splits(query, topk_indices, extra_topk_indices)
+    attended = _Attended.empty(query, layer, splits)
+    sink, *results = attended.arguments
+    _sparse_decode(
+        query,
+        *parts(cache),
+        topk_indices,
+        layer.softmax_scale,
+        topk_lengths,
+        sink,
+        *parts(extra_cache),
+        extra_topk_indices,
+        extra_topk_lengths,
+        *results,
+    )
+    return attended.project(out)
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """Where attention leaves the latents of its splits, which the product with W_UV merges.
+
+    Args:
+        latents: bfloat16 ``[T, 1, H, L]`` of a single split, or float32 ``[S, T, 1, H, L]``.
+        lses: float32 ``[T, 1, H]`` or ``[S, T, 1, H]``.
+        layer: the layer.
+    """
+
+    latents: Tensor
+    lses: Tensor
+    layer: MLALayer
+
+    @classmethod
+    def empty(cls, query: Tensor, layer: MLALayer, num_splits: int) -> "_Attended":
+        rows = query.shape[:-1] if num_splits == 1 else (num_splits, *query.shape[:-1])
+        dtype = query.dtype if num_splits == 1 else torch.float32
+        latents = query.new_empty(*rows, layer.kv_lora_rank, dtype=dtype)
+        return cls(latents, query.new_empty(rows, dtype=torch.float32), layer)
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, int, None, Tensor, Tensor]:
+        """Sink, splits, workspace and results of the attention."""
+        if self.latents.dim() == 4:
+            return self.layer.attn_sink, 1, None, self.latents, self.lses
+        return None, self.latents.shape[0], None, self.latents, self.lses
+
+    def project(self, out: Tensor) -> Tensor:
+        """The heads' outputs ``[T, H, V]``."""
+        latents, weight = self.latents.squeeze(-3), self.layer.w_uv
+        if latents.dim() == 3:
+            return project_heads(latents, weight, out=out)
+        sink = self.layer.attn_sink
+        return project_heads(latents, weight, lses=self.lses.squeeze(-2), attn_sink=sink, out=out)
 
 
 def prefill_branch(

@@ -90,6 +90,21 @@ def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> in
     return best
 
 
+def sparse_splits(q: Tensor, topk_indices: Tensor, extra_topk_indices: Tensor | None) -> int:
+    """Splits of a sparse decode whose caller leaves it open."""
+    batch, query_len, num_heads = q.shape[:3]
+    num_keys = topk_indices.shape[2]
+    num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
+    return _choose_splits(batch * query_len * -(-num_heads // 64), num_keys, q.device)
+
+
+def dense_splits(q: Tensor, cache: PagedCache, page_table: Tensor) -> int:
+    """Splits of a dense decode whose caller leaves it open."""
+    batch, query_len, num_heads = q.shape[:3]
+    num_keys = page_table.shape[1] * cache.page_size
+    return _choose_splits(batch * -(-query_len * num_heads // 64), num_keys, q.device)
+
+
 def _check_workspace(
     check: Checker, workspace: Tensor | None, num_rows: int, num_splits: int, value_dim: int
 ) -> None:
@@ -183,9 +198,7 @@ def sparse_decode(
     check.bind("V", cache.format.value_dim)
     batch, query_len, num_heads = q.shape[:3]
     if num_splits is None:
-        num_keys = topk_indices.shape[2]
-        num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
-        num_splits = _choose_splits(batch * query_len * -(-num_heads // 64), num_keys, q.device)
+        num_splits = sparse_splits(q, topk_indices, extra_topk_indices)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
     _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
@@ -323,8 +336,7 @@ def dense_decode(
     check.bind("V", cache.format.value_dim)
     batch, query_len, num_heads = q.shape[:3]
     if num_splits is None:
-        num_keys = page_table.shape[1] * cache.page_size
-        num_splits = _choose_splits(batch * -(-query_len * num_heads // 64), num_keys, q.device)
+        num_splits = dense_splits(q, cache, page_table)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
     _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
