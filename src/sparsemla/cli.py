@@ -193,6 +193,10 @@ def bench(
     table: Annotated[
         Path | None, typer.Option(help="Only rewrite docs/performance.md from this JSON file.")
     ] = None,
+    full: Annotated[bool, typer.Option(help="Every size of the step and of top-k.")] = False,
+    launches: Annotated[
+        Path | None, typer.Option(help="Only when kernels of decode steps begin and end, as JSON.")
+    ] = None,
 ) -> None:
     """Time every op beside every peer that is installed, each result checked first.
 
@@ -210,6 +214,8 @@ def bench(
             device=device,
             commit=commit,
             table=table,
+            full=full,
+            launches=launches,
         )
     except (ValueError, OSError) as error:
         fail(error)

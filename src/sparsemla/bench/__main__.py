@@ -13,8 +13,9 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in ("op", "device", "commit"):
         parser.add_argument(f"--{name}")
-    for name in ("json", "plot", "peers", "table"):
+    for name in ("json", "plot", "peers", "table", "launches"):
         parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--full", action="store_true")
     try:
         return bench(_write, **vars(parser.parse_args()))
     except (ValueError, OSError) as error:

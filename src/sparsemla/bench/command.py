@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from sparsemla.bench import cpu, report
+from sparsemla.bench import cpu, report, timeline
 from sparsemla.bench.ceilings import measure
 from sparsemla.bench.peers import find_peers
 from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads
+from sparsemla.bench.step import with_step
 from sparsemla.bench.timing import Timer
 from sparsemla.bench.workloads import Workload
 
@@ -29,6 +30,8 @@ def bench(
     device: str | None = None,
     commit: str | None = None,
     table: Path | None = None,
+    full: bool = False,
+    launches: Path | None = None,
 ) -> int:
     """Measure, or with ``table`` only turn a JSON file into the table (and plots).
 
@@ -41,6 +44,9 @@ def bench(
         device: ``cuda`` or ``cpu``; default what the machine has.
         commit: recorded in the rows; default the checkout's.
         table: a JSON file whose rows replace the table of ``docs/performance.md``.
+        full: measure every size of the whole decode step and of top-k, not only some.
+        launches: a JSON file for when each kernel of some decode steps begins and ends; nothing
+            else is measured, and without a GPU the file is only read.
 
     Returns:
         The exit code: 1 if a result was wrong, or one of this package is missing.
@@ -56,6 +62,8 @@ def bench(
         write(f"{DOCUMENT}: {len(found.rows)} rows")
         _plot(write, found, plot)
         return 0
+    if launches is not None:
+        return _launches(write, launches, plot, peers)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
         if op is not None or json is not None or plot is not None or peers is not None:
@@ -63,7 +71,7 @@ def bench(
         return _compare_on_cpu(write)
     if device != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"device must be cpu or, where there is a GPU, cuda; got {device!r}")
-    return _measure(write, op, json, plot, peers, commit)
+    return _measure(write, op, json, plot, peers, commit, full)
 
 
 def _measure(
@@ -73,9 +81,10 @@ def _measure(
     plot: Path | None,
     peers: Path | None,
     commit: str | None,
+    full: bool,
 ) -> int:
-    workloads = select_workloads(op)
-    competitors, missing = find_peers(peers)
+    workloads = select_workloads(op, full)
+    competitors, missing = with_step(*find_peers(peers))
     for name, reason in missing.items():
         write(f"without {name}: {reason}")
     timer = Timer("cuda")
@@ -104,6 +113,22 @@ def _measure(
     run_all(workloads, competitors, timer, current.ceilings, stamp, done)
     _plot(write, current, plot)
     return int(failed)
+
+
+def _launches(
+    write: Callable[[str], object], path: Path, plot: Path | None, peers: Path | None
+) -> int:
+    if torch.cuda.is_available():
+        competitors, missing = with_step(*find_peers(peers))
+        for name, reason in missing.items():
+            write(f"without {name}: {reason}")
+        timeline.save(path, timeline.record(competitors, Timer("cuda")))
+    lines = timeline.load(path)
+    for text in timeline.text_lines(lines):
+        write(text)
+    if plot is not None:
+        timeline.plot(lines, plot / "decode_step_launches.png")
+    return 0
 
 
 def _plot(write: Callable[[str], object], found: report.Report, plot: Path | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsemla.bench.ceilings import Ceilings
 from sparsemla.bench.peers import Peer, versions
 from sparsemla.bench.report import Row
+from sparsemla.bench.step import step_workloads
 from sparsemla.bench.timing import Prepared, Results, Timer, Timing
 from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
 
@@ -49,17 +50,15 @@ class Outcome:
     refusals: dict[str, str]
 
 
-def select_workloads(op: str | None) -> list[Workload]:
-    """All workloads, or those of one op; ``select_topk_table`` has many more of ``select_topk``.
+def select_workloads(op: str | None, full: bool = False) -> list[Workload]:
+    """All workloads, or those of one op; with ``full``, every size of the step and of top-k.
 
     Raises:
         ValueError: no workload measures this op.
     """
-    workloads = all_workloads()
+    workloads = [*all_workloads(), *step_workloads(full), *(topk_table() if full else [])]
     if op is None:
         return workloads
-    if op == "select_topk_table":
-        return topk_table()
     chosen = [workload for workload in workloads if workload.op == op]
     if not chosen:
         known = ", ".join(dict.fromkeys(workload.op for workload in workloads))

@@ -112,6 +112,10 @@ class Timer:
             torch.cuda.synchronize(self.device)
         return [[read() for read in reader] for reader in readers]
 
+    def flush(self) -> None:
+        """Overwrite the L2 cache."""
+        self._flush.zero_()
+
     def _once(self, side: Prepared) -> Callable[[], float]:
         """Run ``side``; the function returned tells how long it took, once the device is done."""
         if self.device.type != "cuda":
@@ -119,7 +123,7 @@ class Timer:
             side.run()
             took = 1e6 * (time.perf_counter() - start)
             return lambda: took
-        self._flush.zero_()
+        self.flush()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The flush keeps the GPU busy while the host queues what follows.
         begin.record()

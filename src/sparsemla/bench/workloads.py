@@ -892,7 +892,7 @@ def all_workloads() -> list[Workload]:
 
 
 def topk_table() -> list[Workload]:
-    """``select_topk`` over all sizes of rows that it is made for; only run on request."""
+    """``select_topk`` over all sizes of rows that it is made for."""
     return [
         SelectTopk(batch, context, topk)
         for topk in (512, 1024, 2048)
