@@ -595,7 +595,7 @@ def test_comparison_on_the_cpu(monkeypatch, capsys):
 def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
     """The measuring command, on a CPU in the place of a GPU."""
     chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
-    monkeypatch.setattr(command, "select_workloads", lambda op: chosen)
+    monkeypatch.setattr(command, "select_workloads", lambda op, full: chosen)
     monkeypatch.setattr(command, "Timer", lambda device: timer)
     monkeypatch.setattr(command, "measure", lambda timer: CEILINGS)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
