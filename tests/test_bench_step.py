@@ -1,10 +1,12 @@
 """The benchmark of a whole decode step and its time line, without a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, ops
 from sparsemla.bench import run, step, timeline
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings
@@ -85,6 +87,82 @@ def test_the_step_of_the_peers_needs_all_of_them():
     found, missing = step.with_step([Torch()], {"TileLang": "is not installed"})
     assert len(found) == 1
     assert list(missing) == ["TileLang", step.StepOfPeers.name]
+
+
+class Fakes:
+    """What the peers' kernels compute, by this package's ops."""
+
+    @staticmethod
+    def rms_norm(out, x, weight, eps):
+        out.copy_(torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps))
+
+    @staticmethod
+    def rotary_embedding(positions, q, k, head_size, table, neox):
+        cos, sin = table[positions].float()[:, None].chunk(2, -1)
+        for x in (q.view(len(q), -1, head_size), k.view(len(k), -1, head_size)):
+            x = x[..., : table.shape[1]]
+            a, b = x.float().chunk(2, -1) if neox else (x.float()[..., ::2], x.float()[..., 1::2])
+            turned = a * cos - b * sin, a * sin + b * cos
+            x.copy_(torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2))
+
+    @staticmethod
+    def concat_and_cache_mla(latent, rope, data, slots, name, scale, skip_scale):
+        rows = torch.cat([latent, rope], 1)
+        PagedCache(data, FP8_DS_MLA).write(slots, rows, scale_mode="exact")
+
+    @staticmethod
+    def concat_mla_q(latent, rope, out):
+        out.copy_(torch.cat([latent, rope], -1))
+
+    @staticmethod
+    def indexer_k_quant_and_cache(k, data, slots, block, scale_format):
+        PagedCache(data, INDEX_FP8).write(slots, k)
+
+    @staticmethod
+    def per_token_group_fp8_quant(x, codes, scales, block, eps, low, high, pow2, *layout):
+        stored = INDEX_FP8.quantize(x.float())
+        codes.copy_(stored.fp8)
+        scales.copy_(stored.scales)
+
+    @staticmethod
+    def get_paged_mqa_logits_metadata(lens, page_size, processors, indices):
+        return None
+
+    @staticmethod
+    def fp8_fp4_paged_mqa_logits(q, q_scale, data, weights, lens, table, schedule, length, indices):
+        cache = PagedCache(data.squeeze(2), INDEX_FP8)
+        scores = ops.indexer_scores_paged(
+            q, weights[:, None], cache, table, lens, max_seq_len=length
+        )
+        return scores[:, 0]
+
+    @staticmethod
+    def persistent_topk(scores, lens, out, workspace, topk, length):
+        out.copy_(scores.topk(topk).indices)
+
+    @staticmethod
+    def get_mla_metadata():
+        return None, None
+
+    @staticmethod
+    def flash_mla_with_kvcache(q, data, table, lens, value_dim, schedule, splits, scale, *rest):
+        cache = PagedCache(data.squeeze(2), FP8_DS_MLA)
+        return ops.sparse_decode(q, cache, rest[-1], softmax_scale=scale)
+
+
+@pytest.mark.parametrize("indexer", [0, 1])
+def test_the_step_of_the_peers_passes_the_same_gate(indexer, timer, monkeypatch):
+    for namespace in ("_C", "_C_cache_ops", "deep_gemm"):
+        monkeypatch.setattr(torch.ops, namespace, Fakes, raising=False)
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    peer = object.__new__(step.StepOfPeers)
+    peer.attention = Fakes
+    monkeypatch.setattr(step, "SHARED", 0.9)  # of only 32 rows
+    workload = step.DecodeStep(2, 4, 200, indexer)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert outcome.rows[0].peer == step.StepOfPeers.name
 
 
 def test_lines_go_to_a_file_and_into_a_picture(tmp_path, capsys, monkeypatch):
