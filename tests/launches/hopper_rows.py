@@ -19,18 +19,20 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def sparse_prefill(head_dim, num_heads=128, index_dtype=torch.int32):
+def sparse_prefill(
+    head_dim, num_heads=128, index_dtype=torch.int32, num_tokens=4096, topk=2048, context=32768
+):
     def launch():
         dispatch.load("sparse_prefill", "sm90")(
-            q=meta(4096, num_heads, head_dim),
-            kv=PagedCache.from_rows(meta(32768, head_dim)),
-            topk_indices=meta(4096, 2048, dtype=index_dtype),
+            q=meta(num_tokens, num_heads, head_dim),
+            kv=PagedCache.from_rows(meta(context, head_dim)),
+            topk_indices=meta(num_tokens, topk, dtype=index_dtype),
             softmax_scale=0.1,
-            topk_lengths=meta(4096, dtype=torch.int32),
+            topk_lengths=meta(num_tokens, dtype=torch.int32) if topk > 1 else None,
             attn_sink=meta(num_heads, dtype=torch.float32),
-            out=meta(4096, num_heads, 512),
-            lse=meta(4096, num_heads, dtype=torch.float32),
-            max_logits=meta(4096, num_heads, dtype=torch.float32),
+            out=meta(num_tokens, num_heads, 512),
+            lse=meta(num_tokens, num_heads, dtype=torch.float32),
+            max_logits=meta(num_tokens, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -59,20 +61,20 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048):
     return launch
 
 
-def dense_decode(fmt, num_heads, query_len, num_splits):
+def dense_decode(fmt, num_heads, query_len, num_splits, batch=64):
     def launch():
         dispatch.load("dense_decode", "sm90")(
-            q=meta(64, query_len, num_heads, 576),
+            q=meta(batch, query_len, num_heads, 576),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
-            page_table=meta(64, 128, dtype=torch.int32),
-            seq_lens=meta(64, dtype=torch.int32),
+            page_table=meta(batch, 128, dtype=torch.int32),
+            seq_lens=meta(batch, dtype=torch.int32),
             softmax_scale=0.1,
             causal=True,
             attn_sink=None,
             num_splits=num_splits,
             workspace=meta(1 << 28, dtype=torch.uint8),
-            out=meta(64, query_len, num_heads, 512),
-            lse=meta(64, query_len, num_heads, dtype=torch.float32),
+            out=meta(batch, query_len, num_heads, 512),
+            lse=meta(batch, query_len, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -81,9 +83,11 @@ def dense_decode(fmt, num_heads, query_len, num_splits):
 LAUNCHES = {
     "prefill d576": sparse_prefill(576),
     "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
+    "prefill one token and key": sparse_prefill(576, 64, num_tokens=1, topk=1, context=1),
     "decode pages split": sparse_decode(BF16_576, 4),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),
+    "dense one row": dense_decode(BF16_576, 1, 1, 1, batch=1),
     "dense h16 s2 split": dense_decode(BF16_576, 16, 2, 4),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
     "decode fp8_584": sparse_decode(FP8_584),

@@ -1,13 +1,16 @@
 """Attention on Hopper of 64 query rows that share keys, over bfloat16 rows of a cache.
 
-A program has three warpgroups and works on two blocks of 64 keys at a time. *Left* computes the
-scores of the even block and keeps the left half of the weighted values, *right* those of the odd
-block and the right half; each hands its weights to the other through shared memory, so that one's
-softmax runs under the other's matrix products. The *producer* copies rows of the cache straight
-into the tiles, half a block at a time, each half as soon as its last reader is done with it.
+A program has three warpgroups, takes one tile of query rows after the other, and works on two
+blocks of 64 keys at a time. *Left* computes the scores of the even block and keeps the left half of
+the weighted values, *right* those of the odd block and the right half; each hands its weights to
+the other through shared memory, so that one's softmax runs under the other's matrix products. The
+*producer* copies rows of the cache straight into the tiles, half a block at a time, each half as
+soon as its last reader is done with it, and the queries and the first keys of the next tile while
+this one is worked on.
 
-Shared memory, in KiB: queries 64 + 8, keys 2 x (64 + 8), weights of right 8; 226 with the rest. The
-weights of left lie where the last 64 dims of its keys were, which only left reads.
+Shared memory, in KiB: queries 64 + 8, keys 2 x (64 + 8), 8 to bring results into the order of
+memory; 226 with the rest. The weights of a block lie where the last 64 dims of its keys were, which
+only the half that made them reads.
 """
 
 from __future__ import annotations
@@ -42,23 +45,24 @@ SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-# As SUMS, but four lanes hold 4 columns each of 16 in a row, so that stores fill sectors of L2.
-STORE = gl.constexpr(
+# 64 columns of SUMS, the rows of a warp each in one piece.
+SUMS_STORE = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, 128],
+        shape=[64, 64],
     )
 )
+STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Barriers. READY and FREE have one for each half of each block; the last dims of a block are
-# copied with its right half.
+# copied with the half that the scores of the block end with.
 READY_0L = gl.constexpr(0)
 READY_0R = gl.constexpr(1)
 READY_1L = gl.constexpr(2)
@@ -75,8 +79,8 @@ WEIGHTS_0 = gl.constexpr(12)  # the weights of the even block, for right; of the
 WEIGHTS_1 = gl.constexpr(13)
 SUM = gl.constexpr(14)  # both sums of weights
 QUERIES = gl.constexpr(15)
-RANGE = gl.constexpr(16)  # what the producer found out about the keys
-SCORED = gl.constexpr(17)  # the last products with the queries of a tile are done
+SCORED = gl.constexpr(16)  # the last products with the queries of a tile are done
+RANGE = gl.constexpr(17)  # what the producer found out about the keys
 NUM_BARRIERS = gl.constexpr(18)
 
 
@@ -152,28 +156,18 @@ def heads_of(begin, shape, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_queries(
-    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
-):
-    """Start to copy dims ``START .. START + DIM`` of the rows of a program's only tile."""
-    copy_queries_of(
-        gl.program_id(0), tile, q, q_request, q_token, q_head, shape, START, DIM
-    )  # fmt: skip
-
-
-@gluon.jit
-def copy_queries_of(
-    index, tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
+    tile, to, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
 ):
     """Start to copy dims ``START .. START + DIM`` of the rows of a tile."""
-    begin, _, request, first = place_of(index, shape)
+    begin, _, request, first = place_of(tile, shape)
     token, head, real = heads_of(begin, shape, COPY_ROWS)
     rows = request * q_request + (first + token) * q_token + head * q_head
     dims = START + gl.arange(0, DIM, COPY_COLS)
-    async_load(tile, q + rows[:, None] + dims[None, :], mask=real[:, None])
+    async_load(to, q + rows[:, None] + dims[None, :], mask=real[:, None])
 
 
 @gluon.jit
-def read_range(found, bar, turn=0):
+def read_range(found, bar, turn):
     """Pairs of blocks and position of the first key, which a producer stored."""
     mbarrier.wait(bar.index(RANGE), turn)
     num_pairs = gl.max(found.index(0).load(ONE), 0)
@@ -213,75 +207,58 @@ def scale_pairs(x, factor):
 
 
 @gluon.jit
-def wait_for_keys(ready, phase, FENCE: gl.constexpr):
-    """Wait for half a block. What ordinary stores wrote needs a fence before products read it."""
-    mbarrier.wait(ready, phase)
-    if FENCE:
-        fence_async_shared()
-
-
-@gluon.jit
 def shrink(x, factor):
     """Rows of a half of the weighted values times ``factor``."""
     return x * gl.convert_layout(factor, SUM_ROWS)[:, None]
 
 
 @gluon.jit
-def softmax(scores, valid, limit, at, m, scale_log2, CAUSAL: gl.constexpr):
-    """Base-2 weights of a block and the new running maximum; a masked key has weight 0."""
+def masked_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
+    """Base-2 scores of a block, of keys that count."""
     seen = valid.load(gl.SliceLayout(0, SCORES))[None, :] != 0
     if CAUSAL:
         keys = at + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
         seen = seen & (keys[None, :] < limit[:, None])
-    scores = gl.where(seen, scores * scale_log2, float("-inf"))
-    highest = gl.maximum(m, gl.max(scores, 1))
-    return gl.exp2(scores - highest[:, None]), highest
+    return gl.where(seen, s * scale_log2, float("-inf"))
 
 
 @gluon.jit
 def left(
-    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
-    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
-):  # fmt: skip
-    """:func:`left_tiles` where a program has one tile."""
-    left_tiles(
-        gl.num_programs(0), q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-        results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
-    )  # fmt: skip
-
-
-@gluon.jit
-def left_of(
-    tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-    results, shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
-    FENCE: gl.constexpr,
+    num_tiles, q, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     acc0 = gl.zeros([64, 128], gl.float32, SUMS)
     acc1 = gl.zeros([64, 128], gl.float32, SUMS)
     m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
     l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), turn)
-    fence_async_shared()
-    wait_for_keys(bar.index(READY_0L), phase, FENCE)
-    s = gl.zeros([64, 64], gl.float32, SCORES)
+    tile = gl.program_id(0)
+    phase = 0
+    turn = 0
     zero = opaque_zero(tile)
-    keys_t = keys_l.index(zero).permute((1, 0))
-    s = warpgroup_mma(q.index(zero), keys_t, s, use_acc=False, is_async=True)
-    wait_for_keys(bar.index(READY_0R), phase, FENCE)
+    mbarrier.wait(bar.index(QUERIES), 0)
+    fence_async_shared()
+    mbarrier.wait(bar.index(READY_0L), 0)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    keys = keys_l.index(zero).permute((1, 0))
+    s = warpgroup_mma(q.index(zero), keys, s, use_acc=False, is_async=True)
+    mbarrier.wait(bar.index(READY_0R), 0)
     s = warpgroup_mma(q.index(zero + 1), keys_r.index(zero).permute((1, 0)), s, is_async=True)
     if REST > 0:
         s = warpgroup_mma(q_rest, rest.index(zero).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    num_pairs, first = read_range(found, bar, turn)
+    num_pairs, first = read_range(found, bar, 0)
     limit = limits.load(SCORE_ROWS)
+    i = 0
     if num_pairs == 1:
         mbarrier.arrive(bar.index(SCORED), count=1)
-    for i in range(num_pairs):
+    while tile < num_tiles:
         zero = opaque_zero(i)
         mbarrier.wait(bar.index(VALID_0), phase)
-        p, m_0 = softmax(s, valid.index(0), limit, first + i * 128, m, scale_log2, CAUSAL)
+        scores = masked_scores(s, valid.index(0), limit, first + i * 128, scale_log2, CAUSAL)
+        m_0 = gl.maximum(m, gl.max(scores, 1))
         highest.store(m_0)
         mbarrier.arrive(bar.index(MAX_0), count=1)
+        p = gl.exp2(scores - m_0[:, None])
         factor = gl.exp2(m - m_0)
         l = l * factor + gl.sum(p, 1)
         acc0 = shrink(acc0, factor)
@@ -304,105 +281,119 @@ def left_of(
         acc0 = shrink(acc0, factor)
         acc1 = shrink(acc1, factor)
         mbarrier.wait(bar.index(WEIGHTS_1), phase)
+        others = rest.index(zero + 1)
         values = keys_l.index(zero + 1)
-        flying0 = warpgroup_mma(weights_1, values.slice(0, 128, dim=1), acc0, is_async=True)
-        flying1 = warpgroup_mma(weights_1, values.slice(128, 128, dim=1), acc1, is_async=True)
+        flying0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
+        flying1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
         phase = phase ^ 1
-        if i + 1 < num_pairs:
-            wait_for_keys(bar.index(READY_0L), phase, FENCE)
-            # Not the scores of this pair: they would take registers until here.
-            next_s = gl.zeros([64, 64], gl.float32, SCORES)
-            keys = keys_l.index(zero).permute((1, 0))
-            next_s = warpgroup_mma(q.index(zero), keys, next_s, use_acc=False, is_async=True)
-            acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[flying0, flying1, next_s])
-            mbarrier.arrive(bar.index(FREE_1L), count=1)
-            wait_for_keys(bar.index(READY_0R), phase, FENCE)
-            keys = keys_r.index(zero).permute((1, 0))
-            next_s = warpgroup_mma(q.index(zero + 1), keys, next_s, is_async=True)
-            if REST > 0:
-                keys = rest.index(zero).permute((1, 0))
-                next_s = warpgroup_mma(q_rest, keys, next_s, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[next_s])
-            if i + 2 == num_pairs:
-                mbarrier.arrive(bar.index(SCORED), count=1)
+        i += 1
+        # The scores of the next pair, which may be of the next tile; after the last pair of all,
+        # products of whatever is there, which nobody reads.
+        done = i == num_pairs
+        more = tile + gl.num_programs(0) < num_tiles
+        if done:
+            if more:
+                mbarrier.wait(bar.index(QUERIES), turn ^ 1)
+                fence_async_shared()
+                mbarrier.wait(bar.index(READY_0L), phase)
         else:
-            acc0, acc1 = warpgroup_mma_wait(0, deps=[flying0, flying1])
-            mbarrier.arrive(bar.index(FREE_1L), count=1)
-    store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 0)
-    return phase
+            mbarrier.wait(bar.index(READY_0L), phase)
+        next_s = gl.zeros([64, 64], gl.float32, SCORES)
+        keys = keys_l.index(zero).permute((1, 0))
+        next_s = warpgroup_mma(q.index(zero), keys, next_s, use_acc=False, is_async=True)
+        acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[flying0, flying1, next_s])
+        mbarrier.arrive(bar.index(FREE_1L), count=1)
+        if done:
+            store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 0)
+            acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+            acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+            m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+            l = gl.zeros([64], gl.float32, SCORE_ROWS)
+            if more:
+                mbarrier.wait(bar.index(READY_0R), phase)
+        else:
+            mbarrier.wait(bar.index(READY_0R), phase)
+        keys = keys_r.index(zero).permute((1, 0))
+        next_s = warpgroup_mma(q.index(zero + 1), keys, next_s, is_async=True)
+        if REST > 0:
+            keys_rest = rest.index(zero).permute((1, 0))
+            next_s = warpgroup_mma(q_rest, keys_rest, next_s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[next_s])
+        if done:
+            tile += gl.num_programs(0)
+            turn = turn ^ 1
+            i = 0
+            if more:
+                num_pairs, first = read_range(found, bar, turn)
+                limit = limits.load(SCORE_ROWS)
+        if i + 1 == num_pairs:
+            mbarrier.arrive(bar.index(SCORED), count=1)
 
 
 @gluon.jit
 def right(
-    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
-    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
+    num_tiles, q, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """:func:`right_tiles` where a program has one tile."""
-    right_tiles(
-        gl.num_programs(0), q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-        results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
-    )  # fmt: skip
-
-
-@gluon.jit
-def right_of(
-    tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-    results, shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
-    FENCE: gl.constexpr,
-):  # fmt: skip
-    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-    l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), turn)
-    fence_async_shared()
-    num_pairs, first = read_range(found, bar, turn)
-    limit = limits.load(SCORE_ROWS)
-    for i in range(num_pairs):
-        zero = opaque_zero(i)
-        s = gl.zeros([64, 64], gl.float32, SCORES)
-        wait_for_keys(bar.index(READY_1R), phase, FENCE)
-        keys = keys_r.index(zero + 1).permute((1, 0))
-        s = warpgroup_mma(q.index(zero + 1), keys, s, use_acc=False, is_async=True)
-        if REST > 0:
-            s = warpgroup_mma(q_rest, rest.index(zero + 1).permute((1, 0)), s, is_async=True)
-        wait_for_keys(bar.index(READY_1L), phase, FENCE)
-        keys = keys_l.index(zero + 1).permute((1, 0))
-        s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if i + 1 == num_pairs:
-            mbarrier.arrive(bar.index(SCORED), count=1)
-        mbarrier.wait(bar.index(VALID_1), phase)
-        mbarrier.wait(bar.index(MAX_0), phase)
-        m_0 = highest.load(SCORE_ROWS)
-        p, m_1 = softmax(s, valid.index(1), limit, first + i * 128 + 64, m_0, scale_log2, CAUSAL)
-        highest.store(m_1)
-        mbarrier.arrive(bar.index(MAX_1), count=1)
-        factor = gl.exp2(m - m_1)
-        m = m_1
-        l = l * factor + gl.sum(p, 1)
-        acc0 = shrink(acc0, factor)
-        acc1 = shrink(acc1, factor)
-        weights = to_bf16(p)
-        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
-        values = keys_r.index(zero + 1)
-        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
-        weights_1.store(weights)
+    phase = 0
+    turn = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+        acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+        m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+        l = gl.zeros([64], gl.float32, SCORE_ROWS)
+        mbarrier.wait(bar.index(QUERIES), turn)
         fence_async_shared()
-        mbarrier.arrive(bar.index(WEIGHTS_1), count=1)
-        mbarrier.wait(bar.index(WEIGHTS_0), phase)
-        others = rest.index(zero)
-        values = keys_r.index(zero)
-        acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-        mbarrier.arrive(bar.index(FREE_1R), count=1)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(bar.index(FREE_0R), count=1)
-        phase = phase ^ 1
-    store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 1)
-    return phase
+        num_pairs, first = read_range(found, bar, turn)
+        limit = limits.load(SCORE_ROWS)
+        for i in range(num_pairs):
+            zero = opaque_zero(i)
+            s = gl.zeros([64, 64], gl.float32, SCORES)
+            mbarrier.wait(bar.index(READY_1R), phase)
+            keys = keys_r.index(zero + 1).permute((1, 0))
+            s = warpgroup_mma(q.index(zero + 1), keys, s, use_acc=False, is_async=True)
+            mbarrier.wait(bar.index(READY_1L), phase)
+            keys = keys_l.index(zero + 1).permute((1, 0))
+            s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
+            if REST > 0:
+                s = warpgroup_mma(q_rest, rest.index(zero + 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if i + 1 == num_pairs:
+                mbarrier.arrive(bar.index(SCORED), count=1)
+            mbarrier.wait(bar.index(VALID_1), phase)
+            at = first + i * 128 + 64
+            scores = masked_scores(s, valid.index(1), limit, at, scale_log2, CAUSAL)
+            m_1 = gl.max(scores, 1)
+            mbarrier.wait(bar.index(MAX_0), phase)
+            m_1 = gl.maximum(m_1, highest.load(SCORE_ROWS))
+            highest.store(m_1)
+            mbarrier.arrive(bar.index(MAX_1), count=1)
+            p = gl.exp2(scores - m_1[:, None])
+            factor = gl.exp2(m - m_1)
+            m = m_1
+            l = l * factor + gl.sum(p, 1)
+            acc0 = shrink(acc0, factor)
+            acc1 = shrink(acc1, factor)
+            weights = to_bf16(p)
+            own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+            values = keys_r.index(zero + 1)
+            acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+            rest.index(zero + 1).store(weights)
+            fence_async_shared()
+            mbarrier.arrive(bar.index(WEIGHTS_1), count=1)
+            mbarrier.wait(bar.index(WEIGHTS_0), phase)
+            others = rest.index(zero)
+            values = keys_r.index(zero)
+            acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+            mbarrier.arrive(bar.index(FREE_1R), count=1)
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            mbarrier.arrive(bar.index(FREE_0R), count=1)
+            phase = phase ^ 1
+        store_half(tile, turn, acc0, acc1, m, l, sums, bar, results, shape, 1)
+        turn = turn ^ 1
 
 
 @gluon.jit
@@ -438,13 +429,20 @@ def store_half(
 def store_columns(values, out, begin, first, results, shape):
     """128 columns of the tile's rows."""
     if results.out.dtype.element_ty == gl.bfloat16:
-        values = gl.convert_layout(to_bf16(values), STORE)
-        LAYOUT: gl.constexpr = STORE
+        pieces = to_bf16(values).reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        store_rows(gl.convert_layout(pieces[0], SUMS_STORE), out, begin, first, results, shape)
+        store_rows(gl.convert_layout(pieces[1], SUMS_STORE), out + 64, begin, first, results, shape)
     else:
-        LAYOUT: gl.constexpr = SUMS
+        store_rows(values, out, begin, first, results, shape)
+
+
+@gluon.jit
+def store_rows(values, out, begin, first, results, shape):
+    """Some columns of the tile's rows."""
+    LAYOUT: gl.constexpr = values.type.layout
     token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
     rows = (first + token) * results.out_token + head * results.out_head
-    dims = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     gl.store(out + rows[:, None] + dims[None, :], values, mask=real[:, None])
 
 
@@ -518,8 +516,6 @@ def copy_pair(
     async_copy.mbarrier_arrive(bar.index(READY_0L), increment_count=False)
     mbarrier.wait(bar.index(FREE_1R), phase)
     async_load(keys_r.index(1), row_1 + (256 + dims), mask=valid_1[:, None])
-    if REST > 0:
-        async_load(rest.index(1), row_1 + rest_dims, mask=valid_1[:, None])
     async_copy.mbarrier_arrive(bar.index(READY_1R), increment_count=False)
     mbarrier.wait(bar.index(FREE_0R), phase)
     async_load(keys_r.index(0), row_0 + (256 + dims), mask=valid_0[:, None])
@@ -528,6 +524,8 @@ def copy_pair(
     async_copy.mbarrier_arrive(bar.index(READY_0R), increment_count=False)
     mbarrier.wait(bar.index(FREE_1L), phase)
     async_load(keys_l.index(1), row_1 + dims, mask=valid_1[:, None])
+    if REST > 0:
+        async_load(rest.index(1), row_1 + rest_dims, mask=valid_1[:, None])
     async_copy.mbarrier_arrive(bar.index(READY_1L), increment_count=False)
     valid.index(0).store(valid_0.to(gl.int8))
     mbarrier.arrive(bar.index(VALID_0), count=1)
@@ -549,10 +547,10 @@ def produce(
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
         mbarrier.wait(bar.index(SCORED), turn)
         turn = turn ^ 1
-        copy_queries_of(tile, q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
-        copy_queries_of(tile, q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
+        copy_queries(tile, q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
+        copy_queries(tile, q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
         if REST > 0:
-            copy_queries_of(tile, q_rest, q, q_request, q_token, q_head, shape, 512, REST)
+            copy_queries(tile, q_rest, q, q_request, q_token, q_head, shape, 512, REST)
         async_copy.mbarrier_arrive(bar.index(QUERIES), increment_count=False)
         end = store_limits(limits, stream, shape, begin, request, CAUSAL)
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
@@ -583,38 +581,6 @@ def produce(
             phase = phase ^ 1
 
 
-@gluon.jit
-def left_tiles(
-    num_tiles, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results,
-    shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
-    FENCE: gl.constexpr,
-):  # fmt: skip
-    phase = 0
-    turn = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        phase = left_of(
-            tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid,
-            bar, results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
-        )  # fmt: skip
-        turn = turn ^ 1
-
-
-@gluon.jit
-def right_tiles(
-    num_tiles, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results,
-    shape, limits, found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr,
-    FENCE: gl.constexpr,
-):  # fmt: skip
-    phase = 0
-    turn = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        phase = right_of(
-            tile, phase, turn, q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid,
-            bar, results, shape, limits, found, scale_log2, REST, CAUSAL, FENCE,
-        )  # fmt: skip
-        turn = turn ^ 1
-
-
 @gluon.constexpr_function
 def arrivals(b):
     """Arrivals that a barrier waits for: the copies of every thread arrive by themselves."""
@@ -635,7 +601,6 @@ def _attend(
     keys_l = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
     keys_r = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
     rest = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    weights_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     highest = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
     valid = gl.allocate_shared_memory(gl.int8, [2, 64], PLAIN)
@@ -649,12 +614,10 @@ def _attend(
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     gl.warp_specialize(
         [
-            (left_tiles, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest,
-                          sums, valid, bar, results, shape, limits, found, scale_log2, REST,
-                          CAUSAL, False)),
-            (right_tiles, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest,
-                           sums, valid, bar, results, shape, limits, found, scale_log2, REST,
-                           CAUSAL, False)),
+            (left, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar,
+                    results, shape, limits, found, scale_log2, REST, CAUSAL)),
+            (right, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar,
+                     results, shape, limits, found, scale_log2, REST, CAUSAL)),
             (produce, (num_tiles, q, q_request, q_token, q_head, rows, stream, shape, q_tile,
                        q_rest, keys_l, keys_r, rest, valid, bar, limits, found, L, PAGED, CAUSAL,
                        REST)),

@@ -15,40 +15,61 @@ from torch import Tensor, int32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper_rows import (
-    FREE_0L,
-    FREE_0R,
-    FREE_1L,
-    FREE_1R,
+    COPY_COLS,
+    COPY_ROWS,
+    LN2,
     LOG2E,
-    NUM_BARRIERS,
+    LOWEST,
+    ONE,
     PLAIN,
-    QUERIES,
-    READY_0L,
-    READY_0R,
-    READY_1L,
-    READY_1R,
-    SUM,
+    SCORE_ROWS,
+    SCORES,
+    STORE,
+    SUM_ROWS,
+    SUMS,
     TILE,
-    VALID_0,
     Results,
     Shape,
     Stream,
-    copy_queries,
     end_of,
-    left,
-    place,
-    read_range,
-    right,
+    heads_of,
+    shrink,
     store_limits,
-    store_range,
+    to_bf16,
 )
+
+# Barriers. READY and FREE have one for each half of each block; the last dims of a block are
+# copied with its right half.
+READY_0L = gl.constexpr(0)
+READY_0R = gl.constexpr(1)
+READY_1L = gl.constexpr(2)
+READY_1R = gl.constexpr(3)
+FREE_0L = gl.constexpr(4)
+FREE_0R = gl.constexpr(5)
+FREE_1L = gl.constexpr(6)
+FREE_1R = gl.constexpr(7)
+VALID_0 = gl.constexpr(8)  # which keys of a block count
+VALID_1 = gl.constexpr(9)
+MAX_0 = gl.constexpr(10)  # the running maximum, with the even block; then with the odd one
+MAX_1 = gl.constexpr(11)
+WEIGHTS_0 = gl.constexpr(12)  # the weights of the even block, for right; of the odd one, for left
+WEIGHTS_1 = gl.constexpr(13)
+SUM = gl.constexpr(14)  # both sums of weights
+QUERIES = gl.constexpr(15)
+RANGE = gl.constexpr(16)  # what the producer found out about the keys
+NUM_BARRIERS = gl.constexpr(17)
 
 
 class Records(NamedTuple):
@@ -99,6 +120,257 @@ DEQUANTISE = gl.constexpr("""{
     mul.f32 f0, f0, $3; mul.f32 f1, f1, $3; mul.f32 f2, f2, $3; mul.f32 f3, f3, $3;
     cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2;
 }""")
+
+
+@gluon.jit
+def place(shape):
+    """First row of the program's tile, its split, request and first token."""
+    num_tiles = gl.cdiv(shape.num_rows, 64)
+    group = gl.program_id(0) // num_tiles // shape.num_splits
+    begin = gl.program_id(0) % num_tiles * 64
+    split = gl.program_id(0) // num_tiles % shape.num_splits
+    request = (group // shape.group_tokens).to(gl.int64)
+    return begin, split, request, (group % shape.group_tokens).to(gl.int64)
+
+
+@gluon.jit
+def copy_queries(
+    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
+):
+    """Start to copy dims ``START .. START + DIM`` of the tile's rows."""
+    begin, _, request, first = place(shape)
+    token, head, real = heads_of(begin, shape, COPY_ROWS)
+    rows = request * q_request + (first + token) * q_token + head * q_head
+    dims = START + gl.arange(0, DIM, COPY_COLS)
+    async_load(tile, q + rows[:, None] + dims[None, :], mask=real[:, None])
+
+
+@gluon.jit
+def read_range(found, bar):
+    """Pairs of blocks and position of the first key, which a producer stored."""
+    mbarrier.wait(bar.index(RANGE), 0)
+    num_pairs = gl.max(found.index(0).load(ONE), 0)
+    return num_pairs, gl.max(found.index(1).load(ONE), 0)
+
+
+@gluon.jit
+def store_range(found, bar, num_pairs, first):
+    found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
+    found.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
+    mbarrier.arrive(bar.index(RANGE), count=1)
+
+
+@gluon.jit
+def wait_for_keys(ready, phase, FENCE: gl.constexpr):
+    """Wait for half a block. What ordinary stores wrote needs a fence before products read it."""
+    mbarrier.wait(ready, phase)
+    if FENCE:
+        fence_async_shared()
+
+
+@gluon.jit
+def scale_pairs(x, factor):
+    """bfloat16 times float32, rounded once, two at a time; takes half the registers of float32."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 l, h; .reg .f32 x, y;
+            shl.b32 l, $1, 16; and.b32 h, $1, 0xffff0000; mov.b32 x, l; mov.b32 y, h;
+            mul.f32 x, x, $2; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 $0, y, x;
+        }""",
+        "=r,r,r,r",
+        [x, factor],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def softmax(scores, valid, limit, at, m, scale_log2, CAUSAL: gl.constexpr):
+    """Base-2 weights of a block and the new running maximum; a masked key has weight 0."""
+    seen = valid.load(gl.SliceLayout(0, SCORES))[None, :] != 0
+    if CAUSAL:
+        keys = at + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        seen = seen & (keys[None, :] < limit[:, None])
+    scores = gl.where(seen, scores * scale_log2, float("-inf"))
+    highest = gl.maximum(m, gl.max(scores, 1))
+    return gl.exp2(scores - highest[:, None]), highest
+
+
+@gluon.jit
+def left(
+    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+    l = gl.zeros([64], gl.float32, SCORE_ROWS)
+    mbarrier.wait(bar.index(QUERIES), 0)
+    fence_async_shared()
+    wait_for_keys(bar.index(READY_0L), 0, FENCE)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    s = warpgroup_mma(q.index(0), keys_l.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+    wait_for_keys(bar.index(READY_0R), 0, FENCE)
+    s = warpgroup_mma(q.index(1), keys_r.index(0).permute((1, 0)), s, is_async=True)
+    if REST > 0:
+        s = warpgroup_mma(q_rest, rest.index(0).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    num_pairs, first = read_range(found, bar)
+    limit = limits.load(SCORE_ROWS)
+    phase = 0
+    for i in range(num_pairs):
+        zero = opaque_zero(i)
+        mbarrier.wait(bar.index(VALID_0), phase)
+        p, m_0 = softmax(s, valid.index(0), limit, first + i * 128, m, scale_log2, CAUSAL)
+        highest.store(m_0)
+        mbarrier.arrive(bar.index(MAX_0), count=1)
+        factor = gl.exp2(m - m_0)
+        l = l * factor + gl.sum(p, 1)
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        weights = to_bf16(p)
+        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+        values = keys_l.index(zero)
+        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_0L), count=1)
+
+        mbarrier.wait(bar.index(MAX_1), phase)
+        m = highest.load(SCORE_ROWS)
+        factor = gl.exp2(m_0 - m)
+        rest.index(zero).store(scale_pairs(weights, factor[:, None]))
+        fence_async_shared()
+        mbarrier.arrive(bar.index(WEIGHTS_0), count=1)
+        l = l * factor
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        mbarrier.wait(bar.index(WEIGHTS_1), phase)
+        values = keys_l.index(zero + 1)
+        flying0 = warpgroup_mma(weights_1, values.slice(0, 128, dim=1), acc0, is_async=True)
+        flying1 = warpgroup_mma(weights_1, values.slice(128, 128, dim=1), acc1, is_async=True)
+        phase = phase ^ 1
+        if i + 1 < num_pairs:
+            wait_for_keys(bar.index(READY_0L), phase, FENCE)
+            # Not the scores of this pair: they would take registers until here.
+            next_s = gl.zeros([64, 64], gl.float32, SCORES)
+            keys = keys_l.index(zero).permute((1, 0))
+            next_s = warpgroup_mma(q.index(zero), keys, next_s, use_acc=False, is_async=True)
+            acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[flying0, flying1, next_s])
+            mbarrier.arrive(bar.index(FREE_1L), count=1)
+            wait_for_keys(bar.index(READY_0R), phase, FENCE)
+            keys = keys_r.index(zero).permute((1, 0))
+            next_s = warpgroup_mma(q.index(zero + 1), keys, next_s, is_async=True)
+            if REST > 0:
+                keys = rest.index(zero).permute((1, 0))
+                next_s = warpgroup_mma(q_rest, keys, next_s, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[next_s])
+        else:
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[flying0, flying1])
+            mbarrier.arrive(bar.index(FREE_1L), count=1)
+    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 0)
+
+
+@gluon.jit
+def right(
+    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
+    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+    l = gl.zeros([64], gl.float32, SCORE_ROWS)
+    mbarrier.wait(bar.index(QUERIES), 0)
+    fence_async_shared()
+    num_pairs, first = read_range(found, bar)
+    limit = limits.load(SCORE_ROWS)
+    phase = 0
+    for i in range(num_pairs):
+        zero = opaque_zero(i)
+        s = gl.zeros([64, 64], gl.float32, SCORES)
+        wait_for_keys(bar.index(READY_1R), phase, FENCE)
+        keys = keys_r.index(zero + 1).permute((1, 0))
+        s = warpgroup_mma(q.index(zero + 1), keys, s, use_acc=False, is_async=True)
+        if REST > 0:
+            s = warpgroup_mma(q_rest, rest.index(zero + 1).permute((1, 0)), s, is_async=True)
+        wait_for_keys(bar.index(READY_1L), phase, FENCE)
+        keys = keys_l.index(zero + 1).permute((1, 0))
+        s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.wait(bar.index(VALID_1), phase)
+        mbarrier.wait(bar.index(MAX_0), phase)
+        m_0 = highest.load(SCORE_ROWS)
+        p, m_1 = softmax(s, valid.index(1), limit, first + i * 128 + 64, m_0, scale_log2, CAUSAL)
+        highest.store(m_1)
+        mbarrier.arrive(bar.index(MAX_1), count=1)
+        factor = gl.exp2(m - m_1)
+        m = m_1
+        l = l * factor + gl.sum(p, 1)
+        acc0 = shrink(acc0, factor)
+        acc1 = shrink(acc1, factor)
+        weights = to_bf16(p)
+        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+        values = keys_r.index(zero + 1)
+        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+        weights_1.store(weights)
+        fence_async_shared()
+        mbarrier.arrive(bar.index(WEIGHTS_1), count=1)
+        mbarrier.wait(bar.index(WEIGHTS_0), phase)
+        others = rest.index(zero)
+        values = keys_r.index(zero)
+        acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_1R), count=1)
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        mbarrier.arrive(bar.index(FREE_0R), count=1)
+        phase = phase ^ 1
+    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 1)
+
+
+@gluon.jit
+def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.constexpr):
+    """Normalise half of the weighted values and store it; the left half's warps store the rest."""
+    sums.index(HALF).store(l)
+    mbarrier.arrive(bar.index(SUM), count=1)
+    mbarrier.wait(bar.index(SUM), 0)
+    l = l + sums.index(1 - HALF).load(SCORE_ROWS)
+    begin, split, request, first = place(shape)
+    token, head, real = heads_of(begin, shape, SCORE_ROWS)
+    if HALF == 0:
+        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
+        lse_rows = (first + token) * results.lse_token + head
+        gl.store(lse + lse_rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
+        if results.max_logits is not None:
+            highest = gl.where(l == 0, float("-inf"), m * LN2)
+            rows = request * results.max_logits_request + head
+            gl.store(results.max_logits + rows, highest, mask=real)
+    empty = l == 0
+    if results.attn_sink is not None:
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        l += gl.exp2(sink * LOG2E - m)
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    acc0 = shrink(acc0, factor)
+    acc1 = shrink(acc1, factor)
+    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
+    out += HALF * 256
+    if results.out.dtype.element_ty == gl.bfloat16:
+        # Through shared memory, so that a row is written in one piece.
+        tile = staging.index(HALF)
+        tile.slice(0, 128, dim=1).store(to_bf16(acc0))
+        tile.slice(128, 128, dim=1).store(to_bf16(acc1))
+        token, head, real = heads_of(begin, shape, gl.SliceLayout(1, STORE))
+        rows = (first + token) * results.out_token + head * results.out_head
+        dims = gl.arange(0, 256, gl.SliceLayout(0, STORE))
+        gl.store(out + rows[:, None] + dims[None, :], tile.load(STORE), mask=real[:, None])
+    else:
+        token, head, real = heads_of(begin, shape, SUM_ROWS)
+        rows = (first + token) * results.out_token + head * results.out_head
+        dims = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
+        gl.store(out + rows[:, None] + dims[None, :], acc0, mask=real[:, None])
+        gl.store(out + rows[:, None] + (128 + dims)[None, :], acc1, mask=real[:, None])
 
 
 @gluon.jit
