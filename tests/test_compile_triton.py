@@ -18,6 +18,7 @@ import pytest
 SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 32,
+    "hopper_indexer": 128,
     "hopper_rows": 200,
     "hopper_topk": 416,
     "indexer": 160,

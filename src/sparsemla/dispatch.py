@@ -46,9 +46,9 @@ OPS: dict[str, Op] = {
     "fused_indexer_rope_quant": Op("quant", ("out", "weights_out")),
     "to_slots": Op("gather", ("out",)),
     "gather_dequant": Op("gather", ()),
-    "indexer_scores": Op("indexer", ("out",)),
-    "indexer_scores_paged": Op("indexer", ("out",)),
-    "indexer_topk": Op("indexer", ("out",)),
+    "indexer_scores": Op("indexer", ("out",), HOPPER),
+    "indexer_scores_paged": Op("indexer", ("out",), HOPPER),
+    "indexer_topk": Op("indexer", ("out",), HOPPER),
     "select_topk": Op("topk", ("out",), HOPPER),
     "merge_topk": Op("topk", ("out",)),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
@@ -73,7 +73,9 @@ class Problem:
         num_heads: query or indexer heads, 0 where there are none.
         topk: width of the selection, 0 where there is none.
         extra_format: name of the second cache's format, or None without one.
-        aligned: whether queries and caches have rows, which start at multiples of 16 bytes.
+        aligned: whether queries and keys have rows, which start at multiples of 16 bytes.
+        head_dim: dims of an indexer head, 0 for other ops.
+        page_size: of the cache of an indexer's keys, 0 for other ops.
     """
 
     op: str
@@ -85,6 +87,8 @@ class Problem:
     topk: int = 0
     extra_format: str | None = None
     aligned: bool = True
+    head_dim: int = 0
+    page_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ def _refuse_off_hopper(problem: Problem) -> str | None:
         return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
     if problem.op == "select_topk":
         return None
+    if OPS[problem.op].module == "indexer":
+        return _refuse_index_keys(problem)
     if problem.dtype != torch.bfloat16:
         return f"needs bfloat16 queries, got {problem.dtype}"
     if not problem.aligned:
@@ -123,6 +129,21 @@ def _refuse_off_hopper(problem: Problem) -> str | None:
             problem.extra_format and fmt.scales_in not in ("row", "page")
         ):
             return f"needs an extra cache of one format that keeps its scales, got {fmt.name}"
+    return None
+
+
+def _refuse_index_keys(problem: Problem) -> str | None:
+    if problem.dtype != torch.float8_e4m3fn:
+        return f"needs float8_e4m3fn queries, got {problem.dtype}"
+    if problem.num_heads > 256 or problem.head_dim > 128:
+        return (
+            f"needs up to 256 heads of up to 128 dims, "
+            f"got {problem.num_heads} of {problem.head_dim}"
+        )
+    if problem.page_size % 64:
+        return f"needs pages of a multiple of 64 keys, got {problem.page_size}"
+    if not problem.aligned:
+        return "needs queries and keys with rows that start at multiples of 16 bytes"
     return None
 
 
@@ -258,11 +279,22 @@ def find(
     topk: int = 0,
     extra_format: str | None = None,
     aligned: bool = True,
+    head_dim: int = 0,
+    page_size: int = 0,
 ) -> Launch:
     """The implementation of ``op`` for tensors like ``lead``, the op's first."""
     return select(
         problem_of(
-            op, lead.device, lead.dtype, cache_format, num_heads, topk, extra_format, aligned
+            op,
+            lead.device,
+            lead.dtype,
+            cache_format,
+            num_heads,
+            topk,
+            extra_format,
+            aligned,
+            head_dim,
+            page_size,
         )
     )
 
@@ -277,6 +309,8 @@ def problem_of(
     topk: int = 0,
     extra_format: str | None = None,
     aligned: bool = True,
+    head_dim: int = 0,
+    page_size: int = 0,
 ) -> Problem:
     """The problem on a device, whose capability is looked up."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -290,4 +324,6 @@ def problem_of(
         topk,
         extra_format,
         aligned,
+        head_dim,
+        page_size,
     )

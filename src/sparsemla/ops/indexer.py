@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import join, operator, parts
+from sparsemla.ops._library import aligned, join, operator, parts
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS
@@ -71,7 +71,13 @@ def _indexer_scores(
     row_ends: Tensor,
     out: Tensor,
 ) -> None:
-    kernel = dispatch.find("indexer_scores", q, num_heads=q.shape[1])
+    kernel = dispatch.find(
+        "indexer_scores",
+        q,
+        num_heads=q.shape[1],
+        aligned=aligned(q) and aligned(keys),
+        head_dim=q.shape[2],
+    )
     kernel(
         q=q,
         weights=weights,
@@ -155,11 +161,20 @@ def _indexer_scores_paged(
     max_seq_len: int,
     out: Tensor,
 ) -> None:
-    kernel = dispatch.find("indexer_scores_paged", q, cache_format=format, num_heads=q.shape[2])
+    cache = join(data, scales, format)
+    kernel = dispatch.find(
+        "indexer_scores_paged",
+        q,
+        cache_format=format,
+        num_heads=q.shape[2],
+        aligned=aligned(q, cache),
+        head_dim=q.shape[3],
+        page_size=cache.page_size,
+    )
     kernel(
         q=q,
         weights=weights,
-        cache=join(data, scales, format),
+        cache=cache,
         page_table=page_table,
         seq_lens=seq_lens,
         max_seq_len=max_seq_len,
@@ -277,11 +292,21 @@ def _indexer_topk(
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
-    kernel = dispatch.find("indexer_topk", q, cache_format=format, num_heads=q.shape[1], topk=topk)
+    cache = join(data, scales, format)
+    kernel = dispatch.find(
+        "indexer_topk",
+        q,
+        cache_format=format,
+        num_heads=q.shape[1],
+        topk=topk,
+        aligned=aligned(q, cache),
+        head_dim=q.shape[2],
+        page_size=cache.page_size,
+    )
     kernel(
         q=q,
         weights=weights,
-        cache=join(data, scales, format),
+        cache=cache,
         input_row_offsets=input_row_offsets,
         seq_lens=seq_lens,
         page_table=page_table,

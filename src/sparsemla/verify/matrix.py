@@ -262,8 +262,9 @@ def _indexer_scores() -> list[Case]:
         ),
         *(
             Case(f"{heads} heads of {dim}", build(make, num_heads=heads, head_dim=dim))
-            for heads, dim in ((64, 128), (64, 64), (32, 32), (3, 128))
+            for heads, dim in ((64, 128), (64, 64), (32, 32), (3, 128), (128, 96))
         ),
+        Case("5000 tokens", build(make, num_tokens=5000, num_keys=200, ranges="ragged")),
         Case(
             "exact", build(make, num_tokens=20, ranges="ragged", exact=True), (EXACT,), quick=True
         ),
@@ -284,8 +285,15 @@ def _indexer_scores_paged() -> list[Case]:
             Case(fmt.name, build(make, seq_lens=lens, format=fmt), quick=fmt in QUICK_FORMATS)
             for fmt in INDEX_FORMATS
         ),
-        *(Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size)) for size in (1, 61)),
+        *(
+            Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size))
+            for size in (1, 61, 128)
+        ),
         Case("2 queries", build(make, seq_lens=lens, query_len=2), quick=True),
+        Case("5 queries, 64 heads", build(make, seq_lens=lens, query_len=5, num_heads=64)),
+        Case("300 requests", build(make, seq_lens=Shuffled(tuple(range(300))))),
+        Case("missing pages", build(_scores_of_missing_pages), quick=True),
+        Case("columns past the keys", build(_scores_far_past_the_keys)),
         Case("own lengths", build(make, seq_lens=lens, query_len=2, own_lengths=True), quick=True),
         Case("64 heads, exact", build(make, seq_lens=lens, num_heads=64, exact=True), (EXACT,)),
         Case("3 heads, exact", build(make, seq_lens=lens, num_heads=3, exact=True), (EXACT,)),
@@ -295,6 +303,18 @@ def _indexer_scores_paged() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _scores_of_missing_pages(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_paged_case(draw, seq_lens=[300, 200, 5])
+    table = cast("Tensor", arguments["page_table"])
+    table[0, 1], table[1, 0], table[1, 2] = -1, cases.GARBAGE_PAGE, -(2**31)
+    return arguments
+
+
+def _scores_far_past_the_keys(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_paged_case(draw, query_len=3)
+    return arguments | {"max_seq_len": 9001}
 
 
 def _batches(*batch: tuple[int, int]) -> Shuffled:
