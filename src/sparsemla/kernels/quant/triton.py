@@ -105,26 +105,26 @@ def _store_fp8(
     FP8_ROW: tl.constexpr,
     SCALES_PAGE: tl.constexpr,
     SCALES_ROW: tl.constexpr,
-    FP8_DIM: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    END_BLOCK: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantise the blocks ``x [blocks, dims]`` of a row, 0 where not ``real``, and store them."""
+    """Quantise ``x [blocks, dims]``, and store what is ``real`` of blocks up to ``END_BLOCK``."""
     if scales is not None:
         scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
         x = _divide(x, scale, POW2)
-        block = tl.arange(0, x.shape[0])
+        block = FIRST_BLOCK + tl.arange(0, x.shape[0])
         target = scales + _row_offset(slot, PAGE_SIZE, SCALES_PAGE, SCALES_ROW) + block
-        stored = kept & (block * SCALE_BLOCK < FP8_DIM)
+        stored = kept & (block < END_BLOCK)
         if scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
             tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
             tl.store(target, scale, mask=stored)
     target = fp8 + _row_offset(slot, PAGE_SIZE, FP8_PAGE, FP8_ROW) + dim
-    tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real & (dim < FP8_DIM))
+    tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real)
 
 
 @triton.jit
@@ -323,11 +323,13 @@ def _fused_kernel(
     INTERLEAVED: tl.constexpr,
     ADJACENT: tl.constexpr,
     FP8_DIM: tl.constexpr,
+    FP8_BODY: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_DIMS: tl.constexpr,
     BODY: tl.constexpr,
     TAIL: tl.constexpr,
+    TAIL_BLOCKS: tl.constexpr,
     TAIL_DIMS: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -364,7 +366,7 @@ def _fused_kernel(
     kept = (slot >= 0) & (slot < num_slots)
     row = kv + token * kv_stride
 
-    # The body in blocks of one scale, and behind it the rotated dims that are not quantised.
+    # The body, and behind it the tail, which rotates; both in blocks of one scale.
     in_block = tl.arange(0, BLOCK_DIMS)[None, :]
     dim = tl.arange(0, NUM_BLOCKS)[:, None] * SCALE_BLOCK + in_block
     real = (in_block < SCALE_BLOCK) & (dim < BODY)
@@ -388,8 +390,10 @@ def _fused_kernel(
             ADJACENT,
         )
     if TAIL < D:
-        tail = TAIL + tl.arange(0, TAIL_DIMS)[None, :]
-        in_tail = tail < D
+        tail_block = tl.arange(0, TAIL_BLOCKS)[:, None]
+        tail = TAIL + tail_block * SCALE_BLOCK + tl.arange(0, TAIL_DIMS)[None, :]
+        in_tail = (tl.arange(0, TAIL_DIMS)[None, :] < SCALE_BLOCK) & (tail < D)
+        tail_pair = (TAIL - START) // 2 + tail_block * (SCALE_BLOCK // 2)
         y, tail_weight = _load_latent(row, norm_weight, tail, in_tail, N)
         tail_rotation = _load_rotation(
             row,
@@ -399,7 +403,7 @@ def _fused_kernel(
             num_positions,
             table_stride,
             tail,
-            (TAIL - START) // 2 + tl.arange(0, TAIL_DIMS // 2)[None, :],
+            tail_pair + tl.arange(0, TAIL_DIMS // 2)[None, :],
             in_tail,
             N,
             START,
@@ -416,7 +420,6 @@ def _fused_kernel(
         x = _rotated(x, rotation, rstd, N, ADJACENT)
     if TAIL < D:
         y = _rotated(_normed(y, tail_weight, rstd, tail, N), tail_rotation, rstd, N, ADJACENT)
-        y = y.to(tl.bfloat16)
 
     if fp8 is not None:
         _store_fp8(
@@ -424,7 +427,7 @@ def _fused_kernel(
             slot,
             kept,
             dim,
-            real,
+            real & (dim < FP8_BODY),
             fp8,
             scales,
             PAGE_SIZE,
@@ -432,8 +435,29 @@ def _fused_kernel(
             FP8_ROW,
             SCALES_PAGE,
             SCALES_ROW,
-            FP8_DIM,
-            SCALE_BLOCK,
+            0,
+            (FP8_BODY + SCALE_BLOCK - 1) // SCALE_BLOCK,
+            MIN_AMAX,
+            MIN_SCALE,
+            POW2,
+            NATIVE,
+        )
+    if TAIL < FP8_DIM:
+        _store_fp8(
+            y,
+            slot,
+            kept,
+            tail,
+            in_tail,
+            fp8,
+            scales,
+            PAGE_SIZE,
+            FP8_PAGE,
+            FP8_ROW,
+            SCALES_PAGE,
+            SCALES_ROW,
+            TAIL // SCALE_BLOCK,
+            (D + SCALE_BLOCK - 1) // SCALE_BLOCK,
             MIN_AMAX,
             MIN_SCALE,
             POW2,
@@ -446,8 +470,10 @@ def _fused_kernel(
     if kv_out is not None:
         tl.store(kv_out + token * kv_out_stride + dim, x.to(tl.bfloat16), mask=plain)
     if TAIL < D:
-        target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
-        tl.store(target + tail, y, mask=kept & in_tail)
+        y = y.to(tl.bfloat16)
+        if FP8_DIM <= TAIL:
+            target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
+            tl.store(target + tail, y, mask=kept & in_tail)
         if kv_out is not None:
             tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
 
@@ -511,21 +537,26 @@ def _fused_widths(
 ) -> dict[str, int]:
     """What the fused kernel is compiled for, of dims and tiles."""
     start = fmt.head_dim - rope_dim
-    tail = max(fmt.fp8_dim, start)
-    body = max(tail, norm_dim)
     block = fmt.scale_block or 128  # without scales any width will do
+    # Quantised dims are a tail where its blocks of one scale are its own.
+    own_blocks = fmt.fp8_dim == fmt.head_dim and start % block == 0
+    tail = start if own_blocks else max(fmt.fp8_dim, start)
+    body = max(tail, norm_dim)
+    block_dims = next_power_of_2(block)
     pairs = max(next_power_of_2(rope_dim // 2), 1)
     return {
         "D": fmt.head_dim,
         "N": norm_dim,
         "R": rope_dim,
         "FP8_DIM": fmt.fp8_dim,
+        "FP8_BODY": min(fmt.fp8_dim, tail),
         "SCALE_BLOCK": block,
         "NUM_BLOCKS": next_power_of_2(cdiv(body, block)),
-        "BLOCK_DIMS": next_power_of_2(block),
+        "BLOCK_DIMS": block_dims,
         "BODY": body,
         "TAIL": tail,
-        "TAIL_DIMS": next_power_of_2(fmt.head_dim - tail),
+        "TAIL_BLOCKS": next_power_of_2(cdiv(fmt.head_dim - tail, block)),
+        "TAIL_DIMS": min(next_power_of_2(fmt.head_dim - tail), block_dims),
         "INTERLEAVED": interleaved,
         "ADJACENT": interleaved and not any(n % 2 for n in (start, tail, block)),
         "PAIRS": pairs,
@@ -760,8 +791,8 @@ def _index_kernel(
                 FP8_ROW,
                 SCALES_PAGE,
                 SCALES_ROW,
-                D,
-                D,
+                0,
+                1,
                 MIN_AMAX,
                 MIN_SCALE,
                 POW2,
