@@ -44,4 +44,3 @@ def test_the_ring_holds_a_tile_and_a_chunk(fmt, num_heads):
 def test_has_no_room():
     assert hopper_columns.plan_shared(33, FP8_DS_MLA) is None
     assert hopper_columns.plan_shared(32, e4m3_format(scale_block=64)) is None
-    assert hopper_columns.plan_shared(16, FP8_584, FP8_DS_MLA) is not None

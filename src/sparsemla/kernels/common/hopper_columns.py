@@ -42,11 +42,13 @@ from sparsemla.kernels.common.hopper_rows import (
     PLAIN,
     TILE,
     Results,
+    Shape,
+    Stream,
     end_of,
     to_bf16,
 )
 
-MAX_HEADS = 32
+MAX_ROWS = 32
 SHARED = 227 * 1024
 KEYS = gl.constexpr(64)
 
@@ -105,6 +107,19 @@ class Shared(NamedTuple):
     scale_tiles: int
 
 
+class Where(NamedTuple):
+    """What a program writes of :class:`Results`, from its first token on."""
+
+    out: Tensor
+    out_token: int
+    out_head: int
+    lse: Tensor
+    lse_token: int
+    max_logits: Tensor | None
+    max_logits_at: int
+    attn_sink: Tensor | None
+
+
 @triton.constexpr_function
 def num_chunks(fp8_dim, head_dim):
     """Pieces of 128 bytes that a row is copied in; the last one of its e4m3 may have 64."""
@@ -138,9 +153,15 @@ def is_slot(slots, num_slots):
 
 
 @gluon.jit
-def load_slots(indices, at, end):
-    """Entries of a list of slots; what lies behind its end is no slot."""
-    return gl.load(indices + at, mask=at < end, other=-1)
+def load_entries(keys, at, end, L: gl.constexpr, PAGED: gl.constexpr):
+    """Entries of a list of slots, or pages of keys; what lies behind the end is none."""
+    return gl.load(keys + (at // L.page_size if PAGED else at), mask=at < end, other=-1)
+
+
+@gluon.jit
+def slots_of(entries, at, L: gl.constexpr, PAGED: gl.constexpr):
+    """Slots of the keys ``at``; not done when entries are loaded, which are waited for here."""
+    return entries.to(gl.int64) * L.page_size + at % L.page_size if PAGED else entries
 
 
 @gluon.jit
@@ -215,18 +236,19 @@ def copy_tiles(
     memory,
     L: gl.constexpr,
     RING: gl.constexpr,
+    PAGED: gl.constexpr,
 ):
     """Copy the rows of a stream's tiles, as they are stored, into the ring of chunks."""
-    rows, indices, begin, end, tiles = stream
+    rows, keys, begin, end, tiles = stream
     _, _, _, _, raw, scales, full, empty = memory
     CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
     at = begin + gl.arange(0, KEYS, COPY_ROWS)
-    slots = load_slots(indices, at, end)
-    at += KEYS
-    following = load_slots(indices, at, end)
+    entries = load_entries(keys, at, end, L, PAGED)
+    following = load_entries(keys, at + KEYS, end, L, PAGED)
     for i in range(tiles):
+        slots = slots_of(entries, at, L, PAGED)
+        later = load_entries(keys, at + 2 * KEYS, end, L, PAGED)
         at += KEYS
-        later = load_slots(indices, at, end)
         valid = is_slot(slots, rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
         fp8 = page * L.fp8_strides[0] + row * L.fp8_strides[1]
@@ -242,7 +264,7 @@ def copy_tiles(
             else:
                 copy_bf16(raw, slot, rows, bf16, valid, chunk_start(L.fp8_dim, j), L, RING)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-        slots = following
+        entries = following
         following = later
 
 
@@ -256,15 +278,16 @@ def copy_half(source, valid, to, full, empty, phase, START: gl.constexpr, WIDTH:
 
 
 @gluon.jit
-def copy_bf16_tiles(stream, tile, memory, L: gl.constexpr):
+def copy_bf16_tiles(stream, tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
     """Copy the rows of a stream's bfloat16 tiles to where products read them."""
-    rows, indices, begin, end, tiles = stream
+    rows, keys, begin, end, tiles = stream
     _, _, values, _, rest, _, full, empty = memory
     at = begin + gl.arange(0, KEYS, BF16_ROWS)
-    slots = load_slots(indices, at, end)
+    entries = load_entries(keys, at, end, L, PAGED)
     for i in range(tiles):
+        slots = slots_of(entries, at, L, PAGED)
         at += KEYS
-        following = load_slots(indices, at, end)
+        entries = load_entries(keys, at, end, L, PAGED)
         valid = is_slot(slots, rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
         source = rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
@@ -280,7 +303,6 @@ def copy_bf16_tiles(stream, tile, memory, L: gl.constexpr):
             bar = 3 * who + 1 + half
             to = values.index(2 * who + half)
             copy_half(source, valid, to, full.index(bar), empty.index(bar), phase, 256 * half, 256)
-        slots = following
 
 
 @gluon.jit
@@ -291,18 +313,19 @@ def produce(
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     RING: gl.constexpr,
+    PAGED: gl.constexpr,
 ):
     """The warpgroup that copies."""
     tiles = stream[4]
     if L.fp8_dim == 0:
-        copy_bf16_tiles(stream, 0, memory, L)
+        copy_bf16_tiles(stream, 0, memory, L, PAGED)
         if EXTRA is not None:
-            copy_bf16_tiles(extra, tiles, memory, EXTRA)
+            copy_bf16_tiles(extra, tiles, memory, EXTRA, PAGED)
     else:
-        copy_tiles(stream, 0, 0, memory, L, RING)
+        copy_tiles(stream, 0, 0, memory, L, RING, PAGED)
         if EXTRA is not None:
             chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
-            copy_tiles(extra, tiles, chunks, memory, EXTRA, RING)
+            copy_tiles(extra, tiles, chunks, memory, EXTRA, RING, PAGED)
 
 
 @gluon.jit
@@ -419,9 +442,9 @@ def add_keys(p):
 
 
 @gluon.jit
-def weigh(s, valid, m, l, to):
+def weigh(s, seen, m, l, to):
     """Weights of a tile's keys, stored as an operand; ``shrink`` is what earlier sums shrink by."""
-    s = gl.where(valid[:, None], s, float("-inf"))
+    s = gl.where(seen, s, float("-inf"))
     highest = gl.maximum(m, gl.max(s, 0))
     shrink = gl.exp2(m - highest)
     p = gl.exp2(s - highest[None, :])
@@ -429,6 +452,16 @@ def weigh(s, valid, m, l, to):
     fence_async_shared()
     l *= gl.convert_layout(shrink, gl.SliceLayout(0, l.type.layout))[None, :]
     return highest, l + add_keys(p), shrink[None, :]
+
+
+@gluon.jit
+def seen_by(entries, at, rows, limits, L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Which query rows attend to which of the keys ``at``."""
+    seen = is_slot(slots_of(entries, at, L, PAGED), rows.num_slots)[:, None]
+    if CAUSAL:
+        limit = limits.load(gl.SliceLayout(0, at.type.layout.parent))
+        seen = seen & (at[:, None] < limit[None, :])
+    return seen
 
 
 @gluon.jit
@@ -448,32 +481,35 @@ def attend_tiles(
     tile,
     chunk,
     state,
+    limits,
     scale_log2,
     memory,
     L: gl.constexpr,
     RING: gl.constexpr,
     WHO: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """Every other tile of a stream, from ``skip`` on: online softmax of heads on columns."""
-    rows, indices, begin, end, tiles = stream
+    rows, keys, begin, end, tiles = stream
     m, l, left, right = state
     weights = memory[3]
     SCORES: gl.constexpr = left.type.layout
     CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
     at = begin + skip * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    slots = load_slots(indices, at, end)
+    entries = load_entries(keys, at, end, L, PAGED)
     for i in range(skip, tiles, 2):
         z = opaque_zero(i)
-        valid = is_slot(slots, rows.num_slots)
+        seen = seen_by(entries, at, rows, limits, L, PAGED, CAUSAL)
         at += 2 * KEYS
-        slots = load_slots(indices, at, end)
+        entries = load_entries(keys, at, end, L, PAGED)
         s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
         for j in gl.static_range(CHUNKS):
             place = chunk + i * CHUNKS + j
             s = score_chunk(
                 s, z, rows, tile + i, place, memory, chunk_start(L.fp8_dim, j), L, RING, WHO
             )
-        m, l, shrink = weigh(s * scale_log2, valid, m, l, weights.index(WHO + z))
+        m, l, shrink = weigh(s * scale_log2, seen, m, l, weights.index(WHO + z))
         left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
     return m, l, left, right
@@ -492,24 +528,28 @@ def attend_bf16_tiles(
     skip,
     tile,
     state,
+    limits,
     scale_log2,
     memory,
-    REST: gl.constexpr,
+    L: gl.constexpr,
     WHO: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """:func:`attend_tiles` of a stream whose rows are copied to where products read them."""
-    rows, indices, begin, end, tiles = stream
+    rows, keys, begin, end, tiles = stream
     q_value, q_rest, values, weights, rest, _, full, empty = memory
     m, l, left, right = state
     SCORES: gl.constexpr = left.type.layout
+    REST: gl.constexpr = L.head_dim > 512
     BAR: gl.constexpr = 3 * WHO
     at = begin + skip * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    slots = load_slots(indices, at, end)
+    entries = load_entries(keys, at, end, L, PAGED)
     for i in range(skip, tiles, 2):
         z = opaque_zero(i)
-        valid = is_slot(slots, rows.num_slots)
+        seen = seen_by(entries, at, rows, limits, L, PAGED, CAUSAL)
         at += 2 * KEYS
-        slots = load_slots(indices, at, end)
+        entries = load_entries(keys, at, end, L, PAGED)
         phase = (tile + i) // 2 & 1
         s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
         if REST:
@@ -519,12 +559,12 @@ def attend_bf16_tiles(
         for half in gl.static_range(2):
             wait_for_copies(full.index(BAR + 1 + half), phase)
             q = q_value.index(z + half).permute((1, 0))
-            keys = values.index(2 * WHO + half + z)
-            s = warpgroup_mma(keys, q, s, use_acc=REST or half > 0, is_async=True)
+            x = values.index(2 * WHO + half + z)
+            s = warpgroup_mma(x, q, s, use_acc=REST or half > 0, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         if REST:
             mbarrier.arrive(empty.index(BAR), count=1)
-        m, l, shrink = weigh(s * scale_log2, valid, m, l, weights.index(WHO + z))
+        m, l, shrink = weigh(s * scale_log2, seen, m, l, weights.index(WHO + z))
         left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
         left, right = warpgroup_mma_wait(1, deps=[left, right])
         mbarrier.arrive(empty.index(BAR + 1), count=1)
@@ -535,19 +575,22 @@ def attend_bf16_tiles(
 
 @gluon.jit
 def consume(
-    stream,
+    main,
     extra,
     scale_log2,
     memory,
     sums,
     meet,
     results,
-    num_heads,
+    shape,
+    limits,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     RING: gl.constexpr,
     WHO: gl.constexpr,
     N: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """One of two warpgroups: it attends to every other tile; then both put their sums together."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -556,24 +599,27 @@ def consume(
     l = add_keys(gl.zeros([KEYS, N], gl.float32, SCORES))
     left = gl.zeros([256, N], gl.float32, SCORES)
     right = gl.zeros([256, N], gl.float32, SCORES)
-    tiles = stream[4]
+    tiles = main[4]
     skip = (tiles + WHO) & 1
     if L.fp8_dim == 0:
-        REST: gl.constexpr = L.head_dim > 512
         state = attend_bf16_tiles(
-            stream, WHO, 0, (m, l, left, right), scale_log2, memory, REST, WHO
+            main, WHO, 0, (m, l, left, right), limits, scale_log2, memory, L, WHO, PAGED, CAUSAL
         )
         if EXTRA is not None:
-            state = attend_bf16_tiles(extra, skip, tiles, state, scale_log2, memory, REST, WHO)
+            state = attend_bf16_tiles(
+                extra, skip, tiles, state, limits, scale_log2, memory, EXTRA, WHO, PAGED, CAUSAL
+            )
     else:
         state = attend_tiles(
-            stream, WHO, 0, 0, (m, l, left, right), scale_log2, memory, L, RING, WHO
-        )
+            main, WHO, 0, 0, (m, l, left, right), limits, scale_log2, memory, L, RING, WHO, PAGED,
+            CAUSAL,
+        )  # fmt: skip
         if EXTRA is not None:
             chunks = tiles * num_chunks(L.fp8_dim, L.head_dim)
             state = attend_tiles(
-                extra, skip, tiles, chunks, state, scale_log2, memory, EXTRA, RING, WHO
-            )
+                extra, skip, tiles, chunks, state, limits, scale_log2, memory, EXTRA, RING, WHO,
+                PAGED, CAUSAL,
+            )  # fmt: skip
     m, l, left, right = state
 
     sums.index(WHO).store(m)
@@ -586,16 +632,15 @@ def consume(
     total = sums.index(2).load(HEADS) * gl.exp2(m0 - highest)
     total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)
     none = total == 0
-    head = gl.arange(0, N, HEADS)
-    real = head < num_heads
-    out, out_head, lse, max_logits, max_logits_at, attn_sink = results
+    token, head, real = heads_of(shape, N, HEADS)
     if WHO == 0:
-        gl.store(lse + head, (highest + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
-        if max_logits is not None:
+        lse = (highest + gl.log2(total)) * LN2  # log2(0) is -inf
+        gl.store(results.lse + token * results.lse_token + head, lse, mask=real)
+        if results.max_logits is not None:
             logits = gl.where(none, float("-inf"), highest * LN2)
-            gl.store(max_logits + max_logits_at + head, logits, mask=real)
-    if attn_sink is not None:
-        sink = gl.load(attn_sink + head, mask=real, other=0.0)
+            gl.store(results.max_logits + results.max_logits_at + head, logits, mask=real)
+    if results.attn_sink is not None:
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         total += gl.exp2(sink * LOG2E - highest)
     share = gl.where(none, 0.0, gl.exp2(m - highest) / gl.where(none, 1.0, total))[None, :]
     # Both have met: nobody reads values any more, and the sums fit where the first tile was.
@@ -610,30 +655,64 @@ def consume(
     mbarrier.arrive(meet.index(1), count=1)
     mbarrier.wait(meet.index(1), 0)
     x = both.index(WHO).load(RESULTS) + both.index(2 + WHO).load(RESULTS)
-    head = gl.arange(0, N, gl.SliceLayout(0, RESULTS))
+    token, head, real = heads_of(shape, N, gl.SliceLayout(0, RESULTS))
+    at = token * results.out_token + head * results.out_head
     dim = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(1, RESULTS))
-    at = (head.to(gl.int64) * out_head)[None, :] + dim[:, None]
-    gl.store(out + at, x.to(out.dtype.element_ty), mask=(head < num_heads)[None, :])
+    out = results.out + at[None, :] + dim[:, None]
+    gl.store(out, x.to(results.out.dtype.element_ty), mask=real[None, :])
+
+
+@gluon.jit
+def place(shape):
+    """The program's split, its request and the first token of its group."""
+    group = gl.program_id(0) // shape.num_splits
+    split = (gl.program_id(0) % shape.num_splits).to(gl.int64)
+    request = (group // shape.group_tokens).to(gl.int64)
+    return split, request, (group % shape.group_tokens).to(gl.int64)
+
+
+@gluon.jit
+def heads_of(shape, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Token in the group, head, and whether there is one, of the rows of a group."""
+    row = gl.arange(0, N, LAYOUT)
+    token = (row // shape.num_heads).to(gl.int64)
+    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
 
 
 @gluon.jit
 def load_queries(
     q,
+    q_request,
+    q_token,
     q_head,
-    num_heads,
+    shape,
     START: gl.constexpr,
     WIDTH: gl.constexpr,
     N: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Dims of all heads, in the order of the keys that are converted."""
-    head = gl.arange(0, N, gl.SliceLayout(1, QUERIES))
+    """Dims of a group's rows, in the order of the keys that are converted."""
+    _, request, first = place(shape)
+    token, head, real = heads_of(shape, N, gl.SliceLayout(1, QUERIES))
+    at = request * q_request + (first + token) * q_token + head * q_head
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
-    at = q + (head.to(gl.int64) * q_head)[:, None] + dim[None, :]
-    x = gl.load(at, mask=(head < num_heads)[:, None], other=0.0)
+    x = gl.load(q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
     if L.fp8_dim > 0:
         x = in_order(x)
     return x
+
+
+@gluon.jit
+def find_keys(stream, shape, L: gl.constexpr, PAGED: gl.constexpr):
+    """Slots of a group, or pages of its request, and how many keys they are."""
+    _, request, token = place(shape)
+    keys = stream.keys + request * stream.keys_request + token * stream.keys_token
+    end = stream.num_keys
+    if stream.lengths is not None:
+        end = gl.minimum(gl.load(stream.lengths + request), end).to(gl.int32)
+    if not PAGED:
+        end = end_of(keys, 0, end, stream.num_slots, 2048)
+    return keys, end
 
 
 @gluon.jit
@@ -643,24 +722,16 @@ def attend_columns(
     q_token,
     q_head,
     rows,
-    topk_indices,
-    indices_request,
-    indices_token,
-    topk_lengths,
-    topk,
+    stream,
     extra_rows,
-    extra_indices,
-    extra_request,
-    extra_token,
-    extra_lengths,
-    extra_topk,
+    extra,
     results,
-    query_len,
-    num_heads,
-    num_splits,
+    shape,
     scale_log2,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
     N: gl.constexpr,
     RING: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
@@ -668,7 +739,7 @@ def attend_columns(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """All heads of one query token, and one split of its selected slots."""
+    """All rows of a group, and one split of their keys."""
     q_value = gl.allocate_shared_memory(gl.bfloat16, [2, N, 256], TILE)
     q_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
     values = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, 256], TILE)
@@ -681,6 +752,7 @@ def attend_columns(
         raw = gl.allocate_shared_memory(gl.uint8, [RING, KEYS, 128], RAW8)
     scales = gl.allocate_shared_memory(gl.int32, [SCALE_TILES, SCALE_WORDS, KEYS], WORDS2)
     sums = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [N], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     meet = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -692,48 +764,45 @@ def attend_columns(
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
 
-    split = (gl.program_id(0) % num_splits).to(gl.int64)
-    token = gl.program_id(0) // num_splits
-    request = (token // query_len).to(gl.int64)
-    token = (token % query_len).to(gl.int64)
-
-    q += request * q_request + token * q_token
-    low = load_queries(q, q_head, num_heads, 0, 256, N, L)
-    high = load_queries(q, q_head, num_heads, 256, 256, N, L)
+    low = load_queries(q, q_request, q_token, q_head, shape, 0, 256, N, L)
+    high = load_queries(q, q_request, q_token, q_head, shape, 256, 256, N, L)
     if L.head_dim > 512:
-        rest = load_queries(q, q_head, num_heads, 512, 64, N, L)
+        rest = load_queries(q, q_request, q_token, q_head, shape, 512, 64, N, L)
 
-    topk_indices += request * indices_request + token * indices_token
-    length = topk
-    if topk_lengths is not None:
-        length = gl.minimum(gl.load(topk_lengths + request), topk).to(gl.int32)
-    end = end_of(topk_indices, 0, length, rows.num_slots, 2048)
+    keys, end = find_keys(stream, shape, L, PAGED)
     all_tiles = gl.cdiv(end, KEYS)
     if EXTRA is not None:
-        extra_indices += request * extra_request + token * extra_token
-        extra_length = extra_topk
-        if extra_lengths is not None:
-            extra_length = gl.minimum(gl.load(extra_lengths + request), extra_topk).to(gl.int32)
-        extra_end = end_of(extra_indices, 0, extra_length, extra_rows.num_slots, 2048)
+        extra_keys, extra_end = find_keys(extra, shape, EXTRA, PAGED)
         all_extra = gl.cdiv(extra_end, KEYS)
     else:
+        extra_keys = keys
         extra_end = 0
         all_extra = 0
-    steps = gl.cdiv(all_tiles + all_extra, num_splits)
-    first = split.to(gl.int32) * steps
-    last = first + steps
-    begin = gl.minimum(first, all_tiles)
-    tiles = gl.minimum(last, all_tiles) - begin
-    extra_begin = gl.minimum(gl.maximum(first - all_tiles, 0), all_extra)
+    split, request, first = place(shape)
+    steps = gl.cdiv(all_tiles + all_extra, shape.num_splits)
+    begin = split.to(gl.int32) * steps
+    last = begin + steps
+    extra_begin = gl.minimum(gl.maximum(begin - all_tiles, 0), all_extra)
     extra_tiles = gl.minimum(gl.maximum(last - all_tiles, 0), all_extra) - extra_begin
-    begin *= KEYS
-    extra_begin *= KEYS
+    begin = gl.minimum(begin, all_tiles)
+    tiles = gl.minimum(last, all_tiles) - begin
+    if CAUSAL:
+        token, _, _ = heads_of(shape, N, gl.SliceLayout(0, RESULTS))
+        length = gl.load(stream.lengths + request).to(gl.int32)
+        limits.store(length - shape.num_rows // shape.num_heads + 1 + token.to(gl.int32))
 
     out = results.out + split * results.out_split
-    out += request * results.out_request + token * results.out_token
     lse = results.lse + split * results.lse_split
-    lse += request * results.lse_request + token * results.lse_token
-    max_logits_at = request * results.max_logits_request
+    where = Where(
+        out + request * results.out_request + first * results.out_token,
+        results.out_token,
+        results.out_head,
+        lse + request * results.lse_request + first * results.lse_token,
+        results.lse_token,
+        results.max_logits,
+        request * results.max_logits_request,
+        results.attn_sink,
+    )
 
     q_value.index(0).store(low)
     q_value.index(1).store(high)
@@ -742,22 +811,18 @@ def attend_columns(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, ((rows, topk_indices, begin, end, tiles),
-                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+            (consume, ((rows, keys, begin * KEYS, end, tiles),
+                       (extra_rows, extra_keys, extra_begin * KEYS, extra_end, extra_tiles),
                        scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
-                       sums, meet, (out, results.out_head, lse, results.max_logits,
-                                    max_logits_at, results.attn_sink),
-                       num_heads, L, EXTRA, RING, 0, N)),
-            (consume, ((rows, topk_indices, begin, end, tiles),
-                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+                       sums, meet, where, shape, limits, L, EXTRA, RING, 0, N, PAGED, CAUSAL)),
+            (consume, ((rows, keys, begin * KEYS, end, tiles),
+                       (extra_rows, extra_keys, extra_begin * KEYS, extra_end, extra_tiles),
                        scale_log2, (q_value, q_rest, values, weights, raw, scales, full, empty),
-                       sums, meet, (out, results.out_head, lse, results.max_logits,
-                                    max_logits_at, results.attn_sink),
-                       num_heads, L, EXTRA, RING, 1, N)),
-            (produce, ((rows, topk_indices, begin, end, tiles),
-                       (extra_rows, extra_indices, extra_begin, extra_end, extra_tiles),
+                       sums, meet, where, shape, limits, L, EXTRA, RING, 1, N, PAGED, CAUSAL)),
+            (produce, ((rows, keys, begin * KEYS, end, tiles),
+                       (extra_rows, extra_keys, extra_begin * KEYS, extra_end, extra_tiles),
                        (q_value, q_rest, values, weights, raw, scales, full, empty),
-                       L, EXTRA, RING)),
+                       L, EXTRA, RING, PAGED)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -765,29 +830,27 @@ def attend_columns(
 
 
 @functools.cache
-def plan_shared(num_heads: int, *formats: CacheFormat) -> Shared | None:
-    """How a program divides its shared memory; None if the heads or scales are too many.
+def plan_shared(num_rows: int, fmt: CacheFormat) -> Shared | None:
+    """How a program divides its shared memory; None if the rows or scales are too many.
 
     A consumer waits for a chunk while the other may be a tile behind. The ring must hold that tile
     and one chunk, or two passes through a place could not be told apart. Scales of a tile stay
     until all of its chunks are released.
     """
-    if num_heads > MAX_HEADS:
+    if num_rows > MAX_ROWS:
         return None
-    heads = 16 if num_heads <= 16 else 32
-    if formats[0].fp8_dim == 0:
+    heads = 16 if num_rows <= 16 else 32
+    if fmt.fp8_dim == 0:
         return Shared(heads, 6, 1, 1)
-    chunks = [num_chunks(fmt.fp8_dim, fmt.head_dim) for fmt in formats]
-    words = [
-        scale_words(fmt.fp8_dim, fmt.scale_block, fmt.scale_dtype.itemsize)
-        for fmt in formats
-        if fmt.scale_block
-    ]
-    scale_row = triton.next_power_of_2(max(words, default=1))
+    chunks = num_chunks(fmt.fp8_dim, fmt.head_dim)
+    words = 1
+    if fmt.scale_block:
+        words = scale_words(fmt.fp8_dim, fmt.scale_block, fmt.scale_dtype.itemsize)
+    scale_row = triton.next_power_of_2(words)
     keys = KEYS.value
-    fixed = 2 * keys * 1024 + heads * (1152 + 4 * keys + 16)
-    for ring in range(8, max(chunks), -1):
-        scale_tiles = 2 + (ring > min(chunks) + 1)
+    fixed = 2 * keys * 1024 + heads * (1152 + 4 * keys + 20)
+    for ring in range(8, chunks, -1):
+        scale_tiles = 2 + (ring > chunks + 1)
         if fixed + ring * keys * 128 + scale_tiles * scale_row * keys * 4 + 1280 <= SHARED:
             return Shared(heads, ring, scale_row, scale_tiles)
     return None
@@ -795,78 +858,44 @@ def plan_shared(num_heads: int, *formats: CacheFormat) -> Shared | None:
 
 def attend(
     q: Tensor,
+    q_strides: tuple[int, int, int],
     cache: PagedCache,
-    topk_indices: Tensor,
-    *,
+    stream: Stream,
+    results: Results,
+    shape: Shape,
     softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_cache: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    outs: Tensor,
-    lses: Tensor,
-    max_logits: Tensor | None,
+    *,
+    num_groups: int,
+    extra_cache: PagedCache | None = None,
+    extra: Stream | None = None,
+    paged: bool = False,
+    causal: bool = False,
 ) -> None:
-    """Attention of ``q [B, S, H, D]`` over selected slots, in ``outs.shape[0]`` splits of them.
+    """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head.
 
-    Args:
-        q: bfloat16; :func:`plan_shared` has a plan for its heads.
-        cache: rows of the first stream.
-        topk_indices: ``[B, S, K]``.
-        softmax_scale: factor of the scores.
-        topk_lengths: ``[B]`` or None.
-        attn_sink: ``[H]`` or None; only for a single split.
-        extra_cache: rows of the second stream, or None.
-        extra_topk_indices: ``[B, S, K2]`` or None.
-        extra_topk_lengths: ``[B]`` or None.
-        outs: ``[splits, B, S, H, 512]``, written.
-        lses: float32 ``[splits, B, S, H]``, written.
-        max_logits: float32 ``[B, H]`` for ``S`` 1 and a single split, written; or None.
+    :func:`plan_shared` has a plan for the rows of a group. The caches of both streams have one
+    format.
     """
-    batch, query_len, num_heads = q.shape[:3]
-    num_splits = outs.shape[0]
-    if batch * query_len * num_heads == 0:
-        return
     rows, layout = cache_arguments(cache)
-    extra_rows, extra_layout, extra_strides, extra_topk = None, None, (0, 0), 0
-    formats = (cache.format,)
-    if extra_cache is not None and extra_topk_indices is not None:
+    extra_rows, extra_layout = None, None
+    if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
-        extra_strides = extra_topk_indices.stride()[:2]
-        extra_topk = extra_topk_indices.shape[2]
-        formats = (cache.format, extra_cache.format)
-    shared = plan_shared(num_heads, *formats)
-    results = Results(
-        outs,
-        *outs.stride()[:4],
-        lses,
-        *lses.stride()[:3],
-        max_logits,
-        0 if max_logits is None else max_logits.stride(0),
-        attn_sink,
-    )
+    shared = plan_shared(shape.num_rows, cache.format)
     wide = shared.heads == 32
-    attend_columns[(batch * query_len * num_splits,)](
+    attend_columns[(num_groups * shape.num_splits,)](
         q,
-        *q.stride()[:3],
+        *q_strides,
         rows,
-        topk_indices,
-        *topk_indices.stride()[:2],
-        topk_lengths,
-        topk_indices.shape[2],
+        stream,
         extra_rows,
-        extra_topk_indices,
-        *extra_strides,
-        extra_topk_lengths,
-        extra_topk,
+        extra,
         results,
-        query_len,
-        num_heads,
-        num_splits,
+        shape,
         softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
+        PAGED=paged,
+        CAUSAL=causal,
         N=shared.heads,
         RING=shared.ring,
         SCALE_WORDS=shared.scale_words,

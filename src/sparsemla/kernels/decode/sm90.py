@@ -32,34 +32,18 @@ def sparse_decode(
     if q.numel() == 0:
         return
     outs, lses = partials(out, lse, num_splits, workspace)
-    formats = [one.format for one in (cache, extra_cache) if one is not None]
-    if plan_shared(num_heads, *formats) is not None:
-        attend_columns(
-            q,
-            cache,
-            topk_indices,
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink if num_splits == 1 else None,
-            extra_cache=extra_cache,
-            extra_topk_indices=extra_topk_indices,
-            extra_topk_lengths=extra_topk_lengths,
-            outs=outs,
-            lses=lses,
-            max_logits=None,
-        )
-        merge_splits(outs, lses, attn_sink, out, lse)
-        return
     results = _results(outs, lses, attn_sink, num_splits)
     shape = Shape(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
     q_strides = q.stride()[:3]
-    if cache.format.fp8_dim:
+    columns = plan_shared(num_heads, cache.format) is not None
+    if columns or cache.format.fp8_dim:
         extra = None
         if extra_cache is not None and extra_topk_indices is not None:
             extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
-        attend_fp8(
+        launch = attend_columns if columns else attend_fp8
+        launch(
             q,
             q_strides,
             cache,
@@ -104,7 +88,10 @@ def dense_decode(
     if q.numel() == 0:
         return
     outs, lses = partials(out, lse, num_splits, workspace)
-    launch = attend_fp8 if cache.format.fp8_dim else attend
+    launch = attend
+    if cache.format.fp8_dim:
+        few = plan_shared(query_len * num_heads, cache.format) is not None
+        launch = attend_columns if few else attend_fp8
     launch(
         q,
         q.stride()[:3],

@@ -26,22 +26,6 @@ def sparse_prefill(
     num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0 or num_heads == 0:
         return
-    if plan_shared(num_heads, kv.format) is not None:
-        attend_columns(
-            q[:, None],
-            kv,
-            topk_indices[:, None],
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink,
-            extra_cache=None,
-            extra_topk_indices=None,
-            extra_topk_lengths=None,
-            outs=out[None, :, None],
-            lses=lse[None, :, None],
-            max_logits=max_logits,
-        )
-        return
     results = Results(
         out=out,
         out_split=0,
@@ -57,6 +41,8 @@ def sparse_prefill(
         attn_sink=attn_sink,
     )
     launch = attend_fp8 if kv.format.fp8_dim else attend
+    if plan_shared(num_heads, kv.format) is not None:
+        launch = attend_columns
     launch(
         q,
         (q.stride(0), 0, q.stride(1)),
