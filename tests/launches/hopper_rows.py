@@ -20,12 +20,19 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def sparse_prefill(
-    head_dim, num_heads=128, index_dtype=torch.int32, num_tokens=4096, topk=2048, context=32768
+    head_dim,
+    num_heads=128,
+    index_dtype=torch.int32,
+    num_tokens=4096,
+    topk=2048,
+    context=32768,
+    fmt=None,
 ):
     def launch():
+        paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
             q=meta(num_tokens, num_heads, head_dim),
-            kv=PagedCache.from_rows(meta(context, head_dim)),
+            kv=paged or PagedCache.from_rows(meta(context, head_dim)),
             topk_indices=meta(num_tokens, topk, dtype=index_dtype),
             softmax_scale=0.1,
             topk_lengths=meta(num_tokens, dtype=torch.int32) if topk > 1 else None,
@@ -94,5 +101,10 @@ LAUNCHES = {
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),
     "decode e4m3": sparse_decode(e4m3_format()),
+    "decode e4m3 scales of 64": sparse_decode(e4m3_format(scale_block=64)),
+    "decode e4m3 scale of a row": sparse_decode(e4m3_format(scale_block=576)),
+    "decode e4m3 d512 no scales": sparse_decode(e4m3_format(512, 512, 0)),
+    "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA),
     "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 16, 2, 4),
+    "dense fp8_ds_mla one row": dense_decode(FP8_DS_MLA, 1, 1, 1, batch=1),
 }

@@ -1,16 +1,22 @@
 """Attention on Hopper of 64 query rows that share keys, straight from a quantised cache.
 
-As :mod:`.hopper_rows`, with two producers, one for each block of a pair. A producer holds half a
-row of e4m3 codes in registers while it waits for the tile to be free, and converts them on the way
-into it: three instructions an element pair, exact for any float32 scale but for the last rounding.
-A fourth warpgroup leaves 128 registers a thread on average; half of the weighted values is
-kept as two tiles because the assembler refuses one of 256 columns there.
+Two warpgroups work on every tile of 64 keys together, each on half of the dims: *left* on the
+first 256 of the value, *right* on the others. A third one copies rows as they are stored through a
+ring of chunks of 128 bytes a key. A warpgroup converts its chunks in registers, which are the left
+operand of the scores at once, and keeps them as a bfloat16 tile that only its own weighted sum
+reads. Each finishes the scores of half of the heads, for which the other hands over its share;
+weights go to both through shared memory. While the weighted values of a tile are under way, the
+next tile's first chunk is converted.
+
+Scores have keys on M and heads on N, the weighted values heads on M and dims on N.
 """
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import NamedTuple
 
+import triton
 from torch import Tensor, int32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,50 +32,39 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_rows import (
-    COPY_COLS,
+from sparsemla.kernels.common.hopper_columns import (
+    BF16_ROWS,
+    CONVERT,
+    COPY8,
+    COPY16,
+    COPY32,
     COPY_ROWS,
+    DIMS64,
+    DIMS128,
+    RAW8,
+    WORDS2,
+    chunk_start,
+    chunk_width,
+    fp8_chunk,
+    in_order,
+    num_chunks,
+    out_of_order,
+)
+from sparsemla.kernels.common.hopper_rows import (
     LN2,
     LOG2E,
     LOWEST,
-    ONE,
     PLAIN,
-    SCORE_ROWS,
     SCORES,
-    STORE,
-    SUM_ROWS,
-    SUMS,
     TILE,
     Results,
     Shape,
     Stream,
     end_of,
-    heads_of,
-    shrink,
+    place,
     store_limits,
     to_bf16,
 )
-
-# Barriers. READY and FREE have one for each half of each block; the last dims of a block are
-# copied with its right half.
-READY_0L = gl.constexpr(0)
-READY_0R = gl.constexpr(1)
-READY_1L = gl.constexpr(2)
-READY_1R = gl.constexpr(3)
-FREE_0L = gl.constexpr(4)
-FREE_0R = gl.constexpr(5)
-FREE_1L = gl.constexpr(6)
-FREE_1R = gl.constexpr(7)
-VALID_0 = gl.constexpr(8)  # which keys of a block count
-VALID_1 = gl.constexpr(9)
-MAX_0 = gl.constexpr(10)  # the running maximum, with the even block; then with the odd one
-MAX_1 = gl.constexpr(11)
-WEIGHTS_0 = gl.constexpr(12)  # the weights of the even block, for right; of the odd one, for left
-WEIGHTS_1 = gl.constexpr(13)
-SUM = gl.constexpr(14)  # both sums of weights
-QUERIES = gl.constexpr(15)
-RANGE = gl.constexpr(16)  # what the producer found out about the keys
-NUM_BARRIERS = gl.constexpr(17)
 
 
 class Records(NamedTuple):
@@ -95,6 +90,7 @@ class Record(NamedTuple):
     fp8_dim: int
     scale_block: int
     scale_bytes: int
+    num_scales: int
     page_size: int
     linear: bool
     strides: tuple[int, int]
@@ -104,273 +100,44 @@ class Record(NamedTuple):
     tail_at: int
 
 
-CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-CODE_ROWS = gl.constexpr(gl.SliceLayout(1, CODES))
-CODE_COLS = gl.constexpr(gl.SliceLayout(0, CODES))
-TAIL = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+# Scores of half of the heads, for the softmax: 8 lanes have the keys of a head.
+HALF = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+HALF_HEADS = gl.constexpr(gl.SliceLayout(1, HALF))
+HALF_KEYS = gl.constexpr(gl.SliceLayout(0, HALF))
+# Heads by keys, swizzled for scores to be stored with keys on M and loaded as above.
+SHARES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
-# Four e4m3 codes and a scale to two words of two bfloat16.
-DEQUANTISE = gl.constexpr("""{
-    .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
-    mov.b32 {l, h}, $2;
-    cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
-    mov.b32 {a0, a1}, a; mov.b32 {b0, b1}, b;
-    cvt.f32.f16 f0, a0; cvt.f32.f16 f1, a1; cvt.f32.f16 f2, b0; cvt.f32.f16 f3, b1;
-    mul.f32 f0, f0, $3; mul.f32 f1, f1, $3; mul.f32 f2, f2, $3; mul.f32 f3, f3, $3;
-    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2;
-}""")
-
-
-@gluon.jit
-def place(shape):
-    """First row of the program's tile, its split, request and first token."""
-    num_tiles = gl.cdiv(shape.num_rows, 64)
-    group = gl.program_id(0) // num_tiles // shape.num_splits
-    begin = gl.program_id(0) % num_tiles * 64
-    split = gl.program_id(0) // num_tiles % shape.num_splits
-    request = (group // shape.group_tokens).to(gl.int64)
-    return begin, split, request, (group % shape.group_tokens).to(gl.int64)
-
-
-@gluon.jit
-def copy_queries(
-    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
-):
-    """Start to copy dims ``START .. START + DIM`` of the tile's rows."""
-    begin, _, request, first = place(shape)
-    token, head, real = heads_of(begin, shape, COPY_ROWS)
-    rows = request * q_request + (first + token) * q_token + head * q_head
-    dims = START + gl.arange(0, DIM, COPY_COLS)
-    async_load(tile, q + rows[:, None] + dims[None, :], mask=real[:, None])
-
-
-@gluon.jit
-def read_range(found, bar):
-    """Pairs of blocks and position of the first key, which a producer stored."""
-    mbarrier.wait(bar.index(RANGE), 0)
-    num_pairs = gl.max(found.index(0).load(ONE), 0)
-    return num_pairs, gl.max(found.index(1).load(ONE), 0)
-
-
-@gluon.jit
-def store_range(found, bar, num_pairs, first):
-    found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
-    found.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
-    mbarrier.arrive(bar.index(RANGE), count=1)
-
-
-@gluon.jit
-def wait_for_keys(ready, phase, FENCE: gl.constexpr):
-    """Wait for half a block. What ordinary stores wrote needs a fence before products read it."""
-    mbarrier.wait(ready, phase)
-    if FENCE:
-        fence_async_shared()
-
-
-@gluon.jit
-def scale_pairs(x, factor):
-    """bfloat16 times float32, rounded once, two at a time; takes half the registers of float32."""
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 l, h; .reg .f32 x, y;
-            shl.b32 l, $1, 16; and.b32 h, $1, 0xffff0000; mov.b32 x, l; mov.b32 y, h;
-            mul.f32 x, x, $2; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 $0, y, x;
-        }""",
-        "=r,r,r,r",
-        [x, factor],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=2,
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
+# As SUMS, where the dims are in the order of the keys: a thread has 16 side by side.
+OWN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64], [0, 128]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
     )
+)
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in each warp
 
+# Weights are relative to a score that the highest one exceeds by at most so many powers of two:
+# what is summed up is scaled only when one passes that. 0 where the highest itself is wanted.
+SLACK = gl.constexpr(8.0)
 
-@gluon.jit
-def softmax(scores, valid, limit, at, m, scale_log2, CAUSAL: gl.constexpr):
-    """Base-2 weights of a block and the new running maximum; a masked key has weight 0."""
-    seen = valid.load(gl.SliceLayout(0, SCORES))[None, :] != 0
-    if CAUSAL:
-        keys = at + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
-        seen = seen & (keys[None, :] < limit[:, None])
-    scores = gl.where(seen, scores * scale_log2, float("-inf"))
-    highest = gl.maximum(m, gl.max(scores, 1))
-    return gl.exp2(scores - highest[:, None]), highest
+# Flags of this many tiles are kept: copies are less than two tiles ahead of what is converted, and
+# that is one ahead of the softmax.
+FLAGS = gl.constexpr(4)
 
-
-@gluon.jit
-def left(
-    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
-    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
-):  # fmt: skip
-    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-    l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), 0)
-    fence_async_shared()
-    wait_for_keys(bar.index(READY_0L), 0, FENCE)
-    s = gl.zeros([64, 64], gl.float32, SCORES)
-    s = warpgroup_mma(q.index(0), keys_l.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-    wait_for_keys(bar.index(READY_0R), 0, FENCE)
-    s = warpgroup_mma(q.index(1), keys_r.index(0).permute((1, 0)), s, is_async=True)
-    if REST > 0:
-        s = warpgroup_mma(q_rest, rest.index(0).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    num_pairs, first = read_range(found, bar)
-    limit = limits.load(SCORE_ROWS)
-    phase = 0
-    for i in range(num_pairs):
-        zero = opaque_zero(i)
-        mbarrier.wait(bar.index(VALID_0), phase)
-        p, m_0 = softmax(s, valid.index(0), limit, first + i * 128, m, scale_log2, CAUSAL)
-        highest.store(m_0)
-        mbarrier.arrive(bar.index(MAX_0), count=1)
-        factor = gl.exp2(m - m_0)
-        l = l * factor + gl.sum(p, 1)
-        acc0 = shrink(acc0, factor)
-        acc1 = shrink(acc1, factor)
-        weights = to_bf16(p)
-        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
-        values = keys_l.index(zero)
-        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(bar.index(FREE_0L), count=1)
-
-        mbarrier.wait(bar.index(MAX_1), phase)
-        m = highest.load(SCORE_ROWS)
-        factor = gl.exp2(m_0 - m)
-        rest.index(zero).store(scale_pairs(weights, factor[:, None]))
-        fence_async_shared()
-        mbarrier.arrive(bar.index(WEIGHTS_0), count=1)
-        l = l * factor
-        acc0 = shrink(acc0, factor)
-        acc1 = shrink(acc1, factor)
-        mbarrier.wait(bar.index(WEIGHTS_1), phase)
-        values = keys_l.index(zero + 1)
-        flying0 = warpgroup_mma(weights_1, values.slice(0, 128, dim=1), acc0, is_async=True)
-        flying1 = warpgroup_mma(weights_1, values.slice(128, 128, dim=1), acc1, is_async=True)
-        phase = phase ^ 1
-        if i + 1 < num_pairs:
-            wait_for_keys(bar.index(READY_0L), phase, FENCE)
-            # Not the scores of this pair: they would take registers until here.
-            next_s = gl.zeros([64, 64], gl.float32, SCORES)
-            keys = keys_l.index(zero).permute((1, 0))
-            next_s = warpgroup_mma(q.index(zero), keys, next_s, use_acc=False, is_async=True)
-            acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[flying0, flying1, next_s])
-            mbarrier.arrive(bar.index(FREE_1L), count=1)
-            wait_for_keys(bar.index(READY_0R), phase, FENCE)
-            keys = keys_r.index(zero).permute((1, 0))
-            next_s = warpgroup_mma(q.index(zero + 1), keys, next_s, is_async=True)
-            if REST > 0:
-                keys = rest.index(zero).permute((1, 0))
-                next_s = warpgroup_mma(q_rest, keys, next_s, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[next_s])
-        else:
-            acc0, acc1 = warpgroup_mma_wait(0, deps=[flying0, flying1])
-            mbarrier.arrive(bar.index(FREE_1L), count=1)
-    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 0)
-
-
-@gluon.jit
-def right(
-    q, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar, results, shape, limits,
-    found, scale_log2, REST: gl.constexpr, CAUSAL: gl.constexpr, FENCE: gl.constexpr,
-):  # fmt: skip
-    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-    l = gl.zeros([64], gl.float32, SCORE_ROWS)
-    mbarrier.wait(bar.index(QUERIES), 0)
-    fence_async_shared()
-    num_pairs, first = read_range(found, bar)
-    limit = limits.load(SCORE_ROWS)
-    phase = 0
-    for i in range(num_pairs):
-        zero = opaque_zero(i)
-        s = gl.zeros([64, 64], gl.float32, SCORES)
-        wait_for_keys(bar.index(READY_1R), phase, FENCE)
-        keys = keys_r.index(zero + 1).permute((1, 0))
-        s = warpgroup_mma(q.index(zero + 1), keys, s, use_acc=False, is_async=True)
-        if REST > 0:
-            s = warpgroup_mma(q_rest, rest.index(zero + 1).permute((1, 0)), s, is_async=True)
-        wait_for_keys(bar.index(READY_1L), phase, FENCE)
-        keys = keys_l.index(zero + 1).permute((1, 0))
-        s = warpgroup_mma(q.index(zero), keys, s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.wait(bar.index(VALID_1), phase)
-        mbarrier.wait(bar.index(MAX_0), phase)
-        m_0 = highest.load(SCORE_ROWS)
-        p, m_1 = softmax(s, valid.index(1), limit, first + i * 128 + 64, m_0, scale_log2, CAUSAL)
-        highest.store(m_1)
-        mbarrier.arrive(bar.index(MAX_1), count=1)
-        factor = gl.exp2(m - m_1)
-        m = m_1
-        l = l * factor + gl.sum(p, 1)
-        acc0 = shrink(acc0, factor)
-        acc1 = shrink(acc1, factor)
-        weights = to_bf16(p)
-        own = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
-        values = keys_r.index(zero + 1)
-        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
-        weights_1.store(weights)
-        fence_async_shared()
-        mbarrier.arrive(bar.index(WEIGHTS_1), count=1)
-        mbarrier.wait(bar.index(WEIGHTS_0), phase)
-        others = rest.index(zero)
-        values = keys_r.index(zero)
-        acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
-        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-        mbarrier.arrive(bar.index(FREE_1R), count=1)
-        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(bar.index(FREE_0R), count=1)
-        phase = phase ^ 1
-    store_half(acc0, acc1, m, l, sums, bar, q, results, shape, 1)
-
-
-@gluon.jit
-def store_half(acc0, acc1, m, l, sums, bar, staging, results, shape, HALF: gl.constexpr):
-    """Normalise half of the weighted values and store it; the left half's warps store the rest."""
-    sums.index(HALF).store(l)
-    mbarrier.arrive(bar.index(SUM), count=1)
-    mbarrier.wait(bar.index(SUM), 0)
-    l = l + sums.index(1 - HALF).load(SCORE_ROWS)
-    begin, split, request, first = place(shape)
-    token, head, real = heads_of(begin, shape, SCORE_ROWS)
-    if HALF == 0:
-        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
-        lse_rows = (first + token) * results.lse_token + head
-        gl.store(lse + lse_rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
-        if results.max_logits is not None:
-            highest = gl.where(l == 0, float("-inf"), m * LN2)
-            rows = request * results.max_logits_request + head
-            gl.store(results.max_logits + rows, highest, mask=real)
-    empty = l == 0
-    if results.attn_sink is not None:
-        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-        l += gl.exp2(sink * LOG2E - m)
-    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
-    acc0 = shrink(acc0, factor)
-    acc1 = shrink(acc1, factor)
-    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
-    out += HALF * 256
-    if results.out.dtype.element_ty == gl.bfloat16:
-        # Through shared memory, so that a row is written in one piece.
-        tile = staging.index(HALF)
-        tile.slice(0, 128, dim=1).store(to_bf16(acc0))
-        tile.slice(128, 128, dim=1).store(to_bf16(acc1))
-        token, head, real = heads_of(begin, shape, gl.SliceLayout(1, STORE))
-        rows = (first + token) * results.out_token + head * results.out_head
-        dims = gl.arange(0, 256, gl.SliceLayout(0, STORE))
-        gl.store(out + rows[:, None] + dims[None, :], tile.load(STORE), mask=real[:, None])
-    else:
-        token, head, real = heads_of(begin, shape, SUM_ROWS)
-        rows = (first + token) * results.out_token + head * results.out_head
-        dims = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
-        gl.store(out + rows[:, None] + dims[None, :], acc0, mask=real[:, None])
-        gl.store(out + rows[:, None] + (128 + dims)[None, :], acc1, mask=real[:, None])
+# Barriers beside those of the ring. SHARE: what a warpgroup's dims contribute to the scores.
+SHARE = gl.constexpr(0)
+WEIGHTS = gl.constexpr(2)  # of all heads, and what earlier sums shrink by
+SUM = gl.constexpr(3)  # what the sums are divided by
+RANGE = gl.constexpr(4)  # what the producer found out about the keys
+VALID = gl.constexpr(5)  # which keys of a tile count
+NUM_BARRIERS = gl.constexpr(9)
 
 
 @gluon.jit
@@ -394,7 +161,7 @@ def block_slots(
     """Slots of a block of 64 keys; those of the extra stream come after those of the first."""
     keys, extra_keys = keys
     end, extra_end, num_blocks = ends
-    at = block * 64 + gl.arange(0, 64, CODE_ROWS)
+    at = block * 64 + gl.arange(0, 64, COPY_ROWS)
     if EXTRA is None:
         slots = slots_of(keys, at, end, main.num_slots, L, PAGED)
     else:
@@ -504,208 +271,413 @@ def scale_offset(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
 
 
 @gluon.constexpr_function
-def words_of_a_piece(L):
-    """Codes are converted in pieces with one scale, of 128 or 64 dims: 32 or 16 words."""
-    return 16 if L.scale_block == 64 or (L.fp8_dim % 128 == 64 and L.fp8_dim < 512) else 32
-
-
-@gluon.jit
-def load_half(
-    rows, extra, slots, is_extra, L: gl.constexpr, EXTRA: gl.constexpr, HALF: gl.constexpr
-):
-    """Codes and scales of half a row, in pieces; of row 0 where there is no slot.
-
-    Predicates would take registers.
-    """
-    PIECE: gl.constexpr = words_of_a_piece(L)
-    STOP: gl.constexpr = min(L.fp8_dim, 512) // 4 if HALF == 1 else 64
-    words = rows.words + word_offset(slots, extra, is_extra, L, EXTRA)[:, None]
-    at = gl.zeros([64], gl.int64, CODE_ROWS)
-    if L.scale_block > 0:
-        at = scale_offset(slots, extra, is_extra, L, EXTRA)
-    codes = ()
-    scales = ()
-    for word in gl.static_range(HALF * 64, STOP, PIECE):
-        codes = codes + (gl.load(words + (word + gl.arange(0, PIECE, CODE_COLS))[None, :]),)
-        scales = scales + (load_scale(rows, at, L, 4 * word),)
-    if HALF == 1 and L.fp8_dim > 512:
-        codes = codes + (gl.load(words + (128 + gl.arange(0, 16, CODE_COLS))[None, :]),)
-        scales = scales + (load_scale(rows, at, L, 512),)
-    return codes, scales
-
-
-@gluon.jit
-def load_scale(rows, at, L: gl.constexpr, DIM: gl.constexpr):
-    """float32 scale of the block that the dim lies in."""
-    if L.scale_block == 0:
-        scale = gl.full([64], 1.0, gl.float32, CODE_ROWS)
-    elif L.scale_bytes == 1:
-        codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
-        code = gl.load(codes + at + DIM // L.scale_block).to(gl.int32)
-        bits = gl.where(code == 0, 0x400000, code << 23)
-        scale = gl.where(code == 255, float("nan"), bits.to(gl.float32, bitcast=True))
-    elif rows.scales is None:
-        scale = gl.load(rows.words + at + DIM // L.scale_block).to(gl.float32, bitcast=True)
-    else:
-        scale = gl.load(rows.scales + at + DIM // L.scale_block)
-    return scale
-
-
-@gluon.jit
-def convert_piece(tile, slots, codes, scale, WORD: gl.constexpr):
-    """Dequantised codes into the columns of a tile that start at the word ``WORD``."""
-    # Both: NaN times 0 is NaN.
-    codes = gl.where((slots >= 0)[:, None], codes, 0)
-    scale = gl.where(slots >= 0, scale, 0.0)
-    low, high = gl.inline_asm_elementwise(
-        DEQUANTISE,
-        "=&r,=&r,r,f",
-        [codes, scale[:, None]],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
+def chunks_of(fp8_dim, head_dim, who):
+    """Chunks that a warpgroup converts, in its order: its half of the value, what is left."""
+    starts = [chunk_start(fp8_dim, c) for c in range(num_chunks(fp8_dim, head_dim))]
+    return tuple(
+        chunk
+        for chunk, start in enumerate(starts)
+        if min(start // 256, 2) == who or (who == 0 and 512 <= start < fp8_dim)
     )
-    PIECE: gl.constexpr = 2 * codes.shape[1]
-    words = gl.join(low, high).reshape([64, PIECE])
-    tile.slice(WORD, PIECE, dim=1).store(words)
+
+
+@gluon.constexpr_function
+def dim_of(fp8_dim, chunk, piece):
+    """First dim of a piece of a chunk."""
+    return chunk_start(fp8_dim, chunk) + 64 * piece
+
+
+@gluon.constexpr_function
+def has_ready(fp8_dim, head_dim, who):
+    """Whether a warpgroup has the last chunk as operand as it is: bfloat16, no part of values."""
+    return who == 0 and fp8_dim == 512 and head_dim > 512
+
+
+@gluon.constexpr_function
+def chunk_order(fp8_dim, head_dim):
+    """Chunks in the order in which they are copied: one that is ready, the warpgroups' in turn."""
+    left = chunks_of(fp8_dim, head_dim, 0)
+    right = chunks_of(fp8_dim, head_dim, 1)
+    turns = [chunk for turn in zip_longest(left, right) for chunk in turn]
+    ready = [num_chunks(fp8_dim, head_dim) - 1] if has_ready(fp8_dim, head_dim, 0) else []
+    return tuple(ready + [chunk for chunk in turns if chunk is not None])
+
+
+@gluon.constexpr_function
+def turn_of(fp8_dim, head_dim, chunk):
+    """How many chunks of a tile are copied before one."""
+    return chunk_order(fp8_dim, head_dim).index(chunk)
 
 
 @gluon.jit
-def convert_half(tile, rest, slots, codes, scales, L: gl.constexpr, HALF: gl.constexpr):
-    """Dequantised codes of half a row, which :func:`load_half` loaded, into their tiles."""
-    tile = reinterpret(tile, gl.int32, [64, 128], WORDS)
-    PIECE: gl.constexpr = 2 * words_of_a_piece(L)
-    WITH_REST: gl.constexpr = HALF == 1 and L.fp8_dim > 512
-    PIECES: gl.constexpr = len(codes) - 1 if WITH_REST else len(codes)
-    for i in gl.static_range(PIECES):
-        convert_piece(tile, slots, codes[i], scales[i], i * PIECE)
-    if WITH_REST:
-        rest = reinterpret(rest, gl.int32, [64, 32], WORDS)
-        convert_piece(rest, slots, codes[PIECES], scales[PIECES], 0)
+def heads_of(begin, shape, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Token in the group, head, and whether there is one, of ``COUNT`` rows."""
+    row = begin + gl.arange(0, COUNT, LAYOUT)
+    token = (row // shape.num_heads).to(gl.int64)
+    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
 
 
 @gluon.jit
-def copy_tail(
-    rows, extra, slots, is_extra, tile, rest, ready, L: gl.constexpr, EXTRA: gl.constexpr
-):
-    """The 64 dims that are kept as bfloat16, copied; the copies arrive at ``ready``."""
-    slots = gl.convert_layout(slots, gl.SliceLayout(1, TAIL))
-    at = 2 * word_offset(slots, extra, is_extra, L, EXTRA) + L.tail_at
-    dims = gl.arange(0, 64, gl.SliceLayout(0, TAIL))
-    if L.fp8_dim < 512:
-        rest = tile.slice(L.fp8_dim - 256, 64, dim=1)
-    tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-    async_load(rest, tail + at[:, None] + dims[None, :], mask=(slots >= 0)[:, None])
-    async_copy.mbarrier_arrive(ready, increment_count=False)
+def load_queries(
+    to, q, q_request, q_token, q_head, shape, START: gl.constexpr, WIDTH: gl.constexpr,
+    CONVERTED: gl.constexpr,
+):  # fmt: skip
+    """Dims of the tile's rows, in the order of the keys if those are converted."""
+    begin, _, request, first = place(shape)
+    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, QUERIES))
+    rows = request * q_request + (first + token) * q_token + head * q_head
+    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
+    x = gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    if CONVERTED:
+        x = in_order(x)
+    to.store(x)
+
+
+@gluon.jit
+def copy_scales(to, rows, slots, is_extra, extra, L: gl.constexpr, EXTRA: gl.constexpr):
+    """32-bit words of scales; each word has the keys side by side."""
+    PER_WORD: gl.constexpr = 4 // L.scale_bytes
+    NUM_WORDS: gl.constexpr = -(-L.num_scales // PER_WORD)
+    slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY32))
+    first = scale_offset(slots, extra, is_extra, L, EXTRA) // PER_WORD
+    word = gl.arange(0, to.shape[0], gl.SliceLayout(0, COPY32))
+    words = rows.words
+    if rows.scales is not None:
+        words = rows.scales.to(gl.pointer_type(gl.int32), bitcast=True)
+    mask = (slots >= 0)[:, None] & (word < NUM_WORDS)[None, :]
+    async_load(to.permute((1, 0)), words + first[:, None] + word[None, :], mask=mask)
+
+
+@gluon.jit
+def bf16_chunk(raw, turn):
+    """A chunk as bfloat16 ``[64, 64]``."""
+    CHUNKS: gl.constexpr = raw.shape[0]
+    return reinterpret(raw, gl.bfloat16, [CHUNKS, 64, 64], TILE).index(turn)
+
+
+@gluon.jit
+def copy_chunk(raw, rows, first, real, TURN: gl.constexpr, L: gl.constexpr):
+    """A chunk of rows that start at the words ``first``, as it is stored."""
+    START: gl.constexpr = chunk_start(L.fp8_dim, chunk_order(L.fp8_dim, L.head_dim)[TURN])
+    if L.fp8_dim > START:
+        WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
+        codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
+        dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY8))
+        source = codes + (4 * first)[:, None] + dims[None, :]
+        chunk = fp8_chunk(raw, TURN, WIDTH, num_chunks(L.fp8_dim, L.head_dim))
+        async_load(chunk, source, mask=real[:, None])
+    else:
+        first = gl.convert_layout(2 * first + L.tail_at, BF16_ROWS)
+        real = gl.convert_layout(real, BF16_ROWS)
+        dims = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY16))
+        tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+        source = tail + first[:, None] + dims[None, :]
+        async_load(bf16_chunk(raw, TURN), source, mask=real[:, None])
+
+
+@gluon.jit
+def copy_tile(tile, slots, is_extra, rows, extra, memory, L: gl.constexpr, EXTRA: gl.constexpr):
+    """Copy a tile's rows chunk by chunk, each as soon as there is a place in the ring."""
+    _, _, _, _, _, raw, scales, valid, full, empty, bar = memory
+    real = slots >= 0
+    first = word_offset(slots, extra, is_extra, L, EXTRA)
+    for j in gl.static_range(num_chunks(L.fp8_dim, L.head_dim)):
+        mbarrier.wait(empty.index(j), tile & 1 ^ 1)
+        if j == 0:
+            valid.index(tile % FLAGS).store(real.to(gl.int8))
+            mbarrier.arrive(bar.index(VALID + tile % FLAGS), count=1)
+            if L.scale_block > 0:
+                to = scales.index(tile % scales.shape[0])
+                copy_scales(to, rows, slots, is_extra, extra, L, EXTRA)
+        copy_chunk(raw, rows, first, real, j, L)
+        async_copy.mbarrier_arrive(full.index(j), increment_count=False)
 
 
 @gluon.jit
 def produce(
-    rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-    BLOCK: gl.constexpr, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    rows, main, extra, shape, limits, found, memory,
+    L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The even blocks, left half first, or the odd ones, right half first."""
-    FREE_1ST: gl.constexpr = FREE_0L if BLOCK == 0 else FREE_1R
-    FREE_2ND: gl.constexpr = FREE_0R if BLOCK == 0 else FREE_1L
-    READY_1ST: gl.constexpr = READY_0L if BLOCK == 0 else READY_1R
-    READY_2ND: gl.constexpr = READY_0R if BLOCK == 0 else READY_1L
-    tile_l = keys_l.index(BLOCK)
-    tile_r = keys_r.index(BLOCK)
-    if BLOCK == 0:
-        tile_1st = tile_l
-        tile_2nd = tile_r
-    else:
-        tile_1st = tile_r
-        tile_2nd = tile_l
+    """The warpgroup that copies."""
+    bar = memory[10]
     keys, ends, first, last = find_blocks(main, extra, shape, limits, EXTRA, CAUSAL)
-    block = first + BLOCK
-    slots = block_slots(keys, ends, main, extra, block, L, EXTRA, PAGED)
-    codes, scales = load_half(rows, extra, slots, block >= ends[2], L, EXTRA, BLOCK)
-    if BLOCK == 0:
-        # While these are under way, how long the lists really are. At least one pair: a loop that
-        # may be skipped makes the products wait for each other.
-        last = used_blocks(keys, ends, main, extra, first, last, EXTRA, PAGED)
-        store_range(found, bar, gl.maximum(gl.cdiv(last - first, 2), 1), first * 64)
-    num_pairs, _ = read_range(found, bar)
-    next_slots = block_slots(keys, ends, main, extra, block + 2, L, EXTRA, PAGED)
-    phase = 1
-    for _ in range(num_pairs):
-        mbarrier.wait(bar.index(FREE_1ST), phase)
-        valid.index(BLOCK).store((slots >= 0).to(gl.int8))
-        mbarrier.arrive(bar.index(VALID_0 + BLOCK), count=1)
-        is_extra = block >= ends[2]
-        if BLOCK == 1 and L.tail_dim > 0:
-            ready = bar.index(READY_1R)
-            copy_tail(rows, extra, slots, is_extra, tile_r, rest.index(1), ready, L, EXTRA)
-        convert_half(tile_1st, rest.index(BLOCK), slots, codes, scales, L, BLOCK)
-        mbarrier.arrive(bar.index(READY_1ST), count=1)
-        codes, scales = load_half(rows, extra, slots, is_extra, L, EXTRA, 1 - BLOCK)
-        mbarrier.wait(bar.index(FREE_2ND), phase)
-        if BLOCK == 0 and L.tail_dim > 0:
-            ready = bar.index(READY_0R)
-            copy_tail(rows, extra, slots, is_extra, tile_r, rest.index(0), ready, L, EXTRA)
-        convert_half(tile_2nd, rest.index(BLOCK), slots, codes, scales, L, 1 - BLOCK)
-        mbarrier.arrive(bar.index(READY_2ND), count=1)
-        block += 2
-        codes, scales = load_half(rows, extra, next_slots, block >= ends[2], L, EXTRA, BLOCK)
-        slots = next_slots
-        next_slots = block_slots(keys, ends, main, extra, block + 2, L, EXTRA, PAGED)
-        phase = phase ^ 1
+    slots = block_slots(keys, ends, main, extra, first, L, EXTRA, PAGED)
+    copy_tile(0, slots, first >= ends[2], rows, extra, memory, L, EXTRA)
+    # While these are under way, how long the lists really are. At least one tile: a loop that may
+    # be skipped makes the products wait for each other.
+    last = used_blocks(keys, ends, main, extra, first, last, EXTRA, PAGED)
+    num_tiles = gl.maximum(last - first, 1)
+    found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_tiles)
+    found.index(1).store(gl.zeros([1], gl.int32, ONE) + first * 64)
+    mbarrier.arrive(bar.index(RANGE), count=1)
+    slots = block_slots(keys, ends, main, extra, first + 1, L, EXTRA, PAGED)
+    for tile in range(1, num_tiles):
+        block = first + tile
+        following = block_slots(keys, ends, main, extra, block + 1, L, EXTRA, PAGED)
+        copy_tile(tile, slots, block >= ends[2], rows, extra, memory, L, EXTRA)
+        slots = following
+
+
+@gluon.jit
+def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr):
+    """float32 scales of the tile's keys for one dim."""
+    if L.scale_block == 0:
+        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, DIMS64))
+    else:
+        PER_WORD: gl.constexpr = 4 // L.scale_bytes
+        INDEX: gl.constexpr = DIM // L.scale_block
+        NUM_WORDS: gl.constexpr = scales.shape[1]
+        words = reinterpret(scales, gl.int32, [scales.shape[0] * NUM_WORDS, 64], PLAIN)
+        word = words.index(tile % scales.shape[0] * NUM_WORDS + INDEX // PER_WORD)
+        bits = word.load(gl.SliceLayout(1, DIMS64))
+        if L.scale_bytes == 1:
+            code = (bits >> (INDEX % 4 * 8)) & 0xFF
+            bits = gl.where(code == 0, 0x400000, code << 23)
+            bits = gl.where(code == 255, 0x7FC00000, bits)
+        scale = bits.to(gl.float32, bitcast=True)
+    return scale
+
+
+@gluon.jit
+def load_chunk(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Pieces of 64 dims, and scales, of a chunk, whose place in the ring is given back."""
+    _, _, _, _, _, raw, scales, _, full, empty, _ = memory
+    START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
+    TURN: gl.constexpr = turn_of(L.fp8_dim, L.head_dim, CHUNK)
+    mbarrier.wait(full.index(TURN), tile & 1)
+    pieces = ()
+    if L.fp8_dim <= START:
+        pieces = pieces + ((bf16_chunk(raw, TURN).load(DIMS64), 0),)
+    else:
+        WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
+        chunk = fp8_chunk(raw, TURN, WIDTH, num_chunks(L.fp8_dim, L.head_dim))
+        if WIDTH == 128:
+            low, high = gl.split(chunk.load(DIMS128).reshape(64, 2, 64).permute(0, 2, 1))
+            low = gl.convert_layout(low, DIMS64)
+            high = gl.convert_layout(high, DIMS64)
+            pieces = pieces + ((low, scale_of(scales, tile, START, L)),)
+            pieces = pieces + ((high, scale_of(scales, tile, START + 64, L)),)
+        else:
+            pieces = pieces + ((chunk.load(DIMS64), scale_of(scales, tile, START, L)),)
+    mbarrier.arrive(empty.index(TURN), count=1)
+    return pieces
+
+
+@gluon.jit
+def convert(piece):
+    """A piece as the left operand of a product."""
+    x, scale = piece
+    if x.dtype != gl.bfloat16:
+        codes, scale = gl.broadcast(x, scale[:, None])
+        x = gl.inline_asm_elementwise(
+            CONVERT,
+            "=r,=r,r,f,f,f,f",
+            [codes, scale],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return gl.convert_layout(in_order(x), gl.DotOperandLayout(0, SCORES, 2))
+
+
+@gluon.jit
+def add_scores(s, x, z, memory, FIRST: gl.constexpr, START: gl.constexpr, WHO: gl.constexpr):
+    """Start the product of a piece, which must live until it is done."""
+    q_value, q_rest, _, _, _, _, _, _, _, _, _ = memory
+    if START < 512:
+        q = q_value.index(WHO + z).slice(START % 256, 64, dim=1)
+    else:
+        q = q_rest.index(z)
+    return warpgroup_mma(x, q.permute((1, 0)), s, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def keep_values(x, z, memory, START: gl.constexpr, WHO: gl.constexpr):
+    """Store a piece for the weighted sum, if it is part of the value."""
+    values = memory[2]
+    if START < 512:
+        values.index(WHO + z).slice(START % 256, 64, dim=1).store(x)
+
+
+@gluon.jit
+def begin_scores(tile, z, memory, L: gl.constexpr, WHO: gl.constexpr):
+    """Start a tile's scores with the first piece, which is returned, as the next one is."""
+    _, q_rest, _, _, _, raw, _, _, full, _, _ = memory
+    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
+    CHUNK: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)[0]
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    if READY:
+        mbarrier.wait(full.index(0), tile & 1)
+        q = q_rest.index(z).permute((1, 0))
+        s = warpgroup_mma(bf16_chunk(raw, z), q, s, use_acc=False, is_async=True)
+    first, second = load_chunk(tile, memory, CHUNK, L)
+    x = convert(first)
+    s = add_scores(s, x, z, memory, not READY, chunk_start(L.fp8_dim, CHUNK), WHO)
+    return s, x, second
+
+
+@gluon.jit
+def end_scores(s, x, second, tile, z, memory, L: gl.constexpr, WHO: gl.constexpr):
+    """What :func:`begin_scores` began; values are kept."""
+    empty = memory[9]
+    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
+    MINE: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)
+    keep_values(x, z, memory, chunk_start(L.fp8_dim, MINE[0]), WHO)
+    pieces = (second,)
+    for c in gl.static_range(len(MINE)):
+        for i in gl.static_range(len(pieces)):
+            y = convert(pieces[i])
+            keep_values(y, z, memory, dim_of(L.fp8_dim, MINE[c], i + (c == 0)), WHO)
+            s = warpgroup_mma_wait(0, deps=[s, x])[0]
+            if READY and c == 0:
+                mbarrier.arrive(empty.index(0), count=1)
+            s = add_scores(s, y, z, memory, False, dim_of(L.fp8_dim, MINE[c], i + (c == 0)), WHO)
+            x = y
+        if c + 1 < len(MINE):
+            pieces = load_chunk(tile, memory, MINE[c + 1], L)
+    return warpgroup_mma_wait(0, deps=[s, x])[0]
+
+
+@gluon.jit
+def finish(acc, m, total, factors, memory, results, shape, WHO: gl.constexpr):
+    """Normalise half of the weighted values and store it, and the lse of half of the heads."""
+    bar = memory[10]
+    begin, split, request, first = place(shape)
+    token, head, real = heads_of(begin + 32 * WHO, shape, 32, HALF_HEADS)
+    lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
+    rows = (first + token) * results.lse_token + head
+    gl.store(lse + rows, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
+    empty = total == 0
+    if results.max_logits is not None:
+        logits = results.max_logits + request * results.max_logits_request
+        gl.store(logits + head, gl.where(empty, float("-inf"), m * LN2), mask=real)
+    if results.attn_sink is not None:
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        total += gl.exp2(sink * LOG2E - m)
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
+    reinterpret(factors, gl.float32, [4, 32], PLAIN).index(2 + WHO).store(factor)
+    mbarrier.arrive(bar.index(SUM), count=1)
+    mbarrier.wait(bar.index(SUM), 0)
+    acc = acc * factors.index(1).load(SUM_ROWS)[:, None]
+    acc = gl.convert_layout(out_of_order(acc.permute((1, 0))).permute((1, 0)), OWN)
+    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, OWN))
+    rows = (first + token) * results.out_token + head * results.out_head
+    dims = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(0, OWN))
+    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
+    if results.out.dtype.element_ty == gl.bfloat16:
+        acc = to_bf16(acc)
+    gl.store(out + rows[:, None] + dims[None, :], acc, mask=real[:, None])
+
+
+@gluon.jit
+def attend_half(
+    q, q_request, q_token, q_head, shape, limits, found, factors, memory, results, scale_log2,
+    L: gl.constexpr, CAUSAL: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """One of the two warpgroups that attend."""
+    q_value, q_rest, values, weights, shares, _, _, valid, _, _, bar = memory
+    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
+    load_queries(q_value.index(WHO), q, q_request, q_token, q_head, shape, 256 * WHO, 256, True)
+    if WHO == 0 and L.head_dim > 512:
+        load_queries(q_rest.index(0), q, q_request, q_token, q_head, shape, 512, 64, not READY)
+    fence_async_shared()
+    acc = gl.zeros([64, 256], gl.float32, SUMS)
+    m = gl.full([32], LOWEST, gl.float32, HALF_HEADS)
+    l = gl.zeros([32], gl.float32, HALF_HEADS)
+    zero = opaque_zero(gl.program_id(0))
+    s, x, second = begin_scores(0, zero, memory, L, WHO)
+    s = end_scores(s, x, second, 0, zero, memory, L, WHO)
+    mbarrier.wait(bar.index(RANGE), 0)
+    num_tiles = gl.max(found.index(0).load(ONE), 0)
+    first = gl.max(found.index(1).load(ONE), 0)
+    if CAUSAL:
+        limit = reinterpret(limits, gl.int32, [2, 32], PLAIN).index(WHO).load(HALF_HEADS)
+    for i in range(num_tiles):
+        z = opaque_zero(i)
+        phase = i & 1
+        shares.index(WHO).permute((1, 0)).store(s)
+        mbarrier.arrive(bar.index(SHARE + WHO), count=1)
+        mbarrier.wait(bar.index(VALID + i % FLAGS), i // FLAGS & 1)
+        seen = (valid.index(i % FLAGS).load(HALF_KEYS) != 0)[None, :]
+        if CAUSAL:
+            keys = first + i * 64 + gl.arange(0, 64, HALF_KEYS)
+            seen = seen & (keys[None, :] < limit[:, None])
+        mbarrier.wait(bar.index(SHARE + 1 - WHO), phase)
+        mine = shares.index(0).slice(32 * WHO, 32).load(HALF)
+        mine += shares.index(1).slice(32 * WHO, 32).load(HALF)
+        mine = gl.where(seen, mine * scale_log2, float("-inf"))
+        top = gl.max(mine, 1)
+        highest = gl.where(top > m + (SLACK if results.max_logits is None else 0.0), top, m)
+        factor = gl.exp2(m - highest)
+        m = highest
+        p = gl.exp2(mine - highest[:, None])
+        weights.slice(32 * WHO, 32).store(to_bf16(p))
+        reinterpret(factors, gl.float32, [4, 32], PLAIN).index(WHO).store(factor)
+        fence_async_shared()
+        mbarrier.arrive(bar.index(WEIGHTS), count=1)
+        l = l * factor + gl.sum(p, 1)
+        mbarrier.wait(bar.index(WEIGHTS), phase)
+        if gl.max((factors.index(z).load(ALL) != 1.0).to(gl.int32), 0) != 0:
+            acc *= factors.index(z).load(SUM_ROWS)[:, None]
+        flying = warpgroup_mma(weights, values.index(WHO + z), acc, is_async=True)
+        if i + 1 < num_tiles:
+            next_s, x, second = begin_scores(i + 1, z, memory, L, WHO)
+            done = warpgroup_mma_wait(2 if READY else 1, deps=[flying, next_s, x])
+            acc = done[0]
+            s = end_scores(done[1], done[2], second, i + 1, z, memory, L, WHO)
+        else:
+            acc = warpgroup_mma_wait(0, deps=[flying])
+    finish(acc, m, l, factors, memory, results, shape, WHO)
 
 
 @gluon.constexpr_function
-def arrivals(b, L):
-    """Arrivals that a barrier waits for: the copies of every thread of a producer arrive alone."""
-    if L.tail_dim > 0 and b in (READY_0R.value, READY_1R.value):
-        return 129
-    if b == QUERIES.value:
-        return 128
-    return 2 if b == SUM.value else 1
+def arrivals(b):
+    """Arrivals that a barrier waits for: of both warpgroups where they need each other."""
+    return 2 if b in (WEIGHTS.value, SUM.value) else 1
 
 
 @gluon.jit
 def _attend_fp8(
     q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALE_WORDS: gl.constexpr,
 ):  # fmt: skip
     """A tile of 64 rows of a group and a split of its keys."""
-    REST: gl.constexpr = L.head_dim - 512
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    q_rest = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    keys_l = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    keys_r = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    rest = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    weights_1 = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    highest = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
-    sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
-    valid = gl.allocate_shared_memory(gl.int8, [2, 64], PLAIN)
+    CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
+    q_value = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
+    q_rest = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
+    values = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    shares = gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARES)
+    raw = gl.allocate_shared_memory(gl.uint8, [CHUNKS, 64, 128], RAW8)
+    scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], WORDS2)
+    valid = gl.allocate_shared_memory(gl.int8, [FLAGS, 64], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
     limits = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
     found = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
     bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(CHUNKS):
+        mbarrier.init(full.index(b), count=128)
+        mbarrier.init(empty.index(b), count=1)
     for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(bar.index(b), count=arrivals(b, L))
+        mbarrier.init(bar.index(b), count=arrivals(b))
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
-    copy_queries(q_tile.index(0), q, q_request, q_token, q_head, shape, 0, 256)
-    copy_queries(q_tile.index(1), q, q_request, q_token, q_head, shape, 256, 256)
-    if REST > 0:
-        copy_queries(q_rest, q, q_request, q_token, q_head, shape, 512, REST)
-    async_copy.mbarrier_arrive(bar.index(QUERIES), increment_count=False)
+    memory = (q_value, q_rest, values, weights, shares, raw, scales, valid, full, empty, bar)
     gl.warp_specialize(
         [
-            (left, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-                    results, shape, limits, found, scale_log2, REST, CAUSAL, True)),
-            (right, (q_tile, q_rest, keys_l, keys_r, rest, weights_1, highest, sums, valid, bar,
-                     results, shape, limits, found, scale_log2, REST, CAUSAL, True)),
-            (produce, (rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-                       0, L, EXTRA, PAGED, CAUSAL)),
-            (produce, (rows, main, extra, shape, keys_l, keys_r, rest, valid, bar, limits, found,
-                       1, L, EXTRA, PAGED, CAUSAL)),
+            (attend_half, (q, q_request, q_token, q_head, shape, limits, found, factors, memory,
+                           results, scale_log2, L, CAUSAL, 0)),
+            (attend_half, (q, q_request, q_token, q_head, shape, limits, found, factors, memory,
+                           results, scale_log2, L, CAUSAL, 1)),
+            (produce, (rows, main, extra, shape, limits, found, memory,
+                       L, EXTRA, PAGED, CAUSAL)),
         ],
-        [4, 4, 4],
-        [192, 56, 56],
+        [4, 4],
+        [240, 24],
     )  # fmt: skip
 
 
@@ -718,6 +690,7 @@ def _arguments(cache: PagedCache) -> tuple[Records, Record]:
         fp8_dim=layout.fp8_dim,
         scale_block=layout.scale_block,
         scale_bytes=0 if scales is None else scales.itemsize,
+        num_scales=cache.format.num_scales,
         page_size=layout.page_size,
         linear=layout.linear,
         strides=(layout.fp8_strides[0] // 4, layout.fp8_strides[1] // 4),
@@ -759,6 +732,8 @@ def attend_fp8(
         extra_records, extra_record = _arguments(extra_cache)
         distance = extra_records.words.data_ptr() - records.words.data_ptr()
         extra = extra._replace(shift=distance // 4)
+    # What a program needs beside fits, up to 16 words of scales a row.
+    scale_words = triton.next_power_of_2(max(-(-record.num_scales * record.scale_bytes // 4), 1))
     _attend_fp8[(num_groups * num_tiles * shape.num_splits,)](
         q,
         *q_strides,
@@ -772,6 +747,7 @@ def attend_fp8(
         EXTRA=extra_record,
         PAGED=paged,
         CAUSAL=causal,
+        SCALE_WORDS=scale_words,
         num_warps=4,
         launch_pdl=True,
     )

@@ -406,6 +406,7 @@ def _merge(
     num_heads,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One (request, token, head): the parts weighted by ``exp(their lse - the lse of all)``."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -417,18 +418,20 @@ def _merge(
     m = LOWEST
     l = 0.0
     acc = tl.zeros([BLOCK], tl.float32)
-    for _ in range(num_parts):
-        state = tl.load(lses) * LOG2E
-        # What a part without keys holds is never read: it may be NaN.
-        read = tl.where(d < V, state, float("-inf")) > float("-inf")
-        x = tl.load(outs + d, mask=read, other=0.0)
-        lses += lses_part
-        outs += outs_part
-        m_new = tl.maximum(m, state)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        real = part < num_parts
+        part = part.to(tl.int64)
+        state = tl.load(lses + part * lses_part, mask=real, other=float("-inf")) * LOG2E
+        at = (part * outs_part)[:, None] + d[None, :]
+        x = tl.load(outs + at, mask=real[:, None] & (d < V)[None, :], other=0.0).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(state))
         shrink = tl.exp2(m - m_new)
         weight = tl.exp2(state - m_new)
-        acc = acc * shrink + x.to(tl.float32) * weight
-        l = l * shrink + weight
+        # What a part without keys holds does not count: it may be NaN.
+        x = tl.where((state > float("-inf"))[:, None], x * weight[:, None], 0.0)
+        acc = acc * shrink + tl.sum(x, 0)
+        l = l * shrink + tl.sum(weight)
         m = m_new
     empty = l == 0
     lse += request * lse_request + token * lse_token + head
@@ -462,6 +465,7 @@ def launch_merge(
         num_heads,
         V=value_dim,
         BLOCK=next_power_of_2(value_dim),
+        PARTS=min(next_power_of_2(num_parts), 16),
         num_warps=min(max(value_dim // 128, 1), 4),
     )
 
