@@ -449,6 +449,11 @@ def _sparse_prefill() -> list[Case]:
             for topk in (1, 63, 65)
         ),
         Case("tiny cache, topk 2048", build(make, num_rows=32, topk=2048, **both)),
+        Case(
+            "more tiles than run at once",
+            build(make, num_tokens=300, num_heads=64, num_rows=700, topk=640, **both),
+            large=True,
+        ),
         Case("tiny cache, topk 8192", build(make, num_rows=64, topk=8192, **both), large=True),
         Case("topk 2049", build(make, num_rows=3000, topk=2049, num_tokens=9, **both), large=True),
         Case("plain", build(make), quick=True),
@@ -674,6 +679,11 @@ def _dense_decode() -> list[Case]:
             for size in (1, 2, 61, 69)
         ),
         Case("plain", build(make, format=FP8_DS_MLA, seq_lens=few), alone=True),
+        Case(
+            "more tiles than run at once",
+            build(make, format=BF16_576, seq_lens=Shuffled(range(0, 640, 4)), num_heads=128),
+            large=True,
+        ),
         Case(
             "not causal",
             build(make, format=FP8_DS_MLA, seq_lens=few, query_len=4, causal=False),
