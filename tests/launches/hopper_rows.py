@@ -105,6 +105,5 @@ LAUNCHES = {
     "decode e4m3 scale of a row": sparse_decode(e4m3_format(scale_block=576)),
     "decode e4m3 d512 no scales": sparse_decode(e4m3_format(512, 512, 0)),
     "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA),
-    "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 16, 2, 4),
-    "dense fp8_ds_mla one row": dense_decode(FP8_DS_MLA, 1, 1, 1, batch=1),
+    "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 64, 2, 4),
 }

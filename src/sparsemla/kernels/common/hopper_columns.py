@@ -1,16 +1,13 @@
-"""Sparse attention on Hopper of up to 32 heads that share keys: keys on M of a product, heads on N.
+"""Attention on Hopper of up to 32 rows that share keys: keys on M of a product, rows on N.
 
 Two warpgroups take turns: each attends to every other tile of 64 keys, with its own maximum, sum
-and weighted values, and in the end both are put together. A third one copies rows. e4m3 rows come
-as they are stored through a ring of chunks of 128 bytes a key. A consumer converts a chunk in
-registers, which are the left operand of the scores at once, and keeps the values as a bfloat16
-tile, the transposed left operand of the weighted sum. bfloat16 rows are copied straight to where
-products read them.
+and weighted values, and in the end both are put together. A third one copies rows of the cache.
+e4m3 rows come as they are stored through a ring of chunks of 128 bytes a key. A consumer converts a
+chunk in registers, which are the left operand of the scores at once, and stores the same registers
+as values, a bfloat16 tile that is the transposed left operand of the weighted sum. bfloat16 rows
+are copied straight to where products read them.
 
-Cycles of a tile of fp8_ds_mla at 16 heads, by count: shared memory 2000 (copies 328, reading them
-320, values stored 512, products 784, rest 56), instructions 1700 in each quarter of the
-multiprocessor, products 550; its share of the device's memory 2200. Were the keys converted by
-warps of their own and both operands read from shared memory, that alone would take 2600.
+What bounds it: docs/performance.md.
 """
 
 from __future__ import annotations
