@@ -46,7 +46,7 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
 # 64 columns of SUMS, the rows of a warp each in one piece.
-SUMS_STORE = gl.constexpr(
+STORE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
@@ -55,7 +55,6 @@ SUMS_STORE = gl.constexpr(
         shape=[64, 64],
     )
 )
-STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -430,8 +429,8 @@ def store_columns(values, out, begin, first, results, shape):
     """128 columns of the tile's rows."""
     if results.out.dtype.element_ty == gl.bfloat16:
         pieces = to_bf16(values).reshape([64, 2, 64]).permute((0, 2, 1)).split()
-        store_rows(gl.convert_layout(pieces[0], SUMS_STORE), out, begin, first, results, shape)
-        store_rows(gl.convert_layout(pieces[1], SUMS_STORE), out + 64, begin, first, results, shape)
+        store_rows(gl.convert_layout(pieces[0], STORE), out, begin, first, results, shape)
+        store_rows(gl.convert_layout(pieces[1], STORE), out + 64, begin, first, results, shape)
     else:
         store_rows(values, out, begin, first, results, shape)
 
