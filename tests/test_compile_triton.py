@@ -14,7 +14,8 @@ import pytest
 
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register; top-k keeps the
-# numbers of lanes there, out of its loops (800 on AMD).
+# numbers of lanes there, out of its loops (800 on AMD); a product of few tokens keeps all
+# weights of its rows in registers.
 SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 96,
@@ -22,6 +23,7 @@ SPILLED_BYTES = {
     "hopper_rows": 200,
     "hopper_topk": 416,
     "indexer": 160,
+    "projection": 288,
     "topk": 800,
 }
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))

@@ -148,16 +148,35 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 def _draw(axes: Axes, case: str, lines: Sequence[Line]) -> None:
     for row, line in enumerate(lines):
-        for number, launch in enumerate(line.launches):
+        lanes = _lanes(line.launches)
+        height = 0.8 / (max(lanes) + 1)
+        for number, (launch, lane) in enumerate(zip(line.launches, lanes, strict=True)):
+            top = 0.4 - row - lane * height
             axes.broken_barh(
                 [(launch.start_us, launch.us)],
-                (-row - 0.35, 0.7),
+                (top - height, height),
                 facecolor=f"C{number % 10}",
                 edgecolor="black",
                 linewidth=0.4,
             )
-            middle = launch.start_us + launch.us / 2
-            axes.text(middle, -row, str(number + 1), ha="center", va="center", fontsize=7)
+            at = launch.start_us + launch.us / 2, top - height / 2
+            axes.text(*at, str(number + 1), ha="center", va="center", fontsize=7)
     labels = [f"{line.side}\n{len(line.launches)} launches" for line in lines]
     axes.set_yticks([-row for row in range(len(lines))], labels, fontsize=8)
     axes.set_title(case, fontsize=9, loc="left")
+
+
+def _lanes(launches: Sequence[Launch]) -> list[int]:
+    """For each launch the first lane that those before it have left.
+
+    >>> _lanes([Launch("a", 0, 4), Launch("b", 1, 2), Launch("c", 5, 1)])
+    [0, 1, 0]
+    """
+    ends: list[float] = []
+    lanes = []
+    for launch in launches:
+        free = [lane for lane, end in enumerate(ends) if end <= launch.start_us]
+        lane = free[0] if free else len(ends)
+        ends[lane : lane + 1] = [launch.start_us + launch.us]
+        lanes.append(lane)
+    return lanes

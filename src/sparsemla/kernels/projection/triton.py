@@ -44,14 +44,18 @@ class Tiles:
     stages: int = 1
 
 
-def _few(num_tokens: int, num_heads: int, weight: HeadWeight, device: torch.device) -> Tiles:
-    _, outputs, inputs = weight.data.shape
+def _few(num_tokens: int, weight: HeadWeight, merges: bool, device: torch.device) -> Tiles:
+    num_heads, outputs, inputs = weight.data.shape
     step = 128 if weight.scale is None else weight.scale_block[1]
     step = max(32, next_power_of_2(min(step, inputs)))
     rows = min(128, max(16, next_power_of_2(outputs)))
     tokens = next_power_of_2(num_tokens)
     if not describe(device).is_hopper:  # less shared memory, and less of its own for each thread
         return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
+    if not merges:
+        tokens = max(tokens, 8)
+        if tokens == 8 and inputs > 128:  # all of a matrix's inputs: two programs share its rows
+            rows = min(rows, 64)
     # Half of the multiprocessors can draw all that memory gives.
     wanted = num_multiprocessors(device) // 2
     while tokens > 16 and num_heads * cdiv(outputs, rows) * cdiv(num_tokens, tokens) < wanted:
@@ -68,7 +72,8 @@ def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
         if not has_fp8(device):  # codes are decoded by hand, in registers
             return Tiles(64, 64, step, warps=8, stages=2)
     if inputs <= step:
-        return Tiles(128 if num_tokens <= 128 else 64, 128, step, warps=8, stages=3)
+        rows = 128 if num_tokens <= 128 else 64
+        return Tiles(rows, 128, step, warps=8 if num_tokens <= 256 else 4, stages=3)
     # A step's product and the sum are both in registers.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
     return Tiles(128, tokens, step, warps, stages=3)
@@ -374,7 +379,7 @@ def project_heads(
         launch_merge(x[:, None], lses[:, None], attn_sink, merged[None], lse[None])
         x, lses = merged, None
     if few:
-        tiles = _few(num_tokens, num_heads, weight, x.device)
+        tiles = _few(num_tokens, weight, lses is not None, x.device)
     else:
         tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
