@@ -14,7 +14,7 @@ import pytest
 
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register; top-k keeps the
-# numbers of lanes there, out of its loops (800 on AMD); a product of few tokens keeps all
+# numbers of lanes there, out of its loops (804 on AMD); a product of few tokens keeps all
 # weights of its rows in registers.
 SPILLED_BYTES = {
     "attention": 264,
@@ -24,7 +24,7 @@ SPILLED_BYTES = {
     "hopper_topk": 416,
     "indexer": 160,
     "projection": 288,
-    "topk": 800,
+    "topk": 804,
 }
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 

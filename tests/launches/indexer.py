@@ -48,6 +48,7 @@ def best(num_tokens):
         page_table=meta(4, 512),
         topk=2048,
         causal=True,
+        as_slots=False,
         max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
     )
