@@ -32,6 +32,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer import triton as portable
 from sparsemla.kernels.topk import sm90 as topk_kernels
 
@@ -84,6 +85,7 @@ class Keys(NamedTuple):
 
     scales: Tensor | None
     scale_page: int
+    scale_row: int
     page_table: Tensor | None
     table_request: int
     table_width: int
@@ -196,7 +198,7 @@ def seen_by(queries, group, token, L: gl.constexpr):
         at = queries.row_ends + group.request.to(gl.int64) * queries.ends_request + token * 0
         if L.own_ends:
             at += token
-        end = gl.load(at, mask=real, other=0)
+        end = gl.maximum(gl.load(at, mask=real, other=0), 0)
         if L.causal:
             if queries.offsets is None:
                 end -= queries.query_len - 1 - token
@@ -319,9 +321,15 @@ def copy_tile(k, keys, page, row, count, key_tile, scale_tile, full, L: gl.const
     tma_load(k, [page, row, 0], full, to)
     if keys.scales is not None:
         i = gl.arange(0, KEYS, LANES)
-        at = keys.scales + (page.to(gl.int64) * keys.scale_page + row) + i
+        at = keys.scales + page.to(gl.int64) * keys.scale_page + (row + i) * keys.scale_row
         async_load(scale_tile, at, mask=i < count)
         async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def place_of(count, SIZE: gl.constexpr):
+    """Place in a ring of a power of two, and the parity of the pass through it."""
+    return count & (SIZE - 1), (count & SIZE) // SIZE
 
 
 @gluon.jit
@@ -337,8 +345,8 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
         first_tile, tiles = tiles_of(queries, group, L)
         tiles = gl.minimum(tiles - skip, left)
         if tiles > 0:
-            slot = item % 2
-            mbarrier.wait(q_empty.index(slot), (item // 2) & 1 ^ 1)
+            slot, parity = place_of(item, 2)
+            mbarrier.wait(q_empty.index(slot), parity ^ 1)
             copy_queries(
                 q, queries, group, q_tiles.index(slot), w_tiles.index(slot), q_full.index(slot), L
             )
@@ -362,8 +370,8 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
                         page = tile * 0
                         row = tile * KEYS
                         num_scales = queries.num_keys - row
-                    slot = count % L.ring
-                    mbarrier.wait(empty.index(slot), (count // L.ring) & 1 ^ 1)
+                    slot, parity = place_of(count, L.ring)
+                    mbarrier.wait(empty.index(slot), parity ^ 1)
                     copy_tile(
                         k,
                         keys,
@@ -458,12 +466,12 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
             out = queries.out + token.to(gl.int64) * queries.out_token
             if queries.offsets is None:
                 out += group.request.to(gl.int64) * queries.out_request
-            mine = (WHO + count) % CONSUMERS
+            mine = (WHO + count) & 1
             base = (first_tile + skip + mine) * KEYS
             if L.page_size > 0:
                 following = page_ids(keys, group.request, base, L)
-            q_slot = item % 2
-            mbarrier.wait(q_full.index(q_slot), (item // 2) & 1)
+            q_slot, parity = place_of(item, 2)
+            mbarrier.wait(q_full.index(q_slot), parity)
             w0 = w_tiles.index(q_slot).slice(0, WIDTH).load(gl.SliceLayout(0, DOTS))
             if PARTS == 2:
                 w1 = w_tiles.index(q_slot).slice(WIDTH, WIDTH).load(gl.SliceLayout(0, DOTS))
@@ -474,9 +482,10 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
                 if L.page_size > 0:
                     inside = inside & ((following >= 0) & (following < keys.num_pages))
                     following = page_ids(keys, group.request, base, L)
-                slot = (count + i) % L.ring
-                mbarrier.wait(full.index(slot), ((count + i) // L.ring) & 1)
-                mbarrier.wait(turn.index(WHO), ((count + i) // CONSUMERS & 1) ^ (1 - WHO))
+                slot, parity = place_of(count + i, L.ring)
+                mbarrier.wait(full.index(slot), parity)
+                _, parity = place_of(count + i, 2)
+                mbarrier.wait(turn.index(WHO), parity ^ (1 - WHO))
                 d0 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 0, DOTS)
                 if PARTS == 2:
                     d1 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 1, DOTS)
@@ -652,16 +661,16 @@ def indexer_scores(
         num_keys=num_keys,
     )
     layout = Layout(tokens, q.shape[1], block_h, block_d, min(2, tokens), RING, True, False, 0)
-    no_pages = Keys(key_scales, 0, None, 0, 0, 1)
+    no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
     launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, tokens), layout)
 
 
 def pages_of(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
     """Keys of a cache, and what goes with them."""
     fp8, scales, _ = cache.stored()
-    scale_page = 0 if scales is None else scales.stride(0)
+    strides = page_and_row(scales)
     table = page_table, page_table.stride(0), page_table.shape[1]
-    return fp8.view(torch.float8_e4m3fn), Keys(scales, scale_page, *table, cache.num_pages)
+    return fp8.view(torch.float8_e4m3fn), Keys(scales, *strides, *table, cache.num_pages)
 
 
 def indexer_scores_paged(
