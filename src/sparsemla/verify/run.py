@@ -78,8 +78,8 @@ class Report:
     """A run: what was tested, on what, and what was found.
 
     Attributes:
-        commit: of the checkout that the package lies in, or None.
-        dirty: whether that checkout had changes, or None.
+        commit: as given, or of the checkout that the package lies in, or None.
+        dirty: whether that checkout had changes; None if the commit was given or there is none.
         date: UTC, ISO 8601.
         torch, triton, python: versions; triton is None where it is not installed.
         device: name of the GPU, or ``cpu``.
@@ -147,9 +147,9 @@ def verify(
             reports.append(report)
             if on_op is not None:
                 on_op(report)
-    known, dirty = _checkout()
+    known, dirty = (commit, None) if commit else _checkout()
     return Report(
-        commit=commit or known,
+        commit=known,
         dirty=dirty,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         torch=torch.__version__,
