@@ -14,14 +14,17 @@ def _repair_interpreter():
     """Make the interpreter round float32 to bfloat16 as a GPU does, where it cuts the bits off.
 
     And let ``range`` take a kernel's argument, which Triton 3.6 reads in a way that numpy 2.4
-    refuses; Triton 3.9 has the same repair.
+    refuses; Triton 3.9 has the same repair. And let what a scalar comparison gives be a bool where
+    it meets a block: it keeps the type of its operands, of which Triton 3.9 refuses a mask.
     """
     try:
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:  # no Triton on this platform
         return
-    cast = interpreter.InterpreterBuilder.cast_impl
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+    splat = builder.create_splat
     patch_tensor = interpreter._patch_lang_tensor
 
     def rounding_cast(self, src, dst_type):
@@ -30,11 +33,16 @@ def _repair_interpreter():
         rounded = torch.tensor(src.data).bfloat16()
         return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
+    def bool_splat(self, ret_ty, arg):
+        is_bool = arg.data.dtype.kind == "b"
+        return splat(self, ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if is_bool else arg)
+
     def patch(tensor, scope):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter.InterpreterBuilder.cast_impl = rounding_cast
+    builder.cast_impl = rounding_cast
+    builder.create_splat = bool_splat
     interpreter._patch_lang_tensor = patch
 
 
