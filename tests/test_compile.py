@@ -165,6 +165,9 @@ CALLS = {
     "sparse_decode, two streams": lambda: decoding(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
     ),
+    "sparse_decode, splits in a workspace": lambda: (
+        decoding() | {"num_splits": 2, "workspace": torch.empty(1 << 17, dtype=torch.uint8)}
+    ),
     "dense_decode": lambda: dense_decode_case(Draw(14), format=BF16_576),
     "dense_prefill": lambda: dense_prefill_case(Draw(15)),
     "merge_states": merging,

@@ -113,10 +113,12 @@ def _check_workspace(
         return
     size = _workspace_bytes(num_rows, num_splits, value_dim)
     check.tensor("workspace", workspace, "bytes", torch.uint8)
-    if workspace.shape[0] < size or workspace.storage_offset() % 16:
+    # Dynamo cannot ask for an offset; in compiled code the view as float32 refuses what it must.
+    offset = 0 if torch.compiler.is_compiling() else workspace.storage_offset()
+    if workspace.shape[0] < size or offset % 16:
         raise ValueError(
             f"{check.op}: workspace must hold {size} bytes from a multiple of 16 on for "
-            f"num_splits {num_splits}, got {workspace.shape[0]} at {workspace.storage_offset()}"
+            f"num_splits {num_splits}, got {workspace.shape[0]} at {offset}"
         )
 
 
