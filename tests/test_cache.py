@@ -259,6 +259,13 @@ def bytes_of(*shape):
             ValueError,
             "scales must have shape",
         ),
+        (
+            lambda: PagedCache(
+                bytes_of(2, 4, 576), e4m3_format(), torch.zeros(2, 5, 4).transpose(1, 2)
+            ),
+            ValueError,
+            "scales must be contiguous in their last dimension",
+        ),
         (lambda: PagedCache.allocate(BF16_512, 2, 4).layer(0), ValueError, "single layer"),
         (
             lambda: PagedCache.allocate(BF16_512, 2, 4, num_layers=3).layer(3),

@@ -70,6 +70,10 @@ class PagedCache:
                     f"scales must have shape {list(shape)} on {data.device}, "
                     f"got {list(scales.shape)} on {scales.device}"
                 )
+            if fmt.num_scales > 1 and scales.stride(-1) != 1:
+                raise ValueError(
+                    f"scales must be contiguous in their last dimension, got {scales.stride()}"
+                )
 
     def _check_strides(self) -> None:
         fmt, data = self.format, self.data
