@@ -513,6 +513,22 @@ def test_contexts_of_prefills_may_be_converted_first(config, monkeypatch, batch,
     assert (out[-3:] == 0).all()
 
 
+def test_decodes_beside_prefills_that_run_as_dense_attention(config, monkeypatch):
+    """vLLM computes short prompts itself, and hands on the queries of the decodes alone."""
+    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: 142)
+    batch = Batch(Draw(0), **MIXED)
+    cache, buffer = batch.cache(attention.FORMATS["fp8_ds_mla"]), batch.selections()
+    q = decode_queries(batch.draw, batch.rows, 16, 576)
+    metadata = builder(config, "fp8_ds_mla").build(0, batch.common())
+    made = layer(buffer, 16, "fp8_ds_mla")
+    expected = made.forward_mqa(q, cache.data, metadata, None)
+    decodes = metadata.num_decode_tokens
+    parts = q[:decodes, :, :512].contiguous(), q[:decodes, :, 512:].contiguous()
+    results = made.forward_mqa(parts, cache.data, metadata, None)
+    for result, wanted in zip(results, expected, strict=True):
+        assert_equal("decodes", result, wanted[:decodes])
+
+
 def test_nothing_is_converted_where_nothing_was_measured(config):
     metadata = builder(config, "fp8_ds_mla").build(0, Batch(Draw(0), **MIXED).common())
     assert metadata.conversions == ()

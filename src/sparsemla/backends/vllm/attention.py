@@ -376,7 +376,9 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a batch; prefills over converted rows if the step says so."""
         conversions = attn_metadata.conversions
-        if not conversions:
+        num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
+        # Without the prefills, vLLM runs them as dense attention, and decodes are all that is left.
+        if not conversions or num_tokens <= conversions[0].tokens.start:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
