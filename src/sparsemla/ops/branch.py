@@ -57,7 +57,8 @@ def decode_branch(
         q: bfloat16 ``[T, H, P + R]``.
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
         cache: rows of any format with ``head_dim`` L + R.
-        layer: weights and constants; e4m3 weights give block-scaled FP8 products.
+        layer: weights and constants; e4m3 weights give block-scaled FP8 products. The weights are
+            read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step (:func:`plan_batch`).
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
@@ -179,7 +180,7 @@ def prefill_branch(
         q: bfloat16 ``[T, H, P + R]``.
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
         cache: rows of any format with ``head_dim`` L + R.
-        layer: weights and constants.
+        layer: weights and constants; the weights are read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step.
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
