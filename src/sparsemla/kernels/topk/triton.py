@@ -697,7 +697,10 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     slices = min(64, 4 * processors // max(num_rows, 1), num_cols // 4096)
     slices = 1 << (max(slices, 1).bit_length() - 1)
     if slices > 1:
-        how = Plan(slices, capacity, sample, num_rows, 4, max(4, capacity // 512))
+        finish_warps = max(4, capacity // 512)
+        # Lists that are made again take the place of these, one for each warp.
+        warps = max(4, finish_warps // slices)
+        how = Plan(slices, capacity, sample, num_rows, warps, finish_warps)
     else:
         how = Plan(1, capacity, sample, min(num_rows, 2 * processors), 8)
     return within_bound(how, num_cols)
