@@ -798,7 +798,7 @@ FEW_SIGMAS = 3.2
 
 def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     """The plan for rows of this size; it depends on shapes only."""
-    capacity, sample = _list_and_sample(num_cols, topk)
+    capacity, sample = _list_and_sample(max(1, num_cols), topk)
     processors = num_multiprocessors(device)
     long = num_cols > 1 << 16
     slices = max(1, min(64, processors // max(num_rows, 1), num_cols // 4096))
