@@ -621,10 +621,9 @@ def select_in_chunks(
     if num_tokens == 0 or num_keys == 0:
         out.fill_(-1)
         return
-    bound = _tokens_at_once(
+    at_once = _tokens_at_once(
         kernels, num_tokens, num_keys, topk, max_workspace_bytes, row_bytes, out.device
     )
-    at_once = cdiv(num_tokens, cdiv(num_tokens, bound))
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
     rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
     for first in range(0, num_tokens, at_once):
@@ -657,13 +656,20 @@ def _tokens_at_once(
     row_bytes: int,
     device: torch.device,
 ) -> int:
-    """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1."""
+    """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1.
+
+    As many each time, but for the last.
+    """
     count = num_tokens
     while count > 1:
-        lists = kernels.plan(count, num_keys, topk, device).list_bytes(num_keys)
+        # Fewer rows may be spread over more programs, whose lists take more: hence the loop, and
+        # a look at the last tokens too.
+        last = num_tokens % count or count
+        plans = (kernels.plan(rows, num_keys, topk, device) for rows in (count, last))
+        lists = max(how.list_bytes(num_keys) for how in plans)
         fitting = (max_workspace_bytes - lists) // (4 * num_keys + row_bytes)
         if count <= fitting:
             break
-        # Fewer rows may be spread over more programs, whose lists take more: hence the loop.
         count = max(1, min(max(fitting, count // 2), count - 1))
+        count = cdiv(num_tokens, cdiv(num_tokens, count))
     return count
