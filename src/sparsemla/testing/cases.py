@@ -786,8 +786,6 @@ def adversarial_scores(draw: Draw, num_cols: int, topk: int) -> dict[str, Tensor
         "signed zeros and normal": torch.where(column % 3 == 0, normal, normal * 0),
         "one huge": normal.index_fill(0, column[-1:], 3e38),
         "one tiny": (normal * 0).index_fill(0, column[-1:], 1e-45),
-        "ascending": normal.sort().values,
-        "descending": normal.sort(descending=True).values,
         "infinities": normal.masked_fill(column % 5 == 0, math.inf).masked_fill(
             column % 5 == 1, -math.inf
         ),
@@ -800,10 +798,15 @@ def adversarial_scores(draw: Draw, num_cols: int, topk: int) -> dict[str, Tensor
         "subnormal": normal * 1e-40,
         "normal": normal,
     }
-    return {
-        name: row[draw.permutation(num_cols)] if "cending" not in name else row
-        for name, row in rows.items()
+    alike = draw.normal(num_cols // 16 + 1)
+    in_order = {
+        "ascending": normal.sort().values,
+        "descending": normal.sort(descending=True).values,
+        "best at the end": normal + 100 * (column >= num_cols - num_cols // 5),
+        "every 32nd": normal + 50 * (column % 32 == 0),
+        "neighbours alike": alike.repeat_interleave(16)[:num_cols],
     }
+    return {name: row[draw.permutation(num_cols)] for name, row in rows.items()} | in_order
 
 
 def select_topk_case(

@@ -10,6 +10,7 @@ vary one of these at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -262,7 +263,15 @@ def _indexer_scores() -> list[Case]:
         ),
         *(
             Case(f"{heads} heads of {dim}", build(make, num_heads=heads, head_dim=dim))
-            for heads, dim in ((64, 128), (64, 64), (32, 32), (3, 128), (128, 96))
+            for heads, dim in (
+                (64, 128),
+                (64, 64),
+                (32, 32),
+                (1, 128),
+                (3, 128),
+                (128, 96),
+                (200, 128),
+            )
         ),
         Case("5000 tokens", build(make, num_tokens=5000, num_keys=200, ranges="ragged")),
         Case(
@@ -293,6 +302,7 @@ def _indexer_scores_paged() -> list[Case]:
         Case("5 queries, 64 heads", build(make, seq_lens=lens, query_len=5, num_heads=64)),
         Case("300 requests", build(make, seq_lens=Shuffled(tuple(range(300))))),
         Case("missing pages", build(_scores_of_missing_pages), quick=True),
+        Case("negative lengths", build(_scores_of_negative_lengths)),
         Case("columns past the keys", build(_scores_far_past_the_keys)),
         Case("own lengths", build(make, seq_lens=lens, query_len=2, own_lengths=True), quick=True),
         Case("64 heads, exact", build(make, seq_lens=lens, num_heads=64, exact=True), (EXACT,)),
@@ -309,6 +319,12 @@ def _scores_of_missing_pages(draw: Draw) -> Arguments:
     arguments = cases.indexer_scores_paged_case(draw, seq_lens=[300, 200, 5])
     table = cast("Tensor", arguments["page_table"])
     table[0, 1], table[1, 0], table[1, 2] = -1, cases.GARBAGE_PAGE, -(2**31)
+    return arguments
+
+
+def _scores_of_negative_lengths(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_paged_case(draw, seq_lens=[300, 70, 5], query_len=3)
+    cast("Tensor", arguments["seq_lens"])[:2] = draw.tensor([-70, 2])
     return arguments
 
 
@@ -339,6 +355,7 @@ def _indexer_topk() -> list[Case]:
         Case("not causal", build(make, batch=mixed, causal=False), quick=True),
         Case("slots", build(make, batch=mixed, as_slots=True), quick=True),
         Case("slots, one request", build(make, batch=_batches((9, 200)), as_slots=True)),
+        Case("a few tokens at a time", build(_best_in_little_memory)),
         Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
         Case("one layer of three", build(make, batch=mixed, num_layers=3)),
         Case(
@@ -357,6 +374,12 @@ def _indexer_topk() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _best_in_little_memory(draw: Draw) -> Arguments:
+    """Chunks that begin and end within requests."""
+    arguments = cases.indexer_topk_case(draw, query_lens=[1, 50, 0, 20], seq_lens=[90, 300, 0, 20])
+    return arguments | {"max_workspace_bytes": 13 * (4 * 448)}
 
 
 def _select_topk() -> list[Case]:
@@ -378,8 +401,15 @@ def _select_topk() -> list[Case]:
         ),
         Case("adversarial, topk 64", build(_adversarial_rows, 700, 64), quick=True),
         Case("adversarial, topk 2048", build(_adversarial_rows, 5000, 2048)),
-        Case("adversarial, long rows", build(_adversarial_rows, 200000, 2048), large=True),
-        Case("adversarial, many rows", build(_adversarial_rows, 9000, 2048, copies=8), large=True),
+        *(
+            Case(
+                f"adversarial, {rows} rows of {cols}",
+                build(_adversarial_rows, cols, 2048, rows),
+                large=True,
+            )
+            # One row for many programs, for few, for one, for a part of one.
+            for rows, cols in ((16, 200000), (25, 200000), (100, 70000), (180, 70000), (180, 9000))
+        ),
         Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),
         Case("a few long rows", build(make, num_rows=9, num_cols=70000, topk=512, ragged=True)),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
@@ -407,9 +437,13 @@ def _merge_topk() -> list[Case]:
     ]
 
 
-def _adversarial_rows(draw: Draw, num_cols: int, topk: int, copies: int = 1) -> Arguments:
-    rows = cases.adversarial_scores(draw, num_cols, topk)
-    return {"scores": torch.stack(list(rows.values()) * copies), "topk": topk}
+def _adversarial_rows(
+    draw: Draw, num_cols: int, topk: int, num_rows: int | None = None
+) -> Arguments:
+    kinds = list(cases.adversarial_scores(draw, num_cols, topk).values())
+    num_rows = num_rows or len(kinds)
+    rows = itertools.islice(itertools.cycle(draw.shuffled(kinds)), num_rows)
+    return {"scores": torch.stack(list(rows)), "topk": topk}
 
 
 def _sparse_prefill() -> list[Case]:
