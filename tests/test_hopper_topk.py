@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from sparsemla.kernels.topk import sm90, triton
 
-COLUMNS = [1, 4096, 32768, 131072, 1 << 20]
+COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]
 TOPK = [1, 512, 1024, 2048, 3000, 9000]
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def of_132_multiprocessors(monkeypatch):
     monkeypatch.setattr(sm90, "num_multiprocessors", lambda device: 132)
 
 
-@pytest.mark.parametrize("num_cols", COLUMNS[2:])
+@pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
 def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
     capacity, sample = sm90._list_and_sample(num_cols, topk)

@@ -1,5 +1,7 @@
 """The portable indexer against the reference, with poison where nothing may be read."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format,
 pytest.importorskip("triton")
 
 from sparsemla.kernels.indexer import triton as kernels
+from sparsemla.kernels.topk import sm90 as hopper_topk
 from sparsemla.kernels.topk import triton as topk_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,13 +217,25 @@ def test_lengths_past_the_page_table_are_cut():
     assert torch.equal(out[0].sort().values[-32:], torch.arange(32, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("tier", [topk_kernels, hopper_topk], ids=["portable", "Hopper"])
 @pytest.mark.parametrize("num_keys", [64, 4096, 131072, 1 << 20])
-@pytest.mark.parametrize("num_tokens", [1, 7, 64, 500, 8192])
-@pytest.mark.parametrize("megabytes", [1, 16, 256])
-def test_workspace_stays_below_its_bound(megabytes, num_tokens, num_keys):
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 177, 500, 8192])
+@pytest.mark.parametrize("megabytes", [1, 16, 32, 256])
+@pytest.mark.parametrize("topk", [512, 2048])
+def test_workspace_stays_below_its_bound(topk, megabytes, num_tokens, num_keys, tier, monkeypatch):
+    """Of all chunks, on a GPU of 132 multiprocessors."""
+    monkeypatch.setattr(tier, "num_multiprocessors", lambda device: 132)
+    chunks = []
+
+    def select_topk(*, scores, **others):
+        chunks.append(scores.shape[0])
+
+    out = torch.empty(num_tokens, topk, dtype=torch.int32, device="meta")
+    table = torch.empty(9, num_keys // 64, dtype=torch.int32, device="meta")
+    selection = SimpleNamespace(plan=tier.plan, select_topk=select_topk)
     bound = megabytes << 20
-    device = torch.device("cpu")
-    count = kernels._tokens_at_once(topk_kernels, num_tokens, num_keys, 2048, bound, 8, device)
-    lists = topk_kernels.plan(count, num_keys, 2048, device).list_bytes(num_keys)
-    assert 1 <= count <= num_tokens
-    assert count == 1 or lists + count * (4 * num_keys + 8) <= bound
+    kernels.select_in_chunks(lambda *_: None, selection, table, 64, topk, False, bound, 8, out)
+    plans = [tier.plan(rows, num_keys, topk, out.device) for rows in set(chunks)]
+    lists = max(how.list_bytes(num_keys) for how in plans)
+    assert sum(chunks) == num_tokens
+    assert max(chunks) == 1 or lists + max(chunks) * (4 * num_keys + 8) <= bound

@@ -39,6 +39,7 @@ LAUNCHES = {
     "short rows": functools.partial(select, 512, 4000, 512),
     "slots": functools.partial(select, 64, 32768, 2048, page_size=64),
     "very long rows": functools.partial(select, 2, 1 << 20, 2048),
+    "two slices": functools.partial(select, 200, 65536, 3000),
     "large k": functools.partial(select, 64, 65536, 6000),
     "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),
     "odd columns": functools.partial(select, 300, 8191, 1024),

@@ -410,6 +410,7 @@ def _select_topk() -> list[Case]:
             # One row for many programs, for few, for one, for a part of one.
             for rows, cols in ((16, 200000), (25, 200000), (100, 70000), (180, 70000), (180, 9000))
         ),
+        Case("no columns", build(make, num_cols=0), quick=True),
         Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),
         Case("a few long rows", build(make, num_rows=9, num_cols=70000, topk=512, ragged=True)),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
@@ -432,6 +433,7 @@ def _merge_topk() -> list[Case]:
             for parts, width, topk in ((1, 5, 9), (2, 1, 1), (8, 512, 512), (8, 2048, 2048))
         ),
         Case("more than a program holds", build(make, num_parts=16, width=2048, topk=2048)),
+        Case("lists made twice", build(_candidates_in_clusters), large=True),
         Case("int64 ids", build(make, index_dtype=torch.int64)),
         Case("bfloat16", build(make, dtype=torch.bfloat16)),
     ]
@@ -444,6 +446,15 @@ def _adversarial_rows(
     num_rows = num_rows or len(kinds)
     rows = itertools.islice(itertools.cycle(draw.shuffled(kinds)), num_rows)
     return {"scores": torch.stack(list(rows)), "topk": topk}
+
+
+def _candidates_in_clusters(draw: Draw) -> Arguments:
+    """More than one program holds; a sample of neighbours says little of the others."""
+    parts, rows, width = 8, 200, 4096
+    values = draw.normal(parts, rows, width // 16).repeat_interleave(16, dim=2)
+    starts = torch.arange(0, parts * width, width, dtype=torch.int32, device=draw.device)
+    ids = starts[:, None, None] + torch.arange(width, dtype=torch.int32, device=draw.device)
+    return {"values": values, "indices": ids.expand_as(values).contiguous(), "topk": 4096}
 
 
 def _sparse_prefill() -> list[Case]:
