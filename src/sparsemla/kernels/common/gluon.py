@@ -40,19 +40,3 @@ if hasattr(gl, "barrier"):
     barrier = gl.barrier
 else:
     barrier = gl.thread_barrier
-
-
-@gluon.jit
-def start_dependents():
-    """Let a kernel that was launched as a dependent of this one start, up to where it waits."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_primary():
-    """Wait until all of the kernel before this one is done and its memory can be seen."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )

@@ -17,9 +17,10 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import barrier, start_dependents, wait_for_primary
+from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk import triton as portable
 from sparsemla.kernels.topk.triton import POSITIONS, Pages
 
@@ -643,7 +644,7 @@ def _collect_kernel(
     TOGETHER: gl.constexpr,
 ):
     """The lists of one slice of a row, and their lengths."""
-    start_dependents()
+    gdc_launch_dependents()
     LISTS: gl.constexpr = 1 if TOGETHER else W
     row = gl.program_id(0).to(gl.int64) // slices
     index = gl.program_id(0) % slices
@@ -681,7 +682,7 @@ def _finish_kernel(
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
-    wait_for_primary()
+    gdc_wait()
     row = gl.program_id(0).to(gl.int64)
     start, end = _row_range(row_starts, row_ends, row, num_cols)
     size = end - start
