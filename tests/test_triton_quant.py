@@ -140,6 +140,25 @@ def test_latent_rows_are_written_byte_for_byte(fmt, norm_dim, rope_dim, interlea
     assert_same_bytes(written, cache)
 
 
+def test_latent_rows_beside_no_heads():
+    cache = marked_cache(FP8_DS_MLA, page_size=5)
+    arguments = {
+        "q_rope": torch.empty(7, 0, 64, dtype=torch.bfloat16),
+        "kv": integers(7, 576),
+        "cos_sin_cache": table(64),
+        "kv_norm_weight": integers(512),
+        "positions": torch.randint(0, MAX_POSITIONS, (7,)),
+        "slot_mapping": slots_for(7, cache),
+        "eps": 1e-6,
+        "interleaved": True,
+        "scale_mode": "pow2",
+    }
+    out = torch.empty(7, 0, 64, dtype=torch.bfloat16)
+    written, _ = run("fused_rope_rmsnorm_quant", cache, out=out, **arguments)
+    reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
+    assert_same_bytes(written, cache)
+
+
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
 def test_latent_rows_of_any_numbers(scale_mode):
     cache = marked_cache(e4m3_format(), page_size=64)

@@ -560,7 +560,7 @@ def _fused_widths(
         "INTERLEAVED": interleaved,
         "ADJACENT": interleaved and not any(n % 2 for n in (start, tail, block)),
         "PAIRS": pairs,
-        "HEADS": min(max(1, HEAD_DIMS // (2 * pairs)), next_power_of_2(num_heads)),
+        "HEADS": max(1, min(HEAD_DIMS // (2 * pairs), next_power_of_2(num_heads))),
     }
 
 
