@@ -85,9 +85,10 @@ def decode_branch(
         check.tensor("extra_topk_indices", extra_topk_indices, "T K2", INTEGERS)
         check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
     out = check.output("out", out, "T H V", torch.bfloat16)
-    query = _absorbed_query(q, kv, cache, layer, plan)[:, None]  # [T, 1, H, L + R]
     if topk_indices is None:  # each token is a request of its own that ends with itself
+        # Ahead of launches that begin early, which these would keep apart.
         table, lengths = plan.page_table[plan.request_ids], plan.positions + 1
+        query = _absorbed_query(q, kv, cache, layer, plan)[:, None]  # [T, 1, H, L + R]
         attended = _Attended.empty(query, layer, dense_splits(query, cache, table))
         _dense_decode(
             query,
@@ -99,6 +100,7 @@ def decode_branch(
             *attended.arguments,
         )
         return attended.project(out)
+    query = _absorbed_query(q, kv, cache, layer, plan)[:, None]
     if extra_topk_indices is not None:
         extra_topk_indices = extra_topk_indices[:, None]
     topk_indices = topk_indices[:, None]
