@@ -59,12 +59,9 @@ def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> Page
 
 
 def aligned(q: Tensor, *caches: PagedCache | None) -> bool:
-    """Whether rows of queries and caches start at multiples of 16 bytes, and kernels know it.
-
-    Of a query's stride Triton tells a kernel no more than whether it is a multiple of 16 elements.
-    """
+    """Whether rows of queries and caches start at multiples of 16 bytes."""
     return (
         q.data_ptr() % 16 == 0
-        and all(stride % 16 == 0 for stride in q.stride()[:-1])
+        and all(stride * q.itemsize % 16 == 0 for stride in q.stride()[:-1])
         and all(cache is None or cache.aligned for cache in caches)
     )

@@ -11,6 +11,7 @@ vary one of these at a time.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -142,6 +143,7 @@ def _latent_writes() -> list[Case]:
         "one token": {"num_tokens": 1},
         "with rows": {"with_rows": True},
         "with rows, half-split": {"with_rows": True, "interleaved": False},
+        "no heads": {"num_heads": 0},
     }
     return [
         *(Case(fmt.name, build(make, fmt), quick=fmt in QUICK_FORMATS) for fmt in LATENT_FORMATS),
@@ -506,6 +508,13 @@ def _sparse_prefill() -> list[Case]:
         Case("no valid index", build(make, share=0.0, **both), quick=True),
         Case("no valid index among 4096", build(make, topk=4096, share=0.0, **both)),
         Case("strided", build(make, strided=True, **both)),
+        *(
+            Case(
+                f"heads {8 + dim} apart, {heads}",
+                build(_apart, make, head_dim=dim, num_heads=heads),
+            )
+            for dim, heads in ((576, 64), (576, 16), (512, 63))
+        ),
         Case("float16", build(make, dtype=torch.float16, **both)),
         Case("float32", build(make, dtype=torch.float32, **both)),
         Case("duplicates", build(_duplicates)),
@@ -515,6 +524,14 @@ def _sparse_prefill() -> list[Case]:
         ),
         Case("70000 tokens", build(_many_tokens), large=True),
     ]
+
+
+def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
+    """Queries with 8 elements of NaN, 16 bytes, behind each head."""
+    arguments = make(draw, **options)
+    q = cast("Tensor", arguments["q"])
+    padded = torch.nn.functional.pad(q, (0, 8), value=math.nan)
+    return arguments | {"q": padded[..., : q.shape[-1]]}
 
 
 def _duplicates(draw: Draw) -> Arguments:
@@ -635,6 +652,14 @@ def _sparse_decode() -> list[Case]:
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
         Case("one layer of three", build(make, format=FP8_DS_MLA, num_layers=3, **both)),
         Case("strided", build(make, format=FP8_DS_MLA, query_len=2, strided=True, **both)),
+        *(
+            Case(
+                f"heads {8 + fmt.head_dim} apart, {heads} heads, {fmt.name}",
+                build(_apart, make, format=fmt, num_heads=heads, query_len=2, **both),
+            )
+            for fmt in (BF16_576, FP8_DS_MLA)
+            for heads in (16, 64)
+        ),
         Case("float16", build(make, format=FP8_DS_MLA, dtype=torch.float16, **both)),
         Case("scales of any value", build(_odd_scales)),
         Case("zero keys", build(_zero_keys)),
@@ -739,6 +764,13 @@ def _dense_decode() -> list[Case]:
             build(make, format=FP8_DS_MLA, seq_lens=Shuffled((0, 1, 3, 4)), query_len=4),
         ),
         Case("float16", build(make, format=FP8_DS_MLA, seq_lens=few, dtype=torch.float16)),
+        *(
+            Case(
+                f"heads 584 apart, {heads} heads",
+                build(_apart, make, format=BF16_576, seq_lens=few, num_heads=heads, query_len=2),
+            )
+            for heads in (3, 64)
+        ),
         Case("one layer of three", build(make, format=FP8_DS_MLA, seq_lens=few, num_layers=3)),
         Case("missing pages", build(_decode_of_missing_pages)),
         Case(

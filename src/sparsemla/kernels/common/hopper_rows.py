@@ -157,10 +157,13 @@ def heads_of(begin, shape, LAYOUT: gl.constexpr):
 def copy_queries(
     tile, to, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
 ):
-    """Start to copy dims ``START .. START + DIM`` of the rows of a tile."""
+    """Start to copy dims ``START .. START + DIM`` of the rows of a tile.
+
+    Strides are in pieces of 8 elements: the compiler must know that copies of them are aligned.
+    """
     begin, _, request, first = place_of(tile, shape)
     token, head, real = heads_of(begin, shape, COPY_ROWS)
-    rows = request * q_request + (first + token) * q_token + head * q_head
+    rows = 8 * (request * q_request + (first + token) * q_token + head * q_head)
     dims = START + gl.arange(0, DIM, COPY_COLS)
     async_load(to, q + rows[:, None] + dims[None, :], mask=real[:, None])
 
@@ -645,7 +648,7 @@ def attend(
     _attend[(min(num_tiles, num_multiprocessors(q.device)),)](
         num_tiles,
         q,
-        *q_strides,
+        *(stride // 8 for stride in q_strides),
         rows,
         stream,
         results,
