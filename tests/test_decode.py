@@ -341,6 +341,19 @@ def test_dense_decode_of_every_dtype(device, dtype):
     assert check("dense_decode", case)[0].dtype == dtype
 
 
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA], ids=lambda fmt: fmt.name)
+def test_dense_decode_keeps_nan_from_earlier_tokens(device, fmt):
+    case = dense_decode_case(
+        Draw(29, device), format=fmt, seq_lens=(70, 64, 3), query_len=3, later_nan=True
+    )
+    _, lse = check_op("dense_decode", case)
+    assert lse.isnan().all(2).tolist() == [
+        [False, False, True],
+        [False, True, True],
+        [False, False, True],
+    ]
+
+
 def test_dense_decode_of_strided_tensors(device):
     case = dense_decode_case(Draw(26, device), format=FP8_584, query_len=2)
     expected = check("dense_decode", case)

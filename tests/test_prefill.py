@@ -300,6 +300,13 @@ def test_dense_prefill_of_strided_tensors(device):
     assert_equal("lse", buffers["lse"].contiguous(), lse)
 
 
+@pytest.mark.parametrize("nan_in", ["k", "v"])
+def test_dense_prefill_keeps_nan_from_earlier_tokens(device, nan_in):
+    case = dense_prefill_case(Draw(23, device), query_lens=(40, 3), kv_lens=(70, 20), nan_in=nan_in)
+    out, _ = check_op("dense_prefill", case)
+    assert out.isnan().any(2).any(1).tolist() == [False] * 19 + [True] * 21 + [False] * 2 + [True]
+
+
 def test_dense_prefill_leaves_padding_rows_empty(device):
     case = dense_prefill_case(Draw(22, device), query_lens=[3, 4], kv_lens=[10, 4])
     case["input_row_offsets"] = torch.tensor([0, 3, 5], device=device)

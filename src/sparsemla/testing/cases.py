@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -563,9 +563,17 @@ def dense_decode_case(
     with_sink: bool = False,
     num_layers: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    later_nan: bool = False,
 ) -> Arguments:
-    """Arguments of ``dense_decode``: NaN behind each length, garbage behind each table row."""
+    """Arguments of ``dense_decode``: NaN behind each length, garbage behind each table row.
+
+    With ``later_nan`` the last token of each request is NaN too, or the last but one.
+    """
     cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers)
+    if later_nan:
+        requests = draw.tensor(range(len(seq_lens)))
+        slots = slots_of(table, requests, draw.tensor(seq_lens) - 1 - requests % 2, page_size)
+        cache.write(slots, torch.full((len(slots), format.head_dim), math.nan, device=draw.device))
     shape = (len(seq_lens), query_len, num_heads, format.head_dim)
     return {
         "q": decode_queries(draw, *shape, dtype=dtype),
@@ -609,11 +617,16 @@ def dense_prefill_case(
     causal: bool = True,
     strided: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    nan_in: str = "",
 ) -> Arguments:
-    """Arguments of ``dense_prefill``."""
+    """Arguments of ``dense_prefill``.
+
+    With ``nan_in``, which is ``k`` or ``v``, the last token of each request is NaN there, and so is
+    one in the middle of the first request's own.
+    """
     wrap = embed if strided else _as_it_is
     num_tokens, num_keys = sum(query_lens), sum(kv_lens)
-    return {
+    arguments: Arguments = {
         "q": wrap(decode_queries(draw, num_tokens, num_heads, head_dim, dtype=dtype)),
         "k": wrap(decode_queries(draw, num_keys, num_heads, head_dim, dtype=dtype)),
         "v": wrap(prefill_rows(draw, num_keys, num_heads, value_dim, dtype=dtype)),
@@ -622,6 +635,11 @@ def dense_prefill_case(
         "softmax_scale": head_dim**-0.5,
         "causal": causal,
     }
+    if nan_in:
+        ends = cast("Tensor", arguments["kv_row_offsets"])[1:].long()
+        cast("Tensor", arguments[nan_in])[ends - 1] = math.nan
+        cast("Tensor", arguments[nan_in])[ends[0] - 1 - query_lens[0] // 2] = math.nan
+    return arguments
 
 
 def offsets(draw: Draw, lengths: Sequence[int]) -> Tensor:

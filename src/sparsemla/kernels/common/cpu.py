@@ -94,8 +94,8 @@ def attend(
 
     Args:
         q: bfloat16 or float32.
-        keys: of q's dtype, finite.
-        values: of q's dtype, finite.
+        keys: of q's dtype, finite where ``valid`` has one row for all of M.
+        values: of q's dtype, as keys.
         valid: bool ``[R, K]`` or ``[R or 1, M, K]``, or None if every key counts.
         softmax_scale: factor of the scores.
 
@@ -103,6 +103,8 @@ def attend(
         out ``[R, M, D]`` of q's dtype and lse float32 ``[R, M]``; 0 and -inf without a valid key.
     """
     mask = None
+    if valid is not None and valid.dim() == 3 and not _all_finite(keys, values):
+        return _attend_nonfinite(q, keys, values, valid, softmax_scale)
     if valid is not None:
         valid = valid[:, None] if valid.dim() == 2 else valid  # [R or 1, 1 or M, K]
         mask = torch.zeros(valid.shape, dtype=q.dtype).masked_fill_(~valid, -torch.inf)[:, None]
@@ -116,6 +118,23 @@ def attend(
     if valid is not None:
         lse.masked_fill_(~valid.any(-1), -torch.inf)
     return out[:, 0], lse
+
+
+def _all_finite(keys: Tensor, values: Tensor) -> bool:
+    return all(bool(x.isfinite().all()) for x in ((keys,) if keys is values else (keys, values)))
+
+
+def _attend_nonfinite(
+    q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` where keys hold NaN or infinities: a weight of 0 does not make them vanish."""
+    out, lse = attend(q, keys.nan_to_num(0, 0, 0), values.nan_to_num(0, 0, 0), valid, softmax_scale)
+    seen = (valid & ~keys.isfinite().all(-1)[:, None]).any(-1)  # [R, M]
+    spoilt = valid.float() @ (~values.isfinite()).float() > 0  # [R, M, D]
+    return (
+        out.masked_fill(seen[..., None] | spoilt, torch.nan),
+        lse.masked_fill(seen, torch.nan),
+    )
 
 
 def _refine_small(
