@@ -6,6 +6,7 @@ device. It is run with a driver that only compiles, once for each target.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,8 @@ MAX_SHARED = 99 * 1024
 """Shared memory that one program may use on every NVIDIA GPU since sm_80, bytes."""
 
 MAX_GRID_YZ = 65535
+
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def compile_launch(launch: Launch, target: Target) -> list[Compiled]:
     """
     with _pretend(target) as started:
         launch()
-    compiled = [_inspect(kernel, grid, target) for kernel, grid in started]
+    compiled = [_inspect(kernel, grid, log, target) for kernel, grid, log in started]
     for one in compiled:
         if one.shared > target.max_shared:
             raise ValueError(
@@ -143,8 +146,11 @@ def compile_everywhere(
 
 
 @contextmanager
-def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...]]]]:
-    """Let torch and Triton believe in ``target``; collects (kernel, grid) of what is launched."""
+def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
+    """Let torch and Triton believe in ``target``.
+
+    Collects (kernel, grid, what the assembler said if it ran) of what is launched.
+    """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET must be unset: the interpreter does not compile")
     started: list[Any] = []
@@ -152,8 +158,9 @@ def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, .
 
     def only_compile(self: JITFunction, *args: object, **kwargs: object) -> object:
         kwargs["warmup"] = True
-        kernel = run(self, *args, **kwargs)
-        started.append((kernel, kwargs["grid"]))
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = run(self, *args, **kwargs)
+        started.append((kernel, kwargs["grid"], log.getvalue()))
         return kernel
 
     properties = SimpleNamespace(
@@ -171,6 +178,8 @@ def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, .
             (driver, "_active", _CompileOnly(target)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(knobs.nvidia.scope())
+        knobs.nvidia.dump_ptxas_log = True
         device.describe.cache_clear()
         stack.callback(device.describe.cache_clear)
         yield started
@@ -193,7 +202,7 @@ class _CompileOnly:
         return 0
 
 
-def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], target: Target) -> Compiled:
+def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Target) -> Compiled:
     if target.is_hip:
         code = kernel.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", code)[0])
@@ -211,7 +220,7 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], target: Target) -> C
         registers=registers,
         spills=spills,
         matrix=matrix[0] if matrix else "",
-        serialized="setmaxnreg" in code and _is_serialized(code, target),
+        serialized="setmaxnreg" in code and SERIALIZED in (log or _assembler_log(code, target)),
         asm=kernel.asm,
     )
 
@@ -229,18 +238,17 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _is_serialized(ptx: str, target: Target) -> bool:
-    """Whether the assembler warns of it; Triton keeps the assembler's words to itself."""
+def _assembler_log(ptx: str, target: Target) -> str:
+    """What the assembler says of a kernel that Triton had compiled before."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "kernel.ptx")
         with open(file, "w", encoding="utf-8") as out:
             out.write(ptx)
         arch = target.gpu.arch
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}"]
-        log = subprocess.run(
+        return subprocess.run(
             [*command, file, "-o", os.devnull], capture_output=True, text=True, check=True
         ).stderr
-    return "wgmma.mma_async instructions are serialized" in log
 
 
 def main(path: str, only: str = "") -> None:
