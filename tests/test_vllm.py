@@ -58,6 +58,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm.v1.worker import workspace
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, register
@@ -645,6 +646,19 @@ def test_the_workspace_of_a_layer_stays_where_it_is(config, monkeypatch):
     manager.lock()
     assert first._workspace().data_ptr() == second._workspace().data_ptr()
     manager.unlock()
+
+
+def test_each_microbatch_has_room_for_conversions(config, monkeypatch):
+    """Microbatches have workspaces of their own, which grow no more once decodes are captured."""
+    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: 142)
+    monkeypatch.setattr(workspace, "_manager", None)
+    init_workspace_manager(torch.device("cpu"), num_ubatches=2)
+    made = layer(torch.zeros(4, TOPK, dtype=torch.int32), 8, "fp8_ds_mla")
+    for microbatch in (0, 1):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda number=microbatch: number)
+        made._workspace()
+    current_workspace_manager().lock()
+    assert made._converted(config.model_config.max_model_len).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])

@@ -332,17 +332,18 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         if chosen is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = FORMATS[kv_cache_dtype]
-        self.workspace_bytes = _workspace_bytes(
-            chosen.shape[0], num_heads * self.dcp_world_size, chosen.device
+        self.workspace_bytes = max(
+            _workspace_bytes(chosen.shape[0], num_heads * self.dcp_world_size, chosen.device),
+            self._conversion_bytes(),
         )
         # vLLM's workspace grows now, before graphs remember where it is.
         self._workspace()
-        config = get_current_vllm_config_or_none()
-        if config is not None and self.dcp_world_size == 1:
-            self._reserve(config)
 
-    def _reserve(self, config: VllmConfig) -> None:
-        """Room for the longest context, if prefills are ever converted."""
+    def _conversion_bytes(self) -> int:
+        """Bytes for the longest context, if prefills are ever converted."""
+        config = get_current_vllm_config_or_none()
+        if config is None or self.dcp_world_size > 1:
+            return 0
         tokens = [config.scheduler_config.max_num_batched_tokens]
         rows = prefill_workspace_rows(
             tokens,
@@ -352,8 +353,9 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             topk=config.model_config.hf_text_config.index_topk,
             device=self.topk_indices_buffer.device,
         )
-        if rows is not None:
-            self._converted(config.model_config.max_model_len)
+        if rows is None:
+            return 0
+        return config.model_config.max_model_len * BF16_576.bytes_per_token
 
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace that all layers share."""
@@ -361,7 +363,11 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         return current_workspace_manager().get_simultaneous(spec)[0]
 
     def _workspace(self) -> Tensor | None:
-        """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share."""
+        """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share.
+
+        Its size is the most that this layer ever asks for: each of vLLM's microbatches has a
+        workspace of its own, which may grow only until decodes have been captured.
+        """
         if self.workspace_bytes == 0:
             return None
         spec = ((self.workspace_bytes,), torch.uint8)
