@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
@@ -581,6 +582,8 @@ def score(q, k, queries, keys, num_groups, L: gl.constexpr):
     mbarrier.expect(warm.index(0), KEYS * D)
     to = reinterpret(key_ring.index(0), gl.float8e4nv, [1, KEYS, D], tile_layout(D, 3))
     tma_load(k, [-1, 0, 0], warm.index(0), to)
+    gdc_launch_dependents()
+    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     work = share_of_program(queries, num_groups, L)
     mbarrier.wait(warm.index(0), 0)
     memory = (q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn)
@@ -622,6 +625,7 @@ def launch(
         num_groups,
         layout,
         num_warps=4,
+        launch_pdl=True,
     )
 
 
