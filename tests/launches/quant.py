@@ -22,21 +22,23 @@ def ints(n):
     return meta(n, dtype=torch.int32)
 
 
-def fused(fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16, with_rows=False):
+def fused(
+    fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16, with_rows=False, tokens=8192
+):
     def launch():
         dispatch.load("fused_rope_rmsnorm_quant", "triton")(
-            q_rope=meta(8192, 128, 192)[..., 128:],
-            kv=meta(8192, fmt.head_dim),
+            q_rope=meta(tokens, 128, 192)[..., 128:],
+            kv=meta(tokens, fmt.head_dim),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),
             kv_norm_weight=meta(norm_dim),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
-            positions=ints(8192),
-            slot_mapping=ints(8192),
+            positions=ints(tokens),
+            slot_mapping=ints(tokens),
             eps=1e-6,
             interleaved=interleaved,
             scale_mode="pow2",
-            out=meta(8192, 128, 576, dtype=out_dtype)[..., 512:],
-            kv_out=meta(8192, fmt.head_dim) if with_rows else None,
+            out=meta(tokens, 128, 576, dtype=out_dtype)[..., 512:],
+            kv_out=meta(tokens, fmt.head_dim) if with_rows else None,
         )
 
     return launch
@@ -81,25 +83,25 @@ def index_queries(fmt, interleaved=False, hadamard=False):
     return launch
 
 
-def index_step(fmt, num_heads=64, interleaved=False):
+def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
     def launch():
         dispatch.load("fused_indexer_rope_quant", "triton")(
-            q=meta(8192, num_heads, 128),
-            weights=meta(8192, num_heads + 128)[:, 128:],
-            k=meta(8192, num_heads + 128)[:, :128],
+            q=meta(tokens, num_heads, 128),
+            weights=meta(tokens, num_heads + 128)[:, 128:],
+            k=meta(tokens, num_heads + 128)[:, :128],
             norm_weight=meta(128),
             norm_bias=meta(128),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
-            positions=ints(8192),
-            slot_mapping=ints(8192),
+            positions=ints(tokens),
+            slot_mapping=ints(tokens),
             eps=1e-6,
             interleaved=interleaved,
             rope_first=True,
             hadamard=False,
             scale_mode="pow2",
-            out=meta(8192, num_heads, 128, dtype=torch.float8_e4m3fn),
-            weights_out=meta(8192, num_heads, dtype=torch.float32),
+            out=meta(tokens, num_heads, 128, dtype=torch.float8_e4m3fn),
+            weights_out=meta(tokens, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -107,6 +109,7 @@ def index_step(fmt, num_heads=64, interleaved=False):
 
 LAUNCHES = {
     "fused fp8_ds_mla": fused(FP8_DS_MLA),
+    "fused fp8_ds_mla, few tokens": fused(FP8_DS_MLA, tokens=128),
     "fused fp8_ds_mla, half-split": fused(FP8_DS_MLA, interleaved=False),
     "fused fp8_ds_mla, with rows": fused(FP8_DS_MLA, with_rows=True),
     "fused fp8_584": fused(FP8_584, norm_dim=512),
@@ -114,6 +117,7 @@ LAUNCHES = {
     "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
     "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),
     "index step": index_step(INDEX_FP8),
+    "index step, few tokens": index_step(INDEX_FP8, tokens=128),
     "index step, interleaved, 32 heads": index_step(INDEX_FP8, 32, interleaved=True),
     "keys index_fp8": index_keys(INDEX_FP8),
     "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),

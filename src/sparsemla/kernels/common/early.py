@@ -12,10 +12,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.kernels.common.device import describe
 
+RESIDENT = 16
+"""Programs of one warp that a multiprocessor has room for, of up to 128 registers a thread."""
 
-def begins_early(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel with a constant ``EARLY`` that calls both functions below."""
-    return {"EARLY": True, "launch_pdl": True} if describe(device).overlaps else {"EARLY": False}
+
+def begins_early(device: torch.device, num_programs: int = 0) -> dict[str, bool]:
+    """Launch options of a kernel with a constant ``EARLY`` that calls both functions below.
+
+    A kernel of one-warp programs says how many they are. Where not all run at once nothing can
+    overlap before the last of them has begun, and that each lets the next kernel begin halves the
+    rate at which they do: such a kernel is launched behind the one in front of it.
+    """
+    found = describe(device)
+    early = found.overlaps and num_programs <= RESIDENT * found.multiprocessors
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit

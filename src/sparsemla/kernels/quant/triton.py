@@ -499,7 +499,8 @@ def fused_rope_rmsnorm_quant(
     widths = _fused_widths(fmt, kv_norm_weight.shape[0], rope_dim, num_heads, interleaved)
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
-    _fused_kernel[(num_tokens * (1 + cdiv(num_heads, widths["HEADS"])),)](
+    num_programs = num_tokens * (1 + cdiv(num_heads, widths["HEADS"]))
+    _fused_kernel[(num_programs,)](
         q=q_rope,
         out=out,
         kv=kv,
@@ -527,7 +528,7 @@ def fused_rope_rmsnorm_quant(
         **widths,
         **paged_arguments(cache),
         **LAUNCH,
-        **begins_early(kv.device),
+        **begins_early(kv.device, num_programs),
     )
 
 
@@ -898,8 +899,9 @@ def _launch_index(
     dim, rope_dim = fmt.head_dim, cos_sin_cache.shape[1]
     start = 0 if rope_first else dim - rope_dim
     dims = next_power_of_2(dim)
-    head_programs = positions.shape[0] * cdiv(queries["num_heads"], queries["HEADS"])
-    _index_kernel[(keys["num_keys"] + head_programs,)](
+    num_programs = positions.shape[0] * cdiv(queries["num_heads"], queries["HEADS"])
+    num_programs += keys["num_keys"]
+    _index_kernel[(num_programs,)](
         cos_sin=cos_sin_cache,
         positions=positions,
         num_positions=cos_sin_cache.shape[0],
@@ -920,7 +922,7 @@ def _launch_index(
         **queries,
         **keys,
         **LAUNCH,
-        **begins_early(positions.device),
+        **begins_early(positions.device, num_programs),
     )
 
 
