@@ -274,8 +274,9 @@ def _absorbed_query(
     """Write the step's rows; the query ``[T, H, L + R]`` in the latent space."""
     query = q.new_empty(*q.shape[:2], cache.format.head_dim)
     latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-    _write(q, kv, cache, layer, plan, rope)
+    # The product first: its weights come in while the kernel in front still runs.
     project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk, out=latent)
+    _write(q, kv, cache, layer, plan, rope)
     return query
 
 

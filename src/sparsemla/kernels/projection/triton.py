@@ -229,7 +229,6 @@ def _few_kernel(
     token = token.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
 
-    let_next_begin(EARLY)
     weight += (head * weight_head_stride + row.to(tl.int64) * weight_row_stride)[:, None]
     tiles = ()
     scales = ()
@@ -240,6 +239,7 @@ def _few_kernel(
             at = scale + head * scale_head_stride + row // SCALE_N * scale_row_stride + step
             scales = scales + (tl.load(at, mask=row < N, other=0.0),)
     wait_for_inputs(EARLY)  # weights are no kernel's results, activations are
+    let_next_begin(EARLY)  # what is behind would take the room of weights on their way
 
     at = (token * x_token_stride + head * x_head_stride)[:, None] + k[None, :]
     if lses is not None:

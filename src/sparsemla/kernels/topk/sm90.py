@@ -682,6 +682,7 @@ def _finish_kernel(
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
+    gdc_launch_dependents()
     gdc_wait()
     row = gl.program_id(0).to(gl.int64)
     start, end = _row_range(row_starts, row_ends, row, num_cols)
