@@ -183,6 +183,17 @@ def test_lengths_beyond_the_selection_count_all(device):
     assert_close("out", got[0], expected[0].float(), SPARSE_DECODE_OUT)
 
 
+def test_negative_lengths_count_nothing(device):
+    case = sparse_decode_case(
+        Draw(8, device), format=FP8_584, topk=200, seq_len=300, extra=(FP8_584, 300, 200, 64)
+    )
+    lengths = torch.tensor([-1, -127, -1000], dtype=torch.int32, device=device)
+    extra = torch.tensor([200, 130, -(2**31)], dtype=torch.int32, device=device)
+    case |= {"topk_lengths": lengths, "extra_topk_lengths": extra}
+    _, lse = check("sparse_decode", case)
+    assert (lse[2] == -math.inf).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_sparse_decode_of_every_dtype(device, dtype, index_dtype):

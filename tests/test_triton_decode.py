@@ -141,6 +141,17 @@ def test_sparse_decode_of_empty_rows(num_splits):
     check("sparse_decode", case, num_splits)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_negative_lengths_count_nothing(num_splits):
+    case = sparse_decode_case(
+        Draw(12, DEVICE), format=FP8_584, num_heads=2, topk=200, extra=(FP8_584, 90, 200, 4)
+    )
+    case["topk_lengths"] = torch.tensor([-1, -127, -1000], dtype=torch.int32, device=DEVICE)
+    extra_lengths = torch.tensor([200, 130, -(2**31)], dtype=torch.int32, device=DEVICE)
+    _, lse = check("sparse_decode", case | {"extra_topk_lengths": extra_lengths}, num_splits)
+    assert (lse[2] == -math.inf).all()
+
+
 @pytest.mark.parametrize("op", ["sparse_decode", "dense_decode"])
 def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(op):
     draw = Draw(5, DEVICE)
@@ -250,3 +261,13 @@ def test_merge_states(dtype, num_parts, value_dim):
         ("out", "lse"), (out, lse), expected, TOLERANCES["merge_states"], strict=True
     ):
         assert_close(name, got, wanted, tolerance)
+
+
+def test_no_parts_are_an_empty_state():
+    outs, lses = torch.ones(0, 2, 3, 8, device=DEVICE), torch.ones(0, 2, 3, device=DEVICE)
+    out = torch.full((2, 3, 8), math.nan, device=DEVICE)
+    lse = torch.full((2, 3), math.nan, device=DEVICE)
+    merge = dispatch.load("merge_states", "triton")
+    merge(outs=outs, lses=lses, attn_sink=None, out=out, lse=lse)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()

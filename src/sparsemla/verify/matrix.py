@@ -670,6 +670,10 @@ def _sparse_decode() -> list[Case]:
         Case("scales of any value", build(_odd_scales)),
         Case("zero keys", build(_zero_keys)),
         *(
+            Case(f"negative lengths, {heads} heads", build(_negative_lengths, heads))
+            for heads in (16, 64)
+        ),
+        *(
             Case(
                 f"2 GiB apart, {fmt.name}",
                 build(_distant_decode, fmt),
@@ -717,6 +721,22 @@ def _zero_keys(draw: Draw) -> Arguments:
     cache = cast("Any", arguments["cache"])
     slots = torch.arange(cache.num_slots, device=draw.device)
     cache.write(slots, torch.zeros(len(slots), 576, device=draw.device))
+    return arguments
+
+
+def _negative_lengths(draw: Draw, num_heads: int) -> Arguments:
+    arguments = cases.sparse_decode_case(
+        draw,
+        format=FP8_584,
+        num_heads=num_heads,
+        topk=200,
+        seq_len=300,
+        with_lengths=True,
+        extra=(FP8_584, 300, 200, 64),
+        with_extra_lengths=True,
+    )
+    arguments["topk_lengths"] = draw.tensor([-1, -127, -1000])
+    arguments["extra_topk_lengths"] = draw.tensor([200, 130, -(2**31)])
     return arguments
 
 
@@ -845,7 +865,13 @@ def _merge_states() -> list[Case]:
         ),
         Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
         Case("without a sink", build(make, 3)),
+        Case("no parts", build(_nothing_to_merge)),
     ]
+
+
+def _nothing_to_merge(draw: Draw) -> Arguments:
+    parts = cases.merge_states_case(draw, 1, with_sink=True)
+    return parts | {name: cast("Tensor", parts[name])[:0] for name in ("outs", "lses")}
 
 
 def _project_heads() -> list[Case]:

@@ -454,7 +454,7 @@ def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
     length = stream.num_keys
     if stream.lengths is not None:
         length = gl.load(stream.lengths + request).to(gl.int32)
-    end = gl.minimum(length, stream.num_keys)
+    end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
     if CAUSAL:
         token, _, real = heads_of(begin, shape, SCORE_ROWS)
         query_len = shape.num_rows // shape.num_heads

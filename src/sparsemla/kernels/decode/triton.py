@@ -498,7 +498,7 @@ def launch_merge(
         num_heads,
         V=value_dim,
         BLOCK=next_power_of_2(value_dim),
-        PARTS=min(next_power_of_2(num_parts), 16),
+        PARTS=min(next_power_of_2(max(num_parts, 1)), 16),
         num_warps=min(max(value_dim // 128, 1), 4),
     )
 
