@@ -449,6 +449,8 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
     index, skip, left = work
     q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn = memory
     PARTS: gl.constexpr = L.parts
+    # Narrow products wait for memory: taking turns would only delay them.
+    TURNS: gl.constexpr = L.tokens * L.block_h == 256
     WIDTH: gl.constexpr = L.tokens * L.block_h // PARTS
     DOTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     SUMS: gl.constexpr = sums_layout(L.tokens)
@@ -485,8 +487,9 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
                     following = page_ids(keys, group.request, base, L)
                 slot, parity = place_of(count + i, L.ring)
                 mbarrier.wait(full.index(slot), parity)
-                _, parity = place_of(count + i, 2)
-                mbarrier.wait(turn.index(WHO), parity ^ (1 - WHO))
+                if TURNS:
+                    _, parity = place_of(count + i, 2)
+                    mbarrier.wait(turn.index(WHO), parity ^ (1 - WHO))
                 d0 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 0, DOTS)
                 if PARTS == 2:
                     d1 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 1, DOTS)
@@ -495,14 +498,16 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
                     scale = scale_ring.index(slot).load(ROWS)
                 if PARTS == 2:
                     d0, d1 = warpgroup_mma_wait(1, deps=[d0, d1])
-                    mbarrier.arrive(turn.index(1 - WHO), count=1)
+                    if TURNS:
+                        mbarrier.arrive(turn.index(1 - WHO), count=1)
                     low = weigh(d0, w0, L)
                     d1 = warpgroup_mma_wait(0, deps=[d1])
                     mbarrier.arrive(empty.index(slot), count=1)
                     sums = both(low, weigh(d1, w1, L))
                 else:
                     d0 = warpgroup_mma_wait(0, deps=[d0])
-                    mbarrier.arrive(turn.index(1 - WHO), count=1)
+                    if TURNS:
+                        mbarrier.arrive(turn.index(1 - WHO), count=1)
                     mbarrier.arrive(empty.index(slot), count=1)
                     sums = weigh(d0, w0, L)
                 scores = gl.sum(gl.convert_layout(sums, SUMS), 2) * scale[:, None]
