@@ -214,24 +214,6 @@ def test_dense_decode_of_many_rows(query_len, num_heads, num_splits):
     check("dense_decode", case, num_splits)
 
 
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_dense_decode_keeps_nan_from_earlier_tokens(fmt, num_splits):
-    case = dense_decode_case(
-        Draw(7, DEVICE),
-        format=fmt,
-        seq_lens=(70, 64, 65, 4),
-        query_len=3,
-        num_heads=2,
-        page_size=13,
-        later_nan=True,
-    )
-    out, lse = check("dense_decode", case, num_splits)
-    for result in (out, lse):
-        assert result[:, 0].isfinite().all()
-        assert result[:, 2].isnan().all()
-
-
 def test_dense_decode_skips_pages_out_of_range():
     case = dense_decode_case(
         Draw(8, DEVICE), format=FP8_DS_MLA, seq_lens=(40, 33), num_heads=2, page_size=8

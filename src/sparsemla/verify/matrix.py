@@ -581,12 +581,7 @@ def _dense_prefill() -> list[Case]:
         Case("full", build(make, batch=ragged, causal=False), quick=True),
         Case("context", build(make, batch=lens((70, 200), (0, 0), (1, 129)))),
         Case("fewer keys than queries", build(make, batch=lens((6, 2), (3, 0), (2, 2)))),
-        *(
-            Case(
-                f"NaN in later {name}", build(make, batch=lens((70, 200), (9, 20)), nan_in=name[0])
-            )
-            for name in ("keys", "values")
-        ),
+        Case("NaN in later keys", build(make, batch=lens((70, 200), (9, 20)), nan_in="k")),
         Case("float16", build(make, batch=ragged, dtype=torch.float16)),
         Case("float32", build(make, batch=ragged, dtype=torch.float32)),
         Case("strided", build(make, batch=ragged, strided=True)),
@@ -801,18 +796,17 @@ def _dense_decode() -> list[Case]:
         Case("missing pages", build(_decode_of_missing_pages)),
         *(
             Case(
-                f"NaN in later tokens, {heads} heads, {fmt.name}",
+                f"NaN in later tokens, {fmt.name}",
                 build(
                     make,
                     format=fmt,
                     seq_lens=Shuffled((200, 64, 65, 3, 130)),
                     query_len=3,
-                    num_heads=heads,
+                    num_heads=64,
                     later_nan=True,
                 ),
             )
             for fmt in (BF16_576, FP8_DS_MLA)
-            for heads in (4, 64)
         ),
         Case(
             "long",

@@ -302,12 +302,6 @@ def attend_tile(
 
 
 @triton.jit
-def is_finite(x):
-    """Neither NaN nor infinite."""
-    return tl.abs(x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
 def is_slot(slots, num_slots):
     """``0 <= slots < num_slots`` in one comparison."""
     if slots.dtype == tl.int32:

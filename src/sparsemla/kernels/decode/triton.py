@@ -17,10 +17,8 @@ from sparsemla.kernels.common.attention import (
     cache_arguments,
     choose_tile,
     end_of,
-    is_finite,
     is_slot,
     load_queries,
-    load_rows,
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
@@ -237,33 +235,6 @@ def merge_splits(
 
 
 @triton.jit
-def load_pages(rows, page_table, at, end, L: tl.constexpr):
-    """Pages of the keys ``at``, and which of these there are; none from ``end`` on."""
-    page = tl.load(page_table + tl.minimum(at, end - 1) // L.page_size)
-    valid = is_slot(page, rows.num_slots // L.page_size) & (at < end)
-    return page.to(tl.int64), valid
-
-
-@triton.jit
-def find_spoilt(
-    rows, page_table, begin, end, L: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr
-):
-    """The first key of ``begin .. end`` whose value is not finite, or ``end``.
-
-    Of keys that not all rows of a tile see: times a weight of 0, NaN would reach the others.
-    """
-    spoilt = end
-    for start in range(begin, end, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        page, valid = load_pages(rows, page_table, at, end, L)
-        row = (at % L.page_size).to(tl.int64)
-        value = load_rows(rows, page, row, valid, L, 0, L.value_dim, L.value_block, NATIVE)
-        finite = tl.min(is_finite(value).to(tl.int32), 1) != 0
-        spoilt = tl.minimum(spoilt, tl.min(tl.where(finite, end, at)))
-    return spoilt
-
-
-@triton.jit
 def _dense_decode(
     q,
     q_request,
@@ -316,11 +287,6 @@ def _dense_decode(
     steps = tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits)
     first = split.to(tl.int32) * steps * BLOCK_N
     last = tl.minimum(first + steps * BLOCK_N, end)
-    page_table += request * table_request
-    stop = last
-    if CAUSAL:
-        begin = tl.maximum(tl.min(limit), first)
-        stop = find_spoilt(rows, page_table, begin, last, L, BLOCK_N, NATIVE)
 
     token = token.to(tl.int64)
     head = head.to(tl.int64)
@@ -329,9 +295,12 @@ def _dense_decode(
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
-    for start in range(first, stop, BLOCK_N):
+    page_table += request * table_request
+    num_pages = rows.num_slots // L.page_size
+    for start in range(first, last, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        page, valid = load_pages(rows, page_table, at, stop, L)
+        page = tl.load(page_table + tl.minimum(at, last - 1) // L.page_size)
+        valid = is_slot(page, num_pages) & (at < last)
         seen = valid[None, :]
         if CAUSAL:
             seen = seen & (at[None, :] < limit[:, None])
@@ -339,11 +308,11 @@ def _dense_decode(
             q_value,
             q_rest,
             rows,
-            page,
+            page.to(tl.int64),
             (at % L.page_size).to(tl.int64),
             valid,
             seen,
-            start < stop,
+            start < last,
             scale_log2,
             m,
             l,
@@ -354,8 +323,6 @@ def _dense_decode(
             UPCAST,
         )
 
-    if CAUSAL:
-        l = tl.where((limit > stop) & (stop < last), float("nan"), l)
     sink = None
     if attn_sink is not None:
         sink = tl.load(attn_sink + head, mask=real, other=0.0)

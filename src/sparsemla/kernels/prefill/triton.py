@@ -18,7 +18,6 @@ from sparsemla.kernels.common.attention import (
     cache_arguments,
     choose_tile,
     end_of,
-    is_finite,
     is_hopper,
     load_queries,
     store_state,
@@ -249,12 +248,6 @@ def _dense_prefill(
             l = l * shrink + tl.sum(p, 1)
             m = m_new
             value = load_dims(v + rows * v_token, there, 0, VALUE, VALUE_DIM)
-            if CAUSAL and MASKED:
-                # NaN goes to the queries that attend to it, and to no others.
-                finite = is_finite(value)
-                spoilt = tl.min(tl.where(finite, 2**31 - 1, at[:, None]), 0)
-                acc = tl.where(spoilt[None, :] < limit[:, None], float("nan"), acc)
-                value = tl.where(finite, value, 0)
             acc = dot(p.to(value.dtype), value, acc * shrink[:, None], UPCAST)
 
     store_state(
