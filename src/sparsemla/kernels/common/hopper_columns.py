@@ -83,7 +83,7 @@ RAW16 = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
 WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-RESULTS = gl.constexpr(gl.BlockedLayout([8, 1], [32, 1], [1, 4], [0, 1]))
+RESULTS = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))
 
 CONVERT = gl.constexpr("""{
     .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;

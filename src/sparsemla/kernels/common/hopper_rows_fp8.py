@@ -119,6 +119,25 @@ OWN = gl.constexpr(
         [64, 256],
     )
 )
+# As OWN, but a thread has 16 bytes side by side, and four threads 64: what they store at once.
+STORE32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64], [0, 128]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+STORE16 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in each warp
@@ -542,6 +561,7 @@ def end_scores(s, x, second, tile, z, memory, L: gl.constexpr, WHO: gl.constexpr
 def finish(acc, m, total, factors, memory, results, shape, WHO: gl.constexpr):
     """Normalise half of the weighted values and store it, and the lse of half of the heads."""
     bar = memory[10]
+    SCALE_WORDS: gl.constexpr = memory[6].shape[1]
     begin, split, request, first = place(shape)
     token, head, real = heads_of(begin + 32 * WHO, shape, 32, HALF_HEADS)
     lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
@@ -560,12 +580,15 @@ def finish(acc, m, total, factors, memory, results, shape, WHO: gl.constexpr):
     mbarrier.wait(bar.index(SUM), 0)
     acc = acc * factors.index(1).load(SUM_ROWS)[:, None]
     acc = gl.convert_layout(out_of_order(acc.permute((1, 0))).permute((1, 0)), OWN)
-    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, OWN))
-    rows = (first + token) * results.out_token + head * results.out_head
-    dims = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(0, OWN))
-    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
     if results.out.dtype.element_ty == gl.bfloat16:
-        acc = to_bf16(acc)
+        acc = gl.convert_layout(to_bf16(acc), STORE16)
+    elif SCALE_WORDS <= 8:  # changing over takes 4 KB, which more scales leave no room for
+        acc = gl.convert_layout(acc, STORE32)
+    LAYOUT: gl.constexpr = acc.type.layout
+    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, LAYOUT))
+    rows = (first + token) * results.out_token + head * results.out_head
+    dims = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
     gl.store(out + rows[:, None] + dims[None, :], acc, mask=real[:, None])
 
 
