@@ -158,6 +158,7 @@ def sparse_decode(
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    head_tile: int = 64,
 ) -> None:
     batch, query_len, num_heads = q.shape[:3]
     rows, layout = cache_arguments(cache)
@@ -408,11 +409,14 @@ def _merge(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One (request, token, head): the parts weighted by ``exp(their lse - the lse of all)``."""
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
-    token = (tl.program_id(0) // num_heads % num_tokens).to(tl.int64)
-    request = (tl.program_id(0) // num_heads // num_tokens).to(tl.int64)
-    d = tl.arange(0, BLOCK)
+    """Some dims of a (request, token, head): parts weighted by ``exp(their lse - that of all)``."""
+    BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    head = (row % num_heads).to(tl.int64)
+    token = (row // num_heads % num_tokens).to(tl.int64)
+    request = (row // num_heads // num_tokens).to(tl.int64)
+    d = block * BLOCK + tl.arange(0, BLOCK)
     outs += request * outs_request + token * outs_token + head * outs_head
     lses += request * lses_request + token * lses_token + head
     m = LOWEST
@@ -435,7 +439,8 @@ def _merge(
         m = m_new
     empty = l == 0
     lse += request * lse_request + token * lse_token + head
-    tl.store(lse, (m + tl.log2(l)) * LN2)  # log2(0) is -inf
+    if block == 0:
+        tl.store(lse, (m + tl.log2(l)) * LN2)  # log2(0) is -inf
     if attn_sink is not None:
         l += tl.exp2(tl.load(attn_sink + head) * LOG2E - m)
     acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, l))
@@ -450,7 +455,10 @@ def launch_merge(
     num_parts, batch, num_tokens, num_heads, value_dim = outs.shape
     if out.numel() == 0:
         return
-    _merge[(batch * num_tokens * num_heads,)](
+    # A program waits for memory most of its time: dims of few rows are dealt out to more of them.
+    num_rows = batch * num_tokens * num_heads
+    block = min(next_power_of_2(value_dim), 128 if num_rows <= 1024 else 256)
+    _merge[(num_rows * cdiv(value_dim, block),)](
         outs,
         *outs.stride()[:4],
         lses,
@@ -464,9 +472,9 @@ def launch_merge(
         num_tokens,
         num_heads,
         V=value_dim,
-        BLOCK=next_power_of_2(value_dim),
+        BLOCK=block,
         PARTS=min(next_power_of_2(max(num_parts, 1)), 16),
-        num_warps=min(max(value_dim // 128, 1), 4),
+        num_warps=max(block // 128, 1),
     )
 
 
