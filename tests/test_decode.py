@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from sparsemla import (
     FP8_DS_MLA,
     e4m3_format,
 )
+from sparsemla.ops import decode
 from sparsemla.testing.cases import (
     GARBAGE_PAGE,
     Draw,
@@ -270,6 +272,27 @@ def test_caches_beyond_2_gib(device, fmt):
         "softmax_scale": 0.05,
     }
     check("dense_decode", dense)
+
+
+@pytest.mark.parametrize(
+    ("batch", "topk", "schedule"),
+    [(1, 2048, (16, 16)), (2, 2048, (16, 8)), (4, 2048, (64, 16)), (8, 2048, (64, 8)),
+     (16, 2048, (64, 4)), (64, 2048, (64, 1)), (128, 2048, (64, 1)), (4, 512, (16, 4)),
+     (16, 512, (64, 4)), (1, 64, (64, 1))],
+    ids=str,
+)  # fmt: skip
+def test_schedule_of_128_heads_on_132_multiprocessors(batch, topk, schedule):
+    kernels = decode._ROWS, decode._NARROW
+    assert decode._fastest(kernels, batch, 128, topk, 132) == schedule
+
+
+def test_schedules_fit_the_workspace(monkeypatch):
+    monkeypatch.setattr(decode, "_multiprocessors", lambda device: 132)
+    for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
+        size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
+        for kernels in ((decode._FEW,), (decode._ROWS, decode._NARROW), (decode._PAIRS,)):
+            _, splits = decode._fastest(kernels, batch, num_heads, topk, 132)
+            assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
 
 
 def test_reruns_are_equal(device):

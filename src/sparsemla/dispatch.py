@@ -53,7 +53,7 @@ OPS: dict[str, Op] = {
     "merge_topk": Op("topk", ("out",)),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
-    "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
+    "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
     "dense_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
     "merge_states": Op("decode", ("out", "lse")),
     "project_heads": Op("projection", ("out",)),

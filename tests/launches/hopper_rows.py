@@ -99,11 +99,13 @@ LAUNCHES = {
     # A copy of 16 bytes must be known to be aligned where a stride is a multiple of 8 elements.
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
+    "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),
     "decode e4m3": sparse_decode(e4m3_format()),
     "decode e4m3 scales of 64": sparse_decode(e4m3_format(scale_block=64)),
+    "decode e4m3 scales of 64 split": sparse_decode(e4m3_format(scale_block=64), 4),
     "decode e4m3 scale of a row": sparse_decode(e4m3_format(scale_block=576)),
     "decode e4m3 d512 no scales": sparse_decode(e4m3_format(512, 512, 0)),
     "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA),

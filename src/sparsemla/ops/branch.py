@@ -13,7 +13,7 @@ from sparsemla.ops.decode import (
     _sparse_decode,
     dense_splits,
     merge_states,
-    sparse_splits,
+    sparse_schedule,
 )
 from sparsemla.ops.gather import gather_dequant
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
@@ -104,8 +104,8 @@ def decode_branch(
     if extra_topk_indices is not None:
         extra_topk_indices = extra_topk_indices[:, None]
     topk_indices = topk_indices[:, None]
-    splits = sparse_splits(query, topk_indices, extra_topk_indices)
-    attended = _Attended.empty(query, layer, splits)
+    schedule = sparse_schedule(query, cache, topk_indices, extra_topk_indices)
+    attended = _Attended.empty(query, layer, schedule.num_splits)
     sink, *results = attended.arguments
     _sparse_decode(
         query,
@@ -117,6 +117,7 @@ def decode_branch(
         *parts(extra_cache),
         extra_topk_indices,
         extra_topk_lengths,
+        schedule.head_tile,
         *results,
     )
     return attended.project(out)

@@ -1,5 +1,9 @@
 """Decode attention: a few query tokens for each request, over the paged cache."""
 
+import functools
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -52,11 +56,42 @@ def _workspace_bytes(num_rows: int, num_splits: int, value_dim: int) -> int:
     return 4 * num_splits * num_rows * (value_dim + 1) if num_splits > 1 else 0
 
 
+class Schedule(NamedTuple):
+    """How a sparse decode is dealt out to programs: heads of each, and pieces of the keys."""
+
+    head_tile: int
+    num_splits: int
+
+
+class _Kernel(NamedTuple):
+    """A kernel as its time is counted: ``start + step * steps`` of ``keys`` keys by ``tile`` rows.
+
+    The unit is a step of 64 rows and 64 keys of an e4m3 cache, 2.9 us on an H200.
+    """
+
+    tile: int
+    keys: int
+    start: float
+    step: float
+
+
+_ROWS = _Kernel(64, 64, 3, 1)
+_PAIRS = _Kernel(64, 128, 3, 1)
+_FEW = _Kernel(64, 128, 2, 1.35)
+_NARROW = _Kernel(16, 128, 2, 1.35)
+
+
 def _multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU, 0 of a CPU."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_properties(device).major == 9
 
 
 def _most_splits(num_programs: int, multiprocessors: int) -> int:
@@ -66,43 +101,66 @@ def _most_splits(num_programs: int, multiprocessors: int) -> int:
     return min(-(-2 * multiprocessors // num_programs), MAX_SPLITS)
 
 
-def _choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Splits of the keys that finish first by a count of steps; the fewest of equals.
+def _fastest(
+    kernels: tuple[_Kernel, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
+) -> Schedule:
+    """The tile and the splits that finish first by a count of steps; the fewest of equals.
 
-    A program takes 64 rows and works on 64 keys in a step; starting it and merging its result cost
-    about as much as four steps. Multiprocessors work on one program each.
+    Multiprocessors work on one program each. Merging costs a step, and another for every 4096 rows
+    of splits.
     """
-    slots = _multiprocessors(device)
-    steps = max(-(-num_keys // 64), 1)
-    most = min(_most_splits(num_programs, slots), steps)
-    if most == 1:
-        return 1
-    best, least = 1, -(-num_programs // slots) * steps
-    # Of the counts that take so many rounds of the multiprocessors, the largest is the first to
-    # finish, or the smallest that leaves a program as many steps: the others need no look.
-    for rounds in range(1, -(-num_programs * most // slots) + 1):
-        full = max(min(rounds * slots // num_programs, most), 1)
-        longest = -(-steps // full)
-        splits = -(-steps // longest)
-        time = -(-num_programs * splits // slots) * (longest + 4)
-        if splits > 1 and time < least:
-            best, least = splits, time
+    most = _most_splits(num_groups * -(-group_rows // 64), slots)
+    best, least = Schedule(64, 1), math.inf
+    for kernel in kernels if slots else ():
+        num_tiles = num_groups * -(-group_rows // kernel.tile)
+        steps = max(-(-num_keys // kernel.keys), 1)
+        for splits in range(1, min(most, steps) + 1):
+            rounds = -(-num_tiles * splits // slots)
+            time = rounds * (kernel.start + kernel.step * -(-steps // splits))
+            if splits > 1:
+                time += 1 + num_groups * group_rows * splits / 4096
+            # Only a merge knows the sinks of all tiles.
+            if time < least and (splits > 1 or kernel.tile == 64):
+                best, least = Schedule(kernel.tile, splits), time
     return best
 
 
-def sparse_splits(q: Tensor, topk_indices: Tensor, extra_topk_indices: Tensor | None) -> int:
-    """Splits of a sparse decode whose caller leaves it open."""
+_kept_fastest = functools.cache(_fastest)
+
+
+def _schedule(
+    kernels: tuple[_Kernel, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
+) -> Schedule:
+    """:func:`_fastest`; the answer is kept, but Dynamo must not see that."""
+    choose = _fastest if torch.compiler.is_compiling() else _kept_fastest
+    return choose(kernels, num_groups, group_rows, num_keys, slots)
+
+
+def sparse_schedule(
+    q: Tensor, cache: PagedCache, topk_indices: Tensor, extra_topk_indices: Tensor | None
+) -> Schedule:
+    """Schedule of a sparse decode whose caller leaves it open."""
     batch, query_len, num_heads = q.shape[:3]
     num_keys = topk_indices.shape[2]
     num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
-    return _choose_splits(batch * query_len * -(-num_heads // 64), num_keys, q.device)
+    kernels: tuple[_Kernel, ...] = (_FEW,)
+    if num_heads > 32 and not cache.format.fp8_dim:
+        kernels = (_PAIRS,)
+    elif num_heads > 32:
+        narrow = query_len == 1 and num_heads % 16 == 0 and _is_hopper(q.device)
+        kernels = (_ROWS, _NARROW) if narrow else (_ROWS,)
+    return _schedule(kernels, batch * query_len, num_heads, num_keys, _multiprocessors(q.device))
 
 
 def dense_splits(q: Tensor, cache: PagedCache, page_table: Tensor) -> int:
     """Splits of a dense decode whose caller leaves it open."""
     batch, query_len, num_heads = q.shape[:3]
     num_keys = page_table.shape[1] * cache.page_size
-    return _choose_splits(batch * -(-query_len * num_heads // 64), num_keys, q.device)
+    kernel = _PAIRS
+    if cache.format.fp8_dim:
+        kernel = _ROWS if query_len * num_heads > 32 else _FEW
+    slots = _multiprocessors(q.device)
+    return _schedule((kernel,), batch, query_len * num_heads, num_keys, slots).num_splits
 
 
 def _check_workspace(
@@ -199,8 +257,9 @@ def sparse_decode(
         check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
     check.bind("V", cache.format.value_dim)
     batch, query_len, num_heads = q.shape[:3]
+    head_tile = 64
     if num_splits is None:
-        num_splits = sparse_splits(q, topk_indices, extra_topk_indices)
+        head_tile, num_splits = sparse_schedule(q, cache, topk_indices, extra_topk_indices)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
     _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
@@ -216,6 +275,7 @@ def sparse_decode(
         *parts(extra_cache),
         extra_topk_indices,
         extra_topk_lengths,
+        head_tile,
         num_splits,
         workspace,
         out,
@@ -239,6 +299,7 @@ def _sparse_decode(
     extra_format: str | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    head_tile: int,
     num_splits: int,
     workspace: Tensor | None,
     out: Tensor,
@@ -265,6 +326,7 @@ def _sparse_decode(
         extra_cache=extra_cache,
         extra_topk_indices=extra_topk_indices,
         extra_topk_lengths=extra_topk_lengths,
+        head_tile=head_tile,
         num_splits=num_splits,
         workspace=workspace,
         out=out,

@@ -665,6 +665,29 @@ def _sparse_decode() -> list[Case]:
         Case("scales of any value", build(_odd_scales)),
         Case("zero keys", build(_zero_keys)),
         *(
+            Case(
+                f"a few requests of {heads} heads, {fmt.name}{', extra stream' if extra else ''}",
+                build(
+                    make,
+                    format=fmt,
+                    batch=2,
+                    num_heads=heads,
+                    seq_len=700,
+                    topk=600,
+                    extra=extra,
+                    **both,
+                ),
+                quick=heads == 128,
+                alone=heads == 128,
+            )
+            for fmt, heads, extra in (
+                (FP8_DS_MLA, 128, None),
+                (FP8_DS_MLA, 48, None),
+                (FP8_584, 64, (FP8_584, 300, 300, 64)),
+                (BF16_576, 128, None),
+            )
+        ),
+        *(
             Case(f"negative lengths, {heads} heads", build(_negative_lengths, heads))
             for heads in (16, 64)
         ),

@@ -23,6 +23,7 @@ def sparse_decode(
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    head_tile: int = 64,
 ) -> None:
     streams = [_stream(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:

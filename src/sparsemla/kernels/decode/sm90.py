@@ -27,11 +27,22 @@ def sparse_decode(
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    head_tile: int = 64,
 ) -> None:
-    batch, query_len, num_heads = q.shape[:3]
     if q.numel() == 0:
         return
     outs, lses = partials(out, lse, num_splits, workspace)
+    whole = outs, lses
+    if head_tile < 64:
+        # A request has one token: its tiles of heads are as tokens that share a list.
+        tiles = q.shape[2] // head_tile
+        q = q.squeeze(1).unflatten(1, (tiles, head_tile))
+        outs = outs.squeeze(2).unflatten(2, (tiles, head_tile))
+        lses = lses.squeeze(2).unflatten(2, (tiles, head_tile))
+        topk_indices = topk_indices.expand(-1, tiles, -1)
+        if extra_topk_indices is not None:
+            extra_topk_indices = extra_topk_indices.expand(-1, tiles, -1)
+    batch, query_len, num_heads = q.shape[:3]
     results = _results(outs, lses, attn_sink, num_splits)
     shape = Shape(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len
@@ -57,7 +68,7 @@ def sparse_decode(
         )
     else:
         attend(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
-    merge_splits(outs, lses, attn_sink, out, lse)
+    merge_splits(*whole, attn_sink, out, lse)
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Stream:
