@@ -127,7 +127,9 @@ def _check(device: str, tier: str) -> str:
             "extra_cache": None,
             "extra_topk_indices": None,
             "extra_topk_lengths": None,
-            **dict.fromkeys(dispatch.OPS["sparse_decode"].schedule),
+            "head_tile": 64,
+            "num_splits": 1,
+            "workspace": None,
         }
         try:
             dispatch.load("sparse_decode", name)(q=q, cache=cache, out=out, lse=lse, **arguments)
