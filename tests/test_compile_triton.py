@@ -21,7 +21,7 @@ SPILLED_BYTES = {
     "hopper_columns": 96,
     "hopper_indexer": 680,
     "hopper_rows": 200,
-    "hopper_topk": 416,
+    "hopper_topk": 456,
     "indexer": 160,
     "projection": 304,
     "topk": 804,

@@ -3,9 +3,9 @@
 The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`): a sample gives
 a threshold of a value and a column, one pass lists what reaches it, counting in registers finds the
 k-th largest of the list. What Gluon adds is where things lie: a thread takes eight neighbouring
-columns, so that their places follow from each other; a warp has its own part of the row, of the
-list, and of the registers that the list is searched in; and a sum over the program costs one
-exchange between its warps.
+columns, so that their places follow from each other, and then walks through the few that are hits;
+a warp has its own part of the row, of the list, and of the registers that the list is searched in;
+and a sum over the program costs one exchange between its warps.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ SIGMAS = gl.constexpr(4.5)
 NEIGHBOURS = gl.constexpr(16)
 """Columns that a sample takes together: memory gives 64 bytes at once."""
 AHEAD = gl.constexpr(8)
-"""Tiles that the L2 cache is kept ahead of a warp where few warps share a multiprocessor."""
+"""Tiles of each warp of a slice that the L2 cache gets while the threshold is sought."""
 PLANE = gl.constexpr(256)
 """Columns that a warp takes at once, eight a thread."""
 TILE = gl.constexpr(512)
 """Columns of a step of the pass over a row, for each warp."""
+DEPTH = gl.constexpr(2)
+"""Tiles of a warp that are on their way from memory."""
 
 
 @gluon.jit
@@ -119,16 +121,15 @@ def _search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
 
 
 @gluon.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
+def _add_add_max(a, b, c, d, e, f):
+    return a + d, b + e, gl.maximum(c, f)
 
 
 @gluon.jit
-def _moments(x, W: gl.constexpr):
-    """Mean of ``x`` [W, N], and of its squares."""
-    first, second = gl.reduce((x, x * x), 1, _add_both)
-    SCALE: gl.constexpr = 1.0 / (W * x.shape[1])
-    return gl.sum(_to_all(first, W), 0) * SCALE, gl.sum(_to_all(second, W), 0) * SCALE
+def _sums_and_max(x, y, key, W: gl.constexpr):
+    """Sums of ``x`` and ``y`` [W, N], and the largest key."""
+    x, y, key = gl.reduce((x, y, key), 1, _add_add_max)
+    return gl.reduce((_to_all(x, W), _to_all(y, W), _to_all(key, W)), 0, _add_add_max)
 
 
 @gluon.jit
@@ -142,11 +143,8 @@ def _quantile(share):
 
 
 @gluon.jit
-def _guess(x, size, k, factor, CAPACITY: gl.constexpr, SAMPLE: gl.constexpr, W: gl.constexpr):
-    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
-
-    ``factor``: 1, or what the number of columns should change by since the first guess.
-    """
+def _sample(x, size, SAMPLE: gl.constexpr, W: gl.constexpr):
+    """Columns of a row in ascending order, some of them outside it, and their values [W, N]."""
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [1, 256 // NEIGHBOURS, NEIGHBOURS // 8], [W, 1, 1], [2, 1, 0]
     )
@@ -165,34 +163,49 @@ def _guess(x, size, k, factor, CAPACITY: gl.constexpr, SAMPLE: gl.constexpr, W: 
     near = gl.arange(0, NEIGHBOURS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     first = (at + shift) // NEIGHBOURS * NEIGHBOURS - shift
     ids = gl.expand_dims(first, 2) + gl.expand_dims(gl.expand_dims(near, 0), 1)
+    x = gl.load(x + ids, mask=(ids >= 0) & (ids < size), other=0.0)
+    return gl.reshape(ids, [W, SAMPLE // W]), gl.reshape(x, [W, SAMPLE // W])
+
+
+@gluon.jit
+def _guess(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
+    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
+
+    Args:
+        ids, x: a sample of the row.
+        factor: 1, or what the number of columns should change by since the first guess.
+    """
+    SAMPLE: gl.constexpr = W * x.shape[1]
     inside = (ids >= 0) & (ids < size)
-    x = gl.load(x + ids, mask=inside, other=0.0).to(gl.float32)
+    x = x.to(gl.float32)
     key = gl.where(inside, _keys(x), DEAD_KEY)
-    key = gl.reshape(key, [W, SAMPLE // W])
     ratio = gl.fdiv(SAMPLE * 1.0, size.to(gl.float32))
     most = k * ratio
     # Ranks in the sample that stay clear of k and of CAPACITY; in the middle if they cannot.
     low = most + gl.sqrt(most) * SIGMAS + 2.0
     root = (gl.sqrt(ratio * (4 * CAPACITY) + SIGMAS * SIGMAS) - SIGMAS) * 0.5
     low = gl.minimum(gl.minimum(low, 0.5 * (low + root * root)) * factor, SAMPLE * 1.0)
-    up = gl.maximum(low, gl.minimum(low * 1.2 + 4.0, root * root)).to(gl.int32)
+    slack = gl.sqrt(low) * 0.3
+    up = gl.maximum(low + slack, gl.minimum(low * 1.2 + 4.0, root * root))
+    low = gl.minimum(low, up - 2 * slack)
+    up = up.to(gl.int32)
     low = gl.maximum(low, 1.0).to(gl.int32)
     # Where these ranks should be if the scores are normally distributed.
     small = gl.where(inside & (gl.abs(x) < 1e15), x, 0.0)
-    mean, square = _moments(gl.reshape(small, [W, SAMPLE // W]), W)
-    deviation = gl.sqrt(gl.maximum(square - mean * mean, 0.0))
+    mean, square, top = _sums_and_max(small, small * small, key, W)
+    mean = mean * (1.0 / SAMPLE)
+    deviation = gl.sqrt(gl.maximum(square * (1.0 / SAMPLE) - mean * mean, 0.0))
     share = (low + up).to(gl.float32) * (0.5 / SAMPLE)
     dead = size * 0 + DEAD_KEY
-    end = size * 0 + END_KEY
-    a = gl.maximum(_bits(mean + _quantile(1.25 * share) * deviation), DEAD_KEY + 1)
-    b = gl.minimum(gl.maximum(_bits(mean + _quantile(share) * deviation), a), END_KEY - 1)
-    threshold, reached, above = _search(key, dead, end, end * 0 + SAMPLE, a, b, low, up, W)
+    a = gl.maximum(_bits(mean + _quantile(1.1 * share) * deviation), DEAD_KEY + 1)
+    a = gl.minimum(a, top)
+    b = gl.minimum(gl.maximum(_bits(mean + _quantile(0.92 * share) * deviation), a), top)
+    threshold, reached, above = _search(key, dead, top + 1, dead * 0 + SAMPLE, a, b, low, up, W)
     column = size
     if reached > up:  # a plateau; the sample lies in the order of the columns
         equal = key == threshold
         before, _ = _rank(equal.to(gl.int32), W)
-        behind = gl.reshape(ids, [W, SAMPLE // W]) + 1
-        cut = gl.where(equal & (before + 1 >= low - above), behind, size)
+        cut = gl.where(equal & (before + 1 >= low - above), ids + 1, size)
         column = -_max(-cut, W)
     return gl.maximum(threshold, MINUS_INF_KEY), column
 
@@ -252,16 +265,144 @@ def _of_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _load_plane(x, at, group, end):
-    """Eight neighbours for each thread if its ``group`` lies before ``end``, else anything."""
-    return gl.load(x + at, mask=(group < end)[:, None])
+def _load_tile(x, group, stop):
+    """Eight neighbours from ``x`` on for each thread, and from the second plane as many.
+
+    Of a ``group`` from ``stop`` on there is anything.
+    """
+    W: gl.constexpr = x.shape[0] // 32
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    at = x[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    first = gl.load(at, mask=(group < stop)[:, None])
+    return first, gl.load(at + PLANE, mask=(group + PLANE < stop)[:, None])
 
 
 @gluon.jit
-def _append_plane(lists, start, x, hits, ids, mask):
-    """Append the hits of a plane, whose first in each thread goes to ``start``."""
-    place = start[:, None] + (gl.associative_scan(hits, 1, _add) - hits)
-    _append(lists[:, None] + place, x, ids, mask)
+def _level(value, over, before_cut, left):
+    """What a score must reach; nothing reaches a NaN."""
+    return gl.where(left > 0, gl.where(before_cut > 0, value, over), float("nan"))
+
+
+@gluon.jit
+def _of(x, LAYOUT: gl.constexpr):
+    """The same values of the same threads."""
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _hits(x, value):
+    """A bit for each of a thread's eight neighbours that reach ``value``, the first the highest."""
+    LAYOUT: gl.constexpr = value.type.layout
+    even, odd = gl.split(gl.reshape(x.to(gl.float32), [x.shape[0], 2, 2, 2]))
+    x04, x26 = gl.split(even)
+    x15, x37 = gl.split(odd)
+    x0, x4 = gl.split(x04)
+    x1, x5 = gl.split(x15)
+    x2, x6 = gl.split(x26)
+    x3, x7 = gl.split(x37)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred hit;
+        mov.b32 $0, 0;
+        setp.ge.f32 hit, $2, $1;
+        @hit or.b32 $0, $0, 128;
+        setp.ge.f32 hit, $3, $1;
+        @hit or.b32 $0, $0, 64;
+        setp.ge.f32 hit, $4, $1;
+        @hit or.b32 $0, $0, 32;
+        setp.ge.f32 hit, $5, $1;
+        @hit or.b32 $0, $0, 16;
+        setp.ge.f32 hit, $6, $1;
+        @hit or.b32 $0, $0, 8;
+        setp.ge.f32 hit, $7, $1;
+        @hit or.b32 $0, $0, 4;
+        setp.ge.f32 hit, $8, $1;
+        @hit or.b32 $0, $0, 2;
+        setp.ge.f32 hit, $9, $1;
+        @hit or.b32 $0, $0, 1;
+        }""",
+        "=&r,f,f,f,f,f,f,f,f,f",
+        [
+            value,
+            _of(x0, LAYOUT),
+            _of(x1, LAYOUT),
+            _of(x2, LAYOUT),
+            _of(x3, LAYOUT),
+            _of(x4, LAYOUT),
+            _of(x5, LAYOUT),
+            _of(x6, LAYOUT),
+            _of(x7, LAYOUT),
+        ],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _number_of(hits):
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [hits], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _append_hits(lists, x, hits, first_id, to_a, to_b):
+    """Append the columns of a tile that are hits; each thread walks through its own.
+
+    Args:
+        lists: the list of each thread's warp.
+        x: each thread's first column, whose id is ``first_id``.
+        hits: 16 bits, the highest for the first column; the lower half is the second plane.
+        to_a: where the hits of the first plane go.
+        to_b: where those of the second plane go, less the number of those of the first.
+    """
+    if x.dtype.element_ty == gl.float32:
+        LOAD: gl.constexpr = """mul.wide.u32 from, column, 4;
+        add.s64 from, from, $2;
+        ld.global.b32 value, [from];"""
+    else:  # bfloat16, the upper half of a float32
+        LOAD: gl.constexpr = """mul.wide.u32 from, column, 2;
+        add.s64 from, from, $2;
+        ld.global.u16 value, [from];
+        shl.b32 value, value, 16;"""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred more, second;
+        .reg .b32 hits, bit, column, id, rank, value;
+        .reg .b64 from, to;
+        mov.b32 hits, $3;
+        mov.b32 rank, 0;
+        setp.eq.u32 more, hits, 0;
+        @more bra DONE;
+        NEXT:
+        bfind.u32 bit, hits;
+        shl.b32 value, 1, bit;
+        xor.b32 hits, hits, value;
+        setp.lt.u32 second, bit, 8;
+        sub.u32 column, 15, bit;
+        @second add.u32 column, column, 248;
+        """
+        + LOAD
+        + """
+        add.u32 id, column, $4;
+        selp.b32 bit, $6, $5, second;
+        add.u32 bit, bit, rank;
+        add.u32 rank, rank, 1;
+        mul.wide.u32 to, bit, 8;
+        add.s64 to, to, $1;
+        st.global.v2.b32 [to], {id, value};
+        setp.ne.u32 more, hits, 0;
+        @more bra NEXT;
+        DONE:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,l,r,r,r,r",
+        [lists.to(gl.int64), x.to(gl.int64), hits, first_id, to_a, to_b],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -327,14 +468,12 @@ def _collect(
     slices,
     W: gl.constexpr,
     TOGETHER: gl.constexpr,
-    FETCH: gl.constexpr,
 ):
     """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
 
     Either each warp has a list of its own, for a part of the slice, so that warps do not wait for
     each other; or they fill one list TOGETHER. Stores how many there are for each list. They are in
-    the list only if they are at most ``limit``; a tile behind it may be written too. FETCH: keep
-    the L2 cache AHEAD tiles ahead of each warp.
+    the list only if they are at most ``limit``; a tile behind it may be written too.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     THREAD: gl.constexpr = gl.SliceLayout(1, L)
@@ -351,54 +490,53 @@ def _collect(
     warp = thread // 32
     lane = thread % 32
     which = warp // (W // LISTS)
-    unfetched = gl.minimum(begin + share - AHEAD * STEP, end - (AHEAD * STEP + TILE) + 1)
     group = begin + lane * 8
-    at = group[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    # The part ends with its share or with the row.
+    stop = gl.minimum(begin - warp % (W // LISTS) * TILE + share, end)
+    source = groups + group
     begin += head
     lists += which * (limit + TILE)
     count = thread * 0
     first = (index * W + warp == 0) & (lane < head)
     count = _append_rest(x, lists, count, value, lane, first, W, TOGETHER)
-    a = _load_plane(groups, at, group, end)
-    b = _load_plane(groups, at + PLANE, group + PLANE, end)
-    for base in range(STEP, share + STEP, STEP):
-        if FETCH:
-            start = begin - head
-            _fetch(groups, start + AHEAD * STEP, (lane == 0) & (start < unfetched))
-        # The next tile is on its way while this one is looked at; the last has none.
-        stop = gl.where(base < share, end, 0)
-        next_a = _load_plane(groups, at + STEP, group + STEP, stop)
-        next_b = _load_plane(groups, at + (STEP + PLANE), group + (STEP + PLANE), stop)
-        xa = a.to(gl.float32)
-        xb = b.to(gl.float32)
-        # Nothing reaches a NaN.
-        value_a = gl.where(begin < column, value, over)
-        value_a = gl.where(group < end, value_a, float("nan"))[:, None]
-        value_b = gl.where(begin + PLANE < column, value, over)
-        value_b = gl.where(group + PLANE < end, value_b, float("nan"))[:, None]
-        hits_a = (xa >= value_a).to(gl.int32)
-        hits_b = (xb >= value_b).to(gl.int32)
-        of_a = gl.sum(hits_a, 1)
-        before, total = _of_warp(of_a + (gl.sum(hits_b, 1) << 16), W)
-        in_a = total & 0xFFFF
-        earlier, added = _of_lists(in_a + (total >> 16), W, TOGETHER)
-        # A tile too much goes behind the list, where nobody looks.
-        to = gl.where(count + added <= limit, count + earlier, limit)
-        ids = at + head
-        _append_plane(lists, to + (before & 0xFFFF), xa, hits_a, ids, xa >= value_a)
-        _append_plane(lists, to + in_a + (before >> 16), xb, hits_b, ids + PLANE, xb >= value_b)
-        count += added
-        at += STEP
-        group += STEP
-        begin += STEP
-        a = next_a
-        b = next_b
+    first_id = begin + lane * 8
+    tiles = ()
+    for i in gl.static_range(DEPTH):
+        tiles += (_load_tile(source + i * STEP, group + i * STEP, stop),)
+    for _ in range(0, share, DEPTH * STEP):
+        following = ()
+        for i in gl.static_range(DEPTH):
+            on = i * STEP
+            left = stop - (group + on)
+            before_cut = column - (begin + on)
+            hits_a = _hits(tiles[i][0], _level(value, over, before_cut, left))
+            hits_b = _hits(tiles[i][1], _level(value, over, before_cut - PLANE, left - PLANE))
+            # Its registers are free again.
+            on_next = on + DEPTH * STEP
+            following += (_load_tile(source + on_next, group + on_next, stop),)
+            of_a = _number_of(hits_a)
+            before, total = _of_warp(of_a + (_number_of(hits_b) << 16), W)
+            in_a = total & 0xFFFF
+            earlier, added = _of_lists(in_a + (total >> 16), W, TOGETHER)
+            # A tile too much goes behind the list, where nobody looks.
+            to = gl.where(count + added <= limit, count + earlier, limit)
+            to_b = to + in_a + (before >> 16) - of_a
+            to_a = to + (before & 0xFFFF)
+            hits = hits_a << 8 | hits_b
+            _append_hits(lists, source + on, hits, first_id + on, to_a, to_b)
+            count += added
+        tiles = following
+        group += DEPTH * STEP
+        begin += DEPTH * STEP
+        first_id += DEPTH * STEP
+        source += DEPTH * STEP
     last = (index * W + warp == slices * W - 1) & (head + end + lane < size)
     last_value = gl.where(column > head + end, value, over)
     to = gl.minimum(count, limit)
     ids = head + end + lane
     count += _append_rest(x, lists, to, last_value, ids, last, W, TOGETHER) - to
     gl.store(counts + which, count, mask=thread % (W // LISTS * 32) == 0)
+    return count
 
 
 @gluon.jit
@@ -496,7 +634,6 @@ def _row(
     pages,
     row,
     FRESH: gl.constexpr,
-    FETCH: gl.constexpr,
     LISTS: gl.constexpr,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
@@ -519,9 +656,9 @@ def _row(
     count = size
     above = size * 0
     longest = size * 0
+    own = warp * 0  # entries of each warp's list
+    key = size * 0 + NAN_KEY
     if size > CAPACITY:
-        if FETCH:
-            _fetch_first(x, size, 0, 1, W, False)
         tries = size * 0
         count = size * 0
         if not FRESH:
@@ -529,14 +666,14 @@ def _row(
             lengths = gl.load(counts + each)
             count = gl.sum(lengths, 0)
             longest = gl.max(lengths, 0)
-        key = size * 0
         while ((count < k) | (count > CAPACITY)) & (not exact):
             column = size
             if tries < 2:
                 middle = 0.5 * (k + CAPACITY)
                 ratio = gl.fdiv(middle, gl.maximum(count, 1).to(gl.float32))
                 factor = gl.where(tries == 0, 1.0, ratio)
-                key, column = _guess(x, size, k, factor, CAPACITY, SAMPLE, W)
+                at, values = _sample(x, size, SAMPLE, W)
+                key, column = _guess(at, values, size, k, factor, CAPACITY, W)
             else:
                 key, reached, above = _settle(x, size, k, CAPACITY, W)
                 exact = reached > CAPACITY
@@ -549,11 +686,18 @@ def _row(
                 room = limit
                 if not FRESH:
                     room = size * 0 + CAPACITY
-                _collect(x, lists, counts, room, size, key, column, 0, 1, W, not FRESH, FETCH)
+                added = _collect(x, lists, counts, room, size, key, column, 0, 1, W, not FRESH)
                 barrier()  # the lists and their lengths have been written
-                lengths = gl.load(counts + each)
-                count = gl.sum(lengths, 0)
-                longest = gl.max(lengths, 0)
+                added = _of(added, gl.BlockedLayout([1], [32], [W], [0]))
+                of_warp = gl.max(gl.reshape(added, [W, 32]), 1)
+                if FRESH:
+                    own = _of(of_warp, gl.SliceLayout(1, L))
+                    every = _to_all(of_warp, W)
+                    count = gl.sum(every, 0)
+                    longest = gl.max(every, 0)
+                else:
+                    count = gl.max(_to_all(of_warp, W), 0)
+                    longest = count
         if exact:
             over = above * 0
             level = above * 0
@@ -575,7 +719,10 @@ def _row(
             SHARE: gl.constexpr = CAPACITY // LISTS
             source = j // SHARE * pitch + j % SHARE
             if longest <= SHARE:
-                live = j % SHARE < gl.load(counts + j // SHARE)
+                if FRESH:
+                    live = lane[None, :] < own[:, None]
+                else:
+                    live = j % SHARE < gl.load(counts + j // SHARE)
             else:
                 live = j < count
                 source = j
@@ -588,15 +735,21 @@ def _row(
             ids = entry.to(gl.int32)
             values = (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
         keys = gl.where(live, _keys(values), DEAD_KEY)
-        least = -_max(gl.where(live, -keys, -END_KEY), W)
-        # Where the k-th is if the number of larger values falls exponentially, or linearly.
+        least = key  # of a row that was listed here, all reach it
+        if FRESH:
+            if size <= CAPACITY:
+                least = -_max(gl.where(live, -keys, -END_KEY), W)
+        else:
+            least = -_max(gl.where(live, -keys, -END_KEY), W)
+        # Where the k-th is if the number of larger values falls exponentially.
         low = _value(least)
-        scale = gl.fdiv(_sum(gl.where(live, values - low, 0.0), W), count.to(gl.float32))
-        step = scale * gl.log(gl.fdiv(count.to(gl.float32), k * 1.0))
-        a = gl.minimum(gl.maximum(_bits(low + 0.9 * step), least + 1), END_KEY - 2)
-        b = gl.minimum(gl.maximum(_bits(low + 2.0 * step), a), END_KEY - 1)
-        end = a * 0 + END_KEY
-        threshold, _, above = _search(keys, least, end, count, a, b, k, k, W)
+        excess = gl.where(live, values - low, 0.0)
+        excess, _, top = _sums_and_max(excess, excess, keys, W)
+        number = count.to(gl.float32)
+        step = gl.fdiv(excess, number) * gl.log(gl.fdiv(number, k * 1.0))
+        a = gl.minimum(gl.maximum(_bits(low + 0.95 * step), least + 1), top)
+        b = gl.minimum(gl.maximum(_bits(low + 1.2 * step), a), top)
+        threshold, _, above = _search(keys, least, top + 1, count, a, b, k, k, W)
         none = above * 0
         _place(out, ids, keys, threshold, none, none, k - above, pages, row, PAGE_SIZE, W)
 
@@ -652,13 +805,14 @@ def _collect_kernel(
     size = end - start
     if (size > k) & (size > CAPACITY):
         x = scores + row * stride_scores + start
-        _fetch_first(x, size, index, slices, W, TOGETHER)
         # Every slice of the row comes to the same threshold.
-        key, column = _guess(x, size, k, 1.0, CAPACITY, SAMPLE, W)
+        ids, values = _sample(x, size, SAMPLE, W)
+        _fetch_first(x, size, index, slices, W, TOGETHER)
+        key, column = _guess(ids, values, size, k, 1.0, CAPACITY, W)
         first = gl.program_id(0).to(gl.int64) * LISTS
         lists += first * (limit + TILE)
         counts += first
-        _collect(x, lists, counts, limit, size, key, column, index, slices, W, TOGETHER, True)
+        _collect(x, lists, counts, limit, size, key, column, index, slices, W, TOGETHER)
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -705,7 +859,6 @@ def _finish_kernel(
             pages,
             row,
             False,
-            False,
             LISTS,
             CAPACITY,
             SAMPLE,
@@ -732,7 +885,6 @@ def _select_kernel(
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
     W: gl.constexpr,
-    FETCH: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of whole rows, one after the other: their lists take the same place."""
@@ -758,7 +910,6 @@ def _select_kernel(
                 pages,
                 row,
                 True,
-                FETCH,
                 W,
                 CAPACITY,
                 SAMPLE,
@@ -774,11 +925,9 @@ class Plan(portable.Plan):
 
     Args:
         together: the warps of a slice fill one list.
-        fetch: programs of whole rows keep the L2 cache ahead of them; those of slices always do.
     """
 
     together: bool = False
-    fetch: bool = False
 
     @property
     def num_lists(self) -> int:
@@ -802,7 +951,6 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     """The plan for rows of this size; it depends on shapes only."""
     capacity, sample = _list_and_sample(max(1, num_cols), topk)
     processors = num_multiprocessors(device)
-    long = num_cols > 1 << 16
     slices = max(1, min(64, processors // max(num_rows, 1), num_cols // 4096))
     slices = 1 << (slices.bit_length() - 1)
     if slices > 1:
@@ -810,13 +958,11 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
         finish_warps = 16 if together or capacity > 4096 else 8
         how = Plan(slices, capacity, sample, num_rows, 8, finish_warps, 128, together=together)
     elif num_rows <= processors:
-        warps = 16 if long or capacity > 4096 else 8
-        how = Plan(1, capacity, sample, num_rows, warps, registers=2048 // warps, fetch=True)
+        warps = 16 if num_cols > 1 << 16 or capacity > 4096 else 8
+        how = Plan(1, capacity, sample, num_rows, warps, registers=2048 // warps)
     # Several programs for each multiprocessor: some wait for memory, others count in registers.
-    elif capacity > 4096:
+    elif num_cols >= 1 << 16 or capacity > 4096:
         how = Plan(1, capacity, sample, min(num_rows, 2 * processors), registers=128)
-    elif long:
-        how = Plan(1, capacity, sample, min(num_rows, 3 * processors), registers=80)
     else:
         how = Plan(1, capacity, sample, min(num_rows, 4 * processors), 4, registers=128)
     return portable.within_bound(how, num_cols)
@@ -895,7 +1041,6 @@ def launch(
             pages,
             **sizes,
             W=how.num_warps,
-            FETCH=how.fetch,
             PAGE_SIZE=page_size,
             num_warps=how.num_warps,
             maxnreg=how.registers,
