@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsemla
@@ -15,6 +17,7 @@ from sparsemla import (
     bf16_format,
     e4m3_format,
 )
+from sparsemla.ops import decode
 from sparsemla.testing.cases import (
     Draw,
     branch_case,
@@ -283,19 +286,32 @@ def test_a_compiled_step_rewrites_its_cache_each_time():
     assert_equal("second", second, step(other))
 
 
-def test_batch_sizes_may_be_symbolic():
+@pytest.mark.parametrize("multiprocessors", [0, 132])
+def test_batch_sizes_may_be_symbolic(monkeypatch, multiprocessors):
+    monkeypatch.setattr(decode, "_multiprocessors", lambda device: multiprocessors)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def run(q, cache, slots):
         return sparsemla.sparse_decode(q, cache, slots, softmax_scale=0.05)[0]
 
     compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
-    for batch in (3, 5, 9):
+    for batch in (3, 5, 9, *range(10, 24)):
         case = decoding(batch=batch)
-        got = compiled(case["q"], case["cache"], case["topk_indices"])
-        assert_equal("out", got, run(case["q"], case["cache"], case["topk_indices"]))
-    assert counter.frame_count <= 2
+        arguments = case["q"], case["cache"], case["topk_indices"].repeat(1, 1, 40)
+        assert_equal("out", compiled(*arguments), run(*arguments))
+    assert counter.frame_count <= 4
+
+
+def test_symbolic_traces():
+    case = decoding(batch=3)
+
+    def run(q, slots):
+        return sparsemla.sparse_decode(q, case["cache"], slots, softmax_scale=0.05)[0]
+
+    arguments = case["q"], case["topk_indices"]
+    traced = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*arguments)
+    assert_equal("out", traced(*arguments), run(*arguments))
 
 
 @pytest.mark.parametrize("fmt", [FP8_584, FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)

@@ -131,9 +131,13 @@ _kept_fastest = functools.cache(_fastest)
 def _schedule(
     kernels: tuple[_Kernel, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
 ) -> Schedule:
-    """:func:`_fastest`; the answer is kept, but Dynamo must not see that."""
-    choose = _fastest if torch.compiler.is_compiling() else _kept_fastest
-    return choose(kernels, num_groups, group_rows, num_keys, slots)
+    """:func:`_fastest`, whose answers are kept; in traced code one formula for all sizes."""
+    sizes = num_groups, group_rows, num_keys
+    if torch.compiler.is_compiling() or any(isinstance(size, torch.SymInt) for size in sizes):
+        # A program for each multiprocessor: a search would be a graph of its own for each batch.
+        num_tiles = max(num_groups * -(-group_rows // 64), 1)
+        return Schedule(64, max(min(slots // num_tiles, -(-num_keys // 64), MAX_SPLITS), 1))
+    return _kept_fastest(kernels, num_groups, group_rows, num_keys, slots)
 
 
 def sparse_schedule(
@@ -475,7 +479,7 @@ def merge_states(
         lses: float32 ``[N, T, H]``, natural logarithms.
         attn_sink: float32 ``[H]``, applied to the merged output.
         out: ``[T, H, V]`` of outs' dtype, written.
-        lse: float32 ``[T, H]``, written.
+        lse: float32 ``[T, H]``, written; must not lie in lses.
 
     Returns:
         out and lse; 0 and -inf where every part is empty.
