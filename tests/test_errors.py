@@ -434,6 +434,7 @@ OTHERS = [
     ("to_slots", "prefill_request_ids", setting(workspace_starts=None)),
     ("to_slots", "prefill_request_ids", setting(prefill_request_ids=None)),
     ("select_topk", "topk", setting(topk=0)),
+    ("select_topk", "scores", setting(scores=torch.zeros(1, 1).expand(3, 2**30 + 1))),
     ("select_topk", "request_ids", setting(page_table=None)),
     ("select_topk", "request_ids", setting(request_ids=None)),
     ("select_topk", "page_size", setting(page_size=None)),

@@ -8,6 +8,8 @@ from sparsemla.checks import INTEGERS, Checker
 from sparsemla.ops._library import operator
 
 SCORES = (torch.float32, torch.bfloat16)
+MAX_COLUMNS = 2**30
+"""Kernels count columns, and a little beyond the last, in 32 bits."""
 
 
 def select_topk(
@@ -28,7 +30,7 @@ def select_topk(
     ``row_starts[r] <= c < row_ends[r]`` (clamped to the row); what lies outside is never looked at.
 
     Args:
-        scores: float32 or bfloat16 ``[R, N]``; rows may be strided.
+        scores: float32 or bfloat16 ``[R, N]``, N at most 2**30; rows may be strided.
         topk: k, any positive number.
         row_starts: int32 or int64 ``[R]``, first column of each row; default 0.
         row_ends: int32 or int64 ``[R]``, end of each row; default N.
@@ -51,6 +53,10 @@ def select_topk(
     """
     check = Checker("select_topk")
     check.tensor("scores", scores, "R N", SCORES)
+    if scores.shape[1] > MAX_COLUMNS:
+        raise ValueError(
+            f"select_topk: scores must have at most {MAX_COLUMNS} columns, got {scores.shape[1]}"
+        )
     check.positive("topk", topk)
     check.optional("row_starts", row_starts, "R", INTEGERS)
     check.optional("row_ends", row_ends, "R", INTEGERS)
