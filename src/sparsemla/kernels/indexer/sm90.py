@@ -41,7 +41,10 @@ KEYS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 MAX_COLUMNS = 256
 RING = 8
-"""Tiles of keys on their way, 64 KiB: fewer do not fill the memory, 16 are slower again."""
+"""Tiles of keys on their way, 64 KiB: fewer do not fill the memory, 16 are slower again.
+
+A multiple of the consumers: each waits for its own places, by parity, and sees every lap of them.
+"""
 
 MINUS_INF = gl.constexpr(float("-inf"))
 NAN_TOO = gl.constexpr(PropagateNan.ALL)
