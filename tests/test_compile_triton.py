@@ -19,7 +19,7 @@ import pytest
 SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 96,
-    "hopper_indexer": 680,
+    "hopper_indexer": 720,
     "hopper_rows": 200,
     "hopper_topk": 456,
     "indexer": 160,
