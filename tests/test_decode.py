@@ -291,8 +291,10 @@ def test_schedules_fit_the_workspace(monkeypatch):
     for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
         size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
         for kernels in ((decode._FEW,), (decode._ROWS, decode._NARROW), (decode._PAIRS,)):
-            _, splits = decode._fastest(kernels, batch, num_heads, topk, 132)
-            assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
+            for compiling in (False, True):
+                monkeypatch.setattr(torch.compiler, "is_compiling", lambda said=compiling: said)
+                splits = decode._schedule(kernels, batch, num_heads, topk, 132).num_splits
+                assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
 
 
 def test_reruns_are_equal(device):
