@@ -332,7 +332,7 @@ def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     gathered = isinstance(workload, workloads.CachedPrefill)
     name = "FlashMLA after sparsemla's gather" if gathered else "FlashMLA"
     assert [found.peer for found in outcome.rows] == [name]
-    padded = isinstance(workload, workloads.SparseDecode)
+    padded = isinstance(workload, (workloads.SparsePrefill, workloads.SparseDecode))
     assert outcome.rows[0].note == ("heads padded to 64" if padded else "")
     assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None
     assert peer.supports(workloads.Gather(1, 1)) is not None

@@ -119,7 +119,7 @@ class FlashMLA(Peer):
     """FlashMLA's sparse prefill, sparse FP8 decode and dense decode."""
 
     name = "FlashMLA"
-    DECODE_HEADS: ClassVar[tuple[int, ...]] = (64, 128)
+    HEADS: ClassVar[tuple[int, ...]] = (64, 128)
 
     def __init__(self, directories: list[Path]) -> None:
         for root in directories:
@@ -141,31 +141,26 @@ class FlashMLA(Peer):
         return "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
-        q, scale = inputs["q"], inputs["softmax_scale"]
-        if isinstance(workload, SparsePrefill):
-            kv, indices = inputs["kv"][:, None], inputs["topk_indices"][:, None]
-
-            def prefill() -> Results:
-                return (self.module.flash_mla_sparse_fwd(q, kv, indices, scale)[0],)
-
-            return [_side(self.name, workload, inputs, prefill)]
         if isinstance(workload, CachedPrefill):
             return [self._after_gather(workload, inputs)]
-        cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
         if isinstance(workload, DenseDecode):
-            table, lens = inputs["page_table"], inputs["seq_lens"]
-
-            def dense() -> Results:
-                decode = self.module.flash_mla_with_kvcache
-                return (decode(q, cache, table, lens, 512, schedule, None, scale, True)[0],)
-
-            return [_side(self.name, workload, inputs, dense)]
-        heads = q.shape[2]
-        padded = min(size for size in self.DECODE_HEADS if size >= heads)
+            return [self._dense(workload, inputs)]
+        q, scale = inputs["q"], inputs["softmax_scale"]
+        heads = q.shape[-2]
+        padded = min(size for size in self.HEADS if size >= heads)
         note = "" if padded == heads else f"heads padded to {padded}"
         pad = torch.nn.functional.pad
         q = pad(q, (0, 0, 0, padded - heads)).contiguous()
         indices, more = inputs["topk_indices"], {}
+        if isinstance(workload, SparsePrefill):
+
+            def prefill() -> Results:
+                kv, selected = inputs["kv"][:, None], indices[:, None]
+                out = self.module.flash_mla_sparse_fwd(q, kv, selected, scale)[0]
+                return (out[:, :heads],)
+
+            return [_side(self.name, workload, inputs, prefill, note)]
+        cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
         if isinstance(workload, WindowedDecode):
             more = {
                 "attn_sink": pad(inputs["attn_sink"], (0, padded - heads)),
@@ -182,6 +177,18 @@ class FlashMLA(Peer):
             return (out[:, :, :heads],)
 
         return [_side(self.name, workload, inputs, sparse, note)]
+
+    def _dense(self, workload: DenseDecode, inputs: Inputs) -> Side:
+        cache, schedule = inputs["cache"].data.unsqueeze(2), self.module.get_mla_metadata()[0]
+        q, table, lens, scale = (
+            inputs[name] for name in ("q", "page_table", "seq_lens", "softmax_scale")
+        )
+
+        def run() -> Results:
+            decode = self.module.flash_mla_with_kvcache
+            return (decode(q, cache, table, lens, 512, schedule, None, scale, True)[0],)
+
+        return _side(self.name, workload, inputs, run)
 
     def _after_gather(self, workload: CachedPrefill, inputs: Inputs) -> Side:
         """Its prefill over rows that vLLM's kernel has converted, or ours where that is absent."""

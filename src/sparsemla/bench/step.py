@@ -251,7 +251,7 @@ class StepOfPeers(Peer):
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
         layer, plan, cache = inputs["layer"], inputs["plan"], inputs["cache"]
         batch, heads = workload.batch, workload.heads
-        padded = min(size for size in FlashMLA.DECODE_HEADS if size >= heads)
+        padded = min(size for size in FlashMLA.HEADS if size >= heads)
         q_nope = inputs["q"][..., :NOPE].transpose(0, 1).contiguous()  # [H, T, P]
         q_rope = inputs["q"][..., NOPE:].contiguous()
         latent, k_rope = (part.contiguous() for part in inputs["kv"].split([LATENT, ROPE], -1))
