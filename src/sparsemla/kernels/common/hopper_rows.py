@@ -591,12 +591,17 @@ def arrivals(b):
     return 2 if b in (SUM.value, SCORED.value) else 1
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_tiles"],
+    do_not_specialize_on_alignment=["group_tokens", "num_splits"],  # a 1 is worth a kernel
+)
 def _attend(
-    num_tiles, q, q_request, q_token, q_head, rows, stream, results, shape, scale_log2,
+    num_tiles, q, q_request, q_token, q_head, rows, stream, results, num_heads, num_rows,
+    group_tokens, num_splits, scale_log2,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 rows of a group and a split of its keys."""
+    shape = Shape(num_heads, num_rows, group_tokens, num_splits)
     REST: gl.constexpr = L.head_dim - 512
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
     q_rest = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
@@ -652,7 +657,7 @@ def attend(
         rows,
         stream,
         results,
-        shape,
+        *shape,
         softmax_scale * LOG2E.value,
         L=layout,
         PAGED=paged,

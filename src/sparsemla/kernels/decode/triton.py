@@ -25,7 +25,7 @@ from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _sparse_decode(
     q,
     q_request,
@@ -235,7 +235,7 @@ def merge_splits(
         launch_merge(outs, lses, attn_sink, out, lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _dense_decode(
     q,
     q_request,
@@ -383,7 +383,7 @@ def dense_decode(
     merge_splits(outs, lses, attn_sink, out, lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge(
     outs,
     outs_part,

@@ -25,7 +25,7 @@ REQUEST_BLOCK = 32
 """Requests that a gather program compares its rows with at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_prefills"])
 def _slots_kernel(
     indices,
     page_table,
@@ -114,7 +114,7 @@ def _owners(row, seq_lens, workspace_starts, num_requests, BLOCK: tl.constexpr):
     return owner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["num_requests"])
 def _gather_kernel(
     fp8,
     scales,

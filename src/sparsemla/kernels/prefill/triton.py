@@ -146,7 +146,7 @@ def sparse_prefill(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_tiles"])
 def _dense_prefill(
     q,
     q_token,

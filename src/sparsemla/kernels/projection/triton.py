@@ -185,7 +185,7 @@ def _merged(
     return merged
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _few_kernel(
     x,
     weight,
@@ -281,7 +281,7 @@ def _few_kernel(
     tl.store(target, total.to(tl.bfloat16), mask=(row < N)[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _many_kernel(
     x,
     weight,

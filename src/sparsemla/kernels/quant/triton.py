@@ -281,7 +281,7 @@ def _rotate_heads(
     _store_pairs(target, first, second, live, R, INTERLEAVED, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _fused_kernel(
     q,
     out,
@@ -662,7 +662,7 @@ def _quantise_heads(
     tl.store(weights_out + token * weights_out_stride + head, weight, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_keys"])
 def _index_kernel(
     q,
     weights,
