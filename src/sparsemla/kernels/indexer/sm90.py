@@ -62,6 +62,8 @@ class Queries(NamedTuple):
     its request's length leaves to it. Tokens with up to ``skip`` keys are left out. ``first`` is
     what offsets are counted from. ``rows``: where the ends of ragged requests' tokens are written,
     and their requests ``rows_request`` behind.
+
+    The last ones, which change from batch to batch, are arguments of their own in a launch.
     """
 
     weights: Tensor
@@ -71,17 +73,17 @@ class Queries(NamedTuple):
     row_ends: Tensor
     ends_request: int
     offsets: Tensor | None
-    first: int
     skip: int
     search_steps: int
     rows: Tensor | None
-    rows_request: int
     out: Tensor
     out_request: int
     out_token: int
+    num_keys: int
+    first: int
+    rows_request: int
     num_requests: int
     query_len: int
-    num_keys: int
 
 
 class Keys(NamedTuple):
@@ -562,9 +564,24 @@ def fill(queries, num_groups, L: gl.constexpr):
                 fill_columns(row, high, end)
 
 
-@gluon.jit(do_not_specialize=["num_groups"])
-def score(q, k, queries, keys, num_groups, L: gl.constexpr):
+@gluon.jit(
+    do_not_specialize=["num_groups"],
+    do_not_specialize_on_alignment=["first", "rows_request", "num_requests", "query_len"],
+)
+def score(
+    q,
+    k,
+    queries,
+    keys,
+    num_groups,
+    first,
+    rows_request,
+    num_requests,
+    query_len,
+    L: gl.constexpr,
+):
     """Scores of groups of query tokens, ``q [B, S, HI, DI]`` against ``k [pages, rows, DI]``."""
+    queries = Queries(*queries, first, rows_request, num_requests, query_len)
     N: gl.constexpr = L.tokens * L.block_h
     D: gl.constexpr = L.block_d
     RING: gl.constexpr = L.ring
@@ -628,9 +645,10 @@ def launch(
     score[(num_multiprocessors(q.device),)](
         TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, tile_layout(d, 4)),
         TensorDescriptor(k, list(k.shape), list(k.stride()), k_box, tile_layout(d, 3)),
-        queries,
+        queries[:-4],
         keys,
         num_groups,
+        *queries[-4:],
         layout,
         num_warps=4,
         launch_pdl=True,
@@ -660,17 +678,17 @@ def indexer_scores(
         row_ends=row_ends,
         ends_request=0,
         offsets=None,
-        first=0,
         skip=0,
         search_steps=0,
         rows=None,
-        rows_request=0,
         out=out,
         out_request=0,
         out_token=out.stride(0),
+        num_keys=num_keys,
+        first=0,
+        rows_request=0,
         num_requests=1,
         query_len=num_tokens,
-        num_keys=num_keys,
     )
     layout = Layout(tokens, q.shape[1], block_h, block_d, min(2, tokens), RING, True, False, 0)
     no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
@@ -708,17 +726,17 @@ def indexer_scores_paged(
         row_ends=seq_lens,
         ends_request=seq_lens.stride(0),
         offsets=None,
-        first=0,
         skip=0,
         search_steps=0,
         rows=None,
-        rows_request=0,
         out=out,
         out_request=out.stride(0),
         out_token=out.stride(1),
+        num_keys=max_seq_len,
+        first=0,
+        rows_request=0,
         num_requests=batch,
         query_len=query_len,
-        num_keys=max_seq_len,
     )
     own_ends = seq_lens.dim() == 2
     layout = Layout(
@@ -765,17 +783,17 @@ def scorer(
             row_ends=seq_lens,
             ends_request=seq_lens.stride(0),
             offsets=input_row_offsets,
-            first=some.start,
             skip=topk,
             search_steps=num_requests.bit_length(),
             rows=rows,
-            rows_request=rows.stride(0),
             out=scores,
             out_request=0,
             out_token=scores.stride(0),
+            num_keys=scores.shape[1],
+            first=some.start,
+            rows_request=rows.stride(0),
             num_requests=num_requests,
             query_len=scores.shape[0],
-            num_keys=scores.shape[1],
         )
         num_groups = scores.shape[0] // tokens + num_requests + 1
         launch(q[None, some], k, queries, keys, num_groups, layout)
