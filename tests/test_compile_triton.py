@@ -48,3 +48,35 @@ def test_launches_compile_for_every_target(table):
     assert not spilling, "\n".join(spilling)
     waiting = [line for line in lines if "serialized" in line]
     assert not waiting, "\n".join(waiting)
+
+
+# Launches that differ in counts alone, and must get one kernel: each costs a server a wait.
+COUNTS = """
+import runpy, sys
+from functools import partial
+from sparsemla import FP8_DS_MLA, INDEX_FP8
+from sparsemla.testing.compile import TARGETS, compile_launch
+
+def table(name):
+    return runpy.run_path(f"{sys.argv[1]}/{name}.py")
+
+sm_90 = next(target for target in TARGETS if target.name == "sm_90")
+fused, index = table("quant")["fused"], table("quant")["index_step"]
+project, select = table("projection")["project"], table("hopper_topk")["select"]
+for launches in (
+    [fused(FP8_DS_MLA, tokens=n) for n in (1, 17, 32)],
+    [index(INDEX_FP8, tokens=n) for n in (1, 17, 32)],
+    [project(64, 16, 128, 512, parts=n) for n in (17, 32)],
+    [partial(select, n, 8192, 2048, page_size=64) for n in (513, 528)],
+):
+    compiled = [compile_launch(launch, sm_90) for launch in launches]
+    print(*sorted({len({id(one.asm) for one in same}) for same in zip(*compiled, strict=True)}))
+"""
+
+
+def test_counts_share_a_kernel():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COUNTS, str(TABLES[0].parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["1"] * 4  # each a single kernel

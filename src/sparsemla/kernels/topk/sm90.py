@@ -776,7 +776,16 @@ def _row_range(row_starts, row_ends, row, num_cols):
 
 
 # Values that the compiler knows nothing of: one kernel serves all shapes.
-RUNTIME = ("num_rows", "num_cols", "k", "limit", "slices", "stride_scores", "stride_out")
+RUNTIME = (
+    "num_rows",
+    "num_cols",
+    "k",
+    "limit",
+    "slices",
+    "stride_scores",
+    "stride_out",
+    *Pages._fields,
+)
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -828,7 +837,11 @@ def _finish_kernel(
     limit,
     stride_scores,
     stride_out,
-    pages,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
     LISTS: gl.constexpr,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
@@ -836,6 +849,7 @@ def _finish_kernel(
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
+    pages = Pages(table, request_ids, num_requests, width, stride)
     gdc_launch_dependents()
     gdc_wait()
     row = gl.program_id(0).to(gl.int64)
@@ -881,13 +895,18 @@ def _select_kernel(
     limit,
     stride_scores,
     stride_out,
-    pages,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
     W: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of whole rows, one after the other: their lists take the same place."""
+    pages = Pages(table, request_ids, num_requests, width, stride)
     lists += gl.program_id(0).to(gl.int64) * W * (limit + TILE)
     counts += gl.program_id(0) * W
     for index in range(gl.program_id(0), num_rows, gl.num_programs(0)):
@@ -1038,7 +1057,7 @@ def launch(
             num_rows,
             *layout,
             *strides,
-            pages,
+            *pages,
             **sizes,
             W=how.num_warps,
             PAGE_SIZE=page_size,
@@ -1069,7 +1088,7 @@ def launch(
         *rows,
         *layout,
         *strides,
-        pages,
+        *pages,
         LISTS=how.num_lists,
         **sizes,
         W=how.finish_warps,

@@ -496,7 +496,16 @@ def _finish(
 
 
 # Values that the compiler knows nothing of: one kernel serves all shapes.
-RUNTIME = ("num_rows", "num_cols", "k", "limit", "slices", "stride_scores", "stride_out")
+RUNTIME = (
+    "num_rows",
+    "num_cols",
+    "k",
+    "limit",
+    "slices",
+    "stride_scores",
+    "stride_out",
+    *Pages._fields,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -545,7 +554,11 @@ def _finish_kernel(
     limit,
     stride_scores,
     stride_out,
-    pages,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
     LISTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -554,6 +567,7 @@ def _finish_kernel(
     PAGE_SIZE: tl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
+    pages = Pages(table, request_ids, num_requests, width, stride)
     row = tl.program_id(0).to(tl.int64)
     out += row * stride_out
     start, end = _row_range(row_starts, row_ends, row, num_cols)
@@ -595,7 +609,11 @@ def _select_kernel(
     limit,
     stride_scores,
     stride_out,
-    pages,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
     WARPS: tl.constexpr,
@@ -603,6 +621,7 @@ def _select_kernel(
     PAGE_SIZE: tl.constexpr,
 ):
     """The ids of whole rows, one after the other: their lists take the same place."""
+    pages = Pages(table, request_ids, num_requests, width, stride)
     lists += tl.program_id(0).to(tl.int64) * WARPS * (limit + 16 * LANES)
     counts += tl.program_id(0) * (2 * WARPS)
     for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -791,7 +810,7 @@ def launch(
             *layout,
             scores.stride(0),
             out.stride(0),
-            pages,
+            *pages,
             **sizes,
             SAMPLE=how.sample,
             WARPS=how.num_warps,
@@ -824,7 +843,7 @@ def launch(
         *layout,
         scores.stride(0),
         out.stride(0),
-        pages,
+        *pages,
         LISTS=how.num_lists,
         **sizes,
         SAMPLE=how.sample,
