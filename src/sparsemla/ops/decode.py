@@ -82,7 +82,11 @@ _NARROW = _Kernel(16, 128, 2, 1.35)
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, 0 of a CPU."""
+    """Multiprocessors of a GPU, 0 of a CPU.
+
+    Asked each time: compiled code that calls a function with a cache, as kernels/common/device has
+    one, begins with a warning of Dynamo's.
+    """
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -151,6 +155,7 @@ def sparse_schedule(
     if num_heads > 32 and not cache.format.fp8_dim:
         kernels = (_PAIRS,)
     elif num_heads > 32:
+        # A tier that stands in for Hopper's takes the splits, and tiles of its own.
         narrow = query_len == 1 and num_heads % 16 == 0 and _is_hopper(q.device)
         kernels = (_ROWS, _NARROW) if narrow else (_ROWS,)
     return _schedule(kernels, batch * query_len, num_heads, num_keys, _multiprocessors(q.device))
