@@ -43,6 +43,7 @@ SMALL = [
     workloads.IndexerScores(9, 40),
     workloads.IndexerScoresPaged(3, 2, 70),
     workloads.IndexerTopk(2, 3, 70, 16),
+    workloads.HeadProducts(3, 2, 200, 130, 2),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
     workloads.IndexWrite(20, 3),
@@ -124,6 +125,12 @@ def test_work_of_causal_indexer_scores():
     assert workload.flop == 2 * pairs * 64 * 128
     inputs = workloads.IndexerScores(3, 10).build(CPU)
     assert inputs["row_ends"].tolist() == [8, 9, 10]
+
+
+def test_work_of_products():
+    workload = workloads.HeadProducts(3, 2, 200, 130, 4)
+    assert workload.flop == 4 * 2 * 3 * 2 * 200 * 130
+    assert workload.unique_bytes(workload.build(CPU)) == 4 * 2 * (200 * 130 + 2 * 3 * 330)
 
 
 def test_every_case_is_named_once_and_measures_an_op():

@@ -32,6 +32,7 @@ from sparsemla.bench.workloads import (
     CacheWrite,
     DenseDecode,
     Gather,
+    HeadProducts,
     IndexerScores,
     IndexerScoresPaged,
     IndexerTopk,
@@ -46,7 +47,7 @@ from sparsemla.bench.workloads import (
 )
 from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8
-from sparsemla.testing.compare import Tolerance, assert_close
+from sparsemla.testing.compare import UNQUANTIZED_PROJECTION, Tolerance, assert_close
 
 CACHE_ROWS = Tolerance(cos=1e-3)
 """e4m3 rows against the rows they were made from."""
@@ -71,18 +72,35 @@ class Peer(ABC):
 
 
 class Torch(Peer):
-    """``torch.topk``, which is everywhere."""
+    """``torch.topk`` and ``torch.bmm`` in bfloat16, which are everywhere."""
 
     name = "torch"
 
     def supports(self, workload: Workload) -> str | None:
-        return None if isinstance(workload, SelectTopk) else "has no such op"
+        ours = isinstance(workload, (SelectTopk, HeadProducts))
+        return None if ours else "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, HeadProducts):
+            return [self._products(workload, inputs)]
+
         def run() -> Results:
             return (inputs["scores"].topk(inputs["topk"], dim=-1, sorted=False).indices,)
 
         return [_side("torch.topk", workload, inputs, run)]
+
+    @staticmethod
+    def _products(workload: HeadProducts, inputs: Inputs) -> Side:
+        x = [tokens.transpose(0, 1).contiguous() for tokens in inputs["x"]]  # [H, T, K]
+        weights = [w.dequantize().bfloat16().transpose(1, 2) for w in inputs["weights"]]
+
+        def run() -> Results:
+            return tuple(torch.bmm(a, b).transpose(0, 1) for a, b in zip(x, weights, strict=True))
+
+        def check(got: Results) -> None:
+            workload.check_within(UNQUANTIZED_PROJECTION, inputs, got)
+
+        return Side("torch.bmm", run, check, note="bfloat16 weights")
 
 
 class Sparsemla(Peer):

@@ -26,6 +26,7 @@ from sparsemla.bench.workloads import (
     Side,
     Workload,
     _generator,
+    _head_weight,
     _paged,
     _select,
     _some,
@@ -387,15 +388,9 @@ def _layer(draw: torch.Generator, heads: int, positions: int) -> MLALayer:
     """A layer with weights in e4m3 whose products are of order 1."""
     device = draw.device
 
-    def weight(outputs: int, inputs: int) -> HeadWeight:
-        shape = heads, outputs, inputs
-        data = torch.randn(shape, generator=draw, device=device).mul_(64).to(torch.float8_e4m3fn)
-        scale = torch.full((heads, outputs // 128, inputs // 128), 1 / 64, device=device)
-        return HeadWeight(data, scale * inputs**-0.5, (128, 128))
-
     return MLALayer(
-        w_uk=weight(LATENT, NOPE),
-        w_uv=weight(VALUE, LATENT),
+        w_uk=_head_weight(draw, heads, LATENT, NOPE),
+        w_uv=_head_weight(draw, heads, VALUE, LATENT),
         kv_norm_weight=torch.rand(LATENT, generator=draw, device=device).bfloat16() + 0.5,
         cos_sin_cache=cos_sin_table(rope_frequencies(ROPE, 1e4), positions).to(device),
         softmax_scale=(NOPE + ROPE) ** -0.5,

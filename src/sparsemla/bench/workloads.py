@@ -37,6 +37,7 @@ from sparsemla.testing.compare import (
     DENSE_DECODE_OUT,
     E4M3_STEP,
     FLOAT32_ULPS,
+    FP8_PROJECTION,
     INDEXER_SCORES,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,
@@ -46,6 +47,7 @@ from sparsemla.testing.compare import (
     assert_equal,
     assert_rows_close,
 )
+from sparsemla.weights import HeadWeight
 
 Inputs = dict[str, Any]
 Selection = Literal["random", "overlapping"]
@@ -792,6 +794,53 @@ class Gather(Workload):
         assert_equal(self.op, results[0], expected)
 
 
+@dataclass(frozen=True)
+class HeadProducts(Workload):
+    """Products of e4m3 weights with bfloat16 vectors of each head, of some layers in a row.
+
+    Each layer has weights of its own, which no cache holds: what a launch costs that the next one
+    overlaps is counted as in a model.
+    """
+
+    tokens: int
+    heads: int
+    inputs: int
+    outputs: int
+    layers: int
+    op: ClassVar[str] = "project_heads"
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.layers * self.tokens * self.heads * self.inputs * self.outputs
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        shape = self.tokens, self.heads, self.inputs
+        weights = range(self.layers)
+        return {
+            "x": [torch.randn(shape, generator=draw, device=device).bfloat16() for _ in weights],
+            "weights": [_head_weight(draw, self.heads, self.outputs, self.inputs) for _ in weights],
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        vectors = 2 * self.layers * self.tokens * self.heads * (self.inputs + self.outputs)
+        return vectors + sum(weight.data.nbytes for weight in inputs["weights"])
+
+    def run(self, inputs: Inputs) -> Results:
+        layers = zip(inputs["x"], inputs["weights"], strict=True)
+        return tuple(ops.project_heads(x, weight) for x, weight in layers)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        self.check_within(FP8_PROJECTION, inputs, results)
+
+    def check_within(self, tolerance: Tolerance, inputs: Inputs, results: Results) -> None:
+        for x, weight, out in zip(inputs["x"], inputs["weights"], results, strict=True):
+            some = _some(self.tokens, 4, x.device)
+            expected = reference.project_heads(x[some], weight)
+            assert_close(self.op, out[some], expected, tolerance)
+
+
 def all_workloads() -> list[Workload]:
     """Every row, op by op."""
     prefill = [
@@ -890,6 +939,11 @@ def all_workloads() -> list[Workload]:
         *(CacheWrite(tokens, heads) for tokens in (128, 8192) for heads in (16, 128)),
         *(IndexWrite(tokens, heads) for tokens in (128, 8192) for heads in (32, 64)),
         *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
+        *(
+            HeadProducts(tokens, 128, *shape, layers=10 if tokens <= 256 else 1)
+            for shape in ((128, 512), (512, 128))
+            for tokens in (1, 16, 64, 128, 256, 4096)
+        ),
     ]
 
 
@@ -915,6 +969,15 @@ def _queries(draw: torch.Generator, *shape: int) -> Tensor:
 def _rows(draw: torch.Generator, num_rows: int, dims: int) -> Tensor:
     rows = torch.randn(num_rows, dims, generator=draw, device=draw.device, dtype=torch.bfloat16)
     return rows / 10
+
+
+def _head_weight(draw: torch.Generator, heads: int, outputs: int, inputs: int) -> HeadWeight:
+    """Weights in e4m3 whose products are of order 1."""
+    shape = heads, outputs, inputs
+    data = torch.randn(shape, generator=draw, device=draw.device).mul_(64).to(torch.float8_e4m3fn)
+    blocks = -(-outputs // 128), -(-inputs // 128)
+    scale = torch.full((heads, *blocks), inputs**-0.5 / 64, device=draw.device)
+    return HeadWeight(data, scale, (128, 128))
 
 
 def _index_queries(draw: torch.Generator, num_tokens: int) -> Tensor:
