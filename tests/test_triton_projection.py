@@ -8,6 +8,7 @@ from sparsemla.testing.cases import Draw, project_heads_case
 from sparsemla.testing.compare import BRANCH_FP8_OUT, BRANCH_OUT, assert_close
 
 pytest.importorskip("triton")
+from sparsemla.kernels.projection import triton as projection
 
 # log2(0) is -inf, as the merge of parts wants it; numpy, which interprets, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -54,6 +55,18 @@ def seed():
     ],
 )
 def test_products(tokens, heads, outputs, inputs, scale_block):
+    x = torch.randn(tokens, heads, inputs, device=DEVICE).bfloat16()
+    check(x, head_weight(heads, outputs, inputs, scale_block))
+
+
+@pytest.mark.parametrize("tokens", [66, 300])
+@pytest.mark.parametrize(
+    ("heads", "outputs", "inputs", "scale_block"),
+    [(2, 512, 128, (128, 128)), (3, 200, 72, (64, 96)), (1, 1, 16, (16, 16))],
+)
+def test_a_matrix_that_stays(tokens, heads, outputs, inputs, scale_block, monkeypatch):
+    monkeypatch.setattr(projection, "_stays", lambda weight, device: True)
+    monkeypatch.setattr(projection, "num_multiprocessors", lambda device: 2 * heads)
     x = torch.randn(tokens, heads, inputs, device=DEVICE).bfloat16()
     check(x, head_weight(heads, outputs, inputs, scale_block))
 

@@ -3,7 +3,8 @@
 Few tokens stream the weights: a program loads its share of a head's matrix before it looks at the
 activations, which may still be computed, and takes ``weight @ x^T``, so that the matrix
 instruction's long side lies along N. Its activations may be the parts of a split attention, merged
-on the way. Many tokens take ``x @ weight^T``, and keep the activations.
+on the way. Many tokens take ``x @ weight^T``, and keep the activations; on Hopper a matrix of one
+step of inputs stays in shared memory instead.
 
 Shapes: T tokens, H heads, K inputs, N outputs, S parts.
 """
@@ -28,6 +29,9 @@ MAX = tl.constexpr(FP8_MAX)
 
 FEW = 64
 """Most tokens for which the weights, and not the activations, stay where they are."""
+
+RESIDENT_BYTES = 1 << 16
+"""Most shared memory for a matrix that stays while many tokens pass."""
 
 PARTS = 32
 """Vectors of all inputs that a program of less than eight tokens has on their way as it merges."""
@@ -77,6 +81,21 @@ def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
     # A step's product and the sum are both in registers.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
     return Tiles(128, tokens, step, warps, stages=3)
+
+
+def _stays(weight: HeadWeight, device: torch.device) -> bool:
+    """Whether a head's matrix, in one step of inputs, leaves room for tokens beside it."""
+    outputs, inputs = weight.data.shape[1:]
+    one_step = weight.scale is not None and inputs <= weight.scale_block[1]
+    small = next_power_of_2(inputs) * next_power_of_2(outputs) <= RESIDENT_BYTES
+    return describe(device).is_hopper and one_step and small
+
+
+def _resident(num_tokens: int, weight: HeadWeight) -> Tiles:
+    outputs, inputs = weight.data.shape[1:]
+    rows = min(128, max(16, next_power_of_2(outputs)))
+    tokens = 64 if num_tokens <= 256 else 128
+    return Tiles(rows, tokens, max(32, next_power_of_2(inputs)), warps=8, stages=3)
 
 
 def _parts_at_once(num_parts: int, tokens: int) -> int:
@@ -361,6 +380,70 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def _resident_kernel(
+    x,
+    weight,
+    scale,
+    out,
+    num_tokens,
+    num_heads,
+    x_token_stride,
+    x_head_stride,
+    weight_head_stride,
+    weight_row_stride,
+    scale_head_stride,
+    scale_row_stride,
+    out_token_stride,
+    out_head_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Every so many blocks of tokens of one head, whose e4m3 matrix stays in shared memory."""
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    turn = tl.program_id(0) // num_heads
+    step = tl.num_programs(0) // num_heads * BLOCK_T
+    k = tl.arange(0, BLOCK_K)
+    weight += head * weight_head_stride
+    scale += head * scale_head_stride
+    tiles = ()
+    scales = ()
+    for block in tl.static_range(BLOCKS):
+        row = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (row < N)[:, None] & (k < K)[None, :]
+        at = weight + row.to(tl.int64)[:, None] * weight_row_stride + k[None, :]
+        tiles = tiles + (_typed(tl.load(at, mask=inside, other=0), NATIVE),)
+        at = scale + row // SCALE_N * scale_row_stride
+        scales = scales + (tl.load(at, mask=row < N, other=0.0),)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+
+    x += head * x_head_stride
+    out += head * out_head_stride
+    for first in range(turn * BLOCK_T, num_tokens, step):
+        token = first + tl.arange(0, BLOCK_T)
+        live = token < num_tokens
+        token = token.to(tl.int64)[:, None]
+        real = live[:, None] & (k < K)[None, :]
+        b = tl.load(x + token * x_token_stride + k[None, :], mask=real, other=0.0)
+        b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+        for block in tl.static_range(BLOCKS):
+            row = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+            total = dot(b, tl.trans(tiles[block]), total, UPCAST)
+            total *= b_scale[:, None] * scales[block][None, :]
+            target = out + token * out_token_stride + row[None, :]
+            tl.store(target, total.to(tl.bfloat16), mask=live[:, None] & (row < N)[None, :])
+
+
 def project_heads(
     *,
     x: Tensor,
@@ -378,8 +461,11 @@ def project_heads(
         lse = torch.empty_like(lses[0])
         launch_merge(x[:, None], lses[:, None], attn_sink, merged[None], lse[None])
         x, lses = merged, None
+    stays = not few and _stays(weight, x.device)
     if few:
         tiles = _few(num_tokens, weight, lses is not None, x.device)
+    elif stays:
+        tiles = _resident(num_tokens, weight)
     else:
         tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
@@ -402,7 +488,6 @@ def project_heads(
         "N": outputs,
         "K": inputs,
         "SCALE_N": weight.scale_block[0],
-        "STEP": tiles.inputs if scale is None else weight.scale_block[1],
         "BLOCK_N": tiles.outputs,
         "BLOCK_T": tiles.tokens,
         "BLOCK_K": tiles.inputs,
@@ -413,12 +498,18 @@ def project_heads(
         **begins_early(x.device),
     }
     programs = num_heads * cdiv(num_tokens, tiles.tokens)
+    if stays:
+        turns = max(1, num_multiprocessors(x.device) // num_heads)
+        _resident_kernel[(min(programs, turns * num_heads),)](**arguments)
+        return
+    step = tiles.inputs if scale is None else weight.scale_block[1]
     if not few:
-        blocks = 1 if inputs <= arguments["STEP"] else cdiv(outputs, tiles.outputs)
-        _many_kernel[(programs * blocks,)](**arguments)
+        blocks = 1 if inputs <= step else cdiv(outputs, tiles.outputs)
+        _many_kernel[(programs * blocks,)](**arguments, STEP=step)
         return
     _few_kernel[(programs * cdiv(outputs, tiles.outputs),)](
         **arguments,
+        STEP=step,
         lses=lses,
         attn_sink=attn_sink,
         num_parts=0 if lses is None else lses.shape[0],
