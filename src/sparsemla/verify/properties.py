@@ -55,6 +55,9 @@ PER_REQUEST = {
 }
 """Ops whose requests do not depend on each other, and the arguments that have one row for each."""
 
+READ_AHEAD = {"project_heads": "weight", "decode_branch": "layer", "prefill_branch": "layer"}
+"""The argument of an op that it may read before the kernel in front of it has ended."""
+
 NUM_SPLITS = 3
 """The fixed count of splits with which a request alone must give the bits it gives in a batch."""
 
@@ -150,6 +153,28 @@ def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
         graph.replay()
         torch.cuda.synchronize()
         _assert_same(f"replay {replay + 1}", results, expected)
+
+
+def check_late_inputs(op: str, arguments: Arguments, expected: Results) -> None:
+    """What the kernel in front writes is not read before that has ended.
+
+    Raises:
+        AssertionError: the op gave other bits when its inputs came late.
+    """
+    from sparsemla.testing.late import bytes_of, copy_late  # needs Triton
+
+    arguments = copy.deepcopy(arguments)
+    late = {name: value for name, value in arguments.items() if name != READ_AHEAD.get(op)}
+    tensors = [leaf for leaf in _leaves(late) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    stored = {tensor.untyped_storage().data_ptr(): bytes_of(tensor) for tensor in tensors}
+    copies = [(target, target.clone()) for target in stored.values() if len(target)]
+    if not copies:
+        return
+    for target, _ in copies:
+        target.zero_()
+    torch.cuda.synchronize()
+    copy_late(copies, copies[0][0].device)
+    _assert_same("inputs that come late", _run(op, arguments), expected)
 
 
 def overwrite(target: object, source: object) -> None:

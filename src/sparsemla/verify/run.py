@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import sparsemla
+from sparsemla.kernels.common.device import describe
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import TOLERANCES, Tolerance
 from sparsemla.verify.matrix import MATRIX, Case
@@ -27,6 +28,7 @@ from sparsemla.verify.properties import (
     Measured,
     against_reference,
     check_alone,
+    check_late_inputs,
     check_replay,
     check_reruns,
     recorded_tiers,
@@ -57,7 +59,7 @@ class OpReport:
         failed: cases with any failure.
         worst: for each result the largest difference of an element from the definition's.
         tolerance: for each result ``abs``, ``rel`` and ``cos`` of its tolerance, or ``exact``.
-        properties: repeatable, graph_replay and batch_invariant, as far as they apply.
+        properties: repeatable, late_inputs, graph_replay and batch_invariant, as far as they apply.
         seconds: time that all of it took, compilation included.
         failures: what went wrong, each with the name of its case.
     """
@@ -248,6 +250,8 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
         if op in PER_REQUEST and case.alone:
             properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))
+        if device == "cuda" and describe(torch.device(device)).overlaps:
+            properties["late_inputs"] = attempt(lambda: check_late_inputs(op, arguments, results))
         if device == "cuda" and case.replayed:
             others = case.build(Draw(1, device))
             properties["graph_replay"] = attempt(lambda: check_replay(op, arguments, others))

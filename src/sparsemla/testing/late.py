@@ -1,0 +1,54 @@
+"""Inputs that come late: copies behind which the next kernel begins long before they are made."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
+
+BLOCK = 16384
+PAUSE_NS = tl.constexpr(5_000_000)
+"""Longer than the host needs to launch the copies and an op behind them."""
+
+
+@triton.jit
+def _pause_kernel(EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    if EARLY:
+        now = globaltimer()
+        end = now + PAUSE_NS
+        while now < end:
+            now = globaltimer()
+
+
+@triton.jit
+def _copy_kernel(target, source, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
+
+
+def copy_late(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy bytes on the GPU, behind a pause.
+
+    Where kernels may begin early, the next one does at once: it sees the old bytes unless it waits
+    for the end of the last copy.
+
+    Args:
+        copies: targets and sources, uint8 ``[N]``.
+        device: where all of them are.
+    """
+    _pause_kernel[(1,)](**begins_early(device))
+    for target, source in copies:
+        grid = (triton.cdiv(target.numel(), BLOCK),)
+        _copy_kernel[grid](target, source, target.numel(), BLOCK=BLOCK, **begins_early(device))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All that lies in a tensor's storage, uint8 ``[N]``."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
