@@ -113,3 +113,30 @@ def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
         torch.testing.assert_close(
             out[row].float(), expected[row], rtol=0.02, atol=float(expected[row].abs().max()) / 100
         )
+
+
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
+    """Those of ``_quantise``, whose division is good to two units in the last place.
+
+    float64 holds what a multiply-add rounds.
+    """
+    values = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.isfinite()]
+
+    def fma(a, b, c):
+        return (a.double() * b.double() + c.double()).float()
+
+    top = torch.cat([values[values > 1e-4], torch.tensor([1e-4])])
+    parts = projection.INVERSE.value, projection.INVERSE_REST.value
+    inverse, rest = (torch.tensor(part) for part in parts)
+    assert torch.equal(fma(top, inverse, top * rest), top / 448)
+
+    # Every mantissa of the largest value, and the others down to what any scale rounds to 0.
+    top = torch.cat([top[(top >= 1) & (top < 2)], top[-1:]])
+    assert len(top) == 129
+    for largest, scale in zip(top, top / 448, strict=True):
+        x = values[(values <= largest) & (values >= largest * 2.0**-24)]
+        inverse = ((1 / scale).view(torch.int32) + ulps).view(torch.float32)
+        rest = fma(-scale, inverse, torch.ones(())) * inverse
+        assert torch.equal(fma(x, inverse, x * rest), x / scale)

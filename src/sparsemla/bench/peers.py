@@ -91,11 +91,11 @@ class Torch(Peer):
 
     @staticmethod
     def _products(workload: HeadProducts, inputs: Inputs) -> Side:
-        x = [tokens.transpose(0, 1).contiguous() for tokens in inputs["x"]]  # [H, T, K]
+        x = inputs["x"].transpose(0, 1).contiguous()  # [H, T, K]
         weights = [w.dequantize().bfloat16().transpose(1, 2) for w in inputs["weights"]]
 
         def run() -> Results:
-            return tuple(torch.bmm(a, b).transpose(0, 1) for a, b in zip(x, weights, strict=True))
+            return tuple(torch.bmm(x, weight).transpose(0, 1) for weight in weights)
 
         def check(got: Results) -> None:
             workload.check_within(UNQUANTIZED_PROJECTION, inputs, got)

@@ -26,15 +26,17 @@ from sparsemla.kernels.decode.triton import launch_merge
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)
+INVERSE = tl.constexpr(torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
+INVERSE_REST = tl.constexpr(1 / FP8_MAX - torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
 
 FEW = 64
-"""Most tokens for which the weights, and not the activations, stay where they are."""
+"""Most tokens for which the weights, and not the activations, stay where they are, off Hopper."""
 
 RESIDENT_BYTES = 1 << 16
 """Most shared memory for a matrix that stays while many tokens pass."""
 
 PARTS = 32
-"""Vectors of all inputs that a program of less than eight tokens has on their way as it merges."""
+"""Parts of one vector that a program has on their way as it merges."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,14 @@ class Tiles:
     stages: int = 1
 
 
-def _few(num_tokens: int, weight: HeadWeight, merges: bool, device: torch.device) -> Tiles:
+def _is_few(num_tokens: int, weight: HeadWeight, device: torch.device) -> bool:
+    """Whether the weights, and not the activations, stay where they are; measured on an H200."""
+    if not describe(device).is_hopper:
+        return num_tokens <= FEW
+    return num_tokens * weight.data.shape[0] <= (4096 if _stays(weight, device) else 8192)
+
+
+def _few(num_tokens: int, weight: HeadWeight, num_parts: int, device: torch.device) -> Tiles:
     num_heads, outputs, inputs = weight.data.shape
     step = 128 if weight.scale is None else weight.scale_block[1]
     step = max(32, next_power_of_2(min(step, inputs)))
@@ -56,14 +65,22 @@ def _few(num_tokens: int, weight: HeadWeight, merges: bool, device: torch.device
     tokens = next_power_of_2(num_tokens)
     if not describe(device).is_hopper:  # less shared memory, and less of its own for each thread
         return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
-    if not merges:
-        tokens = max(tokens, 8)
-        if tokens == 8 and inputs > 128:  # all of a matrix's inputs: two programs share its rows
-            rows = min(rows, 64)
+    processors = num_multiprocessors(device)
+    codes = weight.scale is not None
+    # All parts of a vector at once, as long as all programs are.
+    if num_parts and num_heads * num_tokens <= (2 if codes else 1) * processors:
+        return Tiles(rows, 1, step, warps=4)
+    tokens = max(tokens, 16 if num_parts else 8)
+    tokens = min(tokens, 32 if codes and inputs <= 128 else 64)
+    blocks = num_heads * cdiv(outputs, rows)
     # Half of the multiprocessors can draw all that memory gives.
-    wanted = num_multiprocessors(device) // 2
-    while tokens > 16 and num_heads * cdiv(outputs, rows) * cdiv(num_tokens, tokens) < wanted:
+    while tokens > 16 and 2 * blocks * cdiv(num_tokens, tokens) < processors:
         tokens //= 2
+    if inputs > 128:  # a program has all of them
+        if tokens == 8:
+            rows = min(rows, 64)
+        elif codes and not num_parts and blocks * cdiv(num_tokens, 16) <= 2 * processors:
+            tokens = 16
     return Tiles(rows, tokens, step, warps=4 if tokens < (16 if inputs > 128 else 32) else 8)
 
 
@@ -91,38 +108,31 @@ def _stays(weight: HeadWeight, device: torch.device) -> bool:
     return describe(device).is_hopper and one_step and small
 
 
-def _resident(num_tokens: int, weight: HeadWeight) -> Tiles:
-    outputs, inputs = weight.data.shape[1:]
+def _resident(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
+    num_heads, outputs, inputs = weight.data.shape
     rows = min(128, max(16, next_power_of_2(outputs)))
-    tokens = 64 if num_tokens <= 256 else 128
+    tokens = 128
+    if num_tokens <= 64 or 2 * num_heads * cdiv(num_tokens, 128) < num_multiprocessors(device):
+        tokens = 64
     return Tiles(rows, tokens, max(32, next_power_of_2(inputs)), warps=8, stages=3)
-
-
-def _parts_at_once(num_parts: int, tokens: int) -> int:
-    """Parts that are one tile; of eight tokens and more one, in a loop that is unrolled."""
-    return min(next_power_of_2(num_parts), PARTS // tokens) if tokens < 8 else 1
 
 
 @triton.jit
 def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
-    """e4m3 codes of ``x [rows, dims]`` and ``scale [rows]``, both divisions correctly rounded.
+    """e4m3 codes of bfloat16 values ``x [rows, dims]`` and ``scale [rows]``.
 
-    Activations hit ties of e4m3 often. A quotient is corrected by its remainder; the division
-    instruction does the same and branches.
+    Activations hit ties of e4m3 often, so that both divisions have to be rounded correctly. They
+    are, for all bfloat16 values (a test tries them), as products with an inverse in two parts.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
         scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     else:
-        full = tl.full(amax.shape, MAX, tl.float32)
-        scale = _quotient(amax, full, tl.full(amax.shape, 1 / MAX, tl.float32))
+        scale = tl.fma(amax, tl.full(amax.shape, INVERSE, tl.float32), amax * INVERSE_REST)
         inverse = 1.0 / scale
-        one = tl.full(amax.shape, 1.0, tl.float32)
-        inverse = tl.fma(tl.fma(-scale, inverse, one), inverse, inverse)
-        x = _quotient(
-            x, tl.broadcast_to(scale[:, None], x.shape), tl.broadcast_to(inverse[:, None], x.shape)
-        )
+        rest = tl.fma(-scale, inverse, tl.full(scale.shape, 1.0, tl.float32)) * inverse
+        x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), x * rest[:, None])
     codes = encode_e4m3(x, NATIVE)
     if NATIVE:
         codes = codes.to(tl.float8e4nv, bitcast=True)
@@ -132,10 +142,15 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _quotient(x, divisor, inverse):
-    """``x / divisor`` from the rounded inverse of the divisor."""
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+def _row_scales(
+    scale, first, row, stride, N: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_N: tl.constexpr
+):
+    """Scales of a block of rows from the first on, or the one that they share."""
+    if SCALE_N % BLOCK_N == 0:
+        scales = tl.load(scale + first // SCALE_N * stride)
+    else:
+        scales = tl.load(scale + row // SCALE_N * stride, mask=row < N, other=0.0)
+    return scales
 
 
 @triton.jit
@@ -243,7 +258,8 @@ def _few_kernel(
     program = tl.program_id(0)
     head = (program // NUM_BLOCKS % num_heads).to(tl.int64)
     token = program // NUM_BLOCKS // num_heads * BLOCK_T + tl.arange(0, BLOCK_T)
-    row = program % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = program % NUM_BLOCKS * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
     live = token < num_tokens
     token = token.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -255,8 +271,9 @@ def _few_kernel(
         inside = ((k < STEP) & (step * STEP + k < K))[None, :] & (row < N)[:, None]
         tiles = tiles + (tl.load(weight + step * STEP + k[None, :], mask=inside, other=0),)
         if scale is not None:
-            at = scale + head * scale_head_stride + row // SCALE_N * scale_row_stride + step
-            scales = scales + (tl.load(at, mask=row < N, other=0.0),)
+            at = scale + head * scale_head_stride + step
+            a_scale = _row_scales(at, first, row[:, None], scale_row_stride, N, BLOCK_N, SCALE_N)
+            scales = scales + (a_scale,)
     wait_for_inputs(EARLY)  # weights are no kernel's results, activations are
     let_next_begin(EARLY)  # what is behind would take the room of weights on their way
 
@@ -295,7 +312,7 @@ def _few_kernel(
         else:
             b, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
             part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
-            total += part * scales[step][:, None] * b_scale[None, :]
+            total += part * (b_scale[None, :] * scales[step])
     target = out + (token * out_token_stride + head * out_head_stride)[None, :] + row[:, None]
     tl.store(target, total.to(tl.bfloat16), mask=(row < N)[:, None] & live[None, :])
 
@@ -355,12 +372,15 @@ def _many_kernel(
             a = _typed(tl.load(at, mask=inside, other=0), NATIVE)
             total = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
             if scale is not None:
-                at = scale + row // SCALE_N * scale_row_stride
-                total *= b_scale[:, None] * tl.load(at, mask=row < N, other=0.0)[None, :]
+                a_scale = _row_scales(
+                    scale, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
+                )
+                total *= b_scale[:, None] * a_scale
             inside = live[:, None] & (row < N)[None, :]
             tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
     else:
-        row = program % NUM_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+        first = program % NUM_BLOCKS * BLOCK_N
+        row = first + tl.arange(0, BLOCK_N)
         weight += row.to(tl.int64)[:, None] * weight_row_stride
         total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         for step in range((K + STEP - 1) // STEP):
@@ -371,11 +391,13 @@ def _many_kernel(
             if scale is None:
                 total = dot(b, tl.trans(a), total, UPCAST)
             else:
-                a_scale = scale + row // SCALE_N * scale_row_stride + step
-                a_scale = tl.load(a_scale, mask=row < N, other=0.0)
+                at = scale + step
+                a_scale = _row_scales(
+                    at, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
+                )
                 b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
                 part = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
-                total += part * b_scale[:, None] * a_scale[None, :]
+                total += part * (b_scale[:, None] * a_scale)
         inside = live[:, None] & (row < N)[None, :]
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
@@ -421,8 +443,10 @@ def _resident_kernel(
         inside = (row < N)[:, None] & (k < K)[None, :]
         at = weight + row.to(tl.int64)[:, None] * weight_row_stride + k[None, :]
         tiles = tiles + (_typed(tl.load(at, mask=inside, other=0), NATIVE),)
-        at = scale + row // SCALE_N * scale_row_stride
-        scales = scales + (tl.load(at, mask=row < N, other=0.0),)
+        a_scale = _row_scales(
+            scale, block * BLOCK_N, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
+        )
+        scales = scales + (a_scale,)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
 
@@ -439,7 +463,7 @@ def _resident_kernel(
             row = block * BLOCK_N + tl.arange(0, BLOCK_N)
             total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
             total = dot(b, tl.trans(tiles[block]), total, UPCAST)
-            total *= b_scale[:, None] * scales[block][None, :]
+            total *= b_scale[:, None] * scales[block]
             target = out + token * out_token_stride + row[None, :]
             tl.store(target, total.to(tl.bfloat16), mask=live[:, None] & (row < N)[None, :])
 
@@ -455,17 +479,18 @@ def project_heads(
     num_tokens, num_heads, inputs = x.shape[-3:]
     if num_tokens * num_heads == 0:
         return
-    few = num_tokens <= FEW
+    few = _is_few(num_tokens, weight, x.device)
     if lses is not None and not few:
         merged = torch.empty(num_tokens, num_heads, inputs, dtype=torch.bfloat16, device=x.device)
         lse = torch.empty_like(lses[0])
         launch_merge(x[:, None], lses[:, None], attn_sink, merged[None], lse[None])
         x, lses = merged, None
+    num_parts = 0 if lses is None else lses.shape[0]
     stays = not few and _stays(weight, x.device)
     if few:
-        tiles = _few(num_tokens, weight, lses is not None, x.device)
+        tiles = _few(num_tokens, weight, num_parts, x.device)
     elif stays:
-        tiles = _resident(num_tokens, weight)
+        tiles = _resident(num_tokens, weight, x.device)
     else:
         tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
@@ -512,9 +537,9 @@ def project_heads(
         STEP=step,
         lses=lses,
         attn_sink=attn_sink,
-        num_parts=0 if lses is None else lses.shape[0],
+        num_parts=num_parts,
         x_part_stride=0 if lses is None else x.stride(0),
         lse_part_stride=0 if lses is None else lses.stride(0),
         lse_token_stride=0 if lses is None else lses.stride(1),
-        BLOCK_S=1 if lses is None else _parts_at_once(lses.shape[0], tiles.tokens),
+        BLOCK_S=min(next_power_of_2(num_parts), PARTS) if tiles.tokens == 1 else 1,
     )
