@@ -160,30 +160,39 @@ TIERS: tuple[Tier, ...] = (
 
 
 WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
-    "sm90": ((32, 0.08), (math.inf, 0.5)),
+    "sm90": ((32, 0.08), (64, 0.22), (math.inf, 0.52)),
 }
 """By tier, and up to how many heads: the rows of a quantised cache that may be converted for each
 key that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all
 the same. Measured on an H200, see docs/performance.md; other tiers were not measured."""
 
+TILES_AT_ONCE = 132
+"""Tiles of 64 heads of a token that the measured GPU works on; fewer take as long."""
+LAUNCH_ROWS = 8192
+"""Rows that are converted in the time of the conversion's launch."""
 
-def converts_first(problem: Problem, num_keys: int, num_rows: int) -> bool:
+
+def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:
     """Whether ``sparse_prefill`` is faster after its caller has upconverted the cache's rows.
 
     Args:
         problem: of ``sparse_prefill``.
+        num_tokens: query tokens.
         num_keys: keys that are selected, of all tokens together.
         num_rows: rows that would be converted.
 
     >>> hopper = Problem("sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=128)
-    >>> [converts_first(hopper, tokens * 2048, 131072) for tokens in (64, 256)]
+    >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 256)]
     [False, True]
     """
     if problem.cache_format is None or not get_format(problem.cache_format).fp8_dim:
         return False
     limits = WORTH_CONVERTING.get(explain(problem).chosen or "", ())
     per_key = next((rows for heads, rows in limits if problem.num_heads <= heads), 0.0)
-    return 0 < num_rows <= per_key * num_keys
+    at_once = max(TILES_AT_ONCE // max(-(-problem.num_heads // 64), 1), 1)
+    counted = -(-num_tokens // at_once) * at_once
+    num_rows = num_rows and num_rows + LAUNCH_ROWS
+    return 0 < num_rows * num_tokens <= per_key * num_keys * counted
 
 
 @dataclass(frozen=True)

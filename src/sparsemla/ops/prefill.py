@@ -180,8 +180,9 @@ def prefill_workspace_rows(
         num_heads=num_heads,
         topk=topk,
     )
+    num_tokens = sum(m for m, _ in pairs)
     num_keys = sum(m * min(n, topk) for m, n in pairs)
-    if not dispatch.converts_first(problem, num_keys, num_rows):
+    if not dispatch.converts_first(problem, num_tokens, num_keys, num_rows):
         return None
     return max(min(num_rows, max_rows), *(n for _, n in pairs))
 
