@@ -1,17 +1,15 @@
-"""The Hopper kernel of few heads: what it takes, and how memory and heads are dealt out; no GPU."""
+"""How the Hopper kernels of few heads divide dims and shared memory; no GPU is needed."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from sparsemla import BF16_512, BF16_576, FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
-from sparsemla.kernels.common import hopper_columns
+from sparsemla import FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
+from sparsemla.kernels.common import hopper_columns_fp8 as kernel
 from sparsemla.kernels.decode import sm90
 
 FORMATS = (
-    BF16_512,
-    BF16_576,
     FP8_584,
     FP8_DS_MLA,
     e4m3_format(scale_block=0),
@@ -22,30 +20,48 @@ FORMATS = (
 )
 
 
+def places(layout, warp, lane):
+    """Row and column of each register of a thread."""
+    bases = (*layout.lane_bases, *layout.warp_bases)
+    thread = [base for i, base in enumerate(bases) if (warp * 32 + lane) >> i & 1]
+    for register in range(1 << len(layout.reg_bases)):
+        own = [base for i, base in enumerate(layout.reg_bases) if register >> i & 1]
+        yield tuple(sum(base[axis] for base in own + thread) for axis in range(2))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [kernel.key_dims(64), kernel.key_dims(128), kernel.value_dims(32), kernel.value_dims(64)],
+)
+def test_each_code_is_read_by_one_thread(layout):
+    threads = [(warp, lane) for warp in range(8) for lane in range(32)]
+    read = [place for thread in threads for place in places(layout, *thread)]
+    keys, dims = layout.shape
+    assert sorted(read) == [(key, dim) for key in range(keys) for dim in range(dims)]
+
+
+def test_a_thread_has_pairs_of_keys_side_by_side():
+    first = list(places(kernel.value_dims(64), 1, 9))[:8]
+    keys = [key for key, _ in first]
+    dims = [dim for _, dim in first]
+    assert keys == [keys[0]] * 4 + [keys[0] + 1] * 4
+    assert dims == 2 * list(range(dims[0], dims[0] + 4))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_chunks_cover_every_dim_once(fmt):
-    chunks = range(hopper_columns.num_chunks(fmt.fp8_dim, fmt.head_dim))
-    dims = []
-    for chunk in chunks:
-        start = hopper_columns.chunk_start(fmt.fp8_dim, chunk)
-        dims += range(start, start + hopper_columns.chunk_width(fmt.fp8_dim, start))
-    assert dims == list(range(fmt.head_dim))
+def test_rows_and_scales_have_room(fmt, num_rows):
+    heads, words = kernel.plan_shared(num_rows, fmt)
+    assert heads >= num_rows
+    assert 4 * words >= fmt.num_scales * (fmt.scale_dtype.itemsize if fmt.scale_block else 0)
 
 
-@pytest.mark.parametrize("num_heads", [1, 16, 17, 32])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_the_ring_holds_a_tile_and_a_chunk(fmt, num_heads):
-    shared = hopper_columns.plan_shared(num_heads, fmt)
-    if (fmt.scale_block, shared) == (64, None):
-        return
-    assert shared.heads >= num_heads
-    if fmt.fp8_dim:
-        assert shared.ring > hopper_columns.num_chunks(fmt.fp8_dim, fmt.head_dim)
-
-
-def test_has_no_room():
-    assert hopper_columns.plan_shared(33, FP8_DS_MLA) is None
-    assert hopper_columns.plan_shared(32, e4m3_format(scale_block=64)) is None
+@pytest.mark.parametrize(
+    ("page", "row", "itemsize", "elements"),
+    [(64 * 656, 656, 1, 16), (584, 576, 1, 8), (37376, 576, 1, 16), (292, 288, 2, 4)],
+)
+def test_rows_begin_at_multiples(page, row, itemsize, elements):
+    assert kernel.alignment(page, row, itemsize) == elements
 
 
 def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
@@ -60,7 +76,7 @@ def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
         out.copy_(outs.mean(0))
         lse.copy_(lses.mean(0))
 
-    monkeypatch.setattr(sm90, "attend_columns", attend)
+    monkeypatch.setattr(sm90, "attend_columns_fp8", attend)
     monkeypatch.setattr(sm90, "merge_splits", merge)
     q = torch.randn(80, 3, 1, 576, dtype=torch.bfloat16).permute(1, 2, 0, 3)
     out, lse = torch.empty(3, 1, 80, 512, dtype=q.dtype), torch.empty(3, 1, 80)

@@ -622,7 +622,7 @@ def _sparse_decode() -> list[Case]:
                 build(make, format=FP8_DS_MLA, num_heads=heads, **both),
                 quick=heads == 128,
             )
-            for heads in (1, 3, 16, 63, 64, 128)
+            for heads in (1, 3, 16, 32, 63, 64, 128)
         ),
         *(
             Case(
@@ -783,7 +783,7 @@ def _dense_decode() -> list[Case]:
                 build(make, format=FP8_DS_MLA, seq_lens=few, num_heads=heads, with_sink=True),
                 quick=heads == 128,
             )
-            for heads in (1, 3, 9, 16, 63, 64, 126, 128)
+            for heads in (1, 3, 9, 16, 32, 63, 64, 126, 128)
         ),
         *(
             Case(

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_columns import (
+from sparsemla.kernels.common.hopper_chunks import (
     BF16_ROWS,
     CONVERT,
     COPY8,

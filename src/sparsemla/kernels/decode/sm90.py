@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_columns import MAX_ROWS
 from sparsemla.kernels.common.hopper_columns import attend as attend_columns
-from sparsemla.kernels.common.hopper_columns import plan_shared
+from sparsemla.kernels.common.hopper_columns_fp8 import attend_columns_fp8
 from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
 from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
 from sparsemla.kernels.decode.triton import merge_splits, partials
@@ -48,12 +49,12 @@ def sparse_decode(
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
     q_strides = q.stride()[:3]
-    columns = plan_shared(num_heads, cache.format) is not None
-    if columns or cache.format.fp8_dim:
+    few = num_heads <= MAX_ROWS
+    if cache.format.fp8_dim:
         extra = None
         if extra_cache is not None and extra_topk_indices is not None:
             extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
-        launch = attend_columns if columns else attend_fp8
+        launch = attend_columns_fp8 if few else attend_fp8
         launch(
             q,
             q_strides,
@@ -67,7 +68,8 @@ def sparse_decode(
             extra=extra,
         )
     else:
-        attend(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
+        launch = attend_columns if few else attend
+        launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
     merge_splits(*whole, attn_sink, out, lse)
 
 
@@ -101,8 +103,7 @@ def dense_decode(
     outs, lses = partials(out, lse, num_splits, workspace)
     launch = attend
     if cache.format.fp8_dim:
-        few = plan_shared(query_len * num_heads, cache.format) is not None
-        launch = attend_columns if few else attend_fp8
+        launch = attend_columns_fp8 if query_len * num_heads <= MAX_ROWS else attend_fp8
     launch(
         q,
         q.stride()[:3],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.hopper_columns import MAX_ROWS
 from sparsemla.kernels.common.hopper_columns import attend as attend_columns
-from sparsemla.kernels.common.hopper_columns import plan_shared
+from sparsemla.kernels.common.hopper_columns_fp8 import attend_columns_fp8
 from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
 from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
 
@@ -40,9 +41,11 @@ def sparse_prefill(
         max_logits_request=0 if max_logits is None else max_logits.stride(0),
         attn_sink=attn_sink,
     )
-    launch = attend_fp8 if kv.format.fp8_dim else attend
-    if plan_shared(num_heads, kv.format) is not None:
-        launch = attend_columns
+    few = num_heads <= MAX_ROWS
+    if kv.format.fp8_dim:
+        launch = attend_columns_fp8 if few else attend_fp8
+    else:
+        launch = attend_columns if few else attend
     launch(
         q,
         (q.stride(0), 0, q.stride(1)),

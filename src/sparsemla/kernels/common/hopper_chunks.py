@@ -1,0 +1,100 @@
+"""Rows of a quantised cache on Hopper, converted to bfloat16: chunks of 128 bytes a key.
+
+A chunk lies in a ring as it was stored. Whoever takes it converts it in registers, in the layout of
+a product's left operand.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsemla.kernels.common.gluon import reinterpret
+
+KEYS = gl.constexpr(64)
+
+# Copies: 8 lanes take 128 bytes of a row, a thread the same rows of each part of a row.
+COPY8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+COPY16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY32 = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY8))
+BF16_ROWS = gl.constexpr(gl.SliceLayout(1, COPY16))
+
+# A thread has 16 neighbouring dims of two keys: as many as four steps of a product take from it.
+DIMS128 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+)
+DIMS64 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+
+# Swizzled so that the two keys which eight lanes read at once lie in different banks.
+RAW8 = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 2, [1, 0]))
+RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
+RAW16 = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+CONVERT = gl.constexpr("""{
+    .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
+    mov.b32 {l, h}, $2;
+    cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
+    mov.b32 {a0, a1}, a; mov.b32 {b0, b1}, b;
+    cvt.f32.f16 f0, a0; cvt.f32.f16 f1, a1; cvt.f32.f16 f2, b0; cvt.f32.f16 f3, b1;
+    mul.f32 f0, f0, $3; mul.f32 f1, f1, $4; mul.f32 f2, f2, $5; mul.f32 f3, f3, $6;
+    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
+
+
+@triton.constexpr_function
+def num_chunks(fp8_dim, head_dim):
+    """Pieces of 128 bytes that a row is copied in; the last one of its e4m3 may have 64."""
+    return -(-fp8_dim // 128) + (head_dim - fp8_dim) // 64
+
+
+@triton.constexpr_function
+def chunk_start(fp8_dim, chunk):
+    """First dim of a chunk."""
+    quantised = -(-fp8_dim // 128)
+    return 128 * chunk if chunk < quantised else fp8_dim + 64 * (chunk - quantised)
+
+
+@triton.constexpr_function
+def chunk_width(fp8_dim, start):
+    """Dims of the chunk that begins at ``start``."""
+    return min(128, fp8_dim - start) if start < fp8_dim else 64
+
+
+@gluon.jit
+def fp8_chunk(raw, slot, WIDTH: gl.constexpr, RING: gl.constexpr):
+    """A place of the ring as e4m3 codes ``[KEYS, WIDTH]``."""
+    if WIDTH == 128:
+        chunk = reinterpret(raw, gl.uint8, [RING, KEYS, 128], RAW8).index(slot)
+    else:
+        chunk = reinterpret(raw, gl.uint8, [2 * RING, KEYS, 64], RAW8_HALF).index(2 * slot)
+    return chunk
+
+
+@gluon.jit
+def in_order(x):
+    """Dims of rows in the order in which a product takes them from :data:`DIMS128`."""
+    SEGMENTS: gl.constexpr = x.shape[1] // 64
+    x = x.reshape(x.shape[0], SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    return x.reshape(x.shape[0], SEGMENTS * 64)
+
+
+@gluon.jit
+def out_of_order(x):
+    """The weighted sums of values that were stored :func:`in_order`, in their own order."""
+    x = x.reshape(x.shape[0] // 64, 4, 2, 4, 2, x.shape[1]).permute(0, 3, 1, 2, 4, 5)
+    return x.reshape(256, x.shape[5])
