@@ -626,6 +626,13 @@ def _sparse_decode() -> list[Case]:
         ),
         *(
             Case(
+                f"32 heads, {fmt.name}",
+                build(make, format=fmt, num_heads=32, seq_len=300, topk=200, **both),
+            )
+            for fmt in (FP8_584, e4m3_format(scale_block=64))
+        ),
+        *(
+            Case(
                 f"{length} keys, topk {topk}, pages of {page}",
                 build(make, format=FP8_DS_MLA, seq_len=length, topk=topk, page_size=page, **both),
             )
