@@ -21,24 +21,22 @@ FORMATS = (
 def test_every_chunk_is_copied_once(fmt):
     order = kernel.chunk_order(fmt.fp8_dim, fmt.head_dim)
     assert sorted(order) == list(range(num_chunks(fmt.fp8_dim, fmt.head_dim)))
-    turns = [kernel.turn_of(fmt.fp8_dim, fmt.head_dim, chunk) for chunk in order]
-    assert turns == list(range(len(order)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_each_warpgroup_has_half_of_the_value(fmt):
-    converted = []
+def test_each_adder_has_half_of_the_value(fmt):
     for who in range(2):
-        chunks = kernel.chunks_of(fmt.fp8_dim, fmt.head_dim, who)
-        assert chunk_width(fmt.fp8_dim, chunk_start(fmt.fp8_dim, chunks[0])) == 128
-        dims = [
-            kernel.dim_of(fmt.fp8_dim, chunk, piece) + dim
-            for chunk in chunks
-            for piece in range(chunk_width(fmt.fp8_dim, chunk_start(fmt.fp8_dim, chunk)) // 64)
-            for dim in range(64)
+        starts = [
+            chunk_start(fmt.fp8_dim, chunk)
+            for chunk in kernel.chunks_of(fmt.fp8_dim, fmt.head_dim, who)
         ]
-        assert [dim for dim in dims if dim < 512] == list(range(256 * who, 256 * who + 256))
-        converted += dims
-    ready = 64 if kernel.has_ready(fmt.fp8_dim, fmt.head_dim, 0) else 0
-    assert sorted(converted) == list(range(fmt.head_dim - ready))
-    assert not kernel.has_ready(fmt.fp8_dim, fmt.head_dim, 1)
+        dims = [start + dim for start in starts for dim in range(chunk_width(fmt.fp8_dim, start))]
+        assert dims == list(range(256 * who, 256 * who + 256))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_what_is_no_value_is_one_chunk_and_copied_last(fmt):
+    count = kernel.num_values(fmt.fp8_dim, fmt.head_dim)
+    assert num_chunks(fmt.fp8_dim, fmt.head_dim) - count == (fmt.head_dim > 512)
+    if fmt.head_dim > 512:
+        assert kernel.chunk_order(fmt.fp8_dim, fmt.head_dim)[-1] == count

@@ -10,10 +10,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.common.gluon import reinterpret
-
-KEYS = gl.constexpr(64)
-
 # Copies: 8 lanes take 128 bytes of a row, a thread the same rows of each part of a row.
 COPY8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 COPY16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -44,7 +40,6 @@ DIMS64 = gl.constexpr(
 # Swizzled so that the two keys which eight lanes read at once lie in different banks.
 RAW8 = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 2, [1, 0]))
 RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
-RAW16 = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CONVERT = gl.constexpr("""{
     .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
@@ -76,25 +71,8 @@ def chunk_width(fp8_dim, start):
 
 
 @gluon.jit
-def fp8_chunk(raw, slot, WIDTH: gl.constexpr, RING: gl.constexpr):
-    """A place of the ring as e4m3 codes ``[KEYS, WIDTH]``."""
-    if WIDTH == 128:
-        chunk = reinterpret(raw, gl.uint8, [RING, KEYS, 128], RAW8).index(slot)
-    else:
-        chunk = reinterpret(raw, gl.uint8, [2 * RING, KEYS, 64], RAW8_HALF).index(2 * slot)
-    return chunk
-
-
-@gluon.jit
 def in_order(x):
     """Dims of rows in the order in which a product takes them from :data:`DIMS128`."""
     SEGMENTS: gl.constexpr = x.shape[1] // 64
     x = x.reshape(x.shape[0], SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return x.reshape(x.shape[0], SEGMENTS * 64)
-
-
-@gluon.jit
-def out_of_order(x):
-    """The weighted sums of values that were stored :func:`in_order`, in their own order."""
-    x = x.reshape(x.shape[0] // 64, 4, 2, 4, 2, x.shape[1]).permute(0, 3, 1, 2, 4, 5)
-    return x.reshape(256, x.shape[5])

@@ -1,14 +1,11 @@
 """Attention on Hopper of 64 query rows that share keys, straight from a quantised cache.
 
-Two warpgroups work on every tile of 64 keys together, each on half of the dims: *left* on the
-first 256 of the value, *right* on the others. A third one copies rows as they are stored through a
-ring of chunks of 128 bytes a key. A warpgroup converts its chunks in registers, which are the left
-operand of the scores at once, and keeps them as a bfloat16 tile that only its own weighted sum
-reads. Each finishes the scores of half of the heads, for which the other hands over its share;
-weights go to both through shared memory. While the weighted values of a tile are under way, the
-next tile's first chunk is converted.
-
-Scores have keys on M and heads on N, the weighted values heads on M and dims on N.
+Four warpgroups. The *producer* copies rows as they are stored, 128 bytes a key at a time, for tiles
+of 64 keys. Two *adders*, one for each half of the value, convert them to bfloat16 tiles, of which
+there are two: both products read what was converted once. The *scorer* has half of the
+queries in registers and turns scores into weights, while the adders convert the tile after next.
+They add values as those weights say. A program stays on its multiprocessor: the next rows' queries
+and first keys come under the last products of these.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
-from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper_chunks import (
     BF16_ROWS,
     CONVERT,
@@ -42,13 +40,12 @@ from sparsemla.kernels.common.hopper_chunks import (
     DIMS64,
     DIMS128,
     RAW8,
+    RAW8_HALF,
     WORDS2,
     chunk_start,
     chunk_width,
-    fp8_chunk,
     in_order,
     num_chunks,
-    out_of_order,
 )
 from sparsemla.kernels.common.hopper_rows import (
     LN2,
@@ -56,12 +53,15 @@ from sparsemla.kernels.common.hopper_rows import (
     LOWEST,
     PLAIN,
     SCORES,
+    SUM_ROWS,
+    SUMS,
     TILE,
     Results,
     Shape,
     Stream,
     end_of,
-    place,
+    heads_of,
+    place_of,
     store_limits,
     to_bf16,
 )
@@ -100,45 +100,28 @@ class Record(NamedTuple):
     tail_at: int
 
 
-# Scores of half of the heads, for the softmax: 8 lanes have the keys of a head.
-HALF = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-HALF_HEADS = gl.constexpr(gl.SliceLayout(1, HALF))
-HALF_KEYS = gl.constexpr(gl.SliceLayout(0, HALF))
-# Heads by keys, swizzled for scores to be stored with keys on M and loaded as above.
-SHARES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
-# As SUMS, where the dims are in the order of the keys: a thread has 16 side by side.
-OWN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64], [0, 128]],
-        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 256],
-    )
-)
-# As OWN, but a thread has 16 bytes side by side, and four threads 64: what they store at once.
+HEADS = gl.constexpr(gl.SliceLayout(1, SCORES))
+KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# As DIMS64, but a thread has 16 bytes side by side, and four threads 64: what they store at once.
 STORE32 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64], [0, 128]],
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, 256],
+        [64, 64],
     )
 )
 STORE16 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0], [0, 64], [0, 128]],
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, 256],
+        [64, 64],
     )
 )
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in each warp
 
@@ -146,17 +129,19 @@ ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in eac
 # what is summed up is scaled only when one passes that. 0 where the highest itself is wanted.
 SLACK = gl.constexpr(8.0)
 
-# Flags of this many tiles are kept: copies are less than two tiles ahead of what is converted, and
-# that is one ahead of the softmax.
-FLAGS = gl.constexpr(4)
+# Flags of this many tiles, and what was found out about the keys of this many tiles of rows, are
+# kept: the producer is at most three of either ahead of the scorer.
+TILES = gl.constexpr(4)
+TURNS = gl.constexpr(4)
 
-# Barriers beside those of the ring. SHARE: what a warpgroup's dims contribute to the scores.
-SHARE = gl.constexpr(0)
-WEIGHTS = gl.constexpr(2)  # of all heads, and what earlier sums shrink by
-SUM = gl.constexpr(3)  # what the sums are divided by
-RANGE = gl.constexpr(4)  # what the producer found out about the keys
-VALID = gl.constexpr(5)  # which keys of a tile count
-NUM_BARRIERS = gl.constexpr(9)
+# Barriers beside those of the copies.
+WEIGHTS = gl.constexpr(0)  # of a tile, and what earlier sums shrink by
+SUM = gl.constexpr(1)  # what the sums are divided by, of two tiles of rows
+RANGE = gl.constexpr(3)  # what the producer found out about the keys
+VALID = gl.constexpr(7)  # which keys of a tile count
+CONVERTED = gl.constexpr(11)  # both halves of a tile, in each of two places
+ADDED = gl.constexpr(13)  # both adders are done with the weights of a tile, even and odd
+NUM_BARRIERS = gl.constexpr(15)
 
 
 @gluon.jit
@@ -193,12 +178,12 @@ def block_slots(
 
 
 @gluon.jit
-def find_blocks(main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
+def find_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
     """Where the keys are, where they end in each stream, and the blocks of the split.
 
     What cuts a list short for a split is an end too.
     """
-    begin, split, request, token = place(shape)
+    begin, split, request, token = place_of(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
     end = store_limits(limits, main, shape, begin, request, CAUSAL)
     num_blocks = gl.cdiv(end, 64)
@@ -290,66 +275,60 @@ def scale_offset(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
 
 
 @gluon.constexpr_function
+def num_values(fp8_dim, head_dim):
+    """Chunks of the value; what is left is one chunk."""
+    return sum(chunk_start(fp8_dim, c) < 512 for c in range(num_chunks(fp8_dim, head_dim)))
+
+
+@gluon.constexpr_function
 def chunks_of(fp8_dim, head_dim, who):
-    """Chunks that a warpgroup converts, in its order: its half of the value, what is left."""
-    starts = [chunk_start(fp8_dim, c) for c in range(num_chunks(fp8_dim, head_dim))]
-    return tuple(
-        chunk
-        for chunk, start in enumerate(starts)
-        if min(start // 256, 2) == who or (who == 0 and 512 <= start < fp8_dim)
-    )
-
-
-@gluon.constexpr_function
-def dim_of(fp8_dim, chunk, piece):
-    """First dim of a piece of a chunk."""
-    return chunk_start(fp8_dim, chunk) + 64 * piece
-
-
-@gluon.constexpr_function
-def has_ready(fp8_dim, head_dim, who):
-    """Whether a warpgroup has the last chunk as operand as it is: bfloat16, no part of values."""
-    return who == 0 and fp8_dim == 512 and head_dim > 512
+    """Chunks of a half of the value."""
+    count = num_values(fp8_dim, head_dim)
+    return tuple(c for c in range(count) if chunk_start(fp8_dim, c) // 256 == who)
 
 
 @gluon.constexpr_function
 def chunk_order(fp8_dim, head_dim):
-    """Chunks in the order in which they are copied: one that is ready, the warpgroups' in turn."""
-    left = chunks_of(fp8_dim, head_dim, 0)
-    right = chunks_of(fp8_dim, head_dim, 1)
-    turns = [chunk for turn in zip_longest(left, right) for chunk in turn]
-    ready = [num_chunks(fp8_dim, head_dim) - 1] if has_ready(fp8_dim, head_dim, 0) else []
-    return tuple(ready + [chunk for chunk in turns if chunk is not None])
-
-
-@gluon.constexpr_function
-def turn_of(fp8_dim, head_dim, chunk):
-    """How many chunks of a tile are copied before one."""
-    return chunk_order(fp8_dim, head_dim).index(chunk)
+    """Chunks in the order in which they are copied: the halves' in turn, what is no value."""
+    halves = [chunks_of(fp8_dim, head_dim, who) for who in range(2)]
+    turns = [chunk for turn in zip_longest(*halves) for chunk in turn if chunk is not None]
+    return tuple(turns) + tuple(range(len(turns), num_chunks(fp8_dim, head_dim)))
 
 
 @gluon.jit
-def heads_of(begin, shape, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Token in the group, head, and whether there is one, of ``COUNT`` rows."""
-    row = begin + gl.arange(0, COUNT, LAYOUT)
-    token = (row // shape.num_heads).to(gl.int64)
-    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
+def place_in(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Memory, place, barrier and parity of a chunk: of values there is one place for each."""
+    COUNT: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
+    if CHUNK < COUNT:
+        raw = memory[3]
+        slot = tile * 0 + CHUNK  # no constexpr: what is returned has one type
+        at = slot
+        use = tile
+    else:
+        raw = memory[4]
+        slot = tile % raw.shape[0]
+        at = COUNT + slot
+        use = tile // raw.shape[0]
+    return raw, slot, at, use & 1
 
 
 @gluon.jit
 def load_queries(
-    to, q, q_request, q_token, q_head, shape, START: gl.constexpr, WIDTH: gl.constexpr,
-    CONVERTED: gl.constexpr,
+    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Dims of the tile's rows, in the order of the keys if those are converted."""
-    begin, _, request, first = place(shape)
-    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, QUERIES))
+    """Dims of a tile's rows."""
+    begin, _, request, first = place_of(tile, shape)
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
     rows = request * q_request + (first + token) * q_token + head * q_head
-    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
-    x = gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
-    if CONVERTED:
-        x = in_order(x)
-    to.store(x)
+    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+def as_operand(x):
+    """Dims in memory's order as the left operand of a product, in the order of the keys."""
+    return gl.convert_layout(in_order(x), gl.DotOperandLayout(0, SCORES, 2))
 
 
 @gluon.jit
@@ -368,87 +347,119 @@ def copy_scales(to, rows, slots, is_extra, extra, L: gl.constexpr, EXTRA: gl.con
 
 
 @gluon.jit
-def bf16_chunk(raw, turn):
-    """A chunk as bfloat16 ``[64, 64]``."""
-    CHUNKS: gl.constexpr = raw.shape[0]
-    return reinterpret(raw, gl.bfloat16, [CHUNKS, 64, 64], TILE).index(turn)
+def bf16_chunk(raw, slot):
+    """A place as bfloat16 ``[64, 64]``."""
+    PLACES: gl.constexpr = raw.shape[0]
+    return reinterpret(raw, gl.bfloat16, [PLACES, 64, 64], TILE).index(slot)
 
 
 @gluon.jit
-def copy_chunk(raw, rows, first, real, TURN: gl.constexpr, L: gl.constexpr):
+def codes_chunk(raw, slot, WIDTH: gl.constexpr):
+    """A place as e4m3 codes ``[64, WIDTH]``."""
+    COUNT: gl.constexpr = raw.shape[0] * raw.shape[2] // WIDTH
+    LAYOUT: gl.constexpr = RAW8 if WIDTH == 128 else RAW8_HALF
+    at = slot * (raw.shape[2] // WIDTH)
+    return reinterpret(raw, gl.uint8, [COUNT, 64, WIDTH], LAYOUT).index(at)
+
+
+@gluon.jit
+def copy_chunk(tile, memory, rows, first, real, CHUNK: gl.constexpr, L: gl.constexpr):
     """A chunk of rows that start at the words ``first``, as it is stored."""
-    START: gl.constexpr = chunk_start(L.fp8_dim, chunk_order(L.fp8_dim, L.head_dim)[TURN])
+    START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
+    raw, slot, at, phase = place_in(tile, memory, CHUNK, L)
+    mbarrier.wait(memory[10].index(at), phase ^ 1)
     if L.fp8_dim > START:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
         codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
         dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY8))
         source = codes + (4 * first)[:, None] + dims[None, :]
-        chunk = fp8_chunk(raw, TURN, WIDTH, num_chunks(L.fp8_dim, L.head_dim))
-        async_load(chunk, source, mask=real[:, None])
+        async_load(codes_chunk(raw, slot, WIDTH), source, mask=real[:, None])
     else:
         first = gl.convert_layout(2 * first + L.tail_at, BF16_ROWS)
         real = gl.convert_layout(real, BF16_ROWS)
         dims = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY16))
         tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
         source = tail + first[:, None] + dims[None, :]
-        async_load(bf16_chunk(raw, TURN), source, mask=real[:, None])
+        async_load(bf16_chunk(raw, slot), source, mask=real[:, None])
 
 
 @gluon.jit
 def copy_tile(tile, slots, is_extra, rows, extra, memory, L: gl.constexpr, EXTRA: gl.constexpr):
     """Copy a tile's rows chunk by chunk, each as soon as there is a place in the ring."""
-    _, _, _, _, _, raw, scales, valid, full, empty, bar = memory
+    _, _, _, _, _, scales, valid, _, _, full, _, bar = memory
+    ORDER: gl.constexpr = chunk_order(L.fp8_dim, L.head_dim)
     real = slots >= 0
     first = word_offset(slots, extra, is_extra, L, EXTRA)
-    for j in gl.static_range(num_chunks(L.fp8_dim, L.head_dim)):
-        mbarrier.wait(empty.index(j), tile & 1 ^ 1)
-        if j == 0:
-            valid.index(tile % FLAGS).store(real.to(gl.int8))
-            mbarrier.arrive(bar.index(VALID + tile % FLAGS), count=1)
-            if L.scale_block > 0:
-                to = scales.index(tile % scales.shape[0])
-                copy_scales(to, rows, slots, is_extra, extra, L, EXTRA)
-        copy_chunk(raw, rows, first, real, j, L)
-        async_copy.mbarrier_arrive(full.index(j), increment_count=False)
+    valid.index(tile % TILES).store(real.to(gl.int8))
+    mbarrier.arrive(bar.index(VALID + tile % TILES), count=1)
+    if L.scale_block > 0:
+        # Those of the tile before the last one: all of its chunks were given back.
+        copy_scales(scales.index(tile % 2), rows, slots, is_extra, extra, L, EXTRA)
+    for j in gl.static_range(len(ORDER)):
+        copy_chunk(tile, memory, rows, first, real, ORDER[j], L)
+        at = place_in(tile, memory, ORDER[j], L)[2]
+        async_copy.mbarrier_arrive(full.index(at), increment_count=False)
 
 
 @gluon.jit
 def produce(
-    rows, main, extra, shape, limits, found, memory,
+    num_tiles, rows, main, extra, shape, limits, found, memory,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that copies."""
-    bar = memory[10]
-    keys, ends, first, last = find_blocks(main, extra, shape, limits, EXTRA, CAUSAL)
-    slots = block_slots(keys, ends, main, extra, first, L, EXTRA, PAGED)
-    copy_tile(0, slots, first >= ends[2], rows, extra, memory, L, EXTRA)
-    # While these are under way, how long the lists really are. At least one tile: a loop that may
-    # be skipped makes the products wait for each other.
-    last = used_blocks(keys, ends, main, extra, first, last, EXTRA, PAGED)
-    num_tiles = gl.maximum(last - first, 1)
-    found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_tiles)
-    found.index(1).store(gl.zeros([1], gl.int32, ONE) + first * 64)
-    mbarrier.arrive(bar.index(RANGE), count=1)
-    slots = block_slots(keys, ends, main, extra, first + 1, L, EXTRA, PAGED)
-    for tile in range(1, num_tiles):
-        block = first + tile
-        following = block_slots(keys, ends, main, extra, block + 1, L, EXTRA, PAGED)
-        copy_tile(tile, slots, block >= ends[2], rows, extra, memory, L, EXTRA)
-        slots = following
+    bar = memory[11]
+    key_tile = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        turn = tile // gl.num_programs(0)
+        at = turn % TURNS
+        keys, ends, first, last = find_blocks(
+            tile, main, extra, shape, limits.index(at), EXTRA, CAUSAL
+        )  # fmt: skip
+        slots = block_slots(keys, ends, main, extra, first, L, EXTRA, PAGED)
+        copy_tile(key_tile, slots, first >= ends[2], rows, extra, memory, L, EXTRA)
+        # While these are under way, how long the lists really are. At least one tile: a loop that
+        # may be skipped makes the products wait for each other.
+        last = used_blocks(keys, ends, main, extra, first, last, EXTRA, PAGED)
+        last = gl.maximum(last, first + 1)
+        found.index(2 * at).store(gl.zeros([1], gl.int32, ONE) + (last - first))
+        found.index(2 * at + 1).store(gl.zeros([1], gl.int32, ONE) + first * 64)
+        mbarrier.arrive(bar.index(RANGE + at), count=1)
+        slots = block_slots(keys, ends, main, extra, first + 1, L, EXTRA, PAGED)
+        key_tile += 1
+        for block in range(first + 1, last):
+            following = block_slots(keys, ends, main, extra, block + 1, L, EXTRA, PAGED)
+            copy_tile(key_tile, slots, block >= ends[2], rows, extra, memory, L, EXTRA)
+            slots = following
+            key_tile += 1
 
 
 @gluon.jit
-def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr):
+def read_range(found, bar, turn):
+    """Tiles of keys and position of the first key, which the producer stored."""
+    at = turn % TURNS
+    mbarrier.wait(bar.index(RANGE + at), turn // TURNS & 1)
+    count = gl.max(found.index(2 * at).load(ONE), 0)
+    return count, gl.max(found.index(2 * at + 1).load(ONE), 0)
+
+
+@gluon.jit
+def wait_added(tile, bar):
+    """Until both adders are done with the weights of the tile two before this one."""
+    mbarrier.wait(bar.index(ADDED + tile % 2), tile // 2 & 1 ^ 1)
+
+
+@gluon.jit
+def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr, DIMS: gl.constexpr):
     """float32 scales of the tile's keys for one dim."""
     if L.scale_block == 0:
-        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, DIMS64))
+        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, DIMS))
     else:
         PER_WORD: gl.constexpr = 4 // L.scale_bytes
         INDEX: gl.constexpr = DIM // L.scale_block
         NUM_WORDS: gl.constexpr = scales.shape[1]
         words = reinterpret(scales, gl.int32, [scales.shape[0] * NUM_WORDS, 64], PLAIN)
-        word = words.index(tile % scales.shape[0] * NUM_WORDS + INDEX // PER_WORD)
-        bits = word.load(gl.SliceLayout(1, DIMS64))
+        word = words.index(tile % 2 * NUM_WORDS + INDEX // PER_WORD)
+        bits = word.load(gl.SliceLayout(1, DIMS))
         if L.scale_bytes == 1:
             code = (bits >> (INDEX % 4 * 8)) & 0xFF
             bits = gl.where(code == 0, 0x400000, code << 23)
@@ -459,35 +470,37 @@ def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_chunk(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
-    """Pieces of 64 dims, and scales, of a chunk, whose place in the ring is given back."""
-    _, _, _, _, _, raw, scales, _, full, empty, _ = memory
+    """What a chunk holds, and scales."""
+    scales = memory[5]
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
-    TURN: gl.constexpr = turn_of(L.fp8_dim, L.head_dim, CHUNK)
-    mbarrier.wait(full.index(TURN), tile & 1)
-    pieces = ()
+    raw, slot, at, phase = place_in(tile, memory, CHUNK, L)
+    mbarrier.wait(memory[9].index(at), phase)
     if L.fp8_dim <= START:
-        pieces = pieces + ((bf16_chunk(raw, TURN).load(DIMS64), 0),)
+        x = bf16_chunk(raw, slot).load(DIMS64)
+        scale = 0
     else:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
-        chunk = fp8_chunk(raw, TURN, WIDTH, num_chunks(L.fp8_dim, L.head_dim))
-        if WIDTH == 128:
-            low, high = gl.split(chunk.load(DIMS128).reshape(64, 2, 64).permute(0, 2, 1))
-            low = gl.convert_layout(low, DIMS64)
-            high = gl.convert_layout(high, DIMS64)
-            pieces = pieces + ((low, scale_of(scales, tile, START, L)),)
-            pieces = pieces + ((high, scale_of(scales, tile, START + 64, L)),)
-        else:
-            pieces = pieces + ((chunk.load(DIMS64), scale_of(scales, tile, START, L)),)
-    mbarrier.arrive(empty.index(TURN), count=1)
-    return pieces
+        DIMS: gl.constexpr = DIMS128 if WIDTH == 128 else DIMS64
+        x = codes_chunk(raw, slot, WIDTH).load(DIMS)
+        scale = scale_of(scales, tile, START, L, DIMS)[:, None]
+        if L.scale_block == 64 and WIDTH == 128:
+            second = gl.arange(0, 128, gl.SliceLayout(0, DIMS)) >= 64
+            other = scale_of(scales, tile, START + 64, L, DIMS)[:, None]
+            scale = gl.where(second[None, :], other, scale)
+    return x, scale
 
 
 @gluon.jit
-def convert(piece):
-    """A piece as the left operand of a product."""
-    x, scale = piece
+def give_back(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
+    """A chunk was read."""
+    mbarrier.arrive(memory[10].index(place_in(tile, memory, CHUNK, L)[2]), count=1)
+
+
+@gluon.jit
+def convert(x, scale):
+    """What a chunk holds as bfloat16, in the order of an operand's registers."""
     if x.dtype != gl.bfloat16:
-        codes, scale = gl.broadcast(x, scale[:, None])
+        codes, scale = gl.broadcast(x, scale)
         x = gl.inline_asm_elementwise(
             CONVERT,
             "=r,=r,r,f,f,f,f",
@@ -496,192 +509,266 @@ def convert(piece):
             is_pure=True,
             pack=4,
         )
-    return gl.convert_layout(in_order(x), gl.DotOperandLayout(0, SCORES, 2))
+    return as_operand(x)
 
 
 @gluon.jit
-def add_scores(s, x, z, memory, FIRST: gl.constexpr, START: gl.constexpr, WHO: gl.constexpr):
-    """Start the product of a piece, which must live until it is done."""
-    q_value, q_rest, _, _, _, _, _, _, _, _, _ = memory
-    if START < 512:
-        q = q_value.index(WHO + z).slice(START % 256, 64, dim=1)
-    else:
-        q = q_rest.index(z)
-    return warpgroup_mma(x, q.permute((1, 0)), s, use_acc=not FIRST, is_async=True)
+def add_keys(p):
+    """Sums ``[64, 4]`` of the keys that a thread has of each head."""
+    return gl.sum(gl.sum(p.reshape(64, 8, 4, 2), 3), 1)
 
 
 @gluon.jit
-def keep_values(x, z, memory, START: gl.constexpr, WHO: gl.constexpr):
-    """Store a piece for the weighted sum, if it is part of the value."""
-    values = memory[2]
-    if START < 512:
-        values.index(WHO + z).slice(START % 256, 64, dim=1).store(x)
-
-
-@gluon.jit
-def begin_scores(tile, z, memory, L: gl.constexpr, WHO: gl.constexpr):
-    """Start a tile's scores with the first piece, which is returned, as the next one is."""
-    _, q_rest, _, _, _, raw, _, _, full, _, _ = memory
-    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
-    CHUNK: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)[0]
-    s = gl.zeros([64, 64], gl.float32, SCORES)
-    if READY:
-        mbarrier.wait(full.index(0), tile & 1)
-        q = q_rest.index(z).permute((1, 0))
-        s = warpgroup_mma(bf16_chunk(raw, z), q, s, use_acc=False, is_async=True)
-    first, second = load_chunk(tile, memory, CHUNK, L)
-    x = convert(first)
-    s = add_scores(s, x, z, memory, not READY, chunk_start(L.fp8_dim, CHUNK), WHO)
-    return s, x, second
-
-
-@gluon.jit
-def end_scores(s, x, second, tile, z, memory, L: gl.constexpr, WHO: gl.constexpr):
-    """What :func:`begin_scores` began; values are kept."""
-    empty = memory[9]
-    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
-    MINE: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)
-    keep_values(x, z, memory, chunk_start(L.fp8_dim, MINE[0]), WHO)
-    pieces = (second,)
-    for c in gl.static_range(len(MINE)):
-        for i in gl.static_range(len(pieces)):
-            y = convert(pieces[i])
-            keep_values(y, z, memory, dim_of(L.fp8_dim, MINE[c], i + (c == 0)), WHO)
-            s = warpgroup_mma_wait(0, deps=[s, x])[0]
-            if READY and c == 0:
-                mbarrier.arrive(empty.index(0), count=1)
-            s = add_scores(s, y, z, memory, False, dim_of(L.fp8_dim, MINE[c], i + (c == 0)), WHO)
-            x = y
-        if c + 1 < len(MINE):
-            pieces = load_chunk(tile, memory, MINE[c + 1], L)
-    return warpgroup_mma_wait(0, deps=[s, x])[0]
-
-
-@gluon.jit
-def finish(acc, m, total, factors, memory, results, shape, WHO: gl.constexpr):
-    """Normalise half of the weighted values and store it, and the lse of half of the heads."""
-    bar = memory[10]
-    SCALE_WORDS: gl.constexpr = memory[6].shape[1]
-    begin, split, request, first = place(shape)
-    token, head, real = heads_of(begin + 32 * WHO, shape, 32, HALF_HEADS)
-    lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
-    rows = (first + token) * results.lse_token + head
-    gl.store(lse + rows, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
-    empty = total == 0
-    if results.max_logits is not None:
-        logits = results.max_logits + request * results.max_logits_request
-        gl.store(logits + head, gl.where(empty, float("-inf"), m * LN2), mask=real)
-    if results.attn_sink is not None:
-        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-        total += gl.exp2(sink * LOG2E - m)
-    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
-    reinterpret(factors, gl.float32, [4, 32], PLAIN).index(2 + WHO).store(factor)
-    mbarrier.arrive(bar.index(SUM), count=1)
-    mbarrier.wait(bar.index(SUM), 0)
-    acc = acc * factors.index(1).load(SUM_ROWS)[:, None]
-    acc = gl.convert_layout(out_of_order(acc.permute((1, 0))).permute((1, 0)), OWN)
-    if results.out.dtype.element_ty == gl.bfloat16:
-        acc = gl.convert_layout(to_bf16(acc), STORE16)
-    elif SCALE_WORDS <= 8:  # changing over takes 4 KB, which more scales leave no room for
-        acc = gl.convert_layout(acc, STORE32)
-    LAYOUT: gl.constexpr = acc.type.layout
-    token, head, real = heads_of(begin, shape, 64, gl.SliceLayout(1, LAYOUT))
-    rows = (first + token) * results.out_token + head * results.out_head
-    dims = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
-    out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
-    gl.store(out + rows[:, None] + dims[None, :], acc, mask=real[:, None])
-
-
-@gluon.jit
-def attend_half(
-    q, q_request, q_token, q_head, shape, limits, found, factors, memory, results, scale_log2,
-    L: gl.constexpr, CAUSAL: gl.constexpr, WHO: gl.constexpr,
+def score(
+    num_tiles, q, q_request, q_token, q_head, shape, limits, found, memory, results, scale_log2,
+    L: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """One of the two warpgroups that attend."""
-    q_value, q_rest, values, weights, shares, _, _, valid, _, _, bar = memory
-    READY: gl.constexpr = has_ready(L.fp8_dim, L.head_dim, WHO)
-    load_queries(q_value.index(WHO), q, q_request, q_token, q_head, shape, 256 * WHO, 256, True)
-    if WHO == 0 and L.head_dim > 512:
-        load_queries(q_rest.index(0), q, q_request, q_token, q_head, shape, 512, 64, not READY)
-    fence_async_shared()
-    acc = gl.zeros([64, 256], gl.float32, SUMS)
-    m = gl.full([32], LOWEST, gl.float32, HALF_HEADS)
-    l = gl.zeros([32], gl.float32, HALF_HEADS)
-    zero = opaque_zero(gl.program_id(0))
-    s, x, second = begin_scores(0, zero, memory, L, WHO)
-    s = end_scores(s, x, second, 0, zero, memory, L, WHO)
-    mbarrier.wait(bar.index(RANGE), 0)
-    num_tiles = gl.max(found.index(0).load(ONE), 0)
-    first = gl.max(found.index(1).load(ONE), 0)
-    if CAUSAL:
-        limit = reinterpret(limits, gl.int32, [2, 32], PLAIN).index(WHO).load(HALF_HEADS)
-    for i in range(num_tiles):
-        z = opaque_zero(i)
-        phase = i & 1
-        shares.index(WHO).permute((1, 0)).store(s)
-        mbarrier.arrive(bar.index(SHARE + WHO), count=1)
-        mbarrier.wait(bar.index(VALID + i % FLAGS), i // FLAGS & 1)
-        seen = (valid.index(i % FLAGS).load(HALF_KEYS) != 0)[None, :]
-        if CAUSAL:
-            keys = first + i * 64 + gl.arange(0, 64, HALF_KEYS)
-            seen = seen & (keys[None, :] < limit[:, None])
-        mbarrier.wait(bar.index(SHARE + 1 - WHO), phase)
-        mine = shares.index(0).slice(32 * WHO, 32).load(HALF)
-        mine += shares.index(1).slice(32 * WHO, 32).load(HALF)
-        mine = gl.where(seen, mine * scale_log2, float("-inf"))
-        top = gl.max(mine, 1)
-        highest = gl.where(top > m + (SLACK if results.max_logits is None else 0.0), top, m)
-        factor = gl.exp2(m - highest)
-        m = highest
-        p = gl.exp2(mine - highest[:, None])
-        weights.slice(32 * WHO, 32).store(to_bf16(p))
-        reinterpret(factors, gl.float32, [4, 32], PLAIN).index(WHO).store(factor)
+    """The warpgroup that finds weights."""
+    q_high, values, weights, _, raw_rest, _, valid, factors, totals, full, _, bar = memory
+    REST: gl.constexpr = L.head_dim > 512
+    COUNT: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
+    READY: gl.constexpr = REST and L.fp8_dim <= 512
+    key_tile = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        turn = tile // gl.num_programs(0)
+        # Half of the dims stay in registers.
+        x4 = load_queries(tile, q, q_request, q_token, q_head, shape, 256, 128, DIMS128)
+        x5 = load_queries(tile, q, q_request, q_token, q_head, shape, 384, 128, DIMS128)
+        if READY:
+            rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, QUERIES)
+        elif REST:
+            rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, DIMS64)
+        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x4))
+        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x5))
+        if READY:
+            # By way of a place that is free once the weights before were read.
+            wait_added(key_tile + 1, bar)
+            weights.index(0).store(rest)
+            barrier()
+            q4 = weights.index(0).load(gl.DotOperandLayout(0, SCORES, 2))
+            barrier()
+        elif REST:
+            q4 = as_operand(rest)
+        x0 = load_queries(tile, q, q_request, q_token, q_head, shape, 0, 64, DIMS64)
+        x1 = load_queries(tile, q, q_request, q_token, q_head, shape, 64, 64, DIMS64)
+        x2 = load_queries(tile, q, q_request, q_token, q_head, shape, 128, 64, DIMS64)
+        x3 = load_queries(tile, q, q_request, q_token, q_head, shape, 192, 64, DIMS64)
+        q0 = as_operand(x0)
+        q1 = as_operand(x1)
+        q2 = as_operand(x2)
+        q3 = as_operand(x3)
         fence_async_shared()
-        mbarrier.arrive(bar.index(WEIGHTS), count=1)
-        l = l * factor + gl.sum(p, 1)
-        mbarrier.wait(bar.index(WEIGHTS), phase)
-        if gl.max((factors.index(z).load(ALL) != 1.0).to(gl.int32), 0) != 0:
-            acc *= factors.index(z).load(SUM_ROWS)[:, None]
-        flying = warpgroup_mma(weights, values.index(WHO + z), acc, is_async=True)
-        if i + 1 < num_tiles:
-            next_s, x, second = begin_scores(i + 1, z, memory, L, WHO)
-            done = warpgroup_mma_wait(2 if READY else 1, deps=[flying, next_s, x])
-            acc = done[0]
-            s = end_scores(done[1], done[2], second, i + 1, z, memory, L, WHO)
-        else:
-            acc = warpgroup_mma_wait(0, deps=[flying])
-    finish(acc, m, l, factors, memory, results, shape, WHO)
+        m = gl.full([64], LOWEST, gl.float32, HEADS)
+        l = add_keys(gl.zeros([64, 64], gl.float32, SCORES))
+        count, first = read_range(found, bar, turn)
+        for i in range(count):
+            z = opaque_zero(i)
+            at = key_tile % 2
+            low = values.index(2 * at + z)
+            high = values.index(2 * at + 1 + z)
+            s = gl.zeros([64, 64], gl.float32, SCORES)
+            if READY:
+                slot, rest_bar, phase = place_in(key_tile, memory, COUNT, L)[1:]
+                mbarrier.wait(full.index(rest_bar), phase)
+            mbarrier.wait(bar.index(CONVERTED + at), key_tile // 2 & 1)
+            # What others stored, for products to read. Here it costs less than where it was stored.
+            fence_async_shared()
+            if READY:
+                keys = bf16_chunk(raw_rest, slot).permute((1, 0))
+                s = warpgroup_mma(q4, keys, s, use_acc=False, is_async=True)
+            keys = low.slice(0, 64, dim=1).permute((1, 0))
+            s = warpgroup_mma(q0, keys, s, use_acc=READY, is_async=True)
+            s = warpgroup_mma(q1, low.slice(64, 64, dim=1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q2, low.slice(128, 64, dim=1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q3, low.slice(192, 64, dim=1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q_high.index(z), high.permute((1, 0)), s, is_async=True)
+            if REST and not READY:
+                keys = weights.index(at).permute((1, 0))
+                s = warpgroup_mma(q4, keys, s, is_async=True)
+            mbarrier.wait(bar.index(VALID + key_tile % TILES), key_tile // TILES & 1)
+            # Most tiles have only keys that count.
+            flags = reinterpret(valid, gl.int32, [TILES, 16], PLAIN).index(key_tile % TILES)
+            all_count = gl.min(flags.load(ONE), 0) == 0x01010101
+            s = warpgroup_mma_wait(0, deps=[s])
+            if READY:
+                give_back(key_tile, memory, COUNT, L)
+            s = s * scale_log2
+            if CAUSAL:
+                keys = first + i * 64 + gl.arange(0, 64, KEYS)
+                limit = limits.index(turn % TURNS).load(HEADS)
+                s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
+            if not all_count:
+                seen = valid.index(key_tile % TILES).load(KEYS) != 0
+                s = gl.where(seen[None, :], s, float("-inf"))
+            # Pairs first: a shorter chain of maxima.
+            top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
+            top = gl.convert_layout(gl.max(top, 1), HEADS)
+            highest = gl.where(top > m + (SLACK if results.max_logits is None else 0.0), top, m)
+            factor = gl.exp2(m - highest)
+            m = highest
+            p = gl.exp2(s - highest[:, None])
+            wait_added(key_tile + 1, bar)
+            weights.index(key_tile % weights.shape[0]).store(to_bf16(p))
+            factors.store(factor)
+            mbarrier.arrive(bar.index(WEIGHTS), count=1)
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, l.type.layout))
+            l = l * factor[:, None] + add_keys(p)
+            key_tile += 1
+        total = gl.convert_layout(gl.sum(l, 1), HEADS)
+        begin, split, request, token = place_of(tile, shape)
+        row_token, head, real = heads_of(begin, shape, HEADS)
+        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
+        rows = (token + row_token) * results.lse_token + head
+        gl.store(lse + rows, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
+        empty = total == 0
+        if results.max_logits is not None:
+            to = results.max_logits + request * results.max_logits_request
+            gl.store(to + head, gl.where(empty, float("-inf"), m * LN2), mask=real)
+        if results.attn_sink is not None:
+            sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+            total += gl.exp2(sink * LOG2E - m)
+        totals.index(turn % 2).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))
+        mbarrier.arrive(bar.index(SUM + turn % 2), count=1)
+
+
+@gluon.jit
+def keep_chunk(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Convert a chunk to what both products read."""
+    values = memory[1]
+    START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
+    x, scale = load_chunk(tile, memory, CHUNK, L)
+    x = convert(x, scale)
+    if START < 512:
+        to = values.index(tile % 2 * 2 + START // 256)
+        to.slice(START % 256, x.shape[1], dim=1).store(x)
+    else:
+        # Where the weights of two tiles before were, of all heads: the other adder read them too.
+        wait_added(tile, memory[11])
+        memory[2].index(tile % 2).store(x)
+    give_back(tile, memory, CHUNK, L)
+
+
+@gluon.jit
+def keep_half(tile, memory, L: gl.constexpr, WHO: gl.constexpr):
+    """Convert a half of a tile; the first adder's has what is no value too."""
+    MINE: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)
+    for c in gl.static_range(len(MINE)):
+        keep_chunk(tile, memory, MINE[c], L)
+    if L.fp8_dim > 512 and WHO == 0:
+        keep_chunk(tile, memory, num_values(L.fp8_dim, L.head_dim), L)
+    mbarrier.arrive(memory[11].index(CONVERTED + tile % 2), count=1)
+
+
+@gluon.jit
+def store_piece(x, out, begin, first, results, shape):
+    """64 dims of the tile's rows, which are put back into the order of memory."""
+    x = x.reshape(64, 4, 2, 4, 2).permute(0, 3, 1, 2, 4).reshape(64, 64)
+    x = gl.convert_layout(x, DIMS64)
+    if results.out.dtype.element_ty == gl.bfloat16:
+        x = gl.convert_layout(to_bf16(x), STORE16)
+    else:
+        x = gl.convert_layout(x, STORE32)
+    LAYOUT: gl.constexpr = x.type.layout
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
+    rows = (first + token) * results.out_token + head * results.out_head
+    dims = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
+
+
+@gluon.jit
+def store_columns(acc, factor, out, begin, first, results, shape):
+    """128 dims of the tile's rows, half of them at a time: there are few registers left."""
+    low, high = gl.split((acc * factor[:, None]).reshape(64, 2, 64).permute(0, 2, 1))
+    store_piece(low, out, begin, first, results, shape)
+    store_piece(high, out + 64, begin, first, results, shape)
+
+
+@gluon.jit
+def add_values(
+    num_tiles, shape, found, memory, results, L: gl.constexpr, WHO: gl.constexpr
+):  # fmt: skip
+    """One of the two warpgroups that convert halves of keys and add weighted values.
+
+    The first pass of the loop over tiles of rows only converts, the others begin with the sums.
+    """
+    _, values, weights, _, _, _, _, factors, totals, _, _, bar = memory
+    key_tile = 0
+    count = 1
+    turn = -1
+    for tile in range(gl.program_id(0) - gl.num_programs(0), num_tiles, gl.num_programs(0)):
+        acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+        acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+        if turn >= 0:
+            for i in range(count):
+                mbarrier.wait(bar.index(WEIGHTS), key_tile & 1)
+                fence_async_shared()
+                if gl.max((factors.load(ALL) != 1.0).to(gl.int32), 0) != 0:
+                    factor = factors.load(SUM_ROWS)[:, None]
+                    acc0 *= factor
+                    acc1 *= factor
+                z = opaque_zero(i)
+                x = values.index(key_tile % 2 * 2 + WHO + z)
+                p = weights.index(key_tile % weights.shape[0] + z)
+                acc0 = warpgroup_mma(p, x.slice(0, 128, dim=1), acc0, is_async=True)
+                acc1 = warpgroup_mma(p, x.slice(128, 128, dim=1), acc1, is_async=True)
+                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+                mbarrier.arrive(bar.index(ADDED + key_tile % 2), count=1)
+                if i + 2 < count:
+                    keep_half(key_tile + 2, memory, L, WHO)
+                key_tile += 1
+        # The next rows' first keys, before results are stored.
+        if tile + gl.num_programs(0) < num_tiles:
+            count = read_range(found, bar, turn + 1)[0]
+            for j in range(gl.minimum(count, 2)):
+                keep_half(key_tile + j, memory, L, WHO)
+        if turn >= 0:
+            mbarrier.wait(bar.index(SUM + turn % 2), turn // 2 & 1)
+            factor = totals.index(turn % 2).load(SUM_ROWS)
+            begin, split, request, token = place_of(tile, shape)
+            out = results.out + split.to(gl.int64) * results.out_split
+            out += request * results.out_request + WHO * 256
+            store_columns(acc0, factor, out, begin, token, results, shape)
+            store_columns(acc1, factor, out + 128, begin, token, results, shape)
+        turn += 1
 
 
 @gluon.constexpr_function
 def arrivals(b):
-    """Arrivals that a barrier waits for: of both warpgroups where they need each other."""
-    return 2 if b in (WEIGHTS.value, SUM.value) else 1
+    """Arrivals that a barrier waits for: of both adders."""
+    return 2 if b >= CONVERTED.value else 1
 
 
 @gluon.jit
 def _attend_fp8(
-    q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
+    num_tiles, q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of 64 rows of a group and a split of its keys."""
-    CHUNKS: gl.constexpr = num_chunks(L.fp8_dim, L.head_dim)
-    q_value = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    q_rest = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
-    values = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    shares = gl.allocate_shared_memory(gl.float32, [2, 64, 64], SHARES)
-    raw = gl.allocate_shared_memory(gl.uint8, [CHUNKS, 64, 128], RAW8)
+    """Tiles of 64 rows of a group and a split of its keys."""
+    VALUES: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
+    PLACES: gl.constexpr = VALUES + 2
+    q_high = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], TILE)
+    values = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
+    # Of two tiles where they take the place of what is converted and no value.
+    COUNT: gl.constexpr = 2 if L.fp8_dim > 512 else 1
+    weights = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 64, 64], TILE)
+    raw = gl.allocate_shared_memory(gl.uint8, [VALUES, 64, 128], RAW8)
+    raw_rest = raw
+    if L.head_dim > 512:
+        if L.fp8_dim > 512:
+            raw_rest = gl.allocate_shared_memory(gl.uint8, [1, 64, 64], RAW8_HALF)
+        else:
+            raw_rest = gl.allocate_shared_memory(gl.uint8, [2, 64, 128], RAW8)
     scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], WORDS2)
-    valid = gl.allocate_shared_memory(gl.int8, [FLAGS, 64], PLAIN)
-    factors = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
-    limits = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
-    found = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    valid = gl.allocate_shared_memory(gl.int8, [TILES, 64], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [TURNS, 64], PLAIN)
+    found = gl.allocate_shared_memory(gl.int32, [2 * TURNS, 1], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(CHUNKS):
+    for b in gl.static_range(PLACES):
         mbarrier.init(full.index(b), count=128)
         mbarrier.init(empty.index(b), count=1)
     for b in gl.static_range(NUM_BARRIERS):
@@ -689,18 +776,20 @@ def _attend_fp8(
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
-    memory = (q_value, q_rest, values, weights, shares, raw, scales, valid, full, empty, bar)
+    memory = (
+        q_high, values, weights, raw, raw_rest, scales, valid, factors, totals, full, empty, bar
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (attend_half, (q, q_request, q_token, q_head, shape, limits, found, factors, memory,
-                           results, scale_log2, L, CAUSAL, 0)),
-            (attend_half, (q, q_request, q_token, q_head, shape, limits, found, factors, memory,
-                           results, scale_log2, L, CAUSAL, 1)),
-            (produce, (rows, main, extra, shape, limits, found, memory,
+            (add_values, (num_tiles, shape, found, memory, results, L, 0)),
+            (add_values, (num_tiles, shape, found, memory, results, L, 1)),
+            (score, (num_tiles, q, q_request, q_token, q_head, shape, limits, found, memory,
+                     results, scale_log2, L, CAUSAL)),
+            (produce, (num_tiles, rows, main, extra, shape, limits, found, memory,
                        L, EXTRA, PAGED, CAUSAL)),
         ],
-        [4, 4],
-        [240, 24],
+        [4, 4, 4],
+        [168, 144, 32],
     )  # fmt: skip
 
 
@@ -748,7 +837,7 @@ def attend_fp8(
 
     The caches of both streams have one format.
     """
-    num_tiles = -(-shape.num_rows // 64)
+    num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     records, record = _arguments(cache)
     extra_record = None
     if extra_cache is not None and extra is not None:
@@ -757,7 +846,8 @@ def attend_fp8(
         extra = extra._replace(shift=distance // 4)
     # What a program needs beside fits, up to 16 words of scales a row.
     scale_words = triton.next_power_of_2(max(-(-record.num_scales * record.scale_bytes // 4), 1))
-    _attend_fp8[(num_groups * num_tiles * shape.num_splits,)](
+    _attend_fp8[(min(num_tiles, num_multiprocessors(q.device)),)](
+        num_tiles,
         q,
         *q_strides,
         records,
