@@ -671,5 +671,6 @@ def _tokens_at_once(
         if count <= fitting:
             break
         count = max(1, min(max(fitting, count // 2), count - 1))
-        count = cdiv(num_tokens, cdiv(num_tokens, count))
+        # More rows than a multiple of those at work at a time cost the selection another turn.
+        count -= count % kernels.plan(count, num_keys, topk, device).programs
     return count
