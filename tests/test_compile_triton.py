@@ -21,7 +21,7 @@ SPILLED_BYTES = {
     "hopper_columns": 56,
     "hopper_indexer": 720,
     "hopper_rows": 200,
-    "hopper_topk": 456,
+    "hopper_topk": 432,
     "indexer": 160,
     "projection": 304,
     "topk": 804,

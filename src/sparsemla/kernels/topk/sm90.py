@@ -10,7 +10,9 @@ and a sum over the program costs one exchange between its warps.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk import triton as portable
-from sparsemla.kernels.topk.triton import POSITIONS, Pages
+from sparsemla.kernels.topk.triton import Pages
 
 DEAD_KEY = gl.constexpr(-(1 << 31))
 """Key of a lane that holds no value."""
@@ -34,14 +36,15 @@ SIGMAS = gl.constexpr(4.5)
 """Standard deviations that a threshold keeps away from a list too short or too long."""
 NEIGHBOURS = gl.constexpr(16)
 """Columns that a sample takes together: memory gives 64 bytes at once."""
-AHEAD = gl.constexpr(8)
+AHEAD = gl.constexpr(4)
 """Tiles of each warp of a slice that the L2 cache gets while the threshold is sought."""
 PLANE = gl.constexpr(256)
 """Columns that a warp takes at once, eight a thread."""
-TILE = gl.constexpr(512)
-"""Columns of a step of the pass over a row, for each warp."""
-DEPTH = gl.constexpr(2)
-"""Tiles of a warp that are on their way from memory."""
+PLANES = gl.constexpr(4)
+TILE = gl.constexpr(1024)
+"""Columns of a step of the pass over a row, for each warp: as many as PLANES have."""
+FEW_TURNS = gl.constexpr(6)
+"""Turns of a search, after which hardly a value is left, or one that many columns have."""
 
 
 @gluon.jit
@@ -97,6 +100,14 @@ def _count_of_earlier(x, W: gl.constexpr):
 
 
 @gluon.jit
+def _reciprocal_root(x):
+    """Roughly, and in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
     """A key that ``low`` to ``up`` of ``key`` [W, N] reach, or else the largest that low reach.
 
@@ -105,8 +116,11 @@ def _search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
     one that was counted: where more than ``up`` reach the key, or with ``low == up``, the number of
     those above it.
     """
+    middle = 0.5 * (low + up)
     chi = clo * 0
+    turn = clo * 0
     while (klo + 1 < khi) & (clo > up):
+        turn += 1
         both = _sum(gl.where(key >= b, 0x10001, gl.where(key >= a, 1, 0)), W)
         ca = both & 0xFFFF
         cb = both >> 16
@@ -114,15 +128,37 @@ def _search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
         chi = gl.where(cb >= low, chi, gl.where(ca >= low, cb, ca))
         klo = gl.where(cb >= low, b, gl.where(ca >= low, a, klo))
         clo = gl.where(cb >= low, cb, gl.where(ca >= low, ca, clo))
-        third = gl.maximum((khi - klo).to(gl.uint32) // 3, 1).to(gl.int32)
-        a = klo + third
-        b = a + third
+        # Where the key lies if the keys between the ends are evenly distributed.
+        width = (khi - klo).to(gl.uint32).to(gl.float32)
+        number = gl.maximum(clo - chi, 1).to(gl.float32)
+        root = _reciprocal_root(number)
+        share = (clo - middle) * (root * root)
+        error = 0.25 * root
+        a = klo + gl.maximum(width * (share - error), 1.0).to(gl.uint32).to(gl.int32)
+        b = klo + gl.maximum(width * (share + error), 1.0).to(gl.uint32).to(gl.int32)
+        if turn >= FEW_TURNS:
+            least, most = _ends(key, klo, khi, W)
+            klo = gl.maximum(klo, least)
+            khi = gl.minimum(khi, most + 1)
+            third = gl.maximum((khi - klo).to(gl.uint32) // 3, 1).to(gl.int32)
+            a = klo + third
+            b = a + third
+        a = gl.maximum(gl.minimum(a, khi - 1), klo + 1)
+        b = gl.maximum(gl.minimum(b, khi - 1), a)
     return klo, clo, chi
 
 
 @gluon.jit
 def _add_add_max(a, b, c, d, e, f):
     return a + d, b + e, gl.maximum(c, f)
+
+
+@gluon.jit
+def _ends(key, klo, khi, W: gl.constexpr):
+    """The smallest and the largest of the keys from ``klo`` on that are below ``khi``."""
+    inside = (key >= klo) & (key < khi)
+    least = _max(gl.where(inside, -key, DEAD_KEY), W)
+    return -least, _max(gl.where(inside, key, DEAD_KEY), W)
 
 
 @gluon.jit
@@ -205,7 +241,7 @@ def _guess(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
     if reached > up:  # a plateau; the sample lies in the order of the columns
         equal = key == threshold
         before, _ = _rank(equal.to(gl.int32), W)
-        cut = gl.where(equal & (before + 1 >= low - above), ids + 1, size)
+        cut = gl.where(equal & (before + 1 >= (low + up) // 2 - above), ids + 1, size)
         column = -_max(-cut, W)
     return gl.maximum(threshold, MINUS_INF_KEY), column
 
@@ -265,16 +301,12 @@ def _of_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(x, group, stop):
-    """Eight neighbours from ``x`` on for each thread, and from the second plane as many.
-
-    Of a ``group`` from ``stop`` on there is anything.
-    """
+def _load_plane(x, group, stop):
+    """Eight neighbours from ``x`` on for each thread; of a ``group`` from ``stop`` on, anything."""
     W: gl.constexpr = x.shape[0] // 32
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     at = x[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
-    first = gl.load(at, mask=(group < stop)[:, None])
-    return first, gl.load(at + PLANE, mask=(group + PLANE < stop)[:, None])
+    return gl.load(at, mask=(group < stop)[:, None])
 
 
 @gluon.jit
@@ -339,66 +371,126 @@ def _hits(x, value):
     )
 
 
+@triton.constexpr_function
+def _places_ptx():
+    steps = "".join(
+        f"""
+        shfl.sync.up.b32 more|within, ab, {lanes}, 0, -1;
+        @within add.u32 ab, ab, more;
+        shfl.sync.up.b32 more|within, cd, {lanes}, 0, -1;
+        @within add.u32 cd, cd, more;"""
+        for lanes in (1, 2, 4, 8, 16)
+    )
+    return f"""{{
+        .reg .pred within;
+        .reg .b32 a, b, c, d, ab, cd, own_ab, own_cd, more, left;
+        shr.u32 a, $3, 24;
+        bfe.u32 b, $3, 16, 8;
+        bfe.u32 c, $3, 8, 8;
+        and.b32 d, $3, 255;
+        popc.b32 a, a;
+        popc.b32 b, b;
+        popc.b32 c, c;
+        popc.b32 d, d;
+        mad.lo.u32 own_ab, b, 65536, a;
+        mad.lo.u32 own_cd, d, 65536, c;
+        mov.b32 ab, own_ab;
+        mov.b32 cd, own_cd;{steps}
+        sub.u32 own_ab, ab, own_ab;
+        sub.u32 own_cd, cd, own_cd;
+        shfl.sync.idx.b32 ab, ab, 31, 31, -1;
+        shfl.sync.idx.b32 cd, cd, 31, 31, -1;
+        and.b32 left, ab, 0xffff;
+        sub.u32 more, left, a;
+        mad.lo.u32 $0, more, 65536, own_ab;
+        shr.u32 ab, ab, 16;
+        add.u32 left, left, ab;
+        sub.u32 more, left, a;
+        sub.u32 more, more, b;
+        mad.lo.u32 own_cd, more, 65537, own_cd;
+        and.b32 ab, cd, 0xffff;
+        sub.u32 more, ab, c;
+        mad.lo.u32 $1, more, 65536, own_cd;
+        shr.u32 cd, cd, 16;
+        add.u32 left, left, ab;
+        add.u32 $2, left, cd;
+        }}"""
+
+
 @gluon.jit
-def _number_of(hits):
+def _places(hits):
+    """Where a warp's hits go: plane by plane, each in the order of its columns.
+
+    ``hits`` are eight bits for each plane, the highest for the first column. Returns 16 bits for
+    each plane, of the first two and of the others: where a thread's first hit in it goes, less the
+    thread's hits in earlier planes; and the number of the warp's hits.
+    """
     return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [hits], dtype=gl.int32, is_pure=True, pack=1
+        _places_ptx(),
+        "=&r,=&r,=&r,r",
+        [hits],
+        dtype=(gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
     )
 
 
-@gluon.jit
-def _append_hits(lists, x, hits, first_id, to_a, to_b):
-    """Append the columns of a tile that are hits; each thread walks through its own.
-
-    Args:
-        lists: the list of each thread's warp.
-        x: each thread's first column, whose id is ``first_id``.
-        hits: 16 bits, the highest for the first column; the lower half is the second plane.
-        to_a: where the hits of the first plane go.
-        to_b: where those of the second plane go, less the number of those of the first.
-    """
-    if x.dtype.element_ty == gl.float32:
-        LOAD: gl.constexpr = """mul.wide.u32 from, column, 4;
-        add.s64 from, from, $2;
-        ld.global.b32 value, [from];"""
+@triton.constexpr_function
+def _append_ptx(is_float32):
+    if is_float32:
+        size, load, widen = 4, "ld.global.b32", ""
     else:  # bfloat16, the upper half of a float32
-        LOAD: gl.constexpr = """mul.wide.u32 from, column, 2;
+        size, load, widen = 2, "ld.global.u16", "shl.b32 value{0}, value{0}, 16;"
+    find = f"""
+        clz.b32 column{{0}}, hits;
+        shr.u32 bit, 0x7fffffff, column{{0}};
+        and.b32 hits, hits, bit;
+        shr.u32 plane{{0}}, column{{0}}, 3;
+        mad.lo.u32 column{{0}}, plane{{0}}, 248, column{{0}};
+        mul.wide.u32 from, column{{0}}, {size};
         add.s64 from, from, $2;
-        ld.global.u16 value, [from];
-        shl.b32 value, value, 16;"""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred more, second;
-        .reg .b32 hits, bit, column, id, rank, value;
+        @more{{0}} {load} value{{0}}, [from];
+        {widen}"""
+    store = """
+        mad.lo.u32 place, plane{0}, 0x22, 0x10;
+        prmt.b32 place, $5, $6, place;
+        and.b32 place, place, 0xffff;
+        add.u32 place, place, rank;
+        add.u32 rank, rank, 1;
+        mul.wide.u32 to, place, 8;
+        add.s64 to, to, $1;
+        add.u32 column{0}, column{0}, $4;
+        @more{0} st.global.v2.b32 [to], {{column{0}, value{0}}};"""
+    return f"""{{
+        .reg .pred more0, more1;
+        .reg .b32 hits, bit, rank, place, plane0, plane1, column0, column1, value0, value1;
         .reg .b64 from, to;
         mov.b32 hits, $3;
         mov.b32 rank, 0;
-        setp.eq.u32 more, hits, 0;
-        @more bra DONE;
-        NEXT:
-        bfind.u32 bit, hits;
-        shl.b32 value, 1, bit;
-        xor.b32 hits, hits, value;
-        setp.lt.u32 second, bit, 8;
-        sub.u32 column, 15, bit;
-        @second add.u32 column, column, 248;
-        """
-        + LOAD
-        + """
-        add.u32 id, column, $4;
-        selp.b32 bit, $6, $5, second;
-        add.u32 bit, bit, rank;
-        add.u32 rank, rank, 1;
-        mul.wide.u32 to, bit, 8;
-        add.s64 to, to, $1;
-        st.global.v2.b32 [to], {id, value};
-        setp.ne.u32 more, hits, 0;
-        @more bra NEXT;
+        setp.ne.u32 more0, hits, 0;
+        @!more0 bra DONE;
+        NEXT:{find.format(0)}
+        setp.ne.u32 more1, hits, 0;{find.format(1)}{store.format(0)}{store.format(1)}
+        setp.ne.u32 more0, hits, 0;
+        @more0 bra NEXT;
         DONE:
         mov.b32 $0, 0;
-        }""",
+        }}"""
+
+
+@gluon.jit
+def _append_hits(lists, x, hits, first_id, ab, cd):
+    """Append the columns of a tile that are hits; each thread walks through its own, by twos.
+
+    Args:
+        lists: where the hits of each thread's warp go.
+        x: each thread's first column, whose id is ``first_id``.
+        hits, ab, cd: as in :func:`_places`.
+    """
+    gl.inline_asm_elementwise(
+        _append_ptx(x.dtype.element_ty == gl.float32),
         "=r,l,l,r,r,r,r",
-        [lists.to(gl.int64), x.to(gl.int64), hits, first_id, to_a, to_b],
+        [lists.to(gl.int64), x.to(gl.int64), hits, first_id, ab, cd],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -497,44 +589,39 @@ def _collect(
     begin += head
     lists += which * (limit + TILE)
     count = thread * 0
-    first = (index * W + warp == 0) & (lane < head)
-    count = _append_rest(x, lists, count, value, lane, first, W, TOGETHER)
+    if head > 0:
+        first = (index * W + warp == 0) & (lane < head)
+        count = _append_rest(x, lists, count, value, lane, first, W, TOGETHER)
     first_id = begin + lane * 8
-    tiles = ()
-    for i in gl.static_range(DEPTH):
-        tiles += (_load_tile(source + i * STEP, group + i * STEP, stop),)
-    for _ in range(0, share, DEPTH * STEP):
+    tile = ()
+    for i in gl.static_range(PLANES):
+        tile += (_load_plane(source + i * PLANE, group + i * PLANE, stop),)
+    for _ in range(0, share, STEP):
+        hits = thread * 0
         following = ()
-        for i in gl.static_range(DEPTH):
-            on = i * STEP
-            left = stop - (group + on)
-            before_cut = column - (begin + on)
-            hits_a = _hits(tiles[i][0], _level(value, over, before_cut, left))
-            hits_b = _hits(tiles[i][1], _level(value, over, before_cut - PLANE, left - PLANE))
+        for i in gl.static_range(PLANES):
+            on = i * PLANE
+            level = _level(value, over, column - (begin + on), stop - (group + on))
+            hits = hits << 8 | _hits(tile[i], level)
             # Its registers are free again.
-            on_next = on + DEPTH * STEP
-            following += (_load_tile(source + on_next, group + on_next, stop),)
-            of_a = _number_of(hits_a)
-            before, total = _of_warp(of_a + (_number_of(hits_b) << 16), W)
-            in_a = total & 0xFFFF
-            earlier, added = _of_lists(in_a + (total >> 16), W, TOGETHER)
-            # A tile too much goes behind the list, where nobody looks.
-            to = gl.where(count + added <= limit, count + earlier, limit)
-            to_b = to + in_a + (before >> 16) - of_a
-            to_a = to + (before & 0xFFFF)
-            hits = hits_a << 8 | hits_b
-            _append_hits(lists, source + on, hits, first_id + on, to_a, to_b)
-            count += added
-        tiles = following
-        group += DEPTH * STEP
-        begin += DEPTH * STEP
-        first_id += DEPTH * STEP
-        source += DEPTH * STEP
-    last = (index * W + warp == slices * W - 1) & (head + end + lane < size)
-    last_value = gl.where(column > head + end, value, over)
-    to = gl.minimum(count, limit)
-    ids = head + end + lane
-    count += _append_rest(x, lists, to, last_value, ids, last, W, TOGETHER) - to
+            following += (_load_plane(source + (STEP + on), group + (STEP + on), stop),)
+        ab, cd, added = _places(hits)
+        earlier, added = _of_lists(added, W, TOGETHER)
+        # A tile too much goes behind the list, where nobody looks.
+        to = gl.where(count + added <= limit, count + earlier, limit)
+        _append_hits(lists + to, source, hits, first_id, ab, cd)
+        count += added
+        tile = following
+        group += STEP
+        begin += STEP
+        first_id += STEP
+        source += STEP
+    if head + end < size:
+        last = (index * W + warp == slices * W - 1) & (head + end + lane < size)
+        last_value = gl.where(column > head + end, value, over)
+        to = gl.minimum(count, limit)
+        ids = head + end + lane
+        count += _append_rest(x, lists, to, last_value, ids, last, W, TOGETHER) - to
     gl.store(counts + which, count, mask=thread % (W // LISTS * 32) == 0)
     return count
 
@@ -623,6 +710,18 @@ def _place(
 
 
 @gluon.jit
+def _sources(counts, j, pitch, LISTS: gl.constexpr):
+    """Where the entries ``j`` of all lists together lie."""
+    source = j
+    upto = pitch * 0
+    for i in range(LISTS):
+        length = gl.load(counts + i)
+        upto += length
+        source += gl.where(j >= upto, pitch - length, 0)
+    return source
+
+
+@gluon.jit
 def _row(
     x,
     out,
@@ -658,12 +757,23 @@ def _row(
     longest = size * 0
     own = warp * 0  # entries of each warp's list
     key = size * 0 + NAN_KEY
+    # Mostly each list fits its share of the registers.
+    pitch = limit + TILE
+    SHARE: gl.constexpr = CAPACITY // LISTS
+    if not FRESH:
+        entry = (j * 0).to(gl.int64)
+        live = j < 0
     if size > CAPACITY:
         tries = size * 0
         count = size * 0
         if not FRESH:
             tries += 1
             lengths = gl.load(counts + each)
+            # Some of the entries are none: waiting for the lengths takes longer.
+            of_list = gl.load(counts + j // SHARE)
+            entry = gl.load(lists + (j // SHARE * pitch + j % SHARE)).to(gl.int64)
+            live = j % SHARE < of_list
+            key = gl.load(lists + limit).to(gl.int32)
             count = gl.sum(lengths, 0)
             longest = gl.max(lengths, 0)
         while ((count < k) | (count > CAPACITY)) & (not exact):
@@ -697,7 +807,7 @@ def _row(
                     longest = gl.max(every, 0)
                 else:
                     count = gl.max(_to_all(of_warp, W), 0)
-                    longest = count
+                    longest = size
         if exact:
             over = above * 0
             level = above * 0
@@ -714,42 +824,34 @@ def _row(
             values = gl.load(x + j, mask=j < size, other=0.0).to(gl.float32)
             live = j < size
         else:
-            # Mostly each list fits its share of the registers.
-            pitch = limit + TILE
-            SHARE: gl.constexpr = CAPACITY // LISTS
-            source = j // SHARE * pitch + j % SHARE
-            if longest <= SHARE:
-                if FRESH:
-                    live = lane[None, :] < own[:, None]
-                else:
-                    live = j % SHARE < gl.load(counts + j // SHARE)
-            else:
+            if FRESH:
+                source = j // SHARE * pitch + j % SHARE
+                live = lane[None, :] < own[:, None]
+                if longest > SHARE:
+                    live = j < count
+                    source = _sources(counts, j, pitch, LISTS)
+                entry = gl.load(lists + source, mask=live, other=0).to(gl.int64)
+            elif longest > SHARE:
                 live = j < count
-                source = j
-                upto = count * 0
-                for i in range(LISTS):
-                    length = gl.load(counts + i)
-                    upto += length
-                    source += gl.where(j >= upto, pitch - length, 0)
-            entry = gl.load(lists + source, mask=live, other=0).to(gl.int64)
+                entry = gl.load(lists + _sources(counts, j, pitch, LISTS), mask=live, other=0)
             ids = entry.to(gl.int32)
             values = (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
         keys = gl.where(live, _keys(values), DEAD_KEY)
-        least = key  # of a row that was listed here, all reach it
-        if FRESH:
-            if size <= CAPACITY:
-                least = -_max(gl.where(live, -keys, -END_KEY), W)
-        else:
+        least = key  # all that is listed reaches it
+        if size <= CAPACITY:
             least = -_max(gl.where(live, -keys, -END_KEY), W)
         # Where the k-th is if the number of larger values falls exponentially.
         low = _value(least)
         excess = gl.where(live, values - low, 0.0)
+        more = _sum((keys > least).to(gl.int32), W)
         excess, _, top = _sums_and_max(excess, excess, keys, W)
         number = count.to(gl.float32)
         step = gl.fdiv(excess, number) * gl.log(gl.fdiv(number, k * 1.0))
         a = gl.minimum(gl.maximum(_bits(low + 0.95 * step), least + 1), top)
         b = gl.minimum(gl.maximum(_bits(low + 1.2 * step), a), top)
-        threshold, _, above = _search(keys, least, top + 1, count, a, b, k, k, W)
+        end = gl.where(more < k, least, top) + 1
+        threshold, _, above = _search(keys, least, end, count, a, b, k, k, W)
+        above = gl.where(more < k, more, above)
         none = above * 0
         _place(out, ids, keys, threshold, none, none, k - above, pages, row, PAGE_SIZE, W)
 
@@ -802,12 +904,12 @@ def _collect_kernel(
     stride_scores,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
-    W: gl.constexpr,
+    WARPS: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
     """The lists of one slice of a row, and their lengths."""
     gdc_launch_dependents()
-    LISTS: gl.constexpr = 1 if TOGETHER else W
+    LISTS: gl.constexpr = 1 if TOGETHER else WARPS
     row = gl.program_id(0).to(gl.int64) // slices
     index = gl.program_id(0) % slices
     start, end = _row_range(row_starts, row_ends, row, num_cols)
@@ -815,13 +917,14 @@ def _collect_kernel(
     if (size > k) & (size > CAPACITY):
         x = scores + row * stride_scores + start
         # Every slice of the row comes to the same threshold.
-        ids, values = _sample(x, size, SAMPLE, W)
-        _fetch_first(x, size, index, slices, W, TOGETHER)
-        key, column = _guess(ids, values, size, k, 1.0, CAPACITY, W)
+        ids, values = _sample(x, size, SAMPLE, WARPS)
+        _fetch_first(x, size, index, slices, WARPS, TOGETHER)
+        key, column = _guess(ids, values, size, k, 1.0, CAPACITY, WARPS)
         first = gl.program_id(0).to(gl.int64) * LISTS
         lists += first * (limit + TILE)
         counts += first
-        _collect(x, lists, counts, limit, size, key, column, index, slices, W, TOGETHER)
+        gl.store(lists + limit, key.to(gl.int64))
+        _collect(x, lists, counts, limit, size, key, column, index, slices, WARPS, TOGETHER)
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -845,7 +948,7 @@ def _finish_kernel(
     LISTS: gl.constexpr,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
-    W: gl.constexpr,
+    WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of one row, from the lists of its slices."""
@@ -858,7 +961,7 @@ def _finish_kernel(
     x = scores + row * stride_scores + start
     o = out + row * stride_out
     if size <= k:
-        _short_row(o, size, k, pages, row, PAGE_SIZE, W)
+        _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS)
     else:
         lists += row * LISTS * (limit + TILE)
         counts += row * LISTS
@@ -876,7 +979,7 @@ def _finish_kernel(
             LISTS,
             CAPACITY,
             SAMPLE,
-            W,
+            WARPS,
             PAGE_SIZE,
         )
 
@@ -902,13 +1005,13 @@ def _select_kernel(
     stride,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
-    W: gl.constexpr,
+    WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of whole rows, one after the other: their lists take the same place."""
     pages = Pages(table, request_ids, num_requests, width, stride)
-    lists += gl.program_id(0).to(gl.int64) * W * (limit + TILE)
-    counts += gl.program_id(0) * W
+    lists += gl.program_id(0).to(gl.int64) * WARPS * (limit + TILE)
+    counts += gl.program_id(0) * WARPS
     for index in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         row = index.to(gl.int64)
         start, end = _row_range(row_starts, row_ends, row, num_cols)
@@ -916,7 +1019,7 @@ def _select_kernel(
         x = scores + row * stride_scores + start
         o = out + row * stride_out
         if size <= k:
-            _short_row(o, size, k, pages, row, PAGE_SIZE, W)
+            _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS)
         else:
             _row(
                 x,
@@ -929,10 +1032,10 @@ def _select_kernel(
                 pages,
                 row,
                 True,
-                W,
+                WARPS,
                 CAPACITY,
                 SAMPLE,
-                W,
+                WARPS,
                 PAGE_SIZE,
             )
             barrier()  # the lists have been read
@@ -947,6 +1050,22 @@ class Plan(portable.Plan):
     """
 
     together: bool = False
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"CAPACITY": self.capacity, "SAMPLE": self.sample}
+
+    @property
+    def collect_options(self) -> dict[str, Any]:
+        return {"TOGETHER": self.together, "maxnreg": self.registers}
+
+    @property
+    def finish_options(self) -> dict[str, Any]:
+        return {"maxnreg": 2048 // self.finish_warps, "launch_pdl": True}
+
+    @property
+    def tile(self) -> int:
+        return TILE.value
 
     @property
     def num_lists(self) -> int:
@@ -970,7 +1089,7 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     """The plan for rows of this size; it depends on shapes only."""
     capacity, sample = _list_and_sample(max(1, num_cols), topk)
     processors = num_multiprocessors(device)
-    slices = max(1, min(64, processors // max(num_rows, 1), num_cols // 4096))
+    slices = max(1, min(64, processors // max(num_rows, 1), num_cols // (8 * TILE.value)))
     slices = 1 << (slices.bit_length() - 1)
     if slices > 1:
         together = slices * 8 > 32
@@ -1025,74 +1144,7 @@ def select_topk(
         )
 
 
-def launch(
-    scores: Tensor,
-    topk: int,
-    row_starts: Tensor | None,
-    row_ends: Tensor | None,
-    out: Tensor,
-    how: Plan,
-    pages: Pages = POSITIONS,
-    page_size: int = 0,
-) -> None:
-    """Carry out a plan, for all rows at once."""
-    num_rows, num_cols = scores.shape
-    limit = how.limit(num_cols)
-    lists = counts = out  # rows that fit a list need neither
-    if num_cols > how.capacity:
-        room = how.programs if how.slices == 1 else num_rows, how.num_lists
-        lists = torch.empty(*room, limit + TILE.value, dtype=torch.int64, device=scores.device)
-        counts = torch.empty(*room, dtype=torch.int32, device=scores.device)
-    rows = (row_starts, row_ends)
-    sizes = {"CAPACITY": how.capacity, "SAMPLE": how.sample}
-    layout = (num_cols, topk, limit)
-    strides = (scores.stride(0), out.stride(0))
-    if how.slices == 1:
-        _select_kernel[(how.programs,)](
-            scores,
-            out,
-            lists,
-            counts,
-            *rows,
-            num_rows,
-            *layout,
-            *strides,
-            *pages,
-            **sizes,
-            W=how.num_warps,
-            PAGE_SIZE=page_size,
-            num_warps=how.num_warps,
-            maxnreg=how.registers,
-        )
-        return
-    if num_cols > how.capacity:
-        _collect_kernel[(num_rows * how.slices,)](
-            scores,
-            lists,
-            counts,
-            *rows,
-            *layout,
-            how.slices,
-            scores.stride(0),
-            **sizes,
-            W=how.num_warps,
-            TOGETHER=how.together,
-            num_warps=how.num_warps,
-            maxnreg=how.registers,
-        )
-    _finish_kernel[(num_rows,)](
-        scores,
-        out,
-        lists,
-        counts,
-        *rows,
-        *layout,
-        *strides,
-        *pages,
-        LISTS=how.num_lists,
-        **sizes,
-        W=how.finish_warps,
-        PAGE_SIZE=page_size,
-        num_warps=how.finish_warps,
-        launch_pdl=num_cols > how.capacity,
-    )
+launch = functools.partial(
+    portable.launch, kernels=(_select_kernel, _collect_kernel, _finish_kernel)
+)
+"""Carry out a plan, for all rows at once."""

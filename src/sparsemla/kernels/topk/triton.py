@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -678,21 +678,40 @@ class Plan:
     lanes: int = 32
 
     @property
+    def constants(self) -> dict[str, int]:
+        """What all kernels are compiled for."""
+        return {"CAPACITY": self.capacity, "SAMPLE": self.sample, "LANES": self.lanes}
+
+    @property
+    def collect_options(self) -> dict[str, Any]:
+        """Of the kernel that lists a slice."""
+        return _registers(self.registers)
+
+    @property
+    def finish_options(self) -> dict[str, Any]:
+        """Of the kernel that finishes a row of several slices."""
+        return {}
+
+    @property
+    def tile(self) -> int:
+        """Columns that a warp looks at together; a list has room for as many behind its end."""
+        return 16 * self.lanes
+
+    @property
     def num_lists(self) -> int:
         """Lists of a row."""
         return self.slices * self.num_warps
 
     def limit(self, num_cols: int) -> int:
         """Entries that a list has room for: all that a row may have, or all columns of its part."""
-        tile = 16 * self.lanes
-        part = triton.cdiv(num_cols, tile * self.num_lists) * tile + 8
+        part = triton.cdiv(num_cols, self.tile * self.num_lists) * self.tile + 8
         return min(self.capacity, part)
 
     def list_bytes(self, num_cols: int) -> int:
         """Bytes of all lists and lengths; rows that fit a list need none."""
         if num_cols <= self.capacity:
             return 0
-        entries = self.limit(num_cols) + 16 * self.lanes
+        entries = self.limit(num_cols) + self.tile
         return self.programs * self.num_lists * (8 * entries + 8)
 
 
@@ -786,21 +805,22 @@ def launch(
     how: Plan,
     pages: Pages = POSITIONS,
     page_size: int = 0,
+    kernels: tuple[Any, Any, Any] = (_select_kernel, _collect_kernel, _finish_kernel),
 ) -> None:
-    """Carry out a plan, for all rows at once."""
+    """Carry out a plan, for all rows at once, by the kernels of some tier."""
+    select, collect, finish = kernels
     num_rows, num_cols = scores.shape
     limit = how.limit(num_cols)
     lists = counts = out  # rows that fit a list need neither
     if num_cols > how.capacity:
         room = how.programs if how.slices == 1 else num_rows, how.num_lists
-        entries = limit + 16 * how.lanes
-        lists = torch.empty(*room, entries, dtype=torch.int64, device=scores.device)
+        lists = torch.empty(*room, limit + how.tile, dtype=torch.int64, device=scores.device)
         counts = torch.empty(*room, 2, dtype=torch.int32, device=scores.device)
     rows = (row_starts, row_ends)
-    sizes = {"CAPACITY": how.capacity, "LANES": how.lanes}
     layout = (num_cols, topk, limit)
+    strides = (scores.stride(0), out.stride(0))
     if how.slices == 1:
-        _select_kernel[(how.programs,)](
+        select[(how.programs,)](
             scores,
             out,
             lists,
@@ -808,11 +828,9 @@ def launch(
             *rows,
             num_rows,
             *layout,
-            scores.stride(0),
-            out.stride(0),
+            *strides,
             *pages,
-            **sizes,
-            SAMPLE=how.sample,
+            **how.constants,
             WARPS=how.num_warps,
             PAGE_SIZE=page_size,
             num_warps=how.num_warps,
@@ -820,7 +838,7 @@ def launch(
         )
         return
     if num_cols > how.capacity:
-        _collect_kernel[(num_rows * how.slices,)](
+        collect[(num_rows * how.slices,)](
             scores,
             lists,
             counts,
@@ -828,28 +846,26 @@ def launch(
             *layout,
             how.slices,
             scores.stride(0),
-            **sizes,
-            SAMPLE=how.sample,
+            **how.constants,
             WARPS=how.num_warps,
             num_warps=how.num_warps,
-            **_registers(how.registers),
+            **how.collect_options,
         )
-    _finish_kernel[(num_rows,)](
+    finish[(num_rows,)](
         scores,
         out,
         lists,
         counts,
         *rows,
         *layout,
-        scores.stride(0),
-        out.stride(0),
+        *strides,
         *pages,
         LISTS=how.num_lists,
-        **sizes,
-        SAMPLE=how.sample,
+        **how.constants,
         WARPS=how.finish_warps,
         PAGE_SIZE=page_size,
         num_warps=how.finish_warps,
+        **how.finish_options,
     )
 
 
