@@ -952,13 +952,13 @@ def topk_table() -> list[Workload]:
 
     Peers that count scores in 32 bits may fault at the largest: nothing comes after it.
     """
-    table = [
-        SelectTopk(batch, context, topk)
-        for topk in (512, 1024, 2048)
+    shapes = [
+        (batch, context)
         for context in (4096, 16384, 65536, 262144, 1048576)
         for batch in (1, 16, 256, 4096)
     ]
-    return sorted(table, key=lambda workload: workload.batch * workload.context)
+    shapes.sort(key=lambda shape: shape[0] * shape[1])
+    return [SelectTopk(*shape, topk) for shape in shapes for topk in (512, 1024, 2048)]
 
 
 def _generator(device: torch.device) -> torch.Generator:
