@@ -191,8 +191,8 @@ def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: i
     per_key = next((rows for heads, rows in limits if problem.num_heads <= heads), 0.0)
     at_once = max(TILES_AT_ONCE // max(-(-problem.num_heads // 64), 1), 1)
     counted = -(-num_tokens // at_once) * at_once
-    num_rows = num_rows and num_rows + LAUNCH_ROWS
-    return 0 < num_rows * num_tokens <= per_key * num_keys * counted
+    work = (num_rows + LAUNCH_ROWS) * num_tokens
+    return num_rows > 0 and work <= per_key * num_keys * counted
 
 
 @dataclass(frozen=True)

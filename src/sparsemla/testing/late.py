@@ -25,7 +25,7 @@ def _pause_kernel(EARLY: tl.constexpr):
             now = globaltimer()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _copy_kernel(target, source, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
@@ -43,10 +43,13 @@ def copy_late(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> 
         copies: targets and sources, uint8 ``[N]``.
         device: where all of them are.
     """
-    _pause_kernel[(1,)](**begins_early(device))
+    early = begins_early(device)
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    _copy_kernel[(1,)](none, none, 0, BLOCK=BLOCK, **early)  # compiled before the pause begins
+    _pause_kernel[(1,)](**early)
     for target, source in copies:
         grid = (triton.cdiv(target.numel(), BLOCK),)
-        _copy_kernel[grid](target, source, target.numel(), BLOCK=BLOCK, **begins_early(device))
+        _copy_kernel[grid](target, source, target.numel(), BLOCK=BLOCK, **early)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

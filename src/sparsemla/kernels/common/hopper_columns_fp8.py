@@ -440,10 +440,10 @@ def bound_scales(rows, where, memory, L: gl.constexpr, LAYOUT: gl.constexpr):
     _, _, _, _, scales, _, _, factors, _, _, _ = memory
     if has_factors(L.fp8_dim, L.scale_block):
         each = value_scales(scales, rows, where, L)
-        largest = gl.max(each, 1)
+        largest = gl.max(gl.abs(each), 1)
     else:
         largest = load_scale(scales, rows, where, 0, L, LAYOUT)
-    bits = gl.minimum(gl.maximum(largest, 1e-30), 1e30).to(gl.int32, bitcast=True)
+    bits = gl.minimum(gl.maximum(gl.abs(largest), 1e-30), 1e30).to(gl.int32, bitcast=True)
     bits = (bits + 0x7FFFFF) & 0x7F800000
     if has_factors(L.fp8_dim, L.scale_block):
         inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)

@@ -570,12 +570,11 @@ def score(
             if READY:
                 slot, rest_bar, phase = place_in(key_tile, memory, COUNT, L)[1:]
                 mbarrier.wait(full.index(rest_bar), phase)
+                keys = bf16_chunk(raw_rest, slot).permute((1, 0))
+                s = warpgroup_mma(q4, keys, s, use_acc=False, is_async=True)
             mbarrier.wait(bar.index(CONVERTED + at), key_tile // 2 & 1)
             # What others stored, for products to read. Here it costs less than where it was stored.
             fence_async_shared()
-            if READY:
-                keys = bf16_chunk(raw_rest, slot).permute((1, 0))
-                s = warpgroup_mma(q4, keys, s, use_acc=False, is_async=True)
             keys = low.slice(0, 64, dim=1).permute((1, 0))
             s = warpgroup_mma(q0, keys, s, use_acc=READY, is_async=True)
             s = warpgroup_mma(q1, low.slice(64, 64, dim=1).permute((1, 0)), s, is_async=True)
@@ -607,6 +606,8 @@ def score(
             factor = gl.exp2(m - highest)
             m = highest
             p = gl.exp2(s - highest[:, None])
+            if REST and not READY:
+                barrier()  # every warp's products are done with the keys in the weights' place
             wait_added(key_tile + 1, bar)
             weights.index(key_tile % weights.shape[0]).store(to_bf16(p))
             factors.store(factor)

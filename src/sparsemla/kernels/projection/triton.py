@@ -103,7 +103,8 @@ def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
 def _stays(weight: HeadWeight, device: torch.device) -> bool:
     """Whether a head's matrix, in one step of inputs, leaves room for tokens beside it."""
     outputs, inputs = weight.data.shape[1:]
-    one_step = weight.scale is not None and inputs <= weight.scale_block[1]
+    # More inputs than the latent's 128, three times over, leave no room for the matrix.
+    one_step = weight.scale is not None and inputs <= min(128, weight.scale_block[1])
     small = next_power_of_2(inputs) * next_power_of_2(outputs) <= RESIDENT_BYTES
     return describe(device).is_hopper and one_step and small
 
@@ -121,8 +122,9 @@ def _resident(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tile
 def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
     """e4m3 codes of bfloat16 values ``x [rows, dims]`` and ``scale [rows]``.
 
-    Activations hit ties of e4m3 often, so that both divisions have to be rounded correctly. They
-    are, for all bfloat16 values (a test tries them), as products with an inverse in two parts.
+    Activations hit ties of e4m3 often, so that both divisions have to be rounded correctly. As
+    products with an inverse in two parts they are, for bfloat16 values up to 2**117 (a test tries
+    them); above, quotients may differ in their last bit and codes do not.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
@@ -402,7 +404,7 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _resident_kernel(
     x,
     weight,
