@@ -531,32 +531,33 @@ def score(
     key_tile = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
-        # Half of the dims stay in registers.
-        x4 = load_queries(tile, q, q_request, q_token, q_head, shape, 256, 128, DIMS128)
-        x5 = load_queries(tile, q, q_request, q_token, q_head, shape, 384, 128, DIMS128)
+        # Half of the dims stay in registers. They go there by way of the others' place: Triton 3.9
+        # kept them as they were loaded and moved them for each tile of keys.
+        x0 = load_queries(tile, q, q_request, q_token, q_head, shape, 0, 128, DIMS128)
+        x1 = load_queries(tile, q, q_request, q_token, q_head, shape, 128, 128, DIMS128)
+        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x0))
+        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x1))
+        barrier()
+        q0 = q_high.index(0).slice(0, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
+        q1 = q_high.index(0).slice(128, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
+        barrier()
+        x2 = load_queries(tile, q, q_request, q_token, q_head, shape, 256, 128, DIMS128)
+        x3 = load_queries(tile, q, q_request, q_token, q_head, shape, 384, 128, DIMS128)
         if READY:
             rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, QUERIES)
         elif REST:
             rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, DIMS64)
-        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x4))
-        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x5))
+        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x2))
+        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x3))
         if READY:
             # By way of a place that is free once the weights before were read.
             wait_added(key_tile + 1, bar)
             weights.index(0).store(rest)
             barrier()
-            q4 = weights.index(0).load(gl.DotOperandLayout(0, SCORES, 2))
+            q2 = weights.index(0).load(gl.DotOperandLayout(0, SCORES, 2))
             barrier()
         elif REST:
-            q4 = as_operand(rest)
-        x0 = load_queries(tile, q, q_request, q_token, q_head, shape, 0, 64, DIMS64)
-        x1 = load_queries(tile, q, q_request, q_token, q_head, shape, 64, 64, DIMS64)
-        x2 = load_queries(tile, q, q_request, q_token, q_head, shape, 128, 64, DIMS64)
-        x3 = load_queries(tile, q, q_request, q_token, q_head, shape, 192, 64, DIMS64)
-        q0 = as_operand(x0)
-        q1 = as_operand(x1)
-        q2 = as_operand(x2)
-        q3 = as_operand(x3)
+            q2 = as_operand(rest)
         fence_async_shared()
         m = gl.full([64], LOWEST, gl.float32, HEADS)
         l = add_keys(gl.zeros([64, 64], gl.float32, SCORES))
@@ -571,19 +572,17 @@ def score(
                 slot, rest_bar, phase = place_in(key_tile, memory, COUNT, L)[1:]
                 mbarrier.wait(full.index(rest_bar), phase)
                 keys = bf16_chunk(raw_rest, slot).permute((1, 0))
-                s = warpgroup_mma(q4, keys, s, use_acc=False, is_async=True)
+                s = warpgroup_mma(q2, keys, s, use_acc=False, is_async=True)
             mbarrier.wait(bar.index(CONVERTED + at), key_tile // 2 & 1)
             # What others stored, for products to read. Here it costs less than where it was stored.
             fence_async_shared()
-            keys = low.slice(0, 64, dim=1).permute((1, 0))
+            keys = low.slice(0, 128, dim=1).permute((1, 0))
             s = warpgroup_mma(q0, keys, s, use_acc=READY, is_async=True)
-            s = warpgroup_mma(q1, low.slice(64, 64, dim=1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma(q2, low.slice(128, 64, dim=1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma(q3, low.slice(192, 64, dim=1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q1, low.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(q_high.index(z), high.permute((1, 0)), s, is_async=True)
             if REST and not READY:
                 keys = weights.index(at).permute((1, 0))
-                s = warpgroup_mma(q4, keys, s, is_async=True)
+                s = warpgroup_mma(q2, keys, s, is_async=True)
             mbarrier.wait(bar.index(VALID + key_tile % TILES), key_tile // TILES & 1)
             # Most tiles have only keys that count.
             flags = reinterpret(valid, gl.int32, [TILES, 16], PLAIN).index(key_tile % TILES)
