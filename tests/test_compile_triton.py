@@ -20,7 +20,7 @@ SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 56,
     "hopper_indexer": 720,
-    "hopper_rows": 200,
+    "hopper_rows": 232,
     "hopper_topk": 432,
     "indexer": 160,
     "projection": 304,
