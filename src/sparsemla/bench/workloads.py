@@ -916,7 +916,7 @@ def all_workloads() -> list[Workload]:
             CachedPrefill(tokens, context, 128, 2048)
             for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))
         ),
-        CachedPrefill(4096, 32768, 128, 2048, e4m3_format()),
+        *(CachedPrefill(4096, n, 128, 2048, e4m3_format()) for n in (32768, 131072)),
         *(SparseDecode(*shape) for shape in decode),
         # One token of a request has no neighbour to share with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
