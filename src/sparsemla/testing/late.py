@@ -11,6 +11,7 @@ from triton.language.extra.cuda import globaltimer
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 
 BLOCK = 16384
+"""Bytes that a program copies."""
 PAUSE_NS = tl.constexpr(5_000_000)
 """Longer than the host needs to launch the copies and an op behind them."""
 

@@ -35,6 +35,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.hopper_chunks import WORDS2
 from sparsemla.kernels.common.hopper_columns import heads_of, is_slot, locate, place
 from sparsemla.kernels.common.hopper_rows import (
     LN2,
@@ -64,7 +65,6 @@ QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 
 RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 RAW_TAIL = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 4, [1, 0]))
-WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 WEIGHT_RANGE = gl.constexpr(32768.0)
 """Largest scaled weight, in float16."""
@@ -729,7 +729,6 @@ def _attend_columns_fp8(
     CAUSAL: gl.constexpr,
     N: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """All rows of a group, and one split of their keys."""
     MIXED: gl.constexpr = L.fp8_dim < L.head_dim
@@ -789,7 +788,7 @@ def _attend_columns_fp8(
             (produce, (main_tiles, tiles_of_extra, memory, L, EXTRA, PAGED)),
         ],
         [4],
-        [PRODUCER_REGISTERS],
+        [40],
     )  # fmt: skip
 
 
@@ -842,7 +841,6 @@ def attend_columns_fp8(
         CAUSAL=causal,
         N=padded,
         SCALE_WORDS=words,
-        PRODUCER_REGISTERS=40,
         num_warps=8,
         launch_pdl=True,
     )
