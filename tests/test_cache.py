@@ -192,6 +192,13 @@ def test_negative_page_ids_have_no_slots():
     assert slots.tolist() == [-1, 20, 21, 22, 23] + [-1] * 13
 
 
+def test_nothing_has_a_slot_in_a_table_without_pages():
+    table = torch.empty(2, 0, dtype=torch.int32)
+    slots = slots_of(table, torch.tensor([[0], [1]]), torch.arange(-1, 2), 4)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [[-1] * 3] * 2
+
+
 def test_slots_of_huge_page_ids_do_not_wrap():
     table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
     assert slots_of(table, torch.tensor([0]), torch.tensor([3]), 64).item() == (2**31 - 1) * 64 + 3

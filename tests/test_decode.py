@@ -403,6 +403,23 @@ def test_dense_decode_of_strided_tensors(device):
     assert_equal("lse", buffers["lse"].contiguous(), expected[1])
 
 
+@pytest.mark.parametrize(("query_len", "num_heads"), [(0, 8), (1, 0)])
+def test_dense_decode_of_no_queries(device, query_len, num_heads):
+    case = dense_decode_case(Draw(29, device), format=FP8_DS_MLA)
+    case["q"] = case["q"][:, :query_len, :num_heads]
+    out, lse = sparsemla.dense_decode(**case)
+    assert out.shape == (3, query_len, num_heads, 512)
+    assert lse.shape == out.shape[:3]
+
+
+def test_requests_without_pages(device):
+    case = dense_decode_case(Draw(30, device), format=FP8_DS_MLA)
+    case["page_table"] = case["page_table"][:, :0]
+    out, lse = check("dense_decode", case)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
 def test_no_requests(device):
     case = dense_decode_case(Draw(27, device), format=FP8_DS_MLA)
     for name in ("q", "page_table", "seq_lens"):

@@ -443,6 +443,11 @@ OTHERS = [
     ("select_topk", "scores", setting(scores=torch.zeros(3, 9).half())),
     ("merge_topk", "topk", setting(topk=0)),
     ("merge_topk", "values", setting(values=torch.zeros(4, 5, 40).half())),
+    (
+        "dense_prefill",
+        "input_row_offsets",
+        setting(input_row_offsets=torch.empty(0).int(), kv_row_offsets=torch.empty(0).int()),
+    ),
     ("indexer_scores", "keys", setting(keys=torch.zeros(100, 128).bfloat16())),
     ("indexer_scores_paged", "max_seq_len", setting(max_seq_len=0)),
     ("indexer_topk", "topk", setting(topk=0)),

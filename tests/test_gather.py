@@ -66,6 +66,13 @@ def test_empty_selections(device, sizes):
     assert out.shape == sizes
 
 
+def test_a_table_without_pages_gives_no_slots(device):
+    case = to_slots_case(Draw(1, device))
+    case["page_table"] = case["page_table"][:, :0]
+    (out,) = check_op("to_slots", case)
+    assert (out == -1).all()
+
+
 def test_slots_of_strided_selections(device):
     case = to_slots_case(Draw(2, device))
     (expected,) = check_op("to_slots", case)

@@ -270,6 +270,18 @@ def test_tokens_behind_the_last_request_select_nothing(device):
     assert (ids[:5, 0] >= 0).all()
 
 
+def test_scores_and_selections_without_pages(device):
+    case = indexer_scores_paged_case(Draw(19, device))
+    case["page_table"] = case["page_table"][:, :0]
+    (scores,) = check_op("indexer_scores_paged", case)
+    assert (scores == -torch.inf).all()
+    case = indexer_topk_case(Draw(19, device), query_lens=[3, 4], seq_lens=[0, 0])
+    case["page_table"] = case["page_table"][:, :0]
+    for as_slots in (False, True):
+        (ids,) = check_op("indexer_topk", case | {"as_slots": as_slots})
+        assert (ids == -1).all()
+
+
 def test_selection_of_one_layer_of_several(device):
     case = indexer_topk_case(Draw(20, device), num_layers=3)
     check_op("indexer_topk", case)

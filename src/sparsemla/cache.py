@@ -212,6 +212,9 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     tensor([28,  9, -1, -1])
     """
     positions = positions.long()
+    if page_table.shape[1] == 0:  # no column to look into
+        shape = torch.broadcast_shapes(request_ids.shape, positions.shape)
+        return positions.new_full(shape, -1)
     logical = torch.div(positions, page_size, rounding_mode="floor")
     inside = (positions >= 0) & (logical < page_table.shape[1])
     pages = page_table[request_ids.long(), torch.where(inside, logical, 0)].long()

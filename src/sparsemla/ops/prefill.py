@@ -239,6 +239,11 @@ def dense_prefill(
     check.tensor("v", v, "S H V", q.dtype)
     check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
     check.tensor("kv_row_offsets", kv_row_offsets, "B+1", INTEGERS)
+    if input_row_offsets.shape[0] == 0:
+        raise ValueError(
+            "dense_prefill: input_row_offsets must have shape [B+1], which is [1] without "
+            "requests, got [0]"
+        )
     if validate:
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
         check.offsets("kv_row_offsets", kv_row_offsets, k.shape[0])

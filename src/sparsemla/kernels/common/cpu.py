@@ -102,6 +102,8 @@ def attend(
     Returns:
         out ``[R, M, D]`` of q's dtype and lse float32 ``[R, M]``; 0 and -inf without a valid key.
     """
+    if q.numel() == 0:  # torch's kernel divides by the count of rows
+        return q, q.new_empty(q.shape[:2], dtype=torch.float32)
     mask = None
     if valid is not None and valid.dim() == 3 and not _all_finite(keys, values):
         return _attend_nonfinite(q, keys, values, valid, softmax_scale)
