@@ -220,6 +220,30 @@ def test_compiled_calls_equal_eager_ones(call):
         assert_equal(f"{call}[{index}]", actual, wanted)
 
 
+def with_gradients(case):
+    """The case with inputs that require gradients."""
+
+    def wants(name, value):
+        return isinstance(value, torch.Tensor) and "out" not in name and name != "max_logits"
+
+    return {
+        name: value.clone().requires_grad_()
+        if wants(name, value) and value.dtype in (torch.bfloat16, torch.float32)
+        else value
+        for name, value in case.items()
+    }
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.split(", ")[-1] != "in place"])
+def test_results_carry_no_gradients(call):
+    op = getattr(sparsemla, call.split(",")[0])
+    plain, case = CALLS[call](), with_gradients(CALLS[call]())
+    expected, got = tensors_of(plain, op(**plain)), tensors_of(case, op(**case))
+    for index, (actual, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert not actual.requires_grad
+        assert_equal(f"{call}[{index}]", actual, wanted)
+
+
 def test_every_public_op_is_compiled():
     assert {call.split(",")[0] for call in CALLS} == set(sparsemla.ops.__all__)
 

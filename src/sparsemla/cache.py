@@ -185,6 +185,7 @@ class PagedCache:
         """Dequantised bfloat16 rows ``[..., head_dim]`` of ``slots [...]``, all of them valid."""
         return self.format.dequantize(self.gather(slots))
 
+    @torch.no_grad()
     def write(self, slots: Tensor, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> None:
         """Quantise ``rows [N, head_dim]`` and store them at ``slots [N]``; negative slots skip."""
         keep = slots >= 0

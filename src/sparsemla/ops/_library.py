@@ -24,6 +24,10 @@ def operator(*mutates: str) -> Callable[[Callable[..., None]], Callable[..., Non
         schema = torch.library.infer_schema(function, mutates_args=mutates)
 
         def on_device(lead: Tensor, *arguments: object) -> None:
+            # Forward only: a graph of what torch's own functions do on the way would be in part.
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return on_device(lead, *arguments)
             # Triton launches on the current GPU, which need not be the tensors'.
             if lead.is_cuda and lead.device.index != torch.cuda.current_device():
                 with torch.cuda.device(lead.device):
