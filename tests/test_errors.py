@@ -1,7 +1,9 @@
 """Every public op refuses what it cannot take, names the argument, and leaves the cache alone."""
 
 import dataclasses
+import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -474,6 +476,52 @@ def test_other_arguments_are_refused(op, name, change):
     case = CALLS[op]()
     change(case)
     refuse(op, case, op, name)
+
+
+SCALARS = {
+    "softmax_scale": [None, "0.1", torch.tensor(0.1)],
+    "eps": [None, torch.tensor(1e-6)],
+    "causal": [None, "yes", torch.tensor(True)],
+    "interleaved": [None, "neox"],
+    "rope_first": [None],
+    "hadamard": [None, torch.eye(128)],
+    "as_slots": [None],
+}
+TAKEN = [
+    (op, name)
+    for op in CALLS
+    for name in SCALARS
+    if name in inspect.signature(getattr(sparsemla, op)).parameters
+]
+
+
+@pytest.mark.parametrize(("op", "name"), TAKEN)
+def test_numbers_and_flags_are_nothing_else(op, name):
+    for value in SCALARS[name]:
+        refuse(op, CALLS[op]() | {name: value}, op, name, error=TypeError)
+
+
+def test_numbers_may_be_numpys():
+    case = CALLS["sparse_prefill"]()
+    case["softmax_scale"] = np.float32(case["softmax_scale"])
+    sparsemla.sparse_prefill(**case)
+
+
+OUTPUTS = [
+    (op, name)
+    for op, name in TENSORS
+    if name in ("out", "lse", "max_logits", "kv_out", "weights_out")
+]
+
+
+@pytest.mark.parametrize(("op", "name"), OUTPUTS)
+def test_outputs_that_overlap_themselves_are_refused(op, name):
+    case = CALLS[op]()
+    shape = case[name].shape
+    for dim in range(len(shape) - 1):
+        case[name] = case[name].narrow(dim, 0, 1).expand(shape)
+        if shape[dim] > 1:
+            refuse(op, case, op, name, error=ValueError)
 
 
 def test_exponent_scales_are_powers_of_two():

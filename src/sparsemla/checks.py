@@ -6,6 +6,8 @@ that has it and must agree from then on.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -55,11 +57,29 @@ class Checker:
         if tensor is not None:
             self.tensor(name, tensor, shape, dtypes)
 
+    def written(self, name: str, tensor: object, shape: str, dtypes: Dtypes) -> Tensor:
+        """Check a tensor that is written: no two of its elements lie in one place."""
+        tensor = self.tensor(name, tensor, shape, dtypes)
+        strides = tensor.stride()
+        if 0 in strides and any(
+            size > 1 for size, stride in zip(tensor.shape, strides, strict=True) if stride == 0
+        ):
+            raise ValueError(
+                f"{self.op}: {name} must have memory for each element, "
+                f"got shape {list(tensor.shape)} of strides {list(strides)}"
+            )
+        return tensor
+
     def output(self, name: str, tensor: Tensor | None, shape: str, dtype: torch.dtype) -> Tensor:
         """The caller's output tensor, checked, or a new one."""
         if tensor is not None:
-            return self.tensor(name, tensor, shape, dtype)
+            return self.written(name, tensor, shape, dtype)
         return torch.empty(*self.sizes(shape), dtype=dtype, device=self.device)
+
+    def number(self, name: str, value: object) -> None:
+        """Check a factor or another real number; a tensor's would have to be waited for."""
+        if not isinstance(value, (float, int)) and not isinstance(value, Real):
+            raise TypeError(f"{self.op}: {name} must be a number, got {type(value).__name__}")
 
     def kind(self, name: str, value: object, kind: type) -> None:
         """Check the class of an argument that is no tensor."""
@@ -142,8 +162,14 @@ class Checker:
                 f"{self.op}: scale_mode must be 'pow2' for format {fmt.name}, got 'exact'"
             )
 
+    def rotation(self, interleaved: bool, rope_first: bool) -> None:
+        """Check how an indexer's vectors are rotated."""
+        self.kind("interleaved", interleaved, bool)
+        self.kind("rope_first", rope_first, bool)
+
     def hadamard(self, hadamard: bool, dim: int) -> None:
         """Check that a Hadamard transform exists."""
+        self.kind("hadamard", hadamard, bool)
         if hadamard and dim & (dim - 1):
             raise ValueError(f"{self.op}: hadamard needs a power-of-two dimension, got {dim}")
 

@@ -257,6 +257,7 @@ def sparse_decode(
     check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
     check.optional("topk_lengths", topk_lengths, "B", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.number("softmax_scale", softmax_scale)
     if extra_cache is None:
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
@@ -404,6 +405,8 @@ def dense_decode(
     check.tensor("page_table", page_table, "B W", INTEGERS)
     check.tensor("seq_lens", seq_lens, "B", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.number("softmax_scale", softmax_scale)
+    check.kind("causal", causal, bool)
     if validate:
         check.paging(cache, page_table, seq_lens)
     check.bind("V", cache.format.value_dim)

@@ -143,7 +143,7 @@ def gather_dequant(
     check.tensor("seq_lens", seq_lens, "B", INTEGERS)
     check.tensor("workspace_starts", workspace_starts, "B", INTEGERS)
     check.optional("seq_starts", seq_starts, "B", INTEGERS)
-    check.tensor("out", out, "rows D", torch.bfloat16)
+    check.written("out", out, "rows D", torch.bfloat16)
     if validate:
         check.paging(cache, page_table, seq_lens)
         if seq_starts is not None:

@@ -255,6 +255,8 @@ def indexer_topk(
     check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
     check.positive("topk", topk)
     check.positive("max_workspace_bytes", max_workspace_bytes)
+    check.kind("causal", causal, bool)
+    check.kind("as_slots", as_slots, bool)
     if validate:
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
         check.paging(cache, page_table, seq_lens)

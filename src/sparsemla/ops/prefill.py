@@ -74,10 +74,12 @@ def sparse_prefill(
     check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.number("softmax_scale", softmax_scale)
     check.bind("V", cache.format.value_dim)
     out = check.output("out", out, "T H V", q.dtype)
     lse = check.output("lse", lse, "T H", torch.float32)
-    check.optional("max_logits", max_logits, "T H", torch.float32)
+    if max_logits is not None:
+        check.written("max_logits", max_logits, "T H", torch.float32)
     _sparse_prefill(
         q,
         *parts(cache),
@@ -244,6 +246,8 @@ def dense_prefill(
             "dense_prefill: input_row_offsets must have shape [B+1], which is [1] without "
             "requests, got [0]"
         )
+    check.number("softmax_scale", softmax_scale)
+    check.kind("causal", causal, bool)
     if validate:
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
         check.offsets("kv_row_offsets", kv_row_offsets, k.shape[0])

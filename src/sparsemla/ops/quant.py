@@ -92,12 +92,15 @@ def fused_rope_rmsnorm_quant(
             f"got {kv_norm_weight.shape[0]}"
         )
     check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.number("eps", eps)
+    check.kind("interleaved", interleaved, bool)
     check.scale_mode(scale_mode, cache.format)
     if out is None:
         out = check.output("out", None, "T H R", q_rope.dtype)
     else:
-        check.tensor("out", out, "T H R", ROTATED)
-    check.optional("kv_out", kv_out, "T D", torch.bfloat16)
+        check.written("out", out, "T H R", ROTATED)
+    if kv_out is not None:
+        check.written("kv_out", kv_out, "T D", torch.bfloat16)
     _fused_rope_rmsnorm_quant(
         q_rope,
         kv,
@@ -210,6 +213,8 @@ def append_index_keys(
     check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
     check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.number("eps", eps)
+    check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
     check.hadamard(hadamard, k.shape[1])
     _append_index_keys(
@@ -315,6 +320,7 @@ def prepare_index_queries(
     check.tensor("positions", positions, "T", INTEGERS)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], q.shape[2])
     check.kind("format", format, CacheFormat)
+    check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, format)
     check.hadamard(hadamard, q.shape[2])
     if format.head_dim != q.shape[2] or format.num_scales > 1:
@@ -441,6 +447,8 @@ def fused_indexer_rope_quant(
     dtype = check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
     check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    check.number("eps", eps)
+    check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
     check.hadamard(hadamard, k.shape[1])
     out = check.output("out", out, "T HI D", dtype)
