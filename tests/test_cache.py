@@ -209,8 +209,60 @@ def bytes_of(*shape):
 
 
 @pytest.mark.parametrize(
+    ("slots", "rows", "error", "message"),
+    [
+        (torch.arange(2), torch.ones(2, 640), ValueError, "rows must have shape"),
+        (torch.arange(2), torch.ones(2, 448), ValueError, "rows must have shape"),
+        (torch.arange(2), torch.ones(1, 576), ValueError, "rows must have shape"),
+        (torch.arange(2), torch.ones(3, 576), ValueError, "rows must have shape"),
+        (torch.arange(2), torch.ones(2, 576, device="meta"), ValueError, "on cpu"),
+        (torch.tensor([0, 12]), torch.ones(2, 576), ValueError, "slots must be below 12, got 12"),
+        (torch.tensor([0.0, 1.5]), torch.ones(2, 576), TypeError, "slots must have dtype"),
+        (torch.arange(2), torch.ones(2, 576).int(), TypeError, "rows must have a float dtype"),
+    ],
+)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576], ids=lambda fmt: fmt.name)
+def test_refused_writes_leave_the_cache_alone(fmt, slots, rows, error, message):
+    cache = PagedCache.allocate(fmt, 3, 4)
+    cache.write(torch.arange(12), torch.randn(12, 576))
+    before = cache.data.clone()
+    with pytest.raises(error, match=message):
+        cache.write(slots, rows)
+    assert torch.equal(cache.data.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_index_keys_of_other_dims_are_not_cut_to_fit(head_dim):
+    cache = PagedCache.allocate(INDEX_FP8, 3, 4)
+    with pytest.raises(ValueError, match="rows must have shape"):
+        cache.write(torch.arange(2), torch.ones(2, head_dim))
+
+
+def test_gradients_do_not_get_into_a_cache():
+    cache = PagedCache.allocate(BF16_576, 3, 4)
+    cache.write(torch.arange(2), torch.ones(2, 576, requires_grad=True))
+    assert not cache.data.requires_grad
+
+
+@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: PagedCache(bytes_of(2, 4, 656), "fp8_ds_mla"), TypeError, "format must be a"),
+        (lambda: PagedCache([1], FP8_DS_MLA), TypeError, "data must be a Tensor, got list"),
+        (
+            lambda: PagedCache(bytes_of(2, 4, 576), e4m3_format(), [1.0]),
+            TypeError,
+            "scales must be a Tensor",
+        ),
+        (lambda: PagedCache.allocate("fp8_ds_mla", 2, 4), TypeError, "format must be a"),
+        (lambda: PagedCache.from_rows(torch.ones(2, 3, 4)), ValueError, "rows must have shape"),
+        (
+            lambda: PagedCache.allocate(BF16_512, 2, 4, num_layers=2).write(
+                torch.arange(2), torch.ones(2, 512)
+            ),
+            ValueError,
+            "holds 2, pick one with layer",
+        ),
         (lambda: PagedCache(bytes_of(2, 4, 655), FP8_DS_MLA), ValueError, "data must have shape"),
         (lambda: PagedCache(bytes_of(2, 656), FP8_DS_MLA), ValueError, "data must have shape"),
         (lambda: PagedCache(bytes_of(2, 0, 656), FP8_DS_MLA), ValueError, "page size"),

@@ -44,6 +44,8 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         fmt, data, scales = self.format, self.data, self.scales
+        _check_kind("data", data, Tensor)
+        _check_kind("format", fmt, CacheFormat)
         if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
             raise TypeError(
                 f"data must have dtype {fmt.storage_dtype} for format {fmt.name}, got {data.dtype}"
@@ -62,6 +64,7 @@ class PagedCache:
             expected = "a float32 tensor" if fmt.scales_in == "tensor" else "None"
             raise ValueError(f"scales must be {expected} for format {fmt.name}")
         if scales is not None:
+            _check_kind("scales", scales, Tensor)
             shape = (*data.shape[:-1], fmt.num_scales)
             if scales.dtype != fmt.scale_dtype:
                 raise TypeError(f"scales must have dtype {fmt.scale_dtype}, got {scales.dtype}")
@@ -110,6 +113,7 @@ class PagedCache:
         device: torch.device | str | None = None,
     ) -> PagedCache:
         """A zeroed cache with the format's own strides."""
+        _check_kind("format", format, CacheFormat)
         data, scales = format.allocate(num_pages, page_size, num_layers=num_layers, device=device)
         return cls(data, format, scales)
 
@@ -123,6 +127,9 @@ class PagedCache:
     @classmethod
     def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
         """bfloat16 ``rows [S, head_dim]`` as a cache of page size 1, so that slot == row."""
+        _check_kind("rows", rows, Tensor)
+        if rows.dim() != 2:
+            raise ValueError(f"rows must have shape [S, head_dim], got {list(rows.shape)}")
         return cls(rows.unsqueeze(1), bf16_format(rows.shape[-1], min(value_dim, rows.shape[-1])))
 
     @property
@@ -187,12 +194,42 @@ class PagedCache:
 
     @torch.no_grad()
     def write(self, slots: Tensor, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> None:
-        """Quantise ``rows [N, head_dim]`` and store them at ``slots [N]``; negative slots skip."""
+        """Quantise ``rows [N, head_dim]`` and store them at ``slots [N]``; negative slots skip.
+
+        Reads the slots, so it waits for the device; the ops that write caches do not.
+
+        Raises:
+            TypeError: slots that are not int32 or int64, or rows that are no floats.
+            ValueError: a cache of several layers, rows of another shape or device, or a slot
+                behind the last; the cache is untouched then.
+        """
+        if self.num_layers is not None:
+            raise ValueError(
+                f"a cache of one layer is written; this one holds {self.num_layers}, pick one with "
+                "layer(layer_idx)"
+            )
+        if slots.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"slots must have dtype int32 or int64, got {slots.dtype}")
+        if not rows.is_floating_point():
+            raise TypeError(f"rows must have a float dtype, got {rows.dtype}")
+        shape = [*slots.shape, self.format.head_dim]
+        if list(rows.shape) != shape or rows.device != self.data.device:
+            raise ValueError(
+                f"rows must have shape {shape} on {self.data.device} for format "
+                f"{self.format.name}, got {list(rows.shape)} on {rows.device}"
+            )
+        if (slots >= self.num_slots).any():
+            raise ValueError(f"slots must be below {self.num_slots}, got {int(slots.max())}")
         keep = slots >= 0
         stored = self.format.quantize(rows[keep], scale_mode=scale_mode)
         for view, part in zip(self.fields(), stored, strict=True):
             if view is not None and part is not None:
                 scatter_rows(view, slots[keep].long(), part)
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:
