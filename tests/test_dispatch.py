@@ -98,6 +98,11 @@ def test_what_was_not_measured_is_read_in_place(capability):
     assert not dispatch.converts_first(problem, 1, 1 << 30, 1)
 
 
+def test_a_format_is_not_its_name():
+    with pytest.raises(TypeError, match="cache_format must be a CacheFormat, got str"):
+        prefill_workspace_rows([1], [1], cache_format="fp8_ds_mla", num_heads=8, topk=64)
+
+
 def test_hopper_takes_an_extra_cache():
     assert explain(dataclasses.replace(HOPPER, extra_format=FP8_DS_MLA.name)).chosen == "sm90"
 

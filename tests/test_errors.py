@@ -568,18 +568,37 @@ def test_branches_need_streams_of_the_same_dims():
         refuse("decode_branch", case, "extra_cache", error=ValueError)
 
 
+def turned(weight):
+    return HeadWeight(weight.data.transpose(1, 2).contiguous().transpose(1, 2))
+
+
 LAYER_CHANGES = {
-    "w_uv": head_weight(Draw(0), 4, 128, 500),
-    "kv_norm_weight": torch.ones(500),
-    "attn_sink": torch.zeros(3),
+    "w_uv": [
+        (head_weight(Draw(0), 4, 128, 500), ValueError),
+        (turned(head_weight(Draw(0), 4, 128, 512)), ValueError),
+        (HeadWeight(torch.empty(4, 128, 512, device="meta").bfloat16()), ValueError),
+    ],
+    "kv_norm_weight": [(torch.ones(500), ValueError), (torch.ones(512).int(), TypeError)],
+    "cos_sin_cache": [(torch.ones(100), ValueError), (torch.ones(100, 64).double(), TypeError)],
+    "attn_sink": [
+        (torch.zeros(3), ValueError),
+        (torch.zeros(4, 2)[:, 0], ValueError),
+        (torch.zeros(4, device="meta"), ValueError),
+        (torch.zeros(4).bfloat16(), TypeError),
+        ([0.0] * 4, TypeError),
+    ],
+    "softmax_scale": [(None, TypeError), ("0.1", TypeError)],
+    "norm_eps": [(None, TypeError)],
+    "interleaved": [(None, TypeError)],
 }
 
 
 @pytest.mark.parametrize("name", LAYER_CHANGES)
 def test_layers_whose_tensors_disagree_are_refused(name):
     layer = mla_layer(Draw(0))
-    with pytest.raises(ValueError, match=name):
-        dataclasses.replace(layer, **{name: LAYER_CHANGES[name]})
+    for value, error in LAYER_CHANGES[name]:
+        with pytest.raises(error, match=name):
+            dataclasses.replace(layer, **{name: value})
 
 
 def test_layers_of_other_kinds_are_refused():

@@ -473,6 +473,8 @@ ERROR_CASES = {
         ValueError,
         r"page_table must have shape \[2, pages per request\], got \[2\]",
     ),
+    "table-list": ({"page_table": [[0, 1], [2, 3]]}, TypeError, "page_table must be a tensor"),
+    "page-size-float": ({"page_size": 8.0}, TypeError, "page_size must be an integer, got float"),
     "page-size": ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
     "too-few-padded-tokens": (
         {"query_lens": [1, 5], "num_padded_tokens": 5},

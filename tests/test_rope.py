@@ -108,6 +108,23 @@ def test_interleaved_tables_are_converted():
     assert torch.equal(from_freqs_cis(freqs_cis), table)
 
 
+def test_complex_tables_are_converted_by_hand():
+    freqs = rope_frequencies(8, 1e4)
+    angles = torch.arange(5)[:, None] * freqs
+    freqs_cis = torch.polar(torch.ones_like(angles), angles)  # as DeepSeek's inference code does
+    with pytest.raises(TypeError, match="complex"):
+        from_freqs_cis(freqs_cis)
+    table = from_freqs_cis(torch.view_as_real(freqs_cis).flatten(-2))
+    torch.testing.assert_close(table, cos_sin_table(freqs, 5))
+
+
+def test_odd_dims_have_no_pairs():
+    with pytest.raises(ValueError, match="dim must be even, got 63"):
+        rope_frequencies(63, 1e4)
+    with pytest.raises(ValueError, match="even last dimension"):
+        from_freqs_cis(torch.ones(5, 7))
+
+
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
 def test_rotation_turns_each_pair(interleaved):
     freqs = rope_frequencies(8, 100.0)

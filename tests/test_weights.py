@@ -112,6 +112,18 @@ SPLIT = {"num_heads": 2, "qk_nope_head_dim": 128, "v_head_dim": 128}
             ValueError,
             "weight_scale_inv must",
         ),
+        (lambda: absorb_kv_b_proj([[1.0]], **SPLIT), TypeError, "weight must be a tensor"),
+        (
+            lambda: absorb_kv_b_proj(WEIGHT, SCALE.tolist(), **SPLIT),
+            TypeError,
+            "weight_scale_inv must be a tensor",
+        ),
+        (
+            lambda: absorb_kv_b_proj(WEIGHT.view(torch.int8), **SPLIT),
+            TypeError,
+            "weight must have a float dtype",
+        ),
+        (lambda: HeadWeight([[[1.0]]]), TypeError, "data must be a tensor"),
         (lambda: HeadWeight(torch.ones(2, 3).bfloat16()), ValueError, "data must have shape"),
         (lambda: HeadWeight(torch.ones(2, 3, 4)), TypeError, "data must be"),
         (lambda: HeadWeight(to_fp8(torch.ones(2, 3, 4))), ValueError, "scale must be given"),

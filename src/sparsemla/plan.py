@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeAlias
 
 import numpy as np
@@ -186,6 +187,8 @@ def _host_ints(name: str, values: HostInts) -> np.ndarray:
 
 def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
     """Check that lengths and page table describe the same, possible batch."""
+    if not isinstance(page_table, Tensor):
+        raise TypeError(f"page_table must be a tensor, got {type(page_table).__name__}")
     if page_table.dtype != torch.int32:
         raise TypeError(f"page_table must have dtype torch.int32, got {page_table.dtype}")
     if page_table.dim() != 2 or page_table.shape[0] != queries.size:
@@ -193,6 +196,8 @@ def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page
             f"page_table must have shape [{queries.size}, pages per request], "
             f"got {list(page_table.shape)}"
         )
+    if not isinstance(page_size, Integral):
+        raise TypeError(f"page_size must be an integer, got {type(page_size).__name__}")
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
     if lens.size != queries.size:
@@ -362,7 +367,8 @@ def plan_batch(
         buffers: where the plan's tensors shall live; new tensors if None.
 
     Raises:
-        TypeError: lengths that are no integers, or a page table that is not int32.
+        TypeError: lengths that are no integers, a page table that is no int32 tensor, or a page
+            size that is no integer.
         ValueError: shapes that disagree; a length that is negative, shorter than its query or
             beyond the page table; a prefill beyond the workspace; misplaced padding; too small a
             num_padded_tokens or buffer.

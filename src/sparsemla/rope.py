@@ -34,7 +34,12 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
     >>> yarn = Yarn(factor=40, original_max_position_embeddings=4096)
     >>> f"{rope_frequencies(64, 1e4, yarn)[16].item():.4e}"
     '5.5000e-03'
+
+    Raises:
+        ValueError: an odd ``dim``.
     """
+    if dim % 2:
+        raise ValueError(f"dim must be even, got {dim}")
     freqs = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if yarn is None:
         return freqs.float()
@@ -82,5 +87,19 @@ def cos_sin_table(frequencies: Tensor, max_positions: int, *, factor: float = 1.
 
 
 def from_freqs_cis(freqs_cis: Tensor) -> Tensor:
-    """MAX's ``freqs_cis [max_positions, dim]`` (cos0, sin0, cos1, sin1, ...) as our table."""
+    """MAX's ``freqs_cis [max_positions, dim]`` (cos0, sin0, cos1, sin1, ...) as our table.
+
+    DeepSeek's own complex ``[max_positions, dim / 2]`` is ``view_as_real(it).flatten(-2)`` of that.
+
+    Raises:
+        TypeError: complex numbers.
+        ValueError: an odd last dimension.
+    """
+    if freqs_cis.is_complex():
+        raise TypeError(
+            "freqs_cis must hold cos and sin one after the other, got complex numbers; "
+            "torch.view_as_real(freqs_cis).flatten(-2) is what is wanted"
+        )
+    if freqs_cis.shape[-1] % 2:
+        raise ValueError(f"freqs_cis must have an even last dimension, got {list(freqs_cis.shape)}")
     return torch.cat([freqs_cis[..., 0::2], freqs_cis[..., 1::2]], dim=-1).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class HeadWeight:
     scale_block: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
+        for name, tensor in (("data", self.data), ("scale", self.scale)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if self.data.dim() != 3:
             raise ValueError(f"data must have shape [H, N, K], got {list(self.data.shape)}")
         is_fp8 = self.data.dtype == torch.float8_e4m3fn
@@ -63,15 +67,16 @@ class MLALayer:
         w_uk: ``[H, L, P]``, no-RoPE query to latent.
         w_uv: ``[H, V, L]``, attended latent to the head's value.
         kv_norm_weight: ``[L]``, RMSNorm weight of the latent.
-        cos_sin_cache: float32 ``[max_positions, R]`` (:func:`sparsemla.rope.cos_sin_table`).
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``
+            (:func:`sparsemla.rope.cos_sin_table`).
         softmax_scale: factor of the scores (:func:`sparsemla.rope.mla_softmax_scale`).
         norm_eps: RMSNorm epsilon.
         interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
         attn_sink: float32 ``[H]`` or None.
 
     Raises:
-        TypeError: weights that are no HeadWeight.
-        ValueError: shapes that disagree.
+        TypeError: weights that are no HeadWeight, or an argument of another kind or dtype.
+        ValueError: shapes or devices that disagree, or a last dimension that is not contiguous.
     """
 
     w_uk: HeadWeight
@@ -88,16 +93,52 @@ class MLALayer:
             if not isinstance(weight, HeadWeight):
                 raise TypeError(f"{name} must be a HeadWeight, got {type(weight).__name__}")
         heads, latent = self.num_heads, self.kv_lora_rank
-        for name, tensor, shape in (
-            ("w_uv", self.w_uv.data, (heads, self.v_head_dim, latent)),
-            ("kv_norm_weight", self.kv_norm_weight, (latent,)),
-            ("attn_sink", self.attn_sink, (heads,)),
+        floats = (torch.bfloat16, torch.float16, torch.float32)
+        # All that a branch would refuse later, when it has written its rows.
+        for name, tensor, shape, dtypes in (
+            ("w_uk", self.w_uk.data, (heads, latent, None), None),
+            ("w_uk.scale", self.w_uk.scale, (heads, None, None), None),
+            ("w_uv", self.w_uv.data, (heads, None, latent), None),
+            ("w_uv.scale", self.w_uv.scale, (heads, None, None), None),
+            ("kv_norm_weight", self.kv_norm_weight, (latent,), floats),
+            ("cos_sin_cache", self.cos_sin_cache, (None, None), (torch.float32, torch.bfloat16)),
+            ("attn_sink", self.attn_sink, (heads,), (torch.float32,)),
         ):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"{name} must have shape {list(shape)} beside w_uk "
-                    f"{list(self.w_uk.data.shape)}, got {list(tensor.shape)}"
-                )
+            if tensor is not None:
+                self._check(name, tensor, shape, dtypes)
+        for name, number in (("softmax_scale", self.softmax_scale), ("norm_eps", self.norm_eps)):
+            if not isinstance(number, Real):
+                raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+        if not isinstance(self.interleaved, bool):
+            raise TypeError(f"interleaved must be a bool, got {type(self.interleaved).__name__}")
+
+    def _check(
+        self,
+        name: str,
+        tensor: object,
+        shape: tuple[int | None, ...],
+        dtypes: tuple[torch.dtype, ...] | None,
+    ) -> None:
+        """Check a tensor; a size that is None may be any."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if dtypes is not None and tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
+        fits = tensor.dim() == len(shape) and all(
+            size in (None, found) for size, found in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.device != self.w_uk.data.device:
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"{name} must have shape [{sizes}] on {self.w_uk.data.device} beside w_uk "
+                f"{list(self.w_uk.data.shape)}, got {list(tensor.shape)} on {tensor.device}"
+            )
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides "
+                f"{list(tensor.stride())}"
+            )
 
     @property
     def num_heads(self) -> int:
@@ -157,8 +198,14 @@ def absorb_kv_b_proj(
         ``w_uk [H, L, P]`` and ``w_uv [H, V, L]``.
 
     Raises:
+        TypeError: weights or scales that are no tensors of floats.
         ValueError: the shapes do not fit, or scales are missing or superfluous.
     """
+    for name, tensor in (("weight", weight), ("weight_scale_inv", weight_scale_inv)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not weight.is_floating_point():  # codes of another quantisation
+        raise TypeError(f"weight must have a float dtype, got {weight.dtype}")
     head_rows = qk_nope_head_dim + v_head_dim
     if weight.dim() != 2 or weight.shape[0] != num_heads * head_rows:
         raise ValueError(

@@ -159,12 +159,18 @@ def prefill_workspace_rows(
         device: where the op will run; default the current CUDA device, or the CPU without one.
 
     Raises:
+        TypeError: cache_format is no format.
         ValueError: query_lens and seq_lens are of different lengths.
 
     >>> from sparsemla import BF16_576
     >>> lens = {"query_lens": [4096], "seq_lens": [32768]}
     >>> prefill_workspace_rows(**lens, cache_format=BF16_576, num_heads=128, topk=2048)
     """
+    if not isinstance(cache_format, CacheFormat):
+        raise TypeError(
+            "prefill_workspace_rows: cache_format must be a CacheFormat, "
+            f"got {type(cache_format).__name__}"
+        )
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if len(query_lens) != len(seq_lens):
