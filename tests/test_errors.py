@@ -562,6 +562,13 @@ def test_branches_need_a_cache_whose_value_is_the_latent(op):
     refuse(op, case, "cache", error=ValueError)
 
 
+@pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
+def test_branches_need_a_cache_with_the_pages_of_the_plan(op):
+    # Twice as many rows a page, and as many slots: every slot exists, in another place.
+    cache = PagedCache.allocate(FP8_DS_MLA, branching()["cache"].num_pages // 2, 16)
+    refuse(op, branching(cache=cache), "cache", "pages of 8 tokens", error=ValueError)
+
+
 def test_branches_need_streams_of_the_same_dims():
     for fmt in (BF16_512, bf16_format(576)):
         case = decode_branching() | {"extra_cache": PagedCache.allocate(fmt, 4, 64)}

@@ -67,6 +67,7 @@ class Plan:
         max_query_len: most query tokens of a request.
         max_seq_len: longest context plus query.
         max_context_len: longest context before this step.
+        page_size: tokens of a page, which caches that the plan is used with must have.
         input_row_offsets: ``[B + 1]`` int32, prefix sums of the query lengths.
         seq_lens: ``[B]`` int32, context plus query; 0 for padding requests.
         page_table: ``[B, W]`` int32.
@@ -90,6 +91,7 @@ class Plan:
     max_query_len: int
     max_seq_len: int
     max_context_len: int
+    page_size: int
     input_row_offsets: Tensor
     seq_lens: Tensor
     page_table: Tensor
@@ -489,6 +491,7 @@ def plan_batch(
         max_query_len=int(queries.max(initial=0)),
         max_seq_len=int(lens.max(initial=0)),
         max_context_len=int((lens - queries).max(initial=0)),
+        page_size=int(page_size),
         input_row_offsets=input_row_offsets,
         seq_lens=device_seq_lens,
         page_table=page_table,

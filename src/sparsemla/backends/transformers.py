@@ -824,6 +824,7 @@ def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
         max_query_len=1,
         max_seq_len=cache.capacity,
         max_context_len=cache.capacity - 1,
+        page_size=cache.page_size,
         input_row_offsets=cache.rows,
         seq_lens=cache.lengths + new[:, 0],
         page_table=cache.page_table,

@@ -56,7 +56,7 @@ def decode_branch(
     Args:
         q: bfloat16 ``[T, H, P + R]``.
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
-        cache: rows of any format with ``head_dim`` L + R.
+        cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
         layer: weights and constants; e4m3 weights give block-scaled FP8 products. The weights are
             read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step (:func:`plan_batch`).
@@ -182,7 +182,7 @@ def prefill_branch(
     Args:
         q: bfloat16 ``[T, H, P + R]``.
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
-        cache: rows of any format with ``head_dim`` L + R.
+        cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
         layer: weights and constants; the weights are read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step.
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
@@ -244,6 +244,11 @@ def _check(
         raise ValueError(
             f"{op}: cache must have a value of {layer.kv_lora_rank} dims, the layer's latent, "
             f"got format {cache.format.name}"
+        )
+    if cache.page_size != plan.page_size:
+        raise ValueError(
+            f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
+            f"got {cache.page_size}"
         )
     if topk_indices is None:
         check.absent("topk_lengths", topk_lengths, "without topk_indices")
