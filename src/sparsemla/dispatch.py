@@ -105,7 +105,11 @@ def _refuse_off_cpu(problem: Problem) -> str | None:
 
 
 def _refuse_off_gpu(problem: Problem) -> str | None:
-    return None if problem.device == "cuda" else f"needs CUDA or ROCm tensors, got {problem.device}"
+    if problem.device != "cuda":
+        return f"needs CUDA or ROCm tensors, got {problem.device}"
+    if problem.capability is not None and problem.capability < (8, 0) and not torch.version.hip:
+        return f"needs a GPU from sm_80 on, got {problem.capability}"
+    return None
 
 
 def _refuse_off_hopper(problem: Problem) -> str | None:
@@ -273,7 +277,11 @@ def _writing(function: Launch, op: Op) -> Launch:
         if targets:
             results = results if isinstance(results, tuple) else (results,)
             for target, result in zip(targets, results, strict=True):
-                if target is not None:
+                if target is not None and target.dim() > result.dim():
+                    # Room for the parts of a split: one is the whole, the others are empty.
+                    target[0].copy_(result)
+                    target[1:] = -torch.inf
+                elif target is not None:
                     target.copy_(result)
 
     return launch
