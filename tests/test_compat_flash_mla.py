@@ -391,7 +391,12 @@ REFUSED_DENSE = {
         {"k_cache": torch.zeros(4, 64, 2, 576).bfloat16()},
         "k_cache must have a head count that divides q's 3, got 2",
     ),
+    "no key heads": (
+        {"k_cache": torch.zeros(4, 64, 0, 576).bfloat16()},
+        "k_cache must have a head count that divides q's 3, got 0",
+    ),
     "a float16 cache": ({"k_cache": torch.zeros(4, 64, 1, 576).half()}, "k_cache must have dtype"),
+    "no count of values": ({"head_dim_v": None}, "head_dim_v must be a int"),
     "values longer than keys": ({"head_dim_v": 577}, "head_dim_v must lie in"),
 }
 

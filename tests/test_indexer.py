@@ -270,6 +270,14 @@ def test_tokens_behind_the_last_request_select_nothing(device):
     assert (ids[:5, 0] >= 0).all()
 
 
+def test_paged_scores_of_no_queries(device):
+    case = indexer_scores_paged_case(Draw(19, device), own_lengths=True)
+    for name in ("q", "weights", "seq_lens"):
+        case[name] = case[name][:, :0]
+    scores = sparsemla.indexer_scores_paged(**case, validate=True)
+    assert scores.shape == (case["q"].shape[0], 0, case["max_seq_len"])
+
+
 def test_scores_and_selections_without_pages(device):
     case = indexer_scores_paged_case(Draw(19, device))
     case["page_table"] = case["page_table"][:, :0]

@@ -165,7 +165,16 @@ RUN_ERRORS = {
         ValueError,
         "seq_lens must be on the host",
     ),
-    "too-long": ({"seq_lens": [21, 1]}, ValueError, "seq_lens must be at most 20"),
+    "too-long": (
+        {"seq_lens": [21, 1], "page_table": table_of([[1, 2, 3, 4]] * 2)},
+        ValueError,
+        "seq_lens must be at most 20",
+    ),
+    "beyond-the-given-table": (
+        {"seq_lens": [3, 6]},
+        ValueError,
+        "seq_lens must be at most 5, 1 pages of 5 tokens, got 6 for request 1",
+    ),
     "too-short": ({"seq_lens": [3, 0]}, ValueError, "seq_lens must include the query tokens"),
     "missing": ({"tokens": None}, TypeError, "inputs must be tokens; got none"),
     "unknown": ({"mask": torch.ones(2)}, TypeError, "inputs must be tokens; got mask, tokens"),

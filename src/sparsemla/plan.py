@@ -170,7 +170,7 @@ class PlanBuffers:
                 raise ValueError(f"buffers must have {name} of at least {needed}, got {limit}")
 
 
-def _host_ints(name: str, values: HostInts) -> np.ndarray:
+def host_ints(name: str, values: HostInts) -> np.ndarray:
     """``values`` as a one-dimensional int64 array."""
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
@@ -273,7 +273,7 @@ def split_decodes_and_prefills(
     >>> split_decodes_and_prefills([3, 3, 2, 0], decode_threshold=4, require_uniform=False)
     (4, 0, 8, 0)
     """
-    lens = _host_ints("query_lens", query_lens)
+    lens = host_ints("query_lens", query_lens)
     num_requests, num_tokens = lens.size, int(lens.sum())
     all_decode = (num_requests, 0, num_tokens, 0)
     first_len = lens[0] if num_requests else 0
@@ -317,7 +317,7 @@ def split_prefill_chunks(seq_lens: HostInts, workspace_rows: int) -> list[tuple[
     >>> split_prefill_chunks([10, 15, 20, 5], workspace_rows=30)
     [(0, 2), (2, 4)]
     """
-    lens = _host_ints("seq_lens", seq_lens)
+    lens = host_ints("seq_lens", seq_lens)
     if lens.size and lens.max() > workspace_rows:
         request = int((lens > workspace_rows).argmax())
         raise ValueError(
@@ -392,8 +392,8 @@ def plan_batch(
     >>> plan.workspace_starts
     tensor([ 0, 10,  0, 20], dtype=torch.int32)
     """
-    queries = _host_ints("query_lens", query_lens)
-    lens = _host_ints("seq_lens", seq_lens)
+    queries = host_ints("query_lens", query_lens)
+    lens = host_ints("seq_lens", seq_lens)
     _check_batch(queries, lens, page_table, page_size)
     lens = np.where(queries > 0, lens, 0)
     num_requests, num_real_tokens = queries.size, int(queries.sum())

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sparsemla.plan import HostInts, Plan, PlanBuffers, plan_batch
+from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, plan_batch
 
 Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
 
@@ -129,13 +129,18 @@ class DecodeRunner(Generic[Outputs]):
         """
         count = self._check(page_table, inputs)
         size = self._sizes[bisect_left(self._sizes, count)]
-        lens = torch.as_tensor(seq_lens)
+        lens = torch.from_numpy(host_ints("seq_lens", seq_lens))
         if lens.shape != (count,):
             raise ValueError(
                 f"seq_lens must have one length for each of {count} rows of page_table, "
                 f"got shape {list(lens.shape)}"
             )
         table, width = self._buffers.page_table, page_table.shape[1]
+        if (lens > width * self._page_size).any():  # the buffers may have more columns
+            raise ValueError(
+                f"seq_lens must be at most {width * self._page_size}, {width} pages of "
+                f"{self._page_size} tokens, got {int(lens.max())} for request {int(lens.argmax())}"
+            )
         table[:count, :width].copy_(page_table)
         table[:count, width:].fill_(-1)
         table[count:size].zero_()

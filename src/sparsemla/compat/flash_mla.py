@@ -121,6 +121,7 @@ def flash_mla_with_kvcache(
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     splits = 1 if enable_batch_invariant else None
     check.optional("attn_sink", attn_sink, "num_heads_q", torch.float32)
+    check.kind("head_dim_v", head_dim_v, int)
     check.bind("head_dim_v", head_dim_v)
     if out is not None:
         check.tensor("out", out, "batch_size seq_len_q num_heads_q head_dim_v", q.dtype)
@@ -170,7 +171,7 @@ def flash_mla_with_kvcache(
     block_table = check.tensor("block_table", block_table, "batch_size W", INTEGERS)
     cache_seqlens = check.tensor("cache_seqlens", cache_seqlens, "batch_size", INTEGERS)
     caches = _caches(check, "k_cache", k_cache, is_fp8_kvcache, "num_heads_k")
-    if num_heads % len(caches):
+    if not caches or num_heads % len(caches):
         raise ValueError(
             f"flash_mla_with_kvcache: k_cache must have a head count that divides q's {num_heads}, "
             f"got {len(caches)}"
@@ -242,6 +243,7 @@ def flash_mla_sparse_fwd(
     check.tensor("indices", indices, "s_q 1 topk", INTEGERS)
     check.optional("attn_sink", attn_sink, "h_q", torch.float32)
     check.optional("topk_length", topk_length, "s_q", INTEGERS)
+    check.kind("d_v", d_v, int)
     format = _bf16_format(check, "d_v", kv.shape[2], d_v)
     check.bind("d_v", d_v)
     if out is not None:

@@ -140,7 +140,7 @@ def indexer_scores_paged(
     per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
     check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
     check.positive("max_seq_len", max_seq_len)
-    if validate:
+    if validate and q.shape[1] > 0:
         lengths = seq_lens.amax(1) if per_row else seq_lens
         check.paging(cache, page_table, lengths)
     check.bind("N", max_seq_len)

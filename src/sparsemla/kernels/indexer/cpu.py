@@ -46,6 +46,8 @@ def indexer_scores_paged(
     out: Tensor,
 ) -> None:
     query_len = q.shape[1]
+    if query_len == 0:
+        return
     if seq_lens.dim() == 1:  # row j of a request sees len - S + 1 + j keys
         seq_lens = seq_lens[:, None] + torch.arange(1 - query_len, 1)
     ends = seq_lens.clamp(0, max_seq_len)
