@@ -518,6 +518,17 @@ def test_generate_with_guessed_tokens(model):
     assert torch.equal(got, expected)
 
 
+def test_a_cropped_cache_grows(model):
+    ids = tokens(1, 40)
+    with enable(model, page_size=4):
+        expected = model(ids).logits
+        cache = model(ids[:, :10]).past_key_values
+        cache.crop(torch.tensor(-3))  # as generate does with guessed tokens
+        for at in range(7, 40):
+            got = model(ids[:, at : at + 1], past_key_values=cache).logits
+            assert_close(got, expected[:, at : at + 1], rms=0.003)
+
+
 def test_disable_restores_the_model_bit_for_bit(model):
     ids = tokens(2, 30)
     before, attributes = model(ids).logits, set(vars(model.model))

@@ -191,7 +191,8 @@ class LatentCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` columns."""
-        columns = int(self.columns)
+        # generate() brings a tensor, and columns that are one belong to a cache that does not grow.
+        columns, tokens_to_remove = int(self.columns), int(tokens_to_remove)
         if not -columns <= tokens_to_remove <= 0:
             raise ValueError(
                 f"tokens_to_remove must lie in [-{columns}, 0], got {tokens_to_remove}"
