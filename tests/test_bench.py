@@ -487,9 +487,10 @@ def test_report_round_trip(tmp_path):
     first = json.loads(path.read_text())["rows"][0]
     names = "op case ours_us peer peer_us ratio floor_us commit date versions"
     assert set(names.split()) <= set(first)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="no benchmark report"):
-        report.load(path)
+    for text in ("{}", "[]", "# a page"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"h200\.json is no benchmark report"):
+            report.load(path)
 
 
 def test_merging_replaces_what_was_measured_again():

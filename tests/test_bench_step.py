@@ -165,6 +165,14 @@ def test_the_step_of_the_peers_passes_the_same_gate(indexer, timer, monkeypatch)
     assert outcome.rows[0].peer == step.StepOfPeers.name
 
 
+@pytest.mark.parametrize("text", ['{"rows": []}', "[1]", "# a page"])
+def test_other_files_hold_no_lines(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is no time line"):
+        timeline.load(path)
+
+
 def test_lines_go_to_a_file_and_into_a_picture(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

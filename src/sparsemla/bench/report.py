@@ -90,11 +90,12 @@ def load(path: Path) -> Report:
     Raises:
         ValueError: the file holds none.
     """
-    document = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_bytes()
     try:
+        document = json.loads(text)
         rows = [_row(values) for values in document["rows"]]
         return Report(document["device"], Ceilings(**document["ceilings"]), rows)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no benchmark report: {error}") from error
 
 

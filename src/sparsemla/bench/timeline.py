@@ -124,11 +124,19 @@ def save(path: Path, lines: Sequence[Line]) -> None:
 
 
 def load(path: Path) -> list[Line]:
-    """Read what :func:`save` has written."""
-    return [
-        Line(one["case"], one["side"], tuple(Launch(**launch) for launch in one["launches"]))
-        for one in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    """Read what :func:`save` has written.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    text = path.read_bytes()
+    try:
+        return [
+            Line(one["case"], one["side"], tuple(Launch(**launch) for launch in one["launches"]))
+            for one in json.loads(text)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no time line: {error}") from error
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
