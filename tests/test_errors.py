@@ -505,6 +505,18 @@ def test_numbers_may_be_numpys():
     case = CALLS["sparse_prefill"]()
     case["softmax_scale"] = np.float32(case["softmax_scale"])
     sparsemla.sparse_prefill(**case)
+    counts = {
+        "to_slots": ["page_size"],
+        "select_topk": ["topk", "page_size"],
+        "merge_topk": ["topk"],
+        "indexer_topk": ["topk", "max_workspace_bytes"],
+        "indexer_scores_paged": ["max_seq_len"],
+        "sparse_decode": ["num_splits"],
+    }
+    for op, names in counts.items():
+        case = CALLS[op]()
+        plain = {"max_workspace_bytes": 1 << 20, "num_splits": 2} | case
+        getattr(sparsemla, op)(**case | {name: np.int64(plain[name]) for name in names})
 
 
 OUTPUTS = [

@@ -6,7 +6,7 @@ that has it and must agree from then on.
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ class Checker:
 
     def positive(self, name: str, value: object) -> None:
         """Check a count."""
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{self.op}: {name} must be a positive integer, got {value!r}")
 
     def bind(self, letter: str, size: int) -> None:
