@@ -282,6 +282,16 @@ def test_gradients_do_not_get_into_a_cache():
             "page stride of at least 37376 bytes",
         ),
         (
+            lambda: PagedCache(bytes_of(2, 64, 640)[..., :584], FP8_584),
+            ValueError,
+            "rows that stand 584 bytes apart for format fp8_584, got 640",
+        ),
+        (
+            lambda: PagedCache(bytes_of(64, 4, 132).transpose(0, 1)[:1], INDEX_FP8),
+            ValueError,
+            "rows that stand 132 bytes apart",
+        ),
+        (
             lambda: PagedCache(bytes_of(2, 4, 658)[..., :656], FP8_DS_MLA),
             ValueError,
             "multiples of 4 bytes",

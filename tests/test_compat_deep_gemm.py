@@ -233,7 +233,7 @@ REFUSED_PAGED = {
     ),
     "every other row of a page": (
         {"kv_cache": torch.zeros(9, 128, 1, 132, dtype=torch.uint8)[:, ::2]},
-        "kv_cache must have rows that stand 132 bytes apart",
+        "kv_cache: data must have rows that stand 132 bytes apart",
     ),
     "weights of a batch": ({"weights": torch.ones(4, 1, 32)}, "weights must have shape"),
     "lengths of other rows": ({"context_lens": torch.ones(4, 2).int()}, "context_lens must have"),

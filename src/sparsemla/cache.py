@@ -88,6 +88,12 @@ class PagedCache:
                     f"data must have a page stride of at least {needed} bytes for format "
                     f"{fmt.name} and page size {data.shape[-2]}, got {page_stride}"
                 )
+            # The tensor says where pages start and no more: their inside is the format's.
+            if data.shape[-2] > 1 and data.stride(-2) != fmt.row_width:
+                raise ValueError(
+                    f"data must have rows that stand {fmt.row_width} bytes apart for format "
+                    f"{fmt.name}, got {data.stride(-2)}"
+                )
         # Typed views of a byte tensor need every stride to be a multiple of the widest field.
         if fmt.storage_dtype == torch.uint8:
             unit = (

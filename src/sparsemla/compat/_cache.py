@@ -13,12 +13,6 @@ def cache_of(check: Checker, name: str, pages: Tensor, format: CacheFormat) -> P
     Raises:
         ValueError: strides that the format does not have, another device, or no page.
     """
-    # With the scales behind a page's rows, the tensor says where pages start and no more.
-    if format.scales_in == "page" and pages.shape[1] > 1 and pages.stride(1) != format.row_width:
-        raise ValueError(
-            f"{check.op}: {name} must have rows that stand {format.row_width} bytes apart for "
-            f"format {format.name}, got {pages.stride(1)}"
-        )
     try:
         cache = PagedCache(pages, format)
     except ValueError as error:
