@@ -83,6 +83,18 @@ def test_latent_rows_of_every_format(device, fmt, interleaved):
     )
 
 
+def test_one_vector_at_an_odd_address(device):
+    # Odd dims before the RoPE dims, of the row and of the query.
+    fmt = e4m3_format(193, 128, 0)
+    options = {"num_tokens": 1, "num_heads": 1, "norm_dim": 129, "dtype": torch.float32}
+
+    def make():
+        case = fused_rope_rmsnorm_quant_case(Draw(0, device), fmt, **options)
+        return case | {"q_rope": Draw(1, device).normal(1, 1, 193)[..., 129:]}
+
+    check_write("fused_rope_rmsnorm_quant", make)
+
+
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(), INDEX_FP8], ids=ids)
 def test_exact_scales(device, fmt):
     check_write(

@@ -153,8 +153,10 @@ def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos_sin.chunk(2, dim=-1)
     pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    pairs = torch.view_as_complex(pairs.contiguous())
-    rotated = torch.view_as_real(pairs * torch.complex(cos, sin))
+    pairs = pairs.contiguous()
+    if pairs.storage_offset() % 2:  # one vector is contiguous wherever it begins
+        pairs = pairs.clone()
+    rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
     return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
 
 
