@@ -71,8 +71,19 @@ def chunk_width(fp8_dim, start):
 
 
 @gluon.jit
-def in_order(x):
-    """Dims of rows in the order in which a product takes them from :data:`DIMS128`."""
-    SEGMENTS: gl.constexpr = x.shape[1] // 64
-    x = x.reshape(x.shape[0], SEGMENTS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    return x.reshape(x.shape[0], SEGMENTS * 64)
+def in_order(x, WIDTH: gl.constexpr = 64):
+    """Dims of rows as a product takes them where a thread has a quarter of each ``WIDTH`` of them.
+
+    :data:`DIMS128` and :data:`DIMS64` have quarters of 64.
+    """
+    BLOCKS: gl.constexpr = x.shape[1] // WIDTH
+    x = x.reshape(x.shape[0], BLOCKS, 4, WIDTH // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    return x.reshape(x.shape[0], BLOCKS * WIDTH)
+
+
+@gluon.jit
+def decode_e8m0(code):
+    """float32 powers of two of int32 e8m0 codes: ``2^(code - 127)``, 255 is NaN."""
+    bits = gl.where(code == 0, 0x400000, code << 23)
+    bits = gl.where(code == 255, 0x7FC00000, bits)
+    return bits.to(gl.float32, bitcast=True)

@@ -35,7 +35,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_chunks import WORDS2
+from sparsemla.kernels.common.hopper_chunks import WORDS2, decode_e8m0, in_order
 from sparsemla.kernels.common.hopper_columns import heads_of, is_slot, locate, place
 from sparsemla.kernels.common.hopper_rows import (
     LN2,
@@ -301,19 +301,10 @@ def load_scale(scales, rows, where, START: gl.constexpr, L: gl.constexpr, LAYOUT
         word = scales.index(where).slice(INDEX * SIZE // 4, 1, dim=1)
         bits = gl.convert_layout(word.load(LAYOUT.parent).reshape(KEYS), LAYOUT)
         if SIZE == 1:
-            code = (bits >> (INDEX % 4 * 8)) & 0xFF
-            bits = gl.where(code == 0, 0x400000, code << 23)
-            bits = gl.where(code == 255, 0x7FC00000, bits)
-        scale = bits.to(gl.float32, bitcast=True)
+            scale = decode_e8m0((bits >> (INDEX % 4 * 8)) & 0xFF)
+        else:
+            scale = bits.to(gl.float32, bitcast=True)
     return scale
-
-
-@gluon.jit
-def in_order(x, WIDTH: gl.constexpr):
-    """Dims of rows in the order in which a product takes them from :func:`key_dims`."""
-    BLOCKS: gl.constexpr = x.shape[1] // WIDTH
-    x = x.reshape(x.shape[0], BLOCKS, 4, WIDTH // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    return x.reshape(x.shape[0], BLOCKS * WIDTH)
 
 
 @gluon.jit
@@ -418,17 +409,15 @@ def value_scales(scales, rows, where, L: gl.constexpr):
         words = scales.index(where)
         if words.shape[1] > BLOCKS:
             words = words.slice(0, BLOCKS, dim=1)
-        bits = words.load(LAYOUT)
+        each = words.load(LAYOUT).to(gl.float32, bitcast=True)
     else:
-        each = reinterpret(scales, gl.uint8, [TILES, KEYS, BLOCKS], WORDS2).index(where)
-        code = each.load(LAYOUT).to(gl.int32)
-        bits = gl.where(code == 0, 0x400000, code << 23)
-        bits = gl.where(code == 255, 0x7FC00000, bits)
+        codes = reinterpret(scales, gl.uint8, [TILES, KEYS, BLOCKS], WORDS2).index(where)
+        each = decode_e8m0(codes.load(LAYOUT).to(gl.int32))
     NUM: gl.constexpr = num_value_blocks(L.fp8_dim, L.scale_block)
     if NUM < BLOCKS:
         block = gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT))
-        bits = gl.where((block < NUM)[None, :], bits, 0)
-    return bits.to(gl.float32, bitcast=True)
+        each = gl.where((block < NUM)[None, :], each, 0.0)
+    return each
 
 
 @gluon.jit

@@ -44,6 +44,7 @@ from sparsemla.kernels.common.hopper_chunks import (
     WORDS2,
     chunk_start,
     chunk_width,
+    decode_e8m0,
     in_order,
     num_chunks,
 )
@@ -461,10 +462,9 @@ def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr, DIMS: gl.constexp
         word = words.index(tile % 2 * NUM_WORDS + INDEX // PER_WORD)
         bits = word.load(gl.SliceLayout(1, DIMS))
         if L.scale_bytes == 1:
-            code = (bits >> (INDEX % 4 * 8)) & 0xFF
-            bits = gl.where(code == 0, 0x400000, code << 23)
-            bits = gl.where(code == 255, 0x7FC00000, bits)
-        scale = bits.to(gl.float32, bitcast=True)
+            scale = decode_e8m0((bits >> (INDEX % 4 * 8)) & 0xFF)
+        else:
+            scale = bits.to(gl.float32, bitcast=True)
     return scale
 
 
