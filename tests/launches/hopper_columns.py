@@ -87,6 +87,8 @@ LAUNCHES = {
     "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4),
     "decode fp8_ds_mla h32": decode(FP8_DS_MLA, 32),
     "decode fp8_584 h16 extra": decode(FP8_584, 16, extra=True),
+    "decode fp8_584 h32": decode(FP8_584, 32),
+    "decode fp8_584 h32 extra": decode(FP8_584, 32, extra=True),
     "decode e4m3 b128 h16": decode(e4m3_format(), 16),
     "decode e4m3 b64 h32": decode(e4m3_format(scale_block=64), 32),
     "decode e4m3 b0 h16": decode(e4m3_format(scale_block=0), 16),

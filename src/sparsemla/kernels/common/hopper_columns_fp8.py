@@ -385,7 +385,8 @@ def score(rows, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
     for b in gl.static_range(BLOCKS):
         y = keys_by_dims(codes.index(where).slice(b * WIDTH, WIDTH, dim=1), WIDTH, SCORES)
         if b > 0 or REST:
-            done, _ = warpgroup_mma_wait(0, deps=[flying, x])
+            # The sum waits too: or the compiler puts additions off, and has no registers left.
+            done, _, s = warpgroup_mma_wait(0, deps=[flying, x, s])
             if b > 0:
                 s += done * load_scale(scales, rows, where, (b - 1) * WIDTH, L, KEY)[:, None]
             elif L.fp8_dim > 512:
@@ -395,7 +396,7 @@ def score(rows, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
         q = q_blocks.index(b + z).permute((1, 0))
         flying = warpgroup_mma(y, q, zero, use_acc=False, is_async=True)
         x = y
-    done, _ = warpgroup_mma_wait(0, deps=[flying, x])
+    done, _, s = warpgroup_mma_wait(0, deps=[flying, x, s])
     return s + done * load_scale(scales, rows, where, (BLOCKS - 1) * WIDTH, L, KEY)[:, None]
 
 
