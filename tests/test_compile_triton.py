@@ -15,10 +15,11 @@ import pytest
 # Bytes of registers that each table's worst launch has been seen to spill, over Triton 3.6 to 3.9:
 # two loops over FP8 pages in one kernel leave some addresses without a register; top-k keeps the
 # numbers of lanes there, out of its loops (804 on AMD); a product of few tokens keeps all
-# weights of its rows in registers; a selection of slots spills 720 on Triton 3.9.
+# weights of its rows in registers; a selection of slots spills 720 on Triton 3.9, and attention of
+# 17 to 32 rows 88 there, 56 on 3.6.
 SPILLED_BYTES = {
     "attention": 264,
-    "hopper_columns": 56,
+    "hopper_columns": 88,
     "hopper_indexer": 720,
     "hopper_rows": 232,
     "hopper_topk": 432,

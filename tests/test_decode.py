@@ -239,6 +239,26 @@ def test_scales_that_are_no_powers_of_two(device):
         check("sparse_decode", case)
 
 
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+@pytest.mark.parametrize(
+    "fmt", [FP8_DS_MLA, e4m3_format(), e4m3_format(scale_block=576)], ids=lambda fmt: fmt.name
+)
+def test_exact_scales(device, fmt, num_heads):
+    """Of one key too, whose LSE is its score: it shows how the key was rounded."""
+    options = {"format": fmt, "num_heads": num_heads, "scale_mode": "exact"}
+    for topk in (1, 64):
+        case = sparse_decode_case(Draw(13, device), topk=topk, share=1.0, **options)
+        check("sparse_decode", case)
+    check("dense_decode", dense_decode_case(Draw(14, device), seq_lens=(1, 0, 140), **options))
+
+
+def test_one_exact_scale_among_powers_of_two(device):
+    case = dense_decode_case(Draw(15, device), format=FP8_DS_MLA, seq_lens=(300, 2), num_heads=16)
+    pages = case["page_table"][:, 0].long()
+    case["cache"].fields().scales[pages, 0, 2] *= 1.3
+    check("dense_decode", case)
+
+
 def test_zero_keys(device):
     case = sparse_decode_case(Draw(15, device), format=FP8_DS_MLA)
     slots = torch.arange(case["cache"].num_slots, device=device)

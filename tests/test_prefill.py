@@ -207,6 +207,21 @@ def test_caches_are_read_where_they_lie(device, fmt, page_size):
     )
 
 
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_exact_scales(device, num_heads):
+    decode = sparse_decode_case(
+        Draw(11, device), format=FP8_DS_MLA, num_heads=num_heads, topk=1, scale_mode="exact"
+    )
+    check(
+        {
+            "q": decode["q"].flatten(0, 1),
+            "kv": decode["cache"],
+            "topk_indices": decode["topk_indices"].flatten(0, 1),
+            "softmax_scale": decode["softmax_scale"],
+        }
+    )
+
+
 def test_narrow_rows_are_all_value(device):
     case = sparse_prefill_case(Draw(13, device), head_dim=128)
     assert check(case)[0].shape == (5, 8, 128)

@@ -91,6 +91,13 @@ def test_sparse_decode_of_every_format(fmt, num_splits):
     check("sparse_decode", case, num_splits)
 
 
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)
+def test_exact_scales(fmt):
+    options = {"format": fmt, "num_heads": 2, "scale_mode": "exact"}
+    check("sparse_decode", sparse_decode_case(Draw(9, DEVICE), batch=2, topk=1, **options))
+    check("dense_decode", dense_decode_case(Draw(9, DEVICE), seq_lens=(1, 20), **options))
+
+
 @pytest.mark.parametrize("num_heads", [1, 16, 17, 40])
 def test_sparse_decode_of_any_head_count(num_heads):
     case = sparse_decode_case(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, to_fp8
+from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, ScaleMode, to_fp8
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.weights import HeadWeight, MLALayer
@@ -143,6 +143,7 @@ def poisoned_cache(
     page_size: int,
     used: Tensor,
     num_layers: int | None = None,
+    scale_mode: ScaleMode = "pow2",
 ) -> PagedCache:
     """A cache with rows of the decode distribution in the slots ``used`` and NaN in all others.
 
@@ -157,7 +158,7 @@ def poisoned_cache(
         nan = torch.full((len(everywhere), format.head_dim), math.nan, device=draw.device)
         layer.write(everywhere, nan)
     rows = (draw.normal(len(used), format.head_dim) / 10).clamp(-1, 1)
-    layers[-1].write(used.long(), rows)
+    layers[-1].write(used.long(), rows, scale_mode=scale_mode)
     return layers[-1]
 
 
@@ -180,11 +181,13 @@ def paged_requests(
     seq_lens: Sequence[int],
     page_size: int,
     num_layers: int | None = None,
+    scale_mode: ScaleMode = "pow2",
 ) -> tuple[PagedCache, Tensor]:
     """A cache that holds requests of these lengths, NaN elsewhere, and their page table."""
     table, num_pages = page_tables(draw, seq_lens, page_size)
     slots = slots_of_requests(table, seq_lens, page_size)
-    return poisoned_cache(draw, format, num_pages, page_size, slots, num_layers), table
+    cache = poisoned_cache(draw, format, num_pages, page_size, slots, num_layers, scale_mode)
+    return cache, table
 
 
 def slots_of_requests(table: Tensor, seq_lens: Sequence[int], page_size: int) -> Tensor:
@@ -472,6 +475,7 @@ def sparse_decode_case(
     num_layers: int | None = None,
     share: float = 0.9,
     strided: bool = False,
+    scale_mode: ScaleMode = "pow2",
 ) -> Arguments:
     """Arguments of ``sparse_decode``.
 
@@ -483,7 +487,17 @@ def sparse_decode_case(
     wrap = embed if strided else _as_it_is
     shape = (batch, query_len, num_heads, format.head_dim)
     stream = _stream(
-        draw, format, batch, query_len, seq_len, topk, page_size, with_lengths, num_layers, share
+        draw,
+        format,
+        batch,
+        query_len,
+        seq_len,
+        topk,
+        page_size,
+        with_lengths,
+        num_layers,
+        share,
+        scale_mode,
     )
     arguments: Arguments = {
         "q": wrap(decode_queries(draw, *shape, dtype=dtype)),
@@ -506,6 +520,7 @@ def sparse_decode_case(
             with_extra_lengths,
             None,
             share,
+            scale_mode,
         )
         arguments["extra_cache"] = stream[0]
         arguments["extra_topk_indices"] = stream[1]
@@ -524,12 +539,13 @@ def _stream(
     with_lengths: bool,
     num_layers: int | None,
     share: float,
+    scale_mode: ScaleMode,
 ) -> tuple[PagedCache, Tensor, Tensor | None]:
     """Cache, selections ``[batch, query_len, topk]`` and lengths ``[batch]``."""
     num_pages = batch * -(-seq_len // page_size) + 1
     num_slots = num_pages * page_size
     used = draw.permutation(num_slots)[: num_slots * 3 // 4]
-    cache = poisoned_cache(draw, format, num_pages, page_size, used, num_layers)
+    cache = poisoned_cache(draw, format, num_pages, page_size, used, num_layers, scale_mode)
     indices = selections(draw, batch * query_len, topk, used, num_slots, share)
     lengths = None
     if with_lengths:
@@ -564,12 +580,13 @@ def dense_decode_case(
     num_layers: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     later_nan: bool = False,
+    scale_mode: ScaleMode = "pow2",
 ) -> Arguments:
     """Arguments of ``dense_decode``: NaN behind each length, garbage behind each table row.
 
     With ``later_nan`` the last token of each request is NaN too, or the last but one.
     """
-    cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers)
+    cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers, scale_mode)
     if later_nan:
         requests = draw.tensor(range(len(seq_lens)))
         slots = slots_of(table, requests, draw.tensor(seq_lens) - 1 - requests % 2, page_size)

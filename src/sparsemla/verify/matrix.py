@@ -522,6 +522,8 @@ def _sparse_prefill() -> list[Case]:
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
             for fmt in LATENT_FORMATS[1:6]
         ),
+        *_exact_scales(_prefill_from_cache, batch=9, topk=200, with_lengths=True),
+        Case("exact scales, one key", build(_one_key, _prefill_from_cache)),
         Case("70000 tokens", build(_many_tokens), large=True),
     ]
 
@@ -541,14 +543,31 @@ def _duplicates(draw: Draw) -> Arguments:
     return arguments
 
 
-def _prefill_from_cache(draw: Draw, format: CacheFormat) -> Arguments:
-    decode = cases.sparse_decode_case(draw, format=format, page_size=61, num_layers=2)
+def _exact_scales(make: Callable[..., Arguments], **options: object) -> list[Case]:
+    """Caches whose scales are no powers of two: blocks of heads, and formats with such scales."""
+    named = [(FP8_DS_MLA, heads) for heads in (3, 16, 32, 64, 128)]
+    named += [(e4m3_format(scale_block=block), 16) for block in (32, 64, 128, 576)]
+    return [
+        Case(
+            f"exact scales, {heads} heads, {fmt.name}",
+            build(make, format=fmt, num_heads=heads, scale_mode="exact", **options),
+        )
+        for fmt, heads in named
+    ]
+
+
+def _prefill_from_cache(
+    draw: Draw, format: CacheFormat, num_heads: int = 8, **options: object
+) -> Arguments:
+    options |= {"format": format, "num_heads": num_heads, "page_size": 61, "num_layers": 2}
+    decode = cases.sparse_decode_case(draw, **cast("dict[str, Any]", options))
     return {
         "q": cast("Tensor", decode["q"]).flatten(0, 1),
         "kv": decode["cache"],
         "topk_indices": cast("Tensor", decode["topk_indices"]).flatten(0, 1),
         "softmax_scale": decode["softmax_scale"],
-        "attn_sink": cases.sinks(draw, 8),
+        "topk_lengths": decode["topk_lengths"],
+        "attn_sink": cases.sinks(draw, num_heads),
     }
 
 
@@ -670,6 +689,8 @@ def _sparse_decode() -> list[Case]:
         ),
         Case("float16", build(make, format=FP8_DS_MLA, dtype=torch.float16, **both)),
         Case("scales of any value", build(_odd_scales)),
+        *_exact_scales(make, seq_len=300, topk=200, **both),
+        Case("exact scales, one key", build(_one_key, make)),
         Case("zero keys", build(_zero_keys)),
         *(
             Case(
@@ -732,6 +753,13 @@ def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
     if lengths is not None:
         lengths[int(draw.integers(0, len(lengths), 1))] = 0
     return arguments
+
+
+def _one_key(draw: Draw, make: Callable[..., Arguments]) -> Arguments:
+    """Rows of one key, whose LSE is its score: errors of keys do not cancel out."""
+    return make(
+        draw, format=FP8_DS_MLA, batch=9, num_heads=16, topk=1, share=1.0, scale_mode="exact"
+    )
 
 
 def _odd_scales(draw: Draw) -> Arguments:
@@ -823,6 +851,7 @@ def _dense_decode() -> list[Case]:
             for heads in (3, 64)
         ),
         Case("one layer of three", build(make, format=FP8_DS_MLA, seq_lens=few, num_layers=3)),
+        *_exact_scales(make, seq_lens=Shuffled((1, 300, 2, 0))),
         Case("missing pages", build(_decode_of_missing_pages)),
         *(
             Case(

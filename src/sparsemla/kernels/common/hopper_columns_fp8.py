@@ -5,7 +5,9 @@ weighted values' product a dim. Four more copy the next tile, as it is stored.
 
 Codes become float16, which holds e4m3 exactly, in the registers that a product takes its left
 operand from: keys by dims for the scores, and read again, dims by keys, for the weighted values.
-Scores are computed for each block of dims that shares a scale, and scaled. A weight is scaled by a
+Scores are computed for each block of dims that shares a scale, and scaled, which is exact for
+powers of two. A tile with any other scale is scored again, by keys that are rounded as they are
+defined: codes times mantissas. A weight is scaled by a
 power of two that bounds the scales of its key's values, and a value by its own scale over that
 one. So that scaled weights fit float16, the running maximum is that of ``score + log2(bound)``.
 Queries are brought near the end of float16's range by a power of two for each row.
@@ -142,6 +144,14 @@ SCALE_PAIRS = gl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;
     mul.rn.f16x2 $0, p, $6; mul.rn.f16x2 $1, q, $6;
     mul.rn.f16x2 $2, r, $6; mul.rn.f16x2 $3, s, $6; }""")
+
+# Two float16 times float32, rounded to bfloat16 and then float16 again.
+ROUND = gl.constexpr("""{
+    .reg .b16 l, h; .reg .f32 x, y; .reg .b32 a, b;
+    mov.b32 {l, h}, $1; cvt.f32.f16 x, l; cvt.f32.f16 y, h;
+    mul.rn.f32 x, x, $2; mul.rn.f32 y, y, $3; cvt.rn.bf16x2.f32 a, y, x;
+    shl.b32 b, a, 16; and.b32 a, a, 0xFFFF0000; mov.b32 x, b; mov.b32 y, a;
+    cvt.rn.f16x2.f32 $0, y, x; }""")
 
 
 @triton.constexpr_function
@@ -291,8 +301,9 @@ def produce(stream, extra, memory, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: 
 
 
 @gluon.jit
-def load_scale(scales, rows, where, START: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
+def load_scale(rows, where, memory, START: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
     """float32 scales of a tile's keys for one dim."""
+    scales = memory[4]
     if L.scale_block == 0:
         scale = gl.full([KEYS], 1.0, gl.float32, LAYOUT)
     else:
@@ -363,12 +374,54 @@ def value_order(x):
 
 
 @gluon.jit
-def score(rows, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
+def any_bit(a, b):
+    return a | b
+
+
+@gluon.jit
+def some_odd(where, memory):
+    """Whether a float32 scale of a tile is no power of two.
+
+    Each warp looks at all of them, so that none waits for another.
+    """
+    scales = memory[4]
+    WORDS: gl.constexpr = scales.shape[2]
+    ALL: gl.constexpr = gl.BlockedLayout([WORDS, 4], [1, 32], [1, 8], [1, 0])
+    bits = reinterpret(scales, gl.int32, [TILES, WORDS, KEYS], WORDS2).index(where).load(ALL)
+    return gl.reduce(gl.reduce(bits, 0, any_bit), 0, any_bit) & 0x7FFFFF != 0
+
+
+@gluon.jit
+def round_keys(x, rows, where, memory, START: gl.constexpr, L: gl.constexpr, SCORES: gl.constexpr):
+    """Codes times the mantissa of their key's scale, rounded as bfloat16: float16 holds that."""
+    scale = load_scale(rows, where, memory, START, L, gl.SliceLayout(1, SCORES))
+    bits = scale.to(gl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
+    mantissa = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
+    mantissa = gl.convert_layout(mantissa, gl.SliceLayout(1, x.type.layout))
+    x, mantissa = gl.broadcast(x, mantissa[:, None])
+    return gl.inline_asm_elementwise(
+        ROUND, "=r,r,r,r", [x, mantissa], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def load_factor(
+    rows, where, memory,
+    START: gl.constexpr, ODD: gl.constexpr, L: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """What products of a block are to be multiplied by; if keys are rounded, powers of two."""
+    scale = load_scale(rows, where, memory, START, L, gl.SliceLayout(1, SCORES))
+    if ODD:
+        scale = (scale.to(gl.int32, bitcast=True) & -0x800000).to(gl.float32, bitcast=True)
+    return scale[:, None]
+
+
+@gluon.jit
+def score(rows, where, z, memory, ODD: gl.constexpr, L: gl.constexpr, SCORES: gl.constexpr):
     """Scores of a tile, each block of dims scaled by itself."""
-    q_value, q_rest, codes, tail, scales, _, weights, _, _, _, _ = memory
+    q_value, q_rest, codes, tail, _, _, weights, _, _, _, _ = memory
     N: gl.constexpr = weights.shape[2]
     WIDTH: gl.constexpr = block_of(L.scale_block)
-    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
     BLOCKS: gl.constexpr = num_value_blocks(L.fp8_dim, L.scale_block)
     REST: gl.constexpr = L.head_dim > 512 or L.fp8_dim < 512
     zero = gl.zeros([KEYS, N], gl.float32, SCORES)
@@ -379,6 +432,8 @@ def score(rows, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
         x = zero
     elif REST:
         x = keys_by_dims(tail.index(where), 64, SCORES)
+        if ODD:
+            x = round_keys(x, rows, where, memory, 512, L, SCORES)
         q = q_rest.index(z).permute((1, 0))
         flying = warpgroup_mma(x, q, zero, use_acc=False, is_async=True)
     q_blocks = reinterpret(q_value, gl.float16, [512 // WIDTH, N, WIDTH], TILE)
@@ -388,16 +443,18 @@ def score(rows, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
             # The sum waits too: or the compiler puts additions off, and has no registers left.
             done, _, s = warpgroup_mma_wait(0, deps=[flying, x, s])
             if b > 0:
-                s += done * load_scale(scales, rows, where, (b - 1) * WIDTH, L, KEY)[:, None]
+                s += done * load_factor(rows, where, memory, (b - 1) * WIDTH, ODD, L, SCORES)
             elif L.fp8_dim > 512:
-                s = done * load_scale(scales, rows, where, 512, L, KEY)[:, None]
+                s = done * load_factor(rows, where, memory, 512, ODD, L, SCORES)
             else:
                 s = done
+        if ODD:
+            y = round_keys(y, rows, where, memory, b * WIDTH, L, SCORES)
         q = q_blocks.index(b + z).permute((1, 0))
         flying = warpgroup_mma(y, q, zero, use_acc=False, is_async=True)
         x = y
     done, _, s = warpgroup_mma_wait(0, deps=[flying, x, s])
-    return s + done * load_scale(scales, rows, where, (BLOCKS - 1) * WIDTH, L, KEY)[:, None]
+    return s + done * load_factor(rows, where, memory, (BLOCKS - 1) * WIDTH, ODD, L, SCORES)
 
 
 @gluon.jit
@@ -432,7 +489,7 @@ def bound_scales(rows, where, memory, L: gl.constexpr, LAYOUT: gl.constexpr):
         each = value_scales(scales, rows, where, L)
         largest = gl.max(gl.abs(each), 1)
     else:
-        largest = load_scale(scales, rows, where, 0, L, LAYOUT)
+        largest = load_scale(rows, where, memory, 0, L, LAYOUT)
     bits = gl.minimum(gl.maximum(gl.abs(largest), 1e-30), 1e30).to(gl.int32, bitcast=True)
     bits = (bits + 0x7FFFFF) & 0x7F800000
     if has_factors(L.fp8_dim, L.scale_block):
@@ -548,7 +605,13 @@ def attend_tiles(
         mbarrier.wait(full.index(where), (tile + i) // TILES & 1)
         if L.fp8_dim < L.head_dim:
             fence_async_shared()
-        s = score(rows, where, z, memory, L, SCORES)
+        s = score(rows, where, z, memory, False, L, SCORES)
+        if L.scale_block > 0 and rows.scales.dtype.element_ty == gl.float32:
+            odd = some_odd(where, memory)
+            if odd:
+                # What both scores need would be computed before, and not be known to be uniform.
+                o = opaque_zero(i)
+                s = score(rows, where + o, o, memory, True, L, SCORES)
         s *= scaled.load(gl.SliceLayout(0, SCORES))[None, :]
         seen = seen_by(now, at, rows, limits, L, PAGED, CAUSAL)
         at += KEYS
