@@ -21,7 +21,7 @@ SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 88,
     "hopper_indexer": 720,
-    "hopper_rows": 232,
+    "hopper_rows": 168,
     "hopper_topk": 432,
     "indexer": 160,
     "projection": 304,

@@ -17,11 +17,12 @@ COPY32 = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY8))
 BF16_ROWS = gl.constexpr(gl.SliceLayout(1, COPY16))
 
-# A thread has 16 neighbouring dims of two keys: as many as four steps of a product take from it.
+# A thread has 4 dims of each 16, of two keys: as many as a step of a product takes from it. Results
+# in this order are 16 bytes of float32 beside those of three other threads.
 DIMS128 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64]],
-        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
         [64, 128],
@@ -29,17 +30,17 @@ DIMS128 = gl.constexpr(
 )
 DIMS64 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
-        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
         [64, 64],
     )
 )
 
-# Swizzled so that the two keys which eight lanes read at once lie in different banks.
-RAW8 = gl.constexpr(gl.SwizzledSharedLayout(64, 1, 2, [1, 0]))
-RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 1, [1, 0]))
+# Swizzled so that the eight keys which a warp reads at once lie in different banks.
+RAW8 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
 WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CONVERT = gl.constexpr("""{
     .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
@@ -71,10 +72,10 @@ def chunk_width(fp8_dim, start):
 
 
 @gluon.jit
-def in_order(x, WIDTH: gl.constexpr = 64):
+def in_order(x, WIDTH: gl.constexpr):
     """Dims of rows as a product takes them where a thread has a quarter of each ``WIDTH`` of them.
 
-    :data:`DIMS128` and :data:`DIMS64` have quarters of 64.
+    :data:`DIMS128` and :data:`DIMS64` have quarters of 16.
     """
     BLOCKS: gl.constexpr = x.shape[1] // WIDTH
     x = x.reshape(x.shape[0], BLOCKS, 4, WIDTH // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)

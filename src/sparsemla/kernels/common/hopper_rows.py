@@ -146,11 +146,17 @@ def place_of(tile, shape):
 
 
 @gluon.jit
-def heads_of(begin, shape, LAYOUT: gl.constexpr):
-    """Token in the group, head, and whether there is one, of the tile's rows."""
+def heads_of(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
+    """Token in the group, head, and whether there is one, of rows of perhaps several ``TOKENS``."""
     row = begin + gl.arange(0, 64, LAYOUT)
-    token = (row // shape.num_heads).to(gl.int64)
-    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
+    real = row < shape.num_rows
+    if TOKENS:
+        token = (row // shape.num_heads).to(gl.int64)
+        head = (row % shape.num_heads).to(gl.int64)
+    else:
+        token = gl.zeros_like(row).to(gl.int64)
+        head = row.to(gl.int64)
+    return token, head, real
 
 
 @gluon.jit

@@ -104,25 +104,6 @@ class Record(NamedTuple):
 HEADS = gl.constexpr(gl.SliceLayout(1, SCORES))
 KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# As DIMS64, but a thread has 16 bytes side by side, and four threads 64: what they store at once.
-STORE32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
-STORE16 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in each warp
 
@@ -315,13 +296,13 @@ def place_in(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_queries(
-    tile, q, q_request, q_token, q_head, shape, START: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    tile, q, strides, shape, START: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Dims of a tile's rows."""
     begin, _, request, first = place_of(tile, shape)
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
-    rows = request * q_request + (first + token) * q_token + head * q_head
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
+    rows = request * strides[0] + (first + token) * strides[1] + head * strides[2]
     dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     return gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
 
@@ -329,7 +310,7 @@ def load_queries(
 @gluon.jit
 def as_operand(x):
     """Dims in memory's order as the left operand of a product, in the order of the keys."""
-    return gl.convert_layout(in_order(x), gl.DotOperandLayout(0, SCORES, 2))
+    return gl.convert_layout(in_order(x, 16), gl.DotOperandLayout(0, SCORES, 2))
 
 
 @gluon.jit
@@ -520,8 +501,8 @@ def add_keys(p):
 
 @gluon.jit
 def score(
-    num_tiles, q, q_request, q_token, q_head, shape, limits, found, memory, results, scale_log2,
-    L: gl.constexpr, CAUSAL: gl.constexpr,
+    num_tiles, q, strides, shape, limits, found, memory, results, scale_log2,
+    L: gl.constexpr, CAUSAL: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that finds weights."""
     q_high, values, weights, _, raw_rest, _, valid, factors, totals, full, _, bar = memory
@@ -533,20 +514,20 @@ def score(
         turn = tile // gl.num_programs(0)
         # Half of the dims stay in registers. They go there by way of the others' place: Triton 3.9
         # kept them as they were loaded and moved them for each tile of keys.
-        x0 = load_queries(tile, q, q_request, q_token, q_head, shape, 0, 128, DIMS128)
-        x1 = load_queries(tile, q, q_request, q_token, q_head, shape, 128, 128, DIMS128)
+        x0 = load_queries(tile, q, strides, shape, 0, 128, DIMS128, TOKENS)
+        x1 = load_queries(tile, q, strides, shape, 128, 128, DIMS128, TOKENS)
         q_high.index(0).slice(0, 128, dim=1).store(as_operand(x0))
         q_high.index(0).slice(128, 128, dim=1).store(as_operand(x1))
         barrier()
         q0 = q_high.index(0).slice(0, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
         q1 = q_high.index(0).slice(128, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
         barrier()
-        x2 = load_queries(tile, q, q_request, q_token, q_head, shape, 256, 128, DIMS128)
-        x3 = load_queries(tile, q, q_request, q_token, q_head, shape, 384, 128, DIMS128)
+        x2 = load_queries(tile, q, strides, shape, 256, 128, DIMS128, TOKENS)
+        x3 = load_queries(tile, q, strides, shape, 384, 128, DIMS128, TOKENS)
         if READY:
-            rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, QUERIES)
+            rest = load_queries(tile, q, strides, shape, 512, 64, QUERIES, TOKENS)
         elif REST:
-            rest = load_queries(tile, q, q_request, q_token, q_head, shape, 512, 64, DIMS64)
+            rest = load_queries(tile, q, strides, shape, 512, 64, DIMS64, TOKENS)
         q_high.index(0).slice(0, 128, dim=1).store(as_operand(x2))
         q_high.index(0).slice(128, 128, dim=1).store(as_operand(x3))
         if READY:
@@ -616,7 +597,7 @@ def score(
             key_tile += 1
         total = gl.convert_layout(gl.sum(l, 1), HEADS)
         begin, split, request, token = place_of(tile, shape)
-        row_token, head, real = heads_of(begin, shape, HEADS)
+        row_token, head, real = heads_of(begin, shape, HEADS, TOKENS)
         lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
         rows = (token + row_token) * results.lse_token + head
         gl.store(lse + rows, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
@@ -660,46 +641,44 @@ def keep_half(tile, memory, L: gl.constexpr, WHO: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(x, out, begin, first, results, shape):
-    """64 dims of the tile's rows, which are put back into the order of memory."""
-    x = x.reshape(64, 4, 2, 4, 2).permute(0, 3, 1, 2, 4).reshape(64, 64)
-    x = gl.convert_layout(x, DIMS64)
+def store_columns(acc, factor, out, begin, first, results, shape, TOKENS: gl.constexpr):
+    """128 dims of the tile's rows. In memory's order, whole sectors at once."""
+    x = acc * factor[:, None]
+    x = x.reshape(64, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, 128)
+    x = gl.convert_layout(x, DIMS128)  # moves nothing
     if results.out.dtype.element_ty == gl.bfloat16:
-        x = gl.convert_layout(to_bf16(x), STORE16)
-    else:
-        x = gl.convert_layout(x, STORE32)
-    LAYOUT: gl.constexpr = x.type.layout
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
+        x = to_bf16(x)
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, DIMS128), TOKENS)
     rows = (first + token) * results.out_token + head * results.out_head
-    dims = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, 128, gl.SliceLayout(0, DIMS128))
     gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
 
 
 @gluon.jit
-def store_columns(acc, factor, out, begin, first, results, shape):
-    """128 dims of the tile's rows, half of them at a time: there are few registers left."""
-    low, high = gl.split((acc * factor[:, None]).reshape(64, 2, 64).permute(0, 2, 1))
-    store_piece(low, out, begin, first, results, shape)
-    store_piece(high, out + 64, begin, first, results, shape)
-
-
-@gluon.jit
 def add_values(
-    num_tiles, shape, found, memory, results, L: gl.constexpr, WHO: gl.constexpr
+    num_tiles, shape, found, memory, results, L: gl.constexpr, TOKENS: gl.constexpr,
+    WHO: gl.constexpr,
 ):  # fmt: skip
     """One of the two warpgroups that convert halves of keys and add weighted values.
 
-    The first pass of the loop over tiles of rows only converts, the others begin with the sums.
+    Tiles of keys are converted two steps before they are added, whosever they are: the next rows'
+    first tiles come under the last steps of these. One place in the code converts all of them, as a
+    launch waits for instructions: the first rows have two steps more, which only convert.
     """
     _, values, weights, _, _, _, _, factors, totals, _, _, bar = memory
-    key_tile = 0
-    count = 1
+    key_tile = -2
+    # Of the rows whose keys are converted: tiles that are left, and which rows these are.
+    left = 0
+    ahead = -1
     turn = -1
-    for tile in range(gl.program_id(0) - gl.num_programs(0), num_tiles, gl.num_programs(0)):
-        acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-        acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-        if turn >= 0:
-            for i in range(count):
+    # Once: each tile of rows begins with a product that adds to nothing.
+    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        turn += 1
+        count = read_range(found, bar, turn)[0]
+        for i in range(gl.minimum(key_tile, 0), count):
+            if i >= 0:
                 mbarrier.wait(bar.index(WEIGHTS), key_tile & 1)
                 fence_async_shared()
                 if gl.max((factors.load(ALL) != 1.0).to(gl.int32), 0) != 0:
@@ -709,40 +688,33 @@ def add_values(
                 z = opaque_zero(i)
                 x = values.index(key_tile % 2 * 2 + WHO + z)
                 p = weights.index(key_tile % weights.shape[0] + z)
-                acc0 = warpgroup_mma(p, x.slice(0, 128, dim=1), acc0, is_async=True)
-                acc1 = warpgroup_mma(p, x.slice(128, 128, dim=1), acc1, is_async=True)
+                low = x.slice(0, 128, dim=1)
+                high = x.slice(128, 128, dim=1)
+                acc0 = warpgroup_mma(p, low, acc0, use_acc=i > 0, is_async=True)
+                acc1 = warpgroup_mma(p, high, acc1, use_acc=i > 0, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
                 mbarrier.arrive(bar.index(ADDED + key_tile % 2), count=1)
-                if i + 2 < count:
-                    keep_half(key_tile + 2, memory, L, WHO)
-                key_tile += 1
-        # The next rows' first keys, before results are stored.
-        if tile + gl.num_programs(0) < num_tiles:
-            count = read_range(found, bar, turn + 1)[0]
-            for j in range(gl.minimum(count, 2)):
-                keep_half(key_tile + j, memory, L, WHO)
-        if turn >= 0:
-            mbarrier.wait(bar.index(SUM + turn % 2), turn // 2 & 1)
-            factor = totals.index(turn % 2).load(SUM_ROWS)
-            begin, split, request, token = place_of(tile, shape)
-            out = results.out + split.to(gl.int64) * results.out_split
-            out += request * results.out_request + WHO * 256
-            store_columns(acc0, factor, out, begin, token, results, shape)
-            store_columns(acc1, factor, out + 128, begin, token, results, shape)
-        turn += 1
-
-
-@gluon.constexpr_function
-def arrivals(b):
-    """Arrivals that a barrier waits for: of both adders."""
-    return 2 if b >= CONVERTED.value else 1
+            key_tile += 1
+            if left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
+                ahead += 1
+                left = read_range(found, bar, ahead)[0]
+            if left > 0:
+                keep_half(key_tile + 1, memory, L, WHO)
+                left -= 1
+        mbarrier.wait(bar.index(SUM + turn % 2), turn // 2 & 1)
+        factor = totals.index(turn % 2).load(SUM_ROWS)
+        begin, split, request, token = place_of(tile, shape)
+        out = results.out + split.to(gl.int64) * results.out_split
+        out += request * results.out_request + WHO * 256
+        store_columns(acc0, factor, out, begin, token, results, shape, TOKENS)
+        store_columns(acc1, factor, out + 128, begin, token, results, shape, TOKENS)
 
 
 @gluon.jit
 def _attend_fp8(
     num_tiles, q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    SCALE_WORDS: gl.constexpr,
+    TOKENS: gl.constexpr, SCALE_WORDS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 rows of a group and a split of its keys."""
     VALUES: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
@@ -768,11 +740,13 @@ def _attend_fp8(
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(PLACES):
+    for b in range(PLACES):
         mbarrier.init(full.index(b), count=128)
         mbarrier.init(empty.index(b), count=1)
-    for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(bar.index(b), count=arrivals(b))
+    for b in range(CONVERTED):
+        mbarrier.init(bar.index(b), count=1)
+    for b in range(CONVERTED, NUM_BARRIERS):
+        mbarrier.init(bar.index(b), count=2)  # both adders arrive
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
@@ -781,15 +755,15 @@ def _attend_fp8(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (add_values, (num_tiles, shape, found, memory, results, L, 0)),
-            (add_values, (num_tiles, shape, found, memory, results, L, 1)),
-            (score, (num_tiles, q, q_request, q_token, q_head, shape, limits, found, memory,
-                     results, scale_log2, L, CAUSAL)),
+            (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 0)),
+            (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 1)),
+            (score, (num_tiles, q, (q_request, q_token, q_head), shape, limits, found, memory,
+                     results, scale_log2, L, CAUSAL, TOKENS)),
             (produce, (num_tiles, rows, main, extra, shape, limits, found, memory,
                        L, EXTRA, PAGED, CAUSAL)),
         ],
         [4, 4, 4],
-        [168, 144, 32],
+        [160, 160, 32],
     )  # fmt: skip
 
 
@@ -860,6 +834,7 @@ def attend_fp8(
         EXTRA=extra_record,
         PAGED=paged,
         CAUSAL=causal,
+        TOKENS=shape.num_rows > shape.num_heads,
         SCALE_WORDS=scale_words,
         num_warps=4,
         launch_pdl=True,
