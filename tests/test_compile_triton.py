@@ -21,6 +21,7 @@ SPILLED_BYTES = {
     "attention": 264,
     "hopper_columns": 88,
     "hopper_indexer": 720,
+    "hopper_projection": 72,
     "hopper_rows": 168,
     "hopper_topk": 432,
     "indexer": 160,

@@ -46,6 +46,40 @@ def test_token_counts(device, num_tokens, block):
     assert out.shape == (num_tokens, 3, 512)
 
 
+@pytest.mark.parametrize("shape", [(512, 128), (128, 512), (256, 512), (384, 256)])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(4100, 1), (1400, 3)])
+def test_many_tokens(device, shape, num_tokens, num_heads):
+    rows, cols = shape
+    case = project_heads_case(
+        Draw(8, device),
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        rows=rows,
+        cols=cols,
+        block=(128, 128),
+    )
+    case["x"][5] = 0
+    case["x"][7] *= 1e4
+    (expected,) = check_op("project_heads", case)
+    buffer = torch.zeros(num_tokens, num_heads, rows + 72, dtype=torch.bfloat16, device=device)
+    sparsemla.project_heads(embed(case["x"]), case["weight"], out=buffer[..., :rows])
+    assert_equal("out", buffer[..., :rows].contiguous(), expected)
+    assert (buffer[..., rows:] == 0).all()
+
+
+def test_parts_of_many_tokens(device):
+    case = project_heads_case(
+        Draw(9, device),
+        num_tokens=2800,
+        rows=128,
+        cols=512,
+        block=(128, 128),
+        num_parts=2,
+        with_sink=True,
+    )
+    check_op("project_heads", case, (BRANCH_FP8_OUT,))
+
+
 @by_block
 def test_slices_of_wider_buffers(device, block):
     draw = Draw(2, device)

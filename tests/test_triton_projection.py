@@ -59,18 +59,6 @@ def test_products(tokens, heads, outputs, inputs, scale_block):
     check(x, head_weight(heads, outputs, inputs, scale_block))
 
 
-@pytest.mark.parametrize("tokens", [66, 300])
-@pytest.mark.parametrize(
-    ("heads", "outputs", "inputs", "scale_block"),
-    [(2, 512, 128, (128, 128)), (3, 200, 72, (64, 96)), (1, 1, 16, (16, 16))],
-)
-def test_a_matrix_that_stays(tokens, heads, outputs, inputs, scale_block, monkeypatch):
-    monkeypatch.setattr(projection, "_stays", lambda weight, device: True)
-    monkeypatch.setattr(projection, "num_multiprocessors", lambda device: 2 * heads)
-    x = torch.randn(tokens, heads, inputs, device=DEVICE).bfloat16()
-    check(x, head_weight(heads, outputs, inputs, scale_block))
-
-
 @pytest.mark.parametrize("scale_block", [None, (128, 64)])
 def test_slices_and_expanded_heads(scale_block):
     weight = head_weight(3, 64, 128, scale_block)

@@ -56,7 +56,7 @@ OPS: dict[str, Op] = {
     "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
     "dense_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
     "merge_states": Op("decode", ("out", "lse")),
-    "project_heads": Op("projection", ("out",)),
+    "project_heads": Op("projection", ("out",), HOPPER),
 }
 
 
@@ -115,7 +115,7 @@ def _refuse_off_gpu(problem: Problem) -> str | None:
 def _refuse_off_hopper(problem: Problem) -> str | None:
     if problem.capability != (9, 0) or torch.version.hip:
         return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
-    if problem.op == "select_topk":
+    if problem.op in ("select_topk", "project_heads"):
         return None
     if OPS[problem.op].module == "indexer":
         return _refuse_index_keys(problem)

@@ -3,8 +3,7 @@
 Few tokens stream the weights: a program loads its share of a head's matrix before it looks at the
 activations, which may still be computed, and takes ``weight @ x^T``, so that the matrix
 instruction's long side lies along N. Its activations may be the parts of a split attention, merged
-on the way. Many tokens take ``x @ weight^T``, and keep the activations; on Hopper a matrix of one
-step of inputs stays in shared memory instead.
+on the way. Many tokens take ``x @ weight^T``, and keep the activations.
 
 Shapes: T tokens, H heads, K inputs, N outputs, S parts.
 """
@@ -32,9 +31,6 @@ INVERSE_REST = tl.constexpr(1 / FP8_MAX - torch.tensor(1 / FP8_MAX, dtype=torch.
 FEW = 64
 """Most tokens for which the weights, and not the activations, stay where they are, off Hopper."""
 
-RESIDENT_BYTES = 1 << 16
-"""Most shared memory for a matrix that stays while many tokens pass."""
-
 PARTS = 32
 """Parts of one vector that a program has on their way as it merges."""
 
@@ -50,11 +46,11 @@ class Tiles:
     stages: int = 1
 
 
-def _is_few(num_tokens: int, weight: HeadWeight, device: torch.device) -> bool:
+def is_few(num_tokens: int, num_heads: int, device: torch.device) -> bool:
     """Whether the weights, and not the activations, stay where they are; measured on an H200."""
     if not describe(device).is_hopper:
         return num_tokens <= FEW
-    return num_tokens * weight.data.shape[0] <= (4096 if _stays(weight, device) else 8192)
+    return num_tokens * num_heads <= 8192
 
 
 def _few(num_tokens: int, weight: HeadWeight, num_parts: int, device: torch.device) -> Tiles:
@@ -98,24 +94,6 @@ def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
     # A step's product and the sum are both in registers.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
     return Tiles(128, tokens, step, warps, stages=3)
-
-
-def _stays(weight: HeadWeight, device: torch.device) -> bool:
-    """Whether a head's matrix, in one step of inputs, leaves room for tokens beside it."""
-    outputs, inputs = weight.data.shape[1:]
-    # More inputs than the latent's 128, three times over, leave no room for the matrix.
-    one_step = weight.scale is not None and inputs <= min(128, weight.scale_block[1])
-    small = next_power_of_2(inputs) * next_power_of_2(outputs) <= RESIDENT_BYTES
-    return describe(device).is_hopper and one_step and small
-
-
-def _resident(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
-    num_heads, outputs, inputs = weight.data.shape
-    rows = min(128, max(16, next_power_of_2(outputs)))
-    tokens = 128
-    if num_tokens <= 64 or 2 * num_heads * cdiv(num_tokens, 128) < num_multiprocessors(device):
-        tokens = 64
-    return Tiles(rows, tokens, max(32, next_power_of_2(inputs)), warps=8, stages=3)
 
 
 @triton.jit
@@ -404,70 +382,12 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _resident_kernel(
-    x,
-    weight,
-    scale,
-    out,
-    num_tokens,
-    num_heads,
-    x_token_stride,
-    x_head_stride,
-    weight_head_stride,
-    weight_row_stride,
-    scale_head_stride,
-    scale_row_stride,
-    out_token_stride,
-    out_head_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SCALE_N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NATIVE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Every so many blocks of tokens of one head, whose e4m3 matrix stays in shared memory."""
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
-    turn = tl.program_id(0) // num_heads
-    step = tl.num_programs(0) // num_heads * BLOCK_T
-    k = tl.arange(0, BLOCK_K)
-    weight += head * weight_head_stride
-    scale += head * scale_head_stride
-    tiles = ()
-    scales = ()
-    for block in tl.static_range(BLOCKS):
-        row = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (row < N)[:, None] & (k < K)[None, :]
-        at = weight + row.to(tl.int64)[:, None] * weight_row_stride + k[None, :]
-        tiles = tiles + (_typed(tl.load(at, mask=inside, other=0), NATIVE),)
-        a_scale = _row_scales(
-            scale, block * BLOCK_N, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
-        )
-        scales = scales + (a_scale,)
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
-
-    x += head * x_head_stride
-    out += head * out_head_stride
-    for first in range(turn * BLOCK_T, num_tokens, step):
-        token = first + tl.arange(0, BLOCK_T)
-        live = token < num_tokens
-        token = token.to(tl.int64)[:, None]
-        real = live[:, None] & (k < K)[None, :]
-        b = tl.load(x + token * x_token_stride + k[None, :], mask=real, other=0.0)
-        b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
-        for block in tl.static_range(BLOCKS):
-            row = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-            total = dot(b, tl.trans(tiles[block]), total, UPCAST)
-            total *= b_scale[:, None] * scales[block]
-            target = out + token * out_token_stride + row[None, :]
-            tl.store(target, total.to(tl.bfloat16), mask=live[:, None] & (row < N)[None, :])
+def merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """The parts of a split attention as one, in bfloat16."""
+    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
+    lse = torch.empty_like(lses[0])
+    launch_merge(parts[:, None], lses[:, None], attn_sink, out[None], lse[None])
+    return out
 
 
 def project_heads(
@@ -481,18 +401,12 @@ def project_heads(
     num_tokens, num_heads, inputs = x.shape[-3:]
     if num_tokens * num_heads == 0:
         return
-    few = _is_few(num_tokens, weight, x.device)
+    few = is_few(num_tokens, num_heads, x.device)
     if lses is not None and not few:
-        merged = torch.empty(num_tokens, num_heads, inputs, dtype=torch.bfloat16, device=x.device)
-        lse = torch.empty_like(lses[0])
-        launch_merge(x[:, None], lses[:, None], attn_sink, merged[None], lse[None])
-        x, lses = merged, None
+        x, lses = merged(x, lses, attn_sink), None
     num_parts = 0 if lses is None else lses.shape[0]
-    stays = not few and _stays(weight, x.device)
     if few:
         tiles = _few(num_tokens, weight, num_parts, x.device)
-    elif stays:
-        tiles = _resident(num_tokens, weight, x.device)
     else:
         tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
@@ -525,10 +439,6 @@ def project_heads(
         **begins_early(x.device),
     }
     programs = num_heads * cdiv(num_tokens, tiles.tokens)
-    if stays:
-        turns = max(1, num_multiprocessors(x.device) // num_heads)
-        _resident_kernel[(min(programs, turns * num_heads),)](**arguments)
-        return
     step = tiles.inputs if scale is None else weight.scale_block[1]
     if not few:
         blocks = 1 if inputs <= step else cdiv(outputs, tiles.outputs)
