@@ -68,7 +68,7 @@ project, select = table("projection")["project"], table("hopper_topk")["select"]
 for launches in (
     [fused(FP8_DS_MLA, tokens=n) for n in (1, 17, 32)],
     [index(INDEX_FP8, tokens=n) for n in (1, 17, 32)],
-    [project(64, 16, 128, 512, parts=n) for n in (17, 32)],
+    [project(t, 16, 128, 512, parts=n) for t, n in ((61, 17), (64, 32))],
     [partial(select, n, 8192, 2048, page_size=64) for n in (513, 528)],
 ):
     compiled = [compile_launch(launch, sm_90) for launch in launches]

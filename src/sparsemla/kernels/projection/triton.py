@@ -199,7 +199,7 @@ def _merged(
     return merged
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def _few_kernel(
     x,
     weight,
