@@ -50,7 +50,7 @@ OPS: dict[str, Op] = {
     "indexer_scores_paged": Op("indexer", ("out",), HOPPER),
     "indexer_topk": Op("indexer", ("out",), HOPPER),
     "select_topk": Op("topk", ("out",), HOPPER),
-    "merge_topk": Op("topk", ("out",)),
+    "merge_topk": Op("topk", ("out",), HOPPER),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
     "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
@@ -115,7 +115,7 @@ def _refuse_off_gpu(problem: Problem) -> str | None:
 def _refuse_off_hopper(problem: Problem) -> str | None:
     if problem.capability != (9, 0) or torch.version.hip:
         return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
-    if problem.op in ("select_topk", "project_heads"):
+    if OPS[problem.op].module in ("topk", "projection"):
         return None
     if OPS[problem.op].module == "indexer":
         return _refuse_index_keys(problem)

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla.kernels.topk.sm90 import select_topk
+from sparsemla.kernels.topk.sm90 import merge_topk, select_topk
 
 TARGETS = ("sm_90",)
 
@@ -27,6 +27,15 @@ def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size
     )
 
 
+def merge(num_parts, width, topk, dtype=torch.float32, index_dtype=torch.int32):
+    merge_topk(
+        values=meta(num_parts, 9, width, dtype=dtype),
+        indices=meta(num_parts, 9, width, dtype=index_dtype),
+        topk=topk,
+        out=meta(9, topk),
+    )
+
+
 LAUNCHES = {
     "one row": functools.partial(select, 1, 131072, 2048, ranges=False),
     "one very long row": functools.partial(select, 1, 1 << 20, 2048),
@@ -39,4 +48,7 @@ LAUNCHES = {
     "large k": functools.partial(select, 300, 65536, 6000),
     "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),
     "k of 1": functools.partial(select, 1, 1, 1),
+    "merge of 8 parts": functools.partial(merge, 8, 2048, 2048),
+    "merge of 64 parts": functools.partial(merge, 64, 2000, 2000, index_dtype=torch.int64),
+    "merge of 2 parts": functools.partial(merge, 2, 40, 4096, dtype=torch.bfloat16),
 }

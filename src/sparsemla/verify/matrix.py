@@ -435,6 +435,11 @@ def _merge_topk() -> list[Case]:
             for parts, width, topk in ((1, 5, 9), (2, 1, 1), (8, 512, 512), (8, 2048, 2048))
         ),
         Case("more than a program holds", build(make, num_parts=16, width=2048, topk=2048)),
+        Case(
+            "more than a few programs hold, one row",
+            build(make, num_parts=128, num_rows=1, width=2048, topk=4096),
+            large=True,
+        ),
         Case("lists made twice", build(_candidates_in_clusters), large=True),
         Case("int64 ids", build(make, index_dtype=torch.int64)),
         Case("bfloat16", build(make, dtype=torch.bfloat16)),
