@@ -24,10 +24,11 @@ SCORES = Problem(
 )
 
 
+@pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
-def test_sums_are_in_one_thread_once(tokens):
+def test_sums_are_in_one_thread_once(tokens, keys):
     """All four parts of a sum; each thread has sums of its own, but for a spare bit."""
-    layout = sm90.sums_layout(tokens)
+    layout = sm90.sums_layout(tokens, keys)
     places = []
     bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
     for bits in itertools.product((0, 1), repeat=len(bases)):
@@ -37,7 +38,7 @@ def test_sums_are_in_one_thread_once(tokens):
                 place = tuple(x ^ y for x, y in zip(place, base, strict=True))
         places.append(place)
     assert len(layout.lane_bases) == 5
-    assert set(places) == set(itertools.product(range(64), range(tokens), range(4)))
+    assert set(places) == set(itertools.product(range(keys), range(tokens), range(4)))
     assert len(places) == len(set(places)) * (2 if tokens == 1 else 1)
     assert layout.reg_bases[:2] == [[0, 0, 1], [0, 0, 2]]
 
@@ -51,6 +52,18 @@ def test_a_group_fits_a_product(query_len, heads, dim):
     assert block_d >= dim
     assert tokens * block_h <= sm90.MAX_COLUMNS
     assert tokens == 1 or tokens < 2 * query_len
+
+
+@pytest.mark.parametrize("page_size", [0, 64, 192])
+@pytest.mark.parametrize("heads", [1, 32, 64, 256])
+@pytest.mark.parametrize("query_len", [1, 2, 4096])
+def test_consumers_come_back_to_their_own_tiles(query_len, heads, page_size):
+    layout = sm90.layout_of(sm90.plan(query_len, heads, 128), heads, True, False, page_size)
+    assert layout.ring % sm90.CONSUMERS.value == 0
+    assert layout.ring & (layout.ring - 1) == 0
+    assert layout.keys % sm90.COPY.value == 0
+    # Sums of a tile's products are in registers, 64 keys of 256 columns at most.
+    assert layout.keys * layout.tokens * layout.block_h <= 64 * sm90.MAX_COLUMNS
 
 
 @pytest.mark.parametrize(

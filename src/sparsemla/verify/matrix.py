@@ -298,7 +298,7 @@ def _indexer_scores_paged() -> list[Case]:
         ),
         *(
             Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size))
-            for size in (1, 61, 128)
+            for size in (1, 61, 128, 192)
         ),
         Case("2 queries", build(make, seq_lens=lens, query_len=2), quick=True),
         Case("5 queries, 64 heads", build(make, seq_lens=lens, query_len=5, num_heads=64)),

@@ -1,6 +1,6 @@
 """Indexer scores on Hopper: keys on M of an FP8 product, the heads of a few query tokens on N.
 
-As many programs as there are multiprocessors divide the tiles of 64 keys, of all groups of query
+As many programs as there are multiprocessors divide the tiles of keys, of all groups of query
 tokens, evenly among them; each finds its share from the tokens' ranges. In a program two
 warpgroups take turns with the tiles: the scores of one tile are summed over the heads while the
 other's are multiplied. A warp copies queries and keys ahead of them, and two more write the columns
@@ -37,13 +37,15 @@ from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer import triton as portable
 from sparsemla.kernels.topk import sm90 as topk_kernels
 
-KEYS = gl.constexpr(64)
+COPY = gl.constexpr(64)
+"""Keys that are copied at once: a page holds a multiple of them."""
 CONSUMERS = gl.constexpr(2)
 MAX_COLUMNS = 256
-RING = 8
-"""Tiles of keys on their way, 64 KiB: fewer do not fill the memory, 16 are slower again.
+RING_KEYS = 512
+"""Keys on their way, 64 KiB: fewer do not fill the memory, twice as many are slower again.
 
-A multiple of the consumers: each waits for its own places, by parity, and sees every lap of them.
+Their tiles are a multiple of the consumers: each waits for its own places, by parity, and sees
+every lap of them.
 """
 
 MINUS_INF = gl.constexpr(float("-inf"))
@@ -107,6 +109,7 @@ class Layout(NamedTuple):
         block_h: heads, padded.
         block_d: dims, padded.
         parts: products of a tile, each with the heads of as many tokens.
+        keys: of a tile, which is copied in one piece or two.
         ring: tiles of keys on their way.
         own_ends: each token has an end of its own, otherwise each request.
         causal: the last token of a request sees all of its keys, the one before it one less.
@@ -118,6 +121,7 @@ class Layout(NamedTuple):
     block_h: int
     block_d: int
     parts: int
+    keys: int
     ring: int
     own_ends: bool
     causal: bool
@@ -138,20 +142,21 @@ def tile_layout(block_d, rank):
 
 
 @triton.constexpr_function
-def sums_layout(tokens):
-    """Sums ``[64, tokens, 4]``, all four in one thread.
+def sums_layout(tokens, keys):
+    """Sums ``[keys, tokens, 4]``, all four in one thread.
 
     The four lanes that have the same keys in a product have tokens of their own here, or the upper
     eight keys.
     """
     bits = [[0, 1 << bit, 0] for bit in range(tokens.bit_length() - 1)]
     bits += [[8, 0, 0], [0, 0, 0]]
+    more = [base for base in bits[2:] if any(base)] + [[64, 0, 0]] * (keys == 128)
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], *(base for base in bits[2:] if any(base))],
+        [[0, 0, 1], [0, 0, 2], *more],
         [*bits[:2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]],
         [],
-        [64, tokens, 4],
+        [keys, tokens, 4],
     )
 
 
@@ -231,8 +236,8 @@ def tiles_of(queries, group, L: gl.constexpr):
         last = gl.minimum(group.first + TOKENS, group.stop) - 1
         _, high = seen_by(queries, group, last, L)
         high = gl.where((last >= group.first) & (high > queries.skip), high, 0)
-    first_tile = low // KEYS
-    return first_tile, gl.maximum((high + KEYS - 1) // KEYS - first_tile, 0)
+    first_tile = low // L.keys
+    return first_tile, gl.maximum((high + L.keys - 1) // L.keys - first_tile, 0)
 
 
 @triton.constexpr_function
@@ -319,17 +324,20 @@ def page_ids(keys, request, n, L: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(k, keys, page, row, count, key_tile, scale_tile, full, L: gl.constexpr):
-    """Start to copy a tile of keys from a row of a page, zeros without one, and its scales."""
-    BLOCK_D: gl.constexpr = L.block_d
-    mbarrier.expect(full, KEYS * BLOCK_D)
-    to = reinterpret(key_tile, gl.float8e4nv, [1, KEYS, BLOCK_D], tile_layout(BLOCK_D, 3))
-    tma_load(k, [page, row, 0], full, to)
+def copy_keys(k, keys, page, row, count, key_place, scale_place, full, L: gl.constexpr):
+    """Start to copy keys from a row of a page, zeros without one, and their scales."""
+    tma_load(k, [page, row, 0], full, key_place)
     if keys.scales is not None:
-        i = gl.arange(0, KEYS, LANES)
+        i = gl.arange(0, COPY, LANES)
         at = keys.scales + page.to(gl.int64) * keys.scale_page + (row + i) * keys.scale_row
-        async_load(scale_tile, at, mask=i < count)
-        async_copy.mbarrier_arrive(full, increment_count=False)
+        async_load(scale_place, at, mask=i < count)
+
+
+@gluon.jit
+def places_of(key_ring, L: gl.constexpr):
+    """The ring, as the pieces in which its tiles are copied."""
+    shape: gl.constexpr = [L.ring * L.keys // COPY, 1, COPY, L.block_d]
+    return reinterpret(key_ring, gl.float8e4nv, shape, tile_layout(L.block_d, 3))
 
 
 @gluon.jit
@@ -343,6 +351,10 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
     """The warp that copies."""
     index, skip, left = work
     q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, _ = memory
+    COPIES: gl.constexpr = L.keys // COPY
+    AT_ONCE: gl.constexpr = 32 // COPIES
+    key_places = places_of(key_ring, L)
+    scale_places = reinterpret(scale_ring, gl.float32, [L.ring * COPIES, COPY], PLAIN)
     lane = gl.arange(0, 32, LANES)
     count = left * 0
     item = left * 0
@@ -360,35 +372,42 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
             first_tile += skip
             last_tile = first_tile + tiles
             if L.page_size > 0:
-                following = page_ids(keys, group.request, (first_tile + lane) * KEYS, L)
-            for base in range(first_tile, last_tile, 32):
+                n = (first_tile * COPIES + lane) * COPY
+                following = page_ids(keys, group.request, n, L)
+            for base in range(first_tile, last_tile, AT_ONCE):
                 if L.page_size > 0:
-                    # Pages of 32 tiles at a time: loads that a loop carries are waited for.
+                    # Pages of 32 copies at a time: loads that a loop carries are waited for.
                     real = (following >= 0) & (following < keys.num_pages)
                     pages = gl.where(real, following, -1).to(gl.int32)
-                    following = page_ids(keys, group.request, (base + 32 + lane) * KEYS, L)
-                for tile in range(base, gl.minimum(base + 32, last_tile)):
-                    if L.page_size > 0:
-                        page = gl.sum(gl.where(lane == tile - base, pages, 0), 0)
-                        row = tile * KEYS % L.page_size
-                        num_scales = gl.where(page < 0, 0, KEYS)
-                    else:
-                        page = tile * 0
-                        row = tile * KEYS
-                        num_scales = queries.num_keys - row
+                    n = ((base + AT_ONCE) * COPIES + lane) * COPY
+                    following = page_ids(keys, group.request, n, L)
+                for tile in range(base, gl.minimum(base + AT_ONCE, last_tile)):
                     slot, parity = place_of(count, L.ring)
                     mbarrier.wait(empty.index(slot), parity ^ 1)
-                    copy_tile(
-                        k,
-                        keys,
-                        page,
-                        row,
-                        num_scales,
-                        key_ring.index(slot),
-                        scale_ring.index(slot),
-                        full.index(slot),
-                        L,
-                    )
+                    mbarrier.expect(full.index(slot), L.keys * L.block_d)
+                    for i in gl.static_range(COPIES):
+                        row = tile * L.keys + i * COPY
+                        if L.page_size > 0:
+                            mine = lane == (tile - base) * COPIES + i
+                            page = gl.sum(gl.where(mine, pages, 0), 0)
+                            row = row % L.page_size
+                            num_scales = gl.where(page < 0, 0, COPY)
+                        else:
+                            page = tile * 0
+                            num_scales = queries.num_keys - row
+                        copy_keys(
+                            k,
+                            keys,
+                            page,
+                            row,
+                            num_scales,
+                            key_places.index(slot * COPIES + i),
+                            scale_places.index(slot * COPIES + i),
+                            full.index(slot),
+                            L,
+                        )
+                    if keys.scales is not None:
+                        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                     count += 1
         left -= gl.maximum(tiles, 0)
         skip = 0
@@ -426,16 +445,17 @@ def by_lane(x, L: gl.constexpr):
 
 @gluon.jit
 def weigh(dots, w, L: gl.constexpr):
-    """``sum_h w[t, h] * relu(dots)`` over the heads of each lane, ``[KEYS, tokens, 4]``."""
+    """``sum_h w[t, h] * relu(dots)`` over the heads of each lane, ``[keys, tokens, 4]``."""
     x = by_lane(gl.maximum(dots, 0.0, propagate_nan=NAN_TOO), L)
-    w = by_lane(w[None, :].broadcast_to(KEYS, w.shape[0]), L)
-    return add_products(None, x, w).reshape(KEYS, dots.shape[1] // L.block_h, 4)
+    w = by_lane(w[None, :].broadcast_to(L.keys, w.shape[0]), L)
+    return add_products(None, x, w).reshape(L.keys, dots.shape[1] // L.block_h, 4)
 
 
 @gluon.jit
 def start_product(keys, q_tile, PART: gl.constexpr, DOTS: gl.constexpr):
     """Start to multiply a tile of keys with the heads of a part of the tokens."""
     WIDTH: gl.constexpr = DOTS.instr_shape[1]
+    KEYS: gl.constexpr = keys.shape[0]
     dots = gl.zeros([KEYS, WIDTH], gl.float32, DOTS)
     heads = q_tile.slice(PART * WIDTH, WIDTH).permute((1, 0))
     return warpgroup_mma(keys, heads, dots, use_acc=False, is_async=True)
@@ -444,6 +464,7 @@ def start_product(keys, q_tile, PART: gl.constexpr, DOTS: gl.constexpr):
 @gluon.jit
 def both(low, high):
     """Sums of the tokens of two parts."""
+    KEYS: gl.constexpr = low.shape[0]
     TOKENS: gl.constexpr = 2 * low.shape[1]
     return gl.join(low, high).permute(0, 3, 1, 2).reshape(KEYS, TOKENS, 4)
 
@@ -453,14 +474,18 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
     """One of the warpgroups that score: every other tile is its own."""
     index, skip, left = work
     q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn = memory
+    KEYS: gl.constexpr = L.keys
     PARTS: gl.constexpr = L.parts
     # Narrow products wait for memory: taking turns would only delay them.
     TURNS: gl.constexpr = L.tokens * L.block_h == 256
     WIDTH: gl.constexpr = L.tokens * L.block_h // PARTS
     DOTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    SUMS: gl.constexpr = sums_layout(L.tokens)
+    SUMS: gl.constexpr = sums_layout(L.tokens, KEYS)
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SUMS))
     TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+    in_tile = 0
+    if KEYS > COPY:
+        in_tile = gl.arange(0, KEYS, ROWS)  # may have pages of their own
     count = left * 0
     item = left * 0
     while left > 0:
@@ -477,7 +502,7 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
             mine = (WHO + count) & 1
             base = (first_tile + skip + mine) * KEYS
             if L.page_size > 0:
-                following = page_ids(keys, group.request, base, L)
+                following = page_ids(keys, group.request, base + in_tile, L)
             q_slot, parity = place_of(item, 2)
             mbarrier.wait(q_full.index(q_slot), parity)
             w0 = w_tiles.index(q_slot).slice(0, WIDTH).load(gl.SliceLayout(0, DOTS))
@@ -488,8 +513,11 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
                 inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
                 base += CONSUMERS * KEYS
                 if L.page_size > 0:
-                    inside = inside & ((following >= 0) & (following < keys.num_pages))
-                    following = page_ids(keys, group.request, base, L)
+                    real_page = (following >= 0) & (following < keys.num_pages)
+                    if KEYS > COPY:
+                        real_page = real_page[:, None]
+                    inside = inside & real_page
+                    following = page_ids(keys, group.request, base + in_tile, L)
                 slot, parity = place_of(count + i, L.ring)
                 mbarrier.wait(full.index(slot), parity)
                 if TURNS:
@@ -555,8 +583,8 @@ def fill(queries, num_groups, L: gl.constexpr):
             first_tile, tiles = tiles_of(queries, group, L)
             begin = unit % blocks * FILL_AT_ONCE
             end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
-            low = gl.minimum(first_tile * KEYS, end)
-            high = gl.maximum((first_tile + tiles) * KEYS, begin)
+            low = gl.minimum(first_tile * L.keys, end)
+            high = gl.maximum((first_tile + tiles) * L.keys, begin)
             out = queries.out + group.request.to(gl.int64) * queries.out_request
             for token in range(group.first, gl.minimum(group.first + L.tokens, group.stop)):
                 row = out + token.to(gl.int64) * queries.out_token
@@ -585,6 +613,7 @@ def score(
     N: gl.constexpr = L.tokens * L.block_h
     D: gl.constexpr = L.block_d
     RING: gl.constexpr = L.ring
+    KEYS: gl.constexpr = L.keys
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, N, D], tile_layout(D, 2))
     w_tiles = gl.allocate_shared_memory(gl.float32, [2, N], PLAIN)
     key_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, KEYS, D], tile_layout(D, 2))
@@ -604,9 +633,8 @@ def score(
         mbarrier.init(full.index(i), count=1 if keys.scales is None else 33)
         mbarrier.init(empty.index(i), count=1)
     # Nothing is copied from a page that is not there, but the descriptor of the keys comes in.
-    mbarrier.expect(warm.index(0), KEYS * D)
-    to = reinterpret(key_ring.index(0), gl.float8e4nv, [1, KEYS, D], tile_layout(D, 3))
-    tma_load(k, [-1, 0, 0], warm.index(0), to)
+    mbarrier.expect(warm.index(0), COPY * D)
+    tma_load(k, [-1, 0, 0], warm.index(0), places_of(key_ring, L).index(0))
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     work = share_of_program(queries, num_groups, L)
@@ -631,6 +659,17 @@ def plan(query_len: int, heads: int, dim: int) -> tuple[int, int, int]:
     return tokens, block_h, max(32, next_power_of_2(dim))
 
 
+def layout_of(
+    groups: tuple[int, int, int], heads: int, own_ends: bool, causal: bool, page_size: int
+) -> Layout:
+    """What groups of tokens, as planned, are compiled for."""
+    tokens, block_h, block_d = groups
+    # Registers have room for longer tiles, each of which costs as much beside its products.
+    keys = 2 * COPY.value if page_size > 0 and tokens * block_h <= MAX_COLUMNS // 2 else COPY.value
+    parts, ring = min(2, tokens), RING_KEYS // keys
+    return Layout(tokens, heads, block_h, block_d, parts, keys, ring, own_ends, causal, page_size)
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -641,7 +680,7 @@ def launch(
 ) -> None:
     """Start :func:`score`."""
     d = layout.block_d
-    q_box, k_box = [1, layout.tokens, layout.block_h, d], [1, KEYS.value, d]
+    q_box, k_box = [1, layout.tokens, layout.block_h, d], [1, COPY.value, d]
     score[(num_multiprocessors(q.device),)](
         TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, tile_layout(d, 4)),
         TensorDescriptor(k, list(k.shape), list(k.stride()), k_box, tile_layout(d, 3)),
@@ -669,7 +708,7 @@ def indexer_scores(
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
-    tokens, block_h, block_d = plan(num_tokens, *q.shape[1:])
+    groups = plan(num_tokens, *q.shape[1:])
     queries = Queries(
         weights=weights,
         weights_request=0,
@@ -690,9 +729,9 @@ def indexer_scores(
         num_requests=1,
         query_len=num_tokens,
     )
-    layout = Layout(tokens, q.shape[1], block_h, block_d, min(2, tokens), RING, True, False, 0)
+    layout = layout_of(groups, q.shape[1], own_ends=True, causal=False, page_size=0)
     no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
-    launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, tokens), layout)
+    launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, layout.tokens), layout)
 
 
 def pages_of(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
@@ -717,7 +756,7 @@ def indexer_scores_paged(
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
-    tokens, block_h, block_d = plan(query_len, heads, dim)
+    groups = plan(query_len, heads, dim)
     queries = Queries(
         weights=weights,
         weights_request=weights.stride(0),
@@ -739,18 +778,8 @@ def indexer_scores_paged(
         query_len=query_len,
     )
     own_ends = seq_lens.dim() == 2
-    layout = Layout(
-        tokens,
-        heads,
-        block_h,
-        block_d,
-        min(2, tokens),
-        RING,
-        own_ends,
-        not own_ends,
-        cache.page_size,
-    )
-    num_groups = batch * cdiv(query_len, tokens)
+    layout = layout_of(groups, heads, own_ends, not own_ends, cache.page_size)
+    num_groups = batch * cdiv(query_len, layout.tokens)
     k, keys = pages_of(cache, page_table)
     launch(q, k, queries, keys, num_groups, layout)
 
@@ -768,10 +797,8 @@ def scorer(
     """What scores the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
     num_requests = page_table.shape[0]
-    tokens, block_h, block_d = plan(max(1, num_tokens // max(1, num_requests)), heads, dim)
-    layout = Layout(
-        tokens, heads, block_h, block_d, min(2, tokens), RING, False, causal, cache.page_size
-    )
+    groups = plan(max(1, num_tokens // max(1, num_requests)), heads, dim)
+    layout = layout_of(groups, heads, False, causal, cache.page_size)
     k, keys = pages_of(cache, page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
@@ -795,7 +822,7 @@ def scorer(
             num_requests=num_requests,
             query_len=scores.shape[0],
         )
-        num_groups = scores.shape[0] // tokens + num_requests + 1
+        num_groups = scores.shape[0] // layout.tokens + num_requests + 1
         launch(q[None, some], k, queries, keys, num_groups, layout)
 
     return score_tokens
