@@ -625,3 +625,10 @@ def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
     assert command.bench(print, json=path, commit="abc") == 0
     commits = {each.case: each.commit for each in report.load(path).rows}
     assert [commit == "abc" for commit in commits.values()] == [False, True]
+
+
+def test_scores_in_the_bucket_of_the_threshold_are_counted():
+    # Eight float16 of [2, 2.5), which agree in their upper 8 bits, below two of [3, 3.5).
+    row = torch.tensor([2.0, 2.4, 2.1, 2.3, 2.2, 2.49, 2.05, 2.15, 3.0, 3.1, -2.0, 1.9])
+    assert peers.largest_bucket(row[None], 5) == 8
+    assert peers.largest_bucket(torch.stack([row, row - 2]), 2) == 2

@@ -536,6 +536,8 @@ class TileLang(Peer):
     """TileLang's DeepSeek-V3.2 examples."""
 
     name = "TileLang"
+    LIST = 4096
+    """Keys of the threshold's bucket that its selection has room for; it does not count them."""
 
     def __init__(self, directories: list[Path]) -> None:
         _installed("tilelang")
@@ -559,6 +561,11 @@ class TileLang(Peer):
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, SelectTopk):
             scores, topk = inputs["scores"], inputs["topk"]
+            if (crowd := largest_bucket(scores, topk)) > self.LIST:
+                raise ValueError(
+                    f"it would write past its list of {self.LIST} keys: {crowd} of a row share the "
+                    "threshold's bucket"
+                )
             ends = torch.full((len(scores),), scores.shape[1], device=scores.device).int()
             starts, select = torch.zeros_like(ends), self.modules["selector"].tl_topk
 
@@ -579,6 +586,13 @@ class TileLang(Peer):
             return (kernel(q, kv, indices, position)[0][0],)
 
         return [_side(self.name, workload, inputs, attention)]
+
+
+def largest_bucket(scores: Tensor, topk: int) -> int:
+    """Most scores of a row that agree with its threshold in the upper 8 bits of their float16."""
+    upper = scores.half().view(torch.uint8)[..., 1::2]
+    threshold = scores.topk(topk).values[:, -1:].half().view(torch.uint8)[..., 1::2]
+    return int((upper == threshold).sum(1).max())
 
 
 PEERS = (FlashMLA, DeepGEMM, VLLM, TileLang)
