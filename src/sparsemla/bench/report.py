@@ -252,10 +252,12 @@ def plot(report: Report, directory: Path) -> list[Path]:
             groups = _groups(rows, axis)
             if not groups:
                 continue
-            figure = Figure(figsize=(7.5, 4.5 * len(groups)), layout="constrained")
+            columns = min(3, len(groups))
+            lines = -(-len(groups) // columns)
+            figure = Figure(figsize=(7.5 * columns, 4.5 * lines), layout="constrained")
             FigureCanvasAgg(figure)
-            panels = figure.subplots(len(groups), 1, squeeze=False)
-            for panel, (title, series) in zip(panels[:, 0], groups.items(), strict=True):
+            for place, (title, series) in enumerate(groups.items(), 1):
+                panel = figure.add_subplot(lines, columns, place)
                 _draw_lines(panel, f"{op}: {title}", axis, series)
             written.append(directory / f"{op}_{axis}.png")
             figure.savefig(written[-1], dpi=110)
