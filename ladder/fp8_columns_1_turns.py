@@ -7,7 +7,7 @@ chunk in registers, which are the left operand of the scores at once, and stores
 as values, a bfloat16 tile that is the transposed left operand of the weighted sum. bfloat16 rows
 are copied straight to where products read them.
 
-What bounds it: docs/performance.md.
+What bounds it: docs/kernels.md.
 
 Superseded for quantised caches at a92883c. One H200, 656 bytes, 2048 keys, batch 128, us with 16 and 32 heads: 75.6 and 92.8
 (now 67.2 and 76.0; copies alone 60). Each warpgroup has a maximum, sums and code of its own, and e4m3 takes six instructions

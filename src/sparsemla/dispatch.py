@@ -168,7 +168,7 @@ WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
 }
 """By tier, and up to how many heads: the rows of a quantised cache that may be converted for each
 key that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all
-the same. Measured on an H200, see docs/performance.md; other tiers were not measured."""
+the same. Measured on an H200, see docs/kernels.md; other tiers were not measured."""
 
 TILES_AT_ONCE = 132
 """Tiles of 64 heads of a token that the measured GPU works on; fewer take as long."""
