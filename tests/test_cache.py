@@ -351,3 +351,9 @@ def test_gradients_do_not_get_into_a_cache():
 def test_caches_that_do_not_match_their_format_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_caches_are_told_apart_by_identity():
+    caches = [PagedCache.allocate(BF16_576, 2, 4) for _ in range(2)]
+    assert caches.index(caches[1]) == 1
+    assert len({*caches, caches[0]}) == 2

@@ -135,6 +135,13 @@ def test_explain_another_machine():
     assert result.output == f"{dispatch.explain(problem)}\n"
 
 
+def test_explain_takes_the_usual_dtype():
+    result = run("explain", "indexer_topk", "--device", "cuda", "--capability", "9.0")
+    problem = dispatch.Problem("indexer_topk", "cuda", (9, 0), torch.float8_e4m3fn)
+    assert result.output == f"{dispatch.explain(problem)}\n"
+    assert "indexer_topk: sm90" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

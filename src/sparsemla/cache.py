@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsemla.formats import CacheFormat, RowFields, ScaleMode, bf16_format, scatter_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedCache:
     """Pages of latent rows, or of indexer keys.
 

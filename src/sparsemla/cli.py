@@ -155,9 +155,9 @@ def explain(
     cache_format: Annotated[str | None, typer.Option(help="Name of the cache's format.")] = None,
     heads: Annotated[int, typer.Option(min=0, help="Query or indexer heads.")] = 0,
     topk: Annotated[int, typer.Option(min=0, help="Width of the selection.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the op's first tensor, such as bfloat16.")] = (
-        "bfloat16"
-    ),
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the op's first tensor; default: the usual one.")
+    ] = None,
 ) -> None:
     """Say which tier a problem gets, and why each other one is passed over."""
     from sparsemla import dispatch, get_format
@@ -168,7 +168,7 @@ def explain(
             op,
             device,
             parse_capability(device, capability),
-            parse_dtype(dtype),
+            dispatch.op_named(op).dtype if dtype is None else parse_dtype(dtype),
             None if cache_format is None else get_format(cache_format).name,
             heads,
             topk,

@@ -28,13 +28,14 @@ class Op:
     """An op's place in the tree, what it writes, and the tiers that implement it.
 
     ``schedule`` names the arguments that say how to compute and not what, which the definition
-    does not take.
+    does not take. ``dtype`` is the usual one of the op's first tensor.
     """
 
     module: str
     outputs: tuple[str, ...]
     tiers: tuple[str, ...] = ("triton", "cpu", "reference")
     schedule: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
 
 
 HOPPER = ("sm90", "triton", "cpu", "reference")
@@ -46,11 +47,11 @@ OPS: dict[str, Op] = {
     "fused_indexer_rope_quant": Op("quant", ("out", "weights_out")),
     "to_slots": Op("gather", ("out",)),
     "gather_dequant": Op("gather", ()),
-    "indexer_scores": Op("indexer", ("out",), HOPPER),
-    "indexer_scores_paged": Op("indexer", ("out",), HOPPER),
-    "indexer_topk": Op("indexer", ("out",), HOPPER),
-    "select_topk": Op("topk", ("out",), HOPPER),
-    "merge_topk": Op("topk", ("out",), HOPPER),
+    "indexer_scores": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
+    "indexer_scores_paged": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
+    "indexer_topk": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
+    "select_topk": Op("topk", ("out",), HOPPER, dtype=torch.float32),
+    "merge_topk": Op("topk", ("out",), HOPPER, dtype=torch.float32),
     "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
     "dense_prefill": Op("prefill", ("out", "lse")),
     "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
@@ -219,6 +220,17 @@ class Explanation:
         return "\n".join(lines)
 
 
+def op_named(name: str) -> Op:
+    """The row of :data:`OPS`.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if name not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}; got {name!r}")
+    return OPS[name]
+
+
 def explain(problem: Problem) -> Explanation:
     """Why ``problem`` gets the implementation it gets.
 
@@ -232,9 +244,7 @@ def explain(problem: Problem) -> Explanation:
     Raises:
         ValueError: there is no such op.
     """
-    if problem.op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}; got {problem.op!r}")
-    offered = OPS[problem.op].tiers
+    offered = op_named(problem.op).tiers
     return Explanation(
         problem,
         tuple(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadWeight:
     """One matrix for each head, bfloat16, or e4m3 with a scale for each block.
 
@@ -59,7 +59,7 @@ class HeadWeight:
         return self.data.float() * spread[:, : self.data.shape[1], : self.data.shape[2]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MLALayer:
     """What stays the same in every call of one attention layer.
 
