@@ -414,10 +414,6 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
             cos_sin = table[positions].float()[:, None]
             part.copy_(reference.quant.rotate(part.float(), cos_sin, not is_neox))
 
-    def write_rotated(positions, q, rope, latent, table, is_neox, slots, data, name, scale):
-        rotary(positions, q, rope[:, None], 64, table, is_neox)
-        write(latent, rope, data, slots, name, scale, False)
-
     def quantise(x, out, scales, group, eps, low, high, pow2, transposed, aligned):
         assert (group, eps, low, high, transposed, aligned) == (128, 1e-4, -448, 448, False, False)
         stored = INDEX_FP8.quantize(x, scale_mode="pow2" if pow2 else "exact")
@@ -442,7 +438,6 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     )
     caches = SimpleNamespace(
         concat_and_cache_mla=write,
-        concat_and_cache_mla_rope_fused=write_rotated,
         indexer_k_quant_and_cache=write_keys,
         cp_gather_and_upconvert_fp8_kv_cache=gather,
     )
@@ -460,7 +455,6 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         "vLLM persistent_topk",
         "vLLM concat_and_cache_mla",
         "vLLM rms_norm, rotary_embedding, concat_and_cache_mla",
-        "vLLM rms_norm, concat_and_cache_mla_rope_fused",
         "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache",
         "vLLM cp_gather_and_upconvert",
     ]

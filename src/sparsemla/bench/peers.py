@@ -451,11 +451,11 @@ class VLLM(Peer):
         note = "no norm, no RoPE, no queries"
         return [
             Side("vLLM concat_and_cache_mla", run, check, note=note),
-            *self._whole_cache_write(workload, inputs),
+            self._whole_cache_write(inputs),
         ]
 
-    def _whole_cache_write(self, workload: CacheWrite, inputs: Inputs) -> list[Side]:
-        """Its cache writes together with what has to run before them."""
+    def _whole_cache_write(self, inputs: Inputs) -> Side:
+        """Its cache write together with what has to run before it."""
         ops, writes = torch.ops._C, torch.ops._C_cache_ops
         slots, positions = inputs["slot_mapping"], inputs["positions"]
         weight, table = inputs["kv_norm_weight"], inputs["cos_sin_cache"].bfloat16()
@@ -465,17 +465,10 @@ class VLLM(Peer):
         cache = _empty_like(inputs["cache"])
         one, name = torch.ones((), device=kv.device), FP8_DS_MLA.name
 
-        def three() -> Results:
+        def run() -> Results:
             ops.rms_norm(normed, latent, weight, 1e-6)
             ops.rotary_embedding(positions, q, rope[:, None], 64, table, False)
             writes.concat_and_cache_mla(normed, rope, cache.data, slots, name, one, False)
-            return q, cache.data
-
-        def two() -> Results:
-            ops.rms_norm(normed, latent, weight, 1e-6)
-            writes.concat_and_cache_mla_rope_fused(
-                positions, q, rope, normed, table, False, slots, cache.data, name, one
-            )
             return q, cache.data
 
         def reset() -> None:  # queries and keys are rotated in place
@@ -489,10 +482,7 @@ class VLLM(Peer):
             written = PagedCache(results[1], FP8_DS_MLA).read(slots)
             assert_close("rows", written, rows.bfloat16(), CACHE_ROWS)
 
-        return [
-            Side("vLLM rms_norm, rotary_embedding, concat_and_cache_mla", three, check, reset),
-            Side("vLLM rms_norm, concat_and_cache_mla_rope_fused", two, check, reset),
-        ]
+        return Side("vLLM rms_norm, rotary_embedding, concat_and_cache_mla", run, check, reset)
 
     def _index_write(self, workload: IndexWrite, inputs: Inputs) -> list[Side]:
         ops, writes = torch.ops._C, torch.ops._C_cache_ops
