@@ -12,7 +12,7 @@ power of two that bounds the scales of its key's values, and a value by its own 
 one. So that scaled weights fit float16, the running maximum is that of ``score + log2(bound)``.
 Queries are brought near the end of float16's range by a power of two for each row.
 
-What bounds it: docs/kernels.md.
+What bounds it: docs/performance.md.
 """
 
 from __future__ import annotations
