@@ -24,7 +24,7 @@ LAYERS = {
     "sparsemla.formats": (),
     "sparsemla.cache": ("formats",),
     "sparsemla.rope": ("formats", "cache"),
-    "sparsemla.weights": ("formats", "cache"),
+    "sparsemla.weights": ("checks",),
     "sparsemla.plan": ("formats", "cache"),
     "sparsemla.runner": ("plan",),
     "sparsemla.checks": ("formats", "cache"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
+
+from sparsemla.checks import FLOATS, Checker
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,53 +93,21 @@ class MLALayer:
         for name, weight in (("w_uk", self.w_uk), ("w_uv", self.w_uv)):
             if not isinstance(weight, HeadWeight):
                 raise TypeError(f"{name} must be a HeadWeight, got {type(weight).__name__}")
-        heads, latent = self.num_heads, self.kv_lora_rank
-        floats = (torch.bfloat16, torch.float16, torch.float32)
         # All that a branch would refuse later, when it has written its rows.
-        for name, tensor, shape, dtypes in (
-            ("w_uk", self.w_uk.data, (heads, latent, None), None),
-            ("w_uk.scale", self.w_uk.scale, (heads, None, None), None),
-            ("w_uv", self.w_uv.data, (heads, None, latent), None),
-            ("w_uv.scale", self.w_uv.scale, (heads, None, None), None),
-            ("kv_norm_weight", self.kv_norm_weight, (latent,), floats),
-            ("cos_sin_cache", self.cos_sin_cache, (None, None), (torch.float32, torch.bfloat16)),
-            ("attn_sink", self.attn_sink, (heads,), (torch.float32,)),
+        check = Checker("MLALayer")
+        for name, weight, shape, blocks in (
+            ("w_uk", self.w_uk, "H L P", "H lb pb"),
+            ("w_uv", self.w_uv, "H V L", "H vb mb"),
         ):
-            if tensor is not None:
-                self._check(name, tensor, shape, dtypes)
-        for name, number in (("softmax_scale", self.softmax_scale), ("norm_eps", self.norm_eps)):
-            if not isinstance(number, Real):
-                raise TypeError(f"{name} must be a number, got {type(number).__name__}")
-        if not isinstance(self.interleaved, bool):
-            raise TypeError(f"interleaved must be a bool, got {type(self.interleaved).__name__}")
-
-    def _check(
-        self,
-        name: str,
-        tensor: object,
-        shape: tuple[int | None, ...],
-        dtypes: tuple[torch.dtype, ...] | None,
-    ) -> None:
-        """Check a tensor; a size that is None may be any."""
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if dtypes is not None and tensor.dtype not in dtypes:
-            allowed = " or ".join(str(dtype) for dtype in dtypes)
-            raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
-        fits = tensor.dim() == len(shape) and all(
-            size in (None, found) for size, found in zip(shape, tensor.shape, strict=True)
-        )
-        if not fits or tensor.device != self.w_uk.data.device:
-            sizes = ", ".join("any" if size is None else str(size) for size in shape)
-            raise ValueError(
-                f"{name} must have shape [{sizes}] on {self.w_uk.data.device} beside w_uk "
-                f"{list(self.w_uk.data.shape)}, got {list(tensor.shape)} on {tensor.device}"
-            )
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension, got strides "
-                f"{list(tensor.stride())}"
-            )
+            check.tensor(name, weight.data, shape, weight.data.dtype)
+            check.optional(f"{name}.scale", weight.scale, blocks, torch.float32)
+        check.tensor("kv_norm_weight", self.kv_norm_weight, "L", FLOATS)
+        table = (torch.float32, torch.bfloat16)
+        check.tensor("cos_sin_cache", self.cos_sin_cache, "max_positions R", table)
+        check.optional("attn_sink", self.attn_sink, "H", torch.float32)
+        check.number("softmax_scale", self.softmax_scale)
+        check.number("norm_eps", self.norm_eps)
+        check.kind("interleaved", self.interleaved, bool)
 
     @property
     def num_heads(self) -> int:
