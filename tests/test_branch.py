@@ -67,6 +67,7 @@ def test_every_batch(device, branch, batch, topk, fmt):
 
 
 LAYERS = {
+    "no heads": {"num_heads": 0},
     "one head": {"num_heads": 1},
     "64 heads": {"num_heads": 64},
     "GLM-5": {"num_heads": 4, "nope": 192, "value": 256},

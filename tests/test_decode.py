@@ -269,6 +269,12 @@ def test_zero_keys(device):
     assert_close("lse", lse, valid.sum(-1, keepdim=True).log().expand_as(lse), DECODE_LSE)
 
 
+def test_no_heads(device):
+    case = sparse_decode_case(Draw(31, device), format=FP8_DS_MLA)
+    case["q"] = case["q"][:, :, :0]
+    assert check("sparse_decode", case)[0].shape == (3, 1, 0, 512)
+
+
 @pytest.mark.parametrize("shape", [(0, 1, 4), (2, 0, 4), (2, 1, 0)], ids=str)
 def test_empty_selections(device, shape):
     case = sparse_decode_case(Draw(16, device), format=FP8_DS_MLA)

@@ -536,6 +536,24 @@ def test_outputs_that_overlap_themselves_are_refused(op, name):
             refuse(op, case, op, name, error=ValueError)
 
 
+INDEX_QUERIES = {  # the dim of the heads, in the queries and their weights
+    "prepare_index_queries": 1,
+    "fused_indexer_rope_quant": 1,
+    "indexer_scores": 1,
+    "indexer_scores_paged": 2,
+    "indexer_topk": 1,
+}
+
+
+@pytest.mark.parametrize("op", INDEX_QUERIES)
+def test_index_queries_without_heads_are_refused(op):
+    case = CALLS[op]()
+    for name in ("q", "weights", "out", "weights_out"):
+        if name in ("q", "weights") or "weights_out" in case:
+            case[name] = case[name].narrow(INDEX_QUERIES[op], 0, 0)
+    refuse(op, case, op, "q must have at least one head", error=ValueError)
+
+
 def test_exponent_scales_are_powers_of_two():
     case = latent_writing()
     case["cache"] = PagedCache.allocate(FP8_584, 3, 8)

@@ -178,6 +178,12 @@ def test_logits_of_every_size(device, size):
     assert lse.isfinite().all()
 
 
+def test_no_heads(device):
+    case = sparse_prefill_case(Draw(18, device))
+    case["q"] = case["q"][:, :0]
+    assert check(case)[0].shape == (5, 0, 512)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=["no tokens", "no columns"])
 def test_empty_selections(device, shape):
     case = sparse_prefill_case(Draw(10, device))

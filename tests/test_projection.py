@@ -46,6 +46,19 @@ def test_token_counts(device, num_tokens, block):
     assert out.shape == (num_tokens, 3, 512)
 
 
+@by_block
+@pytest.mark.parametrize("num_parts", [None, 2])
+def test_no_heads(device, num_parts, block):
+    case = project_heads_case(Draw(10, device), block=block, num_parts=num_parts)
+    weight = case["weight"]
+    scale = None if block is None else weight.scale[:0]
+    case["weight"] = HeadWeight(weight.data[:0], scale, weight.scale_block)
+    case["x"] = case["x"][..., :0, :]
+    if num_parts is not None:
+        case["lses"] = case["lses"][..., :0]
+    assert sparsemla.project_heads(**case).shape == (7, 0, 512)
+
+
 @pytest.mark.parametrize("shape", [(512, 128), (128, 512), (256, 512), (384, 256)])
 @pytest.mark.parametrize(("num_tokens", "num_heads"), [(4100, 1), (1400, 3)])
 def test_many_tokens(device, shape, num_tokens, num_heads):

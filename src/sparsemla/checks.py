@@ -129,6 +129,11 @@ class Checker:
             )
         return torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
 
+    def index_heads(self) -> None:
+        """Check that indexer queries, letter HI, have heads: a score is a sum over them."""
+        if self.dims["HI"] < 1:
+            raise ValueError(f"{self.op}: q must have at least one head, got none")
+
     def rope_dim(self, name: str, rope_dim: int, head_dim: int) -> None:
         """Check a count of rotated dims."""
         if rope_dim % 2 or rope_dim > head_dim:

@@ -48,8 +48,8 @@ class HeadWeight:
 
     def transpose(self) -> HeadWeight:
         """The matrices the other way round, ``[H, K, N]``; a copy."""
-        scale = None if self.scale is None else self.scale.transpose(1, 2).contiguous()
-        return HeadWeight(self.data.transpose(1, 2).contiguous(), scale, self.scale_block[::-1])
+        scale = None if self.scale is None else _turned(self.scale)
+        return HeadWeight(_turned(self.data), scale, self.scale_block[::-1])
 
     def dequantize(self) -> Tensor:
         """float32 ``[H, N, K]``."""
@@ -58,6 +58,11 @@ class HeadWeight:
         n, k = self.scale_block
         spread = self.scale.repeat_interleave(n, 1).repeat_interleave(k, 2)
         return self.data.float() * spread[:, : self.data.shape[1], : self.data.shape[2]]
+
+
+def _turned(matrices: Tensor) -> Tensor:
+    """A copy, ``[H, K, N]`` of ``[H, N, K]``, in that order also where there are no heads."""
+    return matrices.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +190,7 @@ def absorb_kv_b_proj(
         raise ValueError("weight_scale_inv must be given exactly for a float8_e4m3fn weight")
     heads = weight.view(num_heads, head_rows, weight.shape[1])  # [H, P + V, L]
     w_uk, w_uv = heads.split([qk_nope_head_dim, v_head_dim], dim=1)
-    w_uk = w_uk.transpose(1, 2).contiguous()  # [H, L, P]
+    w_uk = _turned(w_uk)  # [H, L, P]
     if weight_scale_inv is None:
         return HeadWeight(w_uk.bfloat16()), HeadWeight(w_uv.bfloat16().contiguous())
     expected = (-(-weight.shape[0] // block), -(-weight.shape[1] // block))
@@ -198,6 +203,6 @@ def absorb_kv_b_proj(
     scales = scales[: weight.shape[0] // fine].view(num_heads, head_rows // fine, -1)
     uk_scale, uv_scale = scales.split([qk_nope_head_dim // fine, v_head_dim // fine], dim=1)
     return (
-        HeadWeight(w_uk, uk_scale.transpose(1, 2).contiguous(), (block, fine)),
+        HeadWeight(w_uk, _turned(uk_scale), (block, fine)),
         HeadWeight(w_uv.contiguous(), uv_scale.contiguous(), (fine, block)),
     )

@@ -51,6 +51,7 @@ def indexer_scores(
     """
     check = Checker("indexer_scores")
     check.tensor("q", q, "M HI DI", QUERIES)
+    check.index_heads()
     check.tensor("weights", weights, "M HI", WEIGHTS)
     check.tensor("keys", keys, "N DI", q.dtype)
     check.optional("key_scales", key_scales, "N", torch.float32)
@@ -134,6 +135,7 @@ def indexer_scores_paged(
     check = Checker("indexer_scores_paged")
     check.cache("cache", cache)
     check.tensor("q", q, "B S HI D", check.query_dtype(cache))
+    check.index_heads()
     check.head_dim("q", cache)
     check.tensor("weights", weights, "B S HI", WEIGHTS)
     check.tensor("page_table", page_table, "B W", INTEGERS)
@@ -247,6 +249,7 @@ def indexer_topk(
     check = Checker("indexer_topk")
     check.cache("cache", cache)
     check.tensor("q", q, "T HI D", check.query_dtype(cache))
+    check.index_heads()
     check.head_dim("q", cache)
     check.tensor("weights", weights, "T HI", WEIGHTS)
     check.tensor("page_table", page_table, "B W", INTEGERS)

@@ -315,6 +315,7 @@ def prepare_index_queries(
     """
     check = Checker("prepare_index_queries")
     check.tensor("q", q, "T HI DI", FLOATS)
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     check.tensor("positions", positions, "T", INTEGERS)
@@ -437,6 +438,7 @@ def fused_indexer_rope_quant(
     """
     check = Checker("fused_indexer_rope_quant")
     check.tensor("q", q, "T HI D", FLOATS)
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("k", k, "T D", FLOATS)
     check.tensor("norm_weight", norm_weight, "D", FLOATS)

@@ -17,6 +17,8 @@ def project_heads(
     attn_sink: Tensor | None,
     out: Tensor,
 ) -> None:
+    if out.numel() == 0:
+        return
     if lses is not None:
         parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
         merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
