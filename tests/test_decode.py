@@ -416,6 +416,15 @@ def test_dense_decode_keeps_nan_from_earlier_tokens(fmt):
     ]
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_dense_decode_of_queries_that_are_not_finite(query_len, value):
+    case = dense_decode_case(Draw(32), format=FP8_DS_MLA, query_len=query_len)
+    case["q"][1, 0, 3, 5] = value
+    out, _ = check_op("dense_decode", case)
+    assert out.isnan().all(3).nonzero().tolist() == [[1, 0, 3]]
+
+
 def test_dense_decode_of_strided_tensors(device):
     case = dense_decode_case(Draw(26, device), format=FP8_584, query_len=2)
     expected = check("dense_decode", case)

@@ -178,6 +178,20 @@ def test_logits_of_every_size(device, size):
     assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("topk", [1, 20, 600])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_values_that_are_not_finite(dtype, topk, value):
+    case = sparse_prefill_case(Draw(23), topk=topk, num_rows=800, with_sink=True, dtype=dtype)
+    case["q"][1, 3, 5] = value
+    case["kv"][case["topk_indices"][2, topk // 2].item(), 7] = value
+    case["q"][3, 2, 7], case["kv"][case["topk_indices"][3].long(), 7] = 1, value
+    out, _, _ = check_op("sparse_prefill", case)
+    assert out[1, 3].isnan().all()
+    assert out[3, 2].isnan().all()
+    assert out[2, :, 7].isnan().all()
+
+
 def test_no_heads(device):
     case = sparse_prefill_case(Draw(18, device))
     case["q"] = case["q"][:, :0]
@@ -326,6 +340,14 @@ def test_dense_prefill_keeps_nan_from_earlier_tokens(nan_in):
     case = dense_prefill_case(Draw(23), query_lens=(40, 3), kv_lens=(70, 20), nan_in=nan_in)
     out, _ = check_op("dense_prefill", case)
     assert out.isnan().any(2).any(1).tolist() == [False] * 19 + [True] * 21 + [False] * 2 + [True]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_dense_prefill_of_queries_that_are_not_finite(value):
+    case = dense_prefill_case(Draw(24), query_lens=(40, 3), kv_lens=(70, 20))
+    case["q"][[7, 41], 1, 5] = value
+    out, _ = check_op("dense_prefill", case)
+    assert out.isnan().all(2).nonzero().tolist() == [[7, 1], [41, 1]]
 
 
 def test_dense_prefill_leaves_padding_rows_empty(device):

@@ -105,8 +105,6 @@ def attend(
     if q.numel() == 0:  # torch's kernel divides by the count of rows
         return q, q.new_empty(q.shape[:2], dtype=torch.float32)
     mask = None
-    if valid is not None and valid.dim() == 3 and not _all_finite(keys, values):
-        return _attend_nonfinite(q, keys, values, valid, softmax_scale)
     if valid is not None:
         valid = valid[:, None] if valid.dim() == 2 else valid  # [R or 1, 1 or M, K]
         mask = torch.zeros(valid.shape, dtype=q.dtype).masked_fill_(~valid, -torch.inf)[:, None]
@@ -114,29 +112,50 @@ def attend(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=softmax_scale
     )
-    lse = lse[:, 0]
+    out, lse = out[:, 0], lse[:, 0]
     if q.dtype == torch.bfloat16:
         _refine_small(lse, q, keys, valid, softmax_scale)
     if valid is not None:
         lse.masked_fill_(~valid.any(-1), -torch.inf)
-    return out[:, 0], lse
+    # The flash kernel takes what is not finite for a key of no weight, or for no key at all.
+    for row in _nonfinite_rows(q, keys, values):
+        pieces = q[row], keys[row], values[row], _of_row(valid, row)
+        out[row], lse[row] = _attend_exactly(*pieces, softmax_scale)
+    return out, lse
 
 
-def _all_finite(keys: Tensor, values: Tensor) -> bool:
-    return all(bool(x.isfinite().all()) for x in ((keys,) if keys is values else (keys, values)))
+def _of_row(valid: Tensor | None, row: int) -> Tensor | None:
+    return None if valid is None else valid[min(row, valid.shape[0] - 1)]
 
 
-def _attend_nonfinite(
-    q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, softmax_scale: float
+def _nonfinite_rows(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
+    """Which of R rows hold NaN or infinities; and perhaps one whose finite values overflow."""
+    total = q.sum((1, 2)) + keys.sum((1, 2))
+    if values is not keys:
+        total += values.sum((1, 2))
+    return (~total.isfinite()).nonzero()[:, 0].tolist()
+
+
+def _logits(q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float) -> Tensor:
+    """float32 ``[M, K]`` of ``q [M, D]`` and ``keys [K, D]``, -inf where not valid."""
+    logits = (q.float() @ keys.float().T) * softmax_scale
+    return logits if valid is None else logits.masked_fill_(~valid, -torch.inf)
+
+
+def _attend_exactly(
+    q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` where keys hold NaN or infinities: a weight of 0 does not make them vanish."""
-    out, lse = attend(q, keys.nan_to_num(0, 0, 0), values.nan_to_num(0, 0, 0), valid, softmax_scale)
-    seen = (valid & ~keys.isfinite().all(-1)[:, None]).any(-1)  # [R, M]
-    spoilt = valid.float() @ (~values.isfinite()).float() > 0  # [R, M, D]
-    return (
-        out.masked_fill(seen[..., None] | spoilt, torch.nan),
-        lse.masked_fill(seen, torch.nan),
-    )
+    """:func:`attend` of one row ``q [M, D]`` as it is defined, where it holds NaN or infinities."""
+    logits = _logits(q, keys, valid, softmax_scale)
+    lse = logits.logsumexp(-1)
+    probs = (logits - lse[:, None]).exp_()  # [M, K]
+    if valid is None:
+        return probs @ values.float(), lse
+    # A weight of 0 does not make NaN vanish: it is for those of M to whom the key is valid.
+    finite = values.isfinite()
+    spoilt = valid.float() @ (~finite).float() > 0  # [M, D]
+    out = probs.masked_fill_(~valid, 0) @ values.float().masked_fill(~finite, 0)
+    return out.masked_fill_(spoilt, torch.nan), lse
 
 
 def _refine_small(
@@ -148,10 +167,7 @@ def _refine_small(
     them share: out does not feel it, and neither does an LSE that is not small.
     """
     for row in (lse.abs() < SMALL_LSE).any(-1).nonzero()[:, 0].tolist():
-        logits = (q[row].float() @ keys[row].float().T) * softmax_scale  # [M, K]
-        if valid is not None:
-            logits.masked_fill_(~valid[min(row, valid.shape[0] - 1)], -torch.inf)
-        lse[row] = logits.logsumexp(-1)
+        lse[row] = _logits(q[row], keys[row], _of_row(valid, row), softmax_scale).logsumexp(-1)
 
 
 def finish(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
