@@ -469,6 +469,51 @@ OTHERS = [
 ]
 
 
+def with_plan(case, name, value):
+    """A branch's arguments with ``value`` in all of one tensor of the plan."""
+    tensor = torch.full_like(getattr(case["plan"], name), value)
+    return case | {"plan": dataclasses.replace(case["plan"], **{name: tensor})}
+
+
+@pytest.mark.parametrize("branch", ["decode_branch", "prefill_branch"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("positions", -1),
+        ("positions", 512),
+        ("slot_mapping", 10**6),
+        ("page_table", -1),
+        ("page_table", 10**6),
+    ],
+)
+def test_plans_out_of_range_are_refused_if_validated(branch, name, value):
+    draw = Draw(6)
+    case = branch_case(draw, mla_layer(draw), query_lens=[1, 3], seq_lens=[9, 5], format=FP8_DS_MLA)
+    refuse(branch, with_plan(case, name, value) | {"validate": True}, branch, name)
+    getattr(sparsemla, branch)(**case, validate=True)
+
+
+TABLE_READERS = [
+    "fused_rope_rmsnorm_quant",
+    "append_index_keys",
+    "prepare_index_queries",
+    "fused_indexer_rope_quant",
+    "decode_branch",
+    "prefill_branch",
+]
+
+
+@pytest.mark.parametrize("position", [-1, 512, 10**6])
+@pytest.mark.parametrize("op", TABLE_READERS)
+def test_positions_without_a_row_are_refused_on_the_cpu(op, position):
+    case = CALLS[op]()
+    if "plan" in case:
+        case = with_plan(case, "positions", position)
+    else:
+        with_value("positions", 2, position)(case)
+    refuse(op, case, "positions", "cos_sin_cache", error=ValueError)
+
+
 @pytest.mark.parametrize(
     ("op", "name", "change"), OTHERS, ids=[f"{op}-{name}" for op, name, _ in OTHERS]
 )

@@ -38,6 +38,7 @@ def decode_branch(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    validate: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of a decode step in the absorbed form, sparse or dense.
@@ -63,6 +64,8 @@ def decode_branch(
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
+        validate: read the plan's positions and slots, and its page table and lengths for dense
+            attention, and refuse values out of range.
         out: bfloat16 ``[T, H, V]``, written.
 
     Returns:
@@ -74,7 +77,8 @@ def decode_branch(
 
     Source: MAX ``mla_decode_branch_fp8``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
-    check = _check("decode_branch", q, kv, cache, layer, plan, topk_indices, topk_lengths)
+    selection = topk_indices, topk_lengths
+    check = _check("decode_branch", q, kv, cache, layer, plan, *selection, validate)
     if topk_indices is None:
         check.absent("extra_cache", extra_cache, "without topk_indices")
     if extra_cache is None:
@@ -170,6 +174,7 @@ def prefill_branch(
     topk_indices: Tensor | None = None,
     topk_lengths: Tensor | None = None,
     workspace_rows: int = WORKSPACE_ROWS,
+    validate: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of a prefill: sparse in the absorbed form, or dense with keys and values a head.
@@ -188,6 +193,8 @@ def prefill_branch(
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
         workspace_rows: context rows that the dense form expands at a time, at least one a request.
+        validate: read the plan's positions and slots, and its page table and lengths for dense
+            attention, and refuse values out of range.
         out: bfloat16 ``[T, H, V]``, written.
 
     Returns:
@@ -199,7 +206,8 @@ def prefill_branch(
 
     Source: MAX ``mla_prefill_branch_fp8`` and ``MLAPrefillSparse``; vLLM's chunked MLA prefill.
     """
-    check = _check("prefill_branch", q, kv, cache, layer, plan, topk_indices, topk_lengths)
+    selection = topk_indices, topk_lengths
+    check = _check("prefill_branch", q, kv, cache, layer, plan, *selection, validate)
     check.positive("workspace_rows", workspace_rows)
     if topk_indices is None:
         check.absent("layer.attn_sink", layer.attn_sink, "for dense attention")
@@ -226,6 +234,7 @@ def _check(
     plan: Plan,
     topk_indices: Tensor | None,
     topk_lengths: Tensor | None,
+    validate: bool,
 ) -> Checker:
     """The checks that must pass before the cache is written."""
     check = Checker(op)
@@ -254,6 +263,10 @@ def _check(
         check.absent("topk_lengths", topk_lengths, "without topk_indices")
     check.optional("topk_indices", topk_indices, "T K", INTEGERS)
     check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    if validate:
+        check.writes(plan.positions, plan.slot_mapping, layer.cos_sin_cache, cache, validate)
+        if topk_indices is None:
+            check.paging(cache, plan.page_table, plan.seq_lens)
     return check
 
 

@@ -25,6 +25,7 @@ def fused_rope_rmsnorm_quant(
     out: Tensor,
     kv_out: Tensor | None,
 ) -> None:
+    _check_positions(positions, cos_sin_cache)
     norm_dim, rope_dim = kv_norm_weight.shape[0], q_rope.shape[2]
     weight = kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
@@ -56,6 +57,7 @@ def append_index_keys(
     hadamard: bool,
     scale_mode: ScaleMode,
 ) -> None:
+    _check_positions(positions, cos_sin_cache)
     weight, bias = norm_weight.float(), norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
         rows = torch.nn.functional.layer_norm(k[tokens].float(), k.shape[1:], weight, bias, eps)
@@ -79,6 +81,7 @@ def prepare_index_queries(
     out: Tensor,
     weights_out: Tensor,
 ) -> None:
+    _check_positions(positions, cos_sin_cache)
     factor = (q.shape[1] * q.shape[2]) ** -0.5
     for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):
         rows = q[tokens].to(torch.float32, copy=True)
@@ -139,6 +142,16 @@ def fused_indexer_rope_quant(
         out=out,
         weights_out=weights_out,
     )
+
+
+def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Refuse positions without a row in the table: here nothing has to be waited for."""
+    outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
+    if outside.any():
+        raise ValueError(
+            f"positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, "
+            f"got {int(positions[outside][0])}"
+        )
 
 
 def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":
