@@ -26,9 +26,10 @@ class HeadWeight:
     scale_block: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
-        for name, tensor in (("data", self.data), ("scale", self.scale)):
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        check = Checker("HeadWeight")
+        check.kind("data", self.data, Tensor)
+        if self.scale is not None:
+            check.kind("scale", self.scale, Tensor)
         if self.data.dim() != 3:
             raise ValueError(f"data must have shape [H, N, K], got {list(self.data.shape)}")
         is_fp8 = self.data.dtype == torch.float8_e4m3fn
@@ -45,6 +46,15 @@ class HeadWeight:
                 raise ValueError(
                     f"scale must have shape {list(shape)}, got {list(self.scale.shape)}"
                 )
+
+    @classmethod
+    def unchecked(
+        cls, data: Tensor, scale: Tensor | None, scale_block: tuple[int, int]
+    ) -> HeadWeight:
+        """The weight of parts that come from another one, and fit each other as they did there."""
+        weight = object.__new__(cls)
+        vars(weight).update(data=data, scale=scale, scale_block=scale_block)
+        return weight
 
     def transpose(self) -> HeadWeight:
         """The matrices the other way round, ``[H, K, N]``; a copy."""
@@ -95,11 +105,10 @@ class MLALayer:
     attn_sink: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, weight in (("w_uk", self.w_uk), ("w_uv", self.w_uv)):
-            if not isinstance(weight, HeadWeight):
-                raise TypeError(f"{name} must be a HeadWeight, got {type(weight).__name__}")
         # All that a branch would refuse later, when it has written its rows.
         check = Checker("MLALayer")
+        check.kind("w_uk", self.w_uk, HeadWeight)
+        check.kind("w_uv", self.w_uv, HeadWeight)
         for name, weight, shape, blocks in (
             ("w_uk", self.w_uk, "H L P", "H lb pb"),
             ("w_uv", self.w_uv, "H V L", "H vb mb"),
@@ -175,9 +184,10 @@ def absorb_kv_b_proj(
         TypeError: weights or scales that are no tensors of floats.
         ValueError: the shapes do not fit, or scales are missing or superfluous.
     """
-    for name, tensor in (("weight", weight), ("weight_scale_inv", weight_scale_inv)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check = Checker("absorb_kv_b_proj")
+    check.kind("weight", weight, Tensor)
+    if weight_scale_inv is not None:
+        check.kind("weight_scale_inv", weight_scale_inv, Tensor)
     if not weight.is_floating_point():  # codes of another quantisation
         raise TypeError(f"weight must have a float dtype, got {weight.dtype}")
     head_rows = qk_nope_head_dim + v_head_dim

@@ -166,11 +166,7 @@ def prefill_workspace_rows(
     >>> lens = {"query_lens": [4096], "seq_lens": [32768]}
     >>> prefill_workspace_rows(**lens, cache_format=BF16_576, num_heads=128, topk=2048)
     """
-    if not isinstance(cache_format, CacheFormat):
-        raise TypeError(
-            "prefill_workspace_rows: cache_format must be a CacheFormat, "
-            f"got {type(cache_format).__name__}"
-        )
+    Checker("prefill_workspace_rows").kind("cache_format", cache_format, CacheFormat)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if len(query_lens) != len(seq_lens):

@@ -75,5 +75,5 @@ def _project_heads(
     out: Tensor,
 ) -> None:
     kernel = dispatch.find("project_heads", x, num_heads=x.shape[-2])
-    weight = HeadWeight(data, scale, (block_n, block_k))
+    weight = HeadWeight.unchecked(data, scale, (block_n, block_k))
     kernel(x=x, weight=weight, lses=lses, attn_sink=attn_sink, out=out)
