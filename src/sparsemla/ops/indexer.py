@@ -217,8 +217,9 @@ def indexer_topk(
         causal: the mask: causal, or none.
         as_slots: give the slots of the cache where the chosen keys lie, as :func:`to_slots` would,
             instead of positions.
-        max_workspace_bytes: bound on the scores that exist at any time. On a GPU the scores of one
-            token, 4 bytes for each key that the page table has room for, are the least.
+        max_workspace_bytes: bound on the scores, and on a GPU the lists of the selection with them,
+            that exist at any time; the CPU has some buffers beside them. One token is the least: 4
+            bytes for each key that the page table has room for, and on a GPU up to 18 MB of lists.
         validate: read the offsets, lengths and page ids and refuse values out of range.
         out: int32 ``[T, topk]``, written.
 
