@@ -46,6 +46,7 @@ SMALL = [
     workloads.HeadProducts(3, 2, 200, 130, 2),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
+    workloads.CacheWrite(20, 2, BF16_576),
     workloads.IndexWrite(20, 3),
     workloads.Gather(3, 70),
 ]
@@ -400,9 +401,9 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         assert lens.tolist() == [max_seq_len] * len(scores)
         out.copy_(scores.topk(topk).indices)
 
-    def write(latent, rope, data, slots, name, scale, skip_scale):
-        assert name == "fp8_ds_mla"
-        PagedCache(data, FP8_DS_MLA).write(slots, torch.cat([latent, rope], 1), scale_mode="exact")
+    def write(latent, rope, data, slots, dtype, scale, skip_scale):
+        fmt = {"fp8_ds_mla": FP8_DS_MLA, "auto": BF16_576}[dtype]
+        PagedCache(data, fmt).write(slots, torch.cat([latent, rope], 1), scale_mode="exact")
 
     def rms_norm(out, x, weight, eps):
         out.copy_(torch.nn.functional.rms_norm(x, x.shape[1:], weight, eps))
@@ -413,6 +414,12 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
             part = x[..., : table.shape[1]]
             cos_sin = table[positions].float()[:, None]
             part.copy_(reference.quant.rotate(part.float(), cos_sin, not is_neox))
+
+    def write_rotated(positions, q, rope, latent, table, is_neox, slots, data, dtype, scale):
+        assert dtype == "auto"
+        assert rope.dtype == latent.dtype == table.dtype == q.dtype
+        rotary(positions, q, rope[:, None], 64, table, is_neox)
+        write(latent, rope, data, slots, dtype, scale, False)
 
     def quantise(x, out, scales, group, eps, low, high, pow2, transposed, aligned):
         assert (group, eps, low, high, transposed, aligned) == (128, 1e-4, -448, 448, False, False)
@@ -438,13 +445,14 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     )
     caches = SimpleNamespace(
         concat_and_cache_mla=write,
+        concat_and_cache_mla_rope_fused=write_rotated,
         indexer_k_quant_and_cache=write_keys,
         cp_gather_and_upconvert_fp8_kv_cache=gather,
     )
     monkeypatch.setattr(torch.ops, "_C", library)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", caches, raising=False)
     names = []
-    for workload in SMALL[-4:]:
+    for workload in SMALL[-5:]:
         peer = object.__new__(peers.VLLM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
         assert outcome.failures == outcome.refusals == {}
@@ -455,6 +463,8 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         "vLLM persistent_topk",
         "vLLM concat_and_cache_mla",
         "vLLM rms_norm, rotary_embedding, concat_and_cache_mla",
+        "vLLM concat_and_cache_mla",
+        "vLLM rms_norm, concat_and_cache_mla_rope_fused",
         "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache",
         "vLLM cp_gather_and_upconvert",
     ]

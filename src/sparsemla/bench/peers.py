@@ -46,7 +46,7 @@ from sparsemla.bench.workloads import (
     Workload,
 )
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8
+from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8, CacheFormat
 from sparsemla.testing.compare import UNQUANTIZED_PROJECTION, Tolerance, assert_close
 
 CACHE_ROWS = Tolerance(cos=1e-3)
@@ -435,17 +435,17 @@ class VLLM(Peer):
 
     def _cache_write(self, workload: CacheWrite, inputs: Inputs) -> list[Side]:
         write = torch.ops._C_cache_ops.concat_and_cache_mla
-        kv, slots = inputs["kv"], inputs["slot_mapping"]
+        kv, slots, format = inputs["kv"], inputs["slot_mapping"], workload.format
         latent, rope = kv[:, :512].contiguous(), kv[:, 512:].contiguous()
-        cache = PagedCache.allocate(FP8_DS_MLA, workload.NUM_PAGES, PAGE_SIZE, device=kv.device)
+        cache = _empty_like(inputs["cache"])
         one = torch.ones((), device=kv.device)
 
         def run() -> Results:
-            write(latent, rope, cache.data, slots, FP8_DS_MLA.name, one, False)
+            write(latent, rope, cache.data, slots, self._cache_dtype(format), one, False)
             return (cache.data,)
 
         def check(results: Results) -> None:
-            written = PagedCache(results[0], FP8_DS_MLA).read(slots)
+            written = PagedCache(results[0], format).read(slots)
             assert_close("concat_and_cache_mla", written, kv, CACHE_ROWS)
 
         note = "no norm, no RoPE, no queries"
@@ -454,8 +454,15 @@ class VLLM(Peer):
             self._whole_cache_write(inputs),
         ]
 
+    @staticmethod
+    def _cache_dtype(format: CacheFormat) -> str:
+        return format.name if format is FP8_DS_MLA else "auto"
+
     def _whole_cache_write(self, inputs: Inputs) -> Side:
-        """Its cache write together with what has to run before it."""
+        """Its cache write together with what has to run before it, by as few kernels as it has.
+
+        The one that rotates and writes takes one scale for all rows, so no 656-byte record.
+        """
         ops, writes = torch.ops._C, torch.ops._C_cache_ops
         slots, positions = inputs["slot_mapping"], inputs["positions"]
         weight, table = inputs["kv_norm_weight"], inputs["cos_sin_cache"].bfloat16()
@@ -463,12 +470,19 @@ class VLLM(Peer):
         latent, rope = kv[:, :512], kv[:, 512:]
         normed = torch.empty(latent.shape, dtype=kv.dtype, device=kv.device)
         cache = _empty_like(inputs["cache"])
-        one, name = torch.ones((), device=kv.device), FP8_DS_MLA.name
+        one, dtype = torch.ones((), device=kv.device), self._cache_dtype(cache.format)
 
-        def run() -> Results:
+        def run_apart() -> Results:
             ops.rms_norm(normed, latent, weight, 1e-6)
             ops.rotary_embedding(positions, q, rope[:, None], 64, table, False)
-            writes.concat_and_cache_mla(normed, rope, cache.data, slots, name, one, False)
+            writes.concat_and_cache_mla(normed, rope, cache.data, slots, dtype, one, False)
+            return q, cache.data
+
+        def run_fused() -> Results:
+            ops.rms_norm(normed, latent, weight, 1e-6)
+            writes.concat_and_cache_mla_rope_fused(
+                positions, q, rope, normed, table, False, slots, cache.data, dtype, one
+            )
             return q, cache.data
 
         def reset() -> None:  # queries and keys are rotated in place
@@ -479,10 +493,14 @@ class VLLM(Peer):
             expected = inputs | {"cache": _empty_like(inputs["cache"])}
             queries, rows = reference.fused_rope_rmsnorm_quant(**expected)
             assert_close("queries", results[0], queries.bfloat16(), CACHE_ROWS)
-            written = PagedCache(results[1], FP8_DS_MLA).read(slots)
+            written = PagedCache(results[1], cache.format).read(slots)
             assert_close("rows", written, rows.bfloat16(), CACHE_ROWS)
 
-        return Side("vLLM rms_norm, rotary_embedding, concat_and_cache_mla", run, check, reset)
+        if cache.format is FP8_DS_MLA:
+            name, run = "rms_norm, rotary_embedding, concat_and_cache_mla", run_apart
+        else:
+            name, run = "rms_norm, concat_and_cache_mla_rope_fused", run_fused
+        return Side(f"vLLM {name}", run, check, reset)
 
     def _index_write(self, workload: IndexWrite, inputs: Inputs) -> list[Side]:
         ops, writes = torch.ops._C, torch.ops._C_cache_ops

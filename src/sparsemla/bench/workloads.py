@@ -653,9 +653,14 @@ class CacheWrite(Workload):
 
     tokens: int
     heads: int
+    format: CacheFormat = FP8_DS_MLA
     op: ClassVar[str] = "fused_rope_rmsnorm_quant"
 
     NUM_PAGES: ClassVar[int] = 1024
+
+    @property
+    def variant(self) -> str:
+        return "" if self.format is FP8_DS_MLA else f"{self.format.name} cache"
 
     @property
     def flop(self) -> float:
@@ -673,14 +678,14 @@ class CacheWrite(Workload):
             "kv": _rows(draw, self.tokens, 576) * 10,
             "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1e4), num_slots).to(device),
             "kv_norm_weight": torch.rand(512, generator=draw, device=device).bfloat16() + 0.5,
-            "cache": PagedCache.allocate(FP8_DS_MLA, self.NUM_PAGES, PAGE_SIZE, device=device),
+            "cache": PagedCache.allocate(self.format, self.NUM_PAGES, PAGE_SIZE, device=device),
             "positions": torch.randint(num_slots, (self.tokens,), generator=draw, device=device),
             "slot_mapping": slots,
         }
 
     def unique_bytes(self, inputs: Inputs) -> int:
         """Rows in and out, queries in and out, and a row of the RoPE table for each token."""
-        per_token = 2 * 576 + FP8_DS_MLA.bytes_per_token + 2 * 2 * self.heads * 64 + 4 * 64 + 16
+        per_token = 2 * 576 + self.format.bytes_per_token + 2 * 2 * self.heads * 64 + 4 * 64 + 16
         return self.tokens * per_token
 
     def run(self, inputs: Inputs) -> Results:
@@ -688,7 +693,7 @@ class CacheWrite(Workload):
 
     def check(self, inputs: Inputs, results: Results) -> None:
         some = _some(self.tokens, 64, inputs["kv"].device)
-        expected = PagedCache.allocate(FP8_DS_MLA, 1, PAGE_SIZE, device=some.device)
+        expected = PagedCache.allocate(self.format, 1, PAGE_SIZE, device=some.device)
         per_token = ("q_rope", "kv", "positions")
         rotated, _ = reference.fused_rope_rmsnorm_quant(
             **inputs
@@ -696,9 +701,9 @@ class CacheWrite(Workload):
             | {"cache": expected, "slot_mapping": torch.arange(len(some), device=some.device)}
         )
         assert_close(f"{self.op} queries", results[0][some], rotated.bfloat16(), BFLOAT16_ULP)
-        written = PagedCache(results[1], FP8_DS_MLA).gather(inputs["slot_mapping"][some])
-        data, _ = FP8_DS_MLA.pack(written, PAGE_SIZE)
-        assert_rows_close(self.op, PagedCache(data, FP8_DS_MLA), expected)
+        written = PagedCache(results[1], self.format).gather(inputs["slot_mapping"][some])
+        data, _ = self.format.pack(written, PAGE_SIZE)
+        assert_rows_close(self.op, PagedCache(data, self.format), expected)
 
 
 @dataclass(frozen=True)
@@ -936,7 +941,12 @@ def all_workloads() -> list[Workload]:
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
         *(IndexerTopk(*shape, 2048) for shape in indexer),
-        *(CacheWrite(tokens, heads) for tokens in (128, 8192) for heads in (16, 128)),
+        *(
+            CacheWrite(tokens, heads, fmt)
+            for fmt in (FP8_DS_MLA, BF16_576)
+            for tokens in (128, 8192)
+            for heads in (16, 128)
+        ),
         *(IndexWrite(tokens, heads) for tokens in (128, 8192) for heads in (32, 64)),
         *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
         *(
