@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,14 @@ def test_text_that_is_shorter_than_a_selection():
     ours = report.comparisons[demo.OURS]
     assert ours.top1 == 1
     assert all(math.isnan(overlap) for overlap in ours.prefill_overlap + ours.decode_overlap)
+
+
+def test_one_slow_step_does_not_show(monkeypatch):
+    clock = iter([0, 5, 10, 11, 20, 21, 30, 130])  # before and after the prefill and three steps
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    trace, _ = demo._trace(demo.build_model(), ids, num_prompt=1, advance=lambda: None)
+    assert (trace.prefill_seconds, trace.decode_seconds) == (5, 1)
 
 
 def test_same_seed_same_model():

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -96,7 +97,7 @@ class Trace:
         attention: ``[layers, n, hidden]``, what attention adds to the residual stream.
         selections: for each layer, int32 ``[n, topk]``, positions and -1.
         prefill_seconds: for the whole prompt.
-        decode_seconds: for one token.
+        decode_seconds: for one token, the median.
         cache_bytes: for one token of one layer.
     """
 
@@ -223,8 +224,7 @@ def _trace(
             past = result.past_key_values
             advance()
     attention = torch.stack([torch.cat(output) for output in outputs])
-    decode_seconds = sum(seconds[1:]) / len(seconds[1:])
-    return Trace(torch.cat(logits), attention, [], seconds[0], decode_seconds, 0.0), past
+    return Trace(torch.cat(logits), attention, [], seconds[0], median(seconds[1:]), 0.0), past
 
 
 def _trace_ours(
