@@ -763,7 +763,7 @@ def _attend_fp8(
                        L, EXTRA, PAGED, CAUSAL)),
         ],
         [4, 4, 4],
-        [160, 160, 32],
+        [168, 144, 32],
     )  # fmt: skip
 
 
