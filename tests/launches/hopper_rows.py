@@ -68,11 +68,11 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048):
     return launch
 
 
-def dense_decode(fmt, num_heads, query_len, num_splits, batch=64, pitch=576):
+def dense_decode(fmt, num_heads, query_len, num_splits, batch=64, pitch=576, page_size=64):
     def launch():
         dispatch.load("dense_decode", "sm90")(
             q=meta(batch, query_len, num_heads, pitch)[..., :576],
-            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            cache=PagedCache.allocate(fmt, 512, page_size, device="meta"),
             page_table=meta(batch, 128, dtype=torch.int32),
             seq_lens=meta(batch, dtype=torch.int32),
             softmax_scale=0.1,
@@ -96,6 +96,7 @@ LAUNCHES = {
     "dense": dense_decode(BF16_576, 128, 1, 1),
     "dense one row": dense_decode(BF16_576, 1, 1, 1, batch=1),
     "dense h16 s2 split": dense_decode(BF16_576, 16, 2, 4),
+    "dense h64 s2 pages of 61": dense_decode(BF16_576, 64, 2, 1, page_size=61),
     # A copy of 16 bytes must be known to be aligned where a stride is a multiple of 8 elements.
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),

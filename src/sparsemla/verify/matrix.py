@@ -855,9 +855,33 @@ def _dense_decode() -> list[Case]:
             )
             for heads in (3, 64)
         ),
-        Case("one layer of three", build(make, format=FP8_DS_MLA, seq_lens=few, num_layers=3)),
+        *(
+            Case(
+                f"bfloat16, pages of {size}",
+                build(
+                    make,
+                    format=BF16_576,
+                    seq_lens=Shuffled((20, 700, 0, 513)),
+                    query_len=2,
+                    num_heads=heads,
+                    page_size=size,
+                ),
+                quick=size == 192,
+            )
+            for size, heads in ((61, 64), (192, 128), (512, 32))
+        ),
+        *(
+            Case(
+                f"one layer of three, {fmt.name}",
+                build(make, format=fmt, seq_lens=lens, num_layers=3),
+            )
+            for fmt in (BF16_576, FP8_DS_MLA)
+        ),
         *_exact_scales(make, seq_lens=Shuffled((1, 300, 2, 0))),
-        Case("missing pages", build(_decode_of_missing_pages)),
+        *(
+            Case(f"missing pages, {fmt.name}", build(_decode_of_missing_pages, fmt))
+            for fmt in (BF16_576, FP8_DS_MLA)
+        ),
         *(
             Case(
                 f"NaN in later tokens, {fmt.name}",
@@ -898,8 +922,8 @@ def _dense_decode() -> list[Case]:
     ]
 
 
-def _decode_of_missing_pages(draw: Draw) -> Arguments:
-    arguments = cases.dense_decode_case(draw, format=FP8_DS_MLA, seq_lens=[140, 30])
+def _decode_of_missing_pages(draw: Draw, format: CacheFormat) -> Arguments:
+    arguments = cases.dense_decode_case(draw, format=format, seq_lens=[140, 30])
     table = cast("Tensor", arguments["page_table"])
     table[0, 1], table[1, 0] = -1, cases.GARBAGE_PAGE
     return arguments

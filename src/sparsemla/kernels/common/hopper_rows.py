@@ -6,7 +6,7 @@ the weighted values, *right* those of the odd block and the right half; each han
 the other through shared memory, so that one's softmax runs under the other's matrix products. The
 *producer* copies rows of the cache straight into the tiles, half a block at a time, each half as
 soon as its last reader is done with it, and the queries and the first keys of the next tile while
-this one is worked on.
+this one is worked on. Blocks that lie within a page come by tensor copies, others row by row.
 
 Shared memory, in KiB: queries 64 + 8, keys 2 x (64 + 8), 8 to bring results into the order of
 memory; 226 with the rest. The weights of a block lie where the last 64 dims of its keys were, which
@@ -27,12 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.attention import cache_arguments
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import async_load, opaque_zero
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -57,7 +58,9 @@ STORE = gl.constexpr(
 )
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PAGE_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Barriers. READY and FREE have one for each half of each block; the last dims of a block are
@@ -183,10 +186,14 @@ def read_range(found, bar, turn):
 
 
 @gluon.jit
-def store_range(found, bar, num_pairs, first):
+def store_range(found, bar, first, last):
+    """Store what :func:`read_range` reads; returns the number of pairs."""
+    # At least one: a loop that may be skipped makes the products wait for each other.
+    num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
     found.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
     found.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
     mbarrier.arrive(bar.index(RANGE), count=1)
+    return num_pairs
 
 
 @gluon.jit
@@ -542,9 +549,99 @@ def copy_pair(
 
 
 @gluon.jit
+def load_page(rows, keys, at, last, L: gl.constexpr):
+    """Page of the keys from ``at`` on, -1 if there is none."""
+    page = load_keys(keys, at, last, L, True)
+    real = (page >= 0) & (page < rows.num_slots // L.page_size)
+    return gl.where(real, page, -1).to(gl.int32)
+
+
+@gluon.jit
+def copy_half(
+    wide, narrow, page, row, half, rest, free, ready, phase,
+    START: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """Copy half of a block, and the last dims with one of them, once it is free; zeros of no page.
+
+    The phase ends when all has arrived, so that what to expect can be told behind the copies.
+    """
+    mbarrier.wait(free, phase)
+    half = reinterpret(half, gl.bfloat16, [1, 64, 256], PAGE_TILE)
+    tma_load(wide, [page, row, START], ready, half)
+    if REST > 0:
+        rest = reinterpret(rest, gl.bfloat16, [1, 64, REST], PAGE_TILE)
+        tma_load(narrow, [page, row, 512], ready, rest)
+    mbarrier.expect(ready, 64 * 2 * (256 + REST))
+    mbarrier.arrive(ready, count=127)
+
+
+@gluon.jit
+def fetch_pair(rows, page_0, page_1, at, shape, L: gl.constexpr):
+    """Bring two blocks that several tiles share into L2, each by a thread."""
+    thread = gl.arange(0, 128, THREADS)
+    page = gl.where(thread == 0, page_0, page_1)
+    row = (at + thread * 64) % L.page_size
+    start = page.to(gl.int64) * L.bf16_strides[0] + row.to(gl.int64) * L.bf16_strides[1]
+    some = (thread < 2) & (page >= 0) & (shape.num_rows > 64)
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred some; setp.ne.s32 some, $2, 0; mov.b32 $0, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        }""",
+        "=r,l,r",
+        [(rows.bf16 + start).to(gl.int64), gl.where(some, 64 * 2 * L.head_dim, 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def copy_pages(
+    rows, wide, narrow, keys, first, last, shape, keys_l, keys_r, rest, valid, bar, phase,
+    L: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """Copy the pairs of blocks that are all there, a page or part of one each."""
+    ones = gl.full([64], 1, gl.int8, COPY_ROWS)
+    at = first
+    page_0 = load_page(rows, keys, at, last, L)
+    page_1 = load_page(rows, keys, at + 64, last, L)
+    for _ in range((last - first) // 128):
+        row_0 = at % L.page_size
+        row_1 = (at + 64) % L.page_size
+        copy_half(
+            wide, narrow, page_0, row_0, keys_l.index(0), rest.index(0),
+            bar.index(FREE_0L), bar.index(READY_0L), phase, 0, 0,
+        )  # fmt: skip
+        copy_half(
+            wide, narrow, page_1, row_1, keys_r.index(1), rest.index(1),
+            bar.index(FREE_1R), bar.index(READY_1R), phase, 256, 0,
+        )  # fmt: skip
+        copy_half(
+            wide, narrow, page_0, row_0, keys_r.index(0), rest.index(0),
+            bar.index(FREE_0R), bar.index(READY_0R), phase, 256, REST,
+        )  # fmt: skip
+        copy_half(
+            wide, narrow, page_1, row_1, keys_l.index(1), rest.index(1),
+            bar.index(FREE_1L), bar.index(READY_1L), phase, 0, REST,
+        )  # fmt: skip
+        valid.index(0).store(gl.where(page_0 >= 0, ones, 0))
+        mbarrier.arrive(bar.index(VALID_0), count=1)
+        valid.index(1).store(gl.where(page_1 >= 0, ones, 0))
+        mbarrier.arrive(bar.index(VALID_1), count=1)
+        phase = phase ^ 1
+        at += 128
+        page_0 = load_page(rows, keys, at, last, L)
+        page_1 = load_page(rows, keys, at + 64, last, L)
+        if L.bf16_strides[1] == L.head_dim:
+            fetch_pair(rows, page_0, page_1, at, shape, L)
+    return at, phase
+
+
+@gluon.jit
 def produce(
-    num_tiles, q, q_request, q_token, q_head, rows, stream, shape, q_tile, q_rest, keys_l, keys_r,
-    rest, valid, bar, limits, found,
+    num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, shape, q_tile, q_rest,
+    keys_l, keys_r, rest, valid, bar, limits, found,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """Copy what the tiles of a program need, each part as soon as there is room."""
@@ -564,29 +661,44 @@ def produce(
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
         first = split * steps * 64
         last = gl.minimum(first + steps * 64, end)
-        at = first + gl.arange(0, 64, COPY_ROWS)
-        key_0 = load_keys(keys, at, last, L, PAGED)
-        key_1 = load_keys(keys, at + 64, last, L, PAGED)
-        copy_pair(
-            rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
-        )  # fmt: skip
-        phase = phase ^ 1
-        # While these are under way, how long the list really is.
-        if not PAGED:
-            last = end_of(keys, first, last, rows.num_slots, 2048)
-        # At least one pair: a loop that may be skipped makes the products wait for each other.
-        num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
-        store_range(found, bar, num_pairs, first)
-        key_0 = load_keys(keys, at + 128, last, L, PAGED)
-        key_1 = load_keys(keys, at + 192, last, L, PAGED)
-        for _ in range(1, num_pairs):
-            at += 128
+        if wide is not None:
+            store_range(found, bar, first, last)
+            at, phase = copy_pages(
+                rows, wide, narrow, keys, first, last, shape, keys_l, keys_r, rest, valid, bar,
+                phase, L, REST,
+            )  # fmt: skip
+            if (at < last) | (at == first):
+                # Rows behind the last key, which may be NaN, are not read.
+                rest_at = at + gl.arange(0, 64, COPY_ROWS)
+                key_0 = load_keys(keys, rest_at, last, L, PAGED)
+                key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
+                copy_pair(
+                    rows, key_0, key_1, rest_at, keys_l, keys_r, rest, valid, bar, phase,
+                    L, PAGED, REST,
+                )  # fmt: skip
+                phase = phase ^ 1
+        else:
+            at = first + gl.arange(0, 64, COPY_ROWS)
+            key_0 = load_keys(keys, at, last, L, PAGED)
+            key_1 = load_keys(keys, at + 64, last, L, PAGED)
             copy_pair(
                 rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
             )  # fmt: skip
+            phase = phase ^ 1
+            # While these are under way, how long the list really is.
+            if not PAGED:
+                last = end_of(keys, first, last, rows.num_slots, 2048)
+            num_pairs = store_range(found, bar, first, last)
             key_0 = load_keys(keys, at + 128, last, L, PAGED)
             key_1 = load_keys(keys, at + 192, last, L, PAGED)
-            phase = phase ^ 1
+            for _ in range(1, num_pairs):
+                at += 128
+                copy_pair(
+                    rows, key_0, key_1, at, keys_l, keys_r, rest, valid, bar, phase, L, PAGED, REST
+                )  # fmt: skip
+                key_0 = load_keys(keys, at + 128, last, L, PAGED)
+                key_1 = load_keys(keys, at + 192, last, L, PAGED)
+                phase = phase ^ 1
 
 
 @gluon.constexpr_function
@@ -602,11 +714,15 @@ def arrivals(b):
     do_not_specialize_on_alignment=["group_tokens", "num_splits"],  # a 1 is worth a kernel
 )
 def _attend(
-    num_tiles, q, q_request, q_token, q_head, rows, stream, results, num_heads, num_rows,
-    group_tokens, num_splits, scale_log2,
-    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, results, num_heads,
+    num_rows, group_tokens, num_splits, scale_log2,
+    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 rows of a group and a split of its keys."""
+    """Tiles of 64 rows of a group and a split of its keys.
+
+    ``wide`` and ``narrow`` are descriptors of the cache, if a block lies within a page. ``MIXED``:
+    the rows of a tile may be of several tokens, of which each sees keys of its own.
+    """
     shape = Shape(num_heads, num_rows, group_tokens, num_splits)
     REST: gl.constexpr = L.head_dim - 512
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
@@ -628,12 +744,12 @@ def _attend(
     gl.warp_specialize(
         [
             (left, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar,
-                    results, shape, limits, found, scale_log2, REST, CAUSAL)),
+                    results, shape, limits, found, scale_log2, REST, MIXED)),
             (right, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar,
-                     results, shape, limits, found, scale_log2, REST, CAUSAL)),
-            (produce, (num_tiles, q, q_request, q_token, q_head, rows, stream, shape, q_tile,
-                       q_rest, keys_l, keys_r, rest, valid, bar, limits, found, L, PAGED, CAUSAL,
-                       REST)),
+                     results, shape, limits, found, scale_log2, REST, MIXED)),
+            (produce, (num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, shape,
+                       q_tile, q_rest, keys_l, keys_r, rest, valid, bar, limits, found, L, PAGED,
+                       CAUSAL, REST)),
         ],
         [4, 4],
         [208, 64],
@@ -656,11 +772,18 @@ def attend(
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     rows, layout = cache_arguments(cache)
+    wide = narrow = None
+    if paged and cache.page_size % 64 == 0:
+        size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
+        wide = TensorDescriptor(rows.bf16, size, strides, [1, 64, 256], PAGE_TILE.value)
+        narrow = TensorDescriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
     _attend[(min(num_tiles, num_multiprocessors(q.device)),)](
         num_tiles,
         q,
         *(stride // 8 for stride in q_strides),
         rows,
+        wide,
+        narrow,
         stream,
         results,
         *shape,
@@ -668,6 +791,7 @@ def attend(
         L=layout,
         PAGED=paged,
         CAUSAL=causal,
+        MIXED=causal and shape.num_heads % 64 > 0,
         num_warps=4,
         launch_pdl=True,
     )
