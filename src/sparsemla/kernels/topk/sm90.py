@@ -7,6 +7,9 @@ columns, so that their places follow from each other, and then walks through the
 a warp has its own part of the row, of the list, and of the registers that the list is searched in;
 and a sum over the program costs one exchange between its warps. Candidates of several parts are
 searched in registers in the same way.
+
+A row that the registers of one program hold needs none of this: it is loaded once, counts in shared
+memory give the k-th largest key digit by digit, and votes of the warps give the places.
 """
 
 from __future__ import annotations
@@ -1051,6 +1054,220 @@ def _select_kernel(
             barrier()  # the lists have been read
 
 
+HELD = 16384
+"""Columns of a row that one program holds in its registers."""
+DIGITS = (11, 11, 10)
+"""Bits of a key that it counts by at a time, from the highest."""
+
+
+@triton.constexpr_function
+def _held_ptx(each, warps):
+    bins = 1 << DIGITS[0]
+    own = bins // (32 * warps)  # bins of a thread
+    wide = min(own, 4)
+    suffix = f".v{wide}" if wide > 1 else ""
+    keys, steps = range(each), range(len(DIGITS))
+    code = []
+
+    def add(text):
+        code.extend(line.strip() for line in text.strip().splitlines())
+
+    def vector(names):
+        return "{" + ", ".join(names) + "}" if wide > 1 else names[0]
+
+    def sum_of_earlier(step, leader, mine):
+        # What the warps before this one have: ``mine`` of one lane of each.
+        add(f"""
+            @{leader} st.shared.b32 [of_warp+{128 * step}], {mine};
+            bar.sync 0;
+            mov.b32 before, 0;
+            @earlier ld.shared.b32 before, [of_lane+{128 * step}];
+            redux.sync.add.s32 before, before, -1;""")
+
+    def vote(step, compare):
+        # The lanes whose key is so, for each key of a thread; how many the warps before have.
+        add("mov.b32 mine, 0;")
+        for i in keys:
+            add(f"""
+                setp.{compare}.u32 is, key{i}, bound;
+                vote.sync.ballot.b32 vote{i}, is, -1;
+                popc.b32 more, vote{i};
+                add.u32 mine, mine, more;""")
+        sum_of_earlier(step, "first_lane", "mine")
+
+    def rank(i):
+        # How many votes come before this lane's, in the order of columns, and whether it has one.
+        add(f"""
+            and.b32 more, vote{i}, below;
+            popc.b32 rank, more;
+            add.u32 rank, rank, before;
+            popc.b32 more, vote{i};
+            add.u32 before, before, more;
+            and.b32 more, vote{i}, self;
+            setp.ne.u32 is, more, 0;""")
+
+    add(f"""
+        .reg .pred is, first_lane, last_lane, earlier;
+        .reg .b32 lane, warp, self, below, of_warp, of_lane, base, bins, bin<{own}>;
+        .reg .b32 key<{each}>, vote<{each}>, bound, start, digit, left, count;
+        .reg .b32 zero, mine, upto, before, rank, more;
+        .shared .align 16 .b32 counts[{bins * len(DIGITS)}];
+        .shared .align 16 .b32 sums[{32 * (len(DIGITS) + 2)}];
+        .shared .align 16 .b32 found[{4 * len(DIGITS)}];
+        mov.u32 lane, %laneid;
+        mov.u32 self, %lanemask_eq;
+        mov.u32 below, %lanemask_lt;
+        mov.u32 more, %tid.x;
+        shr.u32 warp, more, 5;
+        mov.u32 base, counts;
+        mad.lo.u32 bins, more, {4 * own}, base;
+        mov.u32 more, sums;
+        mad.lo.u32 of_warp, warp, 4, more;
+        mad.lo.u32 of_lane, lane, 4, more;
+        setp.eq.u32 first_lane, lane, 0;
+        setp.eq.u32 last_lane, lane, 31;
+        setp.lt.u32 earlier, lane, warp;
+        mov.b32 zero, 0;
+        mov.b32 bound, 0;
+        sub.u32 left, ${2 * each}, 1;""")
+    for step in steps:
+        for i in range(0, own, wide):
+            at = 4 * (step * bins + i)
+            add(f"st.shared{suffix}.b32 [bins+{at}], {vector(['zero'] * wide)};")
+    for i in keys:  # as unsigned numbers, the best the smallest
+        add(f"xor.b32 key{i}, ${each + i}, 0x7fffffff;")
+    add("bar.sync 0;")
+    shift = 32
+    for step, bits in enumerate(DIGITS):
+        # Each bin counts the keys that begin with ``bound`` and have its number as next digit.
+        shift -= bits
+        add(f"shl.b32 start, bound, {bits};")
+        for i in keys:
+            add(f"""
+                shr.u32 digit, key{i}, {shift};
+                sub.u32 digit, digit, start;
+                setp.lt.u32 is, digit, {1 << bits};
+                mad.lo.u32 digit, digit, 4, base;
+                @is red.shared.add.u32 [digit+{4 * step * bins}], 1;""")
+        add("bar.sync 0;")
+        for i in range(0, own, wide):
+            names = [f"bin{j}" for j in range(i, i + wide)]
+            add(f"ld.shared{suffix}.b32 {vector(names)}, [bins+{4 * (step * bins + i)}];")
+        add("mov.b32 mine, bin0;")
+        for i in range(1, own):
+            add(f"add.u32 mine, mine, bin{i};")
+        add("mov.b32 upto, mine;")
+        for lanes in (1, 2, 4, 8, 16):
+            add(f"""
+                shfl.sync.up.b32 more|is, upto, {lanes}, 0, -1;
+                @is add.u32 upto, upto, more;""")
+        sum_of_earlier(step, "last_lane", "upto")
+        # The bin with the key that has ``left`` before it: in all others ``rank``, which may be
+        # negative and so a large unsigned number, is not below the count.
+        add("""
+            add.u32 before, before, upto;
+            sub.u32 before, before, mine;
+            sub.u32 rank, left, before;
+            sub.u32 digit, bins, base;
+            shr.u32 digit, digit, 2;""")
+        for i in range(own):
+            add(f"""
+                setp.lt.u32 is, rank, bin{i};
+                @is st.shared.v4.b32 [found+{16 * step}], {{digit, rank, bin{i}, zero}};
+                sub.u32 rank, rank, bin{i};
+                add.u32 digit, digit, 1;""")
+        add(f"""
+            bar.sync 0;
+            ld.shared.v4.b32 {{digit, left, count, more}}, [found+{16 * step}];
+            add.u32 start, start, digit;
+            add.u32 bound, start, 1;
+            shl.b32 bound, bound, {shift};
+            sub.u32 bound, bound, 1;
+            add.u32 more, left, 1;
+            setp.eq.u32 is, more, count;
+            @is bra.uni CHOSEN;
+            mov.b32 bound, start;""")
+    # More keys equal the last than are wanted: those in later columns are dropped.
+    vote(len(DIGITS), "eq")
+    for i in keys:
+        rank(i)
+        add(f"""
+            setp.gt.and.u32 is, rank, left, is;
+            @is mov.b32 key{i}, -1;""")
+    add("CHOSEN:")
+    vote(len(DIGITS) + 1, "le")
+    for i in keys:
+        rank(i)
+        add(f"selp.b32 ${i}, rank, -1, is;")
+    return "{\n" + "\n".join(code) + "\n}"
+
+
+@triton.constexpr_function
+def _held_constraints(each):
+    return ",".join(["=&r"] * each + ["r"] * (2 * each))
+
+
+@gluon.jit
+def _places_of_best(keys, k):
+    """Where the k best of more than k keys [W, N] go, and -1 for all others.
+
+    Columns are divided among warps, and neighbours are in neighbouring lanes: what is chosen of
+    them goes to neighbouring places. Counts in shared memory find the digits of the k-th largest
+    key one after the other, until all keys that begin with them are wanted.
+    """
+    W: gl.constexpr = keys.shape[0]
+    EACH: gl.constexpr = keys.shape[1] // 32
+    return gl.inline_asm_elementwise(
+        _held_ptx(EACH, W),
+        _held_constraints(EACH),
+        [keys, k],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=EACH,
+    )
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def _held_kernel(
+    scores,
+    out,
+    row_starts,
+    row_ends,
+    num_cols,
+    k,
+    stride_scores,
+    stride_out,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """The ids of a row of at most COLUMNS columns, each of which lies in a register."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    pages = Pages(table, request_ids, num_requests, width, stride)
+    row = gl.program_id(0).to(gl.int64)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, L))
+    lane = gl.arange(0, COLUMNS // WARPS, gl.SliceLayout(0, L))
+    column = warp[:, None] * (COLUMNS // WARPS) + lane[None, :]
+    # Before it is known where the row starts and ends; no column is needed if all are chosen.
+    within = (column < num_cols) & (num_cols > k)
+    values = gl.load(scores + row * stride_scores + column, mask=within, other=0.0)
+    start, end = _row_range(row_starts, row_ends, row, num_cols)
+    o = out + row * stride_out
+    if end - start <= k:
+        _short_row(o, end - start, k, pages, row, PAGE_SIZE, WARPS)
+    else:
+        live = (column >= start) & (column < end)
+        keys = gl.where(live, _keys(values.to(gl.float32)), DEAD_KEY)
+        place = _places_of_best(keys, k)
+        ids = _name(column - start, place >= 0, pages, row, PAGE_SIZE)
+        gl.store(o + place, ids, mask=place >= 0)
+
+
 @dataclass(frozen=True)
 class Plan(portable.Plan):
     """How a selection is spread over the device.
@@ -1146,12 +1363,54 @@ def select_topk(
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
-    if scores.shape[0]:
-        how = plan(*scores.shape, topk, scores.device)
-        ranges = (row_starts, row_ends)
+    num_rows, num_cols = scores.shape
+    ranges = (row_starts, row_ends)
+    if num_rows == 0:
+        return
+    if num_cols <= HELD and num_rows <= num_multiprocessors(scores.device):
+        pages = portable.POSITIONS
+        if page_table is not None and request_ids is not None:
+            pages = Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
+        launch_held(scores, topk, ranges, out, pages, page_size or 0)
+    else:
+        how = plan(num_rows, num_cols, topk, scores.device)
         portable.in_turns(
             launch, how, scores, topk, ranges, page_table, request_ids, page_size, out
         )
+
+
+def launch_held(
+    scores: Tensor,
+    topk: int,
+    ranges: tuple[Tensor | None, Tensor | None],
+    out: Tensor,
+    pages: Pages,
+    page_size: int,
+) -> None:
+    """A program for each row, which holds it."""
+    num_rows, num_cols = scores.shape
+    columns, warps = held(num_cols)
+    _held_kernel[(num_rows,)](
+        scores,
+        out,
+        *ranges,
+        num_cols,
+        topk,
+        scores.stride(0),
+        out.stride(0),
+        *pages,
+        COLUMNS=columns,
+        WARPS=warps,
+        PAGE_SIZE=page_size,
+        num_warps=warps,
+        maxnreg=2048 // warps,
+    )
+
+
+def held(num_cols: int) -> tuple[int, int]:
+    """Columns and warps of a program that holds a row of at most HELD columns."""
+    columns = max(2048, triton.next_power_of_2(num_cols))
+    return columns, min(32, columns // 256)
 
 
 launch = functools.partial(
