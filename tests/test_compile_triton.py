@@ -23,7 +23,7 @@ SPILLED_BYTES = {
     "hopper_indexer": 720,
     "hopper_projection": 72,
     "hopper_rows": 168,
-    "hopper_topk": 432,
+    "hopper_topk": 312,
     "indexer": 160,
     "projection": 304,
     "topk": 804,

@@ -90,50 +90,85 @@ ONE_EACH = {
     "mov": lambda a: a,
     "popc": np.bitwise_count,
     "add": operator.add,
+    "mul": operator.mul,
     "sub": operator.sub,
     "mad": lambda a, b, c: a * b + c,
     "and": operator.and_,
     "xor": operator.xor,
-    "shl": operator.lshift,
-    "shr": operator.rshift,
+    "min": np.minimum,
+    "shl": lambda a, b: np.where(b < 32, a << (b & 31), 0),
+    "shr": lambda a, b: np.where(b < 32, a >> (b & 31), 0),
+    "clz": lambda a: 32 - np.ceil(np.log2(a + np.float64(1))),
+    "bfe": lambda a, first, bits: a >> first & (1 << bits) - 1,
+    "dp4a": lambda a, b, c: c + sum((a >> 8 * i & 255) * (b >> 8 * i & 255) for i in range(4)),
 }
 
 
+KINDS = ("none", "ld", "st", "red")
+NONE, MANY = 0, -1
+
+
 class Threads:
-    """The threads of one program, which carry out a block of PTX in lockstep.
+    """The threads of a cluster of programs, which carry out a block of PTX in lockstep.
 
     Shared memory begins with anything. What one thread writes and another one looks at or writes,
     with no barrier between, is a race, unless both add to it.
     """
 
-    def __init__(self, operands):
+    WORDS = 1 << 14
+    """Of the shared memory of each program."""
+
+    def __init__(self, operands, ctas):
         """Take the ``operands``, uint32 ``[threads]`` by name."""
         self.threads = next(iter(operands.values())).size
-        thread = np.arange(self.threads, dtype=np.uint32)
-        bit = np.uint32(1) << thread % 32
-        special = {"%tid.x": thread, "%laneid": thread % 32}
-        masks = {"%lanemask_eq": bit, "%lanemask_lt": bit - np.uint32(1)}
-        self.values = special | masks | operands
+        self.of_cta = self.threads // ctas
+        every = np.arange(self.threads, dtype=np.uint32)
+        self.cta = every // np.uint32(self.of_cta)
+        special = {
+            "%tid.x": every % self.of_cta,
+            "%laneid": every % 32,
+            "%cluster_ctarank": self.cta,
+        }
+        self.values = special | operands
+        self.memory = np.random.default_rng(0).integers(0, 1 << 32, ctas * self.WORDS, np.uint32)
+        self.kind = np.zeros_like(self.memory)
+        self.toucher = np.zeros_like(self.memory, np.int64)
+        self.afar = np.zeros_like(self.memory, bool)
         self.barriers = 0
+
+    def meet(self, words):
+        """All threads that look at these words have come so far."""
+        self.kind[words] = NONE
+        self.afar[words] = False
+        self.barriers += 1
 
     def run(self, ptx):
         words = 64
         for name, count in re.findall(r"\.shared \.align 16 \.b32 (\w+)\[(\d+)\]", ptx):
-            self.values[name] = np.full(self.threads, 4 * words, np.uint32)
+            self.values[name] = 4 * (words + self.cta * np.uint32(self.WORDS))
             words += int(count)
-        self.memory = np.random.default_rng(0).integers(0, 1 << 32, words, dtype=np.uint32)
-        self.touched = {}  # since the last barrier: word -> how, and by which threads
+        assert words <= self.WORDS
+        self.away = {}  # those who wait at a label
         lines = [line.strip() for line in re.split(r"[\n;]", ptx)]
         at = 0
         while at < len(lines):
             guard, line = re.fullmatch(r"(?:@(\w+) )?(.*)", lines[at]).groups()
             at += 1
-            mask = np.ones(self.threads, bool) if guard is None else self.values[guard]
+            self.away.pop(line.removesuffix(":"), None)
+            here = ~np.any([*self.away.values(), np.zeros(self.threads, bool)], 0)
+            mask = here & (True if guard is None else self.values[guard])
             if line.startswith("bra.uni"):
-                assert mask.all() == mask.any()
-                at = lines.index(line.split()[1] + ":") if mask.all() else at
+                assert (mask.reshape(-1, 32).all(1) == mask.reshape(-1, 32).any(1)).all()
+                label = line.split()[1]
+                if (mask == here).all():
+                    at = lines.index(label + ":")
+                elif mask.any():
+                    self.away[label] = mask
+            elif line.startswith("barrier.cluster.wait"):
+                assert here.all()
+                self.meet(slice(None))
             elif " " in line and line[0] != ".":
-                self.step(*line.split(" ", 1), mask)
+                self.step(*line.split(" ", 1), mask, here)
 
     def get(self, name):
         if name in self.values:
@@ -156,68 +191,101 @@ class Threads:
                 self.memory[word[mask]] = self.get(name)[mask]
             else:
                 np.add.at(self.memory, word[mask], self.get(name)[mask])
-            for thread in np.flatnonzero(mask):
-                kinds, threads = self.touched.setdefault(word[thread], (set(), set()))
-                kinds.add(kind)
-                threads.add(thread)
-                assert len(threads) == 1 or kinds in ({"ld"}, {"red"}), text
+            self.touch(word[mask], np.flatnonzero(mask), KINDS.index(kind))
 
-    def step(self, op, rest, mask):
+    def touch(self, word, thread, kind):
+        before, toucher = self.kind[word], self.toucher[word]
+        own = (before == NONE) | (toucher == thread)
+        assert (own | ((before == kind) & (kind != KINDS.index("st")))).all(), "a race"
+        assert kind != KINDS.index("st") or np.unique(word).size == word.size
+        self.kind[word] = np.where((before == NONE) | (before == kind), kind, KINDS.index("st"))
+        self.toucher[word] = np.where(own, thread, MANY)
+        self.toucher[word[self.toucher[word] != thread]] = MANY
+        self.afar[word] |= thread // self.of_cta != word // self.WORDS
+
+    def step(self, op, rest, mask, here):
         kind, *how = op.split(".")
-        if kind in ("ld", "st", "red"):
+        if kind in KINDS:
             self.access(kind, rest, mask)
             return
         target, *sources = rest.split(", ")
         if kind in ("bar", "setp", "vote", "redux", "shfl"):
-            assert mask.all()
+            assert (mask == here).all()
         x = [self.get(name) for name in sources]
         of_warp = x[0].reshape(-1, 32) if x else None
         if kind == "bar":
-            self.touched, self.barriers = {}, self.barriers + 1
+            assert here.all()
+            self.meet(~self.afar)
         elif kind == "setp":
-            self.values[target] = getattr(operator, how[0])(*x[:2]) & (x[2] if x[2:] else True)
+            x = getattr(operator, how[0])(*x[:2]) & (x[2] if x[2:] else True)
+            self.put_flag(target, x, here)
         elif kind == "selp":
             self.put(target, np.where(x[2], *x[:2]), mask)
         elif kind == "vote":
             self.put(target, np.packbits(of_warp, 1, "little").view("<u4").repeat(32), mask)
         elif kind == "redux":
-            self.put(target, of_warp.sum(1).repeat(32), mask)
+            join = {"add": np.sum, "min": np.min}[how[1]]
+            self.put(target, join(of_warp, 1).repeat(32), mask)
+        elif kind == "shfl" and how[1] == "idx":
+            lane = x[1].reshape(-1, 32).astype(int) % 32
+            self.put(target, np.take_along_axis(of_warp, lane, 1).ravel(), mask)
         elif kind == "shfl":
             target, inside = target.split("|")
-            self.values[inside] = self.values["%laneid"] >= x[1]
+            self.put_flag(inside, self.values["%laneid"] >= x[1], here)
             self.put(target, np.roll(of_warp, int(sources[1]), 1).ravel(), mask)
+        elif kind == "mapa":
+            self.put(target, x[0] % (4 * self.WORDS) + x[1] * (4 * self.WORDS), mask)
         else:
             self.put(target, ONE_EACH[kind](*x), mask)
 
+    def put_flag(self, name, x, mask):
+        self.values[name] = np.where(mask, x, self.values.get(name, False))
+
 
 @pytest.mark.parametrize(
-    ("columns", "warps", "num_cols", "topk"),
-    [(2048, 8, 2048, 512), (1024, 32, 1000, 999), (512, 4, 300, 1), (512, 1, 512, 100)],
+    ("columns", "warps", "ctas", "bounded", "num_cols", "topk"),
+    [
+        (2048, 8, 1, False, 2048, 512),
+        (1024, 8, 1, True, 1000, 999),
+        (512, 4, 1, False, 300, 1),
+        (2048, 2, 1, True, 2048, 500),
+        (2048, 8, 2, False, 1500, 100),
+        (1024, 8, 8, False, 1024, 600),
+    ],
 )
-def test_the_best_of_a_row_that_a_program_holds_find_their_places(columns, warps, num_cols, topk):
+def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, topk):
     each = columns // (32 * warps)
+    order = (warps, each // 4, 32, 4), (1, 3, 0, 2)
     for name, row in adversarial_scores(Draw(0, CPU), num_cols, topk).items():
         x = torch.where(row == 0, 0.0, row).numpy()
         bits = x.view(np.int32)
         keys = np.where(np.isnan(x), sm90.NAN_KEY.value, bits ^ (bits >> 31 & 0x7FFFFFFF))
         held = np.full(columns, sm90.DEAD_KEY.value, np.int32)
         held[:num_cols] = keys
-        held = held.view(np.uint32).reshape(warps, each, 32).swapaxes(0, 1).reshape(each, -1)
-        k = np.full(32 * warps, topk, np.uint32)
-        operands = {f"${each + i}": held[i] for i in range(each)} | {f"${2 * each}": k}
-        threads = Threads(operands)
-        threads.run(sm90._held_ptx(each, warps))
+        held = held.view(np.uint32).reshape(order[0]).transpose(order[1]).reshape(each, -1)
+        operands = {f"${i}": held[i] for i in range(each)}
+        operands[f"${2 * each}"] = np.full(32 * warps, topk, np.uint32)
+        operands[f"${3 * each}"] = np.full(32 * warps, keys.min(), np.int32).view(np.uint32)
+        threads = Threads(operands, ctas)
+        threads.run(sm90._best_ptx(each, warps // ctas, ctas, bounded))
         places = np.stack([threads.get(f"${i}") for i in range(each)]).view(np.int32)
-        places = torch.from_numpy(places.reshape(each, warps, 32).swapaxes(0, 1).reshape(-1))
+        places = places.reshape(each // 4, 4, warps, 32).transpose(2, 0, 3, 1)
+        places = torch.from_numpy(places.reshape(-1))
         ids = (places >= 0).nonzero()[:, 0]
         assert torch.equal(places[ids], torch.arange(topk, dtype=torch.int32)), name
         assert torch.equal(ids.int(), reference.select_topk(row[None], topk)[0]), name
-        assert threads.barriers <= 12
+        assert threads.barriers <= 16
 
 
-@pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, sm90.HELD])
-def test_a_program_holds_a_row(num_cols):
-    columns, warps = sm90.held(num_cols)
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 64, 66, 67, 132, 133, 9999])
+@pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
+@pytest.mark.parametrize("topk", [1, 512, 2048])
+def test_programs_hold_a_row(num_rows, num_cols, topk):
+    how = sm90.held(num_rows, num_cols, topk, 132)
+    if how is None:
+        assert num_rows > 132 or num_cols > sm90.HELD
+        return
+    columns, ctas = how
     assert columns >= num_cols
-    assert columns // (32 * warps) in (8, 16)
-    assert warps <= 32
+    assert 8 <= columns // ctas // (32 * min(32, columns // ctas // 256)) <= 16
+    assert ctas == 1 or ctas * num_rows <= 132

@@ -37,16 +37,18 @@ def merge(num_parts, width, topk, dtype=torch.float32, index_dtype=torch.int32):
 
 
 LAUNCHES = {
-    "one row": functools.partial(select, 1, 131072, 2048, ranges=False),
+    "a row held by eight": functools.partial(select, 1, 131072, 2048, ranges=False),
     "one very long row": functools.partial(select, 1, 1 << 20, 2048),
-    "few rows": functools.partial(select, 64, 32768, 2048),
+    "few rows": functools.partial(select, 64, 65536, 2048),
+    "rows held by four": functools.partial(select, 16, 65536, 2048),
     "a row for each multiprocessor": functools.partial(select, 128, 131072, 2048),
     "many rows": functools.partial(select, 4096, 131072, 2048),
     "short rows": functools.partial(select, 512, 1000, 512),
-    "slots": functools.partial(select, 64, 32768, 2048, page_size=61),
+    "slots": functools.partial(select, 64, 65536, 2048, page_size=61),
+    "slots, rows held by two": functools.partial(select, 64, 32768, 2048, page_size=61),
     "slots, many rows": functools.partial(select, 500, 32768, 512, page_size=64),
     "large k": functools.partial(select, 300, 65536, 6000),
-    "bfloat16": functools.partial(select, 300, 8192, 1024, dtype=torch.bfloat16),
+    "bfloat16": functools.partial(select, 300, 20000, 1024, dtype=torch.bfloat16),
     "one row held": functools.partial(select, 1, 4096, 2048, ranges=False),
     "rows held": functools.partial(select, 16, 16384, 2048),
     "rows held, bfloat16": functools.partial(select, 132, 8192, 512, dtype=torch.bfloat16),

@@ -409,8 +409,12 @@ def _select_topk() -> list[Case]:
                 build(_adversarial_rows, cols, 2048, rows),
                 large=True,
             )
-            # One row for many programs, for few, for one, for a part of one.
-            for rows, cols in ((16, 200000), (25, 200000), (100, 70000), (180, 70000), (180, 9000))
+            # One row for many programs, for few, for one, for a part of one; for the registers of
+            # one, two, four and eight.
+            for rows, cols in (
+                *((16, 200000), (25, 200000), (100, 70000), (180, 70000), (180, 30000)),
+                *((180, 9000), (60, 20000), (16, 65536), (7, 131072)),
+            )
         ),
         Case("no columns", build(make, num_cols=0), quick=True),
         Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),

@@ -1,15 +1,16 @@
 """Exact, deterministic top-k for Hopper: one program takes a row from sample to result.
 
 The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`): a sample gives
-a threshold of a value and a column, one pass lists what reaches it, counting in registers finds the
-k-th largest of the list. What Gluon adds is where things lie: a thread takes eight neighbouring
-columns, so that their places follow from each other, and then walks through the few that are hits;
-a warp has its own part of the row, of the list, and of the registers that the list is searched in;
-and a sum over the program costs one exchange between its warps. Candidates of several parts are
-searched in registers in the same way.
+a threshold of a value and a column, and one pass lists what reaches it. What Gluon adds is where
+things lie: a thread takes eight neighbouring columns, so that their places follow from each other,
+and then walks through the few that are hits; a warp has its own part of the row and of the list,
+which lies in shared memory too, and a sum over the program costs one exchange between its warps.
 
-A row that the registers of one program hold needs none of this: it is loaded once, counts in shared
-memory give the k-th largest key digit by digit, and votes of the warps give the places.
+What is listed then lies in registers. Counts in shared memory give the k-th largest key digit by
+digit, and sums over lanes and warps the places of what is chosen. A row that the registers of one
+program hold, or those of a cluster of up to eight, needs no list: it is loaded once, and its keys
+are searched like those of a list. Candidates of several parts are searched by counting in
+registers.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ NEIGHBOURS = gl.constexpr(16)
 """Columns that a sample takes together: memory gives 64 bytes at once."""
 AHEAD = gl.constexpr(4)
 """Tiles of each warp of a slice that the L2 cache gets while the threshold is sought."""
+AHEAD_OF_MANY = gl.constexpr(2)
+"""The same if there are rows for all multiprocessors: more of them would not stay there."""
 PLANE = gl.constexpr(256)
 """Columns that a warp takes at once, eight a thread."""
 PLANES = gl.constexpr(4)
@@ -258,6 +261,66 @@ def _rank(x, W: gl.constexpr):
     return earlier[:, None] + (inclusive - x), total
 
 
+@triton.constexpr_function
+def _near_ptx(capacity):
+    return f"{{ .shared .align 16 .b64 near[{capacity}]; mov.u32 $0, near; }}"
+
+
+@gluon.jit
+def _near(any, CAPACITY: gl.constexpr):
+    """Where in shared memory there is room for so many entries."""
+    return gl.inline_asm_elementwise(
+        _near_ptx(CAPACITY), "=r,r", [any], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _append_near(at, end, x, ids, mask):
+    """In shared memory, as far as there is room."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred is;
+        setp.ne.s32 is, $5, 0;
+        setp.lt.and.u32 is, $1, $2, is;
+        @is st.shared.v2.b32 [$1], {$3, $4};
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r,r,f,r",
+        [at, end, ids, x, mask.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _near_entries(at):
+    """Ids and values of entries in shared memory, of which each thread has four neighbours."""
+    ids, bits = gl.inline_asm_elementwise(
+        """
+        ld.shared.v4.b32 {$0, $4, $1, $5}, [$8];
+        ld.shared.v4.b32 {$2, $6, $3, $7}, [$8+16];
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        [at],
+        dtype=(gl.int32, gl.int32),
+        is_pure=False,
+        pack=4,
+    )
+    return ids, bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _halves(entry):
+    """The id and the value of an entry."""
+    return entry.to(gl.int32), (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _entries(at, live):
+    return _halves(gl.load(at, mask=live, other=0))
+
+
 @gluon.jit
 def _append(at, x, ids, mask):
     entry = gl.inline_asm_elementwise(
@@ -267,12 +330,25 @@ def _append(at, x, ids, mask):
 
 
 @gluon.jit
-def _append_rest(x, lists, count, value, ids, mask, W: gl.constexpr, TOGETHER: gl.constexpr):
+def _append_rest(
+    x,
+    lists,
+    near,
+    near_end,
+    count,
+    value,
+    ids,
+    mask,
+    W: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
     """Append what reaches ``value`` of ``ids``, one of a thread of some warp; the new lengths."""
     values = gl.load(x + ids, mask=mask, other=float("nan")).to(gl.float32)
     hits = (values >= value).to(gl.int32)
     before, added = _of_warp(hits, W)
     _append(lists + (count + before), values, ids, values >= value)
+    if near is not None:
+        _append_near(near + (count + before) * 8, near_end, values, ids, values >= value)
     _, added = _of_lists(added, W, TOGETHER)
     return count + added
 
@@ -440,7 +516,7 @@ def _places(hits):
 
 
 @triton.constexpr_function
-def _append_ptx(is_float32):
+def _append_ptx(is_float32, near):
     if is_float32:
         size, load, widen = 4, "ld.global.b32", ""
     else:  # bfloat16, the upper half of a float32
@@ -465,9 +541,14 @@ def _append_ptx(is_float32):
         add.s64 to, to, $1;
         add.u32 column{0}, column{0}, $4;
         @more{0} st.global.v2.b32 [to], {{column{0}, value{0}}};"""
+    if near:
+        store += """
+        mad.lo.u32 slot, place, 8, $7;
+        setp.lt.and.u32 fits, slot, $8, more{0};
+        @fits st.shared.v2.b32 [slot], {{column{0}, value{0}}};"""
     return f"""{{
-        .reg .pred more0, more1;
-        .reg .b32 hits, bit, rank, place, plane0, plane1, column0, column1, value0, value1;
+        .reg .pred more0, more1, fits;
+        .reg .b32 hits, bit, rank, place, slot, plane0, plane1, column0, column1, value0, value1;
         .reg .b64 from, to;
         mov.b32 hits, $3;
         mov.b32 rank, 0;
@@ -483,22 +564,33 @@ def _append_ptx(is_float32):
 
 
 @gluon.jit
-def _append_hits(lists, x, hits, first_id, ab, cd):
+def _append_hits(lists, near, near_end, to, x, hits, first_id, ab, cd):
     """Append the columns of a tile that are hits; each thread walks through its own, by twos.
 
     Args:
         lists: where the hits of each thread's warp go.
+        near, near_end: where in shared memory they go too, as far as there is room.
         x: each thread's first column, whose id is ``first_id``.
         hits, ab, cd: as in :func:`_places`.
     """
-    gl.inline_asm_elementwise(
-        _append_ptx(x.dtype.element_ty == gl.float32),
-        "=r,l,l,r,r,r,r",
-        [lists.to(gl.int64), x.to(gl.int64), hits, first_id, ab, cd],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if near is None:
+        gl.inline_asm_elementwise(
+            _append_ptx(x.dtype.element_ty == gl.float32, False),
+            "=r,l,l,r,r,r,r",
+            [lists.to(gl.int64), x.to(gl.int64), hits, first_id, ab, cd],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        gl.inline_asm_elementwise(
+            _append_ptx(x.dtype.element_ty == gl.float32, True),
+            "=r,l,l,r,r,r,r,r,r",
+            [lists.to(gl.int64), x.to(gl.int64), hits, first_id, ab, cd, near + to * 8, near_end],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -541,13 +633,15 @@ def _fetch(groups, column, mask):
 
 
 @gluon.jit
-def _fetch_first(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
-    """Start to read the first AHEAD tiles of each warp."""
+def _fetch_first(
+    x, size, index, slices, TILES: gl.constexpr, W: gl.constexpr, TOGETHER: gl.constexpr
+):
+    """Start to read the first TILES tiles of each warp."""
     head, end, share, begin = _divide(x, size, index, slices, W, TOGETHER)
     STEP: gl.constexpr = W * TILE if TOGETHER else TILE
     tile = gl.arange(0, W * 32, begin.type.layout) % 32
     column = begin + tile * STEP
-    mask = (tile < AHEAD) & (tile * STEP < share) & (column + TILE <= end)
+    mask = (tile < TILES) & (tile * STEP < share) & (column + TILE <= end)
     _fetch(x + head, column, mask)
 
 
@@ -555,6 +649,7 @@ def _fetch_first(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr
 def _collect(
     x,
     lists,
+    near,
     counts,
     limit,
     size,
@@ -564,12 +659,14 @@ def _collect(
     slices,
     W: gl.constexpr,
     TOGETHER: gl.constexpr,
+    SHARE: gl.constexpr,
 ):
     """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
 
     Either each warp has a list of its own, for a part of the slice, so that warps do not wait for
     each other; or they fill one list TOGETHER. Stores how many there are for each list. They are in
-    the list only if they are at most ``limit``; a tile behind it may be written too.
+    the list only if they are at most ``limit``; a tile behind it may be written too. If ``near`` is
+    given, the first SHARE entries of each warp's list are also there.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     THREAD: gl.constexpr = gl.SliceLayout(1, L)
@@ -593,9 +690,13 @@ def _collect(
     begin += head
     lists += which * (limit + TILE)
     count = thread * 0
+    near_end = None
+    if near is not None:
+        near += warp * (SHARE * 8)
+        near_end = near + SHARE * 8
     if head > 0:
         first = (index * W + warp == 0) & (lane < head)
-        count = _append_rest(x, lists, count, value, lane, first, W, TOGETHER)
+        count = _append_rest(x, lists, near, near_end, count, value, lane, first, W, TOGETHER)
     first_id = begin + lane * 8
     tile = ()
     for i in gl.static_range(PLANES):
@@ -613,7 +714,7 @@ def _collect(
         earlier, added = _of_lists(added, W, TOGETHER)
         # A tile too much goes behind the list, where nobody looks.
         to = gl.where(count + added <= limit, count + earlier, limit)
-        _append_hits(lists + to, source, hits, first_id, ab, cd)
+        _append_hits(lists + to, near, near_end, to, source, hits, first_id, ab, cd)
         count += added
         tile = following
         group += STEP
@@ -625,7 +726,7 @@ def _collect(
         last_value = gl.where(column > head + end, value, over)
         to = gl.minimum(count, limit)
         ids = head + end + lane
-        count += _append_rest(x, lists, to, last_value, ids, last, W, TOGETHER) - to
+        count += _append_rest(x, lists, near, near_end, to, last_value, ids, last, W, TOGETHER) - to
     gl.store(counts + which, count, mask=thread % (W // LISTS * 32) == 0)
     return count
 
@@ -750,6 +851,7 @@ def _row(
     x,
     out,
     lists,
+    near,
     counts,
     limit,
     size,
@@ -766,7 +868,8 @@ def _row(
     """Write the ids of a row of more than k columns.
 
     A row of more than CAPACITY columns comes with LISTS lists, whose lengths are ``counts``, unless
-    it is FRESH. Lists with too many entries or too few are made again.
+    it is FRESH. Lists with too many entries or too few are made again. If there is room for fresh
+    lists ``near``, in shared memory, they are also there, each as far as its share goes.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([LISTS], [32], [W], [0])
@@ -807,6 +910,8 @@ def _row(
                 ratio = gl.fdiv(middle, gl.maximum(count, 1).to(gl.float32))
                 factor = gl.where(tries == 0, 1.0, ratio)
                 at, values = _sample(x, size, SAMPLE, W)
+                if FRESH and W < 16:  # sixteen warps alone have as much on its way without
+                    _fetch_first(x, size, 0, 1, AHEAD_OF_MANY, W, False)
                 key, column = _guess(at, values, size, k, factor, CAPACITY, W)
             else:
                 key, reached, above = _settle(x, size, k, CAPACITY, W)
@@ -820,7 +925,9 @@ def _row(
                 room = limit
                 if not FRESH:
                     room = size * 0 + CAPACITY
-                added = _collect(x, lists, counts, room, size, key, column, 0, 1, W, not FRESH)
+                added = _collect(
+                    x, lists, near, counts, room, size, key, column, 0, 1, W, not FRESH, SHARE
+                )
                 barrier()  # the lists and their lengths have been written
                 added = _of(added, gl.BlockedLayout([1], [32], [W], [0]))
                 of_warp = gl.max(gl.reshape(added, [W, 32]), 1)
@@ -849,31 +956,31 @@ def _row(
             live = j < size
         else:
             if FRESH:
-                source = j // SHARE * pitch + j % SHARE
                 live = lane[None, :] < own[:, None]
                 if longest > SHARE:
                     live = j < count
-                    source = _sources(counts, j, pitch, LISTS)
-                entry = gl.load(lists + source, mask=live, other=0).to(gl.int64)
+                    ids, values = _entries(lists + _sources(counts, j, pitch, LISTS), live)
+                elif near is None:
+                    ids, values = _entries(lists + (j // SHARE * pitch + j % SHARE), live)
+                else:
+                    ids, values = _near_entries(near + j * 8)
             elif longest > SHARE:
                 live = j < count
-                entry = gl.load(lists + _sources(counts, j, pitch, LISTS), mask=live, other=0)
-            ids = entry.to(gl.int32)
-            values = (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+                ids, values = _entries(lists + _sources(counts, j, pitch, LISTS), live)
+            else:
+                ids, values = _halves(entry)
         keys = gl.where(live, _keys(values), DEAD_KEY)
-        least = key  # all that is listed reaches it
-        if size <= CAPACITY:
-            least = -_max(gl.where(live, -keys, -END_KEY), W)
-        threshold, _, above = _kth_largest(values, keys, live, least, count, k, W)
-        none = above * 0
-        _place(out, ids, keys, threshold, none, none, k - above, pages, row, PAGE_SIZE, W)
+        place = _places_of_best(keys, k, key, 1)  # all that is listed reaches the threshold
+        gl.store(out + place, _name(ids, place >= 0, pages, row, PAGE_SIZE), mask=place >= 0)
 
 
 @gluon.jit
-def _short_row(out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr):
+def _short_row(
+    out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr, LINE: gl.constexpr
+):
     """All ids of a row of at most k columns, then -1."""
     for base in range(0, k, W * 32):
-        ids = base + gl.arange(0, W * 32, gl.BlockedLayout([1], [32], [W], [0]))
+        ids = base + gl.arange(0, W * 32, LINE)
         named = _name(ids, ids < size, pages, row, PAGE_SIZE)
         gl.store(out + ids, gl.where(ids < size, named, -1), mask=ids < k)
 
@@ -931,13 +1038,15 @@ def _collect_kernel(
         x = scores + row * stride_scores + start
         # Every slice of the row comes to the same threshold.
         ids, values = _sample(x, size, SAMPLE, WARPS)
-        _fetch_first(x, size, index, slices, WARPS, TOGETHER)
+        _fetch_first(x, size, index, slices, AHEAD, WARPS, TOGETHER)
         key, column = _guess(ids, values, size, k, 1.0, CAPACITY, WARPS)
         first = gl.program_id(0).to(gl.int64) * LISTS
         lists += first * (limit + TILE)
         counts += first
         gl.store(lists + limit, key.to(gl.int64))
-        _collect(x, lists, counts, limit, size, key, column, index, slices, WARPS, TOGETHER)
+        _collect(
+            x, lists, None, counts, limit, size, key, column, index, slices, WARPS, TOGETHER, 0
+        )
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -974,7 +1083,7 @@ def _finish_kernel(
     x = scores + row * stride_scores + start
     o = out + row * stride_out
     if size <= k:
-        _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS)
+        _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, _line_of_cluster(WARPS, 1))
     else:
         lists += row * LISTS * (limit + TILE)
         counts += row * LISTS
@@ -982,6 +1091,7 @@ def _finish_kernel(
             x,
             o,
             lists,
+            None,
             counts,
             limit,
             size,
@@ -1025,6 +1135,9 @@ def _select_kernel(
     pages = Pages(table, request_ids, num_requests, width, stride)
     lists += gl.program_id(0).to(gl.int64) * WARPS * (limit + TILE)
     counts += gl.program_id(0) * WARPS
+    near = None
+    if CAPACITY <= 4096:
+        near = _near(num_rows, CAPACITY)
     for index in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         row = index.to(gl.int64)
         start, end = _row_range(row_starts, row_ends, row, num_cols)
@@ -1032,12 +1145,13 @@ def _select_kernel(
         x = scores + row * stride_scores + start
         o = out + row * stride_out
         if size <= k:
-            _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS)
+            _short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, _line_of_cluster(WARPS, 1))
         else:
             _row(
                 x,
                 o,
                 lists,
+                near,
                 counts,
                 limit,
                 size,
@@ -1055,70 +1169,128 @@ def _select_kernel(
 
 
 HELD = 16384
-"""Columns of a row that one program holds in its registers."""
+"""Columns that the registers of one program hold."""
+CLUSTER = 8
+"""Programs that may share a row."""
 DIGITS = (11, 11, 10)
 """Bits of a key that it counts by at a time, from the highest."""
 
 
 @triton.constexpr_function
-def _held_ptx(each, warps):
+def _best_ptx(each, warps, ctas, bounded):
     bins = 1 << DIGITS[0]
     own = bins // (32 * warps)  # bins of a thread
     wide = min(own, 4)
     suffix = f".v{wide}" if wide > 1 else ""
-    keys, steps = range(each), range(len(DIGITS))
+    keys, steps, words = range(each), range(len(DIGITS)), range((each + 15) // 16)
+    room = bins + 4  # and one for the keys that none of them counts
     code = []
+
+    def first_bin(step):
+        return 0 if bounded else step * room
 
     def add(text):
         code.extend(line.strip() for line in text.strip().splitlines())
 
-    def vector(names):
+    def some(name, first):
+        names = [f"{name}{i}" for i in range(first, first + wide)]
         return "{" + ", ".join(names) + "}" if wide > 1 else names[0]
 
-    def sum_of_earlier(step, leader, mine):
-        # What the warps before this one have: ``mine`` of one lane of each.
+    def meet():
+        add("""
+            barrier.cluster.arrive.release.aligned;
+            barrier.cluster.wait.acquire.aligned;""")
+
+    def sum_of_lanes():
+        # What this lane and those before it have, for what it has.
+        for lanes in (1, 2, 4, 8, 16):
+            add(f"""
+                shfl.sync.up.b32 more|is, upto, {lanes}, 0, -1;
+                @is add.u32 upto, upto, more;""")
+
+    def total_of_bins():
+        add("mov.b32 mine, bin0;")
+        for i in range(1, own):
+            add(f"add.u32 mine, mine, bin{i};")
+        add("mov.b32 upto, mine;")
+        sum_of_lanes()
+
+    def sum_of_earlier_warps(step, leader, mine):
+        # What one lane of each has; ``more`` is left with what each warp has, a lane for each.
         add(f"""
             @{leader} st.shared.b32 [of_warp+{128 * step}], {mine};
             bar.sync 0;
-            mov.b32 before, 0;
-            @earlier ld.shared.b32 before, [of_lane+{128 * step}];
+            mov.b32 more, 0;
+            @a_warp ld.shared.b32 more, [of_lane+{128 * step}];
+            selp.b32 before, more, 0, earlier;
             redux.sync.add.s32 before, before, -1;""")
 
     def vote(step, compare):
-        # The lanes whose key is so, for each key of a thread; how many the warps before have.
-        add("mov.b32 mine, 0;")
+        # A byte for each four neighbours of a thread: how many of them are so, and how many there
+        # are in the lanes before. Then what all earlier warps have.
+        for word in words:
+            add(f"mov.b32 own{word}, 0;")
         for i in keys:
             add(f"""
-                setp.{compare}.u32 is, key{i}, bound;
-                vote.sync.ballot.b32 vote{i}, is, -1;
-                popc.b32 more, vote{i};
-                add.u32 mine, mine, more;""")
-        sum_of_earlier(step, "first_lane", "mine")
+                setp.{compare}.u32 is, ${i}, bound;
+                @is add.u32 own{i // 16}, own{i // 16}, {1 << i // 4 % 4 * 8};""")
+        add("mov.b32 mine, 0;")
+        for word in words:
+            add(f"mov.b32 upto, own{word};")
+            sum_of_lanes()
+            add(f"""
+                sub.u32 own{word}, upto, own{word};
+                shfl.sync.idx.b32 all{word}, upto, 31, 31, -1;
+                dp4a.u32.u32 mine, all{word}, 0x01010101, mine;""")
+        sum_of_earlier_warps(step, "first_lane", "mine")
+        if ctas > 1:
+            at = 128 * (step + len(DIGITS))
+            add(f"""
+                redux.sync.add.s32 mine, more, -1;
+                min.u32 more, lane, {ctas - 1};
+                mapa.shared::cluster.u32 there, of_cta, more;
+                setp.lt.u32 is, lane, {ctas};
+                setp.eq.and.u32 is, warp, 0, is;
+                @is st.shared::cluster.b32 [there+{at}], mine;""")
+            meet()
+            add(f"""
+                mov.b32 mine, 0;
+                setp.lt.u32 is, lane, cta;
+                @is ld.shared.b32 mine, [of_lane+{at}];
+                redux.sync.add.s32 mine, mine, -1;
+                add.u32 before, before, mine;""")
 
-    def rank(i):
-        # How many votes come before this lane's, in the order of columns, and whether it has one.
-        add(f"""
-            and.b32 more, vote{i}, below;
-            popc.b32 rank, more;
-            add.u32 rank, rank, before;
-            popc.b32 more, vote{i};
-            add.u32 before, before, more;
-            and.b32 more, vote{i}, self;
-            setp.ne.u32 is, more, 0;""")
+    def ranks(compare, use):
+        # How many are so before each of them, in the order of columns.
+        for i in keys:
+            if i % 4 == 0:
+                byte = f"{i // 16}, {i // 4 % 4 * 8}, 8"
+                add(f"""
+                    bfe.u32 rank, own{byte};
+                    add.u32 rank, rank, before;
+                    bfe.u32 more, all{byte};
+                    add.u32 before, before, more;""")
+            add(f"""
+                setp.{compare}.u32 is, ${i}, bound;
+                {use.format(i)}
+                @is add.u32 rank, rank, 1;""")
 
     add(f"""
-        .reg .pred is, first_lane, last_lane, earlier;
-        .reg .b32 lane, warp, self, below, of_warp, of_lane, base, bins, bin<{own}>;
-        .reg .b32 key<{each}>, vote<{each}>, bound, start, digit, left, count;
-        .reg .b32 zero, mine, upto, before, rank, more;
-        .shared .align 16 .b32 counts[{bins * len(DIGITS)}];
-        .shared .align 16 .b32 sums[{32 * (len(DIGITS) + 2)}];
+        .reg .pred is, drop, first_lane, last_lane, a_warp, earlier;
+        .reg .b32 lane, warp, cta, of_warp, of_lane, of_cta, there, base, bins, group;
+        .reg .b32 bin<{own}>, one<{own}>, own<{len(words)}>, all<{len(words)}>, zero<4>;
+        .reg .b32 bound, start, digit, left, count, shift, width, best;
+        .reg .b32 mine, upto, before, rank, more;
+        .shared .align 16 .b32 counts[{room * (1 if bounded else len(DIGITS))}];
+        .shared .align 16 .b32 sums[{32 * (len(DIGITS) + 5)}];
         .shared .align 16 .b32 found[{4 * len(DIGITS)}];
         mov.u32 lane, %laneid;
-        mov.u32 self, %lanemask_eq;
-        mov.u32 below, %lanemask_lt;
         mov.u32 more, %tid.x;
         shr.u32 warp, more, 5;
+        mov.b32 zero0, 0;
+        mov.b32 zero1, 0;
+        mov.b32 zero2, 0;
+        mov.b32 zero3, 0;
         mov.u32 base, counts;
         mad.lo.u32 bins, more, {4 * own}, base;
         mov.u32 more, sums;
@@ -1127,61 +1299,130 @@ def _held_ptx(each, warps):
         setp.eq.u32 first_lane, lane, 0;
         setp.eq.u32 last_lane, lane, 31;
         setp.lt.u32 earlier, lane, warp;
-        mov.b32 zero, 0;
+        setp.lt.u32 a_warp, lane, {warps};
         mov.b32 bound, 0;
+        mov.b32 shift, 32;
         sub.u32 left, ${2 * each}, 1;""")
-    for step in steps:
+    if ctas > 1:
+        add("""
+            mov.u32 cta, %cluster_ctarank;
+            mad.lo.u32 of_cta, cta, 4, more;""")
+    for first in sorted({first_bin(step) for step in steps}):
         for i in range(0, own, wide):
-            at = 4 * (step * bins + i)
-            add(f"st.shared{suffix}.b32 [bins+{at}], {vector(['zero'] * wide)};")
+            add(f"st.shared{suffix}.b32 [bins+{4 * (first + i)}], {some('zero', 0)};")
     for i in keys:  # as unsigned numbers, the best the smallest
-        add(f"xor.b32 key{i}, ${each + i}, 0x7fffffff;")
-    add("bar.sync 0;")
-    shift = 32
+        add(f"xor.b32 ${i}, ${i}, 0x7fffffff;")
+    if bounded:  # from the best on, so that the first digit tells keys apart that are close
+        add("mov.b32 best, -1;")
+        for i in keys:
+            add(f"min.u32 best, best, ${i};")
+        add(f"""
+            redux.sync.min.u32 best, best, -1;
+            @first_lane st.shared.b32 [of_warp+{128 * (len(DIGITS) + 2)}], best;
+            bar.sync 0;
+            mov.b32 best, -1;
+            @a_warp ld.shared.b32 best, [of_lane+{128 * (len(DIGITS) + 2)}];
+            redux.sync.min.u32 best, best, -1;
+            xor.b32 more, ${3 * each}, 0x7fffffff;
+            sub.u32 more, more, best;
+            clz.b32 more, more;
+            sub.u32 shift, shift, more;""")
+        for i in keys:
+            add(f"sub.u32 ${i}, ${i}, best;")
+    else:
+        add("bar.sync 0;")
     for step, bits in enumerate(DIGITS):
         # Each bin counts the keys that begin with ``bound`` and have its number as next digit.
-        shift -= bits
-        add(f"shl.b32 start, bound, {bits};")
+        if bounded and step > 0:
+            for i in range(0, own, wide):
+                add(f"st.shared{suffix}.b32 [bins+{4 * i}], {some('zero', 0)};")
+            add("bar.sync 0;")
+        if bounded:
+            add(f"""
+                min.u32 width, shift, {DIGITS[0]};
+                sub.u32 shift, shift, width;
+                shl.b32 start, bound, width;""")
+            by, most = "shift", bins
+        else:
+            by, most = 32 - sum(DIGITS[: step + 1]), 1 << bits
+            add(f"shl.b32 start, bound, {bits};")
         for i in keys:
             add(f"""
-                shr.u32 digit, key{i}, {shift};
-                sub.u32 digit, digit, start;
-                setp.lt.u32 is, digit, {1 << bits};
+                shr.u32 digit, ${i}, {by};
+                sub.u32 digit, digit, start;""")
+            if bounded or step > 0:
+                add(f"min.u32 digit, digit, {most};")
+            add(f"""
                 mad.lo.u32 digit, digit, 4, base;
-                @is red.shared.add.u32 [digit+{4 * step * bins}], 1;""")
+                red.shared.add.u32 [digit+{4 * first_bin(step)}], 1;""")
         add("bar.sync 0;")
         for i in range(0, own, wide):
-            names = [f"bin{j}" for j in range(i, i + wide)]
-            add(f"ld.shared{suffix}.b32 {vector(names)}, [bins+{4 * (step * bins + i)}];")
-        add("mov.b32 mine, bin0;")
-        for i in range(1, own):
-            add(f"add.u32 mine, mine, bin{i};")
-        add("mov.b32 upto, mine;")
-        for lanes in (1, 2, 4, 8, 16):
+            add(f"ld.shared{suffix}.b32 {some('bin', i)}, [bins+{4 * (first_bin(step) + i)}];")
+        # In the bins of which thread is the key that has ``left`` before it?
+        if ctas == 1:
+            total_of_bins()
+            sum_of_earlier_warps(step, "last_lane", "upto")
+            add("""
+                sub.u32 upto, upto, mine;
+                add.u32 before, before, upto;
+                sub.u32 digit, bins, base;
+                shr.u32 digit, digit, 2;""")
+        else:
+            for i in range(1, own):
+                add(f"add.u32 bin0, bin0, bin{i};")
             add(f"""
-                shfl.sync.up.b32 more|is, upto, {lanes}, 0, -1;
-                @is add.u32 upto, upto, more;""")
-        sum_of_earlier(step, "last_lane", "upto")
-        # The bin with the key that has ``left`` before it: in all others ``rank``, which may be
-        # negative and so a large unsigned number, is not below the count.
-        add("""
-            add.u32 before, before, upto;
-            sub.u32 before, before, mine;
-            sub.u32 rank, left, before;
-            sub.u32 digit, bins, base;
-            shr.u32 digit, digit, 2;""")
+                redux.sync.add.s32 mine, bin0, -1;
+                @first_lane st.shared.b32 [of_warp+{128 * step}], mine;""")
+            meet()
+            # One warp of each program looks: in the bins of which warp, then of which of its lanes.
+            add(f"""
+                setp.ne.u32 is, warp, 0;
+                @is bra.uni FOUND{step};
+                mov.b32 mine, 0;""")
+            for cta in range(ctas):
+                add(f"""
+                    mapa.shared::cluster.u32 there, of_lane, {cta};
+                    @a_warp ld.shared::cluster.b32 more, [there+{128 * step}];
+                    @a_warp add.u32 mine, mine, more;""")
+            add("mov.b32 upto, mine;")
+            sum_of_lanes()
+            add(f"""
+                sub.u32 before, upto, mine;
+                sub.u32 rank, left, before;
+                setp.lt.u32 is, rank, mine;
+                vote.sync.ballot.b32 digit, is, -1;
+                clz.b32 digit, digit;
+                sub.u32 digit, 31, digit;
+                shfl.sync.idx.b32 left, rank, digit, 31, -1;
+                mul.lo.u32 digit, digit, {32 * own};
+                mad.lo.u32 digit, lane, {own}, digit;
+                mad.lo.u32 group, digit, 4, base;""")
+            for cta in range(ctas):
+                name = "one" if cta else "bin"
+                add(f"mapa.shared::cluster.u32 there, group, {cta};")
+                for i in range(0, own, wide):
+                    at = 4 * (first_bin(step) + i)
+                    add(f"ld.shared::cluster{suffix}.b32 {some(name, i)}, [there+{at}];")
+                for i in range(own if cta else 0):
+                    add(f"add.u32 bin{i}, bin{i}, one{i};")
+            total_of_bins()
+            add("sub.u32 before, upto, mine;")
+        # In all other bins ``rank``, which may be negative and so a large unsigned number, is not
+        # below the count.
+        add("sub.u32 rank, left, before;")
         for i in range(own):
             add(f"""
                 setp.lt.u32 is, rank, bin{i};
-                @is st.shared.v4.b32 [found+{16 * step}], {{digit, rank, bin{i}, zero}};
+                @is st.shared.v4.b32 [found+{16 * step}], {{digit, rank, bin{i}, zero0}};
                 sub.u32 rank, rank, bin{i};
                 add.u32 digit, digit, 1;""")
         add(f"""
+            FOUND{step}:
             bar.sync 0;
             ld.shared.v4.b32 {{digit, left, count, more}}, [found+{16 * step}];
             add.u32 start, start, digit;
             add.u32 bound, start, 1;
-            shl.b32 bound, bound, {shift};
+            shl.b32 bound, bound, {by};
             sub.u32 bound, bound, 1;
             add.u32 more, left, 1;
             setp.eq.u32 is, more, count;
@@ -1189,38 +1430,53 @@ def _held_ptx(each, warps):
             mov.b32 bound, start;""")
     # More keys equal the last than are wanted: those in later columns are dropped.
     vote(len(DIGITS), "eq")
-    for i in keys:
-        rank(i)
-        add(f"""
-            setp.gt.and.u32 is, rank, left, is;
-            @is mov.b32 key{i}, -1;""")
+    ranks("eq", "setp.gt.and.u32 drop, rank, left, is; @drop mov.b32 ${0}, -1;")
     add("CHOSEN:")
     vote(len(DIGITS) + 1, "le")
-    for i in keys:
-        rank(i)
-        add(f"selp.b32 ${i}, rank, -1, is;")
+    ranks("le", "selp.b32 ${0}, rank, -1, is;")
     return "{\n" + "\n".join(code) + "\n}"
 
 
 @triton.constexpr_function
-def _held_constraints(each):
-    return ",".join(["=&r"] * each + ["r"] * (2 * each))
+def _best_constraints(each):
+    return ",".join(["=r"] * each + [str(i) for i in range(each)] + ["r"] * (2 * each))
+
+
+@triton.constexpr_function
+def _of_cluster(warps, ctas):
+    """Programs of a cluster have neighbouring parts of a row, and so have their warps."""
+    programs = [[1 << i, 0] for i in range(ctas.bit_length() - 1)]
+    return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0], programs)
+
+
+@triton.constexpr_function
+def _line_of_cluster(warps, ctas):
+    programs = [[1 << i] for i in range(ctas.bit_length() - 1)]
+    return gl.BlockedLayout([1], [32], [warps], [0], programs)
 
 
 @gluon.jit
-def _places_of_best(keys, k):
-    """Where the k best of more than k keys [W, N] go, and -1 for all others.
+def _places_of_best(keys, k, least, CTAS: gl.constexpr):
+    """Where the k best of k or more keys [CTAS * W, N] go, and -1 for all others.
 
-    Columns are divided among warps, and neighbours are in neighbouring lanes: what is chosen of
-    them goes to neighbouring places. Counts in shared memory find the digits of the k-th largest
-    key one after the other, until all keys that begin with them are wanted.
+    Neighbours are in neighbouring lanes, and a warp's keys follow those of the warp before: what is
+    chosen of them goes to neighbouring places. Counts in shared memory find the digits of the k-th
+    largest key one after the other, until all keys that begin with them are wanted.
+
+    Args:
+        least: not above any key that counts; None if that is not known.
+        CTAS: programs of a cluster that have the keys.
     """
-    W: gl.constexpr = keys.shape[0]
+    W: gl.constexpr = keys.shape[0] // CTAS
     EACH: gl.constexpr = keys.shape[1] // 32
+    BOUNDED: gl.constexpr = least is not None
+    bound = k
+    if BOUNDED:
+        bound = least
     return gl.inline_asm_elementwise(
-        _held_ptx(EACH, W),
-        _held_constraints(EACH),
-        [keys, k],
+        _best_ptx(EACH, W, CTAS, BOUNDED),
+        _best_constraints(EACH),
+        [keys, k, bound],
         dtype=gl.int32,
         is_pure=False,
         pack=EACH,
@@ -1244,26 +1500,34 @@ def _held_kernel(
     stride,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
+    CTAS: gl.constexpr,
+    FOURS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """The ids of a row of at most COLUMNS columns, each of which lies in a register."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    L: gl.constexpr = _of_cluster(WARPS, CTAS)
+    ALL: gl.constexpr = WARPS * CTAS
     pages = Pages(table, request_ids, num_requests, width, stride)
     row = gl.program_id(0).to(gl.int64)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, L))
-    lane = gl.arange(0, COLUMNS // WARPS, gl.SliceLayout(0, L))
-    column = warp[:, None] * (COLUMNS // WARPS) + lane[None, :]
+    warp = gl.arange(0, ALL, gl.SliceLayout(1, L))
+    lane = gl.arange(0, COLUMNS // ALL, gl.SliceLayout(0, L))
+    column = warp[:, None] * (COLUMNS // ALL) + lane[None, :]
     # Before it is known where the row starts and ends; no column is needed if all are chosen.
-    within = (column < num_cols) & (num_cols > k)
-    values = gl.load(scores + row * stride_scores + column, mask=within, other=0.0)
+    if FOURS:
+        first = scores + gl.multiple_of(row * stride_scores, 4)
+        within = column // 4 * 4 < num_cols
+    else:
+        first = scores + row * stride_scores
+        within = column < num_cols
+    values = gl.load(first + column, mask=within & (num_cols > k), other=0.0)
     start, end = _row_range(row_starts, row_ends, row, num_cols)
     o = out + row * stride_out
     if end - start <= k:
-        _short_row(o, end - start, k, pages, row, PAGE_SIZE, WARPS)
+        _short_row(o, end - start, k, pages, row, PAGE_SIZE, ALL, _line_of_cluster(WARPS, CTAS))
     else:
         live = (column >= start) & (column < end)
         keys = gl.where(live, _keys(values.to(gl.float32)), DEAD_KEY)
-        place = _places_of_best(keys, k)
+        place = _places_of_best(keys, k, None, CTAS)
         ids = _name(column - start, place >= 0, pages, row, PAGE_SIZE)
         gl.store(o + place, ids, mask=place >= 0)
 
@@ -1320,8 +1584,7 @@ def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
     slices = 1 << (slices.bit_length() - 1)
     if slices > 1:
         together = slices * 8 > 32
-        finish_warps = 16 if together or capacity > 4096 else 8
-        how = Plan(slices, capacity, sample, num_rows, 8, finish_warps, 128, together=together)
+        how = Plan(slices, capacity, sample, num_rows, 8, 16, 128, together=together)
     elif num_rows <= processors:
         warps = 16 if num_cols > 1 << 16 or capacity > 4096 else 8
         how = Plan(1, capacity, sample, num_rows, warps, registers=2048 // warps)
@@ -1367,16 +1630,32 @@ def select_topk(
     ranges = (row_starts, row_ends)
     if num_rows == 0:
         return
-    if num_cols <= HELD and num_rows <= num_multiprocessors(scores.device):
+    how = held(num_rows, num_cols, topk, num_multiprocessors(scores.device))
+    if how is not None:
         pages = portable.POSITIONS
         if page_table is not None and request_ids is not None:
             pages = Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
-        launch_held(scores, topk, ranges, out, pages, page_size or 0)
+        launch_held(scores, topk, ranges, out, pages, page_size or 0, *how)
     else:
         how = plan(num_rows, num_cols, topk, scores.device)
         portable.in_turns(
             launch, how, scores, topk, ranges, page_table, request_ids, page_size, out
         )
+
+
+def held(num_rows: int, num_cols: int, topk: int, processors: int) -> tuple[int, int] | None:
+    """Columns that programs hold a row of this size in, and how many do; None if lists are faster.
+
+    Clusters of more than two programs do not fill all multiprocessors.
+    """
+    columns = max(2048, triton.next_power_of_2(num_cols))
+    if num_rows > processors and num_cols > max(4096, 8 * topk):
+        return None
+    ctas = 1
+    if columns > HELD:
+        most = max(processors // (2 * num_rows), 2 if 2 * num_rows <= processors else 1)
+        ctas = min(CLUSTER, columns // 8192, 1 << (most.bit_length() - 1))
+    return (columns, ctas) if columns <= HELD * ctas else None
 
 
 def launch_held(
@@ -1386,10 +1665,12 @@ def launch_held(
     out: Tensor,
     pages: Pages,
     page_size: int,
+    columns: int,
+    ctas: int,
 ) -> None:
-    """A program for each row, which holds it."""
+    """A cluster of programs for each row, which hold it."""
     num_rows, num_cols = scores.shape
-    columns, warps = held(num_cols)
+    warps = min(32, columns // ctas // 256)
     _held_kernel[(num_rows,)](
         scores,
         out,
@@ -1401,16 +1682,13 @@ def launch_held(
         *pages,
         COLUMNS=columns,
         WARPS=warps,
+        CTAS=ctas,
+        FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
         PAGE_SIZE=page_size,
         num_warps=warps,
-        maxnreg=2048 // warps,
+        num_ctas=ctas,
+        maxnreg=min(255, 2048 // warps),
     )
-
-
-def held(num_cols: int) -> tuple[int, int]:
-    """Columns and warps of a program that holds a row of at most HELD columns."""
-    columns = max(2048, triton.next_power_of_2(num_cols))
-    return columns, min(32, columns // 256)
 
 
 launch = functools.partial(
