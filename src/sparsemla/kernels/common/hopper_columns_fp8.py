@@ -55,6 +55,9 @@ KEYS = gl.constexpr(128)
 GROUP = gl.constexpr(16)
 """Keys whose rows are copied at once."""
 TILES = gl.constexpr(2)
+STEP = gl.constexpr(16)
+"""Keys whose values are multiplied at once: one step of a product, so that each instruction adds to
+other sums than the one before it, for which it would wait."""
 
 # The warpgroup that copies: a thread finds the row of one key, a warp takes 512 bytes of a row at
 # once, so that few of its pieces lie in two cache lines.
@@ -99,28 +102,27 @@ def scale_dims(blocks):
 
 
 @triton.constexpr_function
-def value_dims(keys):
-    """A thread's codes for the weighted values: 4 neighbouring dims of a quarter of the keys."""
-    own = [[8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
+def value_dims():
+    """A thread's codes for the weighted values: 8 neighbouring dims of a quarter of the keys."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], *own],
-        [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        [[0, 32], [0, 64], [0, 128]],
+        [[0, 1], [0, 2], [1, 0], [0, 4], [8, 0]],
+        [[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
+        [[0, 64], [0, 128], [0, 256]],
         [],
-        [keys, 256],
+        [16, 512],
     )
 
 
 @triton.constexpr_function
 def result_dims(n):
-    """A thread's results: 4 neighbouring dims of each of its heads."""
+    """A thread's results: 8 neighbouring dims of each of its heads."""
     heads = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [0, 1], *heads],
-        [[0, 2], [0, 4], [4, 0], [8, 0], [16, 0]],
-        [[32, 0], [64, 0], [128, 0]],
+        [[1, 0], [2, 0], [4, 0], [0, 1], *heads],
+        [[0, 2], [0, 4], [8, 0], [16, 0], [32, 0]],
+        [[64, 0], [128, 0], [256, 0]],
         [],
-        [256, n],
+        [512, n],
     )
 
 
@@ -158,12 +160,6 @@ ROUND = gl.constexpr("""{
 def block_of(scale_block):
     """Dims that are multiplied at once: as many as 128 that share a scale."""
     return 64 if scale_block == 64 else 128
-
-
-@triton.constexpr_function
-def keys_of(scale_block, n):
-    """Keys whose values are multiplied at once: as many as registers allow."""
-    return 32 if scale_block == 64 and n == 32 else 64
 
 
 @triton.constexpr_function
@@ -233,7 +229,7 @@ def copy_rows(to, group, source, starts, END: gl.constexpr, UNIT: gl.constexpr, 
     real = start >= 0
     if to.shape[1] > END:
         real = real & (dim < END)
-    async_load(to, source + gl.where(start >= 0, start, 0) * UNIT + dim, mask=real)
+    async_load(to, source + start * UNIT + dim, mask=real)
 
 
 @gluon.jit
@@ -328,27 +324,18 @@ def keys_by_dims(codes, WIDTH: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def dims_by_keys(
-    codes,
-    factors,
-    PART: gl.constexpr,
-    STEP: gl.constexpr,
-    L: gl.constexpr,
-    SCORES: gl.constexpr,
-):
-    """Half of the dims and some keys of a tile as the left operand of the weighted values.
+def dims_by_keys(codes, factors, PART: gl.constexpr, L: gl.constexpr, SCORES: gl.constexpr):
+    """Some keys of a tile as the left operand of the weighted values.
 
     The instructions pair neighbouring keys where neighbouring dims were, so axes change places.
     """
-    HALF: gl.constexpr = PART * STEP // KEYS
-    FIRST: gl.constexpr = PART * STEP % KEYS
-    x = codes.slice(FIRST, STEP, dim=0).slice(HALF * 256, 256, dim=1).load(value_dims(STEP))
+    x = codes.slice(PART * STEP, STEP, dim=0).load(value_dims())
     if has_factors(L.fp8_dim, L.scale_block):
-        BLOCKS: gl.constexpr = 256 // block_of(L.scale_block)
-        x = x.reshape(STEP // 2, 2, BLOCKS, 256 // BLOCKS)
+        BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
+        x = x.reshape(STEP // 2, 2, BLOCKS, 512 // BLOCKS)
         LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
-        pairs = reinterpret(factors, gl.int32, [2, BLOCKS, 64], WORDS2).index(HALF)
-        factor = pairs.slice(FIRST // 2, STEP // 2, dim=1).permute((1, 0)).load(LAYOUT)
+        pairs = reinterpret(factors, gl.int32, [BLOCKS, 64], WORDS2)
+        factor = pairs.slice(PART * STEP // 2, STEP // 2, dim=1).permute((1, 0)).load(LAYOUT)
         x, factor = gl.broadcast(x, factor[:, None, :, None])
         x = gl.inline_asm_elementwise(
             SCALE_PAIRS,
@@ -362,15 +349,15 @@ def dims_by_keys(
         x = gl.inline_asm_elementwise(
             WIDEN_PAIRS, "=r,=r,=r,=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=8
         )
-    x = x.reshape(STEP // 8, 4, 2, 8, 8, 2, 2).permute(2, 3, 5, 4, 0, 1, 6)
-    return gl.convert_layout(x.reshape(256, STEP), gl.DotOperandLayout(0, SCORES, 2))
+    x = x.reshape(STEP // 8, 4, 2, 8, 8, 2, 2, 2).permute(5, 2, 3, 6, 4, 0, 1, 7)
+    return gl.convert_layout(x.reshape(512, STEP), gl.DotOperandLayout(0, SCORES, 2))
 
 
 @gluon.jit
 def value_order(x):
     """Weighted values in the order of their dims."""
     N: gl.constexpr = x.shape[1]
-    return x.reshape(2, 8, 2, 8, N).permute(1, 3, 0, 2, 4).reshape(256, N)
+    return x.reshape(2, 2, 8, 2, 8, N).permute(2, 4, 0, 1, 3, 5).reshape(512, N)
 
 
 @gluon.jit
@@ -428,8 +415,8 @@ def score(rows, where, z, memory, ODD: gl.constexpr, L: gl.constexpr, SCORES: gl
     s = zero
     if L.fp8_dim < L.head_dim:
         q = q_rest.index(z).permute((1, 0))
-        flying = warpgroup_mma(tail.index(where), q, zero, use_acc=False, is_async=True)
-        x = zero
+        x = tail.index(where).load(gl.DotOperandLayout(0, SCORES, 2))
+        flying = warpgroup_mma(x, q, zero, use_acc=False, is_async=True)
     elif REST:
         x = keys_by_dims(tail.index(where), 64, SCORES)
         if ODD:
@@ -543,6 +530,15 @@ def weigh(s, seen, scale, power, l, top, memory, L: gl.constexpr, LOGITS: gl.con
 
 
 @gluon.jit
+def start_values(x, y, PART: gl.constexpr, weights, values):
+    """Start the products of two parts of the keys."""
+    p = weights.slice(PART * STEP, STEP, dim=0)
+    flying = warpgroup_mma(x, p, values, is_async=True)
+    p = weights.slice((PART + 1) * STEP, STEP, dim=0)
+    return warpgroup_mma(y, p, flying, is_async=True)
+
+
+@gluon.jit
 def add_values(sums, shrink, where, z, memory, L: gl.constexpr, SCORES: gl.constexpr):
     """Weighted values of a tile added to those before it; the tile is given back."""
     _, _, codes, tail, _, _, weights, factors, _, empty, _ = memory
@@ -550,30 +546,26 @@ def add_values(sums, shrink, where, z, memory, L: gl.constexpr, SCORES: gl.const
     if L.fp8_dim < 512:
         plain = reinterpret(weights, gl.bfloat16, [2, KEYS, N], weight_tile(N))
         last = warpgroup_mma(
-            tail.index(where).permute((1, 0)), plain.index(1 + z), sums[2] * shrink, is_async=True
+            tail.index(where).permute((1, 0)), plain.index(1 + z), sums[1] * shrink, is_async=True
         )
         last = warpgroup_mma_wait(0, deps=[last])
-    STEP: gl.constexpr = keys_of(L.scale_block, N)
-    PARTS: gl.constexpr = 2 * (KEYS // STEP)
-    x = dims_by_keys(codes.index(where), factors, 0, STEP, L, SCORES)
-    p = weights.index(z).slice(0, STEP, dim=0)
-    flying = warpgroup_mma(x, p, sums[0] * shrink, is_async=True)
-    for part in gl.static_range(1, PARTS):
-        y = dims_by_keys(codes.index(where), factors, part, STEP, L, SCORES)
-        done, _ = warpgroup_mma_wait(0, deps=[flying, x])
-        if part == PARTS // 2:
-            low = done
-            done = sums[1] * shrink
-        if part == PARTS - 1:
+    x = dims_by_keys(codes.index(where), factors, 0, L, SCORES)
+    y = dims_by_keys(codes.index(where), factors, 1, L, SCORES)
+    flying = start_values(x, y, 0, weights.index(z), sums[0] * shrink)
+    for part in gl.static_range(2, KEYS // STEP, 2):
+        next_x = dims_by_keys(codes.index(where), factors, part, L, SCORES)
+        next_y = dims_by_keys(codes.index(where), factors, part + 1, L, SCORES)
+        values, _, _ = warpgroup_mma_wait(0, deps=[flying, x, y])
+        if part == KEYS // STEP - 2:
             mbarrier.arrive(empty.index(where), count=1)
-        p = weights.index(z).slice(part * STEP % KEYS, STEP, dim=0)
-        flying = warpgroup_mma(y, p, done, is_async=True)
-        x = y
-    high, _ = warpgroup_mma_wait(0, deps=[flying, x])
+        flying = start_values(next_x, next_y, part, weights.index(z), values)
+        x = next_x
+        y = next_y
+    values, _, _ = warpgroup_mma_wait(0, deps=[flying, x, y])
     if L.fp8_dim < 512:
-        new = (low, high, last)
+        new = (values, last)
     else:
-        new = (low, high)
+        new = (values,)
     return new
 
 
@@ -603,8 +595,6 @@ def attend_tiles(
         entries = load_entries(keys, at + KEYS, end, L, PAGED)
         where = (tile + i) % TILES
         mbarrier.wait(full.index(where), (tile + i) // TILES & 1)
-        if L.fp8_dim < L.head_dim:
-            fence_async_shared()
         s = score(rows, where, z, memory, False, L, SCORES)
         if L.scale_block > 0 and rows.scales.dtype.element_ty == gl.float32:
             odd = some_odd(where, memory)
@@ -661,11 +651,9 @@ def consume(
     top = gl.full([N], LOWEST, gl.float32, HEADS)
     memory[10].store(top)
     l = add_keys(gl.zeros([KEYS, N], gl.float32, SCORES))
-    zero = gl.zeros([256, N], gl.float32, SCORES)
+    values = (gl.zeros([512, N], gl.float32, SCORES),)
     if L.fp8_dim < 512:
-        values = (zero, zero, gl.zeros([64, N], gl.float32, SCORES))
-    else:
-        values = (zero, zero)
+        values = (values[0], gl.zeros([64, N], gl.float32, SCORES))
     state = attend_tiles(
         main, 0, (l, top, values), limits, scaled, memory, L, PAGED, CAUSAL, LOGITS, SCORES
     )
@@ -693,12 +681,10 @@ def consume(
     scaled.store(gl.where(none, 0.0, 1 / gl.where(none, 1.0, total)))
     share = scaled.load(HEADS)[None, :]
     if L.fp8_dim < 512:
-        store_values(values[2] * share, results, shape, L.fp8_dim, 512, SCORES)
+        store_values(values[1] * share, results, shape, L.fp8_dim, 512, SCORES)
     share *= 1 / WEIGHT_RANGE
-    LAYOUT: gl.constexpr = result_dims(N)
-    store_values(value_order(values[0] * share), results, shape, 0, 256, LAYOUT)
-    high = value_order(values[1] * share)
-    store_values(high, results, shape, 256, min(L.fp8_dim, 512), LAYOUT)
+    x = value_order(values[0] * share)
+    store_values(x, results, shape, 0, min(L.fp8_dim, 512), result_dims(N))
 
 
 @gluon.jit
