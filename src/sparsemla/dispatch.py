@@ -165,7 +165,7 @@ TIERS: tuple[Tier, ...] = (
 
 
 WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
-    "sm90": ((32, 0.08), (64, 0.22), (math.inf, 0.52)),
+    "sm90": ((64, 0.09), (math.inf, 0.25)),
 }
 """By tier, and up to how many heads: the rows of a quantised cache that may be converted for each
 key that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all
@@ -173,7 +173,7 @@ the same. Measured on an H200, see docs/kernels.md; other tiers were not measure
 
 TILES_AT_ONCE = 132
 """Tiles of 64 heads of a token that the measured GPU works on; fewer take as long."""
-LAUNCH_ROWS = 8192
+LAUNCH_ROWS = 12288
 """Rows that are converted in the time of the conversion's launch."""
 
 
@@ -187,7 +187,7 @@ def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: i
         num_rows: rows that would be converted.
 
     >>> hopper = Problem("sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=128)
-    >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 256)]
+    >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 512)]
     [False, True]
     """
     if problem.cache_format is None or not get_format(problem.cache_format).fp8_dim:
