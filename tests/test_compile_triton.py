@@ -22,7 +22,7 @@ SPILLED_BYTES = {
     "hopper_columns": 88,
     "hopper_indexer": 720,
     "hopper_projection": 72,
-    "hopper_rows": 168,
+    "hopper_rows": 280,
     "hopper_topk": 312,
     "indexer": 160,
     "projection": 304,
