@@ -114,12 +114,14 @@ def value_dims():
 
 
 @triton.constexpr_function
-def result_dims(n):
-    """A thread's results: 8 neighbouring dims of each of its heads."""
+def result_dims(n, itemsize):
+    """A thread's results: 8 neighbouring dims of each of its heads; 4 of float32, or an instruction
+    would write half sectors."""
     heads = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
+    far, *near = (32, 4, 8, 16) if itemsize == 4 else (4, 8, 16, 32)
     return gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [0, 1], *heads],
-        [[0, 2], [0, 4], [8, 0], [16, 0], [32, 0]],
+        [[1, 0], [2, 0], [far, 0], [0, 1], *heads],
+        [[0, 2], [0, 4], *([dim, 0] for dim in near)],
         [[64, 0], [128, 0], [256, 0]],
         [],
         [512, n],
@@ -683,8 +685,9 @@ def consume(
     if L.fp8_dim < 512:
         store_values(values[1] * share, results, shape, L.fp8_dim, 512, SCORES)
     share *= 1 / WEIGHT_RANGE
+    SIZE: gl.constexpr = results.out.dtype.element_ty.primitive_bitwidth // 8
     x = value_order(values[0] * share)
-    store_values(x, results, shape, 0, min(L.fp8_dim, 512), result_dims(N))
+    store_values(x, results, shape, 0, min(L.fp8_dim, 512), result_dims(N, SIZE))
 
 
 @gluon.jit
