@@ -1503,8 +1503,11 @@ def _held_kernel(
     CTAS: gl.constexpr,
     FOURS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """The ids of a row of at most COLUMNS columns, each of which lies in a register."""
+    if EARLY:
+        gdc_launch_dependents()
     L: gl.constexpr = _of_cluster(WARPS, CTAS)
     ALL: gl.constexpr = WARPS * CTAS
     pages = Pages(table, request_ids, num_requests, width, stride)
@@ -1685,6 +1688,7 @@ def launch_held(
         CTAS=ctas,
         FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
         PAGE_SIZE=page_size,
+        EARLY=num_rows <= num_multiprocessors(scores.device),  # all run at once: see common/early.py
         num_warps=warps,
         num_ctas=ctas,
         maxnreg=min(255, 2048 // warps),
