@@ -115,8 +115,10 @@ def value_dims():
 
 @triton.constexpr_function
 def result_dims(n, itemsize):
-    """A thread's results: 8 neighbouring dims of each of its heads; 4 of float32, or an instruction
-    would write half sectors."""
+    """A thread's results: 8 neighbouring dims of each of its heads.
+
+    4 of float32, as an instruction would write half sectors otherwise.
+    """
     heads = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
     far, *near = (32, 4, 8, 16) if itemsize == 4 else (4, 8, 16, 32)
     return gl.DistributedLinearLayout(

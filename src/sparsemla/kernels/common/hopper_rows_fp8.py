@@ -502,7 +502,7 @@ def add_keys(p):
 @gluon.jit
 def score(
     num_tiles, q, strides, shape, limits, found, memory, results, scale_log2,
-    L: gl.constexpr, CAUSAL: gl.constexpr, TOKENS: gl.constexpr,
+    L: gl.constexpr, MIXED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that finds weights."""
     q_high, values, weights, _, raw_rest, _, valid, factors, totals, full, _, bar = memory
@@ -572,7 +572,7 @@ def score(
             if READY:
                 give_back(key_tile, memory, COUNT, L)
             s = s * scale_log2
-            if CAUSAL:
+            if MIXED:
                 keys = first + i * 64 + gl.arange(0, 64, KEYS)
                 limit = limits.index(turn % TURNS).load(HEADS)
                 s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
@@ -714,9 +714,12 @@ def add_values(
 def _attend_fp8(
     num_tiles, q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    TOKENS: gl.constexpr, SCALE_WORDS: gl.constexpr,
+    MIXED: gl.constexpr, TOKENS: gl.constexpr, SCALE_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 rows of a group and a split of its keys."""
+    """Tiles of 64 rows of a group and a split of its keys.
+
+    ``MIXED``: the rows of a tile may be of several tokens, of which each sees keys of its own.
+    """
     VALUES: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
     PLACES: gl.constexpr = VALUES + 2
     q_high = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], TILE)
@@ -758,7 +761,7 @@ def _attend_fp8(
             (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 0)),
             (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 1)),
             (score, (num_tiles, q, (q_request, q_token, q_head), shape, limits, found, memory,
-                     results, scale_log2, L, CAUSAL, TOKENS)),
+                     results, scale_log2, L, MIXED, TOKENS)),
             (produce, (num_tiles, rows, main, extra, shape, limits, found, memory,
                        L, EXTRA, PAGED, CAUSAL)),
         ],
@@ -834,6 +837,7 @@ def attend_fp8(
         EXTRA=extra_record,
         PAGED=paged,
         CAUSAL=causal,
+        MIXED=causal and shape.num_heads % 64 > 0,
         TOKENS=shape.num_rows > shape.num_heads,
         SCALE_WORDS=scale_words,
         num_warps=4,

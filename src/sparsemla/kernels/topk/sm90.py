@@ -1688,7 +1688,8 @@ def launch_held(
         CTAS=ctas,
         FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
         PAGE_SIZE=page_size,
-        EARLY=num_rows <= num_multiprocessors(scores.device),  # all run at once: see common/early.py
+        # Where all run at once, see kernels/common/early.py.
+        EARLY=num_rows <= num_multiprocessors(scores.device),
         num_warps=warps,
         num_ctas=ctas,
         maxnreg=min(255, 2048 // warps),

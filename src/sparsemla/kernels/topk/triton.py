@@ -716,8 +716,8 @@ class Plan:
 
 
 LIST_BYTES = 149 << 20
-"""Bound on the lists that exist at any time; more rows are taken in turns. Those that an H200 works on
-at a time, 264, fit."""
+"""Bound on the lists that exist at any time; more rows are taken in turns. 264 fit, which an H200
+works on at a time."""
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
