@@ -558,19 +558,20 @@ def load_page(rows, keys, at, last, L: gl.constexpr):
 
 @gluon.jit
 def copy_half(
-    wide, narrow, page, row, half, rest, free, ready, phase,
-    START: gl.constexpr, REST: gl.constexpr,
+    pages, page, row, half, rest, free, ready, phase, START: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """Copy half of a block, and the last dims with one of them, once it is free; zeros of no page.
 
     The phase ends when all has arrived, so that what to expect can be told behind the copies.
     """
     mbarrier.wait(free, phase)
-    half = reinterpret(half, gl.bfloat16, [1, 64, 256], PAGE_TILE)
-    tma_load(wide, [page, row, START], ready, half)
+    half = reinterpret(half, gl.bfloat16, [4, 64, 64], TILE)
+    for j in gl.static_range(4):
+        part = reinterpret(half.index(j), gl.bfloat16, [1, 64, 64], PAGE_TILE)
+        tma_load(pages, [page, row, START + 64 * j], ready, part)
     if REST > 0:
-        rest = reinterpret(rest, gl.bfloat16, [1, 64, REST], PAGE_TILE)
-        tma_load(narrow, [page, row, 512], ready, rest)
+        rest = reinterpret(rest, gl.bfloat16, [1, 64, 64], PAGE_TILE)
+        tma_load(pages, [page, row, 512], ready, rest)
     mbarrier.expect(ready, 64 * 2 * (256 + REST))
     mbarrier.arrive(ready, count=127)
 
@@ -598,7 +599,7 @@ def fetch_pair(rows, page_0, page_1, at, shape, L: gl.constexpr):
 
 @gluon.jit
 def copy_pages(
-    rows, wide, narrow, keys, first, last, shape, keys_l, keys_r, rest, valid, bar, phase,
+    rows, pages, keys, first, last, shape, keys_l, keys_r, rest, valid, bar, phase,
     L: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """Copy the pairs of blocks that are all there, a page or part of one each."""
@@ -610,19 +611,19 @@ def copy_pages(
         row_0 = at % L.page_size
         row_1 = (at + 64) % L.page_size
         copy_half(
-            wide, narrow, page_0, row_0, keys_l.index(0), rest.index(0),
+            pages, page_0, row_0, keys_l.index(0), rest.index(0),
             bar.index(FREE_0L), bar.index(READY_0L), phase, 0, 0,
         )  # fmt: skip
         copy_half(
-            wide, narrow, page_1, row_1, keys_r.index(1), rest.index(1),
+            pages, page_1, row_1, keys_r.index(1), rest.index(1),
             bar.index(FREE_1R), bar.index(READY_1R), phase, 256, 0,
         )  # fmt: skip
         copy_half(
-            wide, narrow, page_0, row_0, keys_r.index(0), rest.index(0),
+            pages, page_0, row_0, keys_r.index(0), rest.index(0),
             bar.index(FREE_0R), bar.index(READY_0R), phase, 256, REST,
         )  # fmt: skip
         copy_half(
-            wide, narrow, page_1, row_1, keys_l.index(1), rest.index(1),
+            pages, page_1, row_1, keys_l.index(1), rest.index(1),
             bar.index(FREE_1L), bar.index(READY_1L), phase, 0, REST,
         )  # fmt: skip
         valid.index(0).store(gl.where(page_0 >= 0, ones, 0))
@@ -640,7 +641,7 @@ def copy_pages(
 
 @gluon.jit
 def produce(
-    num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, shape, q_tile, q_rest,
+    num_tiles, q, q_request, q_token, q_head, rows, pages, stream, shape, q_tile, q_rest,
     keys_l, keys_r, rest, valid, bar, limits, found,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
@@ -661,10 +662,10 @@ def produce(
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
         first = split * steps * 64
         last = gl.minimum(first + steps * 64, end)
-        if wide is not None:
+        if pages is not None:
             store_range(found, bar, first, last)
             at, phase = copy_pages(
-                rows, wide, narrow, keys, first, last, shape, keys_l, keys_r, rest, valid, bar,
+                rows, pages, keys, first, last, shape, keys_l, keys_r, rest, valid, bar,
                 phase, L, REST,
             )  # fmt: skip
             if (at < last) | (at == first):
@@ -714,13 +715,13 @@ def arrivals(b):
     do_not_specialize_on_alignment=["group_tokens", "num_splits"],  # a 1 is worth a kernel
 )
 def _attend(
-    num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, results, num_heads,
+    num_tiles, q, q_request, q_token, q_head, rows, pages, stream, results, num_heads,
     num_rows, group_tokens, num_splits, scale_log2,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 rows of a group and a split of its keys.
 
-    ``wide`` and ``narrow`` are descriptors of the cache, if a block lies within a page. ``MIXED``:
+    ``pages`` is a descriptor of the cache, if a block lies within a page. ``MIXED``:
     the rows of a tile may be of several tokens, of which each sees keys of its own.
     """
     shape = Shape(num_heads, num_rows, group_tokens, num_splits)
@@ -747,7 +748,7 @@ def _attend(
                     results, shape, limits, found, scale_log2, REST, MIXED)),
             (right, (num_tiles, q_tile, q_rest, keys_l, keys_r, rest, highest, sums, valid, bar,
                      results, shape, limits, found, scale_log2, REST, MIXED)),
-            (produce, (num_tiles, q, q_request, q_token, q_head, rows, wide, narrow, stream, shape,
+            (produce, (num_tiles, q, q_request, q_token, q_head, rows, pages, stream, shape,
                        q_tile, q_rest, keys_l, keys_r, rest, valid, bar, limits, found, L, PAGED,
                        CAUSAL, REST)),
         ],
@@ -772,18 +773,16 @@ def attend(
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     rows, layout = cache_arguments(cache)
-    wide = narrow = None
+    pages = None
     if paged and cache.page_size % 64 == 0:
         size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
-        wide = TensorDescriptor(rows.bf16, size, strides, [1, 64, 256], PAGE_TILE.value)
-        narrow = TensorDescriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
+        pages = TensorDescriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
     _attend[(min(num_tiles, num_multiprocessors(q.device)),)](
         num_tiles,
         q,
         *(stride // 8 for stride in q_strides),
         rows,
-        wide,
-        narrow,
+        pages,
         stream,
         results,
         *shape,
