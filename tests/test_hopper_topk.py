@@ -12,7 +12,15 @@ import torch
 pytest.importorskip("triton")
 
 from sparsemla import reference
-from sparsemla.kernels.topk import sm90, triton
+from sparsemla.kernels.topk import (
+    hopper_counts,
+    hopper_held,
+    hopper_keys,
+    hopper_merge,
+    hopper_select,
+    sm90,
+    triton,
+)
 from sparsemla.testing.cases import Draw, adversarial_scores, merge_topk_case
 
 COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]
@@ -22,26 +30,26 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def of_132_multiprocessors(monkeypatch):
-    monkeypatch.setattr(sm90, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_select, "num_multiprocessors", lambda device: 132)
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
 def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
-    capacity, sample = sm90._list_and_sample(num_cols, topk)
+    capacity, sample = hopper_select._list_and_sample(num_cols, topk)
     assert sample & (sample - 1) == capacity & (capacity - 1) == 0
-    if sample > sm90.MAX_SAMPLE:
+    if sample > hopper_select.MAX_SAMPLE:
         return  # no list is long enough
     chosen = topk * sample / num_cols
     room = math.sqrt(capacity / topk) - 1
-    assert room * math.sqrt(chosen) >= sm90.FEW_SIGMAS
+    assert room * math.sqrt(chosen) >= hopper_select.FEW_SIGMAS
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 132, 500, 8192])
 @pytest.mark.parametrize("topk", TOPK)
 def test_lists_have_room_and_memory_is_bounded(topk, num_rows, num_cols):
-    how = sm90.plan(num_rows, num_cols, topk, CPU)
+    how = hopper_select.plan(num_rows, num_cols, topk, CPU)
     assert how.num_lists <= how.capacity
     assert how.num_lists * how.limit(num_cols) >= min(num_cols, how.capacity)
     assert how.programs == 1 or how.list_bytes(num_cols) <= triton.LIST_BYTES
@@ -58,7 +66,7 @@ class MergeOnTheCpu:
     def merge(grid, values, indices, out_values, out, num_parts, width, k, *strides, **constants):
         parts = constants["PARTS"]
         assert grid == (values.shape[1], out.shape[0])
-        assert parts * constants["WIDTH"] <= sm90.MERGE_BLOCK
+        assert parts * constants["WIDTH"] <= hopper_merge.MERGE_BLOCK
         assert parts * constants["WIDTH"] % (128 * constants["W"]) == 0
         assert width <= constants["WIDTH"]
         assert k <= constants["SORTED"]
@@ -78,8 +86,8 @@ class MergeOnTheCpu:
     [(1, 1, 1), (3, 40, 64), (5, 600, 100), (70, 300, 70), (300, 90, 3), (40, 1, 200)],
 )
 def test_parts_are_merged_in_groups(num_parts, width, topk, monkeypatch):
-    monkeypatch.setattr(sm90, "MERGE_BLOCK", 2048)
-    monkeypatch.setattr(sm90, "_merge_kernel", MergeOnTheCpu())
+    monkeypatch.setattr(hopper_merge, "MERGE_BLOCK", 2048)
+    monkeypatch.setattr(hopper_merge, "_merge_kernel", MergeOnTheCpu())
     case = merge_topk_case(Draw(0, CPU), num_parts=num_parts, num_rows=2, width=width, topk=topk)
     out = torch.empty(2, topk, dtype=torch.int32)
     sm90.merge_topk(**case, out=out)
@@ -259,15 +267,15 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
     for name, row in adversarial_scores(Draw(0, CPU), num_cols, topk).items():
         x = torch.where(row == 0, 0.0, row).numpy()
         bits = x.view(np.int32)
-        keys = np.where(np.isnan(x), sm90.NAN_KEY.value, bits ^ (bits >> 31 & 0x7FFFFFFF))
-        held = np.full(columns, sm90.DEAD_KEY.value, np.int32)
+        keys = np.where(np.isnan(x), hopper_keys.NAN_KEY.value, bits ^ (bits >> 31 & 0x7FFFFFFF))
+        held = np.full(columns, hopper_keys.DEAD_KEY.value, np.int32)
         held[:num_cols] = keys
         held = held.view(np.uint32).reshape(order[0]).transpose(order[1]).reshape(each, -1)
         operands = {f"${i}": held[i] for i in range(each)}
         operands[f"${2 * each}"] = np.full(32 * warps, topk, np.uint32)
         operands[f"${3 * each}"] = np.full(32 * warps, keys.min(), np.int32).view(np.uint32)
         threads = Threads(operands, ctas)
-        threads.run(sm90._best_ptx(each, warps // ctas, ctas, bounded))
+        threads.run(hopper_counts._best_ptx(each, warps // ctas, ctas, bounded))
         places = np.stack([threads.get(f"${i}") for i in range(each)]).view(np.int32)
         places = places.reshape(each // 4, 4, warps, 32).transpose(2, 0, 3, 1)
         places = torch.from_numpy(places.reshape(-1))
@@ -281,9 +289,9 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
 @pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
 @pytest.mark.parametrize("topk", [1, 512, 2048])
 def test_programs_hold_a_row(num_rows, num_cols, topk):
-    how = sm90.held(num_rows, num_cols, topk, 132)
+    how = hopper_held.held(num_rows, num_cols, topk, 132)
     if how is None:
-        assert num_rows > 132 or num_cols > sm90.HELD
+        assert num_rows > 132 or num_cols > hopper_held.HELD
         return
     columns, ctas = how
     assert columns >= num_cols

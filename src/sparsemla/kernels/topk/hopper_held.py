@@ -1,0 +1,133 @@
+"""Selections from rows that the registers of one program hold, or of a cluster of up to eight.
+
+No list is needed: a row is loaded once, and its keys are searched like those of a list.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.topk.hopper_counts import line_of_cluster, of_cluster, places_of_best
+from sparsemla.kernels.topk.hopper_keys import (
+    DEAD_KEY,
+    RUNTIME,
+    keys_of,
+    name_of,
+    row_range,
+    store_short_row,
+)
+from sparsemla.kernels.topk.triton import Pages
+
+HELD = 16384
+"""Columns that the registers of one program hold."""
+
+
+CLUSTER = 8
+"""Programs that may share a row."""
+
+
+@gluon.jit(do_not_specialize=RUNTIME)
+def _held_kernel(
+    scores,
+    out,
+    row_starts,
+    row_ends,
+    num_cols,
+    k,
+    stride_scores,
+    stride_out,
+    table,
+    request_ids,
+    num_requests,
+    width,
+    stride,
+    COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+    CTAS: gl.constexpr,
+    FOURS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """The ids of a row of at most COLUMNS columns, each of which lies in a register."""
+    if EARLY:
+        gdc_launch_dependents()
+    L: gl.constexpr = of_cluster(WARPS, CTAS)
+    ALL: gl.constexpr = WARPS * CTAS
+    pages = Pages(table, request_ids, num_requests, width, stride)
+    row = gl.program_id(0).to(gl.int64)
+    warp = gl.arange(0, ALL, gl.SliceLayout(1, L))
+    lane = gl.arange(0, COLUMNS // ALL, gl.SliceLayout(0, L))
+    column = warp[:, None] * (COLUMNS // ALL) + lane[None, :]
+    # Before it is known where the row starts and ends; no column is needed if all are chosen.
+    if FOURS:
+        first = scores + gl.multiple_of(row * stride_scores, 4)
+        within = column // 4 * 4 < num_cols
+    else:
+        first = scores + row * stride_scores
+        within = column < num_cols
+    values = gl.load(first + column, mask=within & (num_cols > k), other=0.0)
+    start, end = row_range(row_starts, row_ends, row, num_cols)
+    o = out + row * stride_out
+    if end - start <= k:
+        store_short_row(o, end - start, k, pages, row, PAGE_SIZE, ALL, line_of_cluster(WARPS, CTAS))
+    else:
+        live = (column >= start) & (column < end)
+        keys = gl.where(live, keys_of(values.to(gl.float32)), DEAD_KEY)
+        place = places_of_best(keys, k, None, CTAS)
+        ids = name_of(column - start, place >= 0, pages, row, PAGE_SIZE)
+        gl.store(o + place, ids, mask=place >= 0)
+
+
+def held(num_rows: int, num_cols: int, topk: int, processors: int) -> tuple[int, int] | None:
+    """Columns that programs hold a row of this size in, and how many do; None if lists are faster.
+
+    Clusters of more than two programs do not fill all multiprocessors.
+    """
+    columns = max(2048, triton.next_power_of_2(num_cols))
+    if num_rows > processors and num_cols > max(4096, 8 * topk):
+        return None
+    ctas = 1
+    if columns > HELD:
+        most = max(processors // (2 * num_rows), 2 if 2 * num_rows <= processors else 1)
+        ctas = min(CLUSTER, columns // 8192, 1 << (most.bit_length() - 1))
+    return (columns, ctas) if columns <= HELD * ctas else None
+
+
+def launch_held(
+    scores: Tensor,
+    topk: int,
+    ranges: tuple[Tensor | None, Tensor | None],
+    out: Tensor,
+    pages: Pages,
+    page_size: int,
+    columns: int,
+    ctas: int,
+) -> None:
+    """A cluster of programs for each row, which hold it."""
+    num_rows, num_cols = scores.shape
+    warps = min(32, columns // ctas // 256)
+    _held_kernel[(num_rows,)](
+        scores,
+        out,
+        *ranges,
+        num_cols,
+        topk,
+        scores.stride(0),
+        out.stride(0),
+        *pages,
+        COLUMNS=columns,
+        WARPS=warps,
+        CTAS=ctas,
+        FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
+        PAGE_SIZE=page_size,
+        # Where all run at once, see kernels/common/early.py.
+        EARLY=num_rows <= num_multiprocessors(scores.device),
+        num_warps=warps,
+        num_ctas=ctas,
+        maxnreg=min(255, 2048 // warps),
+    )

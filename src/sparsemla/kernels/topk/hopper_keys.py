@@ -1,0 +1,207 @@
+"""Scores as keys that compare as integers, sums over a program, and a search of keys by turns.
+
+A sum over the program costs one exchange between its warps. Below, ``W`` is the number of warps.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsemla.kernels.topk.triton import Pages
+
+DEAD_KEY = gl.constexpr(-(1 << 31))
+"""Key of a lane that holds no value."""
+
+
+NAN_KEY = gl.constexpr(-(1 << 31) + 1)
+
+
+MINUS_INF_KEY = gl.constexpr(-(1 << 31) + 0x7FFFFF)
+
+
+END_KEY = gl.constexpr(0x7F800001)
+"""One above the key of +inf."""
+
+
+FEW_TURNS = gl.constexpr(6)
+"""Turns of a search, after which hardly a value is left, or one that many columns have."""
+
+
+@gluon.jit
+def bits_of(x):
+    bits = x.to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
+def keys_of(x):
+    """int32 in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
+    return gl.where(x != x, NAN_KEY, bits_of(gl.where(x == 0.0, 0.0, x)))
+
+
+@gluon.jit
+def value_of(key):
+    """The float32 that has this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def to_all(x, W: gl.constexpr):
+    """One value a warp, as all of them in every thread."""
+    return gl.convert_layout(x, gl.BlockedLayout([W], [32], [W], [0]))
+
+
+@gluon.jit
+def sum_all(x, W: gl.constexpr):
+    """Sum of ``x`` [W, N], whose rows are the warps'."""
+    return gl.sum(to_all(gl.sum(x, 1), W), 0)
+
+
+@gluon.jit
+def max_all(x, W: gl.constexpr):
+    return gl.max(to_all(gl.max(x, 1), W), 0)
+
+
+@gluon.jit
+def count_of_earlier(x, W: gl.constexpr):
+    """Exclusive prefix sum of one value a warp, and the sum of all."""
+    GRID: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [W, 1], [1, 0])
+    every = gl.convert_layout(x, gl.SliceLayout(0, GRID))
+    row = gl.arange(0, W, gl.SliceLayout(1, GRID))
+    column = gl.arange(0, W, gl.SliceLayout(0, GRID))
+    earlier = gl.where(column[None, :] < row[:, None], every[None, :], 0)
+    total = gl.sum(every, 0)
+    return gl.convert_layout(gl.sum(earlier, 1), x.type.layout), total
+
+
+@gluon.jit
+def _reciprocal_root(x):
+    """Roughly, and in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
+    """A key that ``low`` to ``up`` of ``key`` [W, N] reach, or else the largest that low reach.
+
+    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``; ``a <= b`` between them
+    are tried first. Returns the key, how many keys reach it, and how many reach the smallest larger
+    one that was counted: where more than ``up`` reach the key, or with ``low == up``, the number of
+    those above it.
+    """
+    middle = 0.5 * (low + up)
+    chi = clo * 0
+    turn = clo * 0
+    while (klo + 1 < khi) & (clo > up):
+        turn += 1
+        both = sum_all(gl.where(key >= b, 0x10001, gl.where(key >= a, 1, 0)), W)
+        ca = both & 0xFFFF
+        cb = both >> 16
+        khi = gl.where(cb >= low, khi, gl.where(ca >= low, b, a))
+        chi = gl.where(cb >= low, chi, gl.where(ca >= low, cb, ca))
+        klo = gl.where(cb >= low, b, gl.where(ca >= low, a, klo))
+        clo = gl.where(cb >= low, cb, gl.where(ca >= low, ca, clo))
+        # Where the key lies if the keys between the ends are evenly distributed.
+        width = (khi - klo).to(gl.uint32).to(gl.float32)
+        number = gl.maximum(clo - chi, 1).to(gl.float32)
+        root = _reciprocal_root(number)
+        share = (clo - middle) * (root * root)
+        error = 0.25 * root
+        a = klo + gl.maximum(width * (share - error), 1.0).to(gl.uint32).to(gl.int32)
+        b = klo + gl.maximum(width * (share + error), 1.0).to(gl.uint32).to(gl.int32)
+        if turn >= FEW_TURNS:
+            least, most = ends_of(key, klo, khi, W)
+            klo = gl.maximum(klo, least)
+            khi = gl.minimum(khi, most + 1)
+            third = gl.maximum((khi - klo).to(gl.uint32) // 3, 1).to(gl.int32)
+            a = klo + third
+            b = a + third
+        a = gl.maximum(gl.minimum(a, khi - 1), klo + 1)
+        b = gl.maximum(gl.minimum(b, khi - 1), a)
+    return klo, clo, chi
+
+
+@gluon.jit
+def _add_add_max(a, b, c, d, e, f):
+    return a + d, b + e, gl.maximum(c, f)
+
+
+@gluon.jit
+def ends_of(key, klo, khi, W: gl.constexpr):
+    """The smallest and the largest of the keys from ``klo`` on that are below ``khi``."""
+    inside = (key >= klo) & (key < khi)
+    least = max_all(gl.where(inside, -key, DEAD_KEY), W)
+    return -least, max_all(gl.where(inside, key, DEAD_KEY), W)
+
+
+@gluon.jit
+def sums_and_max(x, y, key, W: gl.constexpr):
+    """Sums of ``x`` and ``y`` [W, N], and the largest key."""
+    x, y, key = gl.reduce((x, y, key), 1, _add_add_max)
+    return gl.reduce((to_all(x, W), to_all(y, W), to_all(key, W)), 0, _add_add_max)
+
+
+@gluon.jit
+def rank_of(x, W: gl.constexpr):
+    """Exclusive prefix sum of ``x`` [W, N] in the order of its elements, and the sum."""
+    earlier, total = count_of_earlier(gl.sum(x, 1), W)
+    inclusive = gl.associative_scan(x, 1, plus)
+    return earlier[:, None] + (inclusive - x), total
+
+
+@gluon.jit
+def name_of(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
+    """What stands in the result for positions: themselves, or their slots."""
+    if PAGE_SIZE > 0:
+        request = gl.load(pages.request_ids + row).to(gl.int64)
+        width = gl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
+        column = ids // PAGE_SIZE
+        at = pages.table + request * pages.stride + column
+        page = gl.load(at, mask=mask & (column < width), other=-1).to(gl.int64)
+        slots = gl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
+        ids = slots.to(gl.int32)
+    return ids
+
+
+@gluon.jit
+def store_short_row(
+    out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr, LINE: gl.constexpr
+):
+    """All ids of a row of at most k columns, then -1."""
+    for base in range(0, k, W * 32):
+        ids = base + gl.arange(0, W * 32, LINE)
+        named = name_of(ids, ids < size, pages, row, PAGE_SIZE)
+        gl.store(out + ids, gl.where(ids < size, named, -1), mask=ids < k)
+
+
+@gluon.jit
+def row_range(row_starts, row_ends, row, num_cols):
+    """The columns of a row; the end is never below the start."""
+    start = num_cols * 0
+    end = num_cols
+    if row_starts is not None:
+        start = gl.minimum(gl.maximum(gl.load(row_starts + row), 0), num_cols).to(gl.int32)
+    if row_ends is not None:
+        end = gl.minimum(gl.maximum(gl.load(row_ends + row), start), num_cols).to(gl.int32)
+    return start, end
+
+
+# Values that the compiler knows nothing of: one kernel serves all shapes.
+RUNTIME = (
+    "num_rows",
+    "num_cols",
+    "k",
+    "limit",
+    "slices",
+    "stride_scores",
+    "stride_out",
+    *Pages._fields,
+)
