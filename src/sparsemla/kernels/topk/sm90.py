@@ -9,7 +9,6 @@ from sparsemla.kernels.topk import triton as portable
 from sparsemla.kernels.topk.hopper_held import held, launch_held
 from sparsemla.kernels.topk.hopper_merge import MERGE_BLOCK, merge_parts
 from sparsemla.kernels.topk.hopper_select import launch, plan
-from sparsemla.kernels.topk.triton import Pages
 
 
 def select_topk(
@@ -30,9 +29,7 @@ def select_topk(
         return
     how = held(num_rows, num_cols, topk, num_multiprocessors(scores.device))
     if how is not None:
-        pages = portable.POSITIONS
-        if page_table is not None and request_ids is not None:
-            pages = Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
+        pages = portable.pages_of(page_table, request_ids)
         launch_held(scores, topk, ranges, out, pages, page_size or 0, *how)
     else:
         how = plan(num_rows, num_cols, topk, scores.device)

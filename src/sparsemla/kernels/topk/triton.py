@@ -52,6 +52,13 @@ class Pages(NamedTuple):
 POSITIONS = Pages(None, None, 0, 0, 0)
 
 
+def pages_of(page_table: Tensor | None, request_ids: Tensor | None) -> Pages:
+    """What names the columns of rows whose requests these are."""
+    if page_table is None or request_ids is None:
+        return POSITIONS
+    return Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
+
+
 @triton.jit
 def _keys(x):
     """int32 in the order of float32 ``x``."""
@@ -786,9 +793,7 @@ def in_turns(
     for first in range(0, num_rows, at_once):
         rows = slice(first, first + at_once)
         starts, ends = (None if of_rows is None else of_rows[rows] for of_rows in ranges)
-        pages = POSITIONS
-        if page_table is not None and request_ids is not None:
-            pages = Pages(page_table, request_ids[rows], *page_table.shape, page_table.stride(0))
+        pages = pages_of(page_table, None if request_ids is None else request_ids[rows])
         launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size or 0)
 
 
