@@ -264,9 +264,9 @@ def left(
     num_pairs, first = read_range(found, bar, 0)
     limit = limits.load(SCORE_ROWS)
     i = 0
-    if num_pairs == 1:
-        mbarrier.arrive(bar.index(SCORED), count=1)
     while tile < num_tiles:
+        if i + 1 == num_pairs:
+            mbarrier.arrive(bar.index(SCORED), count=1)
         zero = opaque_zero(i)
         mbarrier.wait(bar.index(VALID_0), phase)
         scores = masked_scores(s, valid.index(0), limit, first + i * 128, scale_log2, CAUSAL)
@@ -341,8 +341,6 @@ def left(
             if more:
                 num_pairs, first = read_range(found, bar, turn)
                 limit = limits.load(SCORE_ROWS)
-        if i + 1 == num_pairs:
-            mbarrier.arrive(bar.index(SCORED), count=1)
 
 
 @gluon.jit
