@@ -243,8 +243,9 @@ def consume(
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         total += gl.exp2(sink * LOG2E - highest)
     share = gl.where(none, 0.0, gl.exp2(m - highest) / gl.where(none, 1.0, total))[None, :]
-    # Both have met: nobody reads values any more, and the sums fit where the first tile was.
-    both = reinterpret(memory[2], gl.float32, [4, 256, N], SUMS)
+    # Both have met: nobody reads values any more, and there is room for four sums in their place,
+    # which Triton 3.8 wants to be named whole.
+    both = reinterpret(memory[2], gl.float32, [128 // N, 256, N], SUMS)
     left *= share
     right *= share
     both.index(2 * WHO).store(left)
