@@ -50,6 +50,8 @@ def test_launches_compile_for_every_target(table):
     assert not spilling, "\n".join(spilling)
     waiting = [line for line in lines if "serialized" in line]
     assert not waiting, "\n".join(waiting)
+    hanging = [line for line in lines if "branched" in line]
+    assert not hanging, "\n".join(hanging)
 
 
 # Launches that differ in counts alone, and must get one kernel: each costs a server a wait.

@@ -39,6 +39,9 @@ MAX_GRID_YZ = 65535
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"
 
+BRANCHED_ARRIVAL = re.compile(r"^\s*/\*\w+\*/\s+SYNCS\.ARRIVE", re.MULTILINE)
+"""An arrival of one thread that is no instruction under a predicate: a branch leads there."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -92,6 +95,8 @@ class Compiled:
         matrix: the matrix instruction in the code, or an empty string.
         serialized: the assembler makes asynchronous matrix instructions wait for each other; looked
             for in kernels that divide their warps.
+        branched: a thread takes a branch of its own to arrive at a barrier, and the assembler need
+            not join its warp again, of which matrix instructions wait for every thread.
         asm: intermediate representations by name (``ttgir``, ``ptx``, ``amdgcn``, ...).
     """
 
@@ -104,6 +109,7 @@ class Compiled:
     spills: int
     matrix: str
     serialized: bool
+    branched: bool
     asm: Mapping[str, str | bytes]
 
     def __str__(self) -> str:
@@ -111,6 +117,7 @@ class Compiled:
             f"{self.kernel:32} {self.target:7} {self.grid!s:18} warps {self.num_warps:2}  "
             f"shared {self.shared:6}  registers {self.registers:3}  spills {self.spills:4}  "
             f"{self.matrix}{' serialized' if self.serialized else ''}"
+            f"{' branched' if self.branched else ''}"
         )
 
 
@@ -207,9 +214,14 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         code = kernel.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", code)[0])
         spills = int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code)[0])
+        branched = False
     else:
         code = kernel.asm["ptx"]
-        registers, spills = _resources(kernel.asm["cubin"])
+        usage = _dump(kernel.asm["cubin"], "-res-usage")
+        registers, spills = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+        branched = "mbarrier.arrive" in code and bool(
+            BRANCHED_ARRIVAL.search(_dump(kernel.asm["cubin"], "-sass"))
+        )
     matrix = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma", code)
     return Compiled(
         kernel=kernel.metadata.name,
@@ -221,21 +233,18 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         spills=spills,
         matrix=matrix[0] if matrix else "",
         serialized="setmaxnreg" in code and SERIALIZED in (log or _assembler_log(code, target)),
+        branched=branched,
         asm=kernel.asm,
     )
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and local memory bytes of a thread."""
+def _dump(cubin: bytes, option: str) -> str:
+    """What CUDA's tool says of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
-    return int(registers), int(stack)
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _assembler_log(ptx: str, target: Target) -> str:
