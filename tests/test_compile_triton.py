@@ -54,6 +54,15 @@ def test_launches_compile_for_every_target(table):
     assert not hanging, "\n".join(hanging)
 
 
+def test_an_arrival_that_a_branch_leads_to_is_told_from_a_predicated_one():
+    from sparsemla.testing.compile import BRANCHED_ARRIVAL
+
+    # As in the machine code of one kernel, before and after it was mended.
+    arrival = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38380], RZ ;"
+    assert BRANCHED_ARRIVAL.search(f"   @P1 BRA 0x2130 ;\n        /*1c90*/           {arrival}")
+    assert not BRANCHED_ARRIVAL.search(f"   NOP ;\n        /*20f0*/      @!P0 {arrival}")
+
+
 # Launches that differ in counts alone, and must get one kernel: each costs a server a wait.
 COUNTS = """
 import runpy, sys
