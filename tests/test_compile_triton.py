@@ -52,6 +52,8 @@ def test_launches_compile_for_every_target(table):
     assert not waiting, "\n".join(waiting)
     hanging = [line for line in lines if "branched" in line]
     assert not hanging, "\n".join(hanging)
+    reused = [line for line in lines if "reused" in line]
+    assert not reused, "\n".join(reused)
 
 
 def test_an_arrival_that_a_branch_leads_to_is_told_from_a_predicated_one():

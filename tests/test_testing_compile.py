@@ -26,9 +26,40 @@ def launch(n, grid=(3, 4), stages=1):
 """
 
 
-def compile_table(tmp_path, launch):
+# A barrier is dead behind the wait, and a layout conversion behind that needs scratch.
+WITH_BARRIER = """
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+@gluon.jit
+def transpose(x, MODE: gl.constexpr):
+    FROM: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    TO: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [1, 4], [0, 1])
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    if MODE != "uninitialised":
+        mbarrier.init(bar.index(0), count=1)
+        mbarrier.arrive(bar.index(0), count=1)
+        mbarrier.wait(bar.index(0), 0)
+    if MODE == "invalidated":
+        mbarrier.invalidate(bar.index(0))
+    at = gl.arange(0, 64, gl.SliceLayout(1, FROM))[:, None] * 64
+    at += gl.arange(0, 64, gl.SliceLayout(0, FROM))[None, :]
+    y = gl.convert_layout(gl.load(x + at), TO)
+    at = gl.arange(0, 64, gl.SliceLayout(1, TO))[:, None]
+    gl.store(x + at + gl.arange(0, 64, gl.SliceLayout(0, TO))[None, :] * 64, y)
+    if MODE == "used":
+        mbarrier.arrive(bar.index(0), count=1)
+
+def launch(mode):
+    transpose[(1,)](torch.empty(64, 64, device="meta"), mode, num_warps=4)
+"""
+
+
+def compile_table(tmp_path, launch, kernel=KERNEL):
     table = tmp_path / "table.py"
-    table.write_text(f"{KERNEL}\nLAUNCHES = {{'case': lambda: {launch}}}\n")
+    table.write_text(f"{kernel}\nLAUNCHES = {{'case': lambda: {launch}}}\n")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "sparsemla.testing.compile", str(table), "sm_90"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -52,3 +83,13 @@ def test_what_does_not_fit_is_refused(tmp_path, launch, message):
     done = compile_table(tmp_path, launch)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "reused"),
+    [("dead", True), ("invalidated", False), ("used", False), ("uninitialised", False)],
+)
+def test_memory_of_a_barrier_that_serves_something_else_is_found(tmp_path, mode, reused):
+    done = compile_table(tmp_path, f"launch({mode!r})", WITH_BARRIER)
+    assert done.returncode == 0, done.stderr
+    assert ("reused" in done.stdout) == reused, done.stdout

@@ -22,12 +22,14 @@ from unittest import mock
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget, Language
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-from triton.compiler import CompiledKernel
+from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sparsemla import dispatch
 from sparsemla.kernels.common import device
 
 Launch = Callable[[], object]
@@ -41,6 +43,11 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 BRANCHED_ARRIVAL = re.compile(r"^\s*/\*\w+\*/\s+SYNCS\.ARRIVE", re.MULTILINE)
 """An arrival of one thread that is no instruction under a predicate: a branch leads there."""
+
+BARRIERS = re.compile(
+    r"^ *(%\S+) = ttg\.local_alloc : \(\) -> (!ttg\.memdesc<(\d+x)*i64,.*?>)", re.M
+)
+"""Memory of barriers in TTGIR: its name and type, which begins with how many there are."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Target:
 
 TARGETS = (
     Target("sm_80", (8, 0), 108),
+    Target("sm_89", (8, 9), 128),
     Target("sm_90", (9, 0), 132, max_shared=227 * 1024),
     Target("sm_100", (10, 0), 148),
     Target("sm_120", (12, 0), 188),
@@ -97,6 +105,8 @@ class Compiled:
             for in kernels that divide their warps.
         branched: a thread takes a branch of its own to arrive at a barrier, and the assembler need
             not join its warp again, of which matrix instructions wait for every thread.
+        reused: the memory of a barrier that is still valid serves something else, too; see
+            :func:`_reuses_barriers`.
         asm: intermediate representations by name (``ttgir``, ``ptx``, ``amdgcn``, ...).
     """
 
@@ -110,6 +120,7 @@ class Compiled:
     matrix: str
     serialized: bool
     branched: bool
+    reused: bool
     asm: Mapping[str, str | bytes]
 
     def __str__(self) -> str:
@@ -117,7 +128,7 @@ class Compiled:
             f"{self.kernel:32} {self.target:7} {self.grid!s:18} warps {self.num_warps:2}  "
             f"shared {self.shared:6}  registers {self.registers:3}  spills {self.spills:4}  "
             f"{self.matrix}{' serialized' if self.serialized else ''}"
-            f"{' branched' if self.branched else ''}"
+            f"{' branched' if self.branched else ''}{' reused' if self.reused else ''}"
         )
 
 
@@ -153,10 +164,38 @@ def compile_everywhere(
 
 
 @contextmanager
-def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
-    """Let torch and Triton believe in ``target``.
+def believe(target: Target, stand_in: object) -> Iterator[None]:
+    """Let torch and Triton believe that the current GPU is ``target``.
 
-    Collects (kernel, grid, what the assembler said if it ran) of what is launched.
+    Args:
+        target: the GPU.
+        stand_in: the driver that Triton asks meanwhile.
+    """
+    properties = SimpleNamespace(
+        multi_processor_count=target.multiprocessors,
+        shared_memory_per_block_optin=target.max_shared,
+        major=target.capability[0],
+        minor=target.capability[1],
+    )
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "get_device_capability", lambda device=None: target.capability),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.version, "hip", "pretended" if target.is_hip else None),
+            (driver, "_active", stand_in),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for known in (device.describe, dispatch.problem_of):
+            known.cache_clear()
+            stack.callback(known.cache_clear)
+        yield
+
+
+@contextmanager
+def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
+    """Compile for ``target`` what is launched, and do not run it.
+
+    Collects (kernel, grid, what the assembler said if it ran).
     """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET must be unset: the interpreter does not compile")
@@ -170,25 +209,12 @@ def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, .
         started.append((kernel, kwargs["grid"], log.getvalue()))
         return kernel
 
-    properties = SimpleNamespace(
-        multi_processor_count=target.multiprocessors,
-        shared_memory_per_block_optin=target.max_shared,
-        major=target.capability[0],
-        minor=target.capability[1],
-    )
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (torch.cuda, "get_device_capability", lambda device=None: target.capability),
-            (torch.cuda, "get_device_properties", lambda device=None: properties),
-            (torch.version, "hip", "pretended" if target.is_hip else None),
-            (JITFunction, "run", only_compile),
-            (driver, "_active", _CompileOnly(target)),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(knobs.nvidia.scope())
+    with (
+        believe(target, _CompileOnly(target)),
+        mock.patch.object(JITFunction, "run", only_compile),
+        knobs.nvidia.scope(),
+    ):
         knobs.nvidia.dump_ptxas_log = True
-        device.describe.cache_clear()
-        stack.callback(device.describe.cache_clear)
         yield started
 
 
@@ -234,8 +260,49 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         matrix=matrix[0] if matrix else "",
         serialized="setmaxnreg" in code and SERIALIZED in (log or _assembler_log(code, target)),
         branched=branched,
+        reused="init_barrier" in kernel.asm["ttgir"] and _reuses_barriers(kernel.asm, target),
         asm=kernel.asm,
     )
+
+
+def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
+    """Whether the memory of a barrier that is still valid serves something else, too.
+
+    Triton's allocator gives the memory of a barrier away once nobody waits for it any more. PTX
+    demands ``mbarrier.inval`` before; without it, those bytes change under their new owner when the
+    GPU switches to another process and back. So the kernel is lowered again with all barriers
+    alive to its end, except those that it invalidates: nothing moves unless memory was shared.
+    """
+    text = asm["ttgir"]
+    uses = "".join(f"    ttg.local_dealloc {name} : {kind}\n" for name, kind in _valid(text))
+    kept = re.sub(r"^(?= *tt\.return)", uses, text, flags=re.MULTILINE)
+    backend = make_backend(target.gpu)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(kept)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    module.context = context
+    sizes = re.findall(r'"ttg\.(num-warps|num-ctas)" = (\d+)', text)
+    options = backend.parse_options({name.replace("-", "_"): int(size) for name, size in sizes})
+    stages: dict[str, Callable[..., str]] = {}
+    backend.add_stages(stages, options, Language.GLUON)
+    return _code(str(stages["llir"](module, {}))) != _code(asm["llir"])
+
+
+def _valid(text: str) -> list[tuple[str, str]]:
+    """Name and type of the memory of barriers that a kernel does not invalidate."""
+    owners = dict(re.findall(r"(%\S+) = ttg\.memdesc_index (%[^[\s]+)", text))
+    ended = [owners.get(name, name) for name in re.findall(r"inval_barrier (%[^,\s]+)", text)]
+    found = ((name, kind, int(count[:-1] or 1)) for name, kind, count in BARRIERS.findall(text))
+    return [(name, kind) for name, kind, count in found if ended.count(name) < count]
+
+
+def _code(llir: str) -> str:
+    """LLVM's text without numbers and lines of metadata, which hold where the source was."""
+    return re.sub(r"^!.*\n|^source_filename.*\n|(?<=!)\d+|\s+$", "", llir, flags=re.MULTILINE)
 
 
 def _dump(cubin: bytes, option: str) -> str:

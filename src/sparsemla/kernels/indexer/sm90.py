@@ -469,6 +469,15 @@ def both(low, high):
     return gl.join(low, high).permute(0, 3, 1, 2).reshape(KEYS, TOKENS, 4)
 
 
+@triton.constexpr_function
+def takes_turns(L):
+    """Whether only one consumer multiplies at a time.
+
+    Narrow products wait for memory: taking turns would only delay them.
+    """
+    return L.tokens * L.block_h == 256
+
+
 @gluon.jit
 def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
     """One of the warpgroups that score: every other tile is its own."""
@@ -476,8 +485,7 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
     q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn = memory
     KEYS: gl.constexpr = L.keys
     PARTS: gl.constexpr = L.parts
-    # Narrow products wait for memory: taking turns would only delay them.
-    TURNS: gl.constexpr = L.tokens * L.block_h == 256
+    TURNS: gl.constexpr = takes_turns(L)
     WIDTH: gl.constexpr = L.tokens * L.block_h // PARTS
     DOTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     SUMS: gl.constexpr = sums_layout(L.tokens, KEYS)
@@ -626,7 +634,8 @@ def score(
     warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(warm.index(0), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+        if takes_turns(L):  # memory of barriers that nobody waits for serves something else, too
+            mbarrier.init(turn.index(i), count=1)
         mbarrier.init(q_full.index(i), count=2)
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(RING):
@@ -639,6 +648,7 @@ def score(
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
     work = share_of_program(queries, num_groups, L)
     mbarrier.wait(warm.index(0), 0)
+    mbarrier.invalidate(warm.index(0))  # its memory serves something else from here on
     memory = (q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn)
     gl.warp_specialize(
         [
