@@ -14,7 +14,7 @@ import sparsemla
 from sparsemla import FP8_584, dispatch
 from sparsemla.testing.cases import Draw, dense_decode_case, sparse_decode_case
 from sparsemla.testing.compare import assert_equal
-from sparsemla.verify import run
+from sparsemla.verify import beside, run
 from sparsemla.verify.command import verify
 from sparsemla.verify.matrix import MATRIX
 from sparsemla.verify.properties import OVERWRITING, overwrite
@@ -29,6 +29,8 @@ FIELDS = {
     "device",
     "kernel_hash",
     "quick",
+    "beside",
+    "shared",
     "ops",
 }
 
@@ -282,3 +284,63 @@ def test_the_default_dtype_of_torch_does_not_matter():
     finally:
         torch.set_default_dtype(default)
     assert report.passed, [op.failures for op in report.ops]
+
+
+def test_calls_are_repeated_beside_other_processes(monkeypatch):
+    monkeypatch.setattr(beside, "SECONDS", 0.05)
+    runs = iter(range(100))
+
+    def build():
+        return lambda: {"out": torch.tensor([0.0, next(runs) // 3])}  # another from run 4 on
+
+    same = beside.Call("same", "a case", lambda: lambda: {"out": torch.zeros(2)})
+    found = list(beside.rerun_beside([same, beside.Call("differs", "a case", build)], "cpu", 1))
+    assert [one.op for one in found] == ["same", "differs"]
+    assert found[0].failure is None
+    assert found[0].runs > 3
+    assert found[1].runs == 3
+    assert "differs, run 3, out" in found[1].failure
+
+
+def test_memory_that_a_repeated_call_does_not_write_is_poisoned(monkeypatch):
+    monkeypatch.setattr(beside, "SECONDS", 0.0)
+    first = iter([True])
+
+    def run():
+        out = torch.empty(3)
+        return {"out": out.zero_() if next(first, False) else out}
+
+    (found,) = beside.rerun_beside([beside.Call("lazy", "a case", lambda: run)], "cpu", 1)
+    assert "got nan" in found.failure
+
+
+def test_an_idle_device_is_no_proof():
+    calls = [beside.Call("same", "a case", lambda: lambda: {"out": torch.zeros(2)})]
+    with pytest.raises(RuntimeError, match="ended early"):
+        list(beside.rerun_beside(calls, "nowhere", 1))
+
+
+def test_every_op_has_calls_to_repeat():
+    for op in MATRIX:
+        for device in ("cpu", "cuda"):
+            calls = beside.calls_of(op, device)
+            assert calls, op
+            assert {call.op for call in calls} == {op}
+    assert {one.op for one in beside.LONG} < set(MATRIX)
+
+
+def test_repeated_calls_are_in_the_report(command):
+    result, report = command("--quick", "--op", "to_slots", "--device", "cpu", "--beside", "1")
+    assert result.exit_code == 0
+    assert report["beside"] == 1
+    assert [call["op"] for call in report["shared"]] == ["to_slots"] * 3
+    assert all(call["runs"] > 0 and call["failure"] is None for call in report["shared"])
+    assert "beside 1 processes 3 calls, 0 differed" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942", "H100"])
+def test_a_cpu_acts_as_no_gpu(command, name):
+    result, report = command("--quick", "--op", "to_slots", "--device", "cpu", "--as", name)
+    assert result.exit_code == 2
+    assert report is None
+    assert f"device must be cuda to act as {name}, got 'cpu'" in result.stderr

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from sparsemla.verify.beside import Shared
     from sparsemla.verify.run import OpReport
 
 
@@ -25,6 +26,14 @@ def verify(
         str | None, typer.Option(help="Recorded in the report; default: the checkout's.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the ops.")] = 1,
+    beside: Annotated[
+        int,
+        typer.Option(min=0, help="Also repeat long calls beside N busy processes."),
+    ] = 0,
+    acting_as: Annotated[
+        str | None,
+        typer.Option("--as", help="An older GPU (sm_80, sm_89), whose code is run on this one."),
+    ] = None,
 ) -> None:
     """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
 
@@ -41,11 +50,11 @@ def verify(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ops = tuple(op or run.MATRIX)
     try:
-        run.check_choice(device, ops)
+        run.check_choice(device, ops, beside, acting_as)
     except ValueError as error:
         typer.echo(f"sparsemla: {error}", err=True)
         raise typer.Exit(2) from None
-    name = run.device_name(device).lower().replace(" ", "-")
+    name = run.device_name(device, acting_as).lower().replace(" ", "-")
     path = json or Path("benchmarks") / f"verify-{name}.json"
 
     console = Console(soft_wrap=True, highlight=False)
@@ -64,19 +73,32 @@ def verify(
             for failure in report.failures:
                 console.print(f"  {failure}", markup=False)
 
+        def on_shared(call: Shared) -> None:
+            state = "FAILED" if call.failure else "ok"
+            line = f"{call.op:<25} {call.case}: {call.runs} runs beside {beside} {state}"
+            console.print(line, markup=False)
+            if call.failure:
+                console.print(f"  {call.failure}", markup=False)
+
         report = run.verify(
             device,
             quick=quick,
             ops=ops,
             commit=commit,
             jobs=jobs,
+            beside=beside,
+            acting_as=acting_as,
             on_case=on_case,
             on_op=on_op,
+            on_shared=on_shared,
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.to_json(), encoding="utf-8")
     failed = sum(one.failed for one in report.ops)
     verdict = f"{failed} cases failed" if failed else "all passed"
+    if beside:
+        differing = sum(call.failure is not None for call in report.shared)
+        verdict += f"; beside {beside} processes {len(report.shared)} calls, {differing} differed"
     console.print(f"{report.device}: {num_cases} cases, {verdict}; {path}", markup=False)
     if not report.passed:
         raise typer.Exit(1)

@@ -87,7 +87,7 @@ def against_reference(
     Returns:
         A measurement of each result, and the results.
     """
-    ours, theirs = _fresh(op, arguments), _fresh(op, arguments)
+    ours, theirs = fresh(op, arguments), fresh(op, arguments)
     with poisoned_empty():
         results = _name(op, ours, run_op(op, ours))
     expected = _name(op, theirs, run_reference(op, theirs))
@@ -109,7 +109,7 @@ def check_reruns(op: str, arguments: Arguments, expected: Results, reruns: int) 
         AssertionError: a run gave others.
     """
     for rerun in range(reruns):
-        _assert_same(f"rerun {rerun + 1}", _run(op, _fresh(op, arguments)), expected)
+        _assert_same(f"rerun {rerun + 1}", run_named(op, fresh(op, arguments)), expected)
 
 
 def check_alone(op: str, arguments: Arguments) -> None:
@@ -119,7 +119,7 @@ def check_alone(op: str, arguments: Arguments) -> None:
         AssertionError: a request gave others.
     """
     arguments = arguments | {"num_splits": NUM_SPLITS}
-    together = _run(op, arguments)
+    together = run_named(op, arguments)
     rows = {
         name: cast("Tensor", arguments[name])
         for name in PER_REQUEST[op]
@@ -128,7 +128,7 @@ def check_alone(op: str, arguments: Arguments) -> None:
     for request in range(len(rows["q"])):
         own = {name: tensor[request : request + 1] for name, tensor in rows.items()}
         expected = {name: tensor[request : request + 1] for name, tensor in together.items()}
-        _assert_same(f"request {request} alone", _run(op, arguments | own), expected)
+        _assert_same(f"request {request} alone", run_named(op, arguments | own), expected)
 
 
 def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
@@ -138,16 +138,16 @@ def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
         AssertionError: the graph gave other bits.
         ValueError: the two have different shapes.
     """
-    expected = _run(op, _fresh(op, others))
+    expected = run_named(op, fresh(op, others))
     graph = torch.cuda.CUDAGraph()
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     # Leaving this block restores the current stream even if the capture fails.
     with torch.cuda.stream(warm_up):
-        _run(op, arguments)
+        run_named(op, arguments)
         warm_up.synchronize()
         with torch.cuda.graph(graph):
-            results = _run(op, arguments)
+            results = run_named(op, arguments)
     for replay in range(2):
         overwrite(arguments, others)
         graph.replay()
@@ -174,7 +174,7 @@ def check_late_inputs(op: str, arguments: Arguments, expected: Results) -> None:
         target.zero_()
     torch.cuda.synchronize()
     copy_late(copies, copies[0][0].device)
-    _assert_same("inputs that come late", _run(op, arguments), expected)
+    _assert_same("inputs that come late", run_named(op, arguments), expected)
 
 
 def overwrite(target: object, source: object) -> None:
@@ -226,11 +226,13 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _fresh(op: str, arguments: Arguments) -> Arguments:
+def fresh(op: str, arguments: Arguments) -> Arguments:
+    """Arguments of which the op may overwrite what it does overwrite."""
     return copy.deepcopy(arguments) if op in OVERWRITING else arguments
 
 
-def _run(op: str, arguments: Arguments) -> Results:
+def run_named(op: str, arguments: Arguments) -> Results:
+    """The results of an op by their names."""
     return _name(op, arguments, run_op(op, arguments))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import platform
@@ -10,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -22,6 +23,7 @@ import sparsemla
 from sparsemla.kernels.common.device import describe
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import TOLERANCES, Tolerance
+from sparsemla.verify.beside import Shared, calls_of, compile_calls, rerun_beside
 from sparsemla.verify.matrix import MATRIX, Case
 from sparsemla.verify.properties import (
     PER_REQUEST,
@@ -84,9 +86,11 @@ class Report:
         dirty: whether that checkout had changes; None if the commit was given or there is none.
         date: UTC, ISO 8601.
         torch, triton, python: versions; triton is None where it is not installed.
-        device: name of the GPU, or ``cpu``.
+        device: :func:`device_name`.
         kernel_hash: :func:`kernel_hash`.
         quick: whether only the quick cases ran.
+        beside: other processes that kept the device busy while calls were repeated.
+        shared: what was found for each of these calls.
         ops: a report of each op.
     """
 
@@ -99,11 +103,14 @@ class Report:
     device: str
     kernel_hash: str
     quick: bool
+    beside: int
+    shared: tuple[Shared, ...]
     ops: tuple[OpReport, ...]
 
     @property
     def passed(self) -> bool:
-        return all(op.failed == 0 for op in self.ops)
+        failed = any(op.failed for op in self.ops)
+        return not failed and all(call.failure is None for call in self.shared)
 
     def to_json(self) -> str:
         """The report as a JSON object of its attributes."""
@@ -117,8 +124,11 @@ def verify(
     ops: Sequence[str] = (),
     commit: str | None = None,
     jobs: int = 1,
+    beside: int = 0,
+    acting_as: str | None = None,
     on_case: Callable[[str, str], None] | None = None,
     on_op: Callable[[OpReport], None] | None = None,
+    on_shared: Callable[[Shared], None] | None = None,
 ) -> Report:
     """Check the ops on a device against their definitions, and what else they promise.
 
@@ -128,27 +138,41 @@ def verify(
         ops: names of ops; none means all.
         commit: recorded in the report where the checkout cannot tell.
         jobs: processes that share the ops; most of a first run is compilation.
+        beside: other processes; if there are any, long calls are repeated while these keep the
+            device busy, too (:mod:`sparsemla.verify.beside`).
+        acting_as: an older GPU that the one that is there acts as
+            (:mod:`sparsemla.testing.emulate`); only in a process that has not used the GPU.
         on_case: called with the names of op and case before each case, if there is one process.
         on_op: called with each op's report.
+        on_shared: called with what was found for each call that was repeated.
 
     Raises:
-        ValueError: no such device or op.
+        ValueError: no such device, op or older GPU.
     """
-    check_choice(device, ops)
+    check_choice(device, ops, beside, acting_as)
     reports = []
     with ExitStack() as stack:
         if jobs == 1:
-            found = (_run_op(op, device, quick, on_case) for op in ops or MATRIX)
+            found = (_run_op(op, device, quick, acting_as, on_case) for op in ops or MATRIX)
         else:
             # A GPU cannot be used in a fork of a process that has used it.
             spawn = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawn))
-            started = [pool.submit(_run_op, op, device, quick) for op in ops or MATRIX]
+            started = [pool.submit(_run_op, op, device, quick, acting_as) for op in ops or MATRIX]
             found = (one.result() for one in started)
         for report in found:
             reports.append(report)
             if on_op is not None:
                 on_op(report)
+        if beside and jobs > 1:
+            list(pool.map(compile_calls, ops or MATRIX, itertools.repeat(device)))
+    shared = []
+    if beside:
+        calls = [call for op in ops or MATRIX for call in calls_of(op, device)]
+        for call in rerun_beside(calls, device, beside):
+            shared.append(call)
+            if on_shared is not None:
+                on_shared(call)
     known, dirty = (commit, None) if commit else _checkout()
     return Report(
         commit=known,
@@ -157,27 +181,44 @@ def verify(
         torch=torch.__version__,
         triton=_version("triton"),
         python=platform.python_version(),
-        device=device_name(device),
+        device=device_name(device, acting_as),
         kernel_hash=kernel_hash(),
         quick=quick,
+        beside=beside,
+        shared=tuple(shared),
         ops=tuple(reports),
     )
 
 
 def _run_op(
-    op: str, device: str, quick: bool, on_case: Callable[[str, str], None] | None = None
+    op: str,
+    device: str,
+    quick: bool,
+    acting_as: str | None,
+    on_case: Callable[[str, str], None] | None = None,
 ) -> OpReport:
     started = time.perf_counter()
     outcomes = []
-    for case in chosen_cases(op, device, quick):
-        if on_case is not None:
-            on_case(op, case.name)
-        outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
+    with _acting(acting_as):
+        for case in chosen_cases(op, device, quick):
+            if on_case is not None:
+                on_case(op, case.name)
+            outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
     return _summarise(op, outcomes, time.perf_counter() - started)
 
 
-def check_choice(device: str, ops: Sequence[str]) -> None:
-    """Refuse devices that are not there and ops that do not exist.
+def _acting(name: str | None) -> AbstractContextManager[None]:
+    if name is None:
+        return nullcontext()
+    from sparsemla.testing.emulate import acting_as  # needs Triton
+
+    return acting_as(name)
+
+
+def check_choice(
+    device: str, ops: Sequence[str], beside: int = 0, acting_as: str | None = None
+) -> None:
+    """Refuse devices that are not there, ops that do not exist, and acting as a newer GPU.
 
     Raises:
         ValueError: naming what was expected.
@@ -189,6 +230,14 @@ def check_choice(device: str, ops: Sequence[str]) -> None:
     for op in ops:
         if op not in MATRIX:
             raise ValueError(f"op must be one of {', '.join(MATRIX)}; got {op!r}")
+    if acting_as is not None and device != "cuda":
+        raise ValueError(f"device must be cuda to act as {acting_as}, got {device!r}")
+    if acting_as is not None:
+        if beside:
+            raise ValueError(f"beside must be 0 to act as {acting_as}, got {beside}")
+        from sparsemla.testing.emulate import older_target  # needs Triton
+
+        older_target(acting_as)
 
 
 def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
@@ -200,9 +249,11 @@ def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
     ]
 
 
-def device_name(device: str) -> str:
-    """Name of the GPU, or ``cpu``."""
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+def device_name(device: str, acting_as: str | None = None) -> str:
+    """Name of the GPU and of the one that it acts as, or ``cpu``."""
+    if device == "cpu":
+        return device
+    return torch.cuda.get_device_name() + (f" as {acting_as}" if acting_as else "")
 
 
 def kernel_hash() -> str:

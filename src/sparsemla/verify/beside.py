@@ -1,0 +1,221 @@
+"""The same call again and again, while other processes keep the device busy.
+
+A GPU that several processes use switches between them in the middle of kernels. What a kernel
+leaves undefined may change there, though it never does while the process has the GPU to itself.
+Only calls that take some milliseconds meet a switch often.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+
+import torch
+from torch import Tensor
+
+from sparsemla.bench import workloads
+from sparsemla.bench.workloads import Workload
+from sparsemla.formats import BF16_576, FP8_DS_MLA, e4m3_format
+from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import assert_equal
+from sparsemla.testing.poison import poisoned_empty
+from sparsemla.verify.matrix import MATRIX
+from sparsemla.verify.properties import fresh, run_named
+
+SECONDS = 1.0
+"""How long a call is run again and again."""
+
+LONG: tuple[Workload, ...] = (
+    *(workloads.SparsePrefill(4096, 32768, heads, 576, 2048) for heads in (128, 64, 32, 16)),
+    workloads.SparsePrefill(4096, 32768, 64, 512, 512),
+    *(workloads.CachedPrefill(256, 131072, heads, 2048) for heads in (128, 16)),
+    *(
+        workloads.SparseDecode(256, 2, heads, 8192, 2048, format=fmt)
+        for fmt in (FP8_DS_MLA, BF16_576, e4m3_format())
+        for heads in (128, 32, 16)
+    ),
+    *(
+        workloads.WindowedDecode(256, 2, heads, 128, 128, extra_context=8192, extra_topk=1024)
+        for heads in (128, 32)
+    ),
+    *(
+        workloads.DenseDecode(128, 1, heads, 8192, fmt)
+        for fmt in (BF16_576, FP8_DS_MLA)
+        for heads in (128, 16)
+    ),
+    workloads.IndexerScores(8192, 65536),
+    workloads.IndexerScoresPaged(256, 1, 32768),
+    workloads.IndexerScoresPaged(128, 2, 32768),
+    workloads.IndexerTopk(1, 4096, 65536, 2048),
+    workloads.IndexerTopk(128, 1, 32768, 2048),
+    *(
+        workloads.SelectTopk(*shape, 2048)
+        for shape in ((4096, 65536), (1024, 262144), (64, 1048576), (8, 131072), (64, 16384))
+    ),
+    workloads.CacheWrite(65536, 128),
+    workloads.CacheWrite(65536, 128, BF16_576),
+    workloads.IndexWrite(65536, 64),
+    workloads.Gather(4, 65536),
+    *(
+        workloads.HeadProducts(tokens, 128, *shape, layers=8)
+        for shape in ((128, 512), (512, 128))
+        for tokens in (64, 4096)
+    ),
+)
+"""Calls that keep a GPU busy for some milliseconds, as far as the op can."""
+
+SIZES = {"cpu": 256, "cuda": 4096}
+"""Rows and columns of the matrices that a busy process multiplies."""
+QUEUED = 8
+"""Products that wait for the device at a time, so that it never idles."""
+LULL = 0.1
+"""Seconds in which a busy process surely ends its products."""
+
+Run = Callable[[], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that can be repeated.
+
+    Args:
+        op: what it computes.
+        case: what it computes it from.
+        build: makes the arguments; gives the call.
+    """
+
+    op: str
+    case: str
+    build: Callable[[], Run]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What was found for a call.
+
+    Attributes:
+        op, case: the call's.
+        runs: how often it was run beside the others.
+        failure: how a run differed from the first, which had the device to itself, or None.
+    """
+
+    op: str
+    case: str
+    runs: int
+    failure: str | None
+
+
+def calls_of(op: str, device: str) -> list[Call]:
+    """Long calls of an op; its quick cases, where it has none or there is no GPU."""
+    long = [] if device == "cpu" else [one for one in LONG if one.op == op]
+    if long:
+        return [Call(op, one.case, partial(_build_workload, one, device)) for one in long]
+    cases = [case for case in MATRIX[op] if case.quick]
+    return [Call(op, case.name, partial(_build_case, op, case.build, device)) for case in cases]
+
+
+def compile_calls(op: str, device: str) -> None:
+    """Leave the kernels of an op's calls in Triton's cache."""
+    for call in calls_of(op, device):
+        call.build()()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def rerun_beside(calls: Sequence[Call], device: str, count: int) -> Iterator[Shared]:
+    """Run each call alone, then for :data:`SECONDS` while ``count`` processes use the device too.
+
+    Raises:
+        RuntimeError: one of these processes ended early.
+    """
+    with _busy_processes(count, device) as others:
+        for call in calls:
+            run = call.build()
+            expected = {name: result.clone() for name, result in run().items()}
+            others.set()
+            runs, failure = 0, None
+            end = time.perf_counter() + SECONDS
+            while failure is None and (runs == 0 or time.perf_counter() < end):
+                runs += 1
+                failure = _differs(run, expected, f"{call.op}, run {runs}")
+            others.clear()
+            time.sleep(LULL)
+            yield Shared(call.op, call.case, runs, failure)
+
+
+def _differs(run: Run, expected: dict[str, Tensor], name: str) -> str | None:
+    with poisoned_empty():
+        results = run()
+    try:
+        for part, result in results.items():
+            assert_equal(f"{name}, {part}", result, expected[part])
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _build_workload(workload: Workload, device: str) -> Run:
+    inputs = workload.build(torch.device(device))
+
+    def run() -> dict[str, Tensor]:
+        return {str(i): result for i, result in enumerate(workload.run(inputs))}
+
+    return run
+
+
+def _build_case(op: str, build: Callable[[Draw], dict[str, object]], device: str) -> Run:
+    arguments = build(Draw(0, device))
+    return lambda: run_named(op, fresh(op, arguments))
+
+
+@contextmanager
+def _busy_processes(count: int, device: str) -> Iterator[Event]:
+    """Processes that keep the device busy whenever the event is set.
+
+    Raises:
+        RuntimeError: one of them ended before the block did.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    go = spawn.Event()
+    pipes = [spawn.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        spawn.Process(target=_multiply, args=(device, go, theirs), daemon=True)
+        for _, theirs in pipes
+    ]
+    try:
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        for mine, _ in pipes:
+            mine.recv()  # started
+        yield go
+        if any(not process.is_alive() for process in processes):
+            raise EOFError
+    except EOFError:
+        raise RuntimeError(f"a process beside this one, of {count}, ended early") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _multiply(device: str, go: Event, started: Connection) -> None:
+    """Multiply matrices while ``go`` is set, until somebody kills this process."""
+    torch.set_num_threads(1)
+    size = SIZES[device]
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    torch.mm(x, x, out=out)
+    started.send(None)
+    while True:
+        go.wait()
+        for _ in range(QUEUED):
+            torch.mm(x, x, out=out)
+        if device == "cuda":
+            torch.cuda.synchronize()
