@@ -95,3 +95,25 @@ def test_counts_share_a_kernel():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["1"] * 4  # each a single kernel
+
+
+# Codes of values that are truncated to another type first may be one step off.
+CODES = """
+import re, runpy, sys
+from sparsemla.testing.compile import TARGETS, compile_launch
+
+launch = runpy.run_path(f"{sys.argv[1]}/quant.py")["LAUNCHES"]["fused fp8_ds_mla"]
+for target in TARGETS:
+    if target.capability >= (8, 9) and not target.is_hip:
+        (compiled,) = compile_launch(launch, target)
+        print(target.name, *set(re.findall(r"cvt\\S*e4m3\\S*", compiled.asm["ptx"])))
+"""
+
+
+def test_codes_are_rounded_once():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CODES, str(TABLES[0].parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    names = ("sm_89", "sm_90", "sm_100", "sm_120")
+    assert done.stdout.splitlines() == [f"{one} cvt.rn.satfinite.e4m3x2.f32" for one in names]

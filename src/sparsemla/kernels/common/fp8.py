@@ -11,6 +11,12 @@ import triton.language as tl
 
 from sparsemla.kernels.common.device import describe
 
+ENCODE_FOUR = tl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}""")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -33,8 +39,11 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
 @triton.jit
 def encode_e4m3(x, NATIVE: tl.constexpr):
     """uint8 e4m3 codes of float32 values, nearest even, saturating at +-448; NaN stays NaN."""
-    if NATIVE:  # the instruction saturates
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if NATIVE:
+        # The instruction itself: on sm_89, Triton 3.6 to 3.8 truncates to float16 first.
+        return tl.inline_asm_elementwise(
+            ENCODE_FOUR, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
     x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -448.0), 448.0))
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
