@@ -28,8 +28,8 @@ from sparsemla.testing.poison import poisoned_empty
 from sparsemla.verify.matrix import MATRIX
 from sparsemla.verify.properties import fresh, run_named
 
-SECONDS = 1.0
-"""How long a call is run again and again."""
+SECONDS, RUNS = 1.0, 20
+"""How long, and how often at least, a call is run again."""
 
 LONG: tuple[Workload, ...] = (
     *(workloads.SparsePrefill(4096, 32768, heads, 576, 2048) for heads in (128, 64, 32, 16)),
@@ -129,7 +129,7 @@ def compile_calls(op: str, device: str) -> None:
 
 
 def rerun_beside(calls: Sequence[Call], device: str, count: int) -> Iterator[Shared]:
-    """Run each call alone, then for :data:`SECONDS` while ``count`` processes use the device too.
+    """Run each call alone, then again and again while ``count`` processes use the device, too.
 
     Raises:
         RuntimeError: one of these processes ended early.
@@ -141,7 +141,7 @@ def rerun_beside(calls: Sequence[Call], device: str, count: int) -> Iterator[Sha
             others.set()
             runs, failure = 0, None
             end = time.perf_counter() + SECONDS
-            while failure is None and (runs == 0 or time.perf_counter() < end):
+            while failure is None and (runs < RUNS or time.perf_counter() < end):
                 runs += 1
                 failure = _differs(run, expected, f"{call.op}, run {runs}")
             others.clear()
