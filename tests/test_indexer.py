@@ -1,4 +1,5 @@
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -312,6 +313,16 @@ def test_wider_offsets_lengths_and_tables(device):
     assert_equal("ids", out.contiguous(), expected)
 
 
+@contextmanager
+def num_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def peak_bytes(function):
     """Most memory that is allocated at any time of a call on the CPU, above what was before."""
     with torch.profiler.profile(
@@ -368,6 +379,96 @@ def test_one_row_of_scores_may_exceed_the_workspace():
     )
     assert_equal("ids", results[0], expected)
     assert peak < 60000 * 16 * 2 / 2  # half of the keys alone
+
+
+@pytest.mark.parametrize("limit", [3_999_999, 4_000_000])
+def test_a_million_keys_take_no_more_than_ten_thousand_beside_their_scores(limit):
+    # Below four bytes for each key, the best of several pieces are merged.
+    case = indexer_topk_case(Draw(27), query_lens=[1], seq_lens=[300], num_heads=4, topk=64)
+    case["page_table"] = case["page_table"][:, :1].expand(1, 15625).contiguous()
+    case["seq_lens"] = torch.tensor([1_000_000])
+    peak = peak_bytes(lambda: sparsemla.indexer_topk(**case, max_workspace_bytes=limit))
+    assert peak < limit + (40 << 20)
+
+
+def duplicated_keys(draw, *, num_keys, fmt=INDEX_FP8, query_lens=(7,), distinct=40):
+    """A request for each query length, whose keys are a few, again and again, in any order."""
+    lens = [num_keys] * len(query_lens)
+    case = indexer_topk_case(
+        draw, query_lens=list(query_lens), seq_lens=lens, format=fmt, num_heads=5, exact=False
+    )
+    cache, table = case["cache"], case["page_table"].long()
+    positions = draw.integers(0, num_keys, len(query_lens) * num_keys).long()
+    requests = torch.arange(len(lens), device=draw.device).repeat_interleave(num_keys)
+    slots = sparsemla.slots_of(table, requests, positions, cache.page_size)
+    few = slots[draw.integers(0, distinct, len(slots)).long()]
+    everywhere = torch.arange(len(slots), device=draw.device) % num_keys
+    targets = sparsemla.slots_of(table, requests, everywhere, cache.page_size)
+    for part in cache.fields():
+        if part is not None:
+            rows = part[few // cache.page_size, few % cache.page_size].clone()
+            part[targets // cache.page_size, targets % cache.page_size] = rows
+    return case
+
+
+@by_dtype
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (1, 64), (3, 5), (70, 8)])
+def test_equal_keys_get_equal_scores(device, tokens, heads, threads, fp8):
+    # 4097 keys: blocks of any size have a last one of another.
+    case = indexer_scores_case(
+        Draw(28, device), num_tokens=tokens, num_keys=4097, num_heads=heads, fp8=fp8
+    )
+    case["keys"][:] = case["keys"][:1].clone()
+    case["row_starts"].zero_()
+    case["row_ends"].fill_(4097)
+    if case["key_scales"] is not None:
+        case["key_scales"].fill_(0.37)
+    with num_threads(threads):
+        scores = sparsemla.indexer_scores(**case)
+        alone = sparsemla.indexer_scores(
+            **{
+                name: value if name in ("keys", "key_scales") or value is None else value[:1]
+                for name, value in case.items()
+            }
+        )
+    assert (scores == scores[:, :1]).all()
+    assert_equal("the first token alone", alone, scores[:1])
+
+
+@by_format
+def test_selections_from_equal_keys_depend_on_nothing_else(device, fmt):
+    for seed, num_keys in enumerate((517, 2049, 4100)):
+        draw = Draw(29 + seed, device)
+        case = duplicated_keys(draw, num_keys=num_keys, fmt=fmt, query_lens=(5, 1, 9))
+        expected = sparsemla.indexer_topk(**case)
+        for limit in (1, 4 * num_keys - 1, 3 * 4 * num_keys):
+            got = sparsemla.indexer_topk(**case, max_workspace_bytes=limit)
+            assert_equal(f"seed {seed}, limit {limit}", got, expected)
+        for request, at in enumerate((slice(0, 5), slice(5, 6), slice(6, 15))):
+            own = {name: case[name][request : request + 1] for name in ("seq_lens", "page_table")}
+            own |= {name: case[name][at] for name in ("q", "weights")}
+            own["input_row_offsets"] = torch.tensor([0, at.stop - at.start], device=device)
+            got = sparsemla.indexer_topk(**case | own)
+            assert_equal(f"seed {seed}, request {request} alone", got, expected[at])
+
+
+@by_format
+def test_of_equal_keys_the_first_are_selected(device, fmt):
+    for seed, num_keys in enumerate((500, 2049, 4097)):
+        draw = Draw(39 + seed, device)
+        case = duplicated_keys(draw, num_keys=num_keys, fmt=fmt) | {"causal": False, "topk": 300}
+        ids = sparsemla.indexer_topk(**case).long()
+        positions = torch.arange(num_keys, device=device)
+        slots = sparsemla.slots_of(case["page_table"], 0 * positions, positions, 64)
+        rows = case["cache"].read(slots)
+        _, kinds = rows.unique(dim=0, return_inverse=True)
+        for row in ids:
+            chosen = torch.zeros(num_keys, dtype=torch.bool, device=device)
+            chosen[row] = True
+            for kind in kinds.unique():
+                of_kind = chosen[kinds == kind]
+                assert of_kind[: int(of_kind.sum())].all(), "a later one of equal keys was taken"
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 14, 1 << 20])

@@ -218,8 +218,9 @@ def indexer_topk(
         as_slots: give the slots of the cache where the chosen keys lie, as :func:`to_slots` would,
             instead of positions.
         max_workspace_bytes: bound on the scores, and on a GPU the lists of the selection with them,
-            that exist at any time; the CPU has some buffers beside them. One token is the least: 4
-            bytes for each key that the page table has room for, and on a GPU up to 18 MB of lists.
+            that exist at any time. On a GPU one token is the least: 4 bytes for each key that the
+            page table has room for, and up to 18 MB of lists. The CPU takes a token's keys in
+            pieces, ``max(topk, 2048)`` at the least, and has buffers of some 40 MiB beside them.
         validate: read the offsets, lengths and page ids and refuse values out of range.
         out: int32 ``[T, topk]``, written.
 

@@ -1,4 +1,10 @@
-"""The lightning indexer on the CPU: float32 products, chunked in rows and columns."""
+"""The lightning indexer on the CPU: exact products, chunked in rows and columns.
+
+Equal keys must get equal scores, wherever they stand and whatever is computed beside them. How a
+product of matrices orders its sums depends on shapes, places and threads, so sums are made in
+float64: products of e4m3 are multiples of 2^-18 below 2^18, of which float64 adds up billions
+without rounding. Heads are added one to another in an order of our own.
+"""
 
 import torch
 from torch import Tensor
@@ -7,8 +13,14 @@ from sparsemla.cache import PagedCache, slots_of
 from sparsemla.kernels.common import cpu
 from sparsemla.kernels.topk.cpu import select_topk
 
-KEYS_AT_ONCE = 4096
-"""Keys that are converted to float32 at a time."""
+KEYS_AT_ONCE = 2048
+"""Keys that are converted to float64 at a time."""
+
+TILE = 1 << 19
+"""Products of a query and a key that exist at a time: 4 MiB of float64, which stay in a cache."""
+
+SELECTED_AT_ONCE = 1 << 20
+"""Scores of a token that are selected from at a time: selecting takes some 25 bytes for each."""
 
 
 def indexer_scores(
@@ -29,7 +41,7 @@ def indexer_scores(
             continue
         at = slice(int(live[0]), int(live[-1]) + 1)  # rows that see none of these keys stay out
         scales = None if key_scales is None else key_scales[part]
-        scores = _scores(q[at], weights[at], keys[part].float(), scales)
+        scores = _scores(q[at], weights[at], keys[part].double(), scales)
         columns = torch.arange(part.start, part.stop)
         outside = (columns < row_starts[at, None]) | (columns >= row_ends[at, None])
         out[at, part] = scores.masked_fill_(outside, -torch.inf)
@@ -74,21 +86,16 @@ def indexer_topk(
     out: Tensor,
 ) -> None:
     offsets = input_row_offsets.tolist()
-    out[offsets[-1] :] = -1  # padding tokens
+    out.fill_(-1)  # tokens of no request
     for request, length in enumerate(seq_lens.tolist()):
         first, last = offsets[request], offsets[request + 1]
         visible = torch.full((last - first,), length)
         if causal:  # the token at position p sees the keys 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
-        at_once = max_workspace_bytes // (4 * max(length, 1))
-        for rows in cpu.blocks(last - first, at_once):
+        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * max(length, 1))):
             at = slice(first + rows.start, first + rows.stop)
-            ends = visible[rows].clamp_min(0)
-            pieces = q[at], weights[at], cache, page_table, request
-            if at_once:
-                _select(*pieces, ends, topk, out[at])
-            else:
-                _select_in_pieces(*pieces, ends, topk, max_workspace_bytes, out[at])
+            keys = cache, page_table, request
+            _select(q[at], weights[at], *keys, visible[rows], topk, max_workspace_bytes, out[at])
             if as_slots:
                 requests = torch.full_like(out[at], request)
                 out[at] = slots_of(page_table, requests, out[at], cache.page_size).int()
@@ -102,44 +109,39 @@ def _select(
     request: int,
     ends: Tensor,
     topk: int,
-    out: Tensor,
-) -> None:
-    """Score all keys of one request for some query tokens, then select."""
-    longest = int(ends.max())
-    scores = torch.empty(q.shape[0], longest, dtype=torch.float32)
-    if longest > topk:  # otherwise every key is chosen, whatever its score
-        for part in cpu.blocks(longest, KEYS_AT_ONCE):
-            scores[:, part] = _paged_scores(q, weights, cache, page_table, request, part)
-    select_topk(scores, topk, row_starts=None, row_ends=ends, out=out)
-
-
-def _select_in_pieces(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    request: int,
-    ends: Tensor,
-    topk: int,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
-    """The same for one token whose scores alone exceed the bound.
+    """The best of the keys before ``ends [m]`` for ``m`` query tokens of one request.
 
-    The best so far compete with the next piece. They stand before it, so that a tie still goes to
-    the lower position.
+    Keys come in pieces, and the best so far compete with those of the next. They stand before it,
+    so that a tie still goes to the lower position.
     """
-    end = int(ends.max())
-    best = torch.empty(1, 0), torch.empty(1, 0, dtype=torch.long)
-    for part in cpu.blocks(end, max(max_workspace_bytes // 8, 1)):
-        scores = _paged_scores(q, weights, cache, page_table, request, part)
-        values = torch.cat([best[0], scores], dim=1)
-        positions = torch.cat([best[1], torch.arange(part.start, part.stop)[None]], dim=1)
-        chosen = torch.empty(1, min(topk, values.shape[1]), dtype=torch.int32)
-        select_topk(values, chosen.shape[1], row_starts=None, row_ends=None, out=chosen)
-        best = values.gather(1, chosen.long()), positions.gather(1, chosen.long())
-    out.fill_(-1)
-    out[:, : best[1].shape[1]] = best[1].int()
+    ends, num_tokens = ends.clamp_min(0), q.shape[0]
+    longest = int(ends.max())
+    if longest <= topk:  # every key is chosen, whatever its score
+        ids = torch.arange(topk, dtype=torch.int32)
+        out.copy_(ids.where(ids < ends[:, None], -1))
+        return
+    width = min(max_workspace_bytes // (4 * num_tokens), SELECTED_AT_ONCE)
+    width = min(max(width, topk, KEYS_AT_ONCE), longest)
+    scores = torch.empty(num_tokens, topk + width, dtype=torch.float32)  # the best so far first
+    ids = torch.empty(num_tokens, topk, dtype=torch.int32)
+    for piece in cpu.blocks(longest, width):
+        for part in cpu.blocks(piece.stop - piece.start, KEYS_AT_ONCE):
+            positions = slice(piece.start + part.start, piece.start + part.stop)
+            columns = slice(topk + part.start, topk + part.stop)
+            scores[:, columns] = _paged_scores(q, weights, cache, page_table, request, positions)
+        kept = min(piece.start, topk)
+        offered = scores[:, topk - kept : topk + piece.stop - piece.start]
+        counts = ends.clamp_max(kept) + (ends - piece.start).clamp_min(0)
+        chosen = torch.empty_like(ids)
+        select_topk(offered, topk, row_starts=None, row_ends=counts, out=chosen)
+        places = chosen.clamp_min(0).long()
+        new = chosen.where(chosen < 0, chosen + (piece.start - kept))
+        ids = ids.gather(1, places.clamp_max(topk - 1)).where(chosen.clamp_min(0) < kept, new)
+        scores[:, :topk] = offered.gather(1, places)
+    out.copy_(ids)
 
 
 def _paged_scores(
@@ -150,7 +152,7 @@ def _paged_scores(
     slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
     valid = cpu.valid_slots(cache, slots[None], None)[0]
     stored = cache.gather(slots.where(valid, 0))
-    keys = cpu.dequantize(stored._replace(scales=None), 0).float()
+    keys = cpu.dequantize(stored._replace(scales=None), 0).double()
     scales = None if stored.scales is None else stored.scales[:, 0]
     scores = _scores(q, weights, keys, scales)
     return scores if valid.all() else scores.masked_fill_(~valid, -torch.inf)
@@ -158,10 +160,20 @@ def _paged_scores(
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None) -> Tensor:
     """``key_scales[n] * sum_h weights[m, h] * relu(<q[m, h], keys[n]>)``, float32 ``[m, n]``."""
-    num_heads, num_keys = q.shape[1], keys.shape[0]
-    scores = torch.empty(q.shape[0], num_keys, dtype=torch.float32)
-    for rows in cpu.blocks(q.shape[0], cpu.WORKSPACE_BYTES // (4 * num_heads * num_keys)):
-        queries = q[rows].float().flatten(0, 1)  # [m * HI, DI]
-        dots = (queries @ keys.T).relu_().view(-1, num_heads, num_keys)
-        torch.bmm(weights[rows, None].float(), dots, out=scores[rows, None])
+    (num_tokens, num_heads, head_dim), num_keys = q.shape, keys.shape[0]
+    scores = torch.empty(num_tokens, num_keys, dtype=torch.float32)
+    for rows in cpu.blocks(num_tokens, TILE // (num_heads * max(num_keys, head_dim))):
+        queries = q[rows].double().flatten(0, 1)  # [m * HI, DI]
+        dots = (queries @ keys.T).float().relu_().view(-1, num_heads, num_keys)
+        scores[rows] = _sum_heads(dots.mul_(weights[rows, :, None].float()))
     return scores if key_scales is None else scores.mul_(key_scales)
+
+
+def _sum_heads(terms: Tensor) -> Tensor:
+    """``sum_h terms[m, h, n]`` in halves, in place: one order for all of m and n."""
+    while terms.shape[1] > 1:
+        half, rest = divmod(terms.shape[1], 2)
+        if rest:
+            terms[:, 0] += terms[:, -1]
+        terms = terms[:, :half].add_(terms[:, half : 2 * half])
+    return terms[:, 0]
