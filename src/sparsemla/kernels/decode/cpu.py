@@ -28,7 +28,8 @@ def sparse_decode(
     streams = [_stream(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
         streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
-    flat_out, flat_lse = q.new_empty(q.shape[0] * q.shape[1], *out.shape[2:]), lse.flatten(0, 1)
+    num_rows = q.shape[0] * q.shape[1]
+    flat_out, flat_lse = q.new_empty(num_rows, *out.shape[2:]), lse.new_empty(num_rows, q.shape[2])
     sparse_attention(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
     out.copy_(flat_out.view(out.shape))
     lse.copy_(flat_lse.view(lse.shape))
