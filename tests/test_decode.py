@@ -31,6 +31,7 @@ from sparsemla.testing.compare import (
     assert_equal,
     check_op,
 )
+from sparsemla.verify.properties import check_alone
 
 FORMATS = [
     BF16_576,
@@ -549,3 +550,27 @@ def test_no_tokens_merge_to_none(device):
     out, lse = sparsemla.merge_states(outs, lses)
     assert out.shape == (0, 3, 8)
     assert lse.shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 32, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_request_alone_has_the_bits_of_the_batch(device, dtype, num_heads):
+    for seed, topk in enumerate((40, 200, 700)):
+        both = {"with_sink": True, "with_lengths": True}
+        check_alone(
+            "sparse_decode",
+            sparse_decode_case(
+                Draw(40 + seed, device),
+                format=BF16_576,
+                batch=7,
+                topk=topk,
+                num_heads=num_heads,
+                dtype=dtype,
+                **both,
+            ),
+        )
+    lens = [0, 3, 64, 200, 700]
+    case = dense_decode_case(
+        Draw(43, device), format=BF16_576, seq_lens=lens, num_heads=num_heads, dtype=dtype
+    )
+    check_alone("dense_decode", case)

@@ -683,6 +683,23 @@ def _sparse_decode() -> list[Case]:
             for name, extra in extras.items()
         ),
         Case("plain", build(make, format=FP8_DS_MLA), alone=True),
+        *(
+            Case(
+                f"{batch} requests, {heads} heads, float32",
+                build(
+                    make,
+                    format=BF16_576,
+                    batch=batch,
+                    num_heads=heads,
+                    topk=200,
+                    dtype=torch.float32,
+                    **both,
+                ),
+                quick=heads == 3,
+                alone=True,
+            )
+            for batch, heads in ((13, 1), (12, 3), (7, 8), (5, 33))
+        ),
         Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
         Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
@@ -837,6 +854,21 @@ def _dense_decode() -> list[Case]:
             for size in (1, 2, 61, 69)
         ),
         Case("plain", build(make, format=FP8_DS_MLA, seq_lens=few), alone=True),
+        *(
+            Case(
+                f"12 requests, {heads} heads, float32",
+                build(
+                    make,
+                    format=BF16_576,
+                    seq_lens=Shuffled((*range(0, 700, 70), 3, 1300)),
+                    num_heads=heads,
+                    dtype=torch.float32,
+                ),
+                quick=heads == 3,
+                alone=True,
+            )
+            for heads in (1, 3, 8)
+        ),
         Case(
             "more tiles than run at once",
             build(make, format=BF16_576, seq_lens=Shuffled(range(0, 640, 4)), num_heads=128),

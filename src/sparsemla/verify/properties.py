@@ -58,6 +58,9 @@ PER_REQUEST = {
 READ_AHEAD = {"project_heads": "weight", "decode_branch": "layer", "prefill_branch": "layer"}
 """The argument of an op that it may read before the kernel in front of it has ended."""
 
+THREADS = 1, 2
+"""Counts of a CPU's threads with which a request alone must give the bits it gives in a batch."""
+
 NUM_SPLITS = 3
 """The fixed count of splits with which a request alone must give the bits it gives in a batch."""
 
@@ -119,16 +122,32 @@ def check_alone(op: str, arguments: Arguments) -> None:
         AssertionError: a request gave others.
     """
     arguments = arguments | {"num_splits": NUM_SPLITS}
-    together = run_named(op, arguments)
     rows = {
         name: cast("Tensor", arguments[name])
         for name in PER_REQUEST[op]
         if arguments.get(name) is not None
     }
-    for request in range(len(rows["q"])):
-        own = {name: tensor[request : request + 1] for name, tensor in rows.items()}
-        expected = {name: tensor[request : request + 1] for name, tensor in together.items()}
-        _assert_same(f"request {request} alone", run_named(op, arguments | own), expected)
+    for threads in _thread_counts(rows["q"].device):
+        together = run_named(op, arguments)
+        for request in range(len(rows["q"])):
+            own = {name: tensor[request : request + 1] for name, tensor in rows.items()}
+            expected = {name: tensor[request : request + 1] for name, tensor in together.items()}
+            when = f"request {request} alone{threads}"
+            _assert_same(when, run_named(op, arguments | own), expected)
+
+
+def _thread_counts(device: torch.device) -> Iterator[str]:
+    """Set each count of threads in turn, where they compute; what a failure says about it."""
+    if device.type != "cpu":
+        yield ""
+        return
+    before = torch.get_num_threads()
+    try:
+        for count in THREADS:
+            torch.set_num_threads(count)
+            yield f", {count} threads"
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:

@@ -137,8 +137,11 @@ def _nonfinite_rows(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
 
 
 def _logits(q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float) -> Tensor:
-    """float32 ``[M, K]`` of ``q [M, D]`` and ``keys [K, D]``, -inf where not valid."""
-    logits = (q.float() @ keys.float().T) * softmax_scale
+    """float64 ``[M, K]`` of ``q [M, D]`` and ``keys [K, D]``, -inf where not valid.
+
+    The width K may depend on the rows beside this one; no float32 result feels that.
+    """
+    logits = (q.double() @ keys.double().T) * softmax_scale
     return logits if valid is None else logits.masked_fill_(~valid, -torch.inf)
 
 
@@ -150,18 +153,18 @@ def _attend_exactly(
     lse = logits.logsumexp(-1)
     probs = (logits - lse[:, None]).exp_()  # [M, K]
     if valid is None:
-        return probs @ values.float(), lse
+        return probs @ values.double(), lse
     # A weight of 0 does not make NaN vanish: it is for those of M to whom the key is valid.
     finite = values.isfinite()
     spoilt = valid.float() @ (~finite).float() > 0  # [M, D]
-    out = probs.masked_fill_(~valid, 0) @ values.float().masked_fill(~finite, 0)
+    out = probs.masked_fill_(~valid, 0) @ values.double().masked_fill(~finite, 0)
     return out.masked_fill_(spoilt, torch.nan), lse
 
 
 def _refine_small(
     lse: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> None:
-    """Compute again, from float32 products, the rows with an LSE near 0.
+    """Compute again, from float64 products, the rows with an LSE near 0.
 
     For bfloat16 the flash kernel takes exponentials with a relative error of 3e-5, which all of
     them share: out does not feel it, and neither does an LSE that is not small.

@@ -11,6 +11,12 @@ from sparsemla.kernels.common import cpu
 FLASH_KEYS = 512
 """Keys that torch's flash kernel takes at a time."""
 
+FLASH_HEADS = 32
+"""Heads of a row, at most, that the flash kernel does not share out to several threads."""
+
+HEAD_STEP, DIM_STEP = 16, 32
+"""Heads and dims come in multiples of this: then all buffers begin at multiples of 64 bytes."""
+
 
 class Stream(NamedTuple):
     """A cache and what each query row selected from it: slots ``[R, K]``, lengths ``[R]``."""
@@ -49,10 +55,32 @@ def sparse_attention(
                     max_logits[at] = -torch.inf
                 continue
             queries, keys = q[at].to(dtype), keys.to(dtype)
-            part, lse[at] = cpu.attend(queries, keys, keys, valid, softmax_scale)
+            part, lse[at] = _attend(queries, keys, valid, softmax_scale)
             out[at] = cpu.finish(part[..., : out.shape[2]], lse[at], attn_sink)
             if max_logits is not None:
                 max_logits[at] = _largest(queries, keys, valid, softmax_scale)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`cpu.attend` with bits that do not depend on how many rows there are.
+
+    Products of matrices cut their sums by where their operands begin and by how many threads they
+    get. So rows, and the flash kernel's buffers of each thread, are padded to multiples of 64
+    bytes. And no row is computed alone: the kernel gives a thread to each of several rows, but a
+    single one runs on the caller's thread, where its products take all.
+    """
+    (num_rows, num_heads, head_dim), pad = q.shape, torch.nn.functional.pad
+    if head_dim % DIM_STEP:
+        keys = pad(keys, (0, -head_dim % DIM_STEP))
+    if head_dim % DIM_STEP or num_heads % HEAD_STEP:
+        q = pad(q, (0, -head_dim % DIM_STEP, 0, -num_heads % HEAD_STEP))
+    if num_rows == 1 and q.shape[1] <= FLASH_HEADS:
+        q, keys = q.expand(2, -1, -1), keys.expand(2, -1, -1)
+        valid = None if valid is None else valid.expand(2, -1)
+    out, lse = cpu.attend(q, keys, keys, valid, softmax_scale)
+    return out[:num_rows, :num_heads], lse[:num_rows, :num_heads]
 
 
 class _Source(NamedTuple):
