@@ -249,7 +249,7 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
 
     Returns:
         int64 ``[...]``; -1 where the position is negative or outside the table, or where the table
-        holds a negative page id.
+        holds a page id that is negative or has no slots below 2**63.
 
     >>> table = torch.tensor([[7, 2, -1]])
     >>> slots_of(table, torch.zeros(4, dtype=int), torch.tensor([0, 5, 9, 99]), 4)
@@ -262,5 +262,15 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     logical = torch.div(positions, page_size, rounding_mode="floor")
     inside = (positions >= 0) & (logical < page_table.shape[1])
     pages = page_table[request_ids.long(), torch.where(inside, logical, 0)].long()
+    inside &= (pages >= 0) & (pages <= (2**63 - page_size) // page_size)
     slots = pages * page_size + (positions - logical * page_size)
-    return torch.where(inside & (pages >= 0), slots, -1)
+    return torch.where(inside, slots, -1)
+
+
+def to_int32(slots: Tensor) -> Tensor:
+    """int64 slots, or rows of a workspace, as int32; -1 where they do not fit.
+
+    >>> to_int32(torch.tensor([5, -1, 2**31, 2**32 + 5]))
+    tensor([ 5, -1, -1, -1], dtype=torch.int32)
+    """
+    return slots.where((slots >= 0) & (slots < 2**31), -1).int()

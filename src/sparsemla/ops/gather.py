@@ -28,6 +28,7 @@ def to_slots(
     index < 0, or its page is outside the table     -1
     ``prefill_request_ids[t] >= 0``                 ``workspace_starts[that] + index``
     the table holds a negative page id there        -1
+    the result does not fit int32                   -1
     otherwise                                       ``page * page_size + index % page_size``
     ==============================================  ====================================
 

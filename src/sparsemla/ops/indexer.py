@@ -210,7 +210,8 @@ def indexer_topk(
         q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
         cache: indexer keys, any page size; this step's keys are already in it.
-        input_row_offsets: int32 or int64 ``[B + 1]``, first query token of each request.
+        input_row_offsets: int32 or int64 ``[B + 1]``, first query token of each request. Tokens
+            before the first, and behind the last, belong to no request and get -1.
         seq_lens: int32 or int64 ``[B]``, keys of each request, this step's included.
         page_table: int32 or int64 ``[B, W]``.
         topk: k, any positive number.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache, slots_of
+from sparsemla.cache import PagedCache, slots_of, to_int32
 
 
 def to_slots(
@@ -18,11 +18,11 @@ def to_slots(
     requests = request_ids[:, None].expand_as(topk_indices)  # [T, K]
     slots = slots_of(page_table, requests, topk_indices, page_size)  # [T, K]
     if workspace_starts is None or prefill_request_ids is None:
-        return slots.int()
+        return to_int32(slots)
     inside = (topk_indices >= 0) & (topk_indices // page_size < page_table.shape[1])  # [T, K]
-    starts = workspace_starts[prefill_request_ids.clamp_min(0)][:, None]  # [T, 1]
+    starts = workspace_starts[prefill_request_ids.clamp_min(0)][:, None].long()  # [T, 1]
     rows = torch.where(inside, starts + topk_indices, -1)  # [T, K]
-    return torch.where(prefill_request_ids[:, None] >= 0, rows, slots).int()
+    return to_int32(torch.where(prefill_request_ids[:, None] >= 0, rows, slots))
 
 
 def gather_dequant(

@@ -212,9 +212,13 @@ def load_entries(keys, at, end, L: gl.constexpr, PAGED: gl.constexpr):
 
 
 @gluon.jit
-def slots_of(entries, at, L: gl.constexpr, PAGED: gl.constexpr):
+def slots_of(entries, at, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
     """Slots of the keys ``at``; not done when entries are loaded, which are waited for here."""
-    return entries.to(gl.int64) * L.page_size + at % L.page_size if PAGED else entries
+    if PAGED:
+        known = is_slot(entries, num_slots // L.page_size)
+        slots = gl.where(known, entries, -1).to(gl.int64) * L.page_size + at % L.page_size
+        entries = gl.where(known, slots, -1)
+    return entries
 
 
 @gluon.jit
@@ -248,7 +252,7 @@ def copy_tiles(stream, tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
     at = begin + gl.arange(0, KEYS, FIND)
     entries = load_entries(keys, at, end, L, PAGED)
     for i in range(tiles):
-        slots = slots_of(entries, at, L, PAGED)
+        slots = slots_of(entries, at, rows.num_slots, L, PAGED)
         at += KEYS
         entries = load_entries(keys, at, end, L, PAGED)
         valid = is_slot(slots, rows.num_slots)

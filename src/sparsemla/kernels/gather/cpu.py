@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache, slots_of
+from sparsemla.cache import PagedCache, slots_of, to_int32
 from sparsemla.kernels.common import cpu
 
 
@@ -23,10 +23,10 @@ def to_slots(
         if workspace_starts is not None and prefill_request_ids is not None:
             prefills = prefill_request_ids[rows].long()
             inside = (ids >= 0) & (ids < page_table.shape[1] * page_size)
-            starts = workspace_starts[prefills.clamp_min(0)]
+            starts = workspace_starts[prefills.clamp_min(0)].long()
             workspace = (starts[:, None] + ids).where(inside, -1)
             slots = workspace.where(prefills[:, None] >= 0, slots)
-        out[rows] = slots.int()
+        out[rows] = to_int32(slots)
 
 
 def gather_dequant(

@@ -14,6 +14,7 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import paged_arguments
+from sparsemla.kernels.common.slots import slot_of
 
 SLOTS_BLOCK = 1024
 """Indices of a program: two 16-byte loads for each of 128 threads."""
@@ -60,12 +61,14 @@ def _slots_kernel(
     entry = page_table + request * table_stride + page_index
     in_cache = (index >= 0) & (page_index < cache_pages)
     page = tl.load(entry, mask=in_cache, other=-1).to(tl.int64)
-    result = tl.where(page >= 0, page * PAGE_SIZE + index % PAGE_SIZE, -1)
+    result = slot_of(page, index % PAGE_SIZE, PAGE_SIZE)
     if prefill_ids is not None:
-        start = tl.load(workspace_starts + prefill, mask=workspace_pages > 0, other=0)
+        start = tl.load(workspace_starts + prefill, mask=workspace_pages > 0, other=0).to(tl.int64)
         in_workspace = (index >= 0) & (page_index < workspace_pages)
-        result = tl.where(in_workspace, start + index, result)
-    tl.store(out + token * out_stride + column, result.to(tl.int32), mask=within)
+        row = start + index
+        row = tl.where((row >= 0) & (row < 1 << 31), row, -1).to(tl.int32)
+        result = tl.where(in_workspace, row, result)
+    tl.store(out + token * out_stride + column, result, mask=within)
 
 
 def to_slots(

@@ -9,7 +9,7 @@ without rounding. Heads are added one to another in an order of our own.
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache, slots_of
+from sparsemla.cache import PagedCache, slots_of, to_int32
 from sparsemla.kernels.common import cpu
 from sparsemla.kernels.topk.cpu import select_topk
 
@@ -98,7 +98,7 @@ def indexer_topk(
             _select(q[at], weights[at], *keys, visible[rows], topk, max_workspace_bytes, out[at])
             if as_slots:
                 requests = torch.full_like(out[at], request)
-                out[at] = slots_of(page_table, requests, out[at], cache.page_size).int()
+                out[at] = to_int32(slots_of(page_table, requests, out[at], cache.page_size))
 
 
 def _select(

@@ -162,9 +162,10 @@ def sums_layout(tokens, keys):
 
 @gluon.jit
 def offset_of(queries, request):
-    """First token of a request, counted from the first of all."""
+    """First token of a request, counted from the first of all, where the first request begins."""
     offset = gl.load(queries.offsets + request) - queries.first
-    return gl.minimum(gl.maximum(offset, 0), queries.query_len).to(gl.int32)
+    offset = gl.minimum(gl.maximum(offset, 0), queries.query_len).to(gl.int32)
+    return gl.where(request > 0, offset, 0)
 
 
 @gluon.jit
@@ -206,6 +207,9 @@ def seen_by(queries, group, token, L: gl.constexpr):
     else:
         start = token * 0
         real = real & (group.request < queries.num_requests)
+        if queries.offsets is not None:  # tokens before the first request see nothing
+            opens = gl.load(queries.offsets + group.request + token * 0, mask=real)
+            real = real & (token >= opens - queries.first)
         at = queries.row_ends + group.request.to(gl.int64) * queries.ends_request + token * 0
         if L.own_ends:
             at += token

@@ -171,7 +171,8 @@ def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS:
 
     Groups of request b are numbered from ``offsets[b] // TOKENS + b``, which leaves room for all
     of them without a prefix sum; offsets count from ``first_token`` and end at ``num_tokens``.
-    Tokens behind the last request form one more, number ``num_requests``.
+    Tokens behind the last request form one more, number ``num_requests``; those before the first
+    count as its own.
     """
     BLOCK: tl.constexpr = 128
     before = group * 0
@@ -179,10 +180,12 @@ def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS:
         b = base + tl.arange(0, BLOCK)
         offset = tl.load(offsets + b, mask=b <= num_requests, other=0) - first_token
         offset = tl.minimum(tl.maximum(offset, 0), num_tokens).to(tl.int32)
+        offset = tl.where(b > 0, offset, 0)
         before += tl.sum(((b <= num_requests) & (offset // TOKENS + b <= group)).to(tl.int32), 0)
     request = before - 1
     offset = tl.minimum(tl.maximum(tl.load(offsets + request) - first_token, 0), num_tokens)
-    return request, group - (offset.to(tl.int32) // TOKENS + request)
+    offset = tl.where(request > 0, offset, 0).to(tl.int32)
+    return request, offset, group - (offset // TOKENS + request)
 
 
 @triton.jit(
@@ -266,19 +269,19 @@ def _paged_kernel(
         else:
             end = tl.load(seq_lens) - (query_len - 1 - token)
     else:
-        request, place = _find_request(
+        request, first, place = _find_request(
             input_row_offsets, group, num_requests, first_token, num_tokens, TOKENS
         )
         real = request < num_requests
         opens = tl.load(input_row_offsets + request) - first_token
         closes = tl.load(input_row_offsets + request + 1, mask=real, other=0) - first_token
-        first = tl.minimum(tl.maximum(opens, 0), num_tokens).to(tl.int32) + place * TOKENS
+        first += place * TOKENS
         stop = tl.where(real, tl.minimum(closes, num_tokens), num_tokens).to(tl.int32)
         token = first + tl.arange(0, TOKENS)
         end = tl.load(seq_lens + request, mask=real, other=0)
         if CAUSAL:
             end = end - (closes - 1 - token)
-        end = tl.where(real, end, token * 0)
+        end = tl.where(real & (token >= opens), end, token * 0)
     valid = token < stop
     end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
     if row_ends is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsemla.cache import slots_of
+from sparsemla.cache import slots_of, to_int32
 from sparsemla.kernels.common import cpu
 
 OUTSIDE = torch.iinfo(torch.int32).min
@@ -43,7 +43,7 @@ def select_topk(
     if page_table is not None and request_ids is not None and page_size is not None:
         for part in cpu.blocks(num_rows, cpu.WORKSPACE_BYTES // (32 * topk)):
             requests = request_ids[part, None].expand_as(out[part])
-            out[part] = slots_of(page_table, requests, out[part], page_size).int()
+            out[part] = to_int32(slots_of(page_table, requests, out[part], page_size))
 
 
 def order_keys(scores: Tensor) -> Tensor:

@@ -166,8 +166,9 @@ def name_of(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
         column = ids // PAGE_SIZE
         at = pages.table + request * pages.stride + column
         page = gl.load(at, mask=mask & (column < width), other=-1).to(gl.int64)
-        slots = gl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
-        ids = slots.to(gl.int32)
+        known = (page >= 0) & (page <= (1 << 31) // PAGE_SIZE)  # before a product that may wrap
+        slots = gl.where(known, page, -1) * PAGE_SIZE + ids % PAGE_SIZE
+        ids = gl.where((slots >= 0) & (slots < (1 << 31)), slots, -1).to(gl.int32)
     return ids
 
 

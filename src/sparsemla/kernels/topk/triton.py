@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.slots import slot_of
 from sparsemla.kernels.topk.cpu import merge_sorted
 
 DEAD_KEY = tl.constexpr(-(1 << 31))
@@ -98,8 +99,7 @@ def _name(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
         column = ids // PAGE_SIZE
         at = pages.table + request * pages.stride + column
         page = tl.load(at, mask=mask & (column < width), other=-1).to(tl.int64)
-        slots = tl.where(page >= 0, page * PAGE_SIZE + ids % PAGE_SIZE, -1)
-        ids = slots.to(tl.int32)
+        ids = slot_of(page, ids % PAGE_SIZE, PAGE_SIZE)
     return ids
 
 
