@@ -136,6 +136,7 @@ ONLY_PUBLIC = {
     "validate",
     "workspace",
     "num_splits",
+    "batch_invariant",
     "workspace_rows",
 }
 

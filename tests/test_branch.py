@@ -1,7 +1,10 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparsemla
 from sparsemla import (
@@ -22,6 +25,7 @@ from sparsemla.testing.compare import (
     check_op,
 )
 from sparsemla.testing.poison import poisoned_empty
+from sparsemla.verify import properties
 
 BATCHES = {
     "decode": ([1, 1, 1], [1, 70, 129]),
@@ -302,3 +306,124 @@ def test_sinks_of_both_infinities(device):
     out = sparsemla.decode_branch(**case | {"layer": with_sink})
     assert (out[:, [0, 3]] == 0).all()
     assert_equal("head 1", out[:, 1].contiguous(), plain[:, 1].contiguous())
+
+
+@by_branch
+@pytest.mark.parametrize("batch", ["mixed", "chunked prefill", "with empty requests"])
+def test_without_a_causal_mask_a_token_sees_its_whole_request(device, branch, batch):
+    query_lens, seq_lens = BATCHES[batch]
+
+    def make():
+        draw = Draw(16, device)
+        case = branch_case(draw, mla_layer(draw), query_lens=query_lens, seq_lens=seq_lens)
+        return case | {"causal": False}
+
+    out = check(branch, make)
+    causal = getattr(sparsemla, branch)(**make() | {"causal": True})
+    last = make()["plan"].input_row_offsets[1:].long() - 1  # tokens that see as much either way
+    assert_close("last tokens", out[last], causal[last].float(), BRANCH_OUT)
+    assert not torch.equal(out, causal)
+
+
+@by_branch
+def test_a_selection_says_itself_what_a_token_sees(device, branch):
+    draw = Draw(17, device)
+    case = branch_case(draw, mla_layer(draw), query_lens=[2], seq_lens=[9], topk=8)
+    with pytest.raises(ValueError, match="causal must be True with topk_indices"):
+        getattr(sparsemla, branch)(**case, causal=False)
+
+
+@by_topk
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("block", [None, (128, 128)], ids=["bf16", "fp8"])
+def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(device, topk, num_splits, block):
+    draw = Draw(18, device)
+    query_lens, seq_lens = [1, 3] + [1] * 30, [66, 5, *range(1, 31)]
+    layer = mla_layer(draw, num_heads=3, block=block)
+    case = branch_case(
+        draw, layer, query_lens=query_lens, seq_lens=seq_lens, topk=topk, format=FP8_DS_MLA
+    )
+    with mock.patch.object(properties, "NUM_SPLITS", num_splits):
+        properties.check_alone("decode_branch", case)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts new tensors of what is called, the ops of this package left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sparsemla":
+            return None
+        result = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                self.seen.append(str(func))
+        return result
+
+
+@by_topk
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_nothing_is_allocated_with_a_workspace(device, topk, num_splits, causal):
+    if topk is not None and not causal:
+        return
+
+    def make():
+        draw = Draw(19, device)
+        layer = mla_layer(draw)
+        case = branch_case(draw, layer, query_lens=[1, 3], seq_lens=[66, 5], topk=topk)
+        return case | {"causal": causal, "num_splits": num_splits}
+
+    case = make()
+    columns = 0 if topk else case["plan"].page_table.shape[1]
+    size = sparsemla.branch_workspace_size(
+        4, 4, num_splits=num_splits, max_pages_per_request=columns, device=device
+    )
+    out = torch.empty(4, 4, 128, dtype=torch.bfloat16, device=device)
+    guard = torch.full((size + 64,), 77, dtype=torch.uint8, device=device)
+    case |= {"workspace": guard[:size], "out": out}
+    with Allocations() as allocations:
+        sparsemla.decode_branch(**case)
+    assert allocations.seen == []
+    if device == "cuda":
+        sparsemla.decode_branch(**case)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        sparsemla.decode_branch(**case)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+    case = make() | {"workspace": guard[:size], "out": out}
+    sparsemla.decode_branch(**case)
+    assert_equal("out", out, sparsemla.decode_branch(**make()))
+    assert (guard[size:] == 77).all()
+
+
+def test_a_small_workspace_is_refused_before_anything_is_written(device):
+    draw = Draw(20, device)
+    case = branch_case(draw, mla_layer(draw), query_lens=[1, 3], seq_lens=[66, 5])
+    before = case["cache"].data.clone()
+    columns = case["plan"].page_table.shape[1]
+    size = sparsemla.branch_workspace_size(4, 4, num_splits=2, max_pages_per_request=columns)
+    workspace = torch.empty(size - 16, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=f"workspace must hold {size} bytes"):
+        sparsemla.decode_branch(**case, num_splits=2, workspace=workspace)
+    with pytest.raises(ValueError, match="num_splits must be a positive integer, got 0"):
+        sparsemla.decode_branch(**case, num_splits=0)
+    assert_equal("cache", case["cache"].data, before)
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
+    monkeypatch.setattr(sparsemla.ops.decode, "_multiprocessors", lambda device: 132)
+    size = sparsemla.branch_workspace_size(40, num_heads, device="cuda")
+    for tokens in range(41):
+        for splits in range(1, sparsemla.ops.decode.most_splits(tokens, num_heads, "cuda") + 1):
+            needed = sparsemla.branch_workspace_size(tokens, num_heads, num_splits=splits)
+            assert needed <= size

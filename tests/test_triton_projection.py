@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sparsemla import HeadWeight, dispatch, reference
+from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
 from sparsemla.testing.cases import Draw, project_heads_case
-from sparsemla.testing.compare import BRANCH_FP8_OUT, BRANCH_OUT, assert_close
+from sparsemla.testing.compare import BRANCH_FP8_OUT, BRANCH_OUT, assert_close, assert_equal
 
 pytest.importorskip("triton")
 from sparsemla.kernels.projection import triton as projection
@@ -128,3 +128,42 @@ def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
         inverse = ((1 / scale).view(torch.int32) + ulps).view(torch.float32)
         rest = fma(-scale, inverse, torch.ones(())) * inverse
         assert torch.equal(fma(x, inverse, x * rest), x / scale)
+
+
+@pytest.mark.parametrize("num_parts", [None, 3])
+@pytest.mark.parametrize("scale_block", [None, (128, 64)])
+def test_a_token_alone_gives_the_bits_it_gives_among_others(scale_block, num_parts):
+    case = project_heads_case(
+        Draw(1, DEVICE), num_tokens=70, rows=80, cols=192, block=scale_block, num_parts=num_parts
+    )
+    case = {"lses": None, "attn_sink": None} | case | {"batch_invariant": True}
+    out = torch.empty(70, 3, 80, dtype=torch.bfloat16, device=DEVICE)
+    dispatch.load("project_heads", "triton")(**case, out=out)
+    tolerance = BRANCH_OUT if scale_block is None else BRANCH_FP8_OUT
+    plain = {name: case[name] for name in ("x", "weight", "lses", "attn_sink")}
+    assert_close("out", out, reference.project_heads(**plain), tolerance)
+    for token in (0, 17, 69):
+        own = {"x": case["x"][..., token : token + 1, :, :]}
+        if num_parts:
+            own["lses"] = case["lses"][:, token : token + 1]
+        alone = torch.empty(1, 3, 80, dtype=torch.bfloat16, device=DEVICE)
+        dispatch.load("project_heads", "triton")(**case | own, out=alone)
+        assert_equal(f"token {token}", alone, out[token : token + 1])
+
+
+def test_parts_are_merged_in_a_workspace():
+    case = project_heads_case(
+        Draw(2, DEVICE), num_tokens=projection.FEW + 6, rows=80, cols=192, num_parts=3
+    )
+    case = {"attn_sink": None} | case
+    results = []
+    size = merge_workspace_size(projection.FEW + 6, 3, 192)
+    memory = torch.full((size + 16,), 77, dtype=torch.uint8, device=DEVICE)
+    for workspace in (None, memory[:size]):
+        out = torch.empty(projection.FEW + 6, 3, 80, dtype=torch.bfloat16, device=DEVICE)
+        dispatch.load("project_heads", "triton")(**case, workspace=workspace, out=out)
+        results.append(out)
+    assert_equal("out", *results)
+    assert (memory[size:] == 77).all()
+    if not torch.cuda.is_available():  # on Hopper so few heads are still merged on the way
+        assert not (memory[:size] == 77).all()

@@ -38,8 +38,10 @@ from sparsemla.ops import (
     sparse_prefill,
     to_slots,
 )
+from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.prefill import prefill_workspace_rows
+from sparsemla.ops.projection import merge_workspace_size
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -82,6 +84,7 @@ __all__ = [
     "absorb_kv_b_proj",
     "append_index_keys",
     "bf16_format",
+    "branch_workspace_size",
     "cos_sin_table",
     "decode_branch",
     "decode_workspace_size",
@@ -100,6 +103,7 @@ __all__ = [
     "indexer_topk",
     "merge_states",
     "merge_topk",
+    "merge_workspace_size",
     "mla_softmax_scale",
     "plan_batch",
     "prefill_branch",

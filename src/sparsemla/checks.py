@@ -76,6 +76,19 @@ class Checker:
             return self.written(name, tensor, shape, dtype)
         return torch.empty(*self.sizes(shape), dtype=dtype, device=self.device)
 
+    def workspace(self, workspace: Tensor | None, size: int) -> None:
+        """Check that scratch memory that may be None holds ``size`` bytes, well aligned."""
+        if workspace is None:
+            return
+        self.tensor("workspace", workspace, "bytes", torch.uint8)
+        # Dynamo cannot ask for an offset; in compiled code the views refuse what they must.
+        offset = 0 if torch.compiler.is_compiling() else workspace.storage_offset()
+        if workspace.shape[0] < size or offset % 16:
+            raise ValueError(
+                f"{self.op}: workspace must hold {size} bytes from a multiple of 16 on, "
+                f"got {workspace.shape[0]} at {offset}"
+            )
+
     def number(self, name: str, value: object) -> None:
         """Check a factor or another real number; a tensor's would have to be waited for."""
         if not isinstance(value, (float, int)) and not isinstance(value, Real):

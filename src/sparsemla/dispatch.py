@@ -57,7 +57,7 @@ OPS: dict[str, Op] = {
     "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
     "dense_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
     "merge_states": Op("decode", ("out", "lse")),
-    "project_heads": Op("projection", ("out",), HOPPER),
+    "project_heads": Op("projection", ("out",), HOPPER, ("batch_invariant", "workspace")),
 }
 
 

@@ -1,5 +1,6 @@
 """A layer's whole attention: from projected query and latent to the output of each head."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,21 +10,105 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.ops._library import parts
 from sparsemla.ops.decode import (
+    Schedule,
     _dense_decode,
     _sparse_decode,
     dense_splits,
     merge_states,
+    most_splits,
     sparse_schedule,
 )
 from sparsemla.ops.gather import gather_dequant
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
-from sparsemla.ops.projection import project_heads
+from sparsemla.ops.projection import merge_workspace_size, project_heads
 from sparsemla.ops.quant import fused_rope_rmsnorm_quant
 from sparsemla.plan import Plan
 from sparsemla.weights import MLALayer
 
 WORKSPACE_ROWS = 16384
 """Rows of context that a dense prefill expands to keys and values at a time, by default."""
+
+
+def branch_workspace_size(
+    max_tokens: int,
+    num_heads: int,
+    *,
+    num_splits: int | None = None,
+    max_pages_per_request: int = 0,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bytes of workspace that :func:`decode_branch` needs for steps of up to ``max_tokens`` tokens.
+
+    Args:
+        max_tokens: most tokens of a step, padding included.
+        num_heads: query heads, H.
+        num_splits: the count given to the op; None for the most it may choose on ``device``.
+        max_pages_per_request: columns of the plan's page table, for dense attention; a selection
+            needs none.
+        kv_lora_rank: L.
+        qk_rope_head_dim: R.
+        device: where the op will run; default the current CUDA device, or the CPU without one.
+
+    Returns:
+        The size of a uint8 tensor, enough for every number of keys.
+
+    >>> branch_workspace_size(4, 16, num_splits=8)
+    1124352
+    """
+
+    def size(num_tokens: int) -> int:
+        splits = num_splits or most_splits(num_tokens, num_heads, device)
+        dims = num_heads, kv_lora_rank, qk_rope_head_dim
+        return _workspace_bytes(num_tokens, *dims, splits, 4 * max_pages_per_request)
+
+    # Steps of fewer tokens may be split more.
+    return size(max_tokens) if num_splits else max(map(size, range(max_tokens + 1)))
+
+
+def _workspace_bytes(
+    num_tokens: int, num_heads: int, latent: int, rope: int, num_splits: int, table_bytes: int
+) -> int:
+    """Bytes of all that :func:`decode_branch` takes of a workspace.
+
+    ``table_bytes`` are those of a row of the page table, 0 with a selection.
+    """
+    rows = num_tokens * num_heads
+    pieces = (
+        _query_bytes(num_tokens, num_heads, latent, rope),
+        (2 if num_splits == 1 else 4 * num_splits) * rows * latent,
+        4 * num_splits * rows,
+        num_tokens * table_bytes,
+        8 * num_tokens if table_bytes else 0,
+    )
+    return sum(map(_padded, pieces))
+
+
+def _query_bytes(num_tokens: int, num_heads: int, latent: int, rope: int) -> int:
+    """Bytes of the queries in the latent space, and later of merged splits in the same place."""
+    query = 2 * num_tokens * num_heads * (latent + rope)
+    return max(query, merge_workspace_size(num_tokens, num_heads, latent))
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+class _Scratch:
+    """Memory for what a branch computes on the way: pieces of a workspace, or new tensors."""
+
+    def __init__(self, workspace: Tensor | None, device: torch.device) -> None:
+        self.workspace = workspace
+        self.device = device
+        self.used = 0
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        if self.workspace is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        first, size = self.used, math.prod(shape) * dtype.itemsize
+        self.used += _padded(size)
+        return self.workspace[first : first + size].view(dtype).view(shape)
 
 
 def decode_branch(
@@ -38,7 +123,10 @@ def decode_branch(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    causal: bool = True,
     validate: bool = False,
+    num_splits: int | None = None,
+    workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of a decode step in the absorbed form, sparse or dense.
@@ -64,8 +152,15 @@ def decode_branch(
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
+        causal: of dense attention; without it, a token sees the later tokens of its request in this
+            step too. A selection says itself what each token sees.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
+        num_splits: pieces a token's keys are cut into, worked on side by side; default from shapes
+            and multiprocessors. With a count given, a token's result is the same bits in any batch,
+            and the products are :func:`project_heads` with ``batch_invariant``.
+        workspace: uint8, at least :func:`branch_workspace_size`; with it and ``out``, nothing is
+            allocated on a GPU. Default new tensors.
         out: bfloat16 ``[T, H, V]``, written.
 
     Returns:
@@ -78,7 +173,7 @@ def decode_branch(
     Source: MAX ``mla_decode_branch_fp8``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
     selection = topk_indices, topk_lengths
-    check = _check("decode_branch", q, kv, cache, layer, plan, *selection, validate)
+    check = _check("decode_branch", q, kv, cache, layer, plan, *selection, causal, validate)
     if topk_indices is None:
         check.absent("extra_cache", extra_cache, "without topk_indices")
     if extra_cache is None:
@@ -88,43 +183,69 @@ def decode_branch(
         check.stream("extra_cache", extra_cache, cache)
         check.tensor("extra_topk_indices", extra_topk_indices, "T K2", INTEGERS)
         check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
+    # Each token is a request of its own.
+    topk_indices = None if topk_indices is None else topk_indices[:, None]
+    extra_topk_indices = None if extra_topk_indices is None else extra_topk_indices[:, None]
+    batch_invariant = num_splits is not None
+    if num_splits is not None:
+        check.positive("num_splits", num_splits)
+        schedule = Schedule(64, num_splits)
+    elif topk_indices is None:
+        schedule = Schedule(64, dense_splits(q[:, None], cache, plan.page_table))
+    else:
+        schedule = sparse_schedule(q[:, None], cache, topk_indices, extra_topk_indices)
+    dims = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+    table_bytes = plan.page_table.shape[1] * plan.page_table.itemsize
+    table_bytes = table_bytes if topk_indices is None else 0
+    size = _workspace_bytes(plan.num_tokens, *dims, schedule.num_splits, table_bytes)
+    check.workspace(workspace, size)
     out = check.output("out", out, "T H V", torch.bfloat16)
-    if topk_indices is None:  # each token is a request of its own that ends with itself
+
+    scratch = _Scratch(workspace, q.device)
+    room = scratch.take(_query_bytes(plan.num_tokens, *dims), dtype=torch.uint8)
+    shape = plan.num_tokens, 1, layer.num_heads, cache.format.head_dim
+    query = room[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
+    attended = _Attended.empty(scratch, layer, plan.num_tokens, schedule.num_splits)
+    sink, *results = attended.arguments
+    if topk_indices is None:
         # Ahead of launches that begin early, which these would keep apart.
-        table, lengths = plan.page_table[plan.request_ids], plan.positions + 1
-        query = _absorbed_query(q, kv, cache, layer, plan)[:, None]  # [T, 1, H, L + R]
-        attended = _Attended.empty(query, layer, dense_splits(query, cache, table))
+        table, lengths = _requests_of_tokens(plan, causal, scratch)
+        _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
         _dense_decode(
+            query, *parts(cache), table, lengths, layer.softmax_scale, True, sink, *results
+        )
+    else:
+        _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
+        _sparse_decode(
             query,
             *parts(cache),
-            table,
-            lengths,
+            topk_indices,
             layer.softmax_scale,
-            True,
-            *attended.arguments,
+            topk_lengths,
+            sink,
+            *parts(extra_cache),
+            extra_topk_indices,
+            extra_topk_lengths,
+            schedule.head_tile,
+            *results,
         )
-        return attended.project(out)
-    query = _absorbed_query(q, kv, cache, layer, plan)[:, None]
-    if extra_topk_indices is not None:
-        extra_topk_indices = extra_topk_indices[:, None]
-    topk_indices = topk_indices[:, None]
-    schedule = sparse_schedule(query, cache, topk_indices, extra_topk_indices)
-    attended = _Attended.empty(query, layer, schedule.num_splits)
-    sink, *results = attended.arguments
-    _sparse_decode(
-        query,
-        *parts(cache),
-        topk_indices,
-        layer.softmax_scale,
-        topk_lengths,
-        sink,
-        *parts(extra_cache),
-        extra_topk_indices,
-        extra_topk_lengths,
-        schedule.head_tile,
-        *results,
-    )
-    return attended.project(out)
+    return attended.project(out, room, batch_invariant)
+
+
+def _requests_of_tokens(plan: Plan, causal: bool, scratch: _Scratch) -> tuple[Tensor, Tensor]:
+    """Page table ``[T, W]`` and lengths ``[T]`` of each token as a request of its own.
+
+    It ends with the token itself, or without a causal mask with the token's request.
+    """
+    ids, lens = plan.request_ids, plan.positions if causal else plan.seq_lens
+    table = scratch.take(len(ids), plan.page_table.shape[1], dtype=plan.page_table.dtype)
+    lengths = scratch.take(len(ids), dtype=lens.dtype)
+    torch.index_select(plan.page_table, 0, ids, out=table)
+    if causal:
+        torch.add(lens, 1, out=lengths)
+    else:
+        torch.index_select(lens, 0, ids, out=lengths)
+    return table, lengths
 
 
 @dataclass(frozen=True)
@@ -142,11 +263,14 @@ class _Attended:
     layer: MLALayer
 
     @classmethod
-    def empty(cls, query: Tensor, layer: MLALayer, num_splits: int) -> "_Attended":
-        rows = query.shape[:-1] if num_splits == 1 else (num_splits, *query.shape[:-1])
-        dtype = query.dtype if num_splits == 1 else torch.float32
-        latents = query.new_empty(*rows, layer.kv_lora_rank, dtype=dtype)
-        return cls(latents, query.new_empty(rows, dtype=torch.float32), layer)
+    def empty(
+        cls, scratch: _Scratch, layer: MLALayer, num_tokens: int, num_splits: int
+    ) -> "_Attended":
+        rows: tuple[int, ...] = num_tokens, 1, layer.num_heads
+        rows = rows if num_splits == 1 else (num_splits, *rows)
+        dtype = torch.bfloat16 if num_splits == 1 else torch.float32
+        latents = scratch.take(*rows, layer.kv_lora_rank, dtype=dtype)
+        return cls(latents, scratch.take(*rows, dtype=torch.float32), layer)
 
     @property
     def arguments(self) -> tuple[Tensor | None, int, None, Tensor, Tensor]:
@@ -155,13 +279,20 @@ class _Attended:
             return self.layer.attn_sink, 1, None, self.latents, self.lses
         return None, self.latents.shape[0], None, self.latents, self.lses
 
-    def project(self, out: Tensor) -> Tensor:
-        """The heads' outputs ``[T, H, V]``."""
+    def project(self, out: Tensor, room: Tensor, batch_invariant: bool) -> Tensor:
+        """The heads' outputs ``[T, H, V]``; the merged latents may take the queries' room."""
         latents, weight = self.latents.squeeze(-3), self.layer.w_uv
         if latents.dim() == 3:
-            return project_heads(latents, weight, out=out)
-        sink = self.layer.attn_sink
-        return project_heads(latents, weight, lses=self.lses.squeeze(-2), attn_sink=sink, out=out)
+            return project_heads(latents, weight, batch_invariant=batch_invariant, out=out)
+        return project_heads(
+            latents,
+            weight,
+            lses=self.lses.squeeze(-2),
+            attn_sink=self.layer.attn_sink,
+            batch_invariant=batch_invariant,
+            workspace=room,
+            out=out,
+        )
 
 
 def prefill_branch(
@@ -173,6 +304,7 @@ def prefill_branch(
     *,
     topk_indices: Tensor | None = None,
     topk_lengths: Tensor | None = None,
+    causal: bool = True,
     workspace_rows: int = WORKSPACE_ROWS,
     validate: bool = False,
     out: Tensor | None = None,
@@ -192,6 +324,8 @@ def prefill_branch(
         plan: positions, slots and page tables of the step.
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
+        causal: of dense attention; without it, a token sees the later tokens of its request in this
+            step too. A selection says itself what each token sees.
         workspace_rows: context rows that the dense form expands at a time, at least one a request.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
@@ -207,15 +341,17 @@ def prefill_branch(
     Source: MAX ``mla_prefill_branch_fp8`` and ``MLAPrefillSparse``; vLLM's chunked MLA prefill.
     """
     selection = topk_indices, topk_lengths
-    check = _check("prefill_branch", q, kv, cache, layer, plan, *selection, validate)
+    check = _check("prefill_branch", q, kv, cache, layer, plan, *selection, causal, validate)
     check.positive("workspace_rows", workspace_rows)
     if topk_indices is None:
         check.absent("layer.attn_sink", layer.attn_sink, "for dense attention")
     out = check.output("out", out, "T H V", torch.bfloat16)
     if topk_indices is None:
-        return _dense_prefill(q, kv, cache, layer, plan, workspace_rows, out)
+        return _dense_prefill(q, kv, cache, layer, plan, causal, workspace_rows, out)
+    query = q.new_empty(*q.shape[:2], cache.format.head_dim)
+    _absorb(q, kv, cache, layer, plan, query)
     latent, _ = sparse_prefill(
-        _absorbed_query(q, kv, cache, layer, plan),
+        query,
         cache,
         topk_indices,
         softmax_scale=layer.softmax_scale,
@@ -234,6 +370,7 @@ def _check(
     plan: Plan,
     topk_indices: Tensor | None,
     topk_lengths: Tensor | None,
+    causal: bool,
     validate: bool,
 ) -> Checker:
     """The checks that must pass before the cache is written."""
@@ -259,8 +396,11 @@ def _check(
             f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
             f"got {cache.page_size}"
         )
+    check.kind("causal", causal, bool)
     if topk_indices is None:
         check.absent("topk_lengths", topk_lengths, "without topk_indices")
+    elif not causal:
+        raise ValueError(f"{op}: causal must be True with topk_indices, got False")
     check.optional("topk_indices", topk_indices, "T K", INTEGERS)
     check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     if validate:
@@ -287,16 +427,21 @@ def _write(
     )
 
 
-def _absorbed_query(
-    q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan
-) -> Tensor:
-    """Write the step's rows; the query ``[T, H, L + R]`` in the latent space."""
-    query = q.new_empty(*q.shape[:2], cache.format.head_dim)
+def _absorb(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    layer: MLALayer,
+    plan: Plan,
+    query: Tensor,
+    batch_invariant: bool = False,
+) -> None:
+    """Write the step's rows, and the query ``[T, H, L + R]`` in the latent space."""
     latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+    q_nope = q[..., : layer.qk_nope_head_dim]
     # The product first: its weights come in while the kernel in front still runs.
-    project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk, out=latent)
+    project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)
     _write(q, kv, cache, layer, plan, rope)
-    return query
 
 
 def _dense_prefill(
@@ -305,6 +450,7 @@ def _dense_prefill(
     cache: PagedCache,
     layer: MLALayer,
     plan: Plan,
+    causal: bool,
     workspace_rows: int,
     out: Tensor,
 ) -> Tensor:
@@ -334,13 +480,13 @@ def _dense_prefill(
 
     query_lens = plan.input_row_offsets.diff()  # [B]
     context_lens = plan.seq_lens - query_lens  # [B], tokens before this step
-    state = attend(context_lens, query_lens, plan.num_tokens, causal=True)
+    state = attend(context_lens, query_lens, plan.num_tokens, causal)
     # Every request gets an equal share of the workspace; the longest sets the number of pieces.
     share = max(workspace_rows // max(plan.num_requests, 1), 1)
     for first in range(0, plan.max_context_len, share):
         longest = min(share, plan.max_context_len - first)
         lengths = (context_lens - first).clamp(0, longest)
         starts = torch.full_like(lengths, first)
-        piece = attend(starts, lengths, longest * plan.num_requests, causal=False)
+        piece = attend(starts, lengths, longest * plan.num_requests, False)
         state = merge_states(torch.stack([state[0], piece[0]]), torch.stack([state[1], piece[1]]))
     return out.copy_(state[0])

@@ -44,12 +44,16 @@ def decode_workspace_size(
     1050624
     """
     if num_splits is None:
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        # Rows of a request may share keys or not; fewer programs are split more.
-        num_programs = batch * -(-query_len * num_heads // 64)
-        num_splits = _most_splits(num_programs, _multiprocessors(torch.device(device)))
+        num_splits = most_splits(batch, query_len * num_heads, device)
     return _workspace_bytes(batch * query_len * num_heads, num_splits, value_dim)
+
+
+def most_splits(batch: int, rows: int, device: torch.device | str | None) -> int:
+    """The most splits that an op may choose for requests of so many rows, (token, head) pairs."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Rows of a request may share keys or not; fewer programs are split more.
+    return _most_splits(batch * -(-rows // 64), _multiprocessors(torch.device(device)))
 
 
 def _workspace_bytes(num_rows: int, num_splits: int, value_dim: int) -> int:
@@ -172,23 +176,6 @@ def dense_splits(q: Tensor, cache: PagedCache, page_table: Tensor) -> int:
     return _schedule((kernel,), batch, query_len * num_heads, num_keys, slots).num_splits
 
 
-def _check_workspace(
-    check: Checker, workspace: Tensor | None, num_rows: int, num_splits: int, value_dim: int
-) -> None:
-    """Check a workspace that may be None."""
-    if workspace is None:
-        return
-    size = _workspace_bytes(num_rows, num_splits, value_dim)
-    check.tensor("workspace", workspace, "bytes", torch.uint8)
-    # Dynamo cannot ask for an offset; in compiled code the view as float32 refuses what it must.
-    offset = 0 if torch.compiler.is_compiling() else workspace.storage_offset()
-    if workspace.shape[0] < size or offset % 16:
-        raise ValueError(
-            f"{check.op}: workspace must hold {size} bytes from a multiple of 16 on for "
-            f"num_splits {num_splits}, got {workspace.shape[0]} at {offset}"
-        )
-
-
 def sparse_decode(
     q: Tensor,
     cache: PagedCache,
@@ -272,7 +259,7 @@ def sparse_decode(
         head_tile, num_splits = sparse_schedule(q, cache, topk_indices, extra_topk_indices)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
-    _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _sparse_decode(
@@ -415,7 +402,7 @@ def dense_decode(
         num_splits = dense_splits(q, cache, page_table)
     check.positive("num_splits", num_splits)
     num_rows = batch * query_len * num_heads
-    _check_workspace(check, workspace, num_rows, num_splits, cache.format.value_dim)
+    check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _dense_decode(

@@ -15,6 +15,8 @@ def project_heads(
     *,
     lses: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    batch_invariant: bool = False,
+    workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each head's vector with the head's matrix.
@@ -31,6 +33,10 @@ def project_heads(
             has just written it waits for that first.
         lses: float32 ``[S, T, H]``, natural logarithms; a part whose lse is -inf has no weight.
         attn_sink: float32 ``[H]``, with lses: a logit without a value.
+        batch_invariant: give a token the same bits whichever tokens stand beside it; slower for
+            many tokens.
+        workspace: uint8, with lses: at least :func:`merge_workspace_size`, room for the merged
+            vectors; default a new one.
         out: bfloat16 ``[T, H, N]``, written; may be a slice of a wider buffer.
 
     Returns:
@@ -49,21 +55,40 @@ def project_heads(
     """
     check = Checker("project_heads")
     check.kind("weight", weight, HeadWeight)
+    check.kind("batch_invariant", batch_invariant, bool)
     if lses is None:
         check.tensor("x", x, "T H K", torch.bfloat16)
         check.absent("attn_sink", attn_sink, "without lses")
+        check.absent("workspace", workspace, "without lses")
     else:
         check.tensor("x", x, "S T H K", torch.float32)
         check.tensor("lses", lses, "S T H", torch.float32)
         check.optional("attn_sink", attn_sink, "H", torch.float32)
+        check.workspace(workspace, merge_workspace_size(*x.shape[1:]))
     check.tensor("weight", weight.data, "H N K", weight.data.dtype)
     check.optional("weight.scale", weight.scale, "H SN SK", torch.float32)
     out = check.output("out", out, "T H N", torch.bfloat16)
-    _project_heads(x, weight.data, weight.scale, *weight.scale_block, lses, attn_sink, out)
+    _project_heads(
+        x,
+        weight.data,
+        weight.scale,
+        *weight.scale_block,
+        lses,
+        attn_sink,
+        batch_invariant,
+        workspace,
+        out,
+    )
     return out
 
 
-@operator("out")
+def merge_workspace_size(num_tokens: int, num_heads: int, dim: int) -> int:
+    """Bytes of merged vectors ``[T, H, K]`` in bfloat16, and of their float32 lses."""
+    rows = num_tokens * num_heads
+    return -(-2 * dim * rows // 16) * 16 + 4 * rows
+
+
+@operator("workspace", "out")
 def _project_heads(
     x: Tensor,
     data: Tensor,
@@ -72,8 +97,18 @@ def _project_heads(
     block_k: int,
     lses: Tensor | None,
     attn_sink: Tensor | None,
+    batch_invariant: bool,
+    workspace: Tensor | None,
     out: Tensor,
 ) -> None:
     kernel = dispatch.find("project_heads", x, num_heads=x.shape[-2])
     weight = HeadWeight.unchecked(data, scale, (block_n, block_k))
-    kernel(x=x, weight=weight, lses=lses, attn_sink=attn_sink, out=out)
+    kernel(
+        x=x,
+        weight=weight,
+        lses=lses,
+        attn_sink=attn_sink,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+        out=out,
+    )

@@ -28,13 +28,15 @@ def decode_branch(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
     q_latent = project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk)  # [T, H, L]
     query = torch.cat([q_latent, q_rope.float()], dim=-1)[:, None]  # [T, 1, H, L + R]
     scale, sink = layer.softmax_scale, layer.attn_sink
     if topk_indices is None:  # each token is a request of its own that ends with itself
-        table, lengths = plan.page_table[plan.request_ids], plan.positions + 1
+        table = plan.page_table[plan.request_ids]  # [T, W]
+        lengths = plan.positions + 1 if causal else plan.seq_lens[plan.request_ids]  # [T]
         latent, _ = dense_decode(query, cache, table, lengths, softmax_scale=scale, attn_sink=sink)
     else:
         latent, _ = sparse_decode(
@@ -60,6 +62,7 @@ def prefill_branch(
     *,
     topk_indices: Tensor | None = None,
     topk_lengths: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
     q_nope = q[..., : layer.qk_nope_head_dim]  # [T, H, P]
@@ -84,8 +87,9 @@ def prefill_branch(
     keys = torch.cat([k_nope, k_rope.float()], dim=-1)  # [S, H, P + R]
     query = torch.cat([q_nope.float(), q_rope.float()], dim=-1)  # [T, H, P + R]
     values = project_heads(latent, layer.w_uv)  # [S, H, V]
+    offsets = plan.input_row_offsets
     out, _ = dense_prefill(
-        query, keys, values, plan.input_row_offsets, kv_offsets, softmax_scale=scale
+        query, keys, values, offsets, kv_offsets, softmax_scale=scale, causal=causal
     )
     return out
 

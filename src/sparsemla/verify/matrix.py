@@ -1056,21 +1056,25 @@ def _branch_case(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     layer: dict[str, Any],
+    causal: bool = True,
     **options: object,
 ) -> Arguments:
-    return cases.branch_case(
+    arguments = cases.branch_case(
         draw,
         mla_layer(draw, **layer),
         query_lens=query_lens,
         seq_lens=seq_lens,
         **cast("dict[str, Any]", options),
     )
+    return arguments | {"causal": causal}
 
 
 def _branch(op: str) -> list[Case]:
     decode = op == "decode_branch"
     uniform = _batches((1, 1), (1, 70), (1, 129)) if decode else _batches((20, 150), (20, 20))
     mixed = {"query_lens": [1, 1, 9, 30], "seq_lens": [65, 1, 9, 100]}
+    # So many that products of few tokens take another kernel.
+    many = {"query_lens": [1] * 70, "seq_lens": list(range(1, 71))}
     empty = {"query_lens": [2, 0, 0], "seq_lens": [70, 0, 0]}
     list_of: list[Case] = []
     for topk, kind in ((16, "sparse"), (None, "dense")):
@@ -1078,12 +1082,21 @@ def _branch(op: str) -> list[Case]:
         heads = {"num_heads": 128, "with_sink": topk is not None}
         options: dict[str, Any] = {"topk": topk, "format": FP8_DS_MLA}
         list_of += [
-            Case(kind, build(_branch_case, batch=uniform, layer=layer, **options), quick=True),
+            Case(
+                kind,
+                build(_branch_case, batch=uniform, layer=layer, **options),
+                quick=True,
+                alone=decode,
+            ),
             Case(
                 f"{kind}, bf16",
                 build(_branch_case, batch=uniform, layer=layer, topk=topk, format=BF16_576),
             ),
-            Case(f"{kind}, mixed", build(_branch_case, layer=layer, **mixed, **options)),
+            Case(
+                f"{kind}, mixed",
+                build(_branch_case, layer=layer, **mixed, **options),
+                alone=decode,
+            ),
             Case(f"{kind}, empty requests", build(_branch_case, layer=layer, **empty, **options)),
             Case(
                 f"{kind}, FP8 weights",
@@ -1099,7 +1112,26 @@ def _branch(op: str) -> list[Case]:
                 f"{kind}, GLM-5",
                 build(_branch_case, batch=uniform, layer={"nope": 192, "value": 256}, **options),
             ),
+            *(
+                Case(
+                    f"{kind}, {'bf16' if block is None else 'FP8'} weights, many requests",
+                    build(_branch_case, layer=heads | {"block": block}, **many, **options),
+                    None if block is None else (BRANCH_FP8_OUT,),
+                    large=True,
+                    alone=True,
+                    replayed=False,
+                )
+                for block in (None, (128, 128))
+                if decode
+            ),
         ]
+        if topk is None:
+            list_of += [
+                Case(
+                    "dense, not causal",
+                    build(_branch_case, layer=layer, causal=False, **mixed, **options),
+                )
+            ]
     return list_of
 
 

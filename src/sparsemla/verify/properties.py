@@ -6,6 +6,7 @@ Results are named tensors: what the op returns, and the parts of the rows of a c
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
+from sparsemla.plan import Plan, plan_batch
 from sparsemla.testing.cases import Arguments
 from sparsemla.testing.compare import (
     ROW_TOLERANCES,
@@ -52,8 +54,12 @@ PER_REQUEST = {
         "extra_topk_lengths",
     ),
     "dense_decode": ("q", "page_table", "seq_lens"),
+    "decode_branch": ("q", "kv", "topk_indices", "topk_lengths"),
 }
-"""Ops whose requests do not depend on each other, and the arguments that have one row for each."""
+"""Ops whose requests do not depend on each other, and the arguments that have one row for each.
+
+Of an op with a plan they have one for each token.
+"""
 
 READ_AHEAD = {"project_heads": "weight", "decode_branch": "layer", "prefill_branch": "layer"}
 """The argument of an op that it may read before the kernel in front of it has ended."""
@@ -122,18 +128,42 @@ def check_alone(op: str, arguments: Arguments) -> None:
         AssertionError: a request gave others.
     """
     arguments = arguments | {"num_splits": NUM_SPLITS}
-    rows = {
-        name: cast("Tensor", arguments[name])
-        for name in PER_REQUEST[op]
-        if arguments.get(name) is not None
-    }
-    for threads in _thread_counts(rows["q"].device):
-        together = run_named(op, arguments)
-        for request in range(len(rows["q"])):
-            own = {name: tensor[request : request + 1] for name, tensor in rows.items()}
-            expected = {name: tensor[request : request + 1] for name, tensor in together.items()}
-            when = f"request {request} alone{threads}"
-            _assert_same(when, run_named(op, arguments | own), expected)
+    for threads in _thread_counts(cast("Tensor", arguments["q"]).device):
+        together = run_named(op, fresh(op, arguments))
+        for request, (rows, own) in enumerate(_requests(op, arguments)):
+            alone = run_named(op, fresh(op, own))
+            expected = {name: result[rows] for name, result in together.items()}
+            if op in CACHE_WRITERS:  # a request alone writes its own rows only
+                slots = _slots(own)
+                for name in _cache(own).fields()._asdict():
+                    if (part := f"cache.{name}") in alone:
+                        alone[part] = alone[part].flatten(0, 1)[slots]
+                        expected[part] = together[part].flatten(0, 1)[slots]
+            _assert_same(f"request {request} alone{threads}", alone, expected)
+
+
+def _requests(op: str, arguments: Arguments) -> Iterator[tuple[slice, Arguments]]:
+    """For each request its rows, and the arguments of a call that serves no other."""
+    names = [name for name in PER_REQUEST[op] if arguments.get(name) is not None]
+    plan = cast("Plan | None", arguments.get("plan"))
+    count = len(cast("Tensor", arguments["q"]))
+    offsets = range(count + 1) if plan is None else plan.input_row_offsets.tolist()
+    for request, (first, last) in enumerate(itertools.pairwise(offsets)):
+        own = {name: cast("Tensor", arguments[name])[first:last] for name in names}
+        planned = {} if plan is None else {"plan": _plan_of(plan, request)}
+        yield slice(first, last), arguments | own | planned
+
+
+def _plan_of(plan: Plan, request: int) -> Plan:
+    """The plan of a request alone."""
+    return plan_batch(
+        plan.input_row_offsets.diff()[request : request + 1].cpu(),
+        plan.seq_lens[request : request + 1].cpu(),
+        plan.page_table[request : request + 1],
+        page_size=plan.page_size,
+        workspace_rows=None,
+        require_uniform=False,
+    )
 
 
 def _thread_counts(device: torch.device) -> Iterator[str]:

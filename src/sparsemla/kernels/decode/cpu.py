@@ -25,6 +25,7 @@ def sparse_decode(
     lse: Tensor,
     head_tile: int = 64,
 ) -> None:
+    out, lse = _whole(out, lse)
     streams = [_stream(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
         streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
@@ -33,6 +34,17 @@ def sparse_decode(
     sparse_attention(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
     out.copy_(flat_out.view(out.shape))
     lse.copy_(flat_lse.view(lse.shape))
+
+
+def _whole(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Where results go. Of room for the parts of a split, one is the whole, the others are empty.
+
+    Keys are not split on a CPU: threads share the queries.
+    """
+    if out.dim() < 5:
+        return out, lse
+    lse[1:] = -torch.inf
+    return out[0], lse[0]
 
 
 def _stream(cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None) -> Stream:
@@ -56,6 +68,7 @@ def dense_decode(
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    out, lse = _whole(out, lse)
     query_len, num_heads, head_dim = q.shape[1:]
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     for request, length in enumerate(seq_lens.tolist()):

@@ -16,12 +16,20 @@ def project_heads(
     lses: Tensor | None,
     attn_sink: Tensor | None,
     out: Tensor,
+    batch_invariant: bool = False,
+    workspace: Tensor | None = None,
 ) -> None:
     if out.numel() == 0:
         return
     if lses is not None:
         parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
         merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
+    # torch's products are free to add up in another order for another count of tokens.
+    for tokens in cpu.blocks(len(x), 1 if batch_invariant else len(x)):
+        _project(x[tokens], weight, out[tokens])
+
+
+def _project(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     heads = x.transpose(0, 1)  # [H, T, K]
     if weight.scale is None:
         out.copy_(torch.bmm(heads, weight.data.transpose(1, 2)).transpose(0, 1))

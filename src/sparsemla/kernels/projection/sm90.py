@@ -256,13 +256,24 @@ def project_heads(
     lses: Tensor | None,
     attn_sink: Tensor | None,
     out: Tensor,
+    batch_invariant: bool = False,
+    workspace: Tensor | None = None,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.projection.project_heads`."""
     num_tokens, num_heads, inputs = x.shape[-3:]
-    if lses is not None and not portable.is_few(num_tokens, num_heads, x.device):
-        x, lses = portable.merged(x, lses, attn_sink), None
-    if lses is not None or num_tokens * num_heads <= FEW or not _takes(x, weight):
-        portable.project_heads(x=x, weight=weight, lses=lses, attn_sink=attn_sink, out=out)
+    few = batch_invariant or portable.is_few(num_tokens, num_heads, x.device)
+    if lses is not None and not few:
+        x, lses = portable.merged(x, lses, attn_sink, workspace), None
+    small = batch_invariant or num_tokens * num_heads <= FEW
+    if lses is not None or small or not _takes(x, weight):
+        portable.project_heads(
+            x=x,
+            weight=weight,
+            lses=lses,
+            attn_sink=attn_sink,
+            batch_invariant=batch_invariant,
+            out=out,
+        )
         return
     steps, blocks = inputs // INPUTS.value, weight.data.shape[1] // OUTPUTS.value
     at_once = gcd(blocks, AT_ONCE) if steps == 1 else 1

@@ -31,6 +31,9 @@ INVERSE_REST = tl.constexpr(1 / FP8_MAX - torch.tensor(1 / FP8_MAX, dtype=torch.
 FEW = 64
 """Most tokens for which the weights, and not the activations, stay where they are, off Hopper."""
 
+INVARIANT_TOKENS = 16
+"""Tokens for which tiles are chosen where bits must not depend on how many there are."""
+
 PARTS = 32
 """Parts of one vector that a program has on their way as it merges."""
 
@@ -382,10 +385,18 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-def merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:
+def merged(
+    parts: Tensor, lses: Tensor, attn_sink: Tensor | None, workspace: Tensor | None
+) -> Tensor:
     """The parts of a split attention as one, in bfloat16."""
-    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
-    lse = torch.empty_like(lses[0])
+    if workspace is None:
+        out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
+        lse = torch.empty_like(lses[0])
+    else:
+        rows, size = lses[0].numel(), 2 * parts[0].numel()
+        first = cdiv(size, 16) * 16
+        out = workspace[:size].view(torch.bfloat16).view(parts.shape[1:])
+        lse = workspace[first : first + 4 * rows].view(torch.float32).view(lses.shape[1:])
     launch_merge(parts[:, None], lses[:, None], attn_sink, out[None], lse[None])
     return out
 
@@ -397,16 +408,20 @@ def project_heads(
     lses: Tensor | None,
     attn_sink: Tensor | None,
     out: Tensor,
+    batch_invariant: bool = False,
+    workspace: Tensor | None = None,
 ) -> None:
     num_tokens, num_heads, inputs = x.shape[-3:]
     if num_tokens * num_heads == 0:
         return
-    few = is_few(num_tokens, num_heads, x.device)
+    few = batch_invariant or is_few(num_tokens, num_heads, x.device)
     if lses is not None and not few:
-        x, lses = merged(x, lses, attn_sink), None
+        x, lses = merged(x, lses, attn_sink, workspace), None
     num_parts = 0 if lses is None else lses.shape[0]
     if few:
-        tiles = _few(num_tokens, weight, num_parts, x.device)
+        tiles = _few(
+            INVARIANT_TOKENS if batch_invariant else num_tokens, weight, num_parts, x.device
+        )
     else:
         tiles = _many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
