@@ -25,7 +25,7 @@ LAYERS = {
     "sparsemla.cache": ("formats",),
     "sparsemla.rope": ("formats", "cache"),
     "sparsemla.weights": ("checks",),
-    "sparsemla.plan": ("formats", "cache"),
+    "sparsemla.plan": ("formats", "cache", "checks"),
     "sparsemla.runner": ("plan",),
     "sparsemla.checks": ("formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "rope", "weights", "reference"),

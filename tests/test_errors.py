@@ -38,6 +38,7 @@ from sparsemla.testing.cases import (
     sparse_decode_case,
     sparse_prefill_case,
 )
+from sparsemla.testing.compare import assert_equal
 
 TABLE = cos_sin_table(rope_frequencies(64, 1e4), 100)
 
@@ -690,3 +691,44 @@ def test_layers_of_other_kinds_are_refused():
             dataclasses.replace(layer, **{name: torch.ones(4, 512, 128)})
     with pytest.raises(ValueError, match="w_uv"):
         dataclasses.replace(layer, w_uv=HeadWeight(torch.ones(3, 128, 512).bfloat16()))
+
+
+UNSIGNED = [
+    (op, name)
+    for op, name in TENSORS
+    if name not in ("slot_mapping", "prefill_request_ids", "out")
+    and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
+]
+
+
+@pytest.mark.parametrize(("op", "name"), UNSIGNED)
+def test_unsigned_integers_are_taken(op, name):
+    signed, unsigned = CALLS[op](), CALLS[op]()
+    unsigned[name] = unsigned[name].int().view(torch.uint32)
+    getattr(sparsemla, op)(**signed)
+    getattr(sparsemla, op)(**unsigned)
+    for key in ("out", "lse", "max_logits", "weights_out"):
+        if key in signed:
+            assert_equal(key, unsigned[key], signed[key])
+    for was, now in zip(state(signed), state(unsigned), strict=True):
+        assert_equal("cache", now, was)
+
+
+@pytest.mark.parametrize("op", [op for op, name in TENSORS if name == "topk_lengths"])
+def test_unsigned_lengths_beyond_int32_are_all_entries(op):
+    case = CALLS[op]()
+    most = torch.full_like(case["topk_lengths"], -1).int().view(torch.uint32)  # 2^32 - 1
+    out = getattr(sparsemla, op)(**CALLS[op]() | {"topk_lengths": most})
+    everything = getattr(sparsemla, op)(**CALLS[op]() | {"topk_lengths": None})
+    out, everything = (x[0] if isinstance(x, tuple) else x for x in (out, everything))
+    assert_equal("out", out, everything)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op, name in TENSORS if name in ("slot_mapping", "prefill_request_ids")],
+)
+def test_where_negative_values_have_a_meaning_integers_are_signed(op, name):
+    case = CALLS[op]()
+    case[name] = case[name].int().view(torch.uint32)
+    refuse(op, case, op, name, "int32 or int64", error=TypeError)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
     plan_batch,
+    plan_on_device,
     split_decodes_and_prefills,
     split_prefill_chunks,
 )
@@ -461,7 +463,7 @@ ERROR_CASES = {
     "table-dtype": (
         {"page_table": torch.zeros(2, 2, dtype=torch.int64)},
         TypeError,
-        "page_table must have dtype torch.int32, got torch.int64",
+        "page_table must have dtype torch.int32 or uint32, got torch.int64",
     ),
     "table-rows": (
         {"page_table": torch.zeros(3, 2, dtype=torch.int32)},
@@ -606,3 +608,213 @@ def test_a_captured_graph_serves_the_next_plan():
         written = cache[following.slot_mapping[:num_tokens]]
         assert torch.equal(written, following.positions[:num_tokens] + 1)
         assert cache[:num_slots].count_nonzero() == num_tokens
+
+
+VIEWS = {
+    "mixed": ([1, 1, 9, 20], [30, 9, 9, 30], {}),
+    "padded tokens": ([1, 1, 9, 20], [30, 9, 9, 30], {"num_padded_tokens": 40}),
+    "only decodes": ([2, 2, 0], [9, 2, 0], {"decode_threshold": 2}),
+    "only prefills": ([5, 4], [5, 9], {}),
+    "decodes of any length": (
+        [3, 1, 2, 9],
+        [9, 5, 2, 30],
+        {"decode_threshold": 4, "require_uniform": False},
+    ),
+    "padding requests": ([1, 4, 0, 0], [3, 9, 0, 0], {}),
+}
+
+
+@pytest.mark.parametrize("workspace_rows", [None, 30])
+@pytest.mark.parametrize("batch", VIEWS.values(), ids=VIEWS.keys())
+def test_a_mixed_plan_is_a_plan_of_decodes_and_one_of_prefills(batch, workspace_rows):
+    query_lens, seq_lens, options = batch
+    plan = plan_of(query_lens, seq_lens, workspace_rows=workspace_rows, **options)
+    split, first = plan.num_decodes, plan.num_decode_tokens
+    decodes, prefills = plan.decodes, plan.prefills
+    assert decodes.num_tokens + prefills.num_tokens == plan.num_tokens
+    for part, own, lens in (
+        (decodes, query_lens[:split], seq_lens[:split]),
+        (prefills, query_lens[split:], seq_lens[split:]),
+    ):
+        bounds = {"max_seq_len": max(lens, default=0)} if part is decodes else {}
+        check_invariants(dataclasses.replace(part, **bounds), own, lens)
+    context = max(
+        (s - q for q, s in zip(query_lens[split:], seq_lens[split:], strict=True)), default=0
+    )
+    assert prefills.max_context_len == context
+    assert (decodes.num_prefills, prefills.num_decodes) == (0, 0)
+    assert decodes.decode_query_len == plan.decode_query_len
+    if prefills.prefill_chunks:
+        check_chunks(prefills, query_lens[split:], workspace_rows)
+        tokens = [chunk.tokens for chunk in plan.prefill_chunks]
+        assert [
+            slice(chunk.tokens.start + first, chunk.tokens.stop + first)
+            for chunk in prefills.prefill_chunks
+        ] == tokens
+    assert plan.prefills is prefills  # made once, for all layers
+
+
+def test_clamp_topk():
+    plan = plan_of([1, 3, 2], [20, 5, 2], decode_threshold=3, require_uniform=False)
+    assert plan.clamp_topk(8).tolist() == [8, 5, 5, 5, 2, 2]
+    for dtype in (torch.int32, torch.int64, torch.uint32):
+        own = torch.tensor([3, 9, 1]).to(dtype)
+        lengths = plan.clamp_topk(own)
+        assert lengths.tolist() == [3, 5, 5, 5, 1, 1]
+        assert lengths.dtype == torch.int32
+    most = torch.tensor([-1] * 3, dtype=torch.int32).view(torch.uint32)
+    assert plan.clamp_topk(most).tolist() == [20, 5, 5, 5, 2, 2]
+    for wrong in (None, 2.5, torch.ones(3)):
+        with pytest.raises((TypeError, ValueError), match="topk must"):
+            plan.clamp_topk(wrong)
+    with pytest.raises(ValueError, match=r"topk must have shape \[B\] = \[3\], got \[2\]"):
+        plan.clamp_topk(torch.ones(2, dtype=torch.int32))
+
+
+DEVICE_BATCHES = {
+    "decodes": ([1, 1, 1], [9, 3, 12], {"num_tokens": 3, "max_query_len": 1}),
+    "drafts": ([3, 3], [9, 3], {"num_tokens": 6, "max_query_len": 3}),
+    "any decodes": ([3, 1, 2], [9, 3, 12], {"num_tokens": 9, "max_query_len": 3}),
+    "padding requests": ([1, 1, 0, 0], [9, 3, 7, 0], {"num_tokens": 4, "max_query_len": 1}),
+    "mixed": ([1, 1, 9], [9, 3, 12], {"num_tokens": 12, "max_query_len": 9, "num_decodes": 2}),
+    "mixed drafts": (
+        [2, 2, 9, 1],
+        [9, 3, 12, 8],
+        {"num_tokens": 14, "max_query_len": 9, "num_decodes": 2, "decode_query_len": 2},
+    ),
+    "prefills": ([4, 9], [4, 12], {"num_tokens": 13, "max_query_len": 9, "num_decodes": 0}),
+    "empty": ([], [], {"num_tokens": 0, "max_query_len": 0}),
+    "padding tokens alone": ([], [], {"num_tokens": 3, "max_query_len": 0}),
+    "empty requests": ([0, 2, 0, 1], [0, 5, 0, 2], {"num_tokens": 3, "max_query_len": 2}),
+}
+by_device_batch = pytest.mark.parametrize(
+    "batch", DEVICE_BATCHES.values(), ids=DEVICE_BATCHES.keys()
+)
+
+
+def device_lens(query_lens, seq_lens, dtype=torch.int32):
+    table = shuffled_pages(len(query_lens), 2)
+    return torch.tensor(query_lens).to(dtype), torch.tensor(seq_lens).to(dtype), table
+
+
+@by_device_batch
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32], ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_plans_on_the_device(batch, dtype, persistent):
+    query_lens, seq_lens, bounds = batch
+    buffers = PlanBuffers(6, 20, 3, "cpu") if persistent else None
+    if persistent:
+        plan_on_device(
+            *device_lens([1] * 6, [5] * 6),
+            page_size=PAGE_SIZE,
+            num_tokens=20,
+            max_query_len=1,
+            buffers=buffers,
+        )
+    plan = plan_on_device(
+        *device_lens(query_lens, seq_lens, dtype),
+        page_size=PAGE_SIZE,
+        validate=True,
+        buffers=buffers,
+        **bounds,
+    )
+    lens = [s if q else 0 for q, s in zip(query_lens, seq_lens, strict=True)]
+    assert plan.max_query_len == bounds["max_query_len"]
+    assert plan.max_seq_len == 2 * PAGE_SIZE
+    assert plan.max_context_len == 2 * PAGE_SIZE - 1
+    if persistent:
+        plan = dataclasses.replace(plan, page_table=plan.page_table[:, :2])
+    check_invariants(
+        dataclasses.replace(plan, max_seq_len=max(lens, default=0)), query_lens, seq_lens
+    )
+    if query_lens and not persistent:
+        decodes = sum(query_lens[: plan.num_decodes])
+        prefills = plan.prefills
+        assert prefills.positions.tolist() == plan.positions[plan.num_decode_tokens :].tolist()
+        assert plan.num_prefills == 0 or decodes == plan.num_decode_tokens
+
+
+@by_device_batch
+def test_lengths_on_the_device_are_not_read(batch):
+    query_lens, seq_lens, bounds = batch
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(tensor) for tensor in device_lens(query_lens, seq_lens)]
+        plan = plan_on_device(*fake, page_size=PAGE_SIZE, **bounds)
+        assert plan.slot_mapping.shape == (bounds["num_tokens"],)
+        assert plan.decodes.num_tokens + plan.prefills.num_tokens == plan.num_tokens
+        plan.clamp_topk(4)
+        if query_lens:
+            with pytest.raises(DataDependentOutputException):  # this check can fail
+                fake[0].sum().item()
+
+
+def test_lengths_that_break_their_bounds_stay_inside_the_tensors():
+    lens = device_lens([5, 7], [16, 16])
+    plan = plan_on_device(*lens, page_size=PAGE_SIZE, num_tokens=8, max_query_len=4)
+    assert plan.input_row_offsets.tolist() == [0, 5, 8]
+    assert plan.request_ids.tolist() == [0] * 5 + [1] * 3
+    lens = device_lens([-1, 2], [3, 99])
+    plan = plan_on_device(*lens, page_size=PAGE_SIZE, num_tokens=2, max_query_len=2)
+    assert plan.slot_mapping.tolist() == [-1, -1]  # beyond the page table
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query_lens": [1, 1]}, TypeError, "query_lens must be a tensor"),
+        ({"query_lens": torch.ones(2)}, TypeError, "query_lens must have dtype"),
+        ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens must have shape"),
+        ({"page_table": torch.zeros(2, 2)}, TypeError, "page_table must have dtype"),
+        ({"num_tokens": 1.5}, TypeError, "num_tokens must be an integer"),
+        ({"max_query_len": -1}, ValueError, "max_query_len must not be negative, got -1"),
+        ({"num_decodes": 3}, ValueError, "num_decodes must be at most 2, got 3"),
+        ({"num_decodes": 1, "decode_query_len": 9}, ValueError, "num_tokens must be at least 9"),
+        ({"page_size": 0}, ValueError, "page_size must be at least 1"),
+        ({"num_tokens": 1, "validate": True}, ValueError, "num_tokens must be at least 2, got 1"),
+        ({"max_query_len": 0, "validate": True}, ValueError, "max_query_len must be at least 1"),
+        ({"max_seq_len": 8, "validate": True}, ValueError, "max_seq_len must be at least 9"),
+        (
+            {"num_decodes": 1, "decode_query_len": 2, "validate": True},
+            ValueError,
+            "decode_query_len must be the query length of each of 1 decodes, got 2",
+        ),
+    ],
+)
+def test_errors_of_plans_on_the_device(change, error, message):
+    query_lens, seq_lens, table = device_lens([1, 1], [9, 3])
+    arguments = {"query_lens": query_lens, "seq_lens": seq_lens, "page_table": table}
+    bounds = {"page_size": PAGE_SIZE, "num_tokens": 2, "max_query_len": 1}
+    with pytest.raises(error, match=message):
+        plan_on_device(**arguments | bounds | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", ["decodes", "mixed", "padding requests"])
+def test_planning_on_the_device_never_waits_for_it(name):
+    query_lens, seq_lens, bounds = DEVICE_BATCHES[name]
+    lens = [tensor.cuda() for tensor in device_lens(query_lens, seq_lens)]
+    buffers = PlanBuffers(6, 20, 3, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plans = [
+            plan_on_device(*lens, page_size=PAGE_SIZE, buffers=chosen, **bounds)
+            for chosen in (None, buffers)
+        ]
+        parts = plans[0].decodes, plans[0].prefills
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(part.num_tokens for part in parts) == bounds["num_tokens"]
+    for plan in plans:
+        lens = [s if q else 0 for q, s in zip(query_lens, seq_lens, strict=True)]
+        check_invariants(dataclasses.replace(plan, max_seq_len=max(lens)), query_lens, seq_lens)
+
+
+def test_unsigned_page_tables():
+    table = torch.tensor([[3, -1]], dtype=torch.int32)
+    options = {"page_size": PAGE_SIZE, "workspace_rows": None}
+    plan = plan_batch([2], [9], table.view(torch.uint32), **options)
+    assert plan.slot_mapping.tolist() == [31, -1]
+    assert plan.page_table.tolist() == [[3, -1]]

@@ -47,6 +47,7 @@ from sparsemla.plan import (
     PlanBuffers,
     PrefillChunk,
     plan_batch,
+    plan_on_device,
     split_decodes_and_prefills,
     split_prefill_chunks,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "merge_workspace_size",
     "mla_softmax_scale",
     "plan_batch",
+    "plan_on_device",
     "prefill_branch",
     "prefill_workspace_rows",
     "prepare_index_queries",

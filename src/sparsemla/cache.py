@@ -189,7 +189,8 @@ class PagedCache:
 
     def gather(self, slots: Tensor) -> RowFields:
         """The stored parts ``[..., n]`` of ``slots [...]``, all of them valid."""
-        pages = torch.div(slots, self.page_size, rounding_mode="floor").long()
+        slots = slots.long()
+        pages = torch.div(slots, self.page_size, rounding_mode="floor")
         offsets = slots - pages * self.page_size
         parts = (None if view is None else view[pages, offsets] for view in self.fields())
         return RowFields(*parts)
@@ -205,7 +206,7 @@ class PagedCache:
         Reads the slots, so it waits for the device; the ops that write caches do not.
 
         Raises:
-            TypeError: slots that are not int32 or int64, or rows that are no floats.
+            TypeError: slots that are not int32, int64 or uint32, or rows that are no floats.
             ValueError: a cache of several layers, rows of another shape or device, or a slot
                 behind the last; the cache is untouched then.
         """
@@ -214,8 +215,9 @@ class PagedCache:
                 f"a cache of one layer is written; this one holds {self.num_layers}, pick one with "
                 "layer(layer_idx)"
             )
-        if slots.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"slots must have dtype int32 or int64, got {slots.dtype}")
+        if slots.dtype not in (torch.int32, torch.int64, torch.uint32):
+            raise TypeError(f"slots must have dtype int32, int64 or uint32, got {slots.dtype}")
+        slots = slots.long()
         if not rows.is_floating_point():
             raise TypeError(f"rows must have a float dtype, got {rows.dtype}")
         shape = [*slots.shape, self.format.head_dim]
@@ -230,7 +232,7 @@ class PagedCache:
         stored = self.format.quantize(rows[keep], scale_mode=scale_mode)
         for view, part in zip(self.fields(), stored, strict=True):
             if view is not None and part is not None:
-                scatter_rows(view, slots[keep].long(), part)
+                scatter_rows(view, slots[keep], part)
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:
@@ -256,6 +258,8 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     tensor([28,  9, -1, -1])
     """
     positions = positions.long()
+    if page_table.dtype == torch.uint32:  # torch does not look into such a tensor
+        page_table = page_table.long()
     if page_table.shape[1] == 0:  # no column to look into
         shape = torch.broadcast_shapes(request_ids.shape, positions.shape)
         return positions.new_full(shape, -1)

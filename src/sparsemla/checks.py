@@ -15,7 +15,9 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-INTEGERS = (torch.int32, torch.int64)
+SIGNED = (torch.int32, torch.int64)
+"""Where negative values have a meaning."""
+INTEGERS = (*SIGNED, torch.uint32)
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
@@ -30,6 +32,10 @@ class Checker:
 
     def tensor(self, name: str, tensor: object, shape: str, dtypes: Dtypes) -> Tensor:
         """Check one tensor.
+
+        Returns:
+            The tensor; uint32 as int64, since torch and kernels compute little with it, and since
+            its values from 2^31 on must stay beyond every range.
 
         Raises:
             TypeError: not a tensor, or a dtype that is not among ``dtypes``.
@@ -50,12 +56,13 @@ class Checker:
                 f"{self.op}: {name} must be contiguous in its last dimension, "
                 f"got strides {list(tensor.stride())}"
             )
-        return tensor
+        return tensor.long() if tensor.dtype == torch.uint32 else tensor
 
-    def optional(self, name: str, tensor: Tensor | None, shape: str, dtypes: Dtypes) -> None:
-        """Check a tensor that may be None."""
-        if tensor is not None:
-            self.tensor(name, tensor, shape, dtypes)
+    def optional(
+        self, name: str, tensor: Tensor | None, shape: str, dtypes: Dtypes
+    ) -> Tensor | None:
+        """Check a tensor that may be None; what :meth:`tensor` returns."""
+        return None if tensor is None else self.tensor(name, tensor, shape, dtypes)
 
     def written(self, name: str, tensor: object, shape: str, dtypes: Dtypes) -> Tensor:
         """Check a tensor that is written: no two of its elements lie in one place."""
@@ -70,10 +77,17 @@ class Checker:
             )
         return tensor
 
-    def output(self, name: str, tensor: Tensor | None, shape: str, dtype: torch.dtype) -> Tensor:
-        """The caller's output tensor, checked, or a new one."""
+    def output(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        shape: str,
+        dtype: torch.dtype,
+        others: tuple[torch.dtype, ...] = (),
+    ) -> Tensor:
+        """The caller's output tensor, checked, or a new one of ``dtype``."""
         if tensor is not None:
-            return self.written(name, tensor, shape, dtype)
+            return self.written(name, tensor, shape, (dtype, *others))
         return torch.empty(*self.sizes(shape), dtype=dtype, device=self.device)
 
     def workspace(self, workspace: Tensor | None, size: int) -> None:
@@ -162,14 +176,19 @@ class Checker:
         cos_sin_cache: Tensor,
         cache: PagedCache,
         validate: bool,
-    ) -> None:
-        """Check where T tokens are written: positions in the RoPE table, slots in the cache."""
-        self.tensor("positions", positions, "T", INTEGERS)
-        self.tensor("slot_mapping", slot_mapping, "T", INTEGERS)
+    ) -> Tensor:
+        """Check where T tokens are written: slots in the cache, and positions in the RoPE table.
+
+        Returns:
+            The positions, as :meth:`tensor` returns them.
+        """
+        positions = self.tensor("positions", positions, "T", INTEGERS)
+        self.tensor("slot_mapping", slot_mapping, "T", SIGNED)
         if validate:
             self.values("positions", positions, 0, cos_sin_cache.shape[0])
             lowest = torch.iinfo(slot_mapping.dtype).min  # any negative slot is skipped
             self.values("slot_mapping", slot_mapping, lowest, cache.num_slots)
+        return positions
 
     def scale_mode(self, scale_mode: str, fmt: CacheFormat) -> None:
         """Check how scales are rounded."""

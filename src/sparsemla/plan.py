@@ -2,16 +2,18 @@
 
 A plan says which requests decode and which prefill, where each token stands in its request and in
 the cache, and how the prefills are cut into chunks whose contexts fit the workspace. Lengths come
-from the host, tensors go to the page table's device, and nothing waits for that device.
+from the host (:func:`plan_batch`), or stay on the device (:func:`plan_on_device`); tensors go to
+the page table's device, and nothing waits for that device.
 
 Shapes: B requests, T tokens (padding included), P prefill requests, W pages per request.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TypeAlias
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import slots_of
+from sparsemla.checks import INTEGERS, Checker
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
 """Integers the host can read without waiting for a device: a list, an array or a CPU tensor."""
@@ -45,10 +48,18 @@ class PrefillChunk:
     page_table: Tensor
     workspace_starts: Tensor
 
+    def moved(self, num_requests: int, num_tokens: int) -> PrefillChunk:
+        """The chunk, numbered in a batch that begins so many requests and tokens later."""
+        return replace(
+            self,
+            requests=slice(self.requests.start - num_requests, self.requests.stop - num_requests),
+            tokens=slice(self.tokens.start - num_tokens, self.tokens.stop - num_tokens),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One batch, decode requests first; made by :func:`plan_batch`.
+    """One batch, decode requests first; made by :func:`plan_batch` or :func:`plan_on_device`.
 
     Token ``i`` of request ``b`` is row ``input_row_offsets[b] + i`` of every tensor ``[T]``. Rows
     past ``input_row_offsets[B]`` are padding.
@@ -79,6 +90,18 @@ class Plan:
         workspace_starts: ``[P]`` int32, workspace row where a prefill's context begins, counted
             within its chunk. None if no chunks are planned.
         prefill_chunks: the prefills in order, cut to fit the workspace.
+        max_prefill_seq_len: longest context plus query of a prefill.
+        max_prefill_context_len: longest context of a prefill.
+
+    The plan of a mixed batch is also two plans, :attr:`decodes` and :attr:`prefills`, one for each
+    branch:
+
+    >>> table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
+    >>> plan = plan_batch([1, 1, 5], [9, 3, 12], table, page_size=8, workspace_rows=None)
+    >>> plan.decodes.num_tokens, plan.prefills.num_tokens
+    (2, 5)
+    >>> plan.prefills.input_row_offsets, plan.prefills.positions
+    (tensor([0, 5], dtype=torch.int32), tensor([ 7,  8,  9, 10, 11]))
     """
 
     num_requests: int
@@ -101,6 +124,101 @@ class Plan:
     prefill_request_ids: Tensor | None
     workspace_starts: Tensor | None
     prefill_chunks: tuple[PrefillChunk, ...]
+    max_prefill_seq_len: int = 0
+    max_prefill_context_len: int = 0
+
+    @property
+    def decodes(self) -> Plan:
+        """The decodes alone, views of this plan: its first ``num_decode_tokens`` tokens.
+
+        ``max_seq_len`` and ``max_context_len`` remain those of the whole batch.
+        """
+        requests, tokens = slice(self.num_decodes), slice(self.num_decode_tokens)
+        return replace(
+            self,
+            num_requests=self.num_decodes,
+            num_tokens=self.num_decode_tokens,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            max_query_len=self.decode_query_len,
+            input_row_offsets=self.input_row_offsets[: self.num_decodes + 1],
+            seq_lens=self.seq_lens[requests],
+            page_table=self.page_table[requests],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            request_ids=self.request_ids[tokens],
+            prefill_request_ids=None,
+            workspace_starts=None,
+            prefill_chunks=(),
+            max_prefill_seq_len=0,
+            max_prefill_context_len=0,
+        )
+
+    @functools.cached_property
+    def prefills(self) -> Plan:
+        """The prefills alone: the tokens from ``num_decode_tokens`` on, padding among them.
+
+        Requests and tokens are counted from the first prefill: ``input_row_offsets`` and
+        ``request_ids`` are new tensors, made on the device at the first use, the others are views.
+        """
+        requests = slice(self.num_decodes, None)
+        tokens = slice(self.num_decode_tokens, None)
+        offsets, ids = self.input_row_offsets[requests], self.prefill_request_ids
+        return replace(
+            self,
+            num_requests=self.num_prefills,
+            num_tokens=self.num_prefill_tokens,
+            num_decodes=0,
+            num_decode_tokens=0,
+            decode_query_len=0,
+            max_query_len=self.max_query_len if self.num_prefills else 0,
+            max_seq_len=self.max_prefill_seq_len,
+            max_context_len=self.max_prefill_context_len,
+            input_row_offsets=offsets - offsets[:1],
+            seq_lens=self.seq_lens[requests],
+            page_table=self.page_table[requests],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            # Padding belongs to the batch's first request, and here to the first prefill.
+            request_ids=(self.request_ids[tokens] - self.num_decodes).clamp_(min=0),
+            prefill_request_ids=None if ids is None else ids[tokens],
+            prefill_chunks=tuple(
+                chunk.moved(self.num_decodes, self.num_decode_tokens)
+                for chunk in self.prefill_chunks
+            ),
+        )
+
+    def clamp_topk(self, topk: int | Tensor) -> Tensor:
+        """Entries of each token's selection that can name a key of its request.
+
+        Selections whose valid entries come first, as those of MAX do, may hold anything behind as
+        many entries as their request has keys; given these ``topk_lengths``, the ops read none of
+        that.
+
+        Args:
+            topk: entries of a selection, or ``[B]`` integers on the plan's device, those of each
+                request.
+
+        Returns:
+            int32 ``[T]``: the smaller of ``topk`` and ``seq_lens`` of the token's request.
+
+        Raises:
+            TypeError, ValueError: topk is no integer or no tensor of B integers.
+
+        >>> table = torch.tensor([[0], [1]], dtype=torch.int32)
+        >>> plan = plan_batch([1, 1], [5, 2], table, page_size=8, workspace_rows=None)
+        >>> plan.clamp_topk(4)
+        tensor([4, 2], dtype=torch.int32)
+        """
+        check = Checker("clamp_topk")
+        if isinstance(topk, Tensor):
+            check.tensor("seq_lens", self.seq_lens, "B", INTEGERS)
+            topk = check.tensor("topk", topk, "B", INTEGERS)
+            lengths = torch.minimum(self.seq_lens, topk).int()
+        else:
+            check.positive("topk", topk)
+            lengths = self.seq_lens.clamp(max=topk)
+        return lengths[self.request_ids]
 
 
 class PlanBuffers:
@@ -174,7 +292,10 @@ def host_ints(name: str, values: HostInts) -> np.ndarray:
     """``values`` as a one-dimensional int64 array."""
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
-            raise ValueError(f"{name} must be on the host, got a tensor on {values.device}")
+            raise ValueError(
+                f"{name} must be on the host, got a tensor on {values.device}; plan_on_device "
+                "takes lengths of a device"
+            )
         values = values.numpy()
     array = np.asarray(values)
     if array.ndim != 1:
@@ -187,21 +308,27 @@ def host_ints(name: str, values: HostInts) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
-    """Check that lengths and page table describe the same, possible batch."""
+def _checked_table(page_table: Tensor, num_requests: int, page_size: int) -> Tensor:
+    """The page table, checked, as int32."""
     if not isinstance(page_table, Tensor):
         raise TypeError(f"page_table must be a tensor, got {type(page_table).__name__}")
-    if page_table.dtype != torch.int32:
-        raise TypeError(f"page_table must have dtype torch.int32, got {page_table.dtype}")
-    if page_table.dim() != 2 or page_table.shape[0] != queries.size:
+    if page_table.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"page_table must have dtype torch.int32 or uint32, got {page_table.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != num_requests:
         raise ValueError(
-            f"page_table must have shape [{queries.size}, pages per request], "
+            f"page_table must have shape [{num_requests}, pages per request], "
             f"got {list(page_table.shape)}"
         )
     if not isinstance(page_size, Integral):
         raise TypeError(f"page_size must be an integer, got {type(page_size).__name__}")
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
+    # No cache has a page from 2^31 on: such an id is no page, as a negative one.
+    return page_table.view(torch.int32) if page_table.dtype == torch.uint32 else page_table
+
+
+def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
+    """Check that lengths and page table describe the same, possible batch."""
     if lens.size != queries.size:
         raise ValueError(
             f"seq_lens must have one length for each of {queries.size} requests, got {lens.size}"
@@ -221,6 +348,26 @@ def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page
             f"seq_lens must be at most {capacity}, {page_table.shape[1]} pages of {page_size} "
             f"tokens, got {lens[request]} for request {request}"
         )
+
+
+def _placed(
+    page_table: Tensor, num_tokens: int, buffers: PlanBuffers | None
+) -> tuple[PlanBuffers, Tensor]:
+    """Where a plan's tensors go, and its page table, written there if that was asked for."""
+    if buffers is None:
+        return PlanBuffers(page_table.shape[0], num_tokens, 0, page_table.device), page_table
+    buffers.check_fits(num_tokens, page_table)
+    num_requests, num_pages = page_table.shape
+    buffers.page_table[:num_requests, :num_pages].copy_(page_table)
+    buffers.page_table[:num_requests, num_pages:].fill_(-1)
+    return buffers, buffers.page_table[:num_requests]
+
+
+def _write(values: Tensor, buffer: Tensor, *, padding: int | Tensor) -> Tensor:
+    """Overwrite all of ``buffer`` with ``values`` and then ``padding``; a view of the values."""
+    buffer[: len(values)] = values
+    buffer[len(values) :] = padding
+    return buffer[: len(values)]
 
 
 def _send(values: np.ndarray, buffer: Tensor, *, padding: int) -> Tensor:
@@ -359,7 +506,7 @@ def plan_batch(
     Args:
         query_lens: ``[B]`` host integers, new tokens of each request; decodes first.
         seq_lens: ``[B]`` host integers, context plus new tokens.
-        page_table: ``[B, W]`` int32; its device is the plan's.
+        page_table: ``[B, W]`` int32 or uint32; its device is the plan's.
         page_size: tokens of a page.
         workspace_rows: rows of the workspace that chunks of prefill contexts are gathered into, or
             None to plan no chunks, as for caches that are read in place.
@@ -369,8 +516,8 @@ def plan_batch(
         buffers: where the plan's tensors shall live; new tensors if None.
 
     Raises:
-        TypeError: lengths that are no integers, a page table that is no int32 tensor, or a page
-            size that is no integer.
+        TypeError: lengths that are no integers, a page table that is no int32 or uint32 tensor, or
+            a page size that is no integer.
         ValueError: shapes that disagree; a length that is negative, shorter than its query or
             beyond the page table; a prefill beyond the workspace; misplaced padding; too small a
             num_padded_tokens or buffer.
@@ -394,6 +541,7 @@ def plan_batch(
     """
     queries = host_ints("query_lens", query_lens)
     lens = host_ints("seq_lens", seq_lens)
+    page_table = _checked_table(page_table, queries.size, page_size)
     _check_batch(queries, lens, page_table, page_size)
     lens = np.where(queries > 0, lens, 0)
     num_requests, num_real_tokens = queries.size, int(queries.sum())
@@ -430,15 +578,7 @@ def plan_batch(
         chunk_bounds = split_prefill_chunks(prefill_lens, workspace_rows)
 
     # Nothing is written before every check has passed: a refused batch leaves the buffers alone.
-    if buffers is None:
-        target = PlanBuffers(num_requests, num_tokens, 0, page_table.device)
-    else:
-        target = buffers
-        target.check_fits(num_tokens, page_table)
-        num_pages = page_table.shape[1]
-        target.page_table[:num_requests, :num_pages].copy_(page_table)
-        target.page_table[:num_requests, num_pages:].fill_(-1)
-        page_table = target.page_table[:num_requests]
+    target, page_table = _placed(page_table, num_tokens, buffers)
 
     offsets = np.zeros(num_requests + 1, np.int64)
     queries.cumsum(out=offsets[1:])
@@ -501,4 +641,154 @@ def plan_batch(
         prefill_request_ids=prefill_request_ids,
         workspace_starts=workspace_starts,
         prefill_chunks=tuple(prefill_chunks),
+        max_prefill_seq_len=int(prefill_lens.max(initial=0)),
+        max_prefill_context_len=int((prefill_lens - queries[num_decodes:]).max(initial=0)),
     )
+
+
+def plan_on_device(
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    num_tokens: int,
+    max_query_len: int,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    decode_query_len: int = 1,
+    validate: bool = False,
+    buffers: PlanBuffers | None = None,
+) -> Plan:
+    """:func:`plan_batch` for lengths that only the device knows; nothing is read back.
+
+    What :func:`plan_batch` reads off the lengths is given as bounds, and so are the plan's
+    ``max_query_len``, ``max_seq_len`` and ``max_context_len``: bounds. No prefill chunks are
+    planned; caches are read in place. It can be captured in a CUDA graph.
+
+    Args:
+        query_lens: ``[B]`` int32, int64 or uint32, new tokens of each request, decodes first; 0 is
+            a padding request, whose length counts as 0.
+        seq_lens: ``[B]``, context plus new tokens.
+        page_table: ``[B, W]`` int32 or uint32, on the lengths' device.
+        page_size: tokens of a page.
+        num_tokens: T, rows of the batch's tensors, at least the sum of query_lens; rows behind that
+            are padding.
+        max_query_len: no request has more query tokens.
+        max_seq_len: no request is longer; default what the page table holds.
+        num_decodes: leading requests that decode; default all, and ``max_query_len`` bounds them.
+        decode_query_len: with num_decodes, the query tokens of each decode, all alike.
+        validate: read the lengths and refuse those that break these promises.
+        buffers: where the plan's tensors shall live; new tensors if None.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device, bounds that
+            contradict each other, or, with validate, lengths that contradict them.
+
+    >>> lens = torch.tensor([9, 3, 12])  # on a GPU, what the step before has left there
+    >>> table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
+    >>> plan = plan_on_device(
+    ...     torch.ones_like(lens), lens, table, page_size=8, num_tokens=3, max_query_len=1
+    ... )
+    >>> plan.positions, plan.slot_mapping, plan.max_seq_len
+    (tensor([ 8,  2, 11]), tensor([ 8, 18, 43]), 16)
+    """
+    check = Checker("plan_on_device")
+    queries = check.tensor("query_lens", query_lens, "B", INTEGERS)
+    lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    check.tensor("page_table", page_table, "B W", (torch.int32, torch.uint32))
+    num_requests = len(query_lens)
+    page_table = _checked_table(page_table, num_requests, page_size)
+    capacity = page_table.shape[1] * int(page_size)
+    max_seq_len = capacity if max_seq_len is None else max_seq_len
+    bounds = {
+        "num_tokens": num_tokens,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "decode_query_len": decode_query_len,
+        "num_decodes": num_requests if num_decodes is None else num_decodes,
+    }
+    for name, bound in bounds.items():
+        if not isinstance(bound, Integral):
+            raise TypeError(f"{name} must be an integer, got {type(bound).__name__}")
+        if bound < 0:
+            raise ValueError(f"{name} must not be negative, got {bound}")
+    if num_decodes is None or num_decodes == num_requests:
+        num_decodes, num_decode_tokens = num_requests, num_tokens
+        decode_query_len = max_query_len if num_requests else 0
+    else:
+        decode_query_len = decode_query_len if num_decodes else 0
+        num_decode_tokens = num_decodes * decode_query_len
+    num_prefills = num_requests - num_decodes
+    if num_prefills < 0:
+        raise ValueError(f"num_decodes must be at most {num_requests}, got {num_decodes}")
+    if num_decode_tokens > num_tokens:
+        raise ValueError(
+            f"num_tokens must be at least {num_decode_tokens} for {num_decodes} decodes of "
+            f"{decode_query_len} query tokens, got {num_tokens}"
+        )
+    if validate:
+        host_queries = host_ints("query_lens", queries.cpu())
+        host_lens = host_ints("seq_lens", lens.cpu())
+        _check_batch(host_queries, host_lens, page_table, page_size)
+        _check_bounds(host_queries, np.where(host_queries > 0, host_lens, 0), bounds, num_prefills)
+
+    target, page_table = _placed(page_table, num_tokens, buffers)
+    queries = queries.long().clamp(min=0)
+    lens = lens.long().where(queries > 0, 0)
+    # Whatever the lengths say, offsets stay inside the batch's tensors.
+    offsets = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).clamp(max=num_tokens)
+    tokens = torch.arange(num_tokens, device=page_table.device)
+    real = tokens < offsets[-1]
+    request_ids = torch.searchsorted(offsets[1:], tokens, right=True).where(real, 0)
+    positions = torch.zeros_like(tokens)
+    slots = positions - 1
+    if num_requests:
+        firsts = lens - queries - offsets[:-1]
+        positions = (tokens + firsts[request_ids]).where(real, 0)
+        slots = slots_of(page_table, request_ids, positions, int(page_size)).where(real, -1)
+    max_context_len = max(max_seq_len - 1, 0)
+    return Plan(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        num_prefills=num_prefills,
+        num_decode_tokens=num_decode_tokens,
+        num_prefill_tokens=num_tokens - num_decode_tokens,
+        decode_query_len=decode_query_len,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        max_context_len=max_context_len,
+        page_size=int(page_size),
+        input_row_offsets=_write(offsets, target.input_row_offsets, padding=offsets[-1]),
+        seq_lens=_write(lens, target.seq_lens, padding=0),
+        page_table=page_table,
+        positions=_write(positions, target.positions, padding=0),
+        slot_mapping=_write(slots, target.slot_mapping, padding=-1),
+        request_ids=_write(request_ids, target.request_ids, padding=0),
+        prefill_request_ids=None,
+        workspace_starts=None,
+        prefill_chunks=(),
+        max_prefill_seq_len=max_seq_len if num_prefills else 0,
+        max_prefill_context_len=max_context_len if num_prefills else 0,
+    )
+
+
+def _check_bounds(
+    queries: np.ndarray, lens: np.ndarray, bounds: dict[str, int], num_prefills: int
+) -> None:
+    """Check that lengths keep what :func:`plan_on_device` was promised."""
+    for name, needed in (
+        ("num_tokens", queries.sum()),
+        ("max_query_len", queries.max(initial=0)),
+        ("max_seq_len", lens.max(initial=0)),
+    ):
+        if needed > bounds[name]:
+            raise ValueError(f"{name} must be at least {needed}, got {bounds[name]}")
+    decodes = queries[: bounds["num_decodes"]]
+    if num_prefills and (decodes != bounds["decode_query_len"]).any():
+        request = int((decodes != bounds["decode_query_len"]).argmax())
+        raise ValueError(
+            f"decode_query_len must be the query length of each of {decodes.size} decodes, "
+            f"got {bounds['decode_query_len']}, and {decodes[request]} tokens of request {request}"
+        )

@@ -260,8 +260,8 @@ def _mqa_logits(
     check.tensor("kv[0]", keys, "seq_len_kv head_dim", torch.float8_e4m3fn)
     check.tensor("kv[1]", scales, "seq_len_kv", torch.float32)
     check.tensor("weights", weights, "seq_len num_heads", FLOATS)
-    check.tensor("cu_seq_len_k_start", starts, "seq_len", INTEGERS)
-    check.tensor("cu_seq_len_k_end", ends, "seq_len", INTEGERS)
+    starts = check.tensor("cu_seq_len_k_start", starts, "seq_len", INTEGERS)
+    ends = check.tensor("cu_seq_len_k_end", ends, "seq_len", INTEGERS)
     if not max_seqlen_k:
         return indexer_scores(q, weights, keys, scales, starts, ends).to(dtype)
     check.positive("max_seqlen_k", max_seqlen_k)
@@ -316,8 +316,8 @@ def _paged_mqa_logits(
     check.tensor("weights", weights, "batch_size*next_n num_heads", FLOATS)
     per_row = isinstance(context_lens, Tensor) and context_lens.dim() == 2
     shape = "batch_size next_n" if per_row else "batch_size"
-    check.tensor("context_lens", context_lens, shape, INTEGERS)
-    check.tensor("block_table", block_table, "batch_size W", INTEGERS)
+    context_lens = check.tensor("context_lens", context_lens, shape, INTEGERS)
+    block_table = check.tensor("block_table", block_table, "batch_size W", INTEGERS)
     check.positive("max_context_len", max_context_len)
     out = indexer_scores_paged(
         q,

@@ -132,8 +132,8 @@ def flash_mla_with_kvcache(
                 "flash_mla_with_kvcache: causal must be False with indices, which say what each "
                 "token sees; got True"
             )
-        check.tensor("indices", indices, "batch_size seq_len_q topk", INTEGERS)
-        check.optional("topk_length", topk_length, "batch_size", INTEGERS)
+        indices = check.tensor("indices", indices, "batch_size seq_len_q topk", INTEGERS)
+        topk_length = check.optional("topk_length", topk_length, "batch_size", INTEGERS)
         extra_cache = None
         if extra_k_cache is None:
             check.absent(
@@ -142,8 +142,12 @@ def flash_mla_with_kvcache(
             check.absent("extra_topk_length", extra_topk_length, "without extra_k_cache")
         else:
             shape = "batch_size seq_len_q extra_topk"
-            check.tensor("extra_indices_in_kvcache", extra_indices_in_kvcache, shape, INTEGERS)
-            check.optional("extra_topk_length", extra_topk_length, "batch_size", INTEGERS)
+            extra_indices_in_kvcache = check.tensor(
+                "extra_indices_in_kvcache", extra_indices_in_kvcache, shape, INTEGERS
+            )
+            extra_topk_length = check.optional(
+                "extra_topk_length", extra_topk_length, "batch_size", INTEGERS
+            )
             (extra_cache,) = _caches(check, "extra_k_cache", extra_k_cache, is_fp8_kvcache, "1")
         (cache,) = _caches(check, "k_cache", k_cache, is_fp8_kvcache, "1")
         out, lse = sparse_decode(
@@ -240,9 +244,9 @@ def flash_mla_sparse_fwd(
     check = Checker("flash_mla_sparse_fwd")
     check.tensor("q", q, "s_q h_q d_qk", FLOATS)
     check.tensor("kv", kv, "s_kv 1 d_qk", torch.bfloat16)
-    check.tensor("indices", indices, "s_q 1 topk", INTEGERS)
+    indices = check.tensor("indices", indices, "s_q 1 topk", INTEGERS)
     check.optional("attn_sink", attn_sink, "h_q", torch.float32)
-    check.optional("topk_length", topk_length, "s_q", INTEGERS)
+    topk_length = check.optional("topk_length", topk_length, "s_q", INTEGERS)
     check.kind("d_v", d_v, int)
     format = _bf16_format(check, "d_v", kv.shape[2], d_v)
     check.bind("d_v", d_v)

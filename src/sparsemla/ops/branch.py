@@ -172,8 +172,10 @@ def decode_branch(
 
     Source: MAX ``mla_decode_branch_fp8``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
-    selection = topk_indices, topk_lengths
-    check = _check("decode_branch", q, kv, cache, layer, plan, *selection, causal, validate)
+    check = _check("decode_branch", q, kv, cache, layer, plan)
+    topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
+    if validate:
+        _check_plan(check, cache, layer, plan, dense=topk_indices is None)
     if topk_indices is None:
         check.absent("extra_cache", extra_cache, "without topk_indices")
     if extra_cache is None:
@@ -181,8 +183,10 @@ def decode_branch(
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
         check.stream("extra_cache", extra_cache, cache)
-        check.tensor("extra_topk_indices", extra_topk_indices, "T K2", INTEGERS)
-        check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
+        extra_topk_indices = check.tensor(
+            "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
+        )
+        extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
     # Each token is a request of its own.
     topk_indices = None if topk_indices is None else topk_indices[:, None]
     extra_topk_indices = None if extra_topk_indices is None else extra_topk_indices[:, None]
@@ -340,8 +344,10 @@ def prefill_branch(
 
     Source: MAX ``mla_prefill_branch_fp8`` and ``MLAPrefillSparse``; vLLM's chunked MLA prefill.
     """
-    selection = topk_indices, topk_lengths
-    check = _check("prefill_branch", q, kv, cache, layer, plan, *selection, causal, validate)
+    check = _check("prefill_branch", q, kv, cache, layer, plan)
+    topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
+    if validate:
+        _check_plan(check, cache, layer, plan, dense=topk_indices is None)
     check.positive("workspace_rows", workspace_rows)
     if topk_indices is None:
         check.absent("layer.attn_sink", layer.attn_sink, "for dense attention")
@@ -368,10 +374,6 @@ def _check(
     cache: PagedCache,
     layer: MLALayer,
     plan: Plan,
-    topk_indices: Tensor | None,
-    topk_lengths: Tensor | None,
-    causal: bool,
-    validate: bool,
 ) -> Checker:
     """The checks that must pass before the cache is written."""
     check = Checker(op)
@@ -396,18 +398,29 @@ def _check(
             f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
             f"got {cache.page_size}"
         )
+    return check
+
+
+def _check_selection(
+    check: Checker, topk_indices: Tensor | None, topk_lengths: Tensor | None, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The selection, or none, as kernels take it."""
     check.kind("causal", causal, bool)
     if topk_indices is None:
         check.absent("topk_lengths", topk_lengths, "without topk_indices")
     elif not causal:
-        raise ValueError(f"{op}: causal must be True with topk_indices, got False")
-    check.optional("topk_indices", topk_indices, "T K", INTEGERS)
-    check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
-    if validate:
-        check.writes(plan.positions, plan.slot_mapping, layer.cos_sin_cache, cache, validate)
-        if topk_indices is None:
-            check.paging(cache, plan.page_table, plan.seq_lens)
-    return check
+        raise ValueError(f"{check.op}: causal must be True with topk_indices, got False")
+    topk_indices = check.optional("topk_indices", topk_indices, "T K", INTEGERS)
+    return topk_indices, check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+
+
+def _check_plan(
+    check: Checker, cache: PagedCache, layer: MLALayer, plan: Plan, *, dense: bool
+) -> None:
+    """Check the values of a plan."""
+    check.writes(plan.positions, plan.slot_mapping, layer.cos_sin_cache, cache, True)
+    if dense:
+        check.paging(cache, plan.page_table, plan.seq_lens)
 
 
 def _write(

@@ -241,8 +241,8 @@ def sparse_decode(
     check.tensor("q", q, "B S H D", FLOATS)
     check.cache("cache", cache)
     check.head_dim("q", cache)
-    check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
-    check.optional("topk_lengths", topk_lengths, "B", INTEGERS)
+    topk_indices = check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, "B", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     if extra_cache is None:
@@ -250,8 +250,10 @@ def sparse_decode(
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
         check.stream("extra_cache", extra_cache, cache)
-        check.tensor("extra_topk_indices", extra_topk_indices, "B S K2", INTEGERS)
-        check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
+        extra_topk_indices = check.tensor(
+            "extra_topk_indices", extra_topk_indices, "B S K2", INTEGERS
+        )
+        extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
     check.bind("V", cache.format.value_dim)
     batch, query_len, num_heads = q.shape[:3]
     head_tile = 64
@@ -389,8 +391,8 @@ def dense_decode(
     check.tensor("q", q, "B S H D", FLOATS)
     check.cache("cache", cache)
     check.head_dim("q", cache)
-    check.tensor("page_table", page_table, "B W", INTEGERS)
-    check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.kind("causal", causal, bool)

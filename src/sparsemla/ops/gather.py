@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.checks import INTEGERS, Checker
+from sparsemla.checks import INTEGERS, SIGNED, Checker
 from sparsemla.ops._library import join, operator, parts
 
 
@@ -55,15 +55,15 @@ def to_slots(
     tensor([[ 9, 28, -1, -1]], dtype=torch.int32)
     """
     check = Checker("to_slots")
-    check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
-    check.tensor("page_table", page_table, "B W", INTEGERS)
-    check.tensor("request_ids", request_ids, "T", INTEGERS)
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
     check.positive("page_size", page_size)
     if workspace_starts is None:
         check.absent("prefill_request_ids", prefill_request_ids, "without workspace_starts")
     else:
-        check.tensor("workspace_starts", workspace_starts, "P", INTEGERS)
-        check.tensor("prefill_request_ids", prefill_request_ids, "T", INTEGERS)
+        workspace_starts = check.tensor("workspace_starts", workspace_starts, "P", INTEGERS)
+        check.tensor("prefill_request_ids", prefill_request_ids, "T", SIGNED)
     if validate:
         check.values("request_ids", request_ids, 0, page_table.shape[0])
     out = check.output("out", out, "T K", torch.int32)
@@ -140,10 +140,10 @@ def gather_dequant(
     check = Checker("gather_dequant")
     check.cache("cache", cache)
     check.bind("D", cache.format.head_dim)
-    check.tensor("page_table", page_table, "B W", INTEGERS)
-    check.tensor("seq_lens", seq_lens, "B", INTEGERS)
-    check.tensor("workspace_starts", workspace_starts, "B", INTEGERS)
-    check.optional("seq_starts", seq_starts, "B", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    workspace_starts = check.tensor("workspace_starts", workspace_starts, "B", INTEGERS)
+    seq_starts = check.optional("seq_starts", seq_starts, "B", INTEGERS)
     check.written("out", out, "rows D", torch.bfloat16)
     if validate:
         check.paging(cache, page_table, seq_lens)

@@ -55,8 +55,8 @@ def indexer_scores(
     check.tensor("weights", weights, "M HI", WEIGHTS)
     check.tensor("keys", keys, "N DI", q.dtype)
     check.optional("key_scales", key_scales, "N", torch.float32)
-    check.tensor("row_starts", row_starts, "M", INTEGERS)
-    check.tensor("row_ends", row_ends, "M", INTEGERS)
+    row_starts = check.tensor("row_starts", row_starts, "M", INTEGERS)
+    row_ends = check.tensor("row_ends", row_ends, "M", INTEGERS)
     out = check.output("out", out, "M N", torch.float32)
     _indexer_scores(q, weights, keys, key_scales, row_starts, row_ends, out)
     return out
@@ -138,9 +138,9 @@ def indexer_scores_paged(
     check.index_heads()
     check.head_dim("q", cache)
     check.tensor("weights", weights, "B S HI", WEIGHTS)
-    check.tensor("page_table", page_table, "B W", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
     per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
-    check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
+    seq_lens = check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
     check.positive("max_seq_len", max_seq_len)
     if validate and q.shape[1] > 0:
         lengths = seq_lens.amax(1) if per_row else seq_lens
@@ -255,10 +255,10 @@ def indexer_topk(
     check.index_heads()
     check.head_dim("q", cache)
     check.tensor("weights", weights, "T HI", WEIGHTS)
-    check.tensor("page_table", page_table, "B W", INTEGERS)
-    check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
     check.bind("B+1", seq_lens.shape[0] + 1)
-    check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
     check.positive("topk", topk)
     check.positive("max_workspace_bytes", max_workspace_bytes)
     check.kind("causal", causal, bool)

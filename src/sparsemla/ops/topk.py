@@ -58,14 +58,14 @@ def select_topk(
             f"select_topk: scores must have at most {MAX_COLUMNS} columns, got {scores.shape[1]}"
         )
     check.positive("topk", topk)
-    check.optional("row_starts", row_starts, "R", INTEGERS)
-    check.optional("row_ends", row_ends, "R", INTEGERS)
+    row_starts = check.optional("row_starts", row_starts, "R", INTEGERS)
+    row_ends = check.optional("row_ends", row_ends, "R", INTEGERS)
     if page_table is None:
         check.absent("request_ids", request_ids, "without page_table")
         check.absent("page_size", page_size, "without page_table")
     else:
-        check.tensor("page_table", page_table, "B W", INTEGERS)
-        check.tensor("request_ids", request_ids, "R", INTEGERS)
+        page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+        request_ids = check.tensor("request_ids", request_ids, "R", INTEGERS)
         check.positive("page_size", page_size)
     check.bind("K", topk)
     out = check.output("out", out, "R K", torch.int32)
@@ -128,7 +128,7 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
     """
     check = Checker("merge_topk")
     check.tensor("values", values, "P R C", SCORES)
-    check.tensor("indices", indices, "P R C", INTEGERS)
+    indices = check.tensor("indices", indices, "P R C", INTEGERS)
     check.positive("topk", topk)
     check.bind("K", topk)
     out = check.output("out", out, "R K", torch.int32)
