@@ -1,10 +1,20 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import sparsemla
-from sparsemla import BF16_512, FP8_584, FP8_DS_MLA, PagedCache, bf16_format, e4m3_format, reference
+from sparsemla import (
+    BF16_512,
+    FP8_584,
+    FP8_DS_MLA,
+    PagedCache,
+    bf16_format,
+    dispatch,
+    e4m3_format,
+    reference,
+)
 from sparsemla.testing.cases import (
     Draw,
     dense_prefill_case,
@@ -23,6 +33,7 @@ from sparsemla.testing.compare import (
     assert_close,
     assert_equal,
     check_op,
+    run_op,
 )
 
 HEADS = [1, 3, 8, 16, 63, 64, 128]
@@ -99,6 +110,34 @@ def test_every_dtype(device, dtype, index_dtype):
     case["topk_lengths"] = case["topk_lengths"].to(index_dtype)
     out, _, _ = check(case)
     assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_results_of_another_dtype_than_the_queries(device, dtype, out_dtype):
+    case = sparse_prefill_case(Draw(30, device), dtype=dtype, with_sink=True, with_lengths=True)
+    out, *_ = check_op("sparse_prefill", case | {"out_dtype": out_dtype})
+    assert out.dtype == out_dtype
+    same, *_ = check_op("sparse_prefill", case)
+    if dtype == torch.float32:  # one rounding more, and nothing else
+        assert_equal("out", out, same.to(out_dtype))
+
+
+def test_only_tiers_that_write_a_dtype_take_it():
+    hopper = dispatch.Problem("sparse_prefill", "cuda", (9, 0), cache_format="bf16_576v512")
+    assert dispatch.explain(hopper).chosen == "sm90"
+    wide = dataclasses.replace(hopper, out_dtype=torch.float32)
+    assert dispatch.explain(wide).chosen == "triton"
+    assert "gives bfloat16 results, not torch.float32" in str(dispatch.explain(wide))
+
+
+def test_unsigned_indices_and_lengths(device):
+    case = sparse_prefill_case(Draw(31, device), with_lengths=True)
+    names = ("topk_indices", "topk_lengths")
+    unsigned = {name: case[name].int().view(torch.uint32) for name in names}
+    results = run_op("sparse_prefill", case), run_op("sparse_prefill", case | unsigned)
+    for name, got, wanted in zip(("out", "lse", "max_logits"), *results, strict=True):
+        assert_equal(name, got, wanted)
 
 
 def test_indices_beyond_int32_are_invalid(device):

@@ -44,7 +44,8 @@ def check(op, case, **options):
         outputs = {"max_logits": q.new_full(q.shape[:2], math.nan, dtype=torch.float32)}
     else:
         value_dim, outputs = arguments["v"].shape[2], {}
-    out = q.new_full((*q.shape[:2], value_dim), math.nan)
+    out_dtype = arguments.pop("out_dtype", q.dtype)
+    out = q.new_full((*q.shape[:2], value_dim), math.nan, dtype=out_dtype)
     lse = q.new_full(q.shape[:2], math.nan, dtype=torch.float32)
     dispatch.load(op, "triton")(**arguments, out=out, lse=lse, **outputs)
     results = (out, lse, *outputs.values())
@@ -89,6 +90,16 @@ def test_sparse_prefill_keeps_more_than_bfloat16_of_queries(dtype):
         "sparse_prefill", sparse_prefill_case(Draw(2, DEVICE), num_tokens=2, topk=64, dtype=dtype)
     )
     assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sparse_prefill_with_results_of_another_dtype(dtype, out_dtype):
+    case = sparse_prefill_case(
+        Draw(2, DEVICE), num_tokens=2, topk=64, dtype=dtype, with_sink=True, with_lengths=True
+    )
+    out, *_ = check("sparse_prefill", case | {"out_dtype": out_dtype})
+    assert out.dtype == out_dtype
 
 
 @pytest.mark.parametrize(

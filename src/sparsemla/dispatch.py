@@ -77,6 +77,7 @@ class Problem:
         aligned: whether queries and keys have rows, which start at multiples of 16 bytes.
         head_dim: dims of an indexer head, 0 for other ops.
         page_size: of the cache of an indexer's keys, 0 for other ops.
+        out_dtype: dtype of the result, None for the only one that the op has.
     """
 
     op: str
@@ -90,6 +91,7 @@ class Problem:
     aligned: bool = True
     head_dim: int = 0
     page_size: int = 0
+    out_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def _refuse_off_hopper(problem: Problem) -> str | None:
         return _refuse_index_keys(problem)
     if problem.dtype != torch.bfloat16:
         return f"needs bfloat16 queries, got {problem.dtype}"
+    if problem.out_dtype not in (None, torch.bfloat16):
+        return f"gives bfloat16 results, not {problem.out_dtype}"
     if not problem.aligned:
         return "needs queries and caches with rows that start at multiples of 16 bytes"
     if problem.cache_format is not None:
@@ -308,6 +312,7 @@ def find(
     aligned: bool = True,
     head_dim: int = 0,
     page_size: int = 0,
+    out_dtype: torch.dtype | None = None,
 ) -> Launch:
     """The implementation of ``op`` for tensors like ``lead``, the op's first."""
     return select(
@@ -322,6 +327,7 @@ def find(
             aligned,
             head_dim,
             page_size,
+            out_dtype,
         )
     )
 
@@ -338,6 +344,7 @@ def problem_of(
     aligned: bool = True,
     head_dim: int = 0,
     page_size: int = 0,
+    out_dtype: torch.dtype | None = None,
 ) -> Problem:
     """The problem on a device, whose capability is looked up."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -353,4 +360,5 @@ def problem_of(
         aligned,
         head_dim,
         page_size,
+        out_dtype,
     )

@@ -43,7 +43,7 @@ def sparse_prefill(
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[T]``, entries of each row that count; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
-        out: ``[T, H, V]`` of q's dtype, written.
+        out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
         max_logits: float32 ``[T, H]``, written if given; nothing else computes it.
 
@@ -71,12 +71,12 @@ def sparse_prefill(
         check.tensor("kv", kv, "S D", torch.bfloat16)
         cache = check.cache("kv", PagedCache.from_rows(kv))
     check.head_dim("q", cache)
-    check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
-    check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.bind("V", cache.format.value_dim)
-    out = check.output("out", out, "T H V", q.dtype)
+    out = check.output("out", out, "T H V", q.dtype, FLOATS)
     lse = check.output("lse", lse, "T H", torch.float32)
     if max_logits is not None:
         check.written("max_logits", max_logits, "T H", torch.float32)
@@ -116,6 +116,7 @@ def _sparse_prefill(
         num_heads=q.shape[1],
         topk=topk_indices.shape[1],
         aligned=aligned(q, kv),
+        out_dtype=out.dtype,
     )
     kernel(
         q=q,
@@ -241,8 +242,8 @@ def dense_prefill(
     check.tensor("q", q, "T H D", FLOATS)
     check.tensor("k", k, "S H D", q.dtype)
     check.tensor("v", v, "S H V", q.dtype)
-    check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
-    check.tensor("kv_row_offsets", kv_row_offsets, "B+1", INTEGERS)
+    input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    kv_row_offsets = check.tensor("kv_row_offsets", kv_row_offsets, "B+1", INTEGERS)
     if input_row_offsets.shape[0] == 0:
         raise ValueError(
             "dense_prefill: input_row_offsets must have shape [B+1], which is [1] without "

@@ -136,18 +136,28 @@ def check_op(
 
 
 def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All results of a public op, the one that it computes only if asked to among them."""
+    """All results of a public op, the one that it computes only if asked to among them.
+
+    ``out_dtype`` among the arguments is that of the ``out`` which ``sparse_prefill`` is given.
+    """
     if op != "sparse_prefill":
         results = _as_tuple(getattr(ops, op)(**arguments))
         kv_out = arguments.get("kv_out")
         return results if kv_out is None else (*results, kv_out)
     q = arguments["q"]
     max_logits = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return *ops.sparse_prefill(**arguments, max_logits=max_logits), max_logits
+    arguments = {"max_logits": max_logits} | dict(arguments)
+    if dtype := arguments.pop("out_dtype", None):
+        kv = arguments["kv"]
+        fmt = (kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)).format
+        shape = *q.shape[:2], fmt.value_dim
+        arguments["out"] = torch.empty(shape, dtype=dtype, device=q.device)
+    return *ops.sparse_prefill(**arguments), max_logits
 
 
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op's definition."""
+    arguments = {name: value for name, value in arguments.items() if name != "out_dtype"}
     if op != "fused_rope_rmsnorm_quant":
         return _as_tuple(getattr(reference, op)(**arguments))
     # Its tolerances are for results that are rounded as the op's are.

@@ -526,6 +526,10 @@ def _sparse_prefill() -> list[Case]:
         ),
         Case("float16", build(make, dtype=torch.float16, **both)),
         Case("float32", build(make, dtype=torch.float32, **both)),
+        *(
+            Case(f"{str(dtype)[6:]} results", build(_with_out_dtype, dtype, **both))
+            for dtype in (torch.float16, torch.float32)
+        ),
         Case("duplicates", build(_duplicates)),
         *(
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
@@ -1048,6 +1052,12 @@ def _project_heads() -> list[Case]:
 def _strided_projection(draw: Draw) -> Arguments:
     arguments = cases.project_heads_case(draw, block=(128, 128))
     return arguments | {"x": embed(cast("Tensor", arguments["x"]))}
+
+
+def _with_out_dtype(draw: Draw, dtype: torch.dtype, **options: object) -> Arguments:
+    """Selections whose results are of another dtype than the queries."""
+    arguments = cases.sparse_prefill_case(draw, **cast("dict[str, Any]", options))
+    return arguments | {"out_dtype": dtype}
 
 
 def _branch_case(

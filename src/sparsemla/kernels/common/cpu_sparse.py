@@ -40,7 +40,7 @@ def sparse_attention(
     Rows of a quantised cache are dequantised once for a block of query rows, however many of them
     selected it; then each row's keys are gathered once for all its heads.
     """
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    dtype = torch.bfloat16 if q.dtype == out.dtype == torch.bfloat16 else torch.float32
     width = sum(stream.slots.shape[1] for stream in streams)
     row_bytes = 2 * q.shape[2] * max(width, 1)
     at_once = max(torch.get_num_threads() * cpu.KEY_BYTES // row_bytes, 1)
