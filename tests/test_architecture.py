@@ -24,7 +24,7 @@ LAYERS = {
     "sparsemla.formats": (),
     "sparsemla.cache": ("formats",),
     "sparsemla.rope": ("formats", "cache"),
-    "sparsemla.weights": ("checks",),
+    "sparsemla.weights": ("formats", "checks"),
     "sparsemla.plan": ("formats", "cache", "checks"),
     "sparsemla.runner": ("plan",),
     "sparsemla.checks": ("formats", "cache"),

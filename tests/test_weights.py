@@ -1,10 +1,22 @@
 import pytest
 import torch
 
-from sparsemla import HeadWeight, absorb_kv_b_proj, dequantize_blocks
+from sparsemla import (
+    HeadWeight,
+    absorb_kv_b_proj,
+    dequantize_blocks,
+    project_heads,
+    projection_weight,
+    reference,
+)
 from sparsemla.formats import to_fp8
 from sparsemla.testing.cases import Draw, mla_layer
-from sparsemla.testing.compare import assert_equal
+from sparsemla.testing.compare import (
+    FP8_PROJECTION,
+    UNQUANTIZED_PROJECTION,
+    assert_close,
+    assert_equal,
+)
 
 SHAPES = {
     "deepseek-v3": (4, 128, 128, 512),
@@ -85,6 +97,116 @@ def test_transposed_weights_have_the_same_values(block):
     assert_equal("back", turned.transpose().data, weight.data)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 128), (48, 100), None], ids=str)
+def test_quantised_weights_are_near_what_they_were(block, dtype):
+    data = (Draw(4).normal(3, 200, 130) * 7).to(dtype)
+    data[1, :128, :100] = 0
+    weight = HeadWeight.quantize(data, block)
+    n, k = weight.scale_block
+    assert weight.scale.shape == (3, -(-200 // n), -(-130 // k))
+    for head in range(3):
+        for row in range(0, 200, n):
+            for col in range(0, 130, k):
+                part = data[head, row : row + n, col : col + k].float()
+                top = data.float().abs().max() if block is None else part.abs().max()
+                scale = weight.scale[head, row // n, col // k]
+                assert scale == max(top / 448, torch.finfo(torch.float32).tiny)
+    step = weight.dequantize().abs() / 16 + data.float().abs().max() / 448 / 2**9  # half a step
+    assert ((weight.dequantize() - data.float()).abs() <= step * 1.0001).all()
+    assert HeadWeight.quantize(data[:0], block).data.shape == (0, 200, 130)
+
+
+def test_one_scale_for_all_is_that_of_the_document():
+    data = Draw(5).normal(2, 128, 256).bfloat16()
+    amax = data.abs().amax()
+    codes = (data.float() * (448 / amax.float())).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = HeadWeight.quantize(data, None)
+    assert (weight.scale == amax.float() / 448).all()
+    assert (weight.data.view(torch.uint8) == codes.view(torch.uint8)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_scales_of_other_dtypes_are_the_floats_that_they_are(dtype):
+    heads, nope, value, latent = SHAPES["glm-5"]
+    codes, scale = fp8_matrix(heads * (nope + value), latent)
+    scale = scale.to(dtype)
+    split = {"num_heads": heads, "qk_nope_head_dim": nope, "v_head_dim": value}
+    for given, wanted in zip(
+        absorb_kv_b_proj(codes, scale, **split),
+        absorb_kv_b_proj(codes, scale.float(), **split),
+        strict=True,
+    ):
+        own = HeadWeight(wanted.data, wanted.scale.to(dtype), wanted.scale_block)
+        x = Draw(6).normal(3, heads, wanted.data.shape[2]).bfloat16()
+        for weight in (given, own):
+            assert weight.scale.dtype == torch.float32
+            assert_equal("dequantised", weight.dequantize(), wanted.dequantize())
+            assert_equal("product", project_heads(x, weight), project_heads(x, wanted))
+
+
+QUANTISED = {
+    "e4m3, one scale": (torch.float8_e4m3fn, ()),
+    "e4m3, one scale in a list": (torch.float8_e4m3fn, (1,)),
+    "e4m3, a scale a row": (torch.float8_e4m3fn, ("rows", 1)),
+    "e5m2, one scale": (torch.float8_e5m2, ()),
+    "int8, one scale": (torch.int8, ()),
+    "int8, a scale a row": (torch.int8, ("rows",)),
+    "int8, scales of blocks": (torch.int8, None),
+}
+
+
+@by_shape
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", QUANTISED.values(), ids=QUANTISED.keys())
+def test_codes_of_every_quantisation(shape, kind, scale_dtype):
+    heads, nope, value, latent = shape
+    dtype, scale_shape = kind
+    rows, draw = heads * (nope + value), Draw(7)
+    codes = (draw.normal(rows, latent) * 30).clamp(-127, 127).to(dtype)
+    if scale_shape is None:
+        scale = draw.normal(-(-rows // 128), -(-latent // 128)).abs().to(scale_dtype)
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :latent]
+    else:
+        scale = draw.normal(*[rows if size == "rows" else size for size in scale_shape])
+        scale = (scale.abs() + 0.01).to(scale_dtype)
+        spread = scale.view(-1, 1)
+    exact = (codes.float() * spread.float()).view(heads, nope + value, latent)
+    w_uk, w_uv = absorb_kv_b_proj(
+        codes, scale, num_heads=heads, qk_nope_head_dim=nope, v_head_dim=value
+    )
+    parts = exact[:, :nope].transpose(1, 2).contiguous(), exact[:, nope:].contiguous()
+    kept = dtype == torch.float8_e4m3fn and scale.numel() == 1
+    for weight, wanted in zip((w_uk, w_uv), parts, strict=True):
+        assert weight.data.dtype == (torch.float8_e4m3fn if kept else torch.bfloat16)
+        wanted = wanted if kept else wanted.bfloat16().float()
+        assert_equal("weight", weight.dequantize(), wanted)
+
+
+def test_layers_that_only_multiply_give_their_weight():
+    codes = torch.randint(-127, 128, (2 * 256, 512), dtype=torch.int8)
+    scale, zero = torch.rand(2 * 256, 1) + 0.5, torch.randint(-9, 9, (2 * 256, 1))
+
+    def project(x):
+        return x @ ((codes.int() - zero) * scale).to(x.dtype).T
+
+    weight = projection_weight(project, 512)
+    assert_equal("weight", weight.contiguous(), ((codes.int() - zero) * scale).bfloat16())
+    w_uk, w_uv = absorb_kv_b_proj(weight, **SPLIT)
+    assert_equal("w_uk", w_uk.data[1], weight[256:384].T.contiguous())
+    assert_equal("w_uv", w_uv.data[0], weight[128:256].contiguous())
+
+
+@pytest.mark.parametrize("block", [(128, 128), None], ids=str)
+def test_products_with_quantised_weights(device, block):
+    draw = Draw(8, device)
+    data, x = draw.normal(3, 256, 192) * 192**-0.5, draw.normal(5, 3, 192).bfloat16()
+    weight = HeadWeight.quantize(data, block)
+    out = project_heads(x, weight)
+    assert_close("out", out, reference.project_heads(x, weight), FP8_PROJECTION)
+    assert_close("out", out, torch.einsum("hnk,thk->thn", data, x.float()), UNQUANTIZED_PROJECTION)
+
+
 def test_dims_of_a_layer_are_those_of_its_tensors():
     layer = mla_layer(Draw(3), num_heads=3, latent=96, nope=40, rope=16, value=24)
     dims = layer.num_heads, layer.kv_lora_rank, layer.qk_nope_head_dim
@@ -120,8 +242,40 @@ SPLIT = {"num_heads": 2, "qk_nope_head_dim": 128, "v_head_dim": 128}
         ),
         (
             lambda: absorb_kv_b_proj(WEIGHT.view(torch.int8), **SPLIT),
+            ValueError,
+            "weight_scale_inv must be given",
+        ),
+        (
+            lambda: absorb_kv_b_proj(WEIGHT.view(torch.uint8), SCALE, **SPLIT),
             TypeError,
-            "weight must have a float dtype",
+            "weight must have a float dtype or int8, got torch.uint8",
+        ),
+        (
+            lambda: absorb_kv_b_proj(WEIGHT, SCALE.int(), **SPLIT),
+            TypeError,
+            "weight_scale_inv must have a float dtype, got torch.int32",
+        ),
+        (lambda: HeadWeight.quantize([[[1.0]]]), TypeError, "quantize: data must be a Tensor"),
+        (lambda: HeadWeight.quantize(torch.ones(2, 3)), ValueError, "data must have shape"),
+        (
+            lambda: HeadWeight.quantize(to_fp8(torch.ones(2, 3, 4))),
+            TypeError,
+            "data must be bfloat16, float16 or float32",
+        ),
+        (
+            lambda: HeadWeight.quantize(torch.ones(2, 3, 4), (0, 4)),
+            ValueError,
+            r"scale_block\[0\] must be a positive integer, got 0",
+        ),
+        (
+            lambda: projection_weight(lambda x: (x, None), 4),
+            TypeError,
+            "project must return a tensor, got tuple",
+        ),
+        (
+            lambda: projection_weight(lambda x: x[:2], 4),
+            ValueError,
+            r"project must return \[4, N\], got \[2, 4\]",
         ),
         (lambda: HeadWeight([[[1.0]]]), TypeError, "HeadWeight: data must be a Tensor"),
         (

@@ -60,7 +60,13 @@ from sparsemla.rope import (
     yarn_mscale,
 )
 from sparsemla.runner import DecodeRunner
-from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj, dequantize_blocks
+from sparsemla.weights import (
+    HeadWeight,
+    MLALayer,
+    absorb_kv_b_proj,
+    dequantize_blocks,
+    projection_weight,
+)
 
 __version__ = "0.1.0"
 
@@ -112,6 +118,7 @@ __all__ = [
     "prefill_workspace_rows",
     "prepare_index_queries",
     "project_heads",
+    "projection_weight",
     "rope_frequencies",
     "select_topk",
     "slots_of",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsemla.checks import FLOATS, Checker
+from sparsemla.formats import FLOAT32_TINY, fp8_scales, to_fp8
+
+SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,8 +21,13 @@ class HeadWeight:
 
     Args:
         data: ``[H, N, K]``; a head maps ``K`` inputs to ``N`` outputs.
-        scale: float32 ``[H, ceil(N / n), ceil(K / k)]`` for e4m3 data, else None.
+        scale: ``[H, ceil(N / n), ceil(K / k)]`` for e4m3 data, else None; float32, bfloat16 or
+            float8_e8m0fnu, kept as float32.
         scale_block: ``(n, k)``, the block that shares a scale.
+
+    Raises:
+        TypeError: data or scale is no tensor, or of another dtype.
+        ValueError: shapes that do not fit, or a scale that is missing or superfluous.
     """
 
     data: Tensor
@@ -40,12 +49,55 @@ class HeadWeight:
         if self.scale is not None:
             heads, rows, cols = self.data.shape
             shape = (heads, -(-rows // self.scale_block[0]), -(-cols // self.scale_block[1]))
-            if self.scale.dtype != torch.float32:
-                raise TypeError(f"scale must be float32, got {self.scale.dtype}")
+            if self.scale.dtype not in SCALES:
+                raise TypeError(
+                    "scale must be float32, bfloat16 or float8_e8m0fnu, got "
+                    f"{str(self.scale.dtype).removeprefix('torch.')}"
+                )
             if tuple(self.scale.shape) != shape:
                 raise ValueError(
                     f"scale must have shape {list(shape)}, got {list(self.scale.shape)}"
                 )
+            object.__setattr__(self, "scale", self.scale.float())  # of a frozen class
+
+    @classmethod
+    def quantize(cls, data: Tensor, scale_block: tuple[int, int] | None = (128, 128)) -> HeadWeight:
+        """e4m3 codes of matrices, ``scale = amax / 448`` for each block.
+
+        Args:
+            data: ``[H, N, K]``, any float dtype; the ``data`` of a bfloat16 weight, for example.
+            scale_block: ``(n, k)``, or None for one scale for all matrices.
+
+        Raises:
+            TypeError: data is no tensor of floats.
+            ValueError: data has another rank, or scale_block is not two positive counts.
+
+        Source: ``dynamic_per_batched_tensor_quant`` of vLLM, which takes one scale.
+
+        >>> weight = HeadWeight.quantize(torch.ones(2, 512, 128))
+        >>> weight.data.dtype, weight.scale.shape, weight.dequantize()[0, 0, 0].item()
+        (torch.float8_e4m3fn, torch.Size([2, 4, 1]), 1.0)
+        """
+        check = Checker("HeadWeight.quantize")
+        check.kind("data", data, Tensor)
+        if not data.is_floating_point() or data.dtype.itemsize < 2:
+            raise TypeError(f"data must be bfloat16, float16 or float32, got {data.dtype}")
+        if data.dim() != 3:
+            raise ValueError(f"data must have shape [H, N, K], got {list(data.shape)}")
+        n, k = (128, 128) if scale_block is None else scale_block
+        check.positive("scale_block[0]", n)
+        check.positive("scale_block[1]", k)
+        _, rows, cols = data.shape
+        x = data.float()
+        counts = -(-rows // n), -(-cols // k)
+        padded = torch.nn.functional.pad(x.abs(), (0, -cols % k, 0, -rows % n))
+        blocks = padded.view(len(x), counts[0], n, counts[1], k)
+        amax = blocks.amax((2, 4))  # [H, ceil(N / n), ceil(K / k)]
+        if scale_block is None and amax.numel():
+            amax = amax.amax().expand_as(amax)
+        scale = fp8_scales(amax).clamp_min(FLOAT32_TINY)
+        spread = _spread(scale, (n, k), rows, cols)
+        return cls(to_fp8(x / spread), scale.contiguous(), (int(n), int(k)))
 
     @classmethod
     def unchecked(
@@ -65,9 +117,13 @@ class HeadWeight:
         """float32 ``[H, N, K]``."""
         if self.scale is None:
             return self.data.float()
-        n, k = self.scale_block
-        spread = self.scale.repeat_interleave(n, 1).repeat_interleave(k, 2)
-        return self.data.float() * spread[:, : self.data.shape[1], : self.data.shape[2]]
+        return self.data.float() * _spread(self.scale, self.scale_block, *self.data.shape[1:])
+
+
+def _spread(scale: Tensor, block: tuple[int, int], rows: int, cols: int) -> Tensor:
+    """One scale for each element ``[..., N, K]``."""
+    spread = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return spread[..., :rows, :cols]
 
 
 def _turned(matrices: Tensor) -> Tensor:
@@ -153,6 +209,62 @@ def dequantize_blocks(weight: Tensor, scale: Tensor, block: int = 128) -> Tensor
     return HeadWeight(weight[None], scale.float()[None], (block, block)).dequantize()[0]
 
 
+def projection_weight(
+    project: Callable[[Tensor], Tensor],
+    in_features: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The weight of a linear layer without a bias: what it makes of unit vectors.
+
+    So :func:`absorb_kv_b_proj` takes layers of any quantisation, at the cost of a product of the
+    whole matrix, once.
+
+    Args:
+        project: maps ``[in_features, in_features]`` to ``[in_features, N]``.
+        in_features: K.
+        dtype: of the inputs.
+        device: of the inputs.
+
+    Returns:
+        ``[N, K]`` of the dtype that project gives.
+
+    Raises:
+        TypeError: project gives no tensor.
+        ValueError: project gives another number of rows.
+
+    Source: ``get_and_maybe_dequant_weights`` of vLLM.
+
+    >>> layer = torch.nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+    >>> torch.equal(projection_weight(layer, 4), layer.weight)
+    True
+    """
+    with torch.no_grad():
+        made = project(torch.eye(in_features, dtype=dtype, device=device))
+    if not isinstance(made, Tensor):
+        raise TypeError(f"project must return a tensor, got {type(made).__name__}")
+    if made.dim() != 2 or made.shape[0] != in_features:
+        raise ValueError(f"project must return [{in_features}, N], got {list(made.shape)}")
+    return made.T
+
+
+def _scales_of(scale: Tensor, weight: Tensor, block: int) -> tuple[Tensor, int]:
+    """float32 ``[ceil(N / rows), ceil(K / block)]`` of a weight ``[N, K]``, and its ``rows``."""
+    rows, cols = weight.shape
+    blocks = -(-rows // block), -(-cols // block)
+    shape, scale = tuple(scale.shape), scale.float()
+    if shape == blocks:
+        return scale, block
+    if shape in ((), (1,), (1, 1)):
+        return scale.reshape(1, 1).expand(blocks), block
+    if shape in ((rows,), (rows, 1)):
+        return scale.reshape(rows, 1).expand(rows, blocks[1]), 1
+    raise ValueError(
+        f"weight_scale_inv must have shape {list(blocks)}, [{rows}] or [], got {list(shape)}"
+    )
+
+
 def absorb_kv_b_proj(
     weight: Tensor,
     weight_scale_inv: Tensor | None = None,
@@ -165,13 +277,18 @@ def absorb_kv_b_proj(
     """``w_uk`` and ``w_uv`` of a ``kv_b_proj`` weight.
 
     Row ``h * (P + V) + i`` of the weight is row ``i`` of head ``h``: W_UK for the first ``P`` rows,
-    W_UV for the others. FP8 codes are kept as they are: where the ``block`` x ``block`` scales of
-    the unsplit matrix straddle heads or the W_UK/W_UV border (GLM's P = 192, V = 256), the scales
-    are spread to finer blocks of ``gcd(block, P, V)`` rows, which no border cuts.
+    W_UV for the others. e4m3 codes with scales of blocks, or one for all, are kept as they are:
+    where the ``block`` x ``block`` scales of the unsplit matrix straddle heads or the W_UK/W_UV
+    border (GLM's P = 192, V = 256), the scales are spread to finer blocks of ``gcd(block, P, V)``
+    rows, which no border cuts. Other codes become bfloat16, of which :meth:`HeadWeight.quantize`
+    makes e4m3. Of layers that store another quantisation, :func:`projection_weight` gives the
+    weight.
 
     Args:
-        weight: ``[H * (P + V), L]``, any float dtype, or float8_e4m3fn.
-        weight_scale_inv: ``[ceil(H * (P + V) / block), ceil(L / block)]`` for FP8 weights.
+        weight: ``[H * (P + V), L]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
+        weight_scale_inv: for codes, factors of any float dtype: ``[ceil(H * (P + V) / block),
+            ceil(L / block)]``, one a block; ``[H * (P + V)]`` or ``[H * (P + V), 1]``, one a row;
+            or one for all, ``[]`` or ``[1]``.
         num_heads: H.
         qk_nope_head_dim: P.
         v_head_dim: V.
@@ -181,35 +298,42 @@ def absorb_kv_b_proj(
         ``w_uk [H, L, P]`` and ``w_uv [H, V, L]``.
 
     Raises:
-        TypeError: weights or scales that are no tensors of floats.
+        TypeError: weights that are no tensor of floats or codes, or scales that are none of floats.
         ValueError: the shapes do not fit, or scales are missing or superfluous.
     """
     check = Checker("absorb_kv_b_proj")
     check.kind("weight", weight, Tensor)
     if weight_scale_inv is not None:
         check.kind("weight_scale_inv", weight_scale_inv, Tensor)
-    if not weight.is_floating_point():  # codes of another quantisation
-        raise TypeError(f"weight must have a float dtype, got {weight.dtype}")
+        if not weight_scale_inv.is_floating_point():
+            raise TypeError(
+                f"weight_scale_inv must have a float dtype, got {weight_scale_inv.dtype}"
+            )
+    if not weight.is_floating_point() and weight.dtype != torch.int8:  # packed codes, for example
+        raise TypeError(f"weight must have a float dtype or int8, got {weight.dtype}")
     head_rows = qk_nope_head_dim + v_head_dim
     if weight.dim() != 2 or weight.shape[0] != num_heads * head_rows:
         raise ValueError(
             f"weight must have shape [{num_heads} * {head_rows}, L], got {list(weight.shape)}"
         )
-    is_fp8 = weight.dtype == torch.float8_e4m3fn
-    if is_fp8 != (weight_scale_inv is not None):
-        raise ValueError("weight_scale_inv must be given exactly for a float8_e4m3fn weight")
-    heads = weight.view(num_heads, head_rows, weight.shape[1])  # [H, P + V, L]
+    is_quantised = weight.dtype.itemsize == 1
+    if is_quantised != (weight_scale_inv is not None):
+        raise ValueError(
+            "weight_scale_inv must be given exactly for a weight of codes, "
+            f"got {'none' if is_quantised else 'one'} for {weight.dtype}"
+        )
+    scale = None
+    if weight_scale_inv is not None:
+        scale, rows = _scales_of(weight_scale_inv, weight, block)
+        if weight.dtype != torch.float8_e4m3fn or rows != block:
+            weight, scale = weight.float() * _spread(scale, (rows, block), *weight.shape), None
+    heads = weight.reshape(num_heads, head_rows, weight.shape[1])  # [H, P + V, L]
     w_uk, w_uv = heads.split([qk_nope_head_dim, v_head_dim], dim=1)
     w_uk = _turned(w_uk)  # [H, L, P]
-    if weight_scale_inv is None:
+    if scale is None:
         return HeadWeight(w_uk.bfloat16()), HeadWeight(w_uv.bfloat16().contiguous())
-    expected = (-(-weight.shape[0] // block), -(-weight.shape[1] // block))
-    if tuple(weight_scale_inv.shape) != expected:
-        raise ValueError(
-            f"weight_scale_inv must have shape {list(expected)}, got {list(weight_scale_inv.shape)}"
-        )
     fine = math.gcd(block, qk_nope_head_dim, v_head_dim)
-    scales = weight_scale_inv.float().repeat_interleave(block // fine, dim=0)
+    scales = scale.repeat_interleave(block // fine, dim=0)
     scales = scales[: weight.shape[0] // fine].view(num_heads, head_rows // fine, -1)
     uk_scale, uv_scale = scales.split([qk_nope_head_dim // fine, v_head_dim // fine], dim=1)
     return (
