@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,9 @@ from sparsemla import (
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    CacheFormat,
     PagedCache,
+    bf16_format,
     e4m3_format,
     slots_of,
 )
@@ -357,3 +360,28 @@ def test_caches_are_told_apart_by_identity():
     caches = [PagedCache.allocate(BF16_576, 2, 4) for _ in range(2)]
     assert caches.index(caches[1]) == 1
     assert len({*caches, caches[0]}) == 2
+
+
+UNKNOWN = {
+    "640 bytes": CacheFormat("rows_640", 576, 512, fp8_dim=512),
+    "a known name": CacheFormat(
+        "fp8_ds_mla", 576, 512, fp8_dim=512, scales_in="row", scale_block=64
+    ),
+    "a name that is no format": CacheFormat("bf16_0v0", 576, 512),
+    "scales of another dtype": dataclasses.replace(e4m3_format(), scale_dtype=torch.float8_e8m0fnu),
+}
+
+
+@pytest.mark.parametrize("fmt", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_formats_that_no_op_reads_are_refused_at_once(fmt):
+    with pytest.raises(ValueError, match=r"format must be a constant .* got CacheFormat\(name="):
+        PagedCache.allocate(fmt, num_pages=2, page_size=4)
+
+
+@pytest.mark.parametrize(
+    "fmt", [*FORMATS, bf16_format(7, 3), e4m3_format(200, 100, 48)], ids=lambda fmt: fmt.name
+)
+def test_a_cache_of_a_format_made_anew_is_built(fmt):
+    again = dataclasses.replace(fmt)
+    assert again is not fmt
+    assert PagedCache.allocate(again, num_pages=2, page_size=4).format == fmt

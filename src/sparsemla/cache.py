@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsemla.formats import CacheFormat, RowFields, ScaleMode, bf16_format, scatter_rows
+from sparsemla.formats import (
+    CacheFormat,
+    RowFields,
+    ScaleMode,
+    bf16_format,
+    is_named,
+    scatter_rows,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +36,8 @@ class PagedCache:
 
     Raises:
         TypeError: a dtype that the format does not have.
-        ValueError: a rank, width, stride or scale tensor that does not match the format.
+        ValueError: a format that :func:`sparsemla.get_format` does not give by its name; a rank,
+            width, stride or scale tensor that does not match the format.
 
     >>> from sparsemla.formats import FP8_DS_MLA
     >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=8, page_size=64)
@@ -46,6 +54,12 @@ class PagedCache:
         fmt, data, scales = self.format, self.data, self.scales
         _check_kind("data", data, Tensor)
         _check_kind("format", fmt, CacheFormat)
+        # Operators know a format by its name. Dynamo warns of the kept answers; the operator looks.
+        if not torch.compiler.is_compiling() and not is_named(fmt):
+            raise ValueError(
+                "format must be a constant of sparsemla, or made by bf16_format or e4m3_format, which "
+                f"are those that ops read, got {fmt}"
+            )
         if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
             raise TypeError(
                 f"data must have dtype {fmt.storage_dtype} for format {fmt.name}, got {data.dtype}"

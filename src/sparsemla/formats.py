@@ -380,3 +380,11 @@ def get_format(name: str) -> CacheFormat:
         return e4m3_format(int(match[1]), int(match[2]), int(match[3]))
     known = [*_FIXED, "bf16_<head_dim>v<value_dim>", "e4m3_<head_dim>v<value_dim>b<scale_block>"]
     raise ValueError(f"format name must be one of {', '.join(known)}; got {name!r}")
+
+
+def is_named(fmt: CacheFormat) -> bool:
+    """Whether the format is the one that :func:`get_format` gives by its name."""
+    try:
+        return get_format(fmt.name) == fmt
+    except ValueError:
+        return False
