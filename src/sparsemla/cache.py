@@ -57,8 +57,8 @@ class PagedCache:
         # Operators know a format by its name. Dynamo warns of the kept answers; the operator looks.
         if not torch.compiler.is_compiling() and not is_named(fmt):
             raise ValueError(
-                "format must be a constant of sparsemla, or made by bf16_format or e4m3_format, which "
-                f"are those that ops read, got {fmt}"
+                "format must be one that ops read, a constant of sparsemla or made by bf16_format "
+                f"or e4m3_format, got {fmt}"
             )
         if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
             raise TypeError(
