@@ -427,3 +427,52 @@ def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
         for splits in range(1, sparsemla.ops.decode.most_splits(tokens, num_heads, "cuda") + 1):
             needed = sparsemla.branch_workspace_size(tokens, num_heads, num_splits=splits)
             assert needed <= size
+
+
+@pytest.mark.parametrize("topk", [None, 16], ids=["dense", "sparse"])
+@pytest.mark.parametrize("num_padded_tokens", [None, 45])
+def test_a_mixed_batch_in_two_branches(device, topk, num_padded_tokens):
+    def make():
+        draw = Draw(21, device)
+        layer = mla_layer(draw, num_heads=3)
+        query_lens, seq_lens = BATCHES["mixed"]
+        return branch_case(
+            draw,
+            layer,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            topk=topk,
+            format=FP8_DS_MLA,
+            num_padded_tokens=num_padded_tokens,
+            require_uniform=True,
+        )
+
+    case, whole = make(), make()
+    plan = case["plan"]
+    assert (plan.num_decodes, plan.num_prefills) == (2, 2)
+    out = torch.full((plan.num_tokens, 3, 128), torch.nan, dtype=torch.bfloat16, device=device)
+    n = plan.num_decode_tokens
+    for branch, part, tokens in (
+        (sparsemla.decode_branch, plan.decodes, slice(0, n)),
+        (sparsemla.prefill_branch, plan.prefills, slice(n, None)),
+    ):
+        rows = {name: case[name][tokens] for name in ("q", "kv", "topk_indices") if name in case}
+        branch(**case | rows | {"plan": part, "out": out[tokens]})
+    expected = reference.decode_branch(**whole)
+    assert_close("out", out[:41], expected[:41], BRANCH_OUT)
+    assert_rows_close("cache", case["cache"], whole["cache"])
+
+
+def test_entries_behind_the_keys_that_exist_do_not_count_if_clamped(device):
+    draw = Draw(22, device)
+    layer = mla_layer(draw, num_heads=3)
+    query_lens, seq_lens = [1, 3], [5, 70]
+    case = branch_case(draw, layer, query_lens=query_lens, seq_lens=seq_lens, topk=16)
+    plan, indices = case["plan"], case["topk_indices"]
+    expected = sparsemla.decode_branch(**case)
+    foreign = int(plan.slot_mapping[-1])  # a row of another request
+    behind = torch.arange(16, device=device) >= plan.clamp_topk(16)[:, None]
+    filled = case | {"topk_indices": indices.masked_fill(behind, foreign)}
+    clamped = sparsemla.decode_branch(**filled, topk_lengths=plan.clamp_topk(16))
+    assert_equal("out", clamped, expected)
+    assert not torch.equal(sparsemla.decode_branch(**filled), expected)

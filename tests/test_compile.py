@@ -15,6 +15,7 @@ from sparsemla import (
     INDEX_FP8,
     PagedCache,
     bf16_format,
+    branch_workspace_size,
     e4m3_format,
 )
 from sparsemla.ops import decode
@@ -132,6 +133,12 @@ def branching(topk, **options):
     )
 
 
+def in_a_workspace(case):
+    options = {"num_splits": 2, "max_pages_per_request": case["plan"].page_table.shape[1]}
+    size = branch_workspace_size(*case["q"].shape[:2], **options)
+    return case | {"num_splits": 2, "workspace": torch.zeros(size, dtype=torch.uint8)}
+
+
 CALLS = {
     "fused_rope_rmsnorm_quant": latent_writing,
     "fused_rope_rmsnorm_quant, scales apart": lambda: latent_writing(e4m3_format()),
@@ -186,6 +193,8 @@ CALLS = {
     "decode_branch, sparse": lambda: branching(8, with_sink=True),
     "decode_branch, dense": lambda: branching(None),
     "decode_branch, fp8 weights": lambda: branching(8, block=(128, 128)),
+    "decode_branch, sparse in a workspace": lambda: in_a_workspace(branching(8)),
+    "decode_branch, dense in a workspace": lambda: in_a_workspace(branching(None)),
     "prefill_branch, sparse": lambda: branching(8, with_sink=True),
     "prefill_branch, dense": lambda: branching(None),
 }
