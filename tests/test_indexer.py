@@ -23,6 +23,8 @@ from sparsemla.testing.compare import (
     assert_equal,
     assert_selection,
     check_op,
+    run_reference,
+    score_sizes,
 )
 
 FORMATS = [INDEX_FP8, bf16_format(128), e4m3_format(128, 128, 128), e4m3_format(128, 128, 0)]
@@ -121,11 +123,14 @@ def test_fp8_scores_are_near_unquantised_ones(device):
     weights = draw.normal(20, 64)
     full = torch.zeros(20, dtype=torch.int32, device=device)
     stored = INDEX_FP8.quantize(keys)
+    case = {"weights": weights, "row_starts": full, "row_ends": full + 200}
     got = sparsemla.indexer_scores(
-        to_fp8(q), weights, stored.fp8, stored.scales[:, 0], full, full + 200
+        q=to_fp8(q), keys=stored.fp8, key_scales=stored.scales[:, 0], **case
     )
-    expected = reference.indexer_scores(q, weights, keys, None, full, full + 200)
-    assert_close("scores", got, expected, UNQUANTIZED_SCORES)
+    case |= {"q": q, "keys": keys, "key_scales": None}
+    (expected,) = run_reference("indexer_scores", case)
+    sizes = score_sizes("indexer_scores", case)
+    assert_close("scores", got, expected, UNQUANTIZED_SCORES, sizes)
 
 
 @by_format

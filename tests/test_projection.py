@@ -6,8 +6,8 @@ from sparsemla import HeadWeight, absorb_kv_b_proj
 from sparsemla.formats import to_fp8
 from sparsemla.testing.cases import Draw, embed, head_weight, project_heads_case
 from sparsemla.testing.compare import (
-    BRANCH_FP8_OUT,
     BRANCH_OUT,
+    MERGED_FP8_PROJECTION,
     PROJECTION,
     UNQUANTIZED_PROJECTION,
     assert_close,
@@ -90,7 +90,7 @@ def test_parts_of_many_tokens(device):
         num_parts=2,
         with_sink=True,
     )
-    check_op("project_heads", case, (BRANCH_FP8_OUT,))
+    check_op("project_heads", case, (MERGED_FP8_PROJECTION,))
 
 
 @by_block
@@ -121,7 +121,7 @@ def test_parts_of_a_split_attention(device, block, num_parts, num_tokens):
         num_parts=num_parts,
         with_sink=num_parts > 1,
     )
-    check_op("project_heads", case, (BRANCH_OUT if block is None else BRANCH_FP8_OUT,))
+    check_op("project_heads", case, (BRANCH_OUT if block is None else MERGED_FP8_PROJECTION,))
 
 
 @by_block

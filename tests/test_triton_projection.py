@@ -5,7 +5,12 @@ import torch
 
 from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
 from sparsemla.testing.cases import Draw, project_heads_case
-from sparsemla.testing.compare import BRANCH_FP8_OUT, BRANCH_OUT, assert_close, assert_equal
+from sparsemla.testing.compare import (
+    BRANCH_OUT,
+    MERGED_FP8_PROJECTION,
+    assert_close,
+    assert_equal,
+)
 
 pytest.importorskip("triton")
 from sparsemla.kernels.projection import triton as projection
@@ -85,7 +90,7 @@ def test_parts_of_a_split_attention(scale_block, num_parts, tokens):
     out = torch.empty(tokens, 3, 80, dtype=torch.bfloat16, device=DEVICE)
     dispatch.load("project_heads", "triton")(**case, out=out)
     expected = reference.project_heads(**case)
-    tolerance = BRANCH_OUT if scale_block is None else BRANCH_FP8_OUT
+    tolerance = BRANCH_OUT if scale_block is None else MERGED_FP8_PROJECTION
     assert_close("out", out, expected, tolerance)
 
 

@@ -107,7 +107,8 @@ def test_right_ops_pass(device):
     assert report.passed
     for op in report.ops:
         assert op.cases == seen.count(op.op) > 0
-        assert set(op.worst) == set(op.tolerance)
+        assert set(op.worst) == set(op.share) == set(op.tolerance)
+        assert all(share <= 1 for share in op.share.values())
         assert op.properties["repeatable"] == run.Property(op.cases, 0)
         assert ("graph_replay" in op.properties) == (device == "cuda")
     assert report.ops[0].tolerance["cache, other rows"] == "exact"
@@ -160,6 +161,7 @@ def test_a_wrong_kernel_fails(command, spoil):
     assert "FAILED" in result.stdout
     assert op["failed"] == op["cases"] == len(op["failures"])
     assert op["worst"]["out"] >= 0.49
+    assert op["share"]["out"] > 1
     assert "at [0, 0, 0]" in op["failures"][0]
     assert op["failures"][0].startswith(MATRIX["merge_states"][1].name)
 

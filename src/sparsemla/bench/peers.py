@@ -49,7 +49,8 @@ from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8, CacheFormat
 from sparsemla.testing.compare import UNQUANTIZED_PROJECTION, Tolerance, assert_close
 
-CACHE_ROWS = Tolerance(cos=1e-3)
+# Elements may be an e4m3 step off, or have another scale where a last bit doubles that.
+CACHE_ROWS = Tolerance(rel=1.01, cos=1e-3, size=2**-3)
 """e4m3 rows against the rows they were made from."""
 
 

@@ -42,7 +42,7 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 TOPK = 2048
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
-STEP_OUT = Tolerance(cos=1e-3)
+STEP_OUT = Tolerance(cos=1e-3, size=2**-2)
 """Products of e4m3 activations, whose codes may round the other way, or RoPE in bfloat16."""
 SHARED = 0.98
 """Least share of a selection that the definition selects too: roundings decide on the others."""

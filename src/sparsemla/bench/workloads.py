@@ -46,6 +46,8 @@ from sparsemla.testing.compare import (
     assert_close,
     assert_equal,
     assert_rows_close,
+    run_reference,
+    score_sizes,
 )
 from sparsemla.weights import HeadWeight
 
@@ -481,10 +483,9 @@ class IndexerScores(Workload):
     def check(self, inputs: Inputs, results: Results) -> None:
         some = _some(self.tokens, 8, inputs["q"].device)
         per_token = ("q", "weights", "row_starts", "row_ends")
-        expected = reference.indexer_scores(
-            **inputs | {name: inputs[name][some] for name in per_token}
+        _check_scores(
+            results, some, inputs | {name: inputs[name][some] for name in per_token}, self.op
         )
-        _check_scores(results, some, expected, self.op)
 
 
 @dataclass(frozen=True)
@@ -525,10 +526,9 @@ class IndexerScoresPaged(Workload):
     def check(self, inputs: Inputs, results: Results) -> None:
         some = _some(self.batch, 2, inputs["q"].device)
         per_request = ("q", "weights", "page_table", "seq_lens")
-        expected = reference.indexer_scores_paged(
-            **inputs | {name: inputs[name][some] for name in per_request}
+        _check_scores(
+            results, some, inputs | {name: inputs[name][some] for name in per_request}, self.op
         )
-        _check_scores(results, some, expected, self.op)
 
 
 @dataclass(frozen=True)
@@ -620,21 +620,24 @@ class IndexerTopk(Workload):
         for token in some.tolist():
             request, place = divmod(token, self.query_len)
             seen = self.context - self.query_len + 1 + place
-            scores = reference.indexer_scores_paged(
-                inputs["q"][token][None, None],
-                inputs["weights"][token][None, None],
-                inputs["cache"],
-                inputs["page_table"][request][None],
-                torch.tensor([[seen]], device=some.device),
-                max_seq_len=self.context,
-            )[0, 0]
+            arguments = {
+                "q": inputs["q"][token][None, None],
+                "weights": inputs["weights"][token][None, None],
+                "cache": inputs["cache"],
+                "page_table": inputs["page_table"][request][None],
+                "seq_lens": torch.tensor([[seen]], device=some.device),
+                "max_seq_len": self.context,
+            }
+            scores = reference.indexer_scores_paged(**arguments)[0, 0]
             ids = results[0][token].long()
             ids = ids[ids >= 0].sort().values
             count = min(self.topk, seen)
             if len(ids) != count or not bool((ids < seen).all() and (ids.diff() > 0).all()):
                 raise AssertionError(f"{self.op}: ids are missing, out of range or occur twice")
             best = scores[ids].sort(descending=True).values
-            assert_close(self.op, best, scores.topk(count).values, INDEXER_SCORES)
+            sizes = score_sizes("indexer_scores_paged", arguments)
+            expected = scores.topk(count).values
+            assert_close(self.op, best, expected, INDEXER_SCORES, sizes.amax())
 
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
@@ -1068,7 +1071,8 @@ def _check_attention(
         assert_close(f"{name} {label}", result[some], wanted, tolerance)
 
 
-def _check_scores(results: Results, some: Tensor, expected: Tensor, name: str) -> None:
+def _check_scores(results: Results, some: Tensor, inputs: Inputs, op: str) -> None:
     """Scores where there is one: not every side writes the others."""
+    (expected,) = run_reference(op, inputs)
     got = results[0][some].masked_fill(expected == -torch.inf, -torch.inf)
-    assert_close(name, got, expected, INDEXER_SCORES)
+    assert_close(op, got, expected, INDEXER_SCORES, score_sizes(op, inputs))

@@ -107,7 +107,7 @@ def verify(
 def op_line(report: OpReport) -> str:
     """An op's tier and cases, and for each result the worst difference and what is allowed."""
     errors = [
-        f"{result} {worst:.1e} ({_allowed(report.tolerance[result])})"
+        f"{result} {worst:.1e} ({_allowed(report.tolerance[result], report.share[result])})"
         for result, worst in report.worst.items()
     ]
     properties = [
@@ -121,9 +121,10 @@ def op_line(report: OpReport) -> str:
     )
 
 
-def _allowed(limits: Mapping[str, float] | str) -> str:
-    """A tolerance as a reader sees it: one element passes by the absolute or relative limit."""
+def _allowed(limits: Mapping[str, float] | str, share: float) -> str:
+    """A tolerance as a reader sees it, and how much of it the worst element takes."""
     if isinstance(limits, str):
         return limits
-    element = " or ".join(f"{name} {limits[name]:.1e}" for name in ("abs", "rel") if name in limits)
-    return f"{element}, cos {limits['cos']:.1e}".removeprefix(", ")
+    names = [name for name in ("abs", "rel", "size") if name in limits]
+    element = " or ".join(f"{name} {limits[name]:.1e}" for name in names) or "equal"
+    return f"{share:.0%} of {element}, cos {limits['cos']:.1e}"

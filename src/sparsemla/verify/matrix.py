@@ -38,6 +38,7 @@ from sparsemla.testing.compare import (
     EXACT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
+    MERGED_FP8_PROJECTION,
     Tolerance,
 )
 
@@ -1039,7 +1040,7 @@ def _project_heads() -> list[Case]:
                     num_parts=parts,
                     with_sink=parts > 1,
                 ),
-                tolerances=(BRANCH_OUT if blocks[kind] is None else BRANCH_FP8_OUT,),
+                tolerances=(BRANCH_OUT if blocks[kind] is None else MERGED_FP8_PROJECTION,),
                 quick=tokens == 4,
             )
             for parts, tokens in ((1, 4), (2, 70), (5, 4), (64, 17))

@@ -23,12 +23,13 @@ from sparsemla.testing.cases import Arguments
 from sparsemla.testing.compare import (
     ROW_TOLERANCES,
     Tolerance,
-    assert_close,
     assert_equal,
-    assert_few_differ,
+    assert_result,
     largest_difference,
     run_op,
     run_reference,
+    sizes_of,
+    worst_share,
 )
 from sparsemla.testing.poison import poisoned_empty
 
@@ -78,12 +79,14 @@ class Measured:
     Args:
         result: its name.
         difference: the largest one of an element, among finite elements.
+        share: the largest share of what an element may differ by.
         tolerance: what may differ; None if every bit must agree.
         failure: what is wrong, or None.
     """
 
     result: str
     difference: float
+    share: float
     tolerance: Tolerance | None
     failure: str | None
 
@@ -102,10 +105,11 @@ def against_reference(
     expected = _name(op, theirs, run_reference(op, theirs))
     allowed = [*tolerances, *ROW_TOLERANCES.values()]
     names = [*_result_names(op)[: len(tolerances)], *(f"cache.{part}" for part in ROW_TOLERANCES)]
+    sizes = sizes_of(op, arguments)
     measured = []
     for name, tolerance in zip(names, allowed, strict=True):
         if name in results:
-            measured.append(_measure(name, results[name], expected[name], tolerance))
+            measured.append(_measure(name, results[name], expected[name], tolerance, sizes))
     if op in CACHE_WRITERS:
         measured.append(_other_rows(_cache(ours), _cache(arguments), _slots(arguments)))
     return measured, results
@@ -308,20 +312,23 @@ def _slots(arguments: Mapping[str, Any]) -> Tensor:
     return slots[slots >= 0].long()
 
 
-def _measure(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance | None) -> Measured:
-    failure = None
+def _measure(
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance | None,
+    sizes: Tensor | None,
+) -> Measured:
+    failure, share = None, 0.0
     try:
-        if tolerance is None:
-            assert_equal(name, actual, expected)
-        else:
-            assert_close(name, actual.float(), expected.float(), tolerance)
-            if actual.dtype.itemsize == 1:
-                assert_few_differ(name, actual, expected)
+        assert_result(name, actual, expected, tolerance, sizes)
     except AssertionError as error:
         failure = str(error)
     same_shape = actual.shape == expected.shape
     difference = largest_difference(actual, expected) if same_shape else 0.0
-    return Measured(name, difference, tolerance, failure)
+    if tolerance is not None and same_shape:
+        share = worst_share(actual, expected, tolerance, sizes)
+    return Measured(name, difference, share, tolerance, failure)
 
 
 def _other_rows(written: PagedCache, before: PagedCache, slots: Tensor) -> Measured:
@@ -337,7 +344,7 @@ def _other_rows(written: PagedCache, before: PagedCache, slots: Tensor) -> Measu
                 assert_equal(name, got, was)
             except AssertionError as error:
                 failure = str(error)
-    return Measured(name, difference, None, failure)
+    return Measured(name, difference, 0.0, None, failure)
 
 
 def _assert_same(when: str, results: Results, expected: Results) -> None:

@@ -60,7 +60,8 @@ class OpReport:
         cases: cases that ran.
         failed: cases with any failure.
         worst: for each result the largest difference of an element from the definition's.
-        tolerance: for each result ``abs``, ``rel`` and ``cos`` of its tolerance, or ``exact``.
+        share: for each result the largest share of what an element may differ by.
+        tolerance: for each result the limits of its tolerance, or ``exact``.
         properties: repeatable, late_inputs, graph_replay and batch_invariant, as far as they apply.
         seconds: time that all of it took, compilation included.
         failures: what went wrong, each with the name of its case.
@@ -71,6 +72,7 @@ class OpReport:
     cases: int
     failed: int
     worst: Mapping[str, float]
+    share: Mapping[str, float]
     tolerance: Mapping[str, Mapping[str, float] | str]
     properties: Mapping[str, Property]
     seconds: float
@@ -314,6 +316,7 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
 
 def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpReport:
     worst: dict[str, float] = {}
+    share: dict[str, float] = {}
     tolerance: dict[str, Mapping[str, float] | str] = {}
     properties: dict[str, Property] = {}
     failures = []
@@ -326,6 +329,7 @@ def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpRepor
                 name = f"{one.result} of {outcome.case}"
                 tolerance[name] = limits
             worst[name] = max(worst.get(name, 0.0), one.difference)
+            share[name] = max(share.get(name, 0.0), one.share)
         for name, holds in outcome.properties.items():
             so_far = properties.get(name, Property())
             properties[name] = Property(so_far.checked + 1, so_far.failed + (not holds))
@@ -338,6 +342,7 @@ def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpRepor
         cases=len(outcomes),
         failed=sum(bool(outcome.failures) for outcome in outcomes),
         worst=worst,
+        share=share,
         tolerance=tolerance,
         properties=properties,
         seconds=round(seconds, 2),
@@ -349,7 +354,7 @@ def _limits(tolerance: Tolerance | None) -> Mapping[str, float] | str:
     """The limits that a tolerance sets."""
     if tolerance is None:
         return "exact"
-    return {name: limit for name, limit in asdict(tolerance).items() if limit != float("inf")}
+    return {name: limit for name, limit in asdict(tolerance).items() if limit or name == "cos"}
 
 
 def _version(package: str) -> str | None:
