@@ -33,16 +33,27 @@ def of_132_multiprocessors(monkeypatch):
     monkeypatch.setattr(hopper_select, "num_multiprocessors", lambda device: 132)
 
 
+# Columns and k for which no list of up to 8192 and sample of up to 4096 keep a threshold clear.
+CROWDED = {(1 << 20, 2048), (1 << 20, 3000)}
+
+
+def sigmas(topk, num_cols, capacity, sample):
+    """How far a threshold is from k and from the capacity, in standard deviations."""
+    return (math.sqrt(capacity / topk) - 1) * math.sqrt(topk * sample / num_cols)
+
+
 @pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
 def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
     capacity, sample = hopper_select._list_and_sample(num_cols, topk)
-    assert sample & (sample - 1) == capacity & (capacity - 1) == 0
-    if sample > hopper_select.MAX_SAMPLE:
-        return  # no list is long enough
-    chosen = topk * sample / num_cols
-    room = math.sqrt(capacity / topk) - 1
-    assert room * math.sqrt(chosen) >= hopper_select.FEW_SIGMAS
+    most = sigmas(topk, num_cols, 8192, hopper_select.MAX_SAMPLE)
+    assert (most < hopper_select.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
+    if (num_cols, topk) in CROWDED:  # the longest list, and a sample that no other row gets
+        assert (capacity, sample) == (8192, 2 * hopper_select.MAX_SAMPLE)
+    else:
+        assert sample & (sample - 1) == capacity & (capacity - 1) == 0
+        assert sample <= hopper_select.MAX_SAMPLE
+        assert sigmas(topk, num_cols, capacity, sample) >= hopper_select.FEW_SIGMAS
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS)
