@@ -4,6 +4,7 @@ vLLM's own Triton kernels run in the interpreter here, so that the metadata and 
 indices are vLLM's and not an imitation. CI installs vLLM for this file alone: see `.ci/run`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -64,7 +65,7 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, register
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
-from sparsemla import INDEX_FP8, PagedCache, reference
+from sparsemla import INDEX_FP8, PagedCache, dispatch, reference
 from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla.testing.compare import (
     DECODE_LSE,
@@ -130,14 +131,14 @@ def one_rank(tmp_path_factory):
         initialize_model_parallel(1, 1)
 
 
-def engine_config(model_config, dtype="auto", **changes):
+def engine_config(model_config, dtype="auto", max_tokens=MAX_TOKENS, **changes):
     """vLLM's configuration of an engine with that model."""
     return VllmConfig(
         model_config=model_config,
         device_config=DeviceConfig(device="cpu"),
         cache_config=CacheConfig(block_size=PAGE_SIZE, cache_dtype=dtype),
         scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=MAX_TOKENS,
+            max_num_batched_tokens=max_tokens,
             max_num_seqs=8,
             max_model_len=model_config.max_model_len,
             is_encoder_decoder=False,
@@ -357,10 +358,12 @@ class Batch:
         query_lens: of the requests, decodes first; 0 for padding.
         seq_lens: of the requests, this step's tokens included.
         padded_tokens: rows behind the last request.
+        topk: tokens that a token selects.
     """
 
-    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0):
+    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0, topk=TOPK):
         self.draw, self.query_lens, self.seq_lens = draw, query_lens, seq_lens
+        self.topk = topk
         self.tokens = sum(query_lens)
         self.rows = self.tokens + padded_tokens
         width = max(1, *(-(-length // PAGE_SIZE) for length in seq_lens))
@@ -407,15 +410,15 @@ class Batch:
         return cache
 
     def selections(self):
-        """``[MAX_TOKENS, TOPK]``: what the indexer leaves in its buffer; garbage behind the batch.
+        """What the indexer leaves in its buffer ``[max_tokens, topk]``; garbage behind the batch.
 
         Tokens select of all that they may see, in no order and with gaps; the first sees nothing.
         """
-        buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+        buffer = torch.full((max(self.rows, MAX_TOKENS), self.topk), 2**31 - 1, dtype=torch.int32)
         for token, position in enumerate(self.positions.tolist()):
-            chosen = self.draw.permutation(position + 1)[:TOPK].int()
-            row = torch.full((TOPK,), -1, dtype=torch.int32)
-            row[self.draw.permutation(TOPK)[: len(chosen)]] = chosen
+            chosen = self.draw.permutation(position + 1)[: self.topk].int()
+            row = torch.full((self.topk,), -1, dtype=torch.int32)
+            row[self.draw.permutation(self.topk)[: len(chosen)]] = chosen
             buffer[token] = row
         buffer[0] = -1
         return buffer
@@ -461,6 +464,17 @@ def layer(buffer, num_heads, dtype="auto", **changes):
     return attention.SparseMLAImpl(**arguments | changes)
 
 
+@contextlib.contextmanager
+def locked_workspace():
+    """The workspace as vLLM locks it once graphs are captured; asking for more ends the engine."""
+    manager = current_workspace_manager()
+    manager.lock()
+    try:
+        yield
+    finally:
+        manager.unlock()
+
+
 def check_layer(config, batch, num_heads, dtype="auto", one_piece=False):
     """A layer's attention against the reference; its results."""
     cache = batch.cache(attention.FORMATS[dtype])
@@ -468,7 +482,9 @@ def check_layer(config, batch, num_heads, dtype="auto", one_piece=False):
     q = decode_queries(batch.draw, batch.rows, num_heads, 576)
     metadata = builder(config, dtype).build(0, batch.common())
     parts = q if one_piece else (q[..., :512].contiguous(), q[..., 512:].contiguous())
-    out, lse = layer(buffer, num_heads, dtype).forward_mqa(parts, cache.data, metadata, None)
+    made = layer(buffer, num_heads, dtype)
+    with locked_workspace():
+        out, lse = made.forward_mqa(parts, cache.data, metadata, None)
 
     tokens = batch.tokens
     slots = reference.to_slots(
@@ -501,33 +517,119 @@ def test_decodes(config, num_heads, dtype):
     check_layer(config, Batch(Draw(0), [1, 1, 1], [1, 65, 300]), num_heads, dtype)
 
 
-@pytest.mark.parametrize("batch", [MIXED, {"query_lens": [7, 5], "seq_lens": [7, 100]}], ids=str)
+SELECTED = 2048
+"""Tokens that DeepSeek-V3.2 selects, which the measurements are for."""
+CONVERTED = {"query_lens": [1, 1, 9, 5], "seq_lens": [200, 64, 1900, 1300]}
+
+
+@pytest.fixture
+def like_hopper(monkeypatch):
+    """The CPU's tier with the measurements of Hopper's."""
+    measured = dispatch.WORTH_CONVERTING["sm90"]
+    monkeypatch.setitem(dispatch.WORTH_CONVERTING, "cpu", measured)
+
+
+@pytest.fixture
+def engine(config, like_hopper, tmp_path, monkeypatch):
+    """Makes the current configuration one of a model that selects as many as DeepSeek-V3.2."""
+    monkeypatch.setattr(workspace, "_manager", None)
+    init_workspace_manager(torch.device("cpu"))
+    with contextlib.ExitStack() as stack:
+
+        def make(num_heads, max_tokens, max_length):
+            heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+            sizes = {"index_topk": SELECTED, "max_position_embeddings": max_length}
+            (tmp_path / "config.json").write_text(json.dumps(CONFIG | heads | sizes))
+            model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+            made = engine_config(model, max_tokens=max_tokens)
+            forward = config.compilation_config.static_forward_context
+            made.compilation_config.static_forward_context.update(forward)
+            stack.enter_context(set_current_vllm_config(made))
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    "batch", [CONVERTED, {"query_lens": [7, 5], "seq_lens": [1200, 1900]}], ids=str
+)
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_contexts_of_prefills_may_be_converted_first(config, monkeypatch, batch, pieces):
-    lens = [n for q, n in zip(batch["query_lens"], batch["seq_lens"], strict=True) if q > 1]
-    num_rows = sum(lens) if pieces == 1 else max(lens)
-    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: num_rows)
+def test_contexts_of_prefills_may_be_converted_first(engine, batch, pieces):
+    made = engine(8, MAX_TOKENS, 4096 if pieces == 1 else 1900)
     common = Batch(Draw(0), **batch).common()
-    assert len(builder(config, "fp8_ds_mla").build(0, common).conversions) == pieces
-    check_layer(config, Batch(Draw(0), **batch), 16, "fp8_ds_mla")
-    out, _ = check_layer(config, Batch(Draw(0), **batch, padded_tokens=3), 16, "fp8_ds_mla")
+    assert len(builder(made, "fp8_ds_mla").build(0, common).conversions) == pieces
+    check_layer(made, Batch(Draw(0), **batch, topk=SELECTED), 8, "fp8_ds_mla")
+    padded = Batch(Draw(0), **batch, padded_tokens=3, topk=SELECTED)
+    out, _ = check_layer(made, padded, 8, "fp8_ds_mla")
     assert (out[-3:] == 0).all()
 
 
-def test_decodes_beside_prefills_that_run_as_dense_attention(config, monkeypatch):
+def test_decodes_beside_prefills_that_run_as_dense_attention(engine):
     """vLLM computes short prompts itself, and hands on the queries of the decodes alone."""
-    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: 142)
-    batch = Batch(Draw(0), **MIXED)
+    made = engine(8, MAX_TOKENS, 4096)
+    batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
     cache, buffer = batch.cache(attention.FORMATS["fp8_ds_mla"]), batch.selections()
-    q = decode_queries(batch.draw, batch.rows, 16, 576)
-    metadata = builder(config, "fp8_ds_mla").build(0, batch.common())
-    made = layer(buffer, 16, "fp8_ds_mla")
-    expected = made.forward_mqa(q, cache.data, metadata, None)
+    q = decode_queries(batch.draw, batch.rows, 8, 576)
+    metadata = builder(made, "fp8_ds_mla").build(0, batch.common())
+    assert metadata.conversions
+    attend = layer(buffer, 8, "fp8_ds_mla").forward_mqa
+    expected = attend(q, cache.data, metadata, None)
     decodes = metadata.num_decode_tokens
     parts = q[:decodes, :, :512].contiguous(), q[:decodes, :, 512:].contiguous()
-    results = made.forward_mqa(parts, cache.data, metadata, None)
+    results = attend(parts, cache.data, metadata, None)
     for result, wanted in zip(results, expected, strict=True):
         assert_equal("decodes", result, wanted[:decodes])
+
+
+LONGEST = 1 << 17
+"""Of the sweep's requests."""
+
+
+def sweep(max_tokens):
+    """Steps of one request and of several, around everything that the decision depends on."""
+    contexts = [0, 2000, 9000, 12000, 24000, 36000, 60000, 89000, LONGEST]
+    for tokens in {min(n, max_tokens) for n in (2, 66, 132, 133, max_tokens - 1, max_tokens)}:
+        for context in contexts:
+            length = min(context + tokens, LONGEST)
+            yield [tokens], [length]
+            yield [1, tokens - 1], [length, length]
+            yield [tokens - tokens // 2, tokens // 2], [length, tokens]
+
+
+@pytest.mark.parametrize("max_tokens", [8, 64, 198, 256, 354])
+@pytest.mark.parametrize("num_heads", [8, 64, 128])
+def test_no_step_outgrows_the_locked_workspace(engine, monkeypatch, num_heads, max_tokens):
+    converted = []  # rows; nothing is computed
+
+    def note(*args, out):
+        converted.append(out.shape[0])
+
+    monkeypatch.setattr(attention, "gather_dequant", note)
+    for name in ("sparse_prefill", "to_slots"):
+        monkeypatch.setattr(attention, name, lambda *args, **kwargs: None)
+    made = engine(num_heads, max_tokens, LONGEST)
+    nothing = torch.full((max_tokens, SELECTED), -1, dtype=torch.int32)
+    attend, step = layer(nothing, num_heads, "fp8_ds_mla").forward_mqa, builder(made, "fp8_ds_mla")
+    pages = torch.zeros(1, PAGE_SIZE, 656, dtype=torch.uint8)
+    steps = 0
+    for query_lens, seq_lens in sweep(max_tokens):
+        metadata = step.build(0, Batch(Draw(0), query_lens, seq_lens).common())
+        if metadata.conversions:
+            q = torch.empty(sum(query_lens), num_heads, 576, dtype=torch.bfloat16)
+            with locked_workspace():
+                attend(q, pages, metadata, None)
+            assert converted == [each.num_rows for each in metadata.conversions]
+            converted.clear()
+            steps += 1
+    assert steps
+
+
+def test_contexts_beyond_the_longest_are_read_in_place(engine):
+    """As vLLM's bounds of lengths may be, which count drafts that were not accepted."""
+    made = engine(8, MAX_TOKENS, max(CONVERTED["seq_lens"]) - 1)
+    batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions
+    check_layer(made, batch, 8, "fp8_ds_mla")
 
 
 def test_nothing_is_converted_where_nothing_was_measured(config):
@@ -642,23 +744,32 @@ def test_layers_that_need_more_are_refused(config, changes):
 def test_the_workspace_of_a_layer_stays_where_it_is(config, monkeypatch):
     monkeypatch.setattr(attention, "_workspace_bytes", lambda *args: 4096)
     first, second = (layer(torch.zeros(4, TOPK, dtype=torch.int32), 8) for _ in range(2))
-    manager = current_workspace_manager()
-    manager.lock()
-    assert first._workspace().data_ptr() == second._workspace().data_ptr()
-    manager.unlock()
+    with locked_workspace():
+        assert first._workspace().data_ptr() == second._workspace().data_ptr()
 
 
-def test_each_microbatch_has_room_for_conversions(config, monkeypatch):
-    """Microbatches have workspaces of their own, which grow no more once decodes are captured."""
-    monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *args, **kwargs: 142)
+def test_each_microbatch_has_room_for_conversions(engine, monkeypatch):
+    """Microbatches have workspaces of their own, which vLLM's profiling run claims."""
+    made = engine(8, MAX_TOKENS, 4096)
     monkeypatch.setattr(workspace, "_manager", None)
     init_workspace_manager(torch.device("cpu"), num_ubatches=2)
-    made = layer(torch.zeros(4, TOPK, dtype=torch.int32), 8, "fp8_ds_mla")
+    batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
+    impl = layer(batch.selections(), 8, "fp8_ds_mla")
+    metadata = builder(made, "fp8_ds_mla").build(0, batch.common())
+    assert metadata.conversions
+
+    def run_as(microbatch):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: microbatch)
+
     for microbatch in (0, 1):
-        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda number=microbatch: number)
-        made._workspace()
-    current_workspace_manager().lock()
-    assert made._converted(config.model_config.max_model_len).dtype == torch.bfloat16
+        run_as(microbatch)
+        impl.reserve_workspace()
+    cache = batch.cache(attention.FORMATS["fp8_ds_mla"])
+    q = decode_queries(batch.draw, batch.rows, 8, 576)
+    for microbatch in (0, 1):
+        run_as(microbatch)
+        with locked_workspace():
+            impl.forward_mqa(q, cache.data, metadata, None)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])

@@ -36,6 +36,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from sparsemla import (
     BF16_576,
     FP8_DS_MLA,
+    CacheFormat,
     PagedCache,
     decode_workspace_size,
     gather_dequant,
@@ -332,41 +333,44 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         if chosen is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = FORMATS[kv_cache_dtype]
+        self.conversion_rows = self._conversion_rows()
         self.workspace_bytes = max(
             _workspace_bytes(chosen.shape[0], num_heads * self.dcp_world_size, chosen.device),
-            self._conversion_bytes(),
+            self.conversion_rows * BF16_576.bytes_per_token,
         )
         # vLLM's workspace grows now, before graphs remember where it is.
         self._workspace()
 
-    def _conversion_bytes(self) -> int:
-        """Bytes for the longest context, if prefills are ever converted."""
+    def _conversion_rows(self) -> int:
+        """Rows for the longest context, if any step would have prefills converted."""
         config = get_current_vllm_config_or_none()
         if config is None or self.dcp_world_size > 1:
             return 0
-        tokens = [config.scheduler_config.max_num_batched_tokens]
-        rows = prefill_workspace_rows(
-            tokens,
-            tokens,
-            cache_format=self.format,
-            num_heads=self.num_heads,
-            topk=config.model_config.hf_text_config.index_topk,
-            device=self.topk_indices_buffer.device,
+        longest = config.model_config.max_model_len
+        converts = _converts(
+            config.scheduler_config.max_num_batched_tokens,
+            longest,
+            self.format,
+            self.num_heads,
+            config.model_config.hf_text_config.index_topk,
+            self.topk_indices_buffer.device,
         )
-        if rows is None:
-            return 0
-        return config.model_config.max_model_len * BF16_576.bytes_per_token
+        return longest if converts else 0
 
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace that all layers share."""
         spec = ((num_rows, self.format.head_dim), torch.bfloat16)
         return current_workspace_manager().get_simultaneous(spec)[0]
 
+    def reserve_workspace(self) -> None:
+        """Claim it for a microbatch of vLLM's profiling run."""
+        self._workspace()
+
     def _workspace(self) -> Tensor | None:
         """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share.
 
         Its size is the most that this layer ever asks for: each of vLLM's microbatches has a
-        workspace of its own, which may grow only until decodes have been captured.
+        workspace of its own, which vLLM locks once decodes have been captured.
         """
         if self.workspace_bytes == 0:
             return None
@@ -380,11 +384,12 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a batch; prefills over converted rows if the step says so."""
+        """Attention of a batch; prefills over converted rows if the step says so and they fit."""
         conversions = attn_metadata.conversions
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
+        fits = all(each.num_rows <= self.conversion_rows for each in conversions)
         # Without the prefills, vLLM runs them as dense attention, and decodes are all that is left.
-        if not conversions or num_tokens <= conversions[0].tokens.start:
+        if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
@@ -468,6 +473,34 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)
+
+
+@functools.cache
+def _converts(
+    max_tokens: int,
+    max_length: int,
+    cache_format: CacheFormat,
+    num_heads: int,
+    topk: int,
+    device: torch.device,
+) -> bool:
+    """Whether any step of at most ``max_tokens`` is faster with contexts converted.
+
+    Of all steps with as many tokens, the one that gains most is a request whose context is just as
+    long as the selection: shorter ones select less, and of longer ones more is converted in vain.
+    Fewer tokens may gain where more do not.
+    """
+    return any(
+        prefill_workspace_rows(
+            [tokens],
+            [max(tokens, min(topk, max_length))],
+            cache_format=cache_format,
+            num_heads=num_heads,
+            topk=topk,
+            device=device,
+        )
+        for tokens in range(max_tokens, 0, -1)
+    )
 
 
 @functools.cache
