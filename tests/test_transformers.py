@@ -10,15 +10,19 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsemla import (
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    MLALayer,
     PagedCache,
     bf16_format,
+    decode_branch,
     e4m3_format,
+    plan_batch,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -352,6 +356,41 @@ def test_dense_models(overrides):
     assert_close(torch.cat(outputs, 1)[real], expected[real], rms=0.006)
 
 
+class Launches(TorchDispatchMode):
+    """Names of this package's operators, as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sparsemla":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_of_a_dense_model_is_the_decode_branch():
+    model = make_model("deepseek_v3", num_hidden_layers=1)
+    ids = tokens(2, 10)
+    with torch.no_grad(), enable(model) as handle:
+        past = model(ids[:, :9]).past_key_values
+        with Launches() as step:
+            model(ids[:, 9:], past_key_values=past)
+        attention = model.model.layers[0].self_attn
+        layer = MLALayer(
+            *handle._weights[0],
+            attention.kv_a_layernorm.weight,
+            torch.ones(10, 64),
+            attention.scaling,
+        )
+        table = past.page_table
+        plan = plan_batch([1, 1], [10, 10], table, page_size=64, workspace_rows=None)
+        q, kv = torch.randn(2, 4, 192).bfloat16(), torch.randn(2, 576).bfloat16()
+        with Launches() as branch:
+            decode_branch(q, kv, past.latents[0], layer, plan)
+    assert step.names == branch.names
+
+
 def test_indexers_of_other_sizes_are_quantised_too(model):
     small = make_model(index_head_dim=96, kv_lora_rank=96)
     ids = tokens(1, 50)
@@ -422,6 +461,72 @@ class TestContinuing:
             assert cache.lengths.tolist() == [38, 37]
         assert_close(logits, expected, rms=0.006)
 
+    @pytest.mark.parametrize("max_length", [None, 64])
+    def test_one_new_column_after_padding(self, model, max_length):
+        """As with several new columns, the mask hides the latest of a row or is refused."""
+        ids, mask = tokens(2, 31), torch.ones(2, 31, dtype=torch.long)
+        mask[0, :4], mask[1, 25:30] = 0, 0
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        last = {"position_ids": positions[:, 30:]}
+        with enable(model, page_size=8) as handle:
+            expected = model(ids, attention_mask=mask, position_ids=positions).logits[:, 30:]
+            unaware = mask[:, :30].clone()
+            unaware[1] = 1
+            at = (unaware.cumsum(1) - 1).clamp_min(0)
+            cache = handle.new_cache(2, max_length)
+            model(ids[:, :30], attention_mask=unaware, position_ids=at, past_key_values=cache)
+            before, between = cache.lengths.tolist(), mask.clone()
+            between[0, 10] = 0
+            for wrong, message in (
+                (torch.ones(2, 31), "as in the steps before"),
+                (between, "as in the steps before"),
+                (torch.ones(2, 30), r"got \[2, 30\]"),
+                (torch.ones(2, 32), r"got \[2, 32\]"),
+                (torch.ones(2, 0), r"got \[2, 0\]"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    model(ids[:, 30:], attention_mask=wrong, past_key_values=cache, **last)
+                assert cache.lengths.tolist() == before
+            logits = model(ids[:, 30:], attention_mask=mask, past_key_values=cache, **last).logits
+            assert cache.lengths.tolist() == [27, 26]
+        assert_close(logits, expected, rms=0.006)
+
+    @pytest.mark.parametrize("max_length", [None, 64])
+    def test_generate_after_padding(self, model, max_length):
+        """A turn that ends at once, then one whose only new column is that end."""
+        ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+        mask[1, 25:29] = 0
+        options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+        with enable(model, page_size=8) as handle:
+            expected = model.generate(ids, attention_mask=mask, **options).sequences
+            cache = handle.new_cache(2, max_length)
+            model(ids[:, :29], past_key_values=cache)
+            got = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+            assert got.past_key_values is cache
+            assert cache.lengths.tolist() == [35, 31]
+        assert torch.equal(got.sequences, expected)
+
+    @pytest.mark.parametrize("max_length", [None, 64])
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_a_prefix_of_inference_mode(self, model, max_length, copied):
+        ids = tokens(2, 30)
+        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5}
+        with enable(model, page_size=8) as handle:
+            expected = model.generate(ids, **arguments)
+            with torch.inference_mode():
+                cache = handle.new_cache(2, max_length)
+                model(ids[:, :20], past_key_values=cache)
+                cache.crop(-1)
+                cache.reorder_cache(torch.tensor([0, 1]))
+                if max_length is None:
+                    cache.batch_repeat_interleave(2)
+                    cache.batch_select_indices(torch.tensor([0, 2]))
+                if copied:
+                    cache = copy.deepcopy(cache)
+            got = model.generate(ids, past_key_values=cache, **arguments)
+            assert not any(tensor.is_inference() for tensor in cache._tensors())
+        assert torch.equal(got, expected)
+
     def test_one_prefix_for_several_prompts(self, model, columns):
         prefix, prompts = tokens(1, 30), tokens(3, 8, seed=2)
         with enable(model, page_size=8) as handle:
@@ -488,6 +593,25 @@ class TestCompiled:
                     logits = step(token, past_key_values=caches[1], **given).logits
                     assert torch.equal(logits, eager), (run, column)
         assert counter.frame_count == 1
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("max_length", [None, 64])
+    def test_masks_of_past_columns_break_the_graph(self, max_length):
+        """They are read on the host, which one graph cannot."""
+        model = make_model("deepseek_v3", num_hidden_layers=1)
+        ids, mask = tokens(1, 9), torch.ones(1, 9)
+        mask[0, 5:8] = 0
+        with enable(model) as handle:
+            cache = handle.new_cache(1, max_length)
+            model(ids[:, :8], past_key_values=cache)
+            given = {"attention_mask": mask, "past_key_values": cache}
+            step = torch.compile(model.__call__, fullgraph=True, backend="eager")
+            with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+                step(ids[:, 8:], **given)
+            assert cache.lengths.tolist() == [8]
+            broken = torch.compile(model.__call__, backend="eager")
+            broken(ids[:, 8:], **given)
+            assert cache.lengths.tolist() == [6]
 
     def test_generate_over_a_static_cache(self, model):
         ids = tokens(2, 40)
@@ -602,6 +726,41 @@ def test_cache_selects_repeats_crops_and_resets(model):
         cache.reset()
         logits = model(ids[[0, 1, 2, 0]], past_key_values=cache).logits
         assert_close(logits, expected[[0, 1, 2, 0]], rms=0.003)
+
+
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_an_empty_cache(model, max_length):
+    """It is selected, repeated, cropped and reset as any other, and then used."""
+    ids = tokens(6, 20)
+    with enable(model, page_size=8) as handle:
+        expected = model(ids).logits
+
+        def check(cache):
+            assert int(cache.get_seq_length()) == 0
+            rows = cache.batch_size
+            logits = model(ids[:rows], past_key_values=cache).logits
+            assert_close(logits, expected[:rows], rms=0.003)
+
+        for change in (
+            lambda cache: cache.batch_repeat_interleave(3),
+            lambda cache: cache.batch_repeat_interleave(1),
+            lambda cache: cache.batch_select_indices(torch.tensor([1])),
+            lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda cache: cache.crop(0),
+            lambda cache: cache.reset(),
+            lambda cache: cache.reserve(0),
+            lambda cache: copy.deepcopy(cache),
+        ):
+            cache = handle.new_cache(2, max_length)
+            change(cache)
+            check(cache)
+        cache = handle.new_cache(2, max_length)
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+        assert cache.batch_size == 0
+        cache.batch_repeat_interleave(2)
+        assert (cache.batch_size, cache.lengths.tolist()) == (0, [])
+        with pytest.raises(ValueError, match=r"must lie in \[-0, 0\], got -1"):
+            handle.new_cache(2, max_length).crop(-1)
 
 
 def test_glm_shares_selections_and_rotates_its_indexer_interleaved():
@@ -771,6 +930,47 @@ class TestRefusals:
     def test_no_input(self, model):
         with enable(model), pytest.raises(ValueError, match="got neither"):
             model()
+
+    def test_both_inputs(self, model):
+        ids = tokens(1, 3)
+        embeds = model.model.embed_tokens(ids)
+        with enable(model), pytest.raises(ValueError, match=r"input_ids or inputs_embeds .* both"):
+            model(ids, inputs_embeds=embeds)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"input_ids": torch.empty(1, 0).long()}, r"input_ids must have .* got \[1, 0\]"),
+            ({"input_ids": torch.empty(0, 4).long()}, r"input_ids must have .* got \[0, 4\]"),
+            ({"input_ids": torch.ones(4).long()}, r"input_ids must have .* got \[4\]"),
+            ({"inputs_embeds": torch.ones(1, 0, 64)}, r"inputs_embeds must .* got \[1, 0, 64\]"),
+            ({"inputs_embeds": torch.ones(2, 64)}, r"inputs_embeds must have .* got \[2, 64\]"),
+        ],
+    )
+    def test_inputs_without_a_column(self, model, arguments, message):
+        with enable(model), pytest.raises(ValueError, match=message):
+            model(**arguments)
+
+    def test_an_empty_prompt(self, model):
+        with enable(model), pytest.raises(ValueError, match=r"input_ids must have"):
+            model.generate(torch.empty(1, 0).long(), max_new_tokens=1)
+
+    @pytest.mark.parametrize("past", [((1, 2),), (), [torch.ones(2)], 7], ids=str)
+    def test_caches_of_another_kind(self, model, past):
+        with enable(model), pytest.raises(TypeError, match=r"past_key_values must be .* got "):
+            model(tokens(1, 2), past_key_values=past)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((-1,), "batch_size must be at least 0, got -1"),
+            ((2, 0), "max_length must be None or at least 1, got 0"),
+            ((2, -3), "max_length must be None or at least 1, got -3"),
+        ],
+    )
+    def test_sizes_of_a_cache(self, model, arguments, message):
+        with enable(model) as handle, pytest.raises(ValueError, match=message):
+            handle.new_cache(*arguments)
 
     def test_training(self, model):
         with enable(model), torch.enable_grad():

@@ -17,11 +17,12 @@ heads and dims.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +37,15 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.ops import (
     decode_branch,
-    dense_decode,
     fused_indexer_rope_quant,
-    fused_rope_rmsnorm_quant,
     indexer_topk,
     prefill_branch,
-    project_heads,
     to_slots,
 )
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj
+
+Result = TypeVar("Result")
 
 
 class Architecture(NamedTuple):
@@ -76,11 +76,22 @@ NOT_SERVED = {
 
 def refuse(model_type: object) -> str | None:
     """Why models of this type are not served; None if they are."""
-    if model_type in ARCHITECTURES:
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return None
     reason = NOT_SERVED.get(str(model_type))
     expected = f"model must have a model_type of {' or '.join(ARCHITECTURES)}, got {model_type!r}"
     return f"{expected}: {reason}" if reason else expected
+
+
+def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Let a method make tensors that may be written outside of the caller's inference mode."""
+
+    @functools.wraps(method)
+    def run(*args: object, **kwargs: object) -> Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class LatentCache(Cache):
@@ -105,6 +116,7 @@ class LatentCache(Cache):
             so that compiled code does not depend on it.
     """
 
+    @_ordinary_tensors
     def __init__(
         self,
         latents: Sequence[PagedCache],
@@ -216,6 +228,8 @@ class LatentCache(Cache):
             ValueError: past calls padding real, or hides a column that real ones follow.
         """
         seen = self.real[:, : past.shape[1]]
+        if torch.equal(seen, past):
+            return
         hidden = seen & ~past
         if (past & (~seen | (hidden.cumsum(1) > 0))).any():
             raise ValueError(
@@ -225,6 +239,14 @@ class LatentCache(Cache):
         seen.copy_(past)
         self.lengths.copy_(past.sum(1))
 
+    @_ordinary_tensors
+    def __deepcopy__(self, memo: dict[int, object]) -> LatentCache:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo))
+        return copied
+
+    @_ordinary_tensors
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row ``b`` a copy of row ``beam_idx[b]``."""
         rows = beam_idx.to(self.page_table.device)
@@ -243,7 +265,7 @@ class LatentCache(Cache):
             self._copy_pages(pages.long(), pages.numel())
             self.page_table = torch.arange(
                 pages.numel(), dtype=torch.int32, device=pages.device
-            ).view(-1, width)
+            ).view(rows.shape[0], width)
             self.real, self.lengths = real, lengths
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -265,6 +287,7 @@ class LatentCache(Cache):
         """Refuse, as :meth:`update` does."""
         self.update()
 
+    @_ordinary_tensors
     def reserve(self, num_columns: int) -> None:
         """Make room for ``num_columns`` in each row.
 
@@ -424,7 +447,14 @@ class PagedAttention:
             max_length: columns to allocate once and for all, which decode steps under
                 ``torch.compile`` need; an index error ends one that finds the pages full. None
                 for pages that grow.
+
+        Raises:
+            ValueError: a negative batch_size, or a max_length without a column.
         """
+        if batch_size < 0:
+            raise ValueError(f"batch_size must be at least 0, got {batch_size}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be None or at least 1, got {max_length}")
         latent_format, index_format = self._formats
         device = next(self._base.parameters()).device
 
@@ -457,19 +487,23 @@ class PagedAttention:
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("input_ids or inputs_embeds must be given, got neither")
+        if input_ids is not None and inputs_embeds is not None:
+            raise ValueError("input_ids or inputs_embeds must be given, got both")
+        _check_input("inputs_embeds" if input_ids is None else "input_ids", given)
         if kwargs.get("output_attentions", config.output_attentions):
             raise ValueError("output_attentions must be False: no attention matrix exists here")
         if self._base.training and torch.is_grad_enabled():
             raise ValueError("model must be in eval mode or under torch.no_grad(), got training")
         cache = self._resolve(past_key_values, given.shape[0])
         past, new = _split_mask(attention_mask, cache, given.shape[1])
-        if given.shape[1] == 1:
-            step = _decode_step(cache, new)
-        else:
+        decodes = given.shape[1] == 1
+        if not decodes:
             _check_positions(position_ids, new)
-            if past is not None:
-                cache.hide(past)
-            step = _packed_step(cache, new)
+        if isinstance(cache.columns, int) or not decodes:
+            cache.reserve(int(cache.columns) + given.shape[1])
+        if past is not None:
+            cache.hide(past)
+        step = _decode_step(cache, new) if decodes else _packed_step(cache, new)
         use_cache = config.use_cache if use_cache is None else use_cache
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
@@ -494,6 +528,8 @@ class PagedAttention:
         """The caller's cache if it is ours; in place of none, or of an empty one, a new one."""
         if past is None:
             return self.new_cache(batch_size)
+        if not isinstance(past, Cache):
+            raise TypeError(f"past_key_values must be None or a Cache, got {type(past).__name__}")
         if not isinstance(past, LatentCache):
             # generate() brings an empty cache and goes on with the one in the model's output.
             if past.get_seq_length() or past in self._replaced_caches:
@@ -551,10 +587,9 @@ class PagedAttention:
         )
         if not step.decodes:
             out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
-        elif slots is not None:
-            out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
-        else:
-            out = _dense_decode_branch(q, kv, cache, layer, step.plan)
+        else:  # a causal mask would go by positions, which are rows of the step's table here
+            causal = slots is not None
+            out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots, causal=causal)
         out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
         return step.place(out, hidden_states.shape), slots
 
@@ -741,12 +776,27 @@ def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
     )
 
 
-def _masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor, **_: object) -> Tensor:
+def _check_input(name: str, given: Tensor) -> None:
+    """Refuse an input without a column, or none of ``[B, S]`` or ``[B, S, hidden]``."""
+    if given.dim() != (2 if name == "input_ids" else 3) or 0 in given.shape:
+        shape = "[batch, columns]" if name == "input_ids" else "[batch, columns, hidden_size]"
+        raise ValueError(
+            f"{name} must have shape {shape} with a row and a column, got {list(given.shape)}"
+        )
+
+
+def _masks_for_generate(
+    inputs_embeds: Tensor,
+    attention_mask: Tensor,
+    is_first_iteration: bool = False,
+    **_: object,
+) -> Tensor:
     """What ``generate`` gives to a compiled model instead of a dense causal mask.
 
-    A decode step needs the new column only, and a mask that does not grow compiles once.
+    After the first iteration ``generate`` itself adds the new columns to the mask, so that a decode
+    step needs no other, and a mask that does not grow compiles once.
     """
-    if inputs_embeds.shape[1] > 1:
+    if inputs_embeds.shape[1] > 1 or is_first_iteration:
         return attention_mask
     return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides stay, too
 
@@ -758,23 +808,21 @@ def _split_mask(
     device = cache.page_table.device
     if attention_mask is None:
         return None, torch.ones(cache.batch_size, num_new, dtype=torch.bool, device=device)
-    # A decode step must not wait for the device to learn how many columns there are.
-    known = num_new > 1 or isinstance(cache.columns, int)
-    total = int(cache.columns) + num_new if known else None
-    if (
-        not isinstance(attention_mask, Tensor)
-        or attention_mask.dim() != 2
-        or attention_mask.shape[0] != cache.batch_size
-        or (known and attention_mask.shape[1] not in (num_new, total))
-    ):
-        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+    got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
+    new, shapes = [cache.batch_size, num_new], ""
+    if got != new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        shapes = f"[batch, new columns] = {new} in a CUDA graph, whose host reads no mask"
+    elif got != new:
+        whole = [cache.batch_size, int(cache.columns) + num_new]
+        if got != whole:
+            shapes = f"[batch, columns so far] = {whole} or [batch, new columns] = {new}"
+    if shapes or not isinstance(attention_mask, Tensor):
         raise ValueError(
-            "attention_mask must be None or have shape [batch, columns so far] = "
-            f"{[cache.batch_size, total]} or [batch, new columns] = {[cache.batch_size, num_new]}, "
-            f"got {got if isinstance(got, list) else type(got).__name__}"
+            f"attention_mask must be None or have shape {shapes}, "
+            f"got {type(attention_mask).__name__ if got is None else got}"
         )
     mask = attention_mask.to(device) != 0
-    return (mask[:, :-num_new] if mask.shape[1] > num_new else None), mask[:, -num_new:]
+    return (None if got == new else mask[:, :-num_new]), mask[:, -num_new:]
 
 
 def _check_positions(position_ids: Tensor | None, new: Tensor) -> None:
@@ -790,7 +838,6 @@ def _check_positions(position_ids: Tensor | None, new: Tensor) -> None:
 
 def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
     """A step over the real ones of the columns ``new [B, S]``, planned on the host."""
-    cache.reserve(int(cache.columns) + new.shape[1])
     new = new.cpu()
     query_lens = new.sum(1)
     plan = plan_batch(
@@ -810,8 +857,6 @@ def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
 
 def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
     """A step over one column ``new [B, 1]``; padding writes to a slot that the next token takes."""
-    if isinstance(cache.columns, int):
-        cache.reserve(cache.columns + 1)
     pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
     requests = cache.rows[:-1]
     plan = Plan(
@@ -837,38 +882,6 @@ def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
         prefill_chunks=(),
     )
     return _Step(cache, plan, decodes=True, tokens=None)
-
-
-def _dense_decode_branch(
-    q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan
-) -> Tensor:
-    """As :func:`decode_branch` without a selection, whose lengths would follow from positions.
-
-    Positions are rows of the step's RoPE table here, and lengths stand in the plan.
-    """
-    query = q.new_empty(*q.shape[:2], cache.format.head_dim)
-    latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-    fused_rope_rmsnorm_quant(
-        q[..., layer.qk_nope_head_dim :],
-        kv,
-        layer.cos_sin_cache,
-        layer.kv_norm_weight,
-        cache,
-        positions=plan.positions,
-        slot_mapping=plan.slot_mapping,
-        eps=layer.norm_eps,
-        interleaved=layer.interleaved,
-        out=rope,
-    )
-    project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk, out=latent)
-    attended, _ = dense_decode(
-        query[:, None],
-        cache,
-        plan.page_table,
-        plan.seq_lens,
-        softmax_scale=layer.softmax_scale,
-    )
-    return project_heads(attended[:, 0], layer.w_uv)
 
 
 def _rotated(
