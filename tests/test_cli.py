@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,30 @@ class TestTextFiles:
         (tmp_path / "file").touch()
         assert_fails(run("demo", "--out", tmp_path / "file"), "cannot write")
 
+    def test_a_picture_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "selections.png").mkdir()
+        result = run("demo", "--out", tmp_path, "--tokens", 4)
+        assert_fails(result, f"cannot write {tmp_path / 'selections.png'}", "directory")
+
+
+@pytest.mark.parametrize("seed", [10**19 * 5, -(10**19)])
+def test_seeds_beyond_64_bits(seed, tmp_path):
+    result = run("demo", "--seed", seed, "--out", tmp_path / "out", "--tokens", 4)
+    assert_fails(result, "--seed must lie in", f"got {seed}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "file/report.json"])
+def test_reports_that_cannot_be_written(tmp_path, monkeypatch, place):
+    """Refused before the work, of which there would be minutes."""
+    from sparsemla.verify import run as work
+
+    monkeypatch.setattr(work, "verify", lambda *args, **kwargs: pytest.fail("it has begun"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    result = run("verify", "--op", "merge_states", "--device", "cpu", "--json", tmp_path / place)
+    assert_fails(result, f"cannot write {tmp_path / place}")
+
 
 class TestGenerate:
     @pytest.mark.parametrize("cache_format", ["bf16", "bf16_576v512", "fp8_ds_mla"])
@@ -246,6 +272,95 @@ class TestGenerate:
         (tmp_path / "config.json").write_text("{")
         result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
         assert_fails(result, "is not valid JSON")
+
+    @pytest.mark.parametrize(
+        ("changes", "parts"),
+        [
+            ({"hidden_size": "sixty-four"}, ["'hidden_size' expected int, got str"]),
+            ({"hidden_size": None}, ["'hidden_size' expected int, got NoneType"]),
+            ({"hidden_size": -64}, []),
+            ({"num_hidden_layers": 1.5}, ["'num_hidden_layers' expected int, got float"]),
+            ({"vocab_size": "256"}, ["'vocab_size' expected int, got str"]),
+            ({"eos_token_id": "end"}, ["'eos_token_id'"]),
+            ({"rope_parameters": {"rope_type": "linear"}}, ["'factor'"]),
+            ({"model_type": 7}, ["model_type of", "got 7"]),
+            ({"model_type": ["deepseek_v32"]}, ["model_type of", "got ['deepseek_v32']"]),
+            ({"model_type": None}, ["model_type of", "got None"]),
+            ({"quantization_config": "fp8"}, ["quantization_config must be an object, got str"]),
+            ({"quantization_config": [8]}, ["quantization_config must be an object, got list"]),
+            ({"quantization_config": {}}, ["quantization_config must have", "None and None"]),
+            *(
+                (
+                    {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}},
+                    ["quantization_config must have", f"weight_block_size, got 'fp8' and {block}"],
+                )
+                for block in (128, [128], [128, 64], ["128", "128"], [0, 0], {"0": 128})
+            ),
+        ],
+        ids=str,
+    )
+    def test_fields_of_the_config(self, checkpoint, prompt, tmp_path, changes, parts):
+        config = json.loads((checkpoint / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, str(tmp_path), *parts)
+
+    @pytest.mark.parametrize("text", ["[]", "7", '"deepseek_v32"', "null"])
+    def test_a_config_of_another_kind(self, prompt, tmp_path, text):
+        (tmp_path / "config.json").write_text(text)
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "config.json must hold an object, got")
+
+    def test_weights_of_another_shape(self, checkpoint, fp8_checkpoint, prompt, tmp_path):
+        for source in (checkpoint, fp8_checkpoint):
+            path = tmp_path / source.name
+            path.mkdir()
+            for file in source.glob("*.safetensors"):
+                (path / file.name).symlink_to(file)
+            config = json.loads((source / "config.json").read_text()) | {"intermediate_size": 128}
+            (path / "config.json").write_text(json.dumps(config))
+            result = run("generate", "--model", path, "--prompt-file", prompt)
+            assert_fails(
+                result,
+                f"{path / 'config.json'} does not fit the weights",
+                "model.layers.0.mlp.down_proj.weight must have shape [64, 128], got [64, 96]",
+            )
+
+    def test_scales_of_another_shape(self, fp8_checkpoint, prompt, tmp_path):
+        from safetensors.torch import load_file, save_file
+
+        (tmp_path / "config.json").write_text((fp8_checkpoint / "config.json").read_text())
+        weights, scales = sorted(fp8_checkpoint.glob("*.safetensors"))
+        (tmp_path / weights.name).symlink_to(weights)
+        changed = load_file(scales)
+        name = min(changed)
+        changed[name] = changed[name].new_ones(3, 3)
+        save_file(changed, tmp_path / scales.name)
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, str(tmp_path), name)
+        changed["model.nothing_scale_inv"] = changed.pop(name)
+        save_file(changed, tmp_path / scales.name)
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, str(tmp_path), "model.nothing")
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ('{"num_beams": 4}', ["num_beams must be 1", "got 4"]),
+            ('{"num_beams": "four"}', ["num_beams must be 1", "got 'four'"]),
+            ('{"num_return_sequences": 2}', ["num_return_sequences must be 1", "got 2"]),
+            ('{"cache_implementation": "none such"}', ["cache_implementation", "none such"]),
+            ("{", ["is not valid JSON"]),
+            ("[]", ["must hold an object, got list"]),
+        ],
+    )
+    def test_generation_config(self, checkpoint, prompt, tmp_path, text, parts):
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).symlink_to(checkpoint / name)
+        (tmp_path / "generation_config.json").write_text(text)
+        result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
+        assert_fails(result, "generation_config.json", *parts)
 
     def test_another_architecture(self, prompt, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -314,6 +429,39 @@ def test_missing_extra_is_named(monkeypatch):
     assert_fails(run("demo"), "transformers is not installed", "pip install 'sparsemla[demo]'")
     result = run("generate", "--model", ".", "--prompt-file", __file__)
     assert_fails(result, "pip install 'sparsemla[demo]'")
+
+
+ONE_LONG_CALL = """
+import torch
+from sparsemla.bench import command, cpu
+def compare():
+    torch.set_num_threads(1)
+    numbers = torch.ones(1 << 13, 1 << 13, dtype=torch.float64)
+    print("computing", flush=True)
+    return numbers @ numbers
+cpu.compare = compare
+command.bench(lambda line: None, device="cpu")
+"""
+
+
+def test_bench_ends_at_once_when_it_is_interrupted():
+    """Also within a call of torch, which on one thread takes a minute."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ONE_LONG_CALL],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Background jobs of a shell ignore the signal, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "computing\n"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=5) == -signal.SIGINT
+        finally:
+            process.kill()
 
 
 def test_exit_code_of_the_process(tmp_path):

@@ -65,6 +65,8 @@ def demo(
 ) -> None:
     """Run one small model with transformers' attention and with this package's, and compare."""
     content = None if text is None else read_text(text)
+    if not -(1 << 63) <= seed < 1 << 64:
+        fail(f"--seed must lie in [-2^63, 2^64), got {seed}")
     try:
         from rich.progress import Progress
 
@@ -75,10 +77,13 @@ def demo(
     content = (shipped_text() if content is None else content)[:tokens]
     if len(content) < 2:
         fail(f"{text} must hold at least 2 bytes, got {len(content)}")
+    picture = out / "selections.png"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"cannot write to {out}: {error.strerror}")
+    if picture.is_dir():
+        fail(f"cannot write {picture}: it is a directory")
 
     console, errors = Console(), Console(stderr=True)
     with Progress(console=errors, transient=True) as progress:
@@ -93,9 +98,11 @@ def demo(
         f"apart; {OURS} moves a logit by at most {largest:.3f}.",
         highlight=False,
     )
-    picture = out / "selections.png"
-    with errors.status("drawing"):
-        draw_selections(picture, content, *selection_masks(report))
+    try:
+        with errors.status("drawing"):
+            draw_selections(picture, content, *selection_masks(report))
+    except OSError as error:
+        fail(f"cannot write {picture}: {error.strerror}")
     console.print(f"Which tokens the last queries selected: {picture}", highlight=False)
 
 

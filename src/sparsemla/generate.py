@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -115,33 +114,86 @@ def load_checkpoint(directory: Path, *, cache_format: str, dtype: str) -> Checkp
         CheckpointError: no model, not one of ours, incomplete weights, no tokenizer, or an unknown
             format or dtype.
     """
-    config = _read_config(directory)
+    raw = _read_config(directory)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     try:
         fmt = None if cache_format == "bf16" else get_format(cache_format)
-        tokenizer = _load_tokenizer(directory, config)
-        model = _load_model(directory, DTYPES[dtype])
+    except ValueError as error:
+        raise CheckpointError(f"cache_format: {error}") from error
+    with _quiet(), _blamed_on(directory / "config.json"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with _blamed_on(directory):
+        tokenizer = _load_tokenizer(directory, raw)
+        model = _load_model(directory, config, DTYPES[dtype])
+    try:
         return Checkpoint(model, enable(model, cache_format=fmt), tokenizer)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _blamed_on(source: object) -> Iterator[None]:
+    """Make what is raised one error for the user: for bad files transformers raises any kind."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{source}: {kind}{error}") from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    config = _read_object(directory / "config.json")
+    if reason := refuse(config.get("model_type")):
+        raise CheckpointError(f"{directory / 'config.json'}: {reason}")
+    _check_quantization(directory / "config.json", config.get("quantization_config"))
+    if (directory / "generation_config.json").exists():
+        _check_generation(directory / "generation_config.json")
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint."""
+    try:
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"{directory} is not a model directory: cannot read config.json: {error.strerror}"
+            f"{path.parent} is not a model directory: cannot read {path.name}: {error.strerror}"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if reason := refuse(model_type):
-        raise CheckpointError(f"{directory}: {reason}")
-    return config
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, got {type(found).__name__}")
+    return found
+
+
+def _check_quantization(path: Path, quantization: object) -> None:
+    """Refuse what :func:`_dequantized_weights` does not read."""
+    if quantization is None:
+        return
+    if not isinstance(quantization, dict):
+        raise CheckpointError(
+            f"{path}: quantization_config must be an object, got {type(quantization).__name__}"
+        )
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    side = block[0] if isinstance(block, list) and block else None
+    if method != "fp8" or type(side) is not int or side < 1 or block != [side, side]:
+        raise CheckpointError(
+            f"{path}: quantization_config must have quant_method 'fp8' and a square "
+            f"weight_block_size, got {method!r} and {block!r}"
+        )
+
+
+def _check_generation(path: Path) -> None:
+    """Refuse what transformers does not take, and what is not greedy."""
+    generation = _read_object(path)
+    for name in ("num_beams", "num_return_sequences"):
+        if (value := generation.get(name)) not in (None, 1):
+            raise CheckpointError(f"{path}: {name} must be 1 for greedy text, got {value!r}")
+    with _quiet(), _blamed_on(path):
+        GenerationConfig.from_pretrained(path.parent)
 
 
 def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | CheckpointTokenizer:
@@ -155,49 +207,51 @@ def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | 
     return ByteTokenizer()
 
 
-def _load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:  # noqa: ANN401 - each model has its own
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _quiet():
-        if hasattr(config, "quantization_config"):
-            weights = _dequantized_weights(directory, config.quantization_config, dtype)
+        options: dict[str, Any] = {
+            "config": config,
+            "dtype": dtype,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # they are refused below, by name
+        }
+        if getattr(config, "quantization_config", None) is not None:
+            block = config.quantization_config["weight_block_size"][0]
+            weights = _dequantized_weights(directory, block, dtype)
             del config.quantization_config
-            model, loading = model_class.from_pretrained(
-                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-            )
+            model, loading = model_class.from_pretrained(None, state_dict=weights, **options)
             if (directory / "generation_config.json").exists():
                 model.generation_config = GenerationConfig.from_pretrained(directory)
         else:
             model, loading = model_class.from_pretrained(
-                directory, dtype=dtype, output_loading_info=True, local_files_only=True
+                directory, local_files_only=True, **options
             )
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"{directory} lacks {len(missing)} weights, the first of them {missing[0]}"
         )
+    for name, got, expected in sorted(loading["mismatched_keys"]):
+        raise CheckpointError(
+            f"{directory / 'config.json'} does not fit the weights: {name} must have shape "
+            f"{list(expected)}, got {list(got)}"
+        )
     return model.eval()
 
 
-def _dequantized_weights(
-    directory: Path, quantization: dict[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _dequantized_weights(directory: Path, block: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of an FP8 checkpoint times their block scales.
 
     transformers would do this, too, but only with another package installed.
     """
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method != "fp8" or not block or block[0] != block[1]:
-        raise CheckpointError(
-            f"{directory}: quantization_config must have quant_method 'fp8' and a square "
-            f"weight_block_size, got {method!r} and {block}"
-        )
     weights: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         weights |= load_file(path)
     for name in [name for name in weights if name.endswith(SCALE)]:
-        weight = weights[name.removesuffix(SCALE)]
-        scale = weights.pop(name)
-        weights[name.removesuffix(SCALE)] = dequantize_blocks(weight, scale, block[0]).to(dtype)
+        with _blamed_on(f"{directory}: {name}"):
+            weight = weights[name.removesuffix(SCALE)]
+            scale = weights.pop(name)
+            weights[name.removesuffix(SCALE)] = dequantize_blocks(weight, scale, block).to(dtype)
     return weights
 
 
@@ -242,20 +296,24 @@ def generate_text(
     """Continue ``prompt`` greedily; ``write`` gets the text piece by piece.
 
     Raises:
-        CheckpointError: the prompt has no tokens.
+        CheckpointError: the prompt has no tokens, or the checkpoint's generation_config.json asks
+            for something that cannot be done.
     """
     ids = torch.tensor([checkpoint.tokenizer.encode(prompt)])
     if ids.numel() == 0:
         raise CheckpointError("the prompt has no tokens")
     streamer = _Streamer(checkpoint.tokenizer.decoder(), write)
-    with _quiet():
-        cast(Any, checkpoint.model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            streamer=streamer,
-        )
+    try:
+        with _quiet():
+            cast(Any, checkpoint.model).generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                streamer=streamer,
+            )
+    except (TypeError, ValueError) as error:  # before the first token, by its options
+        raise CheckpointError(f"generation_config.json: {error}") from error
     cache = cast(LatentCache, checkpoint.attention.cache)
     times = streamer.times
     return Stats(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -137,12 +139,27 @@ def _plot(write: Callable[[str], object], found: report.Report, plot: Path | Non
             write(str(path))
 
 
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process: Python waits for a call of torch, a minute long on one thread."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler:  # somebody's own, or ignored
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _compare_on_cpu(write: Callable[[str], object]) -> int:
     write(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     columns = ("sparse ms", "masked ms", "masked SDPA ms", "ratio", "ratio to SDPA")
     write(f"{'case':<38}" + "".join(f"{column:>16}" for column in columns))
     try:
-        rows = cpu.compare()
+        with _ending_at_once():
+            rows = cpu.compare()
     except RuntimeError as error:
         write(f"FAILED {error}")
         return 1

@@ -56,6 +56,9 @@ def verify(
         raise typer.Exit(2) from None
     name = run.device_name(device, acting_as).lower().replace(" ", "-")
     path = json or Path("benchmarks") / f"verify-{name}.json"
+    if reason := _unwritable(path):
+        typer.echo(f"sparsemla: cannot write {path}: {reason}", err=True)
+        raise typer.Exit(2)
 
     console = Console(soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -92,7 +95,6 @@ def verify(
             on_op=on_op,
             on_shared=on_shared,
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.to_json(), encoding="utf-8")
     failed = sum(one.failed for one in report.ops)
     verdict = f"{failed} cases failed" if failed else "all passed"
@@ -102,6 +104,15 @@ def verify(
     console.print(f"{report.device}: {num_cases} cases, {verdict}; {path}", markup=False)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why no report can go there, or None after its folder has been made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return "it is a directory" if path.is_dir() else None
 
 
 def op_line(report: OpReport) -> str:
