@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -276,6 +278,27 @@ def test_processes_share_the_ops():
     assert [one.op for one in shared.ops] == names
     assert [one.worst for one in shared.ops] == [one.worst for one in alone.ops]
     assert shared.passed
+
+
+def test_no_op_begins_after_an_interrupt(monkeypatch):
+    begun = []
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, jobs, mp_context):
+            super().__init__(jobs)
+
+    def note(op, device, quick):
+        begun.append(op)
+        time.sleep(0.1)
+
+    def interrupt(report):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(run, "_run_op", note)
+    with pytest.raises(KeyboardInterrupt):
+        run.verify("cpu", jobs=2, on_op=interrupt)
+    assert len(begun) < len(MATRIX)
 
 
 def test_the_default_dtype_of_torch_does_not_matter():

@@ -159,7 +159,8 @@ def verify(
         else:
             # A GPU cannot be used in a fork of a process that has used it.
             spawn = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawn))
+            pool = ProcessPoolExecutor(jobs, mp_context=spawn)
+            stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C does not begin another op
             started = [pool.submit(_run_op, op, device, quick, acting_as) for op in ops or MATRIX]
             found = (one.result() for one in started)
         for report in found:
