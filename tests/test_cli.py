@@ -422,6 +422,21 @@ def test_tokenizer_of_the_checkpoint(checkpoint, prompt, tmp_path):
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
+def test_tokens_beyond_the_vocabulary(checkpoint, monkeypatch):
+    pytest.importorskip("transformers")
+    from sparsemla.generate import (
+        ByteTokenizer,
+        CheckpointError,
+        generate_text,
+        load_checkpoint,
+    )
+
+    loaded = load_checkpoint(checkpoint, cache_format="bf16", dtype="float32")
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: [7, 256])
+    with pytest.raises(CheckpointError, match=r"vocab_size must be above 256, .* got 256"):
+        generate_text(loaded, b"text", 1, write=lambda text: None)
+
+
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for module in ("demo", "generate", "backends.transformers"):

@@ -296,12 +296,18 @@ def generate_text(
     """Continue ``prompt`` greedily; ``write`` gets the text piece by piece.
 
     Raises:
-        CheckpointError: the prompt has no tokens, or the checkpoint's generation_config.json asks
-            for something that cannot be done.
+        CheckpointError: the prompt has no tokens, or one that the model does not know; or
+            generation_config.json asks for something that cannot be done.
     """
     ids = torch.tensor([checkpoint.tokenizer.encode(prompt)])
     if ids.numel() == 0:
         raise CheckpointError("the prompt has no tokens")
+    vocab_size = cast(Any, checkpoint.model).config.vocab_size
+    if ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer does not fit config.json: vocab_size must be above {int(ids.max())}, "
+            f"a token of the prompt, got {vocab_size}"
+        )
     streamer = _Streamer(checkpoint.tokenizer.decoder(), write)
     try:
         with _quiet():
