@@ -1,0 +1,631 @@
+"""Wrong kernels, each of which a check must find.
+
+A mutant replaces one piece of text in a copy of the package and runs a check on the copy: tests, in
+Triton's interpreter, or ``verify`` on a GPU. It is found if the check fails, or hangs on a GPU. A
+mutant that does not compile proves nothing and counts as broken.
+
+    python tests/mutants.py                       # on the CPU
+    python tests/mutants.py --gpu --json FILE     # Hopper's kernels, on an H100 or H200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "src/sparsemla"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong kernel.
+
+    Args:
+        name: what is wrong.
+        file: below ``sparsemla/kernels``.
+        old: text that the file has once.
+        new: what stands there instead.
+        check: arguments of pytest, or of ``verify`` on a GPU.
+        gpu: whether only a GPU can tell.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: str
+    gpu: bool = False
+
+
+def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
+    """A mutant that tests find on a CPU."""
+    return Mutant(name, file, old, new, check)
+
+
+def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
+    """A mutant that quick cases of these ops find on a GPU."""
+    return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu=True)
+
+
+# Few tests each, as the interpreter is slow.
+DECODE = "tests/test_triton_decode.py -k any_head_count and 16"
+CAUSAL = "tests/test_triton_decode.py -k dense_decode_of_every_format and True-fp8_584"
+DENSE = "tests/test_triton_decode.py -k dense_decode_of_many_rows and 1-4-16"
+MERGE = "tests/test_triton_decode.py -k merge_states"
+PREFILL = "tests/test_triton_prefill.py -k test_dense_prefill and kv_lens and True"
+RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_keys)"
+PAGED = "tests/test_triton_indexer.py -k test_paged and 7-3"
+NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
+TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
+PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
+WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
+GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+GDC_WAIT = "    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results\n"
+
+CPU_MUTANTS = (
+    portable(
+        "keys past the end of a selection count",
+        "common/attention.py",
+        "valid = is_slot(slots, rows.num_slots) & (at < end)",
+        "valid = is_slot(slots, rows.num_slots)",
+        DECODE,
+    ),
+    portable(
+        "the mask is dropped",
+        "common/attention.py",
+        '    s = tl.where(seen, s, float("-inf"))\n',
+        "",
+        DECODE,
+    ),
+    portable(
+        "values are not rescaled",
+        "common/attention.py",
+        "acc = dot(p, value, acc * shrink[:, None], UPCAST)",
+        "acc = dot(p, value, acc, UPCAST)",
+        DECODE,
+    ),
+    portable(
+        "the sum of weights is not rescaled",
+        "common/attention.py",
+        "l * shrink + tl.sum(p, 1)",
+        "l + tl.sum(p, 1)",
+        DECODE,
+    ),
+    portable(
+        "the sink is ignored",
+        "common/attention.py",
+        "        l += tl.exp2(sink * LOG2E - m)\n",
+        "        l += 0.0\n",
+        DECODE,
+    ),
+    portable(
+        "scales of the cache are ignored",
+        "common/attention.py",
+        "(x.reshape(N, NUM_GROUPS, GROUP) * scale[:, :, None])",
+        "(x.reshape(N, NUM_GROUPS, GROUP) * (scale[:, :, None] * 0 + 1))",
+        DECODE,
+    ),
+    portable(
+        "causal off by one",
+        "decode/triton.py",
+        "seen = seen & (at[None, :] < limit[:, None])",
+        "seen = seen & (at[None, :] <= limit[:, None])",
+        CAUSAL,
+    ),
+    portable(
+        "the last tile is skipped",
+        "decode/triton.py",
+        "    last = tl.minimum(first + steps * BLOCK_N, end)\n",
+        "    last = tl.minimum(first + steps * BLOCK_N, end // BLOCK_N * BLOCK_N)\n",
+        DENSE,
+    ),
+    portable(
+        "rows of another place in the page",
+        "decode/triton.py",
+        "(at % L.page_size).to(tl.int64)",
+        "((at + 1) % L.page_size).to(tl.int64)",
+        DENSE,
+    ),
+    portable(
+        "parts are not rescaled when merged",
+        "decode/triton.py",
+        "        acc = acc * shrink + tl.sum(x, 0)\n",
+        "        acc = acc + tl.sum(x, 0)\n",
+        MERGE,
+    ),
+    portable(
+        "parts have equal weights",
+        "decode/triton.py",
+        "x * weight[:, None], 0.0)",
+        "x, 0.0)",
+        MERGE,
+    ),
+    portable(
+        "the tile with the diagonal is not masked",
+        "prefill/triton.py",
+        '                s = tl.where(seen, s, float("-inf"))\n',
+        "",
+        PREFILL,
+    ),
+    portable(
+        "the tiles with the diagonal begin one later",
+        "prefill/triton.py",
+        "whole = tl.maximum(num_keys - num_queries + begin + 1, 0)",
+        "whole = tl.maximum(num_keys - num_queries + begin + BLOCK_N, 0)",
+        PREFILL,
+    ),
+    portable(
+        "scores see one key too many",
+        "indexer/triton.py",
+        "inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])",
+        "inside = (n[:, None] >= start[None, :]) & (n[:, None] <= end[None, :])",
+        RAGGED,
+    ),
+    portable(
+        "products below zero count",
+        "indexer/triton.py",
+        "dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]",
+        "dots = dots * w[None, :]",
+        RAGGED,
+    ),
+    portable(
+        "missing pages are scored",
+        "indexer/triton.py",
+        "exists = (page >= 0) & (page < num_pages)\n",
+        "exists = page < num_pages\n",
+        PAGED,
+    ),
+    portable(
+        "scales of another page",
+        "indexer/triton.py",
+        "scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW",
+        "scales = key_scales + page * SCALE_PAGE + n * 0 * SCALE_ROW",
+        PAGED,
+    ),
+    portable(
+        "ties go to the higher id",
+        "topk/triton.py",
+        "            rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)\n",
+        "            rank = tl.where(equal, ids - 0x7FFFFFFF, DEAD_KEY).to(tl.int32)\n",
+        TIES,
+    ),
+    portable(
+        "NaN is no key",
+        "topk/triton.py",
+        "return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))",
+        "return bits ^ ((bits >> 31) & 0x7FFFFFFF)",
+        NAN,
+    ),
+    portable(
+        "parts of a projection are not rescaled",
+        "projection/triton.py",
+        "(sums[step] * shrink[:, None] + tl.sum(y, axis=0),)",
+        "(sums[step] + tl.sum(y, axis=0),)",
+        PARTS,
+    ),
+    portable(
+        "rotated the other way",
+        "quant/triton.py",
+        "first = tl.where(rotated, a * cos - b * sin, a)",
+        "first = tl.where(rotated, a * cos + b * sin, a)",
+        WRITES,
+    ),
+    portable(
+        "a page further on is gathered",
+        "gather/triton.py",
+        "    offset = position % PAGE_SIZE\n",
+        "    offset = (position + 1) % PAGE_SIZE\n",
+        GATHER,
+    ),
+    portable(
+        "CPU: ties go to the higher column",
+        "topk/cpu.py",
+        "(equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True))",
+        "(equal.flip(-1).cumsum(-1).flip(-1) <= topk - above.sum(-1, keepdim=True))",
+        "tests/test_topk.py -k adversarial and 700 and values",
+    ),
+    portable(
+        "CPU: scores without the scales of keys",
+        "indexer/cpu.py",
+        "return scores if key_scales is None else scores.mul_(key_scales)",
+        "return scores",
+        "tests/test_indexer.py -k test_strided_scores",
+    ),
+)
+
+ROWS = "common/hopper_rows.py"
+ROWS_FP8 = "common/hopper_rows_fp8.py"
+COLUMNS = "common/hopper_columns.py"
+COLUMNS_FP8 = "common/hopper_columns_fp8.py"
+INDEXER = "indexer/sm90.py"
+
+GPU_MUTANTS = (
+    hopper(
+        "the mask is dropped",
+        ROWS,
+        'return gl.where(seen, s * scale_log2, float("-inf"))',
+        "return s * scale_log2",
+        "sparse_prefill",
+    ),
+    hopper(
+        "causal off by one",
+        ROWS,
+        "seen = seen & (keys[None, :] < limit[:, None])",
+        "seen = seen & (keys[None, :] <= limit[:, None])",
+        "dense_decode",
+    ),
+    hopper(
+        "the last pair of blocks is skipped",
+        ROWS,
+        "num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)",
+        "num_pairs = gl.maximum((last - first) // 128, 1)",
+        "dense_decode",
+    ),
+    hopper(
+        "weights are not rescaled for the other half",
+        ROWS,
+        "rest.index(zero).store(scale_pairs(weights, factor[:, None]))",
+        "rest.index(zero).store(weights)",
+        "sparse_prefill",
+    ),
+    hopper(
+        "one half of the weights is left out of the sum",
+        ROWS,
+        "    l = l + sums.index(1 - HALF).load(SCORE_ROWS)\n",
+        "",
+        "sparse_prefill",
+    ),
+    hopper(
+        "no wait for the keys' right half",
+        ROWS,
+        "            mbarrier.wait(bar.index(READY_1R), phase)\n",
+        "",
+        "sparse_prefill",
+        "dense_decode",
+    ),
+    hopper(
+        "no wait for the weights of the other half",
+        ROWS,
+        "            mbarrier.wait(bar.index(WEIGHTS_0), phase)\n",
+        "",
+        "sparse_prefill",
+        "dense_decode",
+    ),
+    hopper(
+        "no wait for which keys count",
+        ROWS,
+        "        mbarrier.wait(bar.index(VALID_0), phase)\n        scores",
+        "        scores",
+        "sparse_prefill",
+        "dense_decode",
+    ),
+    hopper(
+        "the mask is dropped",
+        ROWS_FP8,
+        '                s = gl.where(seen[None, :], s, float("-inf"))\n',
+        "                s = s + gl.where(seen[None, :], 0.0, 0.0)\n",
+        "sparse_decode",
+    ),
+    hopper(
+        "values are not rescaled",
+        ROWS_FP8,
+        "if gl.max((factors.load(ALL) != 1.0).to(gl.int32), 0) != 0:",
+        "if gl.max((factors.load(ALL) != 1.0).to(gl.int32), 0) == 2:",
+        "sparse_decode",
+        "dense_decode",
+    ),
+    hopper(
+        "the sink is ignored",
+        ROWS_FP8,
+        "            total += gl.exp2(sink * LOG2E - m)\n",
+        "            total += 0.0 * sink\n",
+        "sparse_decode",
+    ),
+    hopper(
+        "no wait for converted keys",
+        ROWS_FP8,
+        "            mbarrier.wait(bar.index(CONVERTED + at), key_tile // 2 & 1)\n",
+        "",
+        "sparse_decode",
+    ),
+    hopper(
+        "no wait for weights",
+        ROWS_FP8,
+        "                mbarrier.wait(bar.index(WEIGHTS), key_tile & 1)\n",
+        "",
+        "sparse_decode",
+    ),
+    hopper(
+        "no wait for the kernel in front",
+        ROWS_FP8,
+        GDC_WAIT,
+        "",
+        "sparse_decode",
+    ),
+    hopper(
+        "the mask is dropped",
+        COLUMNS,
+        '    s = gl.where(seen, s, float("-inf"))\n',
+        "    s = s + gl.where(seen, 0.0, 0.0)\n",
+        "sparse_prefill",
+    ),
+    hopper(
+        "no wait for copies",
+        COLUMNS,
+        "    mbarrier.wait(barrier, phase)\n    fence_async_shared()\n",
+        "    fence_async_shared()\n",
+        "sparse_prefill",
+    ),
+    hopper(
+        "sums of both halves are added without rescaling",
+        COLUMNS,
+        "    total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)\n",
+        "    total += sums.index(3).load(HEADS)\n",
+        "sparse_prefill",
+    ),
+    hopper(
+        "the mask is dropped",
+        COLUMNS_FP8,
+        '    s = gl.where(seen, s, float("-inf"))\n',
+        "    s = s + gl.where(seen, 0.0, 0.0)\n",
+        "sparse_decode",
+    ),
+    hopper(
+        "the last key is skipped",
+        COLUMNS_FP8,
+        "used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))",
+        "used = gl.maximum(used, gl.max(gl.where(valid, at, 0), 0))",
+        "sparse_decode",
+    ),
+    hopper(
+        "no wait for copies",
+        COLUMNS_FP8,
+        "        mbarrier.wait(full.index(where), (tile + i) // TILES & 1)\n",
+        "",
+        "sparse_decode",
+        "dense_decode",
+    ),
+    hopper(
+        "values are not rescaled",
+        COLUMNS_FP8,
+        "flying = start_values(x, y, 0, weights.index(z), sums[0] * shrink)",
+        "flying = start_values(x, y, 0, weights.index(z), sums[0] * (shrink * 0 + 1))",
+        "sparse_decode",
+        "dense_decode",
+    ),
+    hopper(
+        "scores see one key too many",
+        INDEXER,
+        "inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])",
+        "inside = (n[:, None] >= start[None, :]) & (n[:, None] <= end[None, :])",
+        "indexer_scores",
+    ),
+    hopper(
+        "products below zero count",
+        INDEXER,
+        "x = by_lane(gl.maximum(dots, 0.0, propagate_nan=NAN_TOO), L)",
+        "x = by_lane(dots, L)",
+        "indexer_scores",
+    ),
+    hopper(
+        "no wait for keys",
+        INDEXER,
+        "                mbarrier.wait(full.index(slot), parity)\n                if TURNS:",
+        "                if TURNS:",
+        "indexer_scores",
+        "indexer_scores_paged",
+        "indexer_topk",
+    ),
+    hopper(
+        "no wait for queries",
+        INDEXER,
+        "            mbarrier.wait(q_full.index(q_slot), parity)\n",
+        "",
+        "indexer_scores",
+        "indexer_scores_paged",
+        "indexer_topk",
+    ),
+    hopper(
+        "no wait for the kernel in front",
+        INDEXER,
+        GDC_WAIT,
+        "",
+        "indexer_scores",
+        "indexer_scores_paged",
+    ),
+    hopper(
+        "ties go to the higher id",
+        "topk/hopper_merge.py",
+        "            rank = gl.where(equal, -1 - ids, DEAD_KEY)\n",
+        "            rank = gl.where(equal, ids - 0x7FFFFFFF, DEAD_KEY)\n",
+        "merge_topk",
+    ),
+    hopper(
+        "columns behind the row count",
+        "topk/hopper_held.py",
+        "live = (column >= start) & (column < end)",
+        "live = (column >= start) & (column <= end)",
+        "select_topk",
+    ),
+    hopper(
+        "rows of up to k are one short",
+        "topk/hopper_select.py",
+        "    if size <= k:\n        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS,",
+        "    if size <= k:\n        store_short_row(o, size - 1, k, pages, row, PAGE_SIZE, WARPS,",
+        "select_topk",
+    ),
+    hopper(
+        "the scale of vectors is ignored",
+        "projection/sm90.py",
+        "factor = (x_scale * gl.load(scale + row_scale))[:, None]",
+        "factor = (x_scale * 0 + gl.load(scale + row_scale))[:, None]",
+        "project_heads",
+    ),
+    hopper(
+        "no wait for the kernel in front",
+        "projection/sm90.py",
+        "        gdc_wait()\n",
+        "",
+        "project_heads",
+    ),
+    hopper(
+        "parts are not rescaled when merged",
+        "decode/triton.py",
+        "        acc = acc * shrink + tl.sum(x, 0)\n",
+        "        acc = acc + tl.sum(x, 0)\n",
+        "merge_states",
+        "sparse_decode",
+    ),
+    hopper(
+        "norm without the other dims' weight",
+        "quant/triton.py",
+        "return tl.where(dim < N, x * rstd * weight, x)",
+        "return tl.where(dim < N, x * rstd, x)",
+        "fused_rope_rmsnorm_quant",
+    ),
+    hopper(
+        "a page further on is gathered",
+        "gather/triton.py",
+        "    offset = position % PAGE_SIZE\n",
+        "    offset = (position + 1) % PAGE_SIZE\n",
+        "gather_dequant",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check said of a mutant: ``found``, ``survives`` or ``broken``; and its last lines."""
+
+    name: str
+    file: str
+    verdict: str
+    output: str
+
+
+def text_of(mutant: Mutant) -> str:
+    """The mutant's file.
+
+    Raises:
+        ValueError: it does not have the old text once.
+    """
+    path = PACKAGE / "kernels" / mutant.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old!r}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def run(mutant: Mutant, timeout: float) -> Outcome:
+    """Apply a mutant to a copy of the package and run its check."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = text_of(mutant)
+        copy = Path(folder) / "sparsemla"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "kernels" / mutant.file).write_text(text, encoding="utf-8")
+        verdict, output = check(mutant.check, Path(folder), mutant.gpu, timeout)
+        return Outcome(mutant.name, mutant.file, verdict, output)
+
+
+def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str, str]:
+    """``found`` if the check fails on the package in ``source``, and what it writes last."""
+    report = source / "report.json"
+    if gpu:
+        command = ["-m", "sparsemla.verify", "--quick", "--device", "cuda", *arguments.split()]
+        command += ["--json", str(report)]
+    else:
+        file, _, expression = arguments.partition(" -k ")
+        command = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file]
+        command += ["-k", expression]
+    # A process of its own: Triton reads the sources of kernels when they are imported.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=TESTS.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ("found" if gpu else "broken"), f"no end after {timeout:.0f} s"
+    output = (done.stdout + done.stderr)[-2000:]
+    if done.returncode == 0:
+        return "survives", output
+    if done.returncode != 1 or "CompilationError" in done.stdout + done.stderr:
+        return "broken", output
+    if gpu and not any(op["failed"] for op in json.loads(report.read_text())["ops"]):
+        return "broken", output
+    return "found", output
+
+
+def run_all(mutants: Iterable[Mutant], jobs: int, timeout: float) -> Iterator[Outcome]:
+    """Each mutant's outcome."""
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda mutant: run(mutant, timeout), mutants)
+
+
+def right_passes(mutants: Iterable[Mutant], jobs: int, timeout: float) -> list[str]:
+    """Checks that fail on the package as it is."""
+    checks = list(dict.fromkeys((mutant.check, mutant.gpu) for mutant in mutants))
+
+    def passes(one: tuple[str, bool]) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "sparsemla"
+            shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            return check(one[0], Path(folder), one[1], timeout)[0] == "survives"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [
+            one[0] for one, good in zip(checks, pool.map(passes, checks), strict=True) if not good
+        ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run mutants and write a line for each; 1 if one is not found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="those that only a GPU can tell")
+    parser.add_argument("--json", type=Path, help="where to write all outcomes")
+    parser.add_argument("--jobs", type=int, help="processes at a time; default: 8, on a CPU 2")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")
+    parser.add_argument("-k", default="", help="only mutants with this in name or file")
+    options = parser.parse_args(arguments)
+    jobs = options.jobs or (8 if options.gpu else 2)
+    mutants = [
+        mutant
+        for mutant in (GPU_MUTANTS if options.gpu else CPU_MUTANTS)
+        if options.k in f"{mutant.file} {mutant.name}"
+    ]
+    wrong = right_passes(mutants, jobs, options.timeout)
+    for failing in wrong:
+        sys.stdout.write(f"fails without a mutant: {failing}\n")
+    outcomes = []
+    for outcome in run_all(mutants, jobs, options.timeout):
+        outcomes.append(outcome)
+        sys.stdout.write(f"{outcome.verdict:9} {outcome.file:30} {outcome.name}\n")
+        sys.stdout.flush()
+    if options.json:
+        found = [asdict(outcome) for outcome in outcomes]
+        options.json.write_text(json.dumps({"fail": wrong, "mutants": found}, indent=2) + "\n")
+    bad = [outcome for outcome in outcomes if outcome.verdict != "found"]
+    sys.stdout.write(f"{len(outcomes) - len(bad)} of {len(outcomes)} found\n")
+    return 1 if bad or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Mutants of the kernels are found; those of Hopper's by ``tests/mutants.py --gpu`` on a GPU."""
+
+import ast
+
+import pytest
+
+import mutants
+
+
+@pytest.mark.parametrize(
+    "mutant", [*mutants.CPU_MUTANTS, *mutants.GPU_MUTANTS], ids=lambda m: f"{m.file}: {m.name}"
+)
+def test_mutants_are_of_the_kernels_as_they_are(mutant):
+    ast.parse(mutants.text_of(mutant))
+    assert mutant.old != mutant.new
+    assert mutant.check
+
+
+@pytest.mark.parametrize("mutant", mutants.CPU_MUTANTS, ids=lambda m: f"{m.file}: {m.name}")
+def test_mutants_are_found(mutant):
+    outcome = mutants.run(mutant, timeout=300)
+    assert outcome.verdict == "found", outcome.output
+
+
+def test_checks_of_mutants_pass_on_the_kernels_as_they_are():
+    assert mutants.right_passes(mutants.CPU_MUTANTS, jobs=1, timeout=300) == []
