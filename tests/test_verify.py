@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 
 import sparsemla
 from sparsemla import FP8_584, dispatch
+from sparsemla.ops import branch
 from sparsemla.testing.cases import Draw, dense_decode_case, sparse_decode_case
 from sparsemla.testing.compare import assert_equal
 from sparsemla.verify import beside, run
 from sparsemla.verify.command import verify
 from sparsemla.verify.matrix import MATRIX
-from sparsemla.verify.properties import OVERWRITING, overwrite
+from sparsemla.verify.properties import OVERWRITING, check_alone, overwrite
 
 FIELDS = {
     "commit",
@@ -202,6 +203,20 @@ def test_a_kernel_that_depends_on_the_batch_fails(spoil):
     (op,) = run.verify("cpu", quick=True, ops=["dense_decode"]).ops
     assert op.properties["batch_invariant"].failed == op.properties["batch_invariant"].checked > 0
     assert any("alone" in failure for failure in op.failures)
+
+
+def test_a_branch_whose_products_depend_on_the_batch_fails(monkeypatch):
+    products = branch.project_heads
+
+    def depending(*args, batch_invariant, **kwargs):
+        out = products(*args, batch_invariant=batch_invariant, **kwargs)
+        out += len(out) / 8
+        return out
+
+    monkeypatch.setattr(branch, "project_heads", depending)
+    case = next(case for case in MATRIX["decode_branch"] if case.alone)
+    with pytest.raises(AssertionError, match="request 0 alone, out"):
+        check_alone("decode_branch", case.build(Draw(0)))
 
 
 def test_a_kernel_that_writes_elsewhere_fails(spoil):
