@@ -515,6 +515,80 @@ def test_positions_without_a_row_are_refused_on_the_cpu(op, position):
     refuse(op, case, "positions", "cos_sin_cache", error=ValueError)
 
 
+SLOT_WRITERS = ["fused_rope_rmsnorm_quant", "append_index_keys", "fused_indexer_rope_quant"]
+
+
+@pytest.mark.parametrize("op", SLOT_WRITERS)
+def test_slots_behind_the_last_are_refused_on_the_cpu_before_anything_is_written(op):
+    # More tokens than are written at a time, and the last one is wrong.
+    case, count = CALLS[op](), 1500
+    case["cache"] = PagedCache.allocate(case["cache"].format, 200, 8)
+    for name, value in case.items():
+        if isinstance(value, torch.Tensor) and value.shape[0] == 4:
+            case[name] = value[:1].expand(count, *value.shape[1:]).clone()
+    case["slot_mapping"] = torch.arange(count)
+    case["slot_mapping"][-1] = 1600
+    outputs = {name: case[name].clone() for name in ("out", "kv_out", "weights_out") if name in case}
+    refuse(op, case, op, "slot_mapping", "1600", error=ValueError)
+    for name, before in outputs.items():
+        assert_equal(name, case[name], before)
+
+
+def test_rows_outside_of_a_workspace_are_left_out():
+    case = gathering() | {"out": torch.full((20, 576), 7.0).bfloat16()}
+    case["workspace_starts"] = torch.tensor([-4, 9])
+    sparsemla.gather_dequant(**case)
+    whole = gathering()
+    sparsemla.gather_dequant(**whole)
+    assert_equal("the end of the first", case["out"][:5], whole["out"][4:9])
+    assert_equal("between", case["out"][5:9], torch.full((4, 576), 7.0).bfloat16())
+    assert_equal("the start of the second", case["out"][9:], whole["out"][9:20])
+    again = case | {"out": torch.full((20, 576), 7.0).bfloat16()}
+    sparsemla.reference.gather_dequant(**again)
+    assert_equal("by definition", again["out"], case["out"])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2, 2**40, -(2**63)])
+def test_requests_that_do_not_exist_have_no_slots(wrong):
+    for tier in (sparsemla, sparsemla.reference):
+        case = slot_making()
+        case["prefill_request_ids"].fill_(-1)
+        case["request_ids"] = torch.tensor([0, wrong, 1, wrong])
+        del case["out"]
+        slots = tier.to_slots(**case)
+        assert (slots[1::2] == -1).all()
+        assert (slots[::2] >= 0).any()
+        case["prefill_request_ids"] = torch.tensor([0, 3, 2**40, 1])
+        rows = tier.to_slots(**case)
+        assert (rows[1:3] == -1).all()
+        assert (rows[::3] >= 0).any()
+
+
+EMPTY = {
+    "sparse_decode": ("q", "topk_indices", "topk_lengths", "extra_topk_indices", "out", "lse"),
+    "sparse_prefill": ("q", "topk_indices", "topk_lengths", "max_logits", "out", "lse"),
+    "dense_decode": ("q", "page_table", "seq_lens", "out", "lse"),
+    "to_slots": ("topk_indices", "request_ids", "prefill_request_ids", "out"),
+    "select_topk": ("scores", "row_starts", "row_ends", "request_ids", "out"),
+    "indexer_scores_paged": ("q", "weights", "page_table", "seq_lens", "out"),
+    "append_index_keys": ("k", "positions", "slot_mapping"),
+}
+
+
+@pytest.mark.parametrize("op", EMPTY)
+def test_empty_tensors_may_have_any_strides(op):
+    """numpy gives tensors without elements strides of 0."""
+    case = CALLS[op]()
+    names = (*EMPTY[op], "extra_topk_lengths")
+    for name in names:
+        if name in case:
+            empty = case[name][:0]
+            case[name] = empty.as_strided(empty.shape, [0] * empty.dim())
+    results = getattr(sparsemla, op)(**case)
+    for result in results if isinstance(results, tuple) else (results,):
+        assert result is None or result.numel() == 0
+
+
 @pytest.mark.parametrize(
     ("op", "name", "change"), OTHERS, ids=[f"{op}-{name}" for op, name, _ in OTHERS]
 )

@@ -71,9 +71,8 @@ class PagedCache:
             )
         if data.shape[-2] < 1:
             raise ValueError(f"data must have a page size of at least 1, got {list(data.shape)}")
-        if data.stride(-1) != 1:
-            raise ValueError(f"data must be contiguous in its last dimension, got {data.stride()}")
-        self._check_strides()
+        if data.numel():  # strides of nothing may be any
+            self._check_strides()
         if (scales is not None) != (fmt.scales_in == "tensor"):
             expected = "a float32 tensor" if fmt.scales_in == "tensor" else "None"
             raise ValueError(f"scales must be {expected} for format {fmt.name}")
@@ -94,6 +93,8 @@ class PagedCache:
 
     def _check_strides(self) -> None:
         fmt, data = self.format, self.data
+        if data.stride(-1) != 1:
+            raise ValueError(f"data must be contiguous in its last dimension, got {data.stride()}")
         page_stride = data.stride(0)
         if fmt.scales_in == "page":
             needed = data.shape[-2] * fmt.row_width  # padding behind a page is never looked at
@@ -259,13 +260,13 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
 
     Args:
         page_table: ``[B, W]`` integer, page ids of each request.
-        request_ids: ``[...]`` integer, row of the page table; must be valid.
+        request_ids: ``[...]`` integer, row of the page table.
         positions: ``[...]`` integer, positions in the request.
         page_size: tokens of a page.
 
     Returns:
-        int64 ``[...]``; -1 where the position is negative or outside the table, or where the table
-        holds a page id that is negative or has no slots below 2**63.
+        int64 ``[...]``; -1 where the request or the position is negative or outside the table, or
+        where the table holds a page id that is negative or has no slots below 2**63.
 
     >>> table = torch.tensor([[7, 2, -1]])
     >>> slots_of(table, torch.zeros(4, dtype=int), torch.tensor([0, 5, 9, 99]), 4)
@@ -274,12 +275,13 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     positions = positions.long()
     if page_table.dtype == torch.uint32:  # torch does not look into such a tensor
         page_table = page_table.long()
-    if page_table.shape[1] == 0:  # no column to look into
+    if page_table.numel() == 0:  # no entry to look into
         shape = torch.broadcast_shapes(request_ids.shape, positions.shape)
         return positions.new_full(shape, -1)
     logical = torch.div(positions, page_size, rounding_mode="floor")
-    inside = (positions >= 0) & (logical < page_table.shape[1])
-    pages = page_table[request_ids.long(), torch.where(inside, logical, 0)].long()
+    rows = request_ids.long().clamp(0, page_table.shape[0] - 1)
+    inside = (positions >= 0) & (logical < page_table.shape[1]) & (rows == request_ids)
+    pages = page_table[rows, torch.where(inside, logical, 0)].long()
     inside &= (pages >= 0) & (pages <= (2**63 - page_size) // page_size)
     slots = pages * page_size + (positions - logical * page_size)
     return torch.where(inside, slots, -1)

@@ -51,7 +51,7 @@ class Checker:
         sizes = tensor.shape
         self._shape(name, sizes, shape)
         self._device(name, tensor.device)
-        if sizes and sizes[-1] > 1 and tensor.stride()[-1] != 1:
+        if sizes and sizes[-1] > 1 and tensor.stride()[-1] != 1 and tensor.numel():
             raise ValueError(
                 f"{self.op}: {name} must be contiguous in its last dimension, "
                 f"got strides {list(tensor.stride())}"
@@ -68,7 +68,7 @@ class Checker:
         """Check a tensor that is written: no two of its elements lie in one place."""
         tensor = self.tensor(name, tensor, shape, dtypes)
         strides = tensor.stride()
-        if 0 in strides and any(
+        if tensor.numel() and 0 in strides and any(
             size > 1 for size, stride in zip(tensor.shape, strides, strict=True) if stride == 0
         ):
             raise ValueError(

@@ -26,6 +26,7 @@ def to_slots(
     case, first match                               result
     ==============================================  ====================================
     index < 0, or its page is outside the table     -1
+    the token's request or prefill does not exist   -1
     ``prefill_request_ids[t] >= 0``                 ``workspace_starts[that] + index``
     the table holds a negative page id there        -1
     the result does not fit int32                   -1
@@ -111,7 +112,8 @@ def gather_dequant(
 
     ``out[workspace_starts[b] + i] = row of position seq_starts[b] + i`` for ``i < seq_lens[b]``;
     bfloat16 parts are copied bit for bit, e4m3 ones become ``bfloat16(float32(fp8) * scale)``. Rows
-    of ``out`` that no request covers stay as they are; a page id out of range gives a zero row.
+    of ``out`` that no request covers stay as they are, and what would lie outside is left out; a
+    page id out of range gives a zero row.
 
     Args:
         cache: rows of any format, any page size.

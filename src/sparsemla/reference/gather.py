@@ -20,7 +20,10 @@ def to_slots(
     if workspace_starts is None or prefill_request_ids is None:
         return to_int32(slots)
     inside = (topk_indices >= 0) & (topk_indices // page_size < page_table.shape[1])  # [T, K]
-    starts = workspace_starts[prefill_request_ids.clamp_min(0)][:, None].long()  # [T, 1]
+    known = prefill_request_ids < workspace_starts.shape[0]  # [T]
+    inside &= known[:, None]
+    prefills = torch.where(known, prefill_request_ids.clamp_min(0), 0)
+    starts = workspace_starts[prefills][:, None].long()  # [T, 1]
     rows = torch.where(inside, starts + topk_indices, -1)  # [T, K]
     return to_int32(torch.where(prefill_request_ids[:, None] >= 0, rows, slots))
 
@@ -42,6 +45,7 @@ def gather_dequant(
         )
         found = (slots >= 0) & (slots < cache.num_slots)  # [n]
         rows = cache.read(torch.where(found, slots, 0))  # [n, D]
-        start = int(workspace_starts[request])
-        out[start : start + length] = torch.where(found[:, None], rows, 0)
+        row = int(workspace_starts[request]) + torch.arange(length, device=out.device)
+        inside = (row >= 0) & (row < out.shape[0])  # [n]
+        out[row[inside]] = torch.where(found[:, None], rows, 0)[inside]
     return out

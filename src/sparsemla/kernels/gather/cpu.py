@@ -23,7 +23,9 @@ def to_slots(
         if workspace_starts is not None and prefill_request_ids is not None:
             prefills = prefill_request_ids[rows].long()
             inside = (ids >= 0) & (ids < page_table.shape[1] * page_size)
-            starts = workspace_starts[prefills.clamp_min(0)].long()
+            known = prefills < workspace_starts.shape[0]
+            inside &= known[:, None]
+            starts = workspace_starts[prefills.clamp_min(0).where(known, 0)].long()
             workspace = (starts[:, None] + ids).where(inside, -1)
             slots = workspace.where(prefills[:, None] >= 0, slots)
         out[rows] = to_int32(slots)
@@ -42,7 +44,12 @@ def gather_dequant(
     for request, (first, length, start) in enumerate(
         zip(firsts, seq_lens.tolist(), workspace_starts.tolist(), strict=True)
     ):
-        for part in cpu.blocks(length, cpu.WORKSPACE_BYTES // (2 * cache.format.head_dim)):
+        # What would lie outside of the workspace is left out.
+        skipped, length = max(-start, 0), min(length, out.shape[0] - start)
+        first, start = first + skipped, start + skipped
+        for part in cpu.blocks(
+            length - skipped, cpu.WORKSPACE_BYTES // (2 * cache.format.head_dim)
+        ):
             positions = first + torch.arange(part.start, part.stop)
             requests = torch.full_like(positions, request)
             slots = slots_of(page_table, requests, positions, cache.page_size)

@@ -25,7 +25,9 @@ def fused_rope_rmsnorm_quant(
     out: Tensor,
     kv_out: Tensor | None,
 ) -> None:
-    _check_positions(positions, cos_sin_cache)
+    op = "fused_rope_rmsnorm_quant"
+    _check_positions(op, positions, cos_sin_cache)
+    _check_slots(op, slot_mapping, cache)
     norm_dim, rope_dim = kv_norm_weight.shape[0], q_rope.shape[2]
     weight = kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
@@ -57,7 +59,8 @@ def append_index_keys(
     hadamard: bool,
     scale_mode: ScaleMode,
 ) -> None:
-    _check_positions(positions, cos_sin_cache)
+    _check_positions("append_index_keys", positions, cos_sin_cache)
+    _check_slots("append_index_keys", slot_mapping, cache)
     weight, bias = norm_weight.float(), norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
         rows = torch.nn.functional.layer_norm(k[tokens].float(), k.shape[1:], weight, bias, eps)
@@ -81,7 +84,7 @@ def prepare_index_queries(
     out: Tensor,
     weights_out: Tensor,
 ) -> None:
-    _check_positions(positions, cos_sin_cache)
+    _check_positions("prepare_index_queries", positions, cos_sin_cache)
     factor = (q.shape[1] * q.shape[2]) ** -0.5
     for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):
         rows = q[tokens].to(torch.float32, copy=True)
@@ -115,6 +118,8 @@ def fused_indexer_rope_quant(
     out: Tensor,
     weights_out: Tensor,
 ) -> None:
+    _check_positions("fused_indexer_rope_quant", positions, cos_sin_cache)
+    _check_slots("fused_indexer_rope_quant", slot_mapping, cache)
     append_index_keys(
         k,
         norm_weight,
@@ -144,13 +149,23 @@ def fused_indexer_rope_quant(
     )
 
 
-def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:
+def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
     """Refuse positions without a row in the table: here nothing has to be waited for."""
     outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
     if outside.any():
         raise ValueError(
-            f"positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, "
+            f"{op}: positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, "
             f"got {int(positions[outside][0])}"
+        )
+
+
+def _check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
+    """Refuse slots behind the last before anything is written, for the same reason."""
+    outside = slot_mapping >= cache.num_slots
+    if outside.any():
+        raise ValueError(
+            f"{op}: slot_mapping must be below {cache.num_slots}, the slots of cache, "
+            f"got {int(slot_mapping[outside][0])}"
         )
 
 
