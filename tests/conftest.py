@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -15,7 +16,8 @@ def _repair_interpreter():
 
     And let ``range`` take a kernel's argument, which Triton 3.6 reads in a way that numpy 2.4
     refuses; Triton 3.9 has the same repair. And let what a scalar comparison gives be a bool where
-    it meets a block: it keeps the type of its operands, of which Triton 3.9 refuses a mask.
+    it meets a block: it keeps the type of its operands, of which Triton 3.9 refuses a mask. And let
+    a maximum be that of the number and not NaN, as a GPU's is.
     """
     try:
         import triton.language as tl
@@ -42,6 +44,8 @@ def _repair_interpreter():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     builder.cast_impl = rounding_cast
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_splat = bool_splat
     interpreter._patch_lang_tensor = patch
 
@@ -49,6 +53,7 @@ def _repair_interpreter():
 _repair_interpreter()
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
 DEVICES = ["cpu"]
