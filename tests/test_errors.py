@@ -528,7 +528,8 @@ def test_slots_behind_the_last_are_refused_on_the_cpu_before_anything_is_written
             case[name] = value[:1].expand(count, *value.shape[1:]).clone()
     case["slot_mapping"] = torch.arange(count)
     case["slot_mapping"][-1] = 1600
-    outputs = {name: case[name].clone() for name in ("out", "kv_out", "weights_out") if name in case}
+    names = ("out", "kv_out", "weights_out")
+    outputs = {name: case[name].clone() for name in names if name in case}
     refuse(op, case, op, "slot_mapping", "1600", error=ValueError)
     for name, before in outputs.items():
         assert_equal(name, case[name], before)

@@ -154,7 +154,7 @@ def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
     outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
     if outside.any():
         raise ValueError(
-            f"{op}: positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, "
+            f"{op}: positions must lie in [0, {len(cos_sin_cache)}), the rows of cos_sin_cache, "
             f"got {int(positions[outside][0])}"
         )
 
