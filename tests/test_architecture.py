@@ -21,19 +21,20 @@ MODULES = {
 
 # What the modules below a prefix may import from the package, by prefix; longest prefix first.
 LAYERS = {
-    "sparsemla.formats": (),
-    "sparsemla.cache": ("formats",),
-    "sparsemla.rope": ("formats", "cache"),
-    "sparsemla.weights": ("formats", "checks"),
-    "sparsemla.plan": ("formats", "cache", "checks"),
-    "sparsemla.runner": ("plan",),
-    "sparsemla.checks": ("formats", "cache"),
+    "sparsemla.kinds": (),
+    "sparsemla.formats": ("kinds",),
+    "sparsemla.cache": ("kinds", "formats"),
+    "sparsemla.rope": ("kinds", "formats", "cache"),
+    "sparsemla.weights": ("kinds", "formats", "checks"),
+    "sparsemla.plan": ("kinds", "formats", "cache", "checks"),
+    "sparsemla.runner": ("kinds", "plan"),
+    "sparsemla.checks": ("kinds", "formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("formats", "cache", "weights", "kernels.common"),
     "sparsemla.kernels": ("formats", "cache", "weights", "kernels.common"),
-    "sparsemla.dispatch": ("formats", "cache"),
-    "sparsemla.ops": ("formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
-    "sparsemla.compat": ("formats", "cache", "checks", "ops", "compat"),
+    "sparsemla.dispatch": ("kinds", "formats", "cache"),
+    "sparsemla.ops": ("kinds", "formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
+    "sparsemla.compat": ("kinds", "formats", "cache", "checks", "ops", "compat"),
 }
 # Kernels of one op that are built from another op's kernel of the same tier.
 KERNELS_OF_OTHER_OPS = {
@@ -53,7 +54,7 @@ ON_TOP = (
     "verify",
     "__main__",
 )
-BELOW = ("formats", "cache", "rope", "weights", "plan", "checks", "reference", "kernels")
+BELOW = ("kinds", "formats", "cache", "rope", "weights", "plan", "checks", "reference", "kernels")
 
 
 def imports(module):

@@ -90,7 +90,9 @@ def test_slots_of_64_bits_do_not_wrap():
     table = torch.tensor([[2**58, 2**57 - 1, 2**40, -(2**63)]])
     slots = slots_of(table, torch.zeros(4, dtype=int), torch.arange(0, 256, 64), 64)
     assert slots.tolist() == [-1, (2**57 - 1) * 64, 2**46, -1]
-    assert slots_of(table, torch.zeros(1, dtype=int), torch.zeros(1), 1).tolist() == [2**58]
+    assert slots_of(table, torch.zeros(1, dtype=int), torch.zeros(1, dtype=int), 1).tolist() == [
+        2**58
+    ]
 
 
 def test_rows_of_a_workspace_that_do_not_fit_are_none(device):

@@ -7,6 +7,7 @@ A *slot* is ``page * page_size + offset``: it names one row of one layer. A nega
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from sparsemla.formats import (
     is_named,
     scatter_rows,
 )
+from sparsemla.kinds import check_integer, check_integers, check_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +54,8 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         fmt, data, scales = self.format, self.data, self.scales
-        _check_kind("data", data, Tensor)
-        _check_kind("format", fmt, CacheFormat)
+        check_kind("data", data, Tensor)
+        check_kind("format", fmt, CacheFormat)
         # Operators know a format by its name. Dynamo warns of the kept answers; the operator looks.
         if not torch.compiler.is_compiling() and not is_named(fmt):
             raise ValueError(
@@ -77,7 +79,7 @@ class PagedCache:
             expected = "a float32 tensor" if fmt.scales_in == "tensor" else "None"
             raise ValueError(f"scales must be {expected} for format {fmt.name}")
         if scales is not None:
-            _check_kind("scales", scales, Tensor)
+            check_kind("scales", scales, Tensor)
             shape = (*data.shape[:-1], fmt.num_scales)
             if scales.dtype != fmt.scale_dtype:
                 raise TypeError(f"scales must have dtype {fmt.scale_dtype}, got {scales.dtype}")
@@ -134,7 +136,7 @@ class PagedCache:
         device: torch.device | str | None = None,
     ) -> PagedCache:
         """A zeroed cache with the format's own strides."""
-        _check_kind("format", format, CacheFormat)
+        check_kind("format", format, CacheFormat)
         data, scales = format.allocate(num_pages, page_size, num_layers=num_layers, device=device)
         return cls(data, format, scales)
 
@@ -148,9 +150,12 @@ class PagedCache:
     @classmethod
     def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
         """bfloat16 ``rows [S, head_dim]`` as a cache of page size 1, so that slot == row."""
-        _check_kind("rows", rows, Tensor)
+        check_kind("rows", rows, Tensor)
         if rows.dim() != 2:
             raise ValueError(f"rows must have shape [S, head_dim], got {list(rows.shape)}")
+        if rows.dtype != torch.bfloat16:
+            raise TypeError(f"rows must have dtype bfloat16, got {rows.dtype}")
+        check_integer("value_dim", value_dim, 1)
         return cls(rows.unsqueeze(1), bf16_format(rows.shape[-1], min(value_dim, rows.shape[-1])))
 
     @property
@@ -189,6 +194,7 @@ class PagedCache:
         """
         if self.num_layers is None:
             raise ValueError("layer_idx given, but the cache holds a single layer")
+        check_kind("layer_idx", layer_idx, Integral)
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"layer_idx must lie in [0, {self.num_layers}), got {layer_idx}")
         scales = None if self.scales is None else self.scales[:, layer_idx]
@@ -204,6 +210,7 @@ class PagedCache:
 
     def gather(self, slots: Tensor) -> RowFields:
         """The stored parts ``[..., n]`` of ``slots [...]``, all of them valid."""
+        check_integers("slots", slots)
         slots = slots.long()
         pages = torch.div(slots, self.page_size, rounding_mode="floor")
         offsets = slots - pages * self.page_size
@@ -230,8 +237,10 @@ class PagedCache:
                 f"a cache of one layer is written; this one holds {self.num_layers}, pick one with "
                 "layer(layer_idx)"
             )
-        if slots.dtype not in (torch.int32, torch.int64, torch.uint32):
-            raise TypeError(f"slots must have dtype int32, int64 or uint32, got {slots.dtype}")
+        check_integers("slots", slots)
+        check_kind("rows", rows, Tensor)
+        if slots.dim() != 1:
+            raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
         slots = slots.long()
         if not rows.is_floating_point():
             raise TypeError(f"rows must have a float dtype, got {rows.dtype}")
@@ -248,11 +257,6 @@ class PagedCache:
         for view, part in zip(self.fields(), stored, strict=True):
             if view is not None and part is not None:
                 scatter_rows(view, slots[keep], part)
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -272,6 +276,12 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     >>> slots_of(table, torch.zeros(4, dtype=int), torch.tensor([0, 5, 9, 99]), 4)
     tensor([28,  9, -1, -1])
     """
+    check_integers("page_table", page_table)
+    check_integers("request_ids", request_ids)
+    check_integers("positions", positions)
+    check_integer("page_size", page_size, 1)
+    if page_table.dim() != 2:
+        raise ValueError(f"page_table must have shape [B, W], got {list(page_table.shape)}")
     positions = positions.long()
     if page_table.dtype == torch.uint32:  # torch does not look into such a tensor
         page_table = page_table.long()

@@ -7,17 +7,18 @@ that has it and must agree from then on.
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
+from sparsemla.kinds import INTEGERS, LIMIT
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SIGNED = (torch.int32, torch.int64)
 """Where negative values have a meaning."""
-INTEGERS = (*SIGNED, torch.uint32)
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
@@ -68,8 +69,12 @@ class Checker:
         """Check a tensor that is written: no two of its elements lie in one place."""
         tensor = self.tensor(name, tensor, shape, dtypes)
         strides = tensor.stride()
-        if tensor.numel() and 0 in strides and any(
-            size > 1 for size, stride in zip(tensor.shape, strides, strict=True) if stride == 0
+        if (
+            tensor.numel()
+            and 0 in strides
+            and any(
+                size > 1 for size, stride in zip(tensor.shape, strides, strict=True) if stride == 0
+            )
         ):
             raise ValueError(
                 f"{self.op}: {name} must have memory for each element, "
@@ -184,7 +189,7 @@ class Checker:
         """
         positions = self.tensor("positions", positions, "T", INTEGERS)
         self.tensor("slot_mapping", slot_mapping, "T", SIGNED)
-        if validate:
+        if self.validates(validate):
             self.values("positions", positions, 0, cos_sin_cache.shape[0])
             lowest = torch.iinfo(slot_mapping.dtype).min  # any negative slot is skipped
             self.values("slot_mapping", slot_mapping, lowest, cache.num_slots)
@@ -215,10 +220,17 @@ class Checker:
         if value is not None:
             raise ValueError(f"{self.op}: {name} must be None {when}, got {type(value).__name__}")
 
-    def positive(self, name: str, value: object) -> None:
+    def positive(self, name: str, value: object, below: int = LIMIT) -> None:
         """Check a count."""
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{self.op}: {name} must be a positive integer, got {value!r}")
+        if not isinstance(value, Integral) or not 1 <= cast(int, value) < below:
+            raise ValueError(
+                f"{self.op}: {name} must be a positive integer below {below}, got {value!r}"
+            )
+
+    def validates(self, validate: object) -> bool:
+        """Check the argument that asks for values to be read."""
+        self.kind("validate", validate, bool)
+        return bool(validate)
 
     def bind(self, letter: str, size: int) -> None:
         """Fix a letter of the shapes that follow."""

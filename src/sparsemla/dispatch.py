@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import get_format
+from sparsemla.kinds import check_kind
 
 Launch = Callable[..., object]
 
@@ -248,6 +249,7 @@ def explain(problem: Problem) -> Explanation:
     Raises:
         ValueError: there is no such op.
     """
+    check_kind("problem", problem, Problem)
     offered = op_named(problem.op).tiers
     return Explanation(
         problem,

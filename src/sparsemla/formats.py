@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from sparsemla.kinds import check_device, check_integer, check_kind
+
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
@@ -156,6 +158,10 @@ class CacheFormat:
             data ``[num_pages, (num_layers,) page_size, row_width]`` of ``storage_dtype``, and
             scales ``[num_pages, (num_layers,) page_size, num_scales]`` float32 or None.
         """
+        check_integer("num_pages", num_pages)
+        check_integer("page_size", page_size, 1)
+        check_integer("num_layers", 1 if num_layers is None else num_layers, 1)
+        check_device("device", device)
         lead = (num_pages,) if num_layers is None else (num_pages, num_layers)
         width = self.page_bytes(page_size) // self.storage_dtype.itemsize
         pages = torch.zeros(*lead, width, dtype=self.storage_dtype, device=device)
@@ -314,7 +320,8 @@ def e4m3_format(head_dim: int = 576, value_dim: int = 512, scale_block: int = 12
     ``scale_block`` 0 stores no scales (each is 1), ``head_dim`` one for each row.
     """
     _check_dims(head_dim, value_dim)
-    if not 0 <= scale_block <= head_dim:
+    check_integer("scale_block", scale_block)
+    if scale_block > head_dim:
         raise ValueError(f"scale_block must lie in [0, head_dim {head_dim}], got {scale_block}")
     return CacheFormat(
         f"e4m3_{head_dim}v{value_dim}b{scale_block}",
@@ -327,6 +334,8 @@ def e4m3_format(head_dim: int = 576, value_dim: int = 512, scale_block: int = 12
 
 
 def _check_dims(head_dim: int, value_dim: int) -> None:
+    check_integer("head_dim", head_dim, 1)
+    check_integer("value_dim", value_dim, 1)
     if not 0 < value_dim <= head_dim:
         raise ValueError(f"value_dim must lie in [1, head_dim {head_dim}], got {value_dim}")
 
@@ -362,7 +371,6 @@ INDEX_FP8 = CacheFormat(
 _FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, INDEX_FP8)}
 
 
-@functools.cache
 def get_format(name: str) -> CacheFormat:
     """The format called ``name``.
 
@@ -370,8 +378,15 @@ def get_format(name: str) -> CacheFormat:
     True
 
     Raises:
+        TypeError: the name is no string.
         ValueError: no format has this name.
     """
+    check_kind("format name", name, str)
+    return _named(name)
+
+
+@functools.cache
+def _named(name: str) -> CacheFormat:
     if name in _FIXED:
         return _FIXED[name]
     if match := re.fullmatch(r"bf16_(\d+)v(\d+)", name):

@@ -14,7 +14,6 @@ import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from sparsemla.cache import slots_of
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kinds import check_device, check_integer, check_kind
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
 """Integers the host can read without waiting for a device: a list, an array or a CPU tensor."""
@@ -256,6 +256,14 @@ class PlanBuffers:
         max_pages_per_request: int,
         device: torch.device | str,
     ) -> None:
+        for name, size in (
+            ("max_requests", max_requests),
+            ("max_tokens", max_tokens),
+            ("max_pages_per_request", max_pages_per_request),
+        ):
+            check_integer(name, size)
+        check_device("device", device)
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -297,7 +305,10 @@ def host_ints(name: str, values: HostInts) -> np.ndarray:
                 "takes lengths of a device"
             )
         values = values.numpy()
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold integers, got {values!r}") from error
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(array.shape)}")
     if array.size and array.dtype.kind not in "iu":
@@ -319,10 +330,7 @@ def _checked_table(page_table: Tensor, num_requests: int, page_size: int) -> Ten
             f"page_table must have shape [{num_requests}, pages per request], "
             f"got {list(page_table.shape)}"
         )
-    if not isinstance(page_size, Integral):
-        raise TypeError(f"page_size must be an integer, got {type(page_size).__name__}")
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    check_integer("page_size", page_size, 1)
     # No cache has a page from 2^31 on: such an id is no page, as a negative one.
     return page_table.view(torch.int32) if page_table.dtype == torch.uint32 else page_table
 
@@ -421,6 +429,8 @@ def split_decodes_and_prefills(
     (4, 0, 8, 0)
     """
     lens = host_ints("query_lens", query_lens)
+    check_integer("decode_threshold", decode_threshold)
+    check_kind("require_uniform", require_uniform, bool)
     num_requests, num_tokens = lens.size, int(lens.sum())
     all_decode = (num_requests, 0, num_tokens, 0)
     first_len = lens[0] if num_requests else 0
@@ -465,6 +475,7 @@ def split_prefill_chunks(seq_lens: HostInts, workspace_rows: int) -> list[tuple[
     [(0, 2), (2, 4)]
     """
     lens = host_ints("seq_lens", seq_lens)
+    check_integer("workspace_rows", workspace_rows)
     if lens.size and lens.max() > workspace_rows:
         request = int((lens > workspace_rows).argmax())
         raise ValueError(
@@ -543,6 +554,10 @@ def plan_batch(
     lens = host_ints("seq_lens", seq_lens)
     page_table = _checked_table(page_table, queries.size, page_size)
     _check_batch(queries, lens, page_table, page_size)
+    if num_padded_tokens is not None:
+        check_integer("num_padded_tokens", num_padded_tokens)
+    if buffers is not None:
+        check_kind("buffers", buffers, PlanBuffers)
     lens = np.where(queries > 0, lens, 0)
     num_requests, num_real_tokens = queries.size, int(queries.sum())
 
@@ -709,10 +724,7 @@ def plan_on_device(
         "num_decodes": num_requests if num_decodes is None else num_decodes,
     }
     for name, bound in bounds.items():
-        if not isinstance(bound, Integral):
-            raise TypeError(f"{name} must be an integer, got {type(bound).__name__}")
-        if bound < 0:
-            raise ValueError(f"{name} must not be negative, got {bound}")
+        check_integer(name, bound)
     if num_decodes is None or num_decodes == num_requests:
         num_decodes, num_decode_tokens = num_requests, num_tokens
         decode_query_len = max_query_len if num_requests else 0

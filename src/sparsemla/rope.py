@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsemla.kinds import check_integer, check_kind, check_number
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -22,6 +24,12 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            check_number(name, getattr(self, name), above=0)
+        check_number("mscale", self.mscale)
+        check_number("mscale_all_dim", self.mscale_all_dim)
 
 
 def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor:
@@ -38,9 +46,13 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
     Raises:
         ValueError: an odd ``dim``.
     """
+    check_integer("dim", dim)
+    check_number("theta", theta, above=1)
+    if yarn is not None:
+        check_kind("yarn", yarn, Yarn)
     if dim % 2:
         raise ValueError(f"dim must be even, got {dim}")
-    freqs = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    freqs = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if yarn is None:
         return freqs.float()
 
@@ -52,11 +64,13 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
     high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
-    return (freqs / yarn.factor * ramp + freqs * (1 - ramp)).float()
+    return (freqs / float(yarn.factor) * ramp + freqs * (1 - ramp)).float()
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     """YaRN's attention factor ``0.1 * mscale * ln(factor) + 1``; 1 where nothing is stretched."""
+    check_number("factor", factor)
+    check_number("mscale", mscale)
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -68,6 +82,9 @@ def mla_softmax_scale(qk_head_dim: int, yarn: Yarn | None = None) -> float:
     >>> f"{mla_softmax_scale(192, Yarn(40, 4096)):.8f}"
     '0.13523378'
     """
+    check_integer("qk_head_dim", qk_head_dim, 1)
+    if yarn is not None:
+        check_kind("yarn", yarn, Yarn)
     factor = yarn_mscale(yarn.factor, yarn.mscale_all_dim) if yarn else 1.0
     return qk_head_dim**-0.5 * factor * factor
 
@@ -81,9 +98,17 @@ def cos_sin_table(frequencies: Tensor, max_positions: int, *, factor: float = 1.
         factor: multiplies the whole table (``yarn_mscale(mscale) / yarn_mscale(mscale_all_dim)``,
             which is 1 for DeepSeek-V3.2).
     """
+    check_kind("frequencies", frequencies, Tensor)
+    if frequencies.dim() != 1 or not frequencies.is_floating_point():
+        raise ValueError(
+            f"frequencies must be floats of shape [dim / 2], got {frequencies.dtype} "
+            f"{list(frequencies.shape)}"
+        )
+    check_integer("max_positions", max_positions)
+    check_number("factor", factor)
     positions = torch.arange(max_positions, dtype=torch.float64, device=frequencies.device)
     angles = positions[:, None] * frequencies.double()  # [max_positions, dim / 2]
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(factor).float()
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(float(factor)).float()
 
 
 def from_freqs_cis(freqs_cis: Tensor) -> Tensor:
@@ -95,6 +120,9 @@ def from_freqs_cis(freqs_cis: Tensor) -> Tensor:
         TypeError: complex numbers.
         ValueError: an odd last dimension.
     """
+    check_kind("freqs_cis", freqs_cis, Tensor)
+    if freqs_cis.dim() == 0:
+        raise ValueError("freqs_cis must have shape [max_positions, dim], got []")
     if freqs_cis.is_complex():
         raise TypeError(
             "freqs_cis must hold cos and sin one after the other, got complex numbers; "

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sparsemla.kinds import check_integer, check_kind
 from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, plan_batch
 
 Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
@@ -74,15 +75,22 @@ class DecodeRunner(Generic[Outputs]):
         page_size: int,
         query_len: int = 1,
     ) -> None:
-        self._sizes = sorted(set(batch_sizes))
+        if not callable(step):
+            raise TypeError(f"step must be callable, got {type(step).__name__}")
+        check_kind("inputs", inputs, Mapping)
+        try:
+            sizes = list(batch_sizes)
+        except TypeError:
+            raise TypeError(f"batch_sizes must hold integers, got {batch_sizes!r}") from None
+        for size in sizes or [0]:
+            check_integer("batch_sizes", size, 1)
+        self._sizes = sorted(set(sizes))
         for name, value in (
-            ("batch_sizes", min(self._sizes, default=0)),
             ("max_pages_per_request", max_pages_per_request),
             ("page_size", page_size),
             ("query_len", query_len),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_integer(name, value, 1)
         self._step = step
         self._page_size = page_size
         self._query_len = query_len

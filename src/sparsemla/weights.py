@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.formats import FLOAT32_TINY, fp8_scales, to_fp8
+from sparsemla.kinds import check_integer
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
@@ -47,6 +48,7 @@ class HeadWeight:
         if (self.scale is not None) != is_fp8:
             raise ValueError("scale must be given exactly for float8_e4m3fn data")
         if self.scale is not None:
+            _check_block(self.scale_block)
             heads, rows, cols = self.data.shape
             shape = (heads, -(-rows // self.scale_block[0]), -(-cols // self.scale_block[1]))
             if self.scale.dtype not in SCALES:
@@ -124,6 +126,13 @@ def _spread(scale: Tensor, block: tuple[int, int], rows: int, cols: int) -> Tens
     """One scale for each element ``[..., N, K]``."""
     spread = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return spread[..., :rows, :cols]
+
+
+def _check_block(block: object) -> None:
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        raise TypeError(f"scale_block must be two integers, got {block!r}")
+    for size in block:
+        check_integer("scale_block", size, 1)
 
 
 def _turned(matrices: Tensor) -> Tensor:
@@ -206,6 +215,10 @@ class MLALayer:
 
 def dequantize_blocks(weight: Tensor, scale: Tensor, block: int = 128) -> Tensor:
     """float32 of a matrix ``[N, K]`` with one scale ``[ceil(N/block), ceil(K/block)]`` a block."""
+    check = Checker("dequantize_blocks")
+    check.tensor("weight", weight, "N K", torch.float8_e4m3fn)
+    check.tensor("scale", scale, "SN SK", (*FLOATS, torch.float8_e8m0fnu))
+    check.positive("block", block)
     return HeadWeight(weight[None], scale.float()[None], (block, block)).dequantize()[0]
 
 
@@ -303,6 +316,10 @@ def absorb_kv_b_proj(
     """
     check = Checker("absorb_kv_b_proj")
     check.kind("weight", weight, Tensor)
+    check_integer("num_heads", num_heads)
+    check_integer("qk_nope_head_dim", qk_nope_head_dim)
+    check_integer("v_head_dim", v_head_dim)
+    check_integer("block", block, 1)
     if weight_scale_inv is not None:
         check.kind("weight_scale_inv", weight_scale_inv, Tensor)
         if not weight_scale_inv.is_floating_point():
@@ -314,7 +331,8 @@ def absorb_kv_b_proj(
     head_rows = qk_nope_head_dim + v_head_dim
     if weight.dim() != 2 or weight.shape[0] != num_heads * head_rows:
         raise ValueError(
-            f"weight must have shape [{num_heads} * {head_rows}, L], got {list(weight.shape)}"
+            f"weight must have shape [{num_heads} * {head_rows}, L], num_heads times "
+            f"qk_nope_head_dim + v_head_dim, got {list(weight.shape)}"
         )
     is_quantised = weight.dtype.itemsize == 1
     if is_quantised != (weight_scale_inv is not None):

@@ -262,7 +262,7 @@ def _mqa_logits(
     check.tensor("weights", weights, "seq_len num_heads", FLOATS)
     starts = check.tensor("cu_seq_len_k_start", starts, "seq_len", INTEGERS)
     ends = check.tensor("cu_seq_len_k_end", ends, "seq_len", INTEGERS)
-    if not max_seqlen_k:
+    if isinstance(max_seqlen_k, int) and max_seqlen_k == 0:
         return indexer_scores(q, weights, keys, scales, starts, ends).to(dtype)
     check.positive("max_seqlen_k", max_seqlen_k)
     return _compressed(q, weights, keys, scales, starts, ends, max_seqlen_k, dtype)

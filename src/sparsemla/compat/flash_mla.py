@@ -119,6 +119,10 @@ def flash_mla_with_kvcache(
     check.absent("num_splits", num_splits, "as get_mla_metadata returns it")
     batch, query_len, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    check.number("softmax_scale", scale)
+    check.kind("causal", causal, bool)
+    check.kind("is_fp8_kvcache", is_fp8_kvcache, bool)
+    check.kind("enable_batch_invariant", enable_batch_invariant, bool)
     splits = 1 if enable_batch_invariant else None
     check.optional("attn_sink", attn_sink, "num_heads_q", torch.float32)
     check.kind("head_dim_v", head_dim_v, int)
@@ -248,6 +252,7 @@ def flash_mla_sparse_fwd(
     check.optional("attn_sink", attn_sink, "h_q", torch.float32)
     topk_length = check.optional("topk_length", topk_length, "s_q", INTEGERS)
     check.kind("d_v", d_v, int)
+    check.number("sm_scale", sm_scale)
     format = _bf16_format(check, "d_v", kv.shape[2], d_v)
     check.bind("d_v", d_v)
     if out is not None:

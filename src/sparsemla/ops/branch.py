@@ -174,7 +174,7 @@ def decode_branch(
     """
     check = _check("decode_branch", q, kv, cache, layer, plan)
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
-    if validate:
+    if check.validates(validate):
         _check_plan(check, cache, layer, plan, dense=topk_indices is None)
     if topk_indices is None:
         check.absent("extra_cache", extra_cache, "without topk_indices")
@@ -346,7 +346,7 @@ def prefill_branch(
     """
     check = _check("prefill_branch", q, kv, cache, layer, plan)
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
-    if validate:
+    if check.validates(validate):
         _check_plan(check, cache, layer, plan, dense=topk_indices is None)
     check.positive("workspace_rows", workspace_rows)
     if topk_indices is None:

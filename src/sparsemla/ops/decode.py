@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, join, operator, parts
 
 MAX_SPLITS = 64
@@ -43,6 +44,15 @@ def decode_workspace_size(
     >>> decode_workspace_size(4, 1, 16, num_splits=8)
     1050624
     """
+    for name, size, least in (
+        ("batch", batch, 0),
+        ("query_len", query_len, 0),
+        ("num_heads", num_heads, 0),
+        ("num_splits", 1 if num_splits is None else num_splits, 1),
+        ("value_dim", value_dim, 1),
+    ):
+        check_integer(f"decode_workspace_size: {name}", size, least)
+    check_device("decode_workspace_size: device", device)
     if num_splits is None:
         num_splits = most_splits(batch, query_len * num_heads, device)
     return _workspace_bytes(batch * query_len * num_heads, num_splits, value_dim)
@@ -396,7 +406,7 @@ def dense_decode(
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.kind("causal", causal, bool)
-    if validate:
+    if check.validates(validate):
         check.paging(cache, page_table, seq_lens)
     check.bind("V", cache.format.value_dim)
     batch, query_len, num_heads = q.shape[:3]

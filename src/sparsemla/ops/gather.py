@@ -65,7 +65,7 @@ def to_slots(
     else:
         workspace_starts = check.tensor("workspace_starts", workspace_starts, "P", INTEGERS)
         check.tensor("prefill_request_ids", prefill_request_ids, "T", SIGNED)
-    if validate:
+    if check.validates(validate):
         check.values("request_ids", request_ids, 0, page_table.shape[0])
     out = check.output("out", out, "T K", torch.int32)
     if workspace_starts is not None and workspace_starts.shape[0] == 0:  # every token decodes
@@ -147,7 +147,7 @@ def gather_dequant(
     workspace_starts = check.tensor("workspace_starts", workspace_starts, "B", INTEGERS)
     seq_starts = check.optional("seq_starts", seq_starts, "B", INTEGERS)
     check.written("out", out, "rows D", torch.bfloat16)
-    if validate:
+    if check.validates(validate):
         check.paging(cache, page_table, seq_lens)
         if seq_starts is not None:
             check.values("seq_starts", seq_starts, 0, page_table.shape[1] * cache.page_size + 1)

@@ -142,7 +142,7 @@ def indexer_scores_paged(
     per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
     seq_lens = check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
     check.positive("max_seq_len", max_seq_len)
-    if validate and q.shape[1] > 0:
+    if check.validates(validate) and q.shape[1] > 0:
         lengths = seq_lens.amax(1) if per_row else seq_lens
         check.paging(cache, page_table, lengths)
     check.bind("N", max_seq_len)
@@ -260,10 +260,10 @@ def indexer_topk(
     check.bind("B+1", seq_lens.shape[0] + 1)
     input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
     check.positive("topk", topk)
-    check.positive("max_workspace_bytes", max_workspace_bytes)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
     check.kind("causal", causal, bool)
     check.kind("as_slots", as_slots, bool)
-    if validate:
+    if check.validates(validate):
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
         check.paging(cache, page_table, seq_lens)
     check.bind("K", topk)

@@ -9,7 +9,9 @@ from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import CacheFormat
+from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, join, operator, parts
+from sparsemla.plan import host_ints
 
 
 def sparse_prefill(
@@ -168,14 +170,18 @@ def prefill_workspace_rows(
     >>> prefill_workspace_rows(**lens, cache_format=BF16_576, num_heads=128, topk=2048)
     """
     Checker("prefill_workspace_rows").kind("cache_format", cache_format, CacheFormat)
+    for name, size in (("num_heads", num_heads), ("topk", topk), ("max_rows", max_rows)):
+        check_integer(f"prefill_workspace_rows: {name}", size)
+    check_device("prefill_workspace_rows: device", device)
+    queries, lens = host_ints("query_lens", query_lens), host_ints("seq_lens", seq_lens)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if len(query_lens) != len(seq_lens):
+    if len(queries) != len(lens):
         raise ValueError(
-            f"prefill_workspace_rows: seq_lens must have one length for each of {len(query_lens)} "
-            f"requests, got {len(seq_lens)}"
+            f"prefill_workspace_rows: seq_lens must have one length for each of {len(queries)} "
+            f"requests, got {len(lens)}"
         )
-    pairs = [(int(m), int(n)) for m, n in zip(query_lens, seq_lens, strict=True) if m > 0]
+    pairs = [(int(m), int(n)) for m, n in zip(queries, lens, strict=True) if m > 0]
     num_rows = sum(n for _, n in pairs)
     problem = dispatch.problem_of(
         "sparse_prefill",
@@ -251,7 +257,7 @@ def dense_prefill(
         )
     check.number("softmax_scale", softmax_scale)
     check.kind("causal", causal, bool)
-    if validate:
+    if check.validates(validate):
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
         check.offsets("kv_row_offsets", kv_row_offsets, k.shape[0])
     out = check.output("out", out, "T H V", q.dtype)

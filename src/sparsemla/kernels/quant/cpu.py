@@ -154,8 +154,8 @@ def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
     outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
     if outside.any():
         raise ValueError(
-            f"{op}: positions must lie in [0, {len(cos_sin_cache)}), the rows of cos_sin_cache, "
-            f"got {int(positions[outside][0])}"
+            f"{op}: positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of "
+            f"cos_sin_cache, got {int(positions[outside][0])}"
         )
 
 
