@@ -234,7 +234,7 @@ def test_dense_decode_skips_pages_out_of_range():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_parts", "value_dim"), [(1, 512), (2, 80), (7, 3)])
+@pytest.mark.parametrize(("num_parts", "value_dim"), [(1, 512), (2, 80), (7, 3), (40, 48)])
 def test_merge_states(dtype, num_parts, value_dim):
     draw = Draw(9, DEVICE)
     outs = draw.normal(num_parts, 4, 3, value_dim, dtype=dtype)

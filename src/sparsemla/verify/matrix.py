@@ -986,6 +986,8 @@ def _merge_states() -> list[Case]:
                 (7, torch.float16),
             )
         ),
+        # More than a step of the kernel takes: what came before shrinks.
+        Case("40 parts", build(make, 40, with_sink=True), quick=True),
         Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
         Case("without a sink", build(make, 3)),
         Case("no parts", build(_nothing_to_merge)),
