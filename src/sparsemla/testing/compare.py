@@ -249,7 +249,7 @@ def _limits(expected: Tensor, tolerance: Tolerance, sizes: Tensor | None) -> Ten
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
     """``max |actual - expected|`` over the elements that are finite in both, 0 if none is.
 
-    >>> largest_difference(torch.tensor([1.0, math.inf]), torch.tensor([1.5, 0.0]))
+    >>> largest_difference(torch.tensor([1.0, torch.inf]), torch.tensor([1.5, 0.0]))
     0.5
     """
     a, b = actual.double(), expected.double()
