@@ -222,10 +222,10 @@ class Checker:
 
     def positive(self, name: str, value: object, below: int = LIMIT) -> None:
         """Check a count."""
-        if not isinstance(value, Integral) or not 1 <= cast(int, value) < below:
-            raise ValueError(
-                f"{self.op}: {name} must be a positive integer below {below}, got {value!r}"
-            )
+        if not isinstance(value, Integral) or cast(int, value) < 1:
+            raise ValueError(f"{self.op}: {name} must be a positive integer, got {value!r}")
+        if cast(int, value) >= below:
+            raise ValueError(f"{self.op}: {name} must be below {below}, got {value!r}")
 
     def validates(self, validate: object) -> bool:
         """Check the argument that asks for values to be read."""

@@ -498,7 +498,8 @@ def bound_scales(rows, where, memory, L: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def seen_by(entries, at, rows, limits, L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr):
     """Which query rows attend to which of the keys ``at``."""
-    seen = is_slot(slots_of(entries, at, L, PAGED), rows.num_slots)[:, None]
+    slots = slots_of(entries, at, rows.num_slots, L, PAGED)
+    seen = is_slot(slots, rows.num_slots)[:, None]
     if CAUSAL:
         limit = limits.load(gl.SliceLayout(0, at.type.layout.parent))
         seen = seen & (at[:, None] < limit[None, :])
