@@ -191,6 +191,25 @@ VALID = {
         "block": 32,
     },
     "sparsemla.plan_batch": plan_arguments,
+    "sparsemla.plan_on_device": lambda: {
+        "query_lens": torch.tensor([1, 10]),
+        "seq_lens": torch.tensor([9, 10]),
+        "page_table": torch.arange(4, dtype=torch.int32).view(2, 2),
+        "page_size": 16,
+        "num_tokens": 11,
+        "max_query_len": 10,
+        "max_seq_len": 10,
+        "num_decodes": 1,
+        "decode_query_len": 1,
+        "validate": False,
+        "buffers": None,
+    },
+    "sparsemla.projection_weight": lambda: {
+        "project": torch.nn.Linear(4, 6, bias=False),
+        "in_features": 4,
+        "dtype": torch.float32,
+        "device": "cpu",
+    },
     "sparsemla.split_decodes_and_prefills": lambda: {
         "query_lens": [1, 3],
         "decode_threshold": 1,
@@ -211,6 +230,16 @@ VALID = {
         "value_dim": 512,
         "device": "cpu",
     },
+    "sparsemla.branch_workspace_size": lambda: {
+        "max_tokens": 2,
+        "num_heads": 4,
+        "num_splits": 2,
+        "max_pages_per_request": 1,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "device": "cpu",
+    },
+    "sparsemla.merge_workspace_size": lambda: {"num_tokens": 2, "num_heads": 4, "dim": 512},
     "sparsemla.prefill_workspace_rows": lambda: (
         LENGTHS
         | {

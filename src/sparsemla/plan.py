@@ -709,6 +709,8 @@ def plan_on_device(
     (tensor([ 8,  2, 11]), tensor([ 8, 18, 43]), 16)
     """
     check = Checker("plan_on_device")
+    if buffers is not None:
+        check_kind("buffers", buffers, PlanBuffers)
     queries = check.tensor("query_lens", query_lens, "B", INTEGERS)
     lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
     check.tensor("page_table", page_table, "B W", (torch.int32, torch.uint32))
@@ -739,7 +741,7 @@ def plan_on_device(
             f"num_tokens must be at least {num_decode_tokens} for {num_decodes} decodes of "
             f"{decode_query_len} query tokens, got {num_tokens}"
         )
-    if validate:
+    if check.validates(validate):
         host_queries = host_ints("query_lens", queries.cpu())
         host_lens = host_ints("seq_lens", lens.cpu())
         _check_batch(host_queries, host_lens, page_table, page_size)

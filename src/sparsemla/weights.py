@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.formats import FLOAT32_TINY, fp8_scales, to_fp8
-from sparsemla.kinds import check_integer
+from sparsemla.kinds import check_device, check_integer, check_kind
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
@@ -253,6 +253,11 @@ def projection_weight(
     >>> torch.equal(projection_weight(layer, 4), layer.weight)
     True
     """
+    if not callable(project):
+        raise TypeError(f"project must be callable, got {type(project).__name__}")
+    check_integer("in_features", in_features, 1)
+    check_kind("dtype", dtype, torch.dtype)
+    check_device("device", device)
     with torch.no_grad():
         made = project(torch.eye(in_features, dtype=dtype, device=device))
     if not isinstance(made, Tensor):

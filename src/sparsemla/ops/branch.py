@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import parts
 from sparsemla.ops.decode import (
     Schedule,
@@ -54,9 +55,24 @@ def branch_workspace_size(
     Returns:
         The size of a uint8 tensor, enough for every number of keys.
 
+    Raises:
+        TypeError, ValueError: a size that is no integer or too small, or a device that is none.
+
     >>> branch_workspace_size(4, 16, num_splits=8)
     1124352
     """
+    sizes = {
+        "max_tokens": max_tokens,
+        "num_heads": num_heads,
+        "max_pages_per_request": max_pages_per_request,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+    }
+    for name, count in sizes.items():
+        check_integer(f"branch_workspace_size: {name}", count)
+    if num_splits is not None:
+        check_integer("branch_workspace_size: num_splits", num_splits, 1)
+    check_device("branch_workspace_size: device", device)
 
     def size(num_tokens: int) -> int:
         splits = num_splits or most_splits(num_tokens, num_heads, device)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.checks import Checker
+from sparsemla.kinds import check_integer
 from sparsemla.ops._library import operator
 from sparsemla.weights import HeadWeight
 
@@ -83,7 +84,18 @@ def project_heads(
 
 
 def merge_workspace_size(num_tokens: int, num_heads: int, dim: int) -> int:
-    """Bytes of merged vectors ``[T, H, K]`` in bfloat16, and of their float32 lses."""
+    """Bytes of merged vectors ``[T, H, K]`` in bfloat16, and of their float32 lses.
+
+    Args:
+        num_tokens: T.
+        num_heads: H.
+        dim: K.
+
+    Raises:
+        TypeError, ValueError: a size that is no integer, or negative.
+    """
+    for name, size in {"num_tokens": num_tokens, "num_heads": num_heads, "dim": dim}.items():
+        check_integer(f"merge_workspace_size: {name}", size)
     rows = num_tokens * num_heads
     return -(-2 * dim * rows // 16) * 16 + 4 * rows
 
