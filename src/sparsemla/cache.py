@@ -53,8 +53,8 @@ class PagedCache:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        fmt, data, scales = self.format, self.data, self.scales
-        check_kind("data", data, Tensor)
+        fmt = self.format
+        check_kind("data", self.data, Tensor)
         check_kind("format", fmt, CacheFormat)
         # Operators know a format by its name. Dynamo warns of the kept answers; the operator looks.
         if not torch.compiler.is_compiling() and not is_named(fmt):
@@ -62,6 +62,11 @@ class PagedCache:
                 "format must be one that ops read, a constant of sparsemla or made by bf16_format "
                 f"or e4m3_format, got {fmt}"
             )
+        self.check_layout()
+
+    def check_layout(self) -> None:
+        """Check data and scales against the format, which no op has to know."""
+        fmt, data, scales = self.format, self.data, self.scales
         if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
             raise TypeError(
                 f"data must have dtype {fmt.storage_dtype} for format {fmt.name}, got {data.dtype}"

@@ -13,8 +13,9 @@ def cache_of(check: Checker, name: str, pages: Tensor, format: CacheFormat) -> P
     Raises:
         ValueError: strides that the format does not have, another device, or no page.
     """
+    cache = PagedCache.unchecked(pages, format, None)  # the format need not have a name
     try:
-        cache = PagedCache(pages, format)
+        cache.check_layout()
     except ValueError as error:
         raise ValueError(f"{check.op}: {name}: {error}") from None
     return check.cache(name, cache)
