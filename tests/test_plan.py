@@ -766,7 +766,7 @@ def test_lengths_that_break_their_bounds_stay_inside_the_tensors():
         ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens must have shape"),
         ({"page_table": torch.zeros(2, 2)}, TypeError, "page_table must have dtype"),
         ({"num_tokens": 1.5}, TypeError, "num_tokens must be an integer"),
-        ({"max_query_len": -1}, ValueError, "max_query_len must not be negative, got -1"),
+        ({"max_query_len": -1}, ValueError, "max_query_len must be at least 0, got -1"),
         ({"num_decodes": 3}, ValueError, "num_decodes must be at most 2, got 3"),
         ({"num_decodes": 1, "decode_query_len": 9}, ValueError, "num_tokens must be at least 9"),
         ({"page_size": 0}, ValueError, "page_size must be at least 1"),

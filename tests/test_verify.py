@@ -215,7 +215,7 @@ def test_a_branch_whose_products_depend_on_the_batch_fails(monkeypatch):
 
     monkeypatch.setattr(branch, "project_heads", depending)
     case = next(case for case in MATRIX["decode_branch"] if case.alone)
-    with pytest.raises(AssertionError, match="request 0 alone, out"):
+    with pytest.raises(AssertionError, match="request 0 alone, 1 threads, out"):
         check_alone("decode_branch", case.build(Draw(0)))
 
 
@@ -302,7 +302,7 @@ def test_no_op_begins_after_an_interrupt(monkeypatch):
         def __init__(self, jobs, mp_context):
             super().__init__(jobs)
 
-    def note(op, device, quick):
+    def note(op, *_):
         begun.append(op)
         time.sleep(0.1)
 

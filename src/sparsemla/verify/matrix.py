@@ -420,12 +420,22 @@ def _select_topk() -> list[Case]:
         Case("no columns", build(make, num_cols=0), quick=True),
         Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),
         Case("a few long rows", build(make, num_rows=9, num_cols=70000, topk=512, ragged=True)),
+        Case("long and short rows", build(_long_and_short_rows), quick=True),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
         Case("strided", build(make, strided=True)),
         Case("slots", build(make, num_rows=40, ragged=True, page_size=61), quick=True),
         Case("slots, long rows", build(make, num_cols=9000, page_size=64)),
         Case("300000 columns", build(make, num_rows=32, num_cols=300000, topk=3000), large=True),
     ]
+
+
+def _long_and_short_rows(draw: Draw) -> Arguments:
+    """Rows of up to k columns among rows that several programs share."""
+    arguments = cases.select_topk_case(draw, num_rows=9, num_cols=70000, topk=512, ragged=True)
+    sizes = draw.tensor(draw.shuffled((0, 1, 511, 512, 513)))
+    starts, ends = (cast("Tensor", arguments[name]) for name in ("row_starts", "row_ends"))
+    ends[::2] = (starts[::2] + sizes).clamp_max(70000).to(ends.dtype)
+    return arguments
 
 
 def _merge_topk() -> list[Case]:
@@ -708,6 +718,11 @@ def _sparse_decode() -> list[Case]:
         Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
         Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
+        Case(  # enough tokens for a program to have many tiles of keys
+            "140 requests of 64 heads",
+            build(make, format=FP8_DS_MLA, batch=140, num_heads=64, seq_len=300, topk=300, **both),
+            quick=True,
+        ),
         Case("one layer of three", build(make, format=FP8_DS_MLA, num_layers=3, **both)),
         Case("strided", build(make, format=FP8_DS_MLA, query_len=2, strided=True, **both)),
         *(
@@ -907,7 +922,7 @@ def _dense_decode() -> list[Case]:
                     num_heads=heads,
                     page_size=size,
                 ),
-                quick=size == 192,
+                quick=size > 61,
             )
             for size, heads in ((61, 64), (192, 128), (512, 32))
         ),
@@ -1047,6 +1062,15 @@ def _project_heads() -> list[Case]:
             )
             for parts, tokens in ((1, 4), (2, 70), (5, 4), (64, 17))
             for kind in ("bf16", "128x128")
+        ),
+        *(
+            Case(
+                f"300 tokens of 16 heads, {rows} x {cols}",
+                build(make, num_tokens=300, rows=rows, cols=cols, block=(128, 128), num_heads=16),
+                tolerances=(FP8_PROJECTION,),
+                quick=True,
+            )
+            for rows, cols in ((512, 128), (128, 512))
         ),
         Case("strided", build(_strided_projection)),
     ]
