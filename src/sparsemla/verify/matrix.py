@@ -715,6 +715,17 @@ def _sparse_decode() -> list[Case]:
             )
             for batch, heads in ((13, 1), (12, 3), (7, 8), (5, 33))
         ),
+        *(
+            Case(
+                f"maxima that climb, {heads} heads, {fmt.name}",
+                build(
+                    _climbing, make, format=fmt, batch=140, num_heads=heads, seq_len=300, topk=300
+                ),
+                quick=fmt == FP8_DS_MLA and heads == 64,
+            )
+            for fmt in (FP8_DS_MLA, BF16_576)
+            for heads in (64, 16)
+        ),
         Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
         Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
@@ -799,6 +810,11 @@ def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
     if lengths is not None:
         lengths[int(draw.integers(0, len(lengths), 1))] = 0
     return arguments
+
+
+def _climbing(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
+    """Scores so far apart that later tiles raise a row's maximum by powers of two."""
+    return make(draw, **options) | {"softmax_scale": 16.0}
 
 
 def _one_key(draw: Draw, make: Callable[..., Arguments]) -> Arguments:
@@ -898,6 +914,20 @@ def _dense_decode() -> list[Case]:
             "not causal",
             build(make, format=FP8_DS_MLA, seq_lens=few, query_len=4, causal=False),
             quick=True,
+        ),
+        *(
+            Case(
+                f"maxima that climb, {heads} heads, {fmt.name}",
+                build(
+                    _climbing,
+                    make,
+                    format=fmt,
+                    seq_lens=Shuffled([300 + i % 7 for i in range(140)]),
+                    num_heads=heads,
+                ),
+            )
+            for fmt in (FP8_DS_MLA, BF16_576)
+            for heads in (64, 16)
         ),
         Case(
             "fewer keys than queries",
