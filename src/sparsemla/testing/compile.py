@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -271,10 +272,13 @@ def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
     Triton's allocator gives the memory of a barrier away once nobody waits for it any more. PTX
     demands ``mbarrier.inval`` before; without it, those bytes change under their new owner when the
     GPU switches to another process and back. So the kernel is lowered again with all barriers
-    alive to its end, except those that it invalidates: nothing moves unless memory was shared.
+    alive to its end, except those that it invalidates: no address moves unless memory was shared.
     """
     text = asm["ttgir"]
-    uses = "".join(f"    ttg.local_dealloc {name} : {kind}\n" for name, kind in _valid(text))
+    valid = _valid(text)
+    if not valid:
+        return False
+    uses = "".join(f"    ttg.local_dealloc {name} : {kind}\n" for name, kind in valid)
     kept = re.sub(r"^(?= *tt\.return)", uses, text, flags=re.MULTILINE)
     backend = make_backend(target.gpu)
     context = ir.context()
@@ -289,7 +293,7 @@ def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
     options = backend.parse_options({name.replace("-", "_"): int(size) for name, size in sizes})
     stages: dict[str, Callable[..., str]] = {}
     backend.add_stages(stages, options, Language.GLUON)
-    return _code(str(stages["llir"](module, {}))) != _code(asm["llir"])
+    return _numbers(str(stages["llir"](module, {}))) != _numbers(asm["llir"])
 
 
 def _valid(text: str) -> list[tuple[str, str]]:
@@ -300,9 +304,13 @@ def _valid(text: str) -> list[tuple[str, str]]:
     return [(name, kind) for name, kind, count in found if ended.count(name) < count]
 
 
-def _code(llir: str) -> str:
-    """LLVM's text without numbers and lines of metadata, which hold where the source was."""
-    return re.sub(r"^!.*\n|^source_filename.*\n|(?<=!)\d+|\s+$", "", llir, flags=re.MULTILINE)
+def _numbers(llir: str) -> Counter[str]:
+    """How often each integer is in LLVM's code: addresses in shared memory are among them.
+
+    Values, labels and metadata are left out, as their numbers and order may differ between runs.
+    """
+    code = re.sub(r"^!.*", "", llir, flags=re.MULTILINE)
+    return Counter(re.findall(r"(?<![%!#\w.])-?\d+(?![\w.:])", code))
 
 
 def _dump(cubin: bytes, option: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -14,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -182,7 +182,7 @@ def verify(
         dirty=dirty,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=_triton_version(),
         python=platform.python_version(),
         device=device_name(device, acting_as),
         kernel_hash=kernel_hash(),
@@ -358,10 +358,11 @@ def _limits(tolerance: Tolerance | None) -> Mapping[str, float] | str:
     return {name: limit for name, limit in asdict(tolerance).items() if limit or name == "cos"}
 
 
-def _version(package: str) -> str | None:
+def _triton_version() -> str | None:
+    """What is imported, which need not be what is installed."""
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
         return None
 
 
