@@ -286,8 +286,9 @@ def test_ops_that_write_their_arguments_are_known():
                 assert_equal(f"{op}: {name}", value, untouched[name])
 
 
-def test_processes_share_the_ops():
+def test_processes_share_the_cases(monkeypatch):
     names = ["to_slots", "merge_states"]
+    monkeypatch.setattr(run, "GROUP", 2)
     alone = run.verify("cpu", quick=True, ops=names)
     shared = run.verify("cpu", quick=True, ops=names, jobs=2)
     assert [one.op for one in shared.ops] == names
@@ -305,12 +306,13 @@ def test_no_op_begins_after_an_interrupt(monkeypatch):
     def note(op, *_):
         begun.append(op)
         time.sleep(0.1)
+        return run._Group([], 0.1)
 
     def interrupt(report):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "ProcessPoolExecutor", Threads)
-    monkeypatch.setattr(run, "_run_op", note)
+    monkeypatch.setattr(run, "_run_group", note)
     with pytest.raises(KeyboardInterrupt):
         run.verify("cpu", jobs=2, on_op=interrupt)
     assert len(begun) < len(MATRIX)

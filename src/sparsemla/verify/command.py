@@ -25,7 +25,7 @@ def verify(
     commit: Annotated[
         str | None, typer.Option(help="Recorded in the report; default: the checkout's.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the ops.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
     beside: Annotated[
         int,
         typer.Option(min=0, help="Also repeat long calls beside N busy processes."),

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,8 @@ from sparsemla.verify.properties import (
 
 PACKAGE = Path(sparsemla.__file__).parent
 RERUNS, QUICK_RERUNS = 20, 5
+GROUP = 12
+"""Cases that a process runs before it takes others."""
 SHOWN = 40
 """Lines of a failure that the report keeps."""
 
@@ -63,7 +66,7 @@ class OpReport:
         share: for each result the largest share of what an element may differ by.
         tolerance: for each result the limits of its tolerance, or ``exact``.
         properties: repeatable, late_inputs, graph_replay and batch_invariant, as far as they apply.
-        seconds: time that all of it took, compilation included.
+        seconds: time that all of it took in its processes, compilation included.
         failures: what went wrong, each with the name of its case.
     """
 
@@ -139,7 +142,7 @@ def verify(
         quick: a few cases of each op, with fewer reruns.
         ops: names of ops; none means all.
         commit: recorded in the report where the checkout cannot tell.
-        jobs: processes that share the ops; most of a first run is compilation.
+        jobs: processes that share the cases; most of a first run is compilation.
         beside: other processes; if there are any, long calls are repeated while these keep the
             device busy, too (:mod:`sparsemla.verify.beside`).
         acting_as: an older GPU that the one that is there acts as
@@ -152,26 +155,35 @@ def verify(
         ValueError: no such device, op or older GPU.
     """
     check_choice(device, ops, beside, acting_as)
+    names = ops or tuple(MATRIX)
+    groups = {op: range(0, len(chosen_cases(op, device, quick)), GROUP) for op in names}
     reports = []
     with ExitStack() as stack:
         if jobs == 1:
-            found = (_run_op(op, device, quick, acting_as, on_case) for op in ops or MATRIX)
+            found = (
+                (op, [_run_group(op, i, device, quick, acting_as, on_case) for i in firsts])
+                for op, firsts in groups.items()
+            )
         else:
             # A GPU cannot be used in a fork of a process that has used it.
             spawn = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(jobs, mp_context=spawn)
-            stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C does not begin another op
-            started = [pool.submit(_run_op, op, device, quick, acting_as) for op in ops or MATRIX]
-            found = (one.result() for one in started)
-        for report in found:
+            stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C does not begin another one
+            started = [
+                (op, [pool.submit(_run_group, op, i, device, quick, acting_as) for i in firsts])
+                for op, firsts in groups.items()
+            ]
+            found = ((op, [one.result() for one in some]) for op, some in started)
+        for op, parts in found:
+            report = _summarise(op, parts)
             reports.append(report)
             if on_op is not None:
                 on_op(report)
         if beside and jobs > 1:
-            list(pool.map(compile_calls, ops or MATRIX, itertools.repeat(device)))
+            list(pool.map(compile_calls, names, itertools.repeat(device)))
     shared = []
     if beside:
-        calls = [call for op in ops or MATRIX for call in calls_of(op, device)]
+        calls = [call for op in names for call in calls_of(op, device)]
         for call in rerun_beside(calls, device, beside):
             shared.append(call)
             if on_shared is not None:
@@ -193,21 +205,23 @@ def verify(
     )
 
 
-def _run_op(
+def _run_group(
     op: str,
+    first: int,
     device: str,
     quick: bool,
     acting_as: str | None,
     on_case: Callable[[str, str], None] | None = None,
-) -> OpReport:
+) -> _Group:
+    """Run up to :data:`GROUP` cases of an op from the ``first`` on."""
     started = time.perf_counter()
     outcomes = []
     with _acting(acting_as):
-        for case in chosen_cases(op, device, quick):
+        for case in chosen_cases(op, device, quick)[first : first + GROUP]:
             if on_case is not None:
                 on_case(op, case.name)
             outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
-    return _summarise(op, outcomes, time.perf_counter() - started)
+    return _Group(outcomes, time.perf_counter() - started)
 
 
 def _acting(name: str | None) -> AbstractContextManager[None]:
@@ -277,6 +291,13 @@ class _Outcome:
     failures: tuple[str, ...]
 
 
+class _Group(NamedTuple):
+    """What was found for some cases of an op, and the seconds it took."""
+
+    outcomes: Sequence[_Outcome]
+    seconds: float
+
+
 def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
     measured: list[Measured] = []
     properties: dict[str, bool] = {}
@@ -315,7 +336,8 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
     return _Outcome(case.name, tuple(tiers), tuple(measured), properties, tuple(failures))
 
 
-def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpReport:
+def _summarise(op: str, groups: Sequence[_Group]) -> OpReport:
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
     worst: dict[str, float] = {}
     share: dict[str, float] = {}
     tolerance: dict[str, Mapping[str, float] | str] = {}
@@ -346,7 +368,7 @@ def _summarise(op: str, outcomes: Sequence[_Outcome], seconds: float) -> OpRepor
         share=share,
         tolerance=tolerance,
         properties=properties,
-        seconds=round(seconds, 2),
+        seconds=round(sum(group.seconds for group in groups), 2),
         failures=tuple(failures),
     )
 
