@@ -22,5 +22,6 @@ def test_mutants_are_found(mutant):
     assert outcome.verdict == "found", outcome.output
 
 
-def test_checks_of_mutants_pass_on_the_kernels_as_they_are():
-    assert mutants.right_passes(mutants.CPU_MUTANTS, jobs=1, timeout=300) == []
+def test_a_copy_without_a_mutant_passes():
+    # The checks of the others are tests of this suite, which has to pass, too.
+    assert mutants.right_passes(mutants.CPU_MUTANTS[:1], jobs=1, timeout=300) == []
