@@ -100,7 +100,7 @@ class Checker:
         if workspace is None:
             return
         self.tensor("workspace", workspace, "bytes", torch.uint8)
-        # Dynamo cannot ask for an offset; in compiled code the views refuse what they must.
+        # Dynamo cannot ask for an offset; in compiled code the views refuse a wrong one.
         offset = 0 if torch.compiler.is_compiling() else workspace.storage_offset()
         if workspace.shape[0] < size or offset % 16:
             raise ValueError(

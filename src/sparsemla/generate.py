@@ -134,7 +134,7 @@ def load_checkpoint(directory: Path, *, cache_format: str, dtype: str) -> Checkp
 
 @contextlib.contextmanager
 def _blamed_on(source: object) -> Iterator[None]:
-    """Make what is raised one error for the user: for bad files transformers raises any kind."""
+    """Turn any error into a CheckpointError: transformers raises many kinds for bad files."""
     try:
         yield
     except CheckpointError:

@@ -169,7 +169,7 @@ def decode_branch(
         topk_lengths: ``[T]``, entries that count.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. A selection says itself what each token sees.
+            step too. True with a selection, which alone decides what a token sees.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
         num_splits: pieces a token's keys are cut into, worked on side by side; default from shapes
@@ -345,7 +345,7 @@ def prefill_branch(
         topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
         topk_lengths: ``[T]``, entries that count.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. A selection says itself what each token sees.
+            step too. True with a selection, which alone decides what a token sees.
         workspace_rows: context rows that the dense form expands at a time, at least one a request.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
