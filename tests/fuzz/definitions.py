@@ -17,6 +17,8 @@ import torch
 INF = float("inf")
 FLOAT32 = 2.0**-24
 """Half the distance of float32 numbers near 1: what one rounding changes, relatively."""
+TINY = 1e-37
+"""GPUs take subnormal float32 numbers, those below 1.2e-38, for 0: of a few terms of a sum."""
 SUM = 2.0**-18
 """Relative to the sum of magnitudes, what some hundred float32 additions in any order change."""
 

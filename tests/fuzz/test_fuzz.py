@@ -25,7 +25,7 @@ from hypothesis import Phase, given, settings
 import definitions
 import sparsemla
 import strategies
-from definitions import FLOAT32, INF, SUM, Near, f64, half_step, ints, rounded
+from definitions import FLOAT32, INF, SUM, TINY, Near, f64, half_step, ints, rounded
 from sparsemla import PlanBuffers, dispatch, plan_batch
 from sparsemla.testing.poison import poisoned_empty
 from strategies import E4M3, Draw
@@ -348,7 +348,7 @@ def check_merged(arguments, out, lse, dtype):
     if arguments["attn_sink"] is not None:
         top = top + finite_or_0(f64(arguments["attn_sink"]))
     loose = 16 * FLOAT32 * (1 + top)  # of a difference of two logarithms, and of its exponential
-    bound = loose[..., None] * terms
+    bound = loose[..., None] * terms + TINY
     check_near("out", out, value, bound + 1.01 * half_step(abs(value) + bound, dtype))
     check_near("lse", lse, log, loose)
 
@@ -362,7 +362,7 @@ def score_rounding(backend, dtype):
 
 
 def check_scores(backend, arguments, scores, expected):
-    bound = score_rounding(backend, arguments["q"].dtype) * expected.error + 1e-37
+    bound = score_rounding(backend, arguments["q"].dtype) * expected.error + TINY
     check_near("scores", scores, expected.value, bound)
 
 

@@ -64,20 +64,22 @@ def index_keys(fmt, hadamard=False):
     return launch
 
 
-def index_queries(fmt, interleaved=False, hadamard=False):
+def index_queries(fmt, num_heads=64, rope_dim=64, interleaved=False, hadamard=False):
     def launch():
         dispatch.load("prepare_index_queries", "triton")(
-            q=meta(8192, 64, 128),
-            weights=meta(8192, 64),
-            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            q=meta(8192, num_heads, 128),
+            weights=meta(8192, num_heads),
+            cos_sin_cache=meta(8192, rope_dim, dtype=torch.float32),
             positions=ints(8192),
             format=fmt,
             interleaved=interleaved,
             rope_first=True,
             hadamard=hadamard,
             scale_mode="pow2",
-            out=meta(8192, 64, 128, dtype=torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16),
-            weights_out=meta(8192, 64, dtype=torch.float32),
+            out=meta(
+                8192, num_heads, 128, dtype=torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
+            ),
+            weights_out=meta(8192, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -123,6 +125,7 @@ LAUNCHES = {
     "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),
     "keys bf16": index_keys(bf16_format(128)),
     "queries index_fp8": index_queries(INDEX_FP8),
+    "queries index_fp8, one head, one pair": index_queries(INDEX_FP8, 1, rope_dim=2),
     "queries index_fp8, interleaved": index_queries(INDEX_FP8, interleaved=True),
     "queries index_fp8, hadamard": index_queries(INDEX_FP8, hadamard=True),
     "queries bf16": index_queries(bf16_format(128)),

@@ -39,7 +39,7 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
 @triton.jit
 def encode_e4m3(x, NATIVE: tl.constexpr):
     """uint8 e4m3 codes of float32 values, nearest even, saturating at +-448; NaN stays NaN."""
-    if NATIVE:
+    if NATIVE and x.numel >= 4:
         # The instruction itself: on sm_89, Triton 3.6 to 3.8 truncates to float16 first.
         return tl.inline_asm_elementwise(
             ENCODE_FOUR, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
