@@ -49,9 +49,9 @@ from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA, INDEX_FP8, CacheFormat
 from sparsemla.testing.compare import UNQUANTIZED_PROJECTION, Tolerance, assert_close
 
-# Elements may be an e4m3 step off, or have another scale where a last bit doubles that.
-CACHE_ROWS = Tolerance(rel=1.01, cos=1e-3, size=2**-3)
-"""e4m3 rows against the rows they were made from."""
+# Both sides round a value to e4m3, by up to 2^-4 of it, and to bfloat16 before or after.
+CACHE_ROWS = Tolerance(rel=0.14, cos=1e-3, size=2**-3)
+"""e4m3 rows times their scales, against others or the rows they were made from."""
 
 
 class Unavailable(Exception):
@@ -527,8 +527,9 @@ class VLLM(Peer):
         def check(results: Results) -> None:
             expected = _empty_like(inputs["cache"])
             queries, folded = reference.fused_indexer_rope_quant(**inputs | {"cache": expected})
-            assert_close("queries", results[0].float(), queries.float(), CACHE_ROWS)
-            assert_close("weights", results[1].float(), folded, CACHE_ROWS)
+            # A last bit doubles a scale and halves codes: only their products can be compared.
+            weighted = results[0].float() * results[1].float()[..., None]
+            assert_close("queries", weighted, queries.float() * folded[..., None], CACHE_ROWS)
             written = PagedCache(results[2], INDEX_FP8).read(slots)
             assert_close("keys", written, expected.read(slots), CACHE_ROWS)
 
