@@ -75,91 +75,91 @@ GDC_WAIT = "    gdc_wait()  # as in kernels/common/early.py: all above needs nob
 CPU_MUTANTS = (
     portable(
         "keys past the end of a selection count",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         "valid = is_slot(slots, rows.num_slots) & (at < end)",
         "valid = is_slot(slots, rows.num_slots)",
         DECODE,
     ),
     portable(
         "the mask is dropped",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         '    s = tl.where(seen, s, float("-inf"))\n',
         "",
         DECODE,
     ),
     portable(
         "values are not rescaled",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         "acc = dot(p, value, acc * shrink[:, None], UPCAST)",
         "acc = dot(p, value, acc, UPCAST)",
         DECODE,
     ),
     portable(
         "the sum of weights is not rescaled",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         "l * shrink + tl.sum(p, 1)",
         "l + tl.sum(p, 1)",
         DECODE,
     ),
     portable(
         "the sink is ignored",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         "        l += tl.exp2(sink * LOG2E - m)\n",
         "        l += 0.0\n",
         DECODE,
     ),
     portable(
         "scales of the cache are ignored",
-        "common/attention.py",
+        "attention/triton/tiles.py",
         "(x.reshape(N, NUM_GROUPS, GROUP) * scale[:, :, None])",
         "(x.reshape(N, NUM_GROUPS, GROUP) * (scale[:, :, None] * 0 + 1))",
         DECODE,
     ),
     portable(
         "causal off by one",
-        "decode/triton.py",
+        "attention/triton/decode.py",
         "seen = seen & (at[None, :] < limit[:, None])",
         "seen = seen & (at[None, :] <= limit[:, None])",
         CAUSAL,
     ),
     portable(
         "the last tile is skipped",
-        "decode/triton.py",
+        "attention/triton/decode.py",
         "    last = tl.minimum(first + steps * BLOCK_N, end)\n",
         "    last = tl.minimum(first + steps * BLOCK_N, end // BLOCK_N * BLOCK_N)\n",
         DENSE,
     ),
     portable(
         "rows of another place in the page",
-        "decode/triton.py",
+        "attention/triton/decode.py",
         "(at % L.page_size).to(tl.int64)",
         "((at + 1) % L.page_size).to(tl.int64)",
         DENSE,
     ),
     portable(
         "parts are not rescaled when merged",
-        "decode/triton.py",
+        "attention/triton/merge.py",
         "        acc = acc * shrink + tl.sum(x, 0)\n",
         "        acc = acc + tl.sum(x, 0)\n",
         MERGE,
     ),
     portable(
         "parts have equal weights",
-        "decode/triton.py",
+        "attention/triton/merge.py",
         "x * weight[:, None], 0.0)",
         "x, 0.0)",
         MERGE,
     ),
     portable(
         "the tile with the diagonal is not masked",
-        "prefill/triton.py",
+        "attention/triton/prefill.py",
         '                s = tl.where(seen, s, float("-inf"))\n',
         "",
         PREFILL,
     ),
     portable(
         "the tiles with the diagonal begin one later",
-        "prefill/triton.py",
+        "attention/triton/prefill.py",
         "whole = tl.maximum(num_keys - num_queries + begin + 1, 0)",
         "whole = tl.maximum(num_keys - num_queries + begin + BLOCK_N, 0)",
         PREFILL,
@@ -243,10 +243,10 @@ CPU_MUTANTS = (
     ),
 )
 
-ROWS = "common/hopper_rows.py"
-ROWS_FP8 = "common/hopper_rows_fp8.py"
-COLUMNS = "common/hopper_columns.py"
-COLUMNS_FP8 = "common/hopper_columns_fp8.py"
+ROWS = "attention/sm90/bf16.py"
+ROWS_FP8 = "attention/sm90/fp8.py"
+COLUMNS = "attention/sm90/bf16_few_heads.py"
+COLUMNS_FP8 = "attention/sm90/fp8_few_heads.py"
 INDEXER = "indexer/sm90.py"
 
 # The wait for which keys count is not among them: they are stored while the keys are on their way,
@@ -439,21 +439,21 @@ GPU_MUTANTS = (
     ),
     hopper(
         "ties go to the higher id",
-        "topk/hopper_merge.py",
+        "topk/sm90/merge.py",
         "            rank = gl.where(equal, -1 - ids, DEAD_KEY)\n",
         "            rank = gl.where(equal, ids - 0x7FFFFFFF, DEAD_KEY)\n",
         "merge_topk",
     ),
     hopper(
         "columns behind the row count",
-        "topk/hopper_held.py",
+        "topk/sm90/held.py",
         "live = (column >= start) & (column < end)",
         "live = (column >= start) & (column <= end)",
         "select_topk",
     ),
     hopper(
         "rows of up to k are one short",
-        "topk/hopper_select.py",
+        "topk/sm90/select.py",
         "    if size <= k:\n        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS,",
         "    if size <= k:\n        store_short_row(o, size - 1, k, pages, row, PAGE_SIZE, WARPS,",
         "select_topk",
@@ -474,7 +474,7 @@ GPU_MUTANTS = (
     ),
     hopper(
         "parts are not rescaled when merged",
-        "decode/triton.py",
+        "attention/triton/merge.py",
         "        acc = acc * shrink + tl.sum(x, 0)\n",
         "        acc = acc + tl.sum(x, 0)\n",
         "merge_states",

@@ -415,10 +415,10 @@ def test_a_small_workspace_is_refused_before_anything_is_written(device):
     case = branch_case(draw, mla_layer(draw), query_lens=[1, 3], seq_lens=[66, 5])
     before = case["cache"].data.clone()
     columns = case["plan"].page_table.shape[1]
-    size = sparsemla.branch_workspace_size(4, 4, num_splits=2, max_pages_per_request=columns)
+    size = sparsemla.branch_workspace_size(4, 4, num_splits=1, max_pages_per_request=columns)
     workspace = torch.empty(size - 16, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=f"workspace must hold {size} bytes"):
-        sparsemla.decode_branch(**case, num_splits=2, workspace=workspace)
+        sparsemla.decode_branch(**case, num_splits=1, workspace=workspace)
     with pytest.raises(ValueError, match="num_splits must be a positive integer, got 0"):
         sparsemla.decode_branch(**case, num_splits=0)
     assert_equal("cache", case["cache"].data, before)
@@ -426,7 +426,7 @@ def test_a_small_workspace_is_refused_before_anything_is_written(device):
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
-    monkeypatch.setattr(sparsemla.ops.decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sparsemla.dispatch, "num_multiprocessors", lambda device: 132)
     size = sparsemla.branch_workspace_size(40, num_heads, device="cuda")
     for tokens in range(41):
         for splits in range(1, sparsemla.ops.decode.most_splits(tokens, num_heads, "cuda") + 1):

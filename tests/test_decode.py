@@ -10,8 +10,11 @@ from sparsemla import (
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
+    dispatch,
     e4m3_format,
 )
+from sparsemla.kernels.attention.schedule import dense, sm90_sparse, sparse
+from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.ops import decode
 from sparsemla.testing.cases import (
     GARBAGE_PAGE,
@@ -303,24 +306,25 @@ def test_caches_beyond_2_gib(device, fmt):
 
 @pytest.mark.parametrize(
     ("batch", "topk", "schedule"),
-    [(1, 2048, (16, 16)), (2, 2048, (16, 8)), (4, 2048, (16, 4)), (8, 2048, (64, 8)),
-     (16, 2048, (64, 4)), (64, 2048, (64, 1)), (128, 2048, (64, 1)), (4, 512, (16, 4)),
-     (16, 512, (64, 4)), (1, 64, (64, 1))],
+    [(1, 2048, (16, 16)), (2, 2048, (8, 16)), (4, 2048, (4, 16)), (8, 2048, (8, 64)),
+     (16, 2048, (4, 64)), (64, 2048, (1, 64)), (128, 2048, (1, 64)), (4, 512, (4, 16)),
+     (16, 512, (4, 64)), (1, 64, (1, 64))],
     ids=str,
 )  # fmt: skip
 def test_schedule_of_128_heads_on_132_multiprocessors(batch, topk, schedule):
-    kernels = decode._ROWS, decode._NARROW
-    assert decode._fastest(kernels, batch, 128, topk, 132) == schedule
+    work = DecodeWork(batch, 1, 128, topk, FP8_DS_MLA, 132)
+    assert sm90_sparse(work, None) == schedule
+    assert sm90_sparse(work, 3) == (3,)
 
 
 def test_schedules_fit_the_workspace(monkeypatch):
-    monkeypatch.setattr(decode, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
         size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
-        for kernels in ((decode._FEW,), (decode._ROWS, decode._NARROW), (decode._PAIRS,)):
+        for fmt, choose in itertools.product((BF16_576, FP8_DS_MLA), (sm90_sparse, sparse, dense)):
             for compiling in (False, True):
                 monkeypatch.setattr(torch.compiler, "is_compiling", lambda said=compiling: said)
-                splits = decode._schedule(kernels, batch, num_heads, topk, 132).num_splits
+                splits, *_ = choose(DecodeWork(batch, 1, num_heads, topk, fmt, 132), None)
                 assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
 
 

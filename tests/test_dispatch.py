@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-import sparsemla
 from sparsemla import (
     BF16_576,
     FP8_584,
@@ -17,9 +16,8 @@ from sparsemla import (
 )
 from sparsemla.dispatch import Problem, explain
 from sparsemla.formats import bf16_format
+from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.ops._library import aligned
-from sparsemla.testing.cases import Draw, sparse_decode_case
-from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
 
 HOPPER = Problem("sparse_decode", "cuda", (9, 0), cache_format=FP8_DS_MLA.name, num_heads=20)
 
@@ -59,17 +57,18 @@ def test_gpus_before_sm_80_get_the_definition(op):
     assert explain(Problem(op, "cuda", (8, 0))).chosen == "triton"
 
 
-def test_the_definition_fills_the_first_of_several_parts():
-    case = sparse_decode_case(Draw(0), format=FP8_DS_MLA, batch=2, num_heads=3)
-    expected, lse = sparsemla.sparse_decode(**case)
-    outs, lses = torch.full((4, *expected.shape), torch.nan), torch.full((4, *lse.shape), torch.nan)
-    names = ("topk_lengths", "attn_sink", "extra_cache", "extra_topk_indices", "extra_topk_lengths")
-    rest = dict.fromkeys([*names, "workspace"]) | case
-    launch = dispatch.load("sparse_decode", "reference")
-    launch(**rest, head_tile=64, num_splits=4, out=outs, lse=lses)
-    out, merged = sparsemla.merge_states(outs.flatten(1, 2), lses.flatten(1, 2))
-    assert_close("out", out.view(expected.shape), expected.float(), TOLERANCES["sparse_decode"][0])
-    assert_equal("lse", merged.view(lse.shape), lses[0])
+@pytest.mark.parametrize("op", ["sparse_decode", "dense_decode"])
+def test_tiers_that_do_not_split_have_one_split(op):
+    cache = PagedCache.allocate(FP8_DS_MLA, num_pages=1, page_size=64)
+    q = torch.empty(2, 1, 3, 576, dtype=torch.bfloat16)
+    assert dispatch.schedule(op, q, cache, 2048, 4, None) == (1,)
+    reference = dispatch.OPS[op].kernel("reference")
+    assert reference.schedule(DecodeWork.of(q, cache.format, 2048, 132), 4) == (1,)
+
+
+def test_a_tier_without_the_op_is_named():
+    with pytest.raises(ValueError, match="tier must be one of triton, cpu, reference for to_slots"):
+        dispatch.load("to_slots", "sm90")
 
 
 def workspace_rows(monkeypatch, query_lens, seq_lens, num_heads=128, fmt=FP8_DS_MLA, **options):

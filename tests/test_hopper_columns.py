@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from sparsemla import FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
-from sparsemla.kernels.common import hopper_columns_fp8 as kernel
-from sparsemla.kernels.decode import sm90
+from sparsemla.kernels.attention.sm90 import decode
+from sparsemla.kernels.attention.sm90 import fp8_few_heads as kernel
 
 FORMATS = (
     FP8_584,
@@ -73,11 +73,11 @@ def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
         out.copy_(outs.mean(0))
         lse.copy_(lses.mean(0))
 
-    monkeypatch.setattr(sm90, "attend_columns_fp8", attend)
-    monkeypatch.setattr(sm90, "merge_splits", merge)
+    monkeypatch.setattr(decode, "attend_columns_fp8", attend)
+    monkeypatch.setattr(decode, "merge_splits", merge)
     q = torch.randn(80, 3, 1, 576, dtype=torch.bfloat16).permute(1, 2, 0, 3)
     out, lse = torch.empty(3, 1, 80, 512, dtype=q.dtype), torch.empty(3, 1, 80)
-    sm90.sparse_decode(
+    decode.sparse_decode(
         q=q,
         cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
         topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
@@ -87,8 +87,7 @@ def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
         extra_cache=None,
         extra_topk_indices=None,
         extra_topk_lengths=None,
-        head_tile=16,
-        num_splits=2,
+        schedule=(2, 16),
         workspace=None,
         out=out,
         lse=lse,

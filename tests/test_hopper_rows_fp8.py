@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("triton")
 
 from sparsemla import FP8_584, FP8_DS_MLA, e4m3_format
-from sparsemla.kernels.common import hopper_rows_fp8 as kernel
-from sparsemla.kernels.common.hopper_chunks import chunk_start, chunk_width, num_chunks
+from sparsemla.kernels.attention.sm90 import fp8 as kernel
+from sparsemla.kernels.attention.sm90.chunks import chunk_start, chunk_width, num_chunks
 
 FORMATS = (
     FP8_584,

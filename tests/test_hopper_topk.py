@@ -12,15 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 from sparsemla import reference
-from sparsemla.kernels.topk import (
-    hopper_counts,
-    hopper_held,
-    hopper_keys,
-    hopper_merge,
-    hopper_select,
-    sm90,
-    triton,
-)
+from sparsemla.kernels.topk import sm90 as topk_on_hopper
+from sparsemla.kernels.topk.sm90 import counts, merge, select
+from sparsemla.kernels.topk.sm90 import held as registers
+from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
+from sparsemla.kernels.topk.triton import LIST_BYTES
 from sparsemla.testing.cases import Draw, adversarial_scores, merge_topk_case
 
 COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]
@@ -30,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def of_132_multiprocessors(monkeypatch):
-    monkeypatch.setattr(hopper_select, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(select, "num_multiprocessors", lambda device: 132)
 
 
 # Columns and k for which no list of up to 8192 and sample of up to 4096 keep a threshold clear.
@@ -45,25 +41,25 @@ def sigmas(topk, num_cols, capacity, sample):
 @pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
 def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
-    capacity, sample = hopper_select._list_and_sample(num_cols, topk)
-    most = sigmas(topk, num_cols, 8192, hopper_select.MAX_SAMPLE)
-    assert (most < hopper_select.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
+    capacity, sample = select._list_and_sample(num_cols, topk)
+    most = sigmas(topk, num_cols, 8192, select.MAX_SAMPLE)
+    assert (most < select.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
     if (num_cols, topk) in CROWDED:  # the longest list, and a sample that no other row gets
-        assert (capacity, sample) == (8192, 2 * hopper_select.MAX_SAMPLE)
+        assert (capacity, sample) == (8192, 2 * select.MAX_SAMPLE)
     else:
         assert sample & (sample - 1) == capacity & (capacity - 1) == 0
-        assert sample <= hopper_select.MAX_SAMPLE
-        assert sigmas(topk, num_cols, capacity, sample) >= hopper_select.FEW_SIGMAS
+        assert sample <= select.MAX_SAMPLE
+        assert sigmas(topk, num_cols, capacity, sample) >= select.FEW_SIGMAS
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 132, 500, 8192])
 @pytest.mark.parametrize("topk", TOPK)
 def test_lists_have_room_and_memory_is_bounded(topk, num_rows, num_cols):
-    how = hopper_select.plan(num_rows, num_cols, topk, CPU)
+    how = select.plan(num_rows, num_cols, topk, CPU)
     assert how.num_lists <= how.capacity
     assert how.num_lists * how.limit(num_cols) >= min(num_cols, how.capacity)
-    assert how.programs == 1 or how.list_bytes(num_cols) <= triton.LIST_BYTES
+    assert how.programs == 1 or how.list_bytes(num_cols) <= LIST_BYTES
     assert 1 <= how.programs <= num_rows
 
 
@@ -77,7 +73,7 @@ class MergeOnTheCpu:
     def merge(grid, values, indices, out_values, out, num_parts, width, k, *strides, **constants):
         parts = constants["PARTS"]
         assert grid == (values.shape[1], out.shape[0])
-        assert parts * constants["WIDTH"] <= hopper_merge.MERGE_BLOCK
+        assert parts * constants["WIDTH"] <= merge.MERGE_BLOCK
         assert parts * constants["WIDTH"] % (128 * constants["W"]) == 0
         assert width <= constants["WIDTH"]
         assert k <= constants["SORTED"]
@@ -97,11 +93,11 @@ class MergeOnTheCpu:
     [(1, 1, 1), (3, 40, 64), (5, 600, 100), (70, 300, 70), (300, 90, 3), (40, 1, 200)],
 )
 def test_parts_are_merged_in_groups(num_parts, width, topk, monkeypatch):
-    monkeypatch.setattr(hopper_merge, "MERGE_BLOCK", 2048)
-    monkeypatch.setattr(hopper_merge, "_merge_kernel", MergeOnTheCpu())
+    monkeypatch.setattr(merge, "MERGE_BLOCK", 2048)
+    monkeypatch.setattr(merge, "_merge_kernel", MergeOnTheCpu())
     case = merge_topk_case(Draw(0, CPU), num_parts=num_parts, num_rows=2, width=width, topk=topk)
     out = torch.empty(2, topk, dtype=torch.int32)
-    sm90.merge_topk(**case, out=out)
+    topk_on_hopper.merge_topk(**case, out=out)
     assert torch.equal(out, reference.merge_topk(**case))
 
 
@@ -278,15 +274,15 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
     for name, row in adversarial_scores(Draw(0, CPU), num_cols, topk).items():
         x = torch.where(row == 0, 0.0, row).numpy()
         bits = x.view(np.int32)
-        keys = np.where(np.isnan(x), hopper_keys.NAN_KEY.value, bits ^ (bits >> 31 & 0x7FFFFFFF))
-        held = np.full(columns, hopper_keys.DEAD_KEY.value, np.int32)
+        keys = np.where(np.isnan(x), NAN_KEY.value, bits ^ (bits >> 31 & 0x7FFFFFFF))
+        held = np.full(columns, DEAD_KEY.value, np.int32)
         held[:num_cols] = keys
         held = held.view(np.uint32).reshape(order[0]).transpose(order[1]).reshape(each, -1)
         operands = {f"${i}": held[i] for i in range(each)}
         operands[f"${2 * each}"] = np.full(32 * warps, topk, np.uint32)
         operands[f"${3 * each}"] = np.full(32 * warps, keys.min(), np.int32).view(np.uint32)
         threads = Threads(operands, ctas)
-        threads.run(hopper_counts._best_ptx(each, warps // ctas, ctas, bounded))
+        threads.run(counts._best_ptx(each, warps // ctas, ctas, bounded))
         places = np.stack([threads.get(f"${i}") for i in range(each)]).view(np.int32)
         places = places.reshape(each // 4, 4, warps, 32).transpose(2, 0, 3, 1)
         places = torch.from_numpy(places.reshape(-1))
@@ -300,9 +296,9 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
 @pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
 @pytest.mark.parametrize("topk", [1, 512, 2048])
 def test_programs_hold_a_row(num_rows, num_cols, topk):
-    how = hopper_held.held(num_rows, num_cols, topk, 132)
+    how = registers.held(num_rows, num_cols, topk, 132)
     if how is None:
-        assert num_rows > 132 or num_cols > hopper_held.HELD
+        assert num_rows > 132 or num_cols > registers.HELD
         return
     columns, ctas = how
     assert columns >= num_cols

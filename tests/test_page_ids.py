@@ -155,7 +155,7 @@ def test_portable_kernels(page):
 
     case = with_page(PAGED["dense_decode"](Draw(0)), page)
     out, lse = torch.empty(2, 1, 8, 512).bfloat16(), torch.empty(2, 1, 8)
-    more = {"attn_sink": None, "num_splits": 1, "workspace": None}
+    more = {"attn_sink": None, "schedule": (1,), "workspace": None}
     triton("dense_decode", more | case, {"out": out, "lse": lse})
     assert (lse[1] == -torch.inf).all()
 

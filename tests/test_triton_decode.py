@@ -26,8 +26,8 @@ from sparsemla.testing.cases import (
 from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
 
 pytest.importorskip("triton")
-from sparsemla.kernels.common.attention import Tile
-from sparsemla.kernels.decode import triton as decode
+from sparsemla.kernels.attention.triton import decode
+from sparsemla.kernels.attention.triton.tiles import Tile
 
 # In the interpreter numpy warns of log2(0) and of exp2 overflowing, which mean -inf and inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -59,7 +59,7 @@ def run(op, case, num_splits):
         for name in ("extra_cache", "extra_topk_indices", "extra_topk_lengths"):
             case = {name: None, **case}
     launch = dispatch.load(op, "triton")
-    launch(**case, num_splits=num_splits, workspace=workspace, out=out, lse=lse)
+    launch(**case, schedule=(num_splits,), workspace=workspace, out=out, lse=lse)
     return out, lse
 
 

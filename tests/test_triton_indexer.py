@@ -10,8 +10,8 @@ from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format,
 pytest.importorskip("triton")
 
 from sparsemla.kernels.indexer import triton as kernels
-from sparsemla.kernels.topk import hopper_select
 from sparsemla.kernels.topk import triton as topk_kernels
+from sparsemla.kernels.topk.sm90 import select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -217,7 +217,7 @@ def test_lengths_past_the_page_table_are_cut():
     assert torch.equal(out[0].sort().values[-32:], torch.arange(32, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("tier", [topk_kernels, hopper_select], ids=["portable", "Hopper"])
+@pytest.mark.parametrize("tier", [topk_kernels, select], ids=["portable", "Hopper"])
 @pytest.mark.parametrize("num_keys", [64, 4096, 131072, 1 << 20])
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 177, 500, 8192])
 @pytest.mark.parametrize("megabytes", [1, 16, 32, 256])

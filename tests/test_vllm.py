@@ -525,8 +525,10 @@ CONVERTED = {"query_lens": [1, 1, 9, 5], "seq_lens": [200, 64, 1900, 1300]}
 @pytest.fixture
 def like_hopper(monkeypatch):
     """The CPU's tier with the measurements of Hopper's."""
-    measured = dispatch.WORTH_CONVERTING["sm90"]
-    monkeypatch.setitem(dispatch.WORTH_CONVERTING, "cpu", measured)
+    op = dispatch.OPS["sparse_prefill"]
+    converts_first = op.kernel("sm90").converts_first
+    kernels = [dataclasses.replace(kernel, converts_first=converts_first) for kernel in op.kernels]
+    monkeypatch.setitem(dispatch.OPS, "sparse_prefill", dataclasses.replace(op, kernels=kernels))
 
 
 @pytest.fixture

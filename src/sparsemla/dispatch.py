@@ -1,98 +1,47 @@
-"""Which implementation a problem gets, and why each other one refused.
+"""Which kernel a problem gets, and why each other one refused.
 
-An op is one row of :data:`OPS`; a tier is one row of :data:`TIERS`, fastest first. An op's kernel
-in a tier is the function ``sparsemla.kernels.<module>.<tier>:<op>``. It takes the arguments of the
-public op and writes the ones named in ``outputs`` in place. The last tier, ``reference``, is the
-definition itself (``sparsemla.reference.<module>:<op>``); it is slow and its memory is not bounded.
+A family of kernels registers its ops in its package's ``OPS``; :data:`OPS` is all of them. A tier
+is one row of :data:`TIERS`, fastest first. Every op also has the tier ``reference``, its definition
+in :mod:`sparsemla.reference`, which is slow and whose memory is not bounded.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from sparsemla.formats import get_format
+from sparsemla import reference
+from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat
+from sparsemla.kernels import attention, gather, indexer, projection, quant, topk
+from sparsemla.kernels.common.registry import (
+    DecodeWork,
+    Kernel,
+    Launch,
+    Op,
+    Problem,
+    Schedule,
+    no_refusal,
+)
 from sparsemla.kinds import check_kind
 
-Launch = Callable[..., object]
+FAMILIES = (quant, gather, indexer, topk, attention, projection)
 
 
-@dataclass(frozen=True)
-class Op:
-    """An op's place in the tree, what it writes, and the tiers that implement it.
+def _with_definition(name: str, op: Op) -> Op:
+    """An op with its definition as its last kernel."""
+    definition = Kernel("reference", lambda: _writing(getattr(reference, name), op))
+    return replace(op, kernels=(*op.kernels, definition))
 
-    ``schedule`` names the arguments that say how to compute and not what, which the definition
-    does not take. ``dtype`` is the usual one of the op's first tensor.
-    """
-
-    module: str
-    outputs: tuple[str, ...]
-    tiers: tuple[str, ...] = ("triton", "cpu", "reference")
-    schedule: tuple[str, ...] = ()
-    dtype: torch.dtype = torch.bfloat16
-
-
-HOPPER = ("sm90", "triton", "cpu", "reference")
 
 OPS: dict[str, Op] = {
-    "fused_rope_rmsnorm_quant": Op("quant", ("out", "kv_out")),
-    "append_index_keys": Op("quant", ()),
-    "prepare_index_queries": Op("quant", ("out", "weights_out")),
-    "fused_indexer_rope_quant": Op("quant", ("out", "weights_out")),
-    "to_slots": Op("gather", ("out",)),
-    "gather_dequant": Op("gather", ()),
-    "indexer_scores": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
-    "indexer_scores_paged": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
-    "indexer_topk": Op("indexer", ("out",), HOPPER, dtype=torch.float8_e4m3fn),
-    "select_topk": Op("topk", ("out",), HOPPER, dtype=torch.float32),
-    "merge_topk": Op("topk", ("out",), HOPPER, dtype=torch.float32),
-    "sparse_prefill": Op("prefill", ("out", "lse", "max_logits"), HOPPER),
-    "dense_prefill": Op("prefill", ("out", "lse")),
-    "sparse_decode": Op("decode", ("out", "lse"), HOPPER, ("head_tile", "num_splits", "workspace")),
-    "dense_decode": Op("decode", ("out", "lse"), HOPPER, ("num_splits", "workspace")),
-    "merge_states": Op("decode", ("out", "lse")),
-    "project_heads": Op("projection", ("out",), HOPPER, ("batch_invariant", "workspace")),
+    name: _with_definition(name, op) for family in FAMILIES for name, op in family.OPS.items()
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What dispatch looks at. It never looks at a tensor's values.
-
-    Args:
-        op: a key of :data:`OPS`.
-        device: ``cpu`` or ``cuda``.
-        capability: CUDA compute capability, None on a CPU.
-        dtype: dtype of the op's first tensor.
-        cache_format: name of the cache's format, or None where the op takes no cache.
-        num_heads: query or indexer heads, 0 where there are none.
-        topk: width of the selection, 0 where there is none.
-        extra_format: name of the second cache's format, or None without one.
-        aligned: whether queries and keys have rows, which start at multiples of 16 bytes.
-        head_dim: dims of an indexer head, 0 for other ops.
-        page_size: of the cache of an indexer's keys, 0 for other ops.
-        out_dtype: dtype of the result, None for the only one that the op has.
-    """
-
-    op: str
-    device: str
-    capability: tuple[int, int] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    cache_format: str | None = None
-    num_heads: int = 0
-    topk: int = 0
-    extra_format: str | None = None
-    aligned: bool = True
-    head_dim: int = 0
-    page_size: int = 0
-    out_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -119,45 +68,6 @@ def _refuse_off_gpu(problem: Problem) -> str | None:
 def _refuse_off_hopper(problem: Problem) -> str | None:
     if problem.capability != (9, 0) or torch.version.hip:
         return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
-    if OPS[problem.op].module in ("topk", "projection"):
-        return None
-    if OPS[problem.op].module == "indexer":
-        return _refuse_index_keys(problem)
-    if problem.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {problem.dtype}"
-    if problem.out_dtype not in (None, torch.bfloat16):
-        return f"gives bfloat16 results, not {problem.out_dtype}"
-    if not problem.aligned:
-        return "needs queries and caches with rows that start at multiples of 16 bytes"
-    if problem.cache_format is not None:
-        fmt = get_format(problem.cache_format)
-        if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
-            return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
-        if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
-            return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
-        if problem.extra_format not in (None, fmt.name) or (
-            problem.extra_format and fmt.scales_in not in ("row", "page")
-        ):
-            return f"needs an extra cache of one format that keeps its scales, got {fmt.name}"
-    return None
-
-
-def _refuse_index_keys(problem: Problem) -> str | None:
-    if problem.dtype != torch.float8_e4m3fn:
-        return f"needs float8_e4m3fn queries, got {problem.dtype}"
-    if problem.num_heads > 256 or problem.head_dim > 128:
-        return (
-            f"needs up to 256 heads of up to 128 dims, "
-            f"got {problem.num_heads} of {problem.head_dim}"
-        )
-    if problem.page_size % 64:
-        return f"needs pages of a multiple of 64 keys, got {problem.page_size}"
-    if not problem.aligned:
-        return "needs queries and keys with rows that start at multiples of 16 bytes"
-    return None
-
-
-def _refuse_nothing(problem: Problem) -> str | None:
     return None
 
 
@@ -165,21 +75,8 @@ TIERS: tuple[Tier, ...] = (
     Tier("sm90", "Gluon, for Hopper GPUs", _refuse_off_hopper),
     Tier("triton", "Triton, any GPU from sm_80 and gfx942", _refuse_off_gpu),
     Tier("cpu", "torch on the CPU, chunked, bounded memory", _refuse_off_cpu),
-    Tier("reference", "the definition: float32 torch, any device, slow", _refuse_nothing),
+    Tier("reference", "the definition: float32 torch, any device, slow", no_refusal),
 )
-
-
-WORTH_CONVERTING: dict[str, tuple[tuple[float, float], ...]] = {
-    "sm90": ((64, 0.09), (math.inf, 0.25)),
-}
-"""By tier, and up to how many heads: the rows of a quantised cache that may be converted for each
-key that is selected, so that :func:`sparsemla.sparse_prefill` over bfloat16 rows finishes first all
-the same. Measured on an H200, see docs/kernels.md; other tiers were not measured."""
-
-TILES_AT_ONCE = 132
-"""Tiles of 64 heads of a token that the measured GPU works on; fewer take as long."""
-LAUNCH_ROWS = 12288
-"""Rows that are converted in the time of the conversion's launch."""
 
 
 def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:
@@ -195,14 +92,8 @@ def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: i
     >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 512)]
     [False, True]
     """
-    if problem.cache_format is None or not get_format(problem.cache_format).fp8_dim:
-        return False
-    limits = WORTH_CONVERTING.get(explain(problem).chosen or "", ())
-    per_key = next((rows for heads, rows in limits if problem.num_heads <= heads), 0.0)
-    at_once = max(TILES_AT_ONCE // max(-(-problem.num_heads // 64), 1), 1)
-    counted = -(-num_tokens // at_once) * at_once
-    work = (num_rows + LAUNCH_ROWS) * num_tokens
-    return num_rows > 0 and work <= per_key * num_keys * counted
+    kernel = kernel_of(problem)
+    return kernel.converts_first(problem, num_tokens, num_keys, num_rows)
 
 
 @dataclass(frozen=True)
@@ -213,12 +104,12 @@ class Explanation:
     refusals: tuple[tuple[str, str | None], ...] = field(default_factory=tuple)
 
     @property
-    def chosen(self) -> str | None:
-        """The first tier that does not refuse."""
-        return next((tier for tier, reason in self.refusals if reason is None), None)
+    def chosen(self) -> str:
+        """The first tier that does not refuse; the definition never does."""
+        return next(tier for tier, reason in self.refusals if reason is None)
 
     def __str__(self) -> str:
-        lines = [f"{self.problem.op}: {self.chosen or 'no implementation'}"]
+        lines = [f"{self.problem.op}: {self.chosen}"]
         for tier, reason in self.refusals:
             state = "chosen" if tier == self.chosen else reason or "would do, slower"
             lines.append(f"  {tier}: {state}")
@@ -250,54 +141,67 @@ def explain(problem: Problem) -> Explanation:
         ValueError: there is no such op.
     """
     check_kind("problem", problem, Problem)
-    offered = op_named(problem.op).tiers
-    return Explanation(
-        problem,
-        tuple(
-            (tier.name, tier.refuse(problem) if tier.name in offered else "not implemented")
-            for tier in TIERS
-        ),
-    )
+    op = op_named(problem.op)
+    return Explanation(problem, tuple((tier.name, _refusal(tier, op, problem)) for tier in TIERS))
+
+
+def _refusal(tier: Tier, op: Op, problem: Problem) -> str | None:
+    """Why a tier does not take a problem, first for its device and then for the kernel."""
+    kernel = op.kernel(tier.name)
+    if kernel is None:
+        return "not implemented"
+    return tier.refuse(problem) or kernel.refuse(problem)
+
+
+def kernel_of(problem: Problem) -> Kernel:
+    """The kernel that ``problem`` gets.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    return _kernel(problem.op, explain(problem).chosen)
+
+
+def _kernel(op: str, tier: str) -> Kernel:
+    kernel = op_named(op).kernel(tier)
+    if kernel is None:
+        tiers = ", ".join(kernel.tier for kernel in OPS[op].kernels)
+        raise ValueError(f"tier must be one of {tiers} for {op}; got {tier!r}")
+    return kernel
 
 
 @functools.cache
 def select(problem: Problem) -> Launch:
-    """The implementation that ``problem`` gets.
+    """The launcher of the kernel that ``problem`` gets.
 
     Raises:
-        ValueError: every tier refused; the message says why.
+        ValueError: there is no such op.
     """
-    explanation = explain(problem)
-    if explanation.chosen is None:
-        raise ValueError(str(explanation))
-    return load(problem.op, explanation.chosen)
+    return kernel_of(problem).load()
 
 
 def load(op: str, tier: str) -> Launch:
-    """The function that implements ``op`` in ``tier``."""
-    package = "reference" if tier == "reference" else "kernels"
-    name = f"sparsemla.{package}.{OPS[op].module}" + ("" if tier == "reference" else f".{tier}")
-    function = getattr(importlib.import_module(name), op)
-    return _writing(function, OPS[op]) if tier == "reference" else function
+    """The launcher of ``op`` in ``tier``.
+
+    Raises:
+        ValueError: there is no such op, or none in this tier.
+    """
+    return _kernel(op, tier).load()
 
 
-def _writing(function: Launch, op: Op) -> Launch:
-    """A reference function as one that writes its results into its output arguments."""
+def _writing(definition: Launch, op: Op) -> Launch:
+    """A definition as a launcher, which writes its results into its output arguments."""
 
-    @functools.wraps(function)
+    @functools.wraps(definition)
     def launch(**arguments: object) -> None:
         targets = [cast("Tensor | None", arguments.pop(name)) for name in op.outputs]
-        for name in op.schedule:
+        for name in op.only_kernels:
             arguments.pop(name)
-        results = function(**arguments)
+        results = definition(**arguments)
         if targets:
             results = results if isinstance(results, tuple) else (results,)
             for target, result in zip(targets, results, strict=True):
-                if target is not None and target.dim() > result.dim():
-                    # Room for the parts of a split: one is the whole, the others are empty.
-                    target[0].copy_(result)
-                    target[1:] = -torch.inf
-                elif target is not None:
+                if target is not None:
                     target.copy_(result)
 
     return launch
@@ -307,25 +211,25 @@ def find(
     op: str,
     lead: Tensor,
     *,
-    cache_format: str | None = None,
+    format: CacheFormat | None = None,
     num_heads: int = 0,
     topk: int = 0,
-    extra_format: str | None = None,
+    extra_format: CacheFormat | None = None,
     aligned: bool = True,
     head_dim: int = 0,
     page_size: int = 0,
     out_dtype: torch.dtype | None = None,
 ) -> Launch:
-    """The implementation of ``op`` for tensors like ``lead``, the op's first."""
+    """The launcher of ``op`` for tensors like ``lead``, the op's first."""
     return select(
         problem_of(
             op,
             lead.device,
             lead.dtype,
-            cache_format,
+            None if format is None else format.name,
             num_heads,
             topk,
-            extra_format,
+            None if extra_format is None else extra_format.name,
             aligned,
             head_dim,
             page_size,
@@ -334,8 +238,47 @@ def find(
     )
 
 
-@functools.cache
-def problem_of(
+def schedule(
+    op: str,
+    q: Tensor,
+    cache: PagedCache,
+    num_keys: int,
+    num_splits: int | None,
+    extra_cache: PagedCache | None,
+) -> Schedule:
+    """How a decode of queries ``[B, S, H, D]`` is split by the kernel that it gets.
+
+    Args:
+        op: ``sparse_decode`` or ``dense_decode``.
+        q, cache, extra_cache, num_splits: as the op takes them.
+        num_keys: most keys that a query token attends to.
+    """
+    work = DecodeWork.of(q, cache.format, num_keys, num_multiprocessors(q.device))
+    # Traced code cannot call a function with a cache.
+    problem = _problem(
+        op,
+        q.device,
+        q.dtype,
+        cache.format.name,
+        q.shape[2],
+        extra_format=None if extra_cache is None else extra_cache.format.name,
+    )
+    return kernel_of(problem).schedule(work, num_splits)
+
+
+def most_splits(num_tiles: int, device: torch.device) -> int:
+    """The most splits that a kernel chooses for so many tiles of 64 query rows."""
+    return attention.schedule.most_splits(num_tiles, num_multiprocessors(device))
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _problem(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -349,7 +292,10 @@ def problem_of(
     out_dtype: torch.dtype | None = None,
 ) -> Problem:
     """The problem on a device, whose capability is looked up."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = properties.major, properties.minor
     return Problem(
         op,
         device.type,
@@ -364,3 +310,6 @@ def problem_of(
         page_size,
         out_dtype,
     )
+
+
+problem_of = functools.cache(_problem)

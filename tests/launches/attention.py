@@ -61,7 +61,7 @@ def sparse_decode(fmt, num_heads, extra=None, num_splits=1):
             extra_cache=None if extra is None else pages(extra),
             extra_topk_indices=None if extra is None else meta(64, 2, 128, dtype=torch.int32),
             extra_topk_lengths=None,
-            num_splits=num_splits,
+            schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             **state(64, 2, num_heads),
         )
@@ -79,7 +79,7 @@ def dense_decode(fmt, num_heads, query_len):
             softmax_scale=0.1,
             causal=True,
             attn_sink=None,
-            num_splits=1,
+            schedule=(1,),
             workspace=meta(0, dtype=torch.uint8),
             **state(64, query_len, num_heads),
         )

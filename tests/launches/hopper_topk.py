@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla.kernels.topk.sm90 import merge_topk, select_topk
+from sparsemla.kernels.topk.sm90.launch import merge_topk, select_topk
 
 TARGETS = ("sm_90",)
 

@@ -4,62 +4,166 @@ Each op is one ``torch.ops.sparsemla`` operator that writes its results into arg
 fake implementation, which ``torch.compile`` needs, has nothing to do.
 """
 
-from collections.abc import Callable
-from typing import overload
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import get_format
+from sparsemla.formats import CacheFormat, get_format
+from sparsemla.weights import HeadWeight
 
 _LIBRARY = torch.library.Library("sparsemla", "DEF")
 
+Launch = Callable[..., object]
 
-def operator(*mutates: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make ``torch.ops.sparsemla.<name>`` of a function ``_<name>`` that writes ``mutates``."""
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
+@dataclass(frozen=True)
+class _Record:
+    """How an argument that torch does not know becomes several that it does, and back."""
+
+    fields: dict[str, Any]
+    split: Callable[[Any], tuple[Any, ...]]
+    join: Callable[..., Any]
+
+
+def _join_cache(data: Tensor, scales: Tensor | None, format: str) -> PagedCache:
+    return PagedCache.unchecked(data, get_format(format), scales)
+
+
+def _join_optional_cache(
+    data: Tensor | None, scales: Tensor | None, format: str | None
+) -> PagedCache | None:
+    return None if data is None or format is None else _join_cache(data, scales, format)
+
+
+def _split_cache(cache: PagedCache | None) -> tuple[Tensor | None, Tensor | None, str | None]:
+    return (None, None, None) if cache is None else (cache.data, cache.scales, cache.format.name)
+
+
+def _join_weight(
+    data: Tensor, scale: Tensor | None, block_rows: int, block_columns: int
+) -> HeadWeight:
+    return HeadWeight.unchecked(data, scale, (block_rows, block_columns))
+
+
+def _split_weight(weight: HeadWeight) -> tuple[Tensor, Tensor | None, int, int]:
+    return weight.data, weight.scale, *weight.scale_block
+
+
+_RECORDS: dict[object, _Record] = {
+    PagedCache: _Record(
+        {"data": Tensor, "scales": Tensor | None, "format": str}, _split_cache, _join_cache
+    ),
+    PagedCache | None: _Record(
+        {"data": Tensor | None, "scales": Tensor | None, "format": str | None},
+        _split_cache,
+        _join_optional_cache,
+    ),
+    CacheFormat: _Record({"name": str}, lambda format: (format.name,), get_format),
+    HeadWeight: _Record(
+        {"data": Tensor, "scale": Tensor | None, "block_rows": int, "block_columns": int},
+        _split_weight,
+        _join_weight,
+    ),
+}
+
+
+def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., None]]:
+    """Make ``torch.ops.sparsemla.<name>`` of a function ``_<name>`` that finds the kernel.
+
+    The function's parameters are the operator's. It returns the launcher for its arguments, which
+    is then called with them, by name. A cache or a weight becomes several arguments of the torch
+    operator: ``cache`` is ``cache_data``, ``cache_scales`` and ``cache_format``.
+
+    Args:
+        mutates: the parameters that the kernel writes; of a cache, all of its tensors.
+    """
+
+    def register(function: Callable[..., Launch]) -> Callable[..., None]:
         name = function.__name__.removeprefix("_")
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        parameters = inspect.signature(function, eval_str=True).parameters
+        records = {
+            place: _RECORDS[parameter.annotation]
+            for place, parameter in enumerate(parameters.values())
+            if parameter.annotation in _RECORDS
+        }
 
-        def on_device(lead: Tensor, *arguments: object) -> None:
-            # Forward only: a graph of what torch's own functions do on the way would be in part.
+        def split(arguments: tuple[Any, ...]) -> list[Any]:
+            flat: list[Any] = []
+            for place, argument in enumerate(arguments):
+                if place in records:
+                    flat += records[place].split(argument)
+                else:
+                    flat.append(argument)
+            return flat
+
+        def join(flat: tuple[Any, ...]) -> list[Any]:
+            arguments, first = [], 0
+            for place in range(len(parameters)):
+                if place in records:
+                    last = first + len(records[place].fields)
+                    arguments.append(records[place].join(*flat[first:last]))
+                else:
+                    last = first + 1
+                    arguments.append(flat[first])
+                first = last
+            return arguments
+
+        def launch(flat: tuple[Any, ...]) -> None:
+            arguments = join(flat)
+            function(*arguments)(**dict(zip(parameters, arguments, strict=True)))
+
+        def on_device(lead: Tensor, *flat: object) -> None:
+            # Forward only: autograd would record whatever torch functions a kernel calls.
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    return on_device(lead, *arguments)
+                    return on_device(lead, *flat)
             # Triton launches on the current GPU, which need not be the tensors'.
             if lead.is_cuda and lead.device.index != torch.cuda.current_device():
                 with torch.cuda.device(lead.device):
-                    return function(lead, *arguments)
-            return function(lead, *arguments)
+                    return launch((lead, *flat))
+            return launch((lead, *flat))
 
-        _LIBRARY.define(name + schema)
+        _LIBRARY.define(name + _schema(parameters, mutates))
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"sparsemla::{name}", _writes_nothing, lib=_LIBRARY)
-        return getattr(torch.ops.sparsemla, name)
+        call = getattr(torch.ops.sparsemla, name)
+        if not records:
+            return call
+        return lambda *arguments: call(*split(arguments))
 
     return register
 
 
+def _schema(parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...]) -> str:
+    """The torch schema of parameters."""
+    flat: dict[str, object] = {}
+    written = []
+    for name, parameter in parameters.items():
+        record = _RECORDS.get(parameter.annotation)
+        fields = {name: parameter.annotation}
+        if record is not None:
+            fields = {f"{name}_{part}": kind for part, kind in record.fields.items()}
+        flat |= fields
+        if name in mutates:
+            written += [part for part, kind in fields.items() if kind in (Tensor, Tensor | None)]
+
+    def prototype() -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, annotation=one) for name, one in flat.items()],
+        return_annotation=None,
+    )
+    return torch.library.infer_schema(prototype, mutates_args=written)
+
+
 def _writes_nothing(*args: object, **kwargs: object) -> None:
     return None
-
-
-def parts(cache: PagedCache | None) -> tuple[Tensor | None, Tensor | None, str | None]:
-    """A cache as what an operator can take: data, scales, name of the format."""
-    return (None, None, None) if cache is None else (cache.data, cache.scales, cache.format.name)
-
-
-@overload
-def join(data: Tensor, scales: Tensor | None, format: str) -> PagedCache: ...
-@overload
-def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> PagedCache | None: ...
-def join(data: Tensor | None, scales: Tensor | None, format: str | None) -> PagedCache | None:
-    """The cache of :func:`parts`."""
-    if data is None or format is None:
-        return None
-    return PagedCache.unchecked(data, get_format(format), scales)
 
 
 def aligned(q: Tensor, *caches: PagedCache | None) -> bool:

@@ -2,22 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kinds import check_device, check_integer
-from sparsemla.ops._library import parts
 from sparsemla.ops.decode import (
-    Schedule,
     _dense_decode,
     _sparse_decode,
-    dense_splits,
     merge_states,
     most_splits,
-    sparse_schedule,
 )
 from sparsemla.ops.gather import gather_dequant
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
@@ -90,15 +88,21 @@ def _workspace_bytes(
 
     ``table_bytes`` are those of a row of the page table, 0 with a selection.
     """
-    rows = num_tokens * num_heads
     pieces = (
         _query_bytes(num_tokens, num_heads, latent, rope),
-        (2 if num_splits == 1 else 4 * num_splits) * rows * latent,
-        4 * num_splits * rows,
+        _splits_bytes(num_splits, num_tokens, num_heads, latent),
         num_tokens * table_bytes,
         8 * num_tokens if table_bytes else 0,
     )
     return sum(map(_padded, pieces))
+
+
+def _splits_bytes(num_splits: int, num_tokens: int, num_heads: int, latent: int) -> int:
+    """Bytes of attended latents and their lses."""
+    rows = num_splits * num_tokens * num_heads
+    if num_splits == 1:
+        return _padded(2 * rows * latent) + 4 * rows
+    return 4 * rows * (latent + 1)
 
 
 def _query_bytes(num_tokens: int, num_heads: int, latent: int, rope: int) -> int:
@@ -209,15 +213,17 @@ def decode_branch(
     batch_invariant = num_splits is not None
     if num_splits is not None:
         check.positive("num_splits", num_splits)
-        schedule = Schedule(64, num_splits)
-    elif topk_indices is None:
-        schedule = Schedule(64, dense_splits(q[:, None], cache, plan.page_table))
-    else:
-        schedule = sparse_schedule(q[:, None], cache, topk_indices, extra_topk_indices)
     dims = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+    if topk_indices is None:
+        num_keys = plan.page_table.shape[1] * cache.page_size
+    else:
+        num_keys = topk_indices.shape[2]
+        num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
+    op = "dense_decode" if topk_indices is None else "sparse_decode"
+    schedule = dispatch.schedule(op, q[:, None], cache, num_keys, num_splits, extra_cache)
     table_bytes = plan.page_table.shape[1] * plan.page_table.itemsize
     table_bytes = table_bytes if topk_indices is None else 0
-    size = _workspace_bytes(plan.num_tokens, *dims, schedule.num_splits, table_bytes)
+    size = _workspace_bytes(plan.num_tokens, *dims, schedule[0], table_bytes)
     check.workspace(workspace, size)
     out = check.output("out", out, "T H V", torch.bfloat16)
 
@@ -225,29 +231,40 @@ def decode_branch(
     room = scratch.take(_query_bytes(plan.num_tokens, *dims), dtype=torch.uint8)
     shape = plan.num_tokens, 1, layer.num_heads, cache.format.head_dim
     query = room[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
-    attended = _Attended.empty(scratch, layer, plan.num_tokens, schedule.num_splits)
-    sink, *results = attended.arguments
+    attended = _Attended.empty(scratch, layer, plan.num_tokens, schedule[0])
     if topk_indices is None:
         # Ahead of launches that begin early, which these would keep apart.
         table, lengths = _requests_of_tokens(plan, causal, scratch)
         _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
         _dense_decode(
-            query, *parts(cache), table, lengths, layer.softmax_scale, True, sink, *results
+            query,
+            cache,
+            table,
+            lengths,
+            layer.softmax_scale,
+            True,
+            attended.attn_sink,
+            schedule,
+            attended.splits,
+            attended.out,
+            attended.lse,
         )
     else:
         _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
         _sparse_decode(
             query,
-            *parts(cache),
+            cache,
             topk_indices,
             layer.softmax_scale,
             topk_lengths,
-            sink,
-            *parts(extra_cache),
+            attended.attn_sink,
+            extra_cache,
             extra_topk_indices,
             extra_topk_lengths,
-            schedule.head_tile,
-            *results,
+            schedule,
+            attended.splits,
+            attended.out,
+            attended.lse,
         )
     return attended.project(out, room, batch_invariant)
 
@@ -270,44 +287,52 @@ def _requests_of_tokens(plan: Plan, causal: bool, scratch: _Scratch) -> tuple[Te
 
 @dataclass(frozen=True)
 class _Attended:
-    """Where attention leaves the latents of its splits, which the product with W_UV merges.
+    """Where attention leaves the latents that the GEMM with W_UV reads, and merges if it must.
 
     Args:
-        latents: bfloat16 ``[T, 1, H, L]`` of a single split, or float32 ``[S, T, 1, H, L]``.
-        lses: float32 ``[T, 1, H]`` or ``[S, T, 1, H]``.
         layer: the layer.
+        out: bfloat16 ``[T, 1, H, L]``, of a single split.
+        lse: float32 ``[T, 1, H]``, of a single split.
+        splits: float32 partial results of N splits, as uint8: latents ``[N, T, H, L]``, then
+            lses ``[N, T, H]``.
+        shape: N, T, H, L.
     """
 
-    latents: Tensor
-    lses: Tensor
     layer: MLALayer
+    out: Tensor | None
+    lse: Tensor | None
+    splits: Tensor | None
+    shape: tuple[int, int, int, int]
 
     @classmethod
     def empty(
         cls, scratch: _Scratch, layer: MLALayer, num_tokens: int, num_splits: int
     ) -> "_Attended":
-        rows: tuple[int, ...] = num_tokens, 1, layer.num_heads
-        rows = rows if num_splits == 1 else (num_splits, *rows)
-        dtype = torch.bfloat16 if num_splits == 1 else torch.float32
-        latents = scratch.take(*rows, layer.kv_lora_rank, dtype=dtype)
-        return cls(latents, scratch.take(*rows, dtype=torch.float32), layer)
+        shape = num_splits, num_tokens, layer.num_heads, layer.kv_lora_rank
+        if num_splits > 1:
+            size = _splits_bytes(*shape)
+            return cls(layer, None, None, scratch.take(size, dtype=torch.uint8), shape)
+        rows = num_tokens, 1, layer.num_heads
+        out = scratch.take(*rows, layer.kv_lora_rank, dtype=torch.bfloat16)
+        return cls(layer, out, scratch.take(*rows, dtype=torch.float32), None, shape)
 
     @property
-    def arguments(self) -> tuple[Tensor | None, int, None, Tensor, Tensor]:
-        """Sink, splits, workspace and results of the attention."""
-        if self.latents.dim() == 4:
-            return self.layer.attn_sink, 1, None, self.latents, self.lses
-        return None, self.latents.shape[0], None, self.latents, self.lses
+    def attn_sink(self) -> Tensor | None:
+        """The sink that attention applies; the merge of several splits applies it otherwise."""
+        return self.layer.attn_sink if self.splits is None else None
 
     def project(self, out: Tensor, room: Tensor, batch_invariant: bool) -> Tensor:
-        """The heads' outputs ``[T, H, V]``; the merged latents may take the queries' room."""
-        latents, weight = self.latents.squeeze(-3), self.layer.w_uv
-        if latents.dim() == 3:
+        """The heads' outputs ``[T, H, V]``; merged latents may take the queries' room."""
+        weight = self.layer.w_uv
+        if self.splits is None:
+            latents = cast("Tensor", self.out).squeeze(1)
             return project_heads(latents, weight, batch_invariant=batch_invariant, out=out)
+        partials = self.splits.view(torch.float32)
+        num_latents = math.prod(self.shape)
         return project_heads(
-            latents,
+            partials[:num_latents].view(self.shape),
             weight,
-            lses=self.lses.squeeze(-2),
+            lses=partials[num_latents:].view(self.shape[:3]),
             attn_sink=self.layer.attn_sink,
             batch_invariant=batch_invariant,
             workspace=room,

@@ -1,8 +1,7 @@
 """Decode attention: a few query tokens for each request, over the paged cache."""
 
-import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,10 +10,7 @@ from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.kinds import check_device, check_integer
-from sparsemla.ops._library import aligned, join, operator, parts
-
-MAX_SPLITS = 64
-"""Most splits that are chosen for a caller who leaves it open."""
+from sparsemla.ops._library import aligned, operator
 
 
 def decode_workspace_size(
@@ -62,128 +58,26 @@ def most_splits(batch: int, rows: int, device: torch.device | str | None) -> int
     """The most splits that an op may choose for requests of so many rows, (token, head) pairs."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Rows of a request may share keys or not; fewer programs are split more.
-    return _most_splits(batch * -(-rows // 64), _multiprocessors(torch.device(device)))
+    # Rows of a request may share keys or not; fewer CTAs are split more.
+    return dispatch.most_splits(batch * -(-rows // 64), torch.device(device))
 
 
-def _workspace_bytes(num_rows: int, num_splits: int, value_dim: int) -> int:
-    return 4 * num_splits * num_rows * (value_dim + 1) if num_splits > 1 else 0
-
-
-class Schedule(NamedTuple):
-    """How a sparse decode is dealt out to programs: heads of each, and pieces of the keys."""
-
-    head_tile: int
-    num_splits: int
-
-
-class _Kernel(NamedTuple):
-    """A kernel as its time is counted: ``start + step * steps`` of ``keys`` keys by ``tile`` rows.
-
-    The unit is a step of 64 rows and 64 keys of an e4m3 cache, 2.7 us on an H200.
-    """
-
-    tile: int
-    keys: int
-    start: float
-    step: float
-
-
-_ROWS = _Kernel(64, 64, 3, 1)
-_PAIRS = _Kernel(64, 128, 3, 1)
-_FEW = _Kernel(64, 128, 2, 1.35)
-_NARROW = _Kernel(16, 128, 2, 1.1)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, 0 of a CPU.
-
-    Asked each time: compiled code that calls a function with a cache, as kernels/common/device has
-    one, begins with a warning of Dynamo's.
-    """
-    if device.type != "cuda":
+def _workspace_bytes(num_rows: int, num_splits: int | None, value_dim: int) -> int:
+    """Bytes of ``num_splits`` partial results; 0 of a count that is left to the kernel."""
+    if num_splits is None or num_splits == 1:
         return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 * num_splits * num_rows * (value_dim + 1)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_properties(device).major == 9
-
-
-def _most_splits(num_programs: int, multiprocessors: int) -> int:
-    """Splits that give every multiprocessor two programs."""
-    if multiprocessors == 0 or num_programs == 0:
-        return 1
-    return min(-(-2 * multiprocessors // num_programs), MAX_SPLITS)
-
-
-def _fastest(
-    kernels: tuple[_Kernel, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
-) -> Schedule:
-    """The tile and the splits that finish first by a count of steps; the fewest of equals.
-
-    Multiprocessors work on one program each. Merging costs a step, and another for every 4096 rows
-    of splits.
-    """
-    most = _most_splits(num_groups * -(-group_rows // 64), slots)
-    best, least = Schedule(64, 1), math.inf
-    for kernel in kernels if slots else ():
-        num_tiles = num_groups * -(-group_rows // kernel.tile)
-        steps = max(-(-num_keys // kernel.keys), 1)
-        for splits in range(1, min(most, steps) + 1):
-            rounds = -(-num_tiles * splits // slots)
-            time = rounds * (kernel.start + kernel.step * -(-steps // splits))
-            if splits > 1:
-                time += 1 + num_groups * group_rows * splits / 4096
-            # Only a merge knows the sinks of all tiles.
-            if time < least and (splits > 1 or kernel.tile == 64):
-                best, least = Schedule(kernel.tile, splits), time
-    return best
-
-
-_kept_fastest = functools.cache(_fastest)
-
-
-def _schedule(
-    kernels: tuple[_Kernel, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
-) -> Schedule:
-    """:func:`_fastest`, whose answers are kept; in traced code one formula for all sizes."""
-    sizes = num_groups, group_rows, num_keys
-    if torch.compiler.is_compiling() or any(isinstance(size, torch.SymInt) for size in sizes):
-        # A program for each multiprocessor: a search would be a graph of its own for each batch.
-        num_tiles = max(num_groups * -(-group_rows // 64), 1)
-        return Schedule(64, max(min(slots // num_tiles, -(-num_keys // 64), MAX_SPLITS), 1))
-    return _kept_fastest(kernels, num_groups, group_rows, num_keys, slots)
-
-
-def sparse_schedule(
-    q: Tensor, cache: PagedCache, topk_indices: Tensor, extra_topk_indices: Tensor | None
-) -> Schedule:
-    """Schedule of a sparse decode whose caller leaves it open."""
-    batch, query_len, num_heads = q.shape[:3]
-    num_keys = topk_indices.shape[2]
-    num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
-    kernels: tuple[_Kernel, ...] = (_FEW,)
-    if num_heads > 32 and not cache.format.fp8_dim:
-        kernels = (_PAIRS,)
-    elif num_heads > 32:
-        # A tier that stands in for Hopper's takes the splits, and tiles of its own.
-        narrow = query_len == 1 and num_heads % 16 == 0 and _is_hopper(q.device)
-        kernels = (_ROWS, _NARROW) if narrow else (_ROWS,)
-    return _schedule(kernels, batch * query_len, num_heads, num_keys, _multiprocessors(q.device))
-
-
-def dense_splits(q: Tensor, cache: PagedCache, page_table: Tensor) -> int:
-    """Splits of a dense decode whose caller leaves it open."""
-    batch, query_len, num_heads = q.shape[:3]
-    num_keys = page_table.shape[1] * cache.page_size
-    kernel = _PAIRS
-    if cache.format.fp8_dim:
-        kernel = _ROWS if query_len * num_heads > 32 else _FEW
-    slots = _multiprocessors(q.device)
-    return _schedule((kernel,), batch, query_len * num_heads, num_keys, slots).num_splits
+def _check_splits(
+    check: Checker, q: Tensor, cache: PagedCache, num_splits: int | None, workspace: Tensor | None
+) -> Sequence[int] | None:
+    """The schedule that a caller asks for. A kernel that chooses checks the workspace itself."""
+    if num_splits is not None:
+        check.positive("num_splits", num_splits)
+    num_rows = math.prod(q.shape[:3])
+    check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
+    return None if num_splits is None else (num_splits,)
 
 
 def sparse_decode(
@@ -265,27 +159,20 @@ def sparse_decode(
         )
         extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
     check.bind("V", cache.format.value_dim)
-    batch, query_len, num_heads = q.shape[:3]
-    head_tile = 64
-    if num_splits is None:
-        head_tile, num_splits = sparse_schedule(q, cache, topk_indices, extra_topk_indices)
-    check.positive("num_splits", num_splits)
-    num_rows = batch * query_len * num_heads
-    check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
+    schedule = _check_splits(check, q, cache, num_splits, workspace)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _sparse_decode(
         q,
-        *parts(cache),
+        cache,
         topk_indices,
         softmax_scale,
         topk_lengths,
         attn_sink,
-        *parts(extra_cache),
+        extra_cache,
         extra_topk_indices,
         extra_topk_lengths,
-        head_tile,
-        num_splits,
+        schedule,
         workspace,
         out,
         lse,
@@ -296,50 +183,28 @@ def sparse_decode(
 @operator("workspace", "out", "lse")
 def _sparse_decode(
     q: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     topk_indices: Tensor,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
-    extra_data: Tensor | None,
-    extra_scales: Tensor | None,
-    extra_format: str | None,
+    extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    head_tile: int,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    cache = join(data, scales, format)
-    extra_cache = join(extra_data, extra_scales, extra_format)
-    kernel = dispatch.find(
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> dispatch.Launch:
+    """Without ``out`` and ``lse``, the partial results of several splits stay in ``workspace``."""
+    return dispatch.find(
         "sparse_decode",
         q,
-        cache_format=format,
+        format=cache.format,
         num_heads=q.shape[2],
         topk=topk_indices.shape[2],
-        extra_format=extra_format,
+        extra_format=None if extra_cache is None else extra_cache.format,
         aligned=aligned(q, cache, extra_cache),
-    )
-    kernel(
-        q=q,
-        cache=cache,
-        topk_indices=topk_indices,
-        softmax_scale=softmax_scale,
-        topk_lengths=topk_lengths,
-        attn_sink=attn_sink,
-        extra_cache=extra_cache,
-        extra_topk_indices=extra_topk_indices,
-        extra_topk_lengths=extra_topk_lengths,
-        head_tile=head_tile,
-        num_splits=num_splits,
-        workspace=workspace,
-        out=out,
-        lse=lse,
     )
 
 
@@ -409,23 +274,18 @@ def dense_decode(
     if check.validates(validate):
         check.paging(cache, page_table, seq_lens)
     check.bind("V", cache.format.value_dim)
-    batch, query_len, num_heads = q.shape[:3]
-    if num_splits is None:
-        num_splits = dense_splits(q, cache, page_table)
-    check.positive("num_splits", num_splits)
-    num_rows = batch * query_len * num_heads
-    check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
+    schedule = _check_splits(check, q, cache, num_splits, workspace)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _dense_decode(
         q,
-        *parts(cache),
+        cache,
         page_table,
         seq_lens,
         softmax_scale,
         causal,
         attn_sink,
-        num_splits,
+        schedule,
         workspace,
         out,
         lse,
@@ -436,35 +296,24 @@ def dense_decode(
 @operator("workspace", "out", "lse")
 def _dense_decode(
     q: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     page_table: Tensor,
     seq_lens: Tensor,
     softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    cache = join(data, scales, format)
-    kernel = dispatch.find(
-        "dense_decode", q, cache_format=format, num_heads=q.shape[2], aligned=aligned(q, cache)
-    )
-    kernel(
-        q=q,
-        cache=cache,
-        page_table=page_table,
-        seq_lens=seq_lens,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        attn_sink=attn_sink,
-        num_splits=num_splits,
-        workspace=workspace,
-        out=out,
-        lse=lse,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> dispatch.Launch:
+    """Without ``out`` and ``lse``, the partial results of several splits stay in ``workspace``."""
+    return dispatch.find(
+        "dense_decode",
+        q,
+        format=cache.format,
+        num_heads=q.shape[2],
+        aligned=aligned(q, cache),
     )
 
 
@@ -514,12 +363,5 @@ def merge_states(
 @operator("out", "lse")
 def _merge_states(
     outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    kernel = dispatch.find("merge_states", outs, num_heads=outs.shape[2])
-    kernel(
-        outs=outs,
-        lses=lses,
-        attn_sink=attn_sink,
-        out=out,
-        lse=lse,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("merge_states", outs, num_heads=outs.shape[2])

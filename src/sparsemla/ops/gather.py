@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, SIGNED, Checker
-from sparsemla.ops._library import join, operator, parts
+from sparsemla.ops._library import operator
 
 
 def to_slots(
@@ -85,17 +85,8 @@ def _to_slots(
     workspace_starts: Tensor | None,
     prefill_request_ids: Tensor | None,
     out: Tensor,
-) -> None:
-    kernel = dispatch.find("to_slots", topk_indices, topk=topk_indices.shape[1])
-    kernel(
-        topk_indices=topk_indices,
-        page_table=page_table,
-        request_ids=request_ids,
-        page_size=page_size,
-        workspace_starts=workspace_starts,
-        prefill_request_ids=prefill_request_ids,
-        out=out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("to_slots", topk_indices, topk=topk_indices.shape[1])
 
 
 def gather_dequant(
@@ -154,27 +145,17 @@ def gather_dequant(
             check.paging(cache, page_table, seq_lens + seq_starts, "seq_starts + seq_lens")
         check.values("workspace_starts", workspace_starts, 0, len(out) + 1)
         check.values("workspace_starts + seq_lens", workspace_starts + seq_lens, 0, len(out) + 1)
-    _gather_dequant(*parts(cache), page_table, seq_lens, workspace_starts, seq_starts, out)
+    _gather_dequant(cache, page_table, seq_lens, workspace_starts, seq_starts, out)
     return out
 
 
 @operator("out")
 def _gather_dequant(
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     page_table: Tensor,
     seq_lens: Tensor,
     workspace_starts: Tensor,
     seq_starts: Tensor | None,
     out: Tensor,
-) -> None:
-    kernel = dispatch.find("gather_dequant", out, cache_format=format)
-    kernel(
-        cache=join(data, scales, format),
-        page_table=page_table,
-        seq_lens=seq_lens,
-        workspace_starts=workspace_starts,
-        seq_starts=seq_starts,
-        out=out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("gather_dequant", out, format=cache.format)

@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import aligned, join, operator, parts
+from sparsemla.ops._library import aligned, operator
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS
@@ -71,22 +71,13 @@ def _indexer_scores(
     row_starts: Tensor,
     row_ends: Tensor,
     out: Tensor,
-) -> None:
-    kernel = dispatch.find(
+) -> dispatch.Launch:
+    return dispatch.find(
         "indexer_scores",
         q,
         num_heads=q.shape[1],
         aligned=aligned(q) and aligned(keys),
         head_dim=q.shape[2],
-    )
-    kernel(
-        q=q,
-        weights=weights,
-        keys=keys,
-        key_scales=key_scales,
-        row_starts=row_starts,
-        row_ends=row_ends,
-        out=out,
     )
 
 
@@ -147,7 +138,7 @@ def indexer_scores_paged(
         check.paging(cache, page_table, lengths)
     check.bind("N", max_seq_len)
     out = check.output("out", out, "B S N", torch.float32)
-    _indexer_scores_paged(q, weights, *parts(cache), page_table, seq_lens, max_seq_len, out)
+    _indexer_scores_paged(q, weights, cache, page_table, seq_lens, max_seq_len, out)
     return out
 
 
@@ -155,32 +146,20 @@ def indexer_scores_paged(
 def _indexer_scores_paged(
     q: Tensor,
     weights: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     page_table: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
     out: Tensor,
-) -> None:
-    cache = join(data, scales, format)
-    kernel = dispatch.find(
+) -> dispatch.Launch:
+    return dispatch.find(
         "indexer_scores_paged",
         q,
-        cache_format=format,
+        format=cache.format,
         num_heads=q.shape[2],
         aligned=aligned(q, cache),
         head_dim=q.shape[3],
         page_size=cache.page_size,
-    )
-    kernel(
-        q=q,
-        weights=weights,
-        cache=cache,
-        page_table=page_table,
-        seq_lens=seq_lens,
-        max_seq_len=max_seq_len,
-        out=out,
     )
 
 
@@ -271,7 +250,7 @@ def indexer_topk(
     _indexer_topk(
         q,
         weights,
-        *parts(cache),
+        cache,
         input_row_offsets,
         seq_lens,
         page_table,
@@ -288,9 +267,7 @@ def indexer_topk(
 def _indexer_topk(
     q: Tensor,
     weights: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     input_row_offsets: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
@@ -299,28 +276,14 @@ def _indexer_topk(
     as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
-) -> None:
-    cache = join(data, scales, format)
-    kernel = dispatch.find(
+) -> dispatch.Launch:
+    return dispatch.find(
         "indexer_topk",
         q,
-        cache_format=format,
+        format=cache.format,
         num_heads=q.shape[1],
         topk=topk,
         aligned=aligned(q, cache),
         head_dim=q.shape[2],
         page_size=cache.page_size,
-    )
-    kernel(
-        q=q,
-        weights=weights,
-        cache=cache,
-        input_row_offsets=input_row_offsets,
-        seq_lens=seq_lens,
-        page_table=page_table,
-        topk=topk,
-        causal=causal,
-        as_slots=as_slots,
-        max_workspace_bytes=max_workspace_bytes,
-        out=out,
     )

@@ -10,7 +10,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_device, check_integer
-from sparsemla.ops._library import aligned, join, operator, parts
+from sparsemla.ops._library import aligned, operator
 from sparsemla.plan import host_ints
 
 
@@ -84,7 +84,7 @@ def sparse_prefill(
         check.written("max_logits", max_logits, "T H", torch.float32)
     _sparse_prefill(
         q,
-        *parts(cache),
+        cache,
         topk_indices,
         softmax_scale,
         topk_lengths,
@@ -99,9 +99,7 @@ def sparse_prefill(
 @operator("out", "lse", "max_logits")
 def _sparse_prefill(
     q: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    kv: PagedCache,
     topk_indices: Tensor,
     softmax_scale: float,
     topk_lengths: Tensor | None,
@@ -109,27 +107,15 @@ def _sparse_prefill(
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
-) -> None:
-    kv = join(data, scales, format)
-    kernel = dispatch.find(
+) -> dispatch.Launch:
+    return dispatch.find(
         "sparse_prefill",
         q,
-        cache_format=format,
+        format=kv.format,
         num_heads=q.shape[1],
         topk=topk_indices.shape[1],
         aligned=aligned(q, kv),
         out_dtype=out.dtype,
-    )
-    kernel(
-        q=q,
-        kv=kv,
-        topk_indices=topk_indices,
-        softmax_scale=softmax_scale,
-        topk_lengths=topk_lengths,
-        attn_sink=attn_sink,
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
     )
 
 
@@ -277,16 +263,5 @@ def _dense_prefill(
     causal: bool,
     out: Tensor,
     lse: Tensor,
-) -> None:
-    kernel = dispatch.find("dense_prefill", q, num_heads=q.shape[1])
-    kernel(
-        q=q,
-        k=k,
-        v=v,
-        input_row_offsets=input_row_offsets,
-        kv_row_offsets=kv_row_offsets,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        out=out,
-        lse=lse,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("dense_prefill", q, num_heads=q.shape[1])

@@ -71,9 +71,7 @@ def project_heads(
     out = check.output("out", out, "T H N", torch.bfloat16)
     _project_heads(
         x,
-        weight.data,
-        weight.scale,
-        *weight.scale_block,
+        weight,
         lses,
         attn_sink,
         batch_invariant,
@@ -103,24 +101,11 @@ def merge_workspace_size(num_tokens: int, num_heads: int, dim: int) -> int:
 @operator("workspace", "out")
 def _project_heads(
     x: Tensor,
-    data: Tensor,
-    scale: Tensor | None,
-    block_n: int,
-    block_k: int,
+    weight: HeadWeight,
     lses: Tensor | None,
     attn_sink: Tensor | None,
     batch_invariant: bool,
     workspace: Tensor | None,
     out: Tensor,
-) -> None:
-    kernel = dispatch.find("project_heads", x, num_heads=x.shape[-2])
-    weight = HeadWeight.unchecked(data, scale, (block_n, block_k))
-    kernel(
-        x=x,
-        weight=weight,
-        lses=lses,
-        attn_sink=attn_sink,
-        batch_invariant=batch_invariant,
-        workspace=workspace,
-        out=out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("project_heads", x, num_heads=x.shape[-2])

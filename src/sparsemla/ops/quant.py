@@ -6,8 +6,8 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode, get_format
-from sparsemla.ops._library import join, operator, parts
+from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
+from sparsemla.ops._library import operator
 
 TABLES = (torch.float32, torch.bfloat16)
 ROTATED = (*FLOATS, torch.float8_e4m3fn)
@@ -106,7 +106,7 @@ def fused_rope_rmsnorm_quant(
         kv,
         cos_sin_cache,
         kv_norm_weight,
-        *parts(cache),
+        cache,
         positions,
         slot_mapping,
         eps,
@@ -118,15 +118,13 @@ def fused_rope_rmsnorm_quant(
     return out
 
 
-@operator("data", "scales", "out", "kv_out")
+@operator("cache", "out", "kv_out")
 def _fused_rope_rmsnorm_quant(
     q_rope: Tensor,
     kv: Tensor,
     cos_sin_cache: Tensor,
     kv_norm_weight: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
@@ -134,23 +132,9 @@ def _fused_rope_rmsnorm_quant(
     scale_mode: str,
     out: Tensor,
     kv_out: Tensor | None,
-) -> None:
-    kernel = dispatch.find(
-        "fused_rope_rmsnorm_quant", q_rope, cache_format=format, num_heads=q_rope.shape[1]
-    )
-    kernel(
-        q_rope=q_rope,
-        kv=kv,
-        cos_sin_cache=cos_sin_cache,
-        kv_norm_weight=kv_norm_weight,
-        cache=join(data, scales, format),
-        positions=positions,
-        slot_mapping=slot_mapping,
-        eps=eps,
-        interleaved=interleaved,
-        scale_mode=scale_mode,
-        out=out,
-        kv_out=kv_out,
+) -> dispatch.Launch:
+    return dispatch.find(
+        "fused_rope_rmsnorm_quant", q_rope, format=cache.format, num_heads=q_rope.shape[1]
     )
 
 
@@ -222,7 +206,7 @@ def append_index_keys(
         norm_weight,
         norm_bias,
         cos_sin_cache,
-        *parts(cache),
+        cache,
         positions,
         slot_mapping,
         eps,
@@ -233,15 +217,13 @@ def append_index_keys(
     )
 
 
-@operator("data", "scales")
+@operator("cache")
 def _append_index_keys(
     k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
@@ -249,22 +231,8 @@ def _append_index_keys(
     rope_first: bool,
     hadamard: bool,
     scale_mode: str,
-) -> None:
-    kernel = dispatch.find("append_index_keys", k, cache_format=format)
-    kernel(
-        k=k,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        cos_sin_cache=cos_sin_cache,
-        cache=join(data, scales, format),
-        positions=positions,
-        slot_mapping=slot_mapping,
-        eps=eps,
-        interleaved=interleaved,
-        rope_first=rope_first,
-        hadamard=hadamard,
-        scale_mode=scale_mode,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("append_index_keys", k, format=cache.format)
 
 
 def prepare_index_queries(
@@ -337,7 +305,7 @@ def prepare_index_queries(
         weights,
         cos_sin_cache,
         positions,
-        format.name,
+        format,
         interleaved,
         rope_first,
         hadamard,
@@ -354,28 +322,15 @@ def _prepare_index_queries(
     weights: Tensor,
     cos_sin_cache: Tensor,
     positions: Tensor,
-    format: str,
+    format: CacheFormat,
     interleaved: bool,
     rope_first: bool,
     hadamard: bool,
     scale_mode: str,
     out: Tensor,
     weights_out: Tensor,
-) -> None:
-    kernel = dispatch.find("prepare_index_queries", q, cache_format=format, num_heads=q.shape[1])
-    kernel(
-        q=q,
-        weights=weights,
-        cos_sin_cache=cos_sin_cache,
-        positions=positions,
-        format=get_format(format),
-        interleaved=interleaved,
-        rope_first=rope_first,
-        hadamard=hadamard,
-        scale_mode=scale_mode,
-        out=out,
-        weights_out=weights_out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("prepare_index_queries", q, format=format, num_heads=q.shape[1])
 
 
 def fused_indexer_rope_quant(
@@ -462,7 +417,7 @@ def fused_indexer_rope_quant(
         norm_weight,
         norm_bias,
         cos_sin_cache,
-        *parts(cache),
+        cache,
         positions,
         slot_mapping,
         eps,
@@ -476,7 +431,7 @@ def fused_indexer_rope_quant(
     return out, weights_out
 
 
-@operator("data", "scales", "out", "weights_out")
+@operator("cache", "out", "weights_out")
 def _fused_indexer_rope_quant(
     q: Tensor,
     weights: Tensor,
@@ -484,9 +439,7 @@ def _fused_indexer_rope_quant(
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    format: str,
+    cache: PagedCache,
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
@@ -496,23 +449,5 @@ def _fused_indexer_rope_quant(
     scale_mode: str,
     out: Tensor,
     weights_out: Tensor,
-) -> None:
-    kernel = dispatch.find("fused_indexer_rope_quant", q, cache_format=format, num_heads=q.shape[1])
-    kernel(
-        q=q,
-        weights=weights,
-        k=k,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        cos_sin_cache=cos_sin_cache,
-        cache=join(data, scales, format),
-        positions=positions,
-        slot_mapping=slot_mapping,
-        eps=eps,
-        interleaved=interleaved,
-        rope_first=rope_first,
-        hadamard=hadamard,
-        scale_mode=scale_mode,
-        out=out,
-        weights_out=weights_out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("fused_indexer_rope_quant", q, format=cache.format, num_heads=q.shape[1])

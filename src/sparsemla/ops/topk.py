@@ -83,18 +83,8 @@ def _select_topk(
     request_ids: Tensor | None,
     page_size: int | None,
     out: Tensor,
-) -> None:
-    kernel = dispatch.find("select_topk", scores, topk=topk)
-    kernel(
-        scores=scores,
-        topk=topk,
-        row_starts=row_starts,
-        row_ends=row_ends,
-        page_table=page_table,
-        request_ids=request_ids,
-        page_size=page_size,
-        out=out,
-    )
+) -> dispatch.Launch:
+    return dispatch.find("select_topk", scores, topk=topk)
 
 
 def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:
@@ -137,6 +127,5 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
 
 
 @operator("out")
-def _merge_topk(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
-    kernel = dispatch.find("merge_topk", values, topk=topk)
-    kernel(values=values, indices=indices, topk=topk, out=out)
+def _merge_topk(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> dispatch.Launch:
+    return dispatch.find("merge_topk", values, topk=topk)

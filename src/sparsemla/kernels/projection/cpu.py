@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import fp8_scales, to_fp8
+from sparsemla.kernels.attention.cpu.decode import merge_states
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.decode.cpu import merge_states
 from sparsemla.weights import HeadWeight
 
 

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.formats import FP8_MAX
-from sparsemla.kernels.common.attention import LOG2E, LOWEST
+from sparsemla.kernels.attention.triton.merge import launch_merge
+from sparsemla.kernels.attention.triton.tiles import LOG2E, LOWEST
 from sparsemla.kernels.common.device import describe, num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.decode.triton import launch_merge
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)

@@ -35,21 +35,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels.common.attention import cache_arguments
-from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_chunks import WORDS2, decode_e8m0, in_order
-from sparsemla.kernels.common.hopper_columns import heads_of, is_slot, locate, place
-from sparsemla.kernels.common.hopper_rows import (
+from sparsemla.kernels.attention.cache import cache_arguments
+from sparsemla.kernels.attention.sm90.abi import (
+    Results,
+    Shape,
+    Stream,
+)
+from sparsemla.kernels.attention.sm90.chunks import WORDS2, decode_e8m0, in_order
+from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
     PLAIN,
     TILE,
-    Results,
-    Shape,
-    Stream,
+    group_of_program,
+    is_slot,
+    locate,
+    rows_of_group,
     to_bf16,
 )
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 
 KEYS = gl.constexpr(128)
 GROUP = gl.constexpr(16)
@@ -623,8 +628,8 @@ def attend_tiles(
 @gluon.jit
 def store_values(x, results, shape, DIM: gl.constexpr, END: gl.constexpr, LAYOUT: gl.constexpr):
     """Store normalised values, dims by heads, from ``DIM`` on and before ``END``."""
-    split, request, first = place(shape)
-    token, head, real = heads_of(shape, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    split, request, first = group_of_program(shape)
+    token, head, real = rows_of_group(shape, x.shape[1], gl.SliceLayout(0, LAYOUT))
     at = (first + token) * results.out_token + head * results.out_head
     dim = DIM + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     out = results.out + split * results.out_split + request * results.out_request
@@ -675,8 +680,8 @@ def consume(
     m = memory[10].load(EACH)
     total = gl.convert_layout(gl.sum(l, 0), EACH)
     none = total == 0
-    token, head, real = heads_of(shape, N, EACH)
-    split, request, first = place(shape)
+    token, head, real = rows_of_group(shape, N, EACH)
+    split, request, first = group_of_program(shape)
     lse = results.lse + split * results.lse_split + request * results.lse_request
     lse += (first + token) * results.lse_token + head
     gl.store(lse, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
@@ -701,8 +706,8 @@ def consume(
 def load_queries(queries, shape, START: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr):
     """float32 dims of a group's rows."""
     q, q_request, q_token, q_head = queries
-    _, request, first = place(shape)
-    token, head, real = heads_of(shape, N, gl.SliceLayout(1, QUERIES))
+    _, request, first = group_of_program(shape)
+    token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, QUERIES))
     at = request * q_request + (first + token) * q_token + head * q_head
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
     x = gl.load(q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
@@ -743,7 +748,7 @@ def store_queries(queries, scale_log2, memory, scaled, shape, L: gl.constexpr, N
 @gluon.jit
 def find_keys(stream, shape, PAGED: gl.constexpr):
     """Slots of a group, or pages of its request, and how many keys they are: to the last slot."""
-    _, request, token = place(shape)
+    _, request, token = group_of_program(shape)
     keys = stream.keys + request * stream.keys_request + token * stream.keys_token
     end = stream.num_keys
     if stream.lengths is not None:
@@ -814,7 +819,7 @@ def _attend_columns_fp8(
         extra_keys = keys
         extra_end = 0
         all_extra = 0
-    split, request, _ = place(shape)
+    split, request, _ = group_of_program(shape)
     steps = gl.cdiv(all_tiles + all_extra, shape.num_splits)
     begin = split.to(gl.int32) * steps
     behind = begin + steps
@@ -823,7 +828,7 @@ def _attend_columns_fp8(
     begin = gl.minimum(begin, all_tiles)
     tiles = gl.minimum(behind, all_tiles) - begin
     if CAUSAL:
-        token, _, _ = heads_of(shape, N, gl.SliceLayout(1, QUERIES))
+        token, _, _ = rows_of_group(shape, N, gl.SliceLayout(1, QUERIES))
         length = gl.load(stream.lengths + request).to(gl.int32)
         limits.store(length - shape.num_rows // shape.num_heads + 1 + token.to(gl.int32))
 

@@ -27,10 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.attention import cache_arguments
-from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_chunks import (
+from sparsemla.kernels.attention.cache import cache_arguments
+from sparsemla.kernels.attention.sm90.abi import (
+    Results,
+    Shape,
+    Stream,
+)
+from sparsemla.kernels.attention.sm90.chunks import (
     BF16_ROWS,
     CONVERT,
     COPY8,
@@ -48,7 +51,7 @@ from sparsemla.kernels.common.hopper_chunks import (
     in_order,
     num_chunks,
 )
-from sparsemla.kernels.common.hopper_rows import (
+from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
@@ -57,15 +60,14 @@ from sparsemla.kernels.common.hopper_rows import (
     SUM_ROWS,
     SUMS,
     TILE,
-    Results,
-    Shape,
-    Stream,
     end_of,
     heads_of,
     place_of,
     store_limits,
     to_bf16,
 )
+from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
 
 
 class Records(NamedTuple):

@@ -1,11 +1,16 @@
-"""Decode attention on the CPU, and merging of attention states."""
+"""Decode attention on the CPU, and merging of attention states.
+
+Keys are never split: threads share the queries.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
+from sparsemla.kernels.attention.cpu.sparse import Stream, sparse_attention
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.common.cpu_sparse import Stream, sparse_attention
 
 
 def sparse_decode(
@@ -19,13 +24,11 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    head_tile: int = 64,
 ) -> None:
-    out, lse = _whole(out, lse)
     streams = [_stream(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
         streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
@@ -34,17 +37,6 @@ def sparse_decode(
     sparse_attention(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
     out.copy_(flat_out.view(out.shape))
     lse.copy_(flat_lse.view(lse.shape))
-
-
-def _whole(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Where results go. Of room for the parts of a split, one is the whole, the others are empty.
-
-    Keys are not split on a CPU: threads share the queries.
-    """
-    if out.dim() < 5:
-        return out, lse
-    lse[1:] = -torch.inf
-    return out[0], lse[0]
 
 
 def _stream(cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None) -> Stream:
@@ -63,12 +55,11 @@ def dense_decode(
     softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    out, lse = _whole(out, lse)
     query_len, num_heads, head_dim = q.shape[1:]
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     for request, length in enumerate(seq_lens.tolist()):

@@ -6,83 +6,20 @@ both matrix products, and the *rest*, which only the scores see.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sparsemla.cache import PagedCache
-from sparsemla.formats import CacheFormat
+from sparsemla.kernels.attention.cache import Layout
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
-from sparsemla.kernels.common.integers import next_power_of_2
-from sparsemla.kernels.common.paged import page_and_row
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
 """Start of a running maximum: finite, so that a masked score has weight 0 and not NaN."""
-
-
-class Rows(NamedTuple):
-    """A cache as kernel arguments: its stored parts. e4m3 and e8m0 travel as bytes."""
-
-    fp8: Tensor | None
-    scales: Tensor | None
-    bf16: Tensor | None
-    num_slots: int
-
-
-class Layout(NamedTuple):
-    """What a kernel is compiled for: a format's numbers, tile widths, page size and strides.
-
-    Strides are in elements. ``linear``: pages follow each other as rows do, so a slot is a row.
-    """
-
-    head_dim: int
-    value_dim: int
-    value_block: int
-    rest_block: int
-    fp8_dim: int
-    scale_block: int
-    page_size: int
-    linear: bool
-    fp8_strides: tuple[int, int]
-    scales_strides: tuple[int, int]
-    bf16_strides: tuple[int, int]
-
-
-def cache_arguments(cache: PagedCache) -> tuple[Rows, Layout]:
-    """A cache as what kernels take and what they are compiled for."""
-    fp8, scales, bf16 = cache.stored()
-    strides = page_and_row(fp8), page_and_row(scales), page_and_row(bf16)
-    return Rows(fp8, scales, bf16, cache.num_slots), _layout(
-        cache.format, cache.page_size, *strides
-    )
-
-
-@functools.cache
-def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layout:
-    rest = fmt.head_dim - fmt.value_dim
-    return Layout(
-        fmt.head_dim,
-        fmt.value_dim,
-        block_of(fmt.value_dim),
-        block_of(rest) if rest else 0,
-        fmt.fp8_dim,
-        fmt.scale_block,
-        page_size,
-        all(page == page_size * row for page, row in strides),
-        *strides,
-    )
-
-
-def block_of(dim: int) -> int:
-    """Width of the tile that holds ``dim`` dims: a power of two that a matrix product takes."""
-    return max(next_power_of_2(dim), 16)
 
 
 class Tile(NamedTuple):

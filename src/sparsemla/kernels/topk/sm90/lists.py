@@ -11,7 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.topk.hopper_keys import MINUS_INF_KEY, count_of_earlier, plus, value_of
+from sparsemla.kernels.topk.sm90.keys import MINUS_INF_KEY, count_of_earlier, plus, value_of
 
 AHEAD = gl.constexpr(4)
 """Tiles of each warp of a slice that the L2 cache gets while the threshold is sought."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention.cpu.sparse import Stream, sparse_attention
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.common.cpu_sparse import Stream, sparse_attention
 
 
 def sparse_prefill(

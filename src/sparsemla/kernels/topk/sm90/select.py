@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk import triton as portable
-from sparsemla.kernels.topk.hopper_counts import line_of_cluster, places_of_best
-from sparsemla.kernels.topk.hopper_keys import (
+from sparsemla.kernels.topk.sm90.counts import line_of_cluster, places_of_best
+from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     END_KEY,
     MINUS_INF_KEY,
@@ -40,7 +40,7 @@ from sparsemla.kernels.topk.hopper_keys import (
     sums_and_max,
     to_all,
 )
-from sparsemla.kernels.topk.hopper_lists import (
+from sparsemla.kernels.topk.sm90.lists import (
     AHEAD,
     AHEAD_OF_MANY,
     TILE,

@@ -8,14 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.attention import (
+from sparsemla.kernels.attention.cache import block_of, cache_arguments
+from sparsemla.kernels.attention.triton.tiles import (
     LN2,
     LOG2E,
     LOWEST,
     Tile,
     attend_slots,
-    block_of,
-    cache_arguments,
     choose_tile,
     end_of,
     is_hopper,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.attention import (
-    LN2,
+from sparsemla.kernels.attention.cache import cache_arguments
+from sparsemla.kernels.attention.schedule import dense, given_or_chosen, sparse
+from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
+from sparsemla.kernels.attention.triton.tiles import (
     LOG2E,
     LOWEST,
     attend_slots,
     attend_tile,
-    cache_arguments,
     choose_tile,
     end_of,
     is_slot,
@@ -22,7 +24,7 @@ from sparsemla.kernels.common.attention import (
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
-from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.integers import cdiv
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
@@ -154,11 +156,10 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    head_tile: int = 64,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     batch, query_len, num_heads = q.shape[:3]
     rows, layout = cache_arguments(cache)
@@ -167,11 +168,13 @@ def sparse_decode(
         extra_rows, extra_layout = cache_arguments(extra_cache)
         extra_strides = extra_topk_indices.stride()[:2]
         extra_topk = extra_topk_indices.shape[2]
+    num_keys = topk_indices.shape[2] + extra_topk
+    num_splits, *_ = given_or_chosen(schedule, sparse, q, cache, num_keys)
     tile = choose_tile(num_heads, layout, q.dtype, q.device)
     num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = partials(out, lse, num_splits, workspace)
+    outs, lses = partial_results(q, layout.value_dim, num_splits, workspace, out, lse)
     _sparse_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -205,34 +208,6 @@ def sparse_decode(
         num_stages=tile.num_stages,
     )
     merge_splits(outs, lses, attn_sink, out, lse)
-
-
-def partials(
-    out: Tensor, lse: Tensor, num_splits: int, workspace: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Where splits store: ``[splits, B, S, H, V]`` and ``[splits, B, S, H]``, float32.
-
-    A single split stores into the results themselves, and so do all if the results are of that
-    shape.
-    """
-    if out.dim() == 5:
-        return out, lse
-    if num_splits == 1:
-        return out[None], lse[None]
-    if workspace is None:
-        return lse.new_empty(num_splits, *out.shape), lse.new_empty(num_splits, *lse.shape)
-    rows = num_splits * lse.numel()
-    floats = workspace[: 4 * rows * (out.shape[-1] + 1)].view(torch.float32)
-    outs = floats[: rows * out.shape[-1]].view(num_splits, *out.shape)
-    return outs, floats[rows * out.shape[-1] :].view(num_splits, *lse.shape)
-
-
-def merge_splits(
-    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """Merge what splits have stored, unless the results are just that."""
-    if outs.shape[0] > 1 and outs is not out:
-        launch_merge(outs, lses, attn_sink, out, lse)
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
@@ -341,18 +316,20 @@ def dense_decode(
     softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     batch, query_len, num_heads = q.shape[:3]
     rows, layout = cache_arguments(cache)
+    num_keys = page_table.shape[1] * cache.page_size
+    num_splits, *_ = given_or_chosen(schedule, dense, q, cache, num_keys)
     tile = choose_tile(query_len * num_heads, layout, q.dtype, q.device)
     num_programs = batch * cdiv(query_len * num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = partials(out, lse, num_splits, workspace)
+    outs, lses = partial_results(q, layout.value_dim, num_splits, workspace, out, lse)
     _dense_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -381,104 +358,3 @@ def dense_decode(
         num_stages=tile.num_stages,
     )
     merge_splits(outs, lses, attn_sink, out, lse)
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def _merge(
-    outs,
-    outs_part,
-    outs_request,
-    outs_token,
-    outs_head,
-    lses,
-    lses_part,
-    lses_request,
-    lses_token,
-    attn_sink,
-    out,
-    out_request,
-    out_token,
-    out_head,
-    lse,
-    lse_request,
-    lse_token,
-    num_parts,
-    num_tokens,
-    num_heads,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Some dims of a (request, token, head): parts weighted by ``exp(their lse - that of all)``."""
-    BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // BLOCKS
-    block = tl.program_id(0) % BLOCKS
-    head = (row % num_heads).to(tl.int64)
-    token = (row // num_heads % num_tokens).to(tl.int64)
-    request = (row // num_heads // num_tokens).to(tl.int64)
-    d = block * BLOCK + tl.arange(0, BLOCK)
-    outs += request * outs_request + token * outs_token + head * outs_head
-    lses += request * lses_request + token * lses_token + head
-    m = LOWEST
-    l = 0.0
-    acc = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        real = part < num_parts
-        part = part.to(tl.int64)
-        state = tl.load(lses + part * lses_part, mask=real, other=float("-inf")) * LOG2E
-        at = (part * outs_part)[:, None] + d[None, :]
-        x = tl.load(outs + at, mask=real[:, None] & (d < V)[None, :], other=0.0).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(state))
-        shrink = tl.exp2(m - m_new)
-        weight = tl.exp2(state - m_new)
-        # What a part without keys holds does not count: it may be NaN.
-        x = tl.where((state > float("-inf"))[:, None], x * weight[:, None], 0.0)
-        acc = acc * shrink + tl.sum(x, 0)
-        l = l * shrink + tl.sum(weight)
-        m = m_new
-    empty = l == 0
-    lse += request * lse_request + token * lse_token + head
-    if block == 0:
-        tl.store(lse, (m + tl.log2(l)) * LN2)  # log2(0) is -inf
-    if attn_sink is not None:
-        l += tl.exp2(tl.load(attn_sink + head) * LOG2E - m)
-    acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, l))
-    out += request * out_request + token * out_token + head * out_head
-    tl.store(out + d, acc.to(out.dtype.element_ty), mask=d < V)
-
-
-def launch_merge(
-    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """Merge ``[N, B, S, H, V]`` into ``[B, S, H, V]``."""
-    num_parts, batch, num_tokens, num_heads, value_dim = outs.shape
-    if out.numel() == 0:
-        return
-    # A program waits for memory most of its time: dims of few rows are dealt out to more of them.
-    num_rows = batch * num_tokens * num_heads
-    block = min(next_power_of_2(value_dim), 128 if num_rows <= 1024 else 256)
-    _merge[(num_rows * cdiv(value_dim, block),)](
-        outs,
-        *outs.stride()[:4],
-        lses,
-        *lses.stride()[:3],
-        attn_sink,
-        out,
-        *out.stride()[:3],
-        lse,
-        *lse.stride()[:2],
-        num_parts,
-        num_tokens,
-        num_heads,
-        V=value_dim,
-        BLOCK=block,
-        PARTS=min(next_power_of_2(max(num_parts, 1)), 16),
-        num_warps=max(block // 128, 1),
-    )
-
-
-def merge_states(
-    outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    launch_merge(outs[:, None], lses[:, None], attn_sink, out[None], lse[None])

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.topk.hopper_counts import line_of_cluster, of_cluster, places_of_best
-from sparsemla.kernels.topk.hopper_keys import (
+from sparsemla.kernels.topk.sm90.counts import line_of_cluster, of_cluster, places_of_best
+from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     RUNTIME,
     keys_of,

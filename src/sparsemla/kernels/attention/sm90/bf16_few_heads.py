@@ -22,22 +22,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.attention import cache_arguments
-from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper_rows import (
+from sparsemla.kernels.attention.cache import cache_arguments
+from sparsemla.kernels.attention.sm90.abi import (
+    Results,
+    Shape,
+    Stream,
+)
+from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
     PLAIN,
     TILE,
-    Results,
-    Shape,
-    Stream,
     end_of,
+    group_of_program,
+    is_slot,
+    locate,
+    rows_of_group,
     to_bf16,
 )
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 
-MAX_ROWS = 32
 KEYS = gl.constexpr(64)
 
 # 8 lanes copy 128 bytes of a row.
@@ -59,25 +64,6 @@ class Where(NamedTuple):
     max_logits: Tensor | None
     max_logits_at: int
     attn_sink: Tensor | None
-
-
-@gluon.jit
-def is_slot(slots, num_slots):
-    """Whether entries of a list name a row."""
-    return (slots >= 0) & (slots < num_slots)
-
-
-@gluon.jit
-def locate(slots, L: gl.constexpr):
-    """Page and row of slots, as int64; the page of a linear cache is 0."""
-    slots = slots.to(gl.int32).to(gl.uint32)
-    if L.linear:
-        page = gl.zeros_like(slots)
-        row = slots
-    else:
-        page = slots // L.page_size
-        row = slots % L.page_size
-    return page.to(gl.int64), row.to(gl.int64)
 
 
 @gluon.jit
@@ -232,7 +218,7 @@ def consume(
     total = sums.index(2).load(HEADS) * gl.exp2(m0 - highest)
     total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)
     none = total == 0
-    token, head, real = heads_of(shape, N, HEADS)
+    token, head, real = rows_of_group(shape, N, HEADS)
     if WHO == 0:
         lse = (highest + gl.log2(total)) * LN2  # log2(0) is -inf
         gl.store(results.lse + token * results.lse_token + head, lse, mask=real)
@@ -253,28 +239,11 @@ def consume(
     mbarrier.arrive(meet.index(1), count=1)
     mbarrier.wait(meet.index(1), 0)
     x = both.index(WHO).load(RESULTS) + both.index(2 + WHO).load(RESULTS)
-    token, head, real = heads_of(shape, N, gl.SliceLayout(0, RESULTS))
+    token, head, real = rows_of_group(shape, N, gl.SliceLayout(0, RESULTS))
     at = token * results.out_token + head * results.out_head
     dim = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(1, RESULTS))
     out = results.out + at[None, :] + dim[:, None]
     gl.store(out, x.to(results.out.dtype.element_ty), mask=real[None, :])
-
-
-@gluon.jit
-def place(shape):
-    """The program's split, its request and the first token of its group."""
-    group = gl.program_id(0) // shape.num_splits
-    split = (gl.program_id(0) % shape.num_splits).to(gl.int64)
-    request = (group // shape.group_tokens).to(gl.int64)
-    return split, request, (group % shape.group_tokens).to(gl.int64)
-
-
-@gluon.jit
-def heads_of(shape, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Token in the group, head, and whether there is one, of the rows of a group."""
-    row = gl.arange(0, N, LAYOUT)
-    token = (row // shape.num_heads).to(gl.int64)
-    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
 
 
 @gluon.jit
@@ -289,8 +258,8 @@ def load_queries(
     N: gl.constexpr,
 ):
     """Dims of a group's rows."""
-    _, request, first = place(shape)
-    token, head, real = heads_of(shape, N, gl.SliceLayout(1, QUERIES))
+    _, request, first = group_of_program(shape)
+    token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, QUERIES))
     at = request * q_request + (first + token) * q_token + head * q_head
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
     return gl.load(q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
@@ -299,7 +268,7 @@ def load_queries(
 @gluon.jit
 def find_keys(stream, shape, PAGED: gl.constexpr):
     """Slots of a group, or pages of its request, and how many keys they are."""
-    _, request, token = place(shape)
+    _, request, token = group_of_program(shape)
     keys = stream.keys + request * stream.keys_request + token * stream.keys_token
     end = stream.num_keys
     if stream.lengths is not None:
@@ -352,7 +321,7 @@ def attend_columns(
 
     keys, end = find_keys(stream, shape, False)
     all_tiles = gl.cdiv(end, KEYS)
-    split, request, first = place(shape)
+    split, request, first = group_of_program(shape)
     steps = gl.cdiv(all_tiles, shape.num_splits)
     begin = gl.minimum(split.to(gl.int32) * steps, all_tiles)
     tiles = gl.minimum(begin + steps, all_tiles) - begin

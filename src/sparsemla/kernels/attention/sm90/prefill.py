@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.hopper_columns import MAX_ROWS
-from sparsemla.kernels.common.hopper_columns import attend as attend_columns
-from sparsemla.kernels.common.hopper_columns_fp8 import attend_columns_fp8
-from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
-from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
+from sparsemla.kernels.attention.schedule import FEW_HEADS
+from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
+from sparsemla.kernels.attention.sm90.bf16 import attend
+from sparsemla.kernels.attention.sm90.bf16_few_heads import attend as attend_columns
+from sparsemla.kernels.attention.sm90.fp8 import attend_fp8
+from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
 
 
 def sparse_prefill(
@@ -41,7 +42,7 @@ def sparse_prefill(
         max_logits_request=0 if max_logits is None else max_logits.stride(0),
         attn_sink=attn_sink,
     )
-    few = num_heads <= MAX_ROWS
+    few = num_heads <= FEW_HEADS
     if kv.format.fp8_dim:
         launch = attend_columns_fp8 if few else attend_fp8
     else:

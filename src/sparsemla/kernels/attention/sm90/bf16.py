@@ -15,8 +15,6 @@ only the half that made them reads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,18 +29,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.attention import cache_arguments
+from sparsemla.kernels.attention.cache import cache_arguments
+from sparsemla.kernels.attention.sm90.abi import (
+    Results,
+    Shape,
+    Stream,
+)
+from sparsemla.kernels.attention.sm90.tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PLAIN,
+    SCORE_ROWS,
+    SCORES,
+    SUM_ROWS,
+    SUMS,
+    TILE,
+    end_of,
+    heads_of,
+    place_of,
+    store_limits,
+    to_bf16,
+)
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1e30)
-
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
-SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
@@ -57,11 +68,8 @@ STORE = gl.constexpr(
     )
 )
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PAGE_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Barriers. READY and FREE have one for each half of each block; the last dims of a block are
 # copied with the half that the scores of the block end with.
@@ -84,82 +92,6 @@ QUERIES = gl.constexpr(15)
 SCORED = gl.constexpr(16)  # the last products with the queries of a tile are done
 RANGE = gl.constexpr(17)  # what the producer found out about the keys
 NUM_BARRIERS = gl.constexpr(18)
-
-
-class Shape(NamedTuple):
-    """How the query rows are numbered.
-
-    The rows of a group share keys: the heads of a token for selected keys, ``group_tokens`` groups
-    a request; all tokens and heads of a request, one group, where it attends to all of its keys.
-    """
-
-    num_heads: int
-    num_rows: int
-    group_tokens: int
-    num_splits: int
-
-
-class Stream(NamedTuple):
-    """A list of keys: slots of a cache; or a page table, if all keys of a request are meant.
-
-    ``lengths``: keys of a request that count. ``shift``: :mod:`.hopper_rows_fp8`.
-    """
-
-    keys: Tensor
-    keys_request: int
-    keys_token: int
-    num_keys: int
-    lengths: Tensor | None
-    num_slots: int
-    shift: int = 0
-
-
-class Results(NamedTuple):
-    """What is written, and the sinks, which are part of it. Strides are in elements."""
-
-    out: Tensor
-    out_split: int
-    out_request: int
-    out_token: int
-    out_head: int
-    lse: Tensor
-    lse_split: int
-    lse_request: int
-    lse_token: int
-    max_logits: Tensor | None
-    max_logits_request: int
-    attn_sink: Tensor | None
-
-
-@gluon.jit
-def place(shape):
-    """:func:`place_of` the only tile of a program."""
-    return place_of(gl.program_id(0), shape)
-
-
-@gluon.jit
-def place_of(tile, shape):
-    """First row of a tile, its split, request and first token."""
-    num_tiles = gl.cdiv(shape.num_rows, 64)
-    group = tile // num_tiles // shape.num_splits
-    begin = tile % num_tiles * 64
-    split = tile // num_tiles % shape.num_splits
-    request = (group // shape.group_tokens).to(gl.int64)
-    return begin, split, request, (group % shape.group_tokens).to(gl.int64)
-
-
-@gluon.jit
-def heads_of(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
-    """Token in the group, head, and whether there is one, of rows of perhaps several ``TOKENS``."""
-    row = begin + gl.arange(0, 64, LAYOUT)
-    real = row < shape.num_rows
-    if TOKENS:
-        token = (row // shape.num_heads).to(gl.int64)
-        head = (row % shape.num_heads).to(gl.int64)
-    else:
-        token = gl.zeros_like(row).to(gl.int64)
-        head = row.to(gl.int64)
-    return token, head, real
 
 
 @gluon.jit
@@ -194,14 +126,6 @@ def store_range(found, bar, first, last):
     found.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
     mbarrier.arrive(bar.index(RANGE), count=1)
     return num_pairs
-
-
-@gluon.jit
-def to_bf16(x):
-    """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -457,34 +381,6 @@ def store_rows(values, out, begin, first, results, shape):
     rows = (first + token) * results.out_token + head * results.out_head
     dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     gl.store(out + rows[:, None] + dims[None, :], values, mask=real[:, None])
-
-
-@gluon.jit
-def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
-    """How many keys each row sees, into shared memory; returns how many any of them sees."""
-    length = stream.num_keys
-    if stream.lengths is not None:
-        length = gl.load(stream.lengths + request).to(gl.int32)
-    end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
-    if CAUSAL:
-        token, _, real = heads_of(begin, shape, SCORE_ROWS)
-        query_len = shape.num_rows // shape.num_heads
-        limit = gl.minimum(end, length - query_len + 1 + token.to(gl.int32))
-        limits.store(limit)
-        end = gl.max(gl.where(real, limit, 0), 0)
-    return end
-
-
-@gluon.jit
-def end_of(keys, first, last, num_slots, CHUNK: gl.constexpr):
-    """One past the last valid slot of part of a list: an unused tail costs no block."""
-    end = first
-    for start in range(first, last, CHUNK):
-        at = start + gl.arange(0, CHUNK, LIST)
-        slots = gl.load(keys + at, mask=at < last, other=-1).to(gl.int64)
-        valid = (slots >= 0) & (slots < num_slots)
-        end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
-    return end
 
 
 @gluon.jit

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.topk import triton as portable
-from sparsemla.kernels.topk.hopper_held import held, launch_held
-from sparsemla.kernels.topk.hopper_merge import MERGE_BLOCK, merge_parts
-from sparsemla.kernels.topk.hopper_select import launch, plan
+from sparsemla.kernels.topk.sm90.held import held, launch_held
+from sparsemla.kernels.topk.sm90.merge import MERGE_BLOCK, merge_parts
+from sparsemla.kernels.topk.sm90.select import launch, plan
 
 
 def select_topk(

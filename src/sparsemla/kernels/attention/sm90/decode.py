@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.hopper_columns import MAX_ROWS
-from sparsemla.kernels.common.hopper_columns import attend as attend_columns
-from sparsemla.kernels.common.hopper_columns_fp8 import attend_columns_fp8
-from sparsemla.kernels.common.hopper_rows import Results, Shape, Stream, attend
-from sparsemla.kernels.common.hopper_rows_fp8 import attend_fp8
-from sparsemla.kernels.decode.triton import merge_splits, partials
+from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
+from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
+from sparsemla.kernels.attention.sm90.bf16 import attend
+from sparsemla.kernels.attention.sm90.bf16_few_heads import attend as attend_columns
+from sparsemla.kernels.attention.sm90.fp8 import attend_fp8
+from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
+from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 
 
 def sparse_decode(
@@ -24,18 +27,22 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    head_tile: int = 64,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     if q.numel() == 0:
         return
-    outs, lses = partials(out, lse, num_splits, workspace)
+    num_keys = topk_indices.shape[2]
+    if extra_topk_indices is not None:
+        num_keys += extra_topk_indices.shape[2]
+    num_splits, *tiled = given_or_chosen(schedule, sm90_sparse, q, cache, num_keys)
+    outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     whole = outs, lses
-    if head_tile < 64:
-        # A request has one token: its tiles of heads are as tokens that share a list.
+    if tiled and tiled[0] < min(64, q.shape[2]):
+        # A request has one token: its tiles of heads are like tokens that share a list.
+        (head_tile,) = tiled
         tiles = q.shape[2] // head_tile
         q = q.squeeze(1).unflatten(1, (tiles, head_tile))
         outs = outs.squeeze(2).unflatten(2, (tiles, head_tile))
@@ -49,7 +56,7 @@ def sparse_decode(
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
     q_strides = q.stride()[:3]
-    few = num_heads <= MAX_ROWS
+    few = num_heads <= FEW_HEADS
     if cache.format.fp8_dim:
         extra = None
         if extra_cache is not None and extra_topk_indices is not None:
@@ -92,18 +99,20 @@ def dense_decode(
     softmax_scale: float,
     causal: bool,
     attn_sink: Tensor | None,
-    num_splits: int,
+    schedule: Sequence[int] | None,
     workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     batch, query_len, num_heads = q.shape[:3]
     if q.numel() == 0:
         return
-    outs, lses = partials(out, lse, num_splits, workspace)
+    num_keys = page_table.shape[1] * cache.page_size
+    num_splits, *_ = given_or_chosen(schedule, dense, q, cache, num_keys)
+    outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     launch = attend
     if cache.format.fp8_dim:
-        launch = attend_columns_fp8 if query_len * num_heads <= MAX_ROWS else attend_fp8
+        launch = attend_columns_fp8 if query_len * num_heads <= FEW_HEADS else attend_fp8
     launch(
         q,
         q.stride()[:3],

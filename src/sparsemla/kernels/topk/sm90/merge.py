@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparsemla.kernels.common.gluon import barrier
-from sparsemla.kernels.topk.hopper_keys import (
+from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     END_KEY,
     bits_of,

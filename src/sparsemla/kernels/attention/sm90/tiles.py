@@ -1,0 +1,114 @@
+"""Device code that the Hopper attention kernels share: tiles of query rows, masks, layouts."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1e30)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
+LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def place_of(tile, shape):
+    """First row of a tile, its split, request and first token."""
+    num_tiles = gl.cdiv(shape.num_rows, 64)
+    group = tile // num_tiles // shape.num_splits
+    begin = tile % num_tiles * 64
+    split = tile // num_tiles % shape.num_splits
+    request = (group // shape.group_tokens).to(gl.int64)
+    return begin, split, request, (group % shape.group_tokens).to(gl.int64)
+
+
+@gluon.jit
+def heads_of(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
+    """Token in the group, head, and whether there is one, of rows of perhaps several ``TOKENS``."""
+    row = begin + gl.arange(0, 64, LAYOUT)
+    real = row < shape.num_rows
+    if TOKENS:
+        token = (row // shape.num_heads).to(gl.int64)
+        head = (row % shape.num_heads).to(gl.int64)
+    else:
+        token = gl.zeros_like(row).to(gl.int64)
+        head = row.to(gl.int64)
+    return token, head, real
+
+
+@gluon.jit
+def to_bf16(x):
+    """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
+    """How many keys each row sees, into shared memory; returns how many any of them sees."""
+    length = stream.num_keys
+    if stream.lengths is not None:
+        length = gl.load(stream.lengths + request).to(gl.int32)
+    end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
+    if CAUSAL:
+        token, _, real = heads_of(begin, shape, SCORE_ROWS)
+        query_len = shape.num_rows // shape.num_heads
+        limit = gl.minimum(end, length - query_len + 1 + token.to(gl.int32))
+        limits.store(limit)
+        end = gl.max(gl.where(real, limit, 0), 0)
+    return end
+
+
+@gluon.jit
+def end_of(keys, first, last, num_slots, CHUNK: gl.constexpr):
+    """One past the last valid slot of part of a list: an unused tail costs no block."""
+    end = first
+    for start in range(first, last, CHUNK):
+        at = start + gl.arange(0, CHUNK, LIST)
+        slots = gl.load(keys + at, mask=at < last, other=-1).to(gl.int64)
+        valid = (slots >= 0) & (slots < num_slots)
+        end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
+    return end
+
+
+@gluon.jit
+def is_slot(slots, num_slots):
+    """Whether entries of a list name a row."""
+    return (slots >= 0) & (slots < num_slots)
+
+
+@gluon.jit
+def locate(slots, L: gl.constexpr):
+    """Page and row of slots, as int64; the page of a linear cache is 0."""
+    slots = slots.to(gl.int32).to(gl.uint32)
+    if L.linear:
+        page = gl.zeros_like(slots)
+        row = slots
+    else:
+        page = slots // L.page_size
+        row = slots % L.page_size
+    return page.to(gl.int64), row.to(gl.int64)
+
+
+@gluon.jit
+def group_of_program(shape):
+    """The program's split, its request and the first token of its group."""
+    group = gl.program_id(0) // shape.num_splits
+    split = (gl.program_id(0) % shape.num_splits).to(gl.int64)
+    request = (group // shape.group_tokens).to(gl.int64)
+    return split, request, (group % shape.group_tokens).to(gl.int64)
+
+
+@gluon.jit
+def rows_of_group(shape, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Token in the group, head, and whether there is one, of the rows of a group."""
+    row = gl.arange(0, N, LAYOUT)
+    token = (row // shape.num_heads).to(gl.int64)
+    return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows

@@ -1,1 +1,0 @@
-"""Decode attention and merging."""
