@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
+from sparsemla.kernels.attention.sm90 import bf16
 from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
-from sparsemla.kernels.attention.sm90.bf16 import attend
 from sparsemla.kernels.attention.sm90.bf16_few_heads import attend as attend_columns
 from sparsemla.kernels.attention.sm90.fp8 import attend_fp8
 from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
@@ -75,7 +75,7 @@ def sparse_decode(
             extra=extra,
         )
     else:
-        launch = attend_columns if few else attend
+        launch = attend_columns if few else bf16.launch
         launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
     merge_splits(*whole, attn_sink, out, lse)
 
@@ -110,7 +110,7 @@ def dense_decode(
     num_keys = page_table.shape[1] * cache.page_size
     num_splits, *_ = given_or_chosen(schedule, dense, q, cache, num_keys)
     outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
-    launch = attend
+    launch = bf16.launch
     if cache.format.fp8_dim:
         launch = attend_columns_fp8 if query_len * num_heads <= FEW_HEADS else attend_fp8
     launch(

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS
+from sparsemla.kernels.attention.sm90 import bf16
 from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
-from sparsemla.kernels.attention.sm90.bf16 import attend
 from sparsemla.kernels.attention.sm90.bf16_few_heads import attend as attend_columns
 from sparsemla.kernels.attention.sm90.fp8 import attend_fp8
 from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
@@ -46,7 +46,7 @@ def sparse_prefill(
     if kv.format.fp8_dim:
         launch = attend_columns_fp8 if few else attend_fp8
     else:
-        launch = attend_columns if few else attend
+        launch = attend_columns if few else bf16.launch
     launch(
         q,
         (q.stride(0), 0, q.stride(1)),
