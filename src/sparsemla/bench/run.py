@@ -31,7 +31,7 @@ class Stamp:
     @classmethod
     def now(cls, commit: str | None = None, peers: Path | None = None) -> Stamp:
         """Today's, with the checkout's commit unless another is given."""
-        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         return cls(commit or _checkout(), date, versions(peers))
 
 

@@ -1,0 +1,60 @@
+"""The project's own files agree with each other: versions, ranges, pins and metadata."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+METADATA = PROJECT["project"]
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def pins() -> dict[str, str]:
+    """The exact versions of ``constraints.txt``, by normalised name."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
+
+
+def test_python_versions_agree():
+    supported = SpecifierSet(METADATA["requires-python"])
+    assert [f"3.{minor}" for minor in range(9, 14) if f"3.{minor}" in supported] == [*PYTHONS]
+    for python in PYTHONS:
+        assert f"Programming Language :: Python :: {python}" in METADATA["classifiers"]
+    tools = PROJECT["tool"]
+    assert tools["mypy"]["python_version"] == PYTHONS[0]
+    assert tools["ruff"]["target-version"] == "py" + PYTHONS[0].replace(".", "")
+
+
+REQUIREMENTS = [
+    Requirement(text)
+    for group in (METADATA["dependencies"], *METADATA["optional-dependencies"].values())
+    for text in group
+]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_pins_lie_in_the_ranges(requirement):
+    if requirement.name != "sparsemla":
+        assert pins()[requirement.name] in requirement.specifier
+
+
+def test_triton_has_an_upper_bound():
+    (triton,) = (each for each in REQUIREMENTS if each.name == "triton")
+    assert [version in triton.specifier for version in ("3.5.1", "3.6.0", "3.9.1", "3.10.0")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_project_has_its_addresses():
+    assert set(METADATA["urls"]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
