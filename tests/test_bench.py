@@ -489,12 +489,24 @@ def test_report_round_trip(tmp_path):
     report.save(path, saved)
     assert report.load(path) == saved
     first = json.loads(path.read_text())["rows"][0]
-    names = "op case ours_us peer peer_us ratio floor_us commit date versions"
-    assert set(names.split()) <= set(first)
+    assert {"op", "case", "ours_us", "peer", "peer_us", "ratio", "floor_us", "run"} <= set(first)
     for text in ("{}", "[]", "# a page"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"h200\.json is no benchmark report"):
             report.load(path)
+
+
+def test_a_file_has_a_line_for_each_row_and_each_run_once(tmp_path):
+    path = tmp_path / "h200.json"
+    later = {"commit": "cafe", "date": "2026-02-03", "versions": {"torch": "2.12.0"}}
+    rows = [row(case="a"), row(case="b", **later), row(case="c")]
+    report.save(path, report.Report("H200", CEILINGS, rows))
+    assert report.load(path).rows == rows
+    text = path.read_text()
+    assert [json.loads(text)["rows"][i]["run"] for i in range(3)] == [0, 1, 0]
+    assert json.loads(text)["runs"][1] == later
+    assert len([line for line in text.splitlines() if '"case"' in line]) == 3
+    assert text.count("2.11.0") == text.count("2.12.0") == 1
 
 
 def test_merging_replaces_what_was_measured_again():

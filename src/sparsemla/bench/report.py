@@ -17,6 +17,8 @@ BEGIN = "<!-- table: begin -->"
 END = "<!-- table: end -->"
 NO_MEASUREMENTS = "No measurements have been committed yet."
 AXES = ("context", "batch", "heads")
+RUN = ("commit", "date", "versions")
+"""Attributes of a row that all rows of a run share. A file has them once."""
 HEADER = ("op", "case", "us", "rate", "% of floor", "peer", "peer us", "ratio")
 
 
@@ -74,14 +76,27 @@ class Report:
 
 
 def save(path: Path, report: Report) -> None:
-    """Write a report as JSON, each number with five digits."""
-    document = {
-        "device": report.device,
-        "ceilings": asdict(report.ceilings),
-        "rows": [asdict(row) for row in report.rows],
-    }
+    """Write a report as JSON: numbers with five digits, a line for each row and for each run."""
+    runs: list[dict[str, object]] = []
+    rows = []
+    for row in report.rows:
+        values = asdict(row)
+        run = {name: values.pop(name) for name in RUN}
+        if run not in runs:
+            runs.append(run)
+        rows.append(values | {"run": runs.index(run)})
+    head = (
+        f'"{name}": {json.dumps(_rounded(value))}'
+        for name, value in (("device", report.device), ("ceilings", asdict(report.ceilings)))
+    )
+    document = ",\n ".join((*head, f'"runs": {_one_a_line(runs)}', f'"rows": {_one_a_line(rows)}'))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(document), indent=1) + "\n", encoding="utf-8")
+    path.write_text(f"{{\n {document}\n}}\n", encoding="utf-8")
+
+
+def _one_a_line(values: Sequence[object]) -> str:
+    lines = ",\n".join(f"  {json.dumps(_rounded(value))}" for value in values)
+    return f"[\n{lines}\n ]"
 
 
 def load(path: Path) -> Report:
@@ -93,16 +108,17 @@ def load(path: Path) -> Report:
     text = path.read_bytes()
     try:
         document = json.loads(text)
-        rows = [_row(values) for values in document["rows"]]
+        rows = [_row(values, document["runs"]) for values in document["rows"]]
         return Report(document["device"], Ceilings(**document["ceilings"]), rows)
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no benchmark report: {error}") from error
 
 
-def _row(values: dict[str, Any]) -> Row:
+def _row(values: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Row:
     """A row from JSON, which knows no tuples."""
     pairs = ("ours_spread_us", "peer_spread_us")
-    return Row(**values | {name: values[name] and tuple(values[name]) for name in pairs})
+    run = runs[values.pop("run")]
+    return Row(**values | run | {name: values[name] and tuple(values[name]) for name in pairs})
 
 
 def merged(old: Report, new: Report) -> Report:
