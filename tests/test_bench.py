@@ -587,6 +587,22 @@ def test_plots(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_sides_of_a_plot_have_colors_that_can_be_told_apart():
+    names = [
+        "floor",
+        "sparsemla",
+        "FlashMLA",
+        "vLLM",
+        "TileLang",
+        "DeepGEMM",
+        "torch.topk",
+        "cuBLAS",
+    ]
+    colors = [report._color(name, names) for name in names]
+    assert len(set(colors)) == len(names)
+    assert set(colors[1:]) == set(report.OKABE_ITO)
+
+
 def test_arguments_that_do_not_go_together(monkeypatch, capsys, tmp_path):
     for arguments, message in (
         (["--device", "cpu", "--op", "select_topk"], "need the device cuda"),

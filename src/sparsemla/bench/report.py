@@ -19,6 +19,8 @@ NO_MEASUREMENTS = "No measurements have been committed yet."
 AXES = ("context", "batch", "heads")
 RUN = ("commit", "date", "versions")
 """Attributes of a row that all rows of a run share. A file has them once."""
+OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442")
+"""Colours that readers with any kind of colour vision tell apart."""
 HEADER = ("op", "case", "us", "rate", "% of floor", "peer", "peer us", "ratio")
 
 
@@ -338,8 +340,8 @@ def _draw_lines(axes: Axes, title: str, axis: str, series: Series) -> None:
 
 def _color(name: str, names: Sequence[str]) -> str:
     """The same for the floor and for this package in every plot."""
-    fixed = {"floor": "#bbbbbb", "sparsemla": "#b2182b"}
+    fixed = {"floor": "#999999", "sparsemla": OKABE_ITO[0]}
     if name in fixed:
         return fixed[name]
     others = [other for other in names if other not in fixed]
-    return f"C{others.index(name) % 10}"
+    return OKABE_ITO[1 + others.index(name) % (len(OKABE_ITO) - 1)]

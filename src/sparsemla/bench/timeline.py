@@ -17,6 +17,7 @@ import torch
 import torch.profiler
 
 from sparsemla.bench.peers import Peer
+from sparsemla.bench.report import OKABE_ITO
 from sparsemla.bench.step import DecodeStep
 from sparsemla.bench.timing import Prepared, Timer
 from sparsemla.bench.workloads import Side
@@ -163,7 +164,7 @@ def _draw(axes: Axes, case: str, lines: Sequence[Line]) -> None:
             axes.broken_barh(
                 [(launch.start_us, launch.us)],
                 (top - height, height),
-                facecolor=f"C{number % 10}",
+                facecolor=OKABE_ITO[number % len(OKABE_ITO)],
                 edgecolor="black",
                 linewidth=0.4,
             )
