@@ -34,6 +34,7 @@ LAYERS = {
     "sparsemla.kernels": ("formats", "cache", "weights", "kernels.common"),
     "sparsemla.dispatch": ("kinds", "formats", "cache", "reference", "kernels"),
     "sparsemla.ops": ("kinds", "formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
+    "sparsemla._api": ("cache", "dispatch", "formats", "ops", "plan", "rope", "runner", "weights"),
     "sparsemla.compat": ("kinds", "formats", "cache", "checks", "ops", "compat"),
 }
 # Families of kernels that call another family's.
@@ -197,9 +198,13 @@ def test_every_public_function_and_class_is_documented():
 
 IMPORT = """
 import sys
+import sparsemla
+if "torch" in sys.modules:
+    print("torch before it is needed")
 import torch
 before = set(sys.modules)
-import sparsemla
+from sparsemla import *
+assert sparse_decode is sparsemla.sparse_decode
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 for name in ("transformers", "matplotlib", "triton", "rich", "typer", "safetensors", "hypothesis"):
     if name in new:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import sparsemla
 from sparsemla import dispatch
 from sparsemla.cli import app
 
@@ -109,6 +110,36 @@ def test_help_lists_the_commands():
     assert result.exit_code == 0
     for command in ("demo", "generate", "doctor", "explain"):
         assert command in result.output
+
+
+def test_version():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"sparsemla {sparsemla.__version__}\n"
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in run("--help").output
+
+
+LOADED = """
+import sys
+from sparsemla.cli import main
+try:
+    main()
+finally:
+    loaded = {"torch", "numpy", "triton", "transformers", "matplotlib"} & set(sys.modules)
+    print("loaded:", *loaded, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["verify", "--help"]], ids=str)
+def test_help_does_not_wait_for_torch(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout
+    assert done.stderr == "loaded:\n"
 
 
 def test_doctor():

@@ -8,12 +8,11 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+import sparsemla
 from sparsemla.verify.command import verify
 
 app = typer.Typer(
-    help="Sparse multi-head latent attention for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -23,6 +22,22 @@ DEMO_PACKAGES = ("matplotlib", "safetensors", "transformers")
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparsemla {sparsemla.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Sparse multi-head latent attention for PyTorch."""
 
 
 def fail(message: object) -> NoReturn:
