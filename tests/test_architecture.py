@@ -52,6 +52,7 @@ ON_TOP = (
     "doctor",
     "generate",
     "picture",
+    "support",
     "verify",
     "__main__",
 )

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import sparsemla
 from sparsemla import dispatch
 from sparsemla.cli import app
+from sparsemla.doctor import BRANCHES
+from sparsemla.testing.cases import Draw
+from sparsemla.verify import matrix
 
 CHECKPOINT_BLOCK = 128
 
@@ -145,16 +149,24 @@ def test_help_does_not_wait_for_torch(arguments):
 def test_doctor():
     result = run("doctor")
     assert result.exit_code == 0
-    for part in ("torch", torch.__version__, "reference", "works"):
+    for part in ("torch", torch.__version__, "vllm", "sglang", "reference", "works", "proof"):
         assert part in result.output
     assert "fails" not in result.output
 
 
+def explained(result: Any) -> str:
+    """What ``explain`` prints of tiers; the lines that follow say how far they are proven."""
+    assert result.exit_code == 0, result.output
+    lines, proofs = [], []
+    for line in result.output.splitlines():
+        (proofs if line.startswith("proof: ") else lines).append(line)
+    assert proofs
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize("op", dispatch.OPS)
 def test_explain(op):
-    result = run("explain", op)
-    assert result.exit_code == 0
-    assert result.output == f"{dispatch.explain(dispatch.Problem(op, 'cpu'))}\n"
+    assert explained(run("explain", op)) == str(dispatch.explain(dispatch.Problem(op, "cpu")))
 
 
 def test_explain_another_machine():
@@ -165,24 +177,87 @@ def test_explain_another_machine():
     problem = dispatch.Problem(
         "sparse_decode", "cuda", (9, 0), torch.bfloat16, "fp8_ds_mla", 128, 2048
     )
-    assert result.output == f"{dispatch.explain(problem)}\n"
+    assert explained(result) == str(dispatch.explain(problem))
 
 
 def test_explain_takes_the_usual_dtype():
     result = run("explain", "indexer_topk", "--device", "cuda", "--capability", "9.0")
     problem = dispatch.Problem("indexer_topk", "cuda", (9, 0), torch.float8_e4m3fn)
-    assert result.output == f"{dispatch.explain(problem)}\n"
+    assert explained(result) == str(dispatch.explain(problem))
     assert "indexer_topk: sm90" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "capability"),
+    [
+        ("8.0", "sm_80", (8, 0)),
+        ("sm_89", "sm_89", (8, 9)),
+        ("sm_90", "sm_90", (9, 0)),
+        ("sm_90a", "sm_90", (9, 0)),
+        ("10.0", "sm_100", (10, 0)),
+        ("sm_100", "sm_100", (10, 0)),
+        ("sm_120", "sm_120", (12, 0)),
+        ("gfx942", "gfx942", (9, 4)),
+    ],
+)
+def test_explain_knows_gpus_by_capability_and_by_target(name, target, capability):
+    result = run("explain", "sparse_decode", "--device", "cuda", "--capability", name)
+    problem = dispatch.Problem("sparse_decode", "cuda", capability)
+    assert explained(result) == str(dispatch.explain(problem))
+    assert f"proof: {target} (" in result.output
+
+
+def test_explain_says_where_nothing_was_tried():
+    result = run("explain", "sparse_decode", "--device", "cuda", "--capability", "8.6")
+    assert "sparse_decode: triton" in result.output
+    assert "proof: sm_86, Triton" in result.output
+    assert "untested. Nothing was compiled for it or run on it." in result.output
+
+
+@pytest.mark.parametrize("op", BRANCHES)
+@pytest.mark.parametrize("topk", [0, 64])
+def test_explain_a_branch(op, topk):
+    result = run("explain", op, "--topk", topk)
+    first, *rest = explained(result).splitlines()
+    stages = [line.partition(":")[0] for line in rest if not line.startswith(" ")]
+    assert first.startswith(f"{op}: {len(stages)} stages")
+    assert set(stages) == recorded_stages(op, sparse=True) | (
+        set() if topk else recorded_stages(op, sparse=False)
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the package's operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "sparsemla":
+            self.names.add(function._schema.name.partition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+def recorded_stages(op: str, sparse: bool) -> set[str]:
+    """The ops that a branch calls."""
+    with Recorder() as recorder:
+        for case in matrix.MATRIX[op]:
+            if case.quick and ("topk_indices" in case.build(Draw(0, "cpu"))) == sparse:
+                getattr(sparsemla, op)(**case.build(Draw(0, "cpu")))
+    assert recorder.names
+    return recorder.names
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["nothing"], ["op must be one of", "sparse_decode", "'nothing'"]),
+        (["nothing"], ["op must be one of", "sparse_decode", "decode_branch", "'nothing'"]),
         (["sparse_decode", "--cache-format", "fp7"], ["format name", "'fp7'"]),
         (["sparse_decode", "--dtype", "int3"], ["dtype must be one of", "'int3'"]),
         (["sparse_decode", "--device", "tpu"], ["device must be cpu or cuda", "'tpu'"]),
         (["sparse_decode", "--device", "cuda", "--capability", "new"], ["capability", "'new'"]),
+        (["sparse_decode", "--device", "cuda", "--capability", "gfx1"], ["gfx942", "'gfx1'"]),
         (["sparse_decode", "--capability", "9.0"], ["capability", "cpu"]),
     ],
 )

@@ -169,10 +169,10 @@ def doctor() -> None:
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Argument(help="Name of an op, such as sparse_decode.")],
+    op: Annotated[str, typer.Argument(help="An op or branch, such as sparse_decode.")],
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     capability: Annotated[
-        str | None, typer.Option(help="CUDA compute capability; default: this machine's.")
+        str | None, typer.Option(help="9.0, sm_90 or gfx942; default: this machine's GPU.")
     ] = None,
     cache_format: Annotated[str | None, typer.Option(help="Name of the cache's format.")] = None,
     heads: Annotated[int, typer.Option(min=0, help="Query or indexer heads.")] = 0,
@@ -181,23 +181,22 @@ def explain(
         str | None, typer.Option(help="Of the op's first tensor; default: the usual one.")
     ] = None,
 ) -> None:
-    """Say which tier a problem gets, and why each other one is passed over."""
-    from sparsemla import dispatch, get_format
-    from sparsemla.doctor import parse_capability, parse_dtype
+    """Say which tier a problem gets, why not another one, and how far the GPU is proven."""
+    from sparsemla.doctor import explain_lines
 
     try:
-        problem = dispatch.Problem(
+        lines = explain_lines(
             op,
             device,
-            parse_capability(device, capability),
-            dispatch.op_named(op).dtype if dtype is None else parse_dtype(dtype),
-            None if cache_format is None else get_format(cache_format).name,
-            heads,
-            topk,
+            capability,
+            dtype=dtype,
+            cache_format=cache_format,
+            num_heads=heads,
+            topk=topk,
         )
-        typer.echo(dispatch.explain(problem))
     except ValueError as error:
         fail(error)
+    typer.echo("\n".join(lines))
 
 
 @app.command()

@@ -1,8 +1,11 @@
-"""What this machine has, and which tiers work on it."""
+"""What this machine has, which tiers work on it, and which tier a problem gets."""
 
 from __future__ import annotations
 
+import importlib
 import platform
+import re
+from dataclasses import dataclass
 from importlib import metadata
 
 import torch
@@ -12,9 +15,39 @@ from rich.table import Table
 import sparsemla
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.formats import FP8_DS_MLA
+from sparsemla.formats import FP8_DS_MLA, get_format
+from sparsemla.support import Support, cpu_support, gpu_support
 
-PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "matplotlib")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "vllm",
+    "sglang",
+    "safetensors",
+    "matplotlib",
+)
+
+BRANCHES = {
+    "decode_branch": (
+        "fused_rope_rmsnorm_quant",
+        "project_heads",
+        "sparse_decode",
+        "dense_decode",
+    ),
+    "prefill_branch": (
+        "fused_rope_rmsnorm_quant",
+        "project_heads",
+        "sparse_prefill",
+        "gather_dequant",
+        "dense_prefill",
+        "merge_states",
+    ),
+}
+"""The ops that each branch calls, sparse attention before dense."""
+_PROOF = "proof         "
+DENSE = ("dense_decode", "gather_dequant", "dense_prefill", "merge_states")
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -39,11 +72,40 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def parse_capability(device: str, capability: str | None) -> tuple[int, int] | None:
-    """A compute capability such as ``9.0``; if None, that of this machine's first GPU.
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to explain a problem for.
 
-    >>> parse_capability("cuda", "9.0")
-    (9, 0)
+    Args:
+        target: the compiler's name, such as ``sm_90`` or ``gfx942``.
+        capability: what ``torch.cuda.get_device_capability`` says there.
+        name: the driver's name; None for a GPU that is not here.
+    """
+
+    target: str
+    capability: tuple[int, int]
+    name: str | None = None
+
+    @classmethod
+    def here(cls, index: int = 0) -> Gpu:
+        """A GPU of this machine."""
+        found = torch.cuda.get_device_properties(index)
+        target = f"sm_{found.major}{found.minor}"
+        if torch.version.hip:
+            target = found.gcnArchName.partition(":")[0]
+        return cls(target, (found.major, found.minor), found.name)
+
+
+def parse_gpu(device: str, capability: str | None) -> Gpu | None:
+    """The GPU of a compute capability or target; if None, this machine's first one.
+
+    >>> parse_gpu("cuda", "9.0")
+    Gpu(target='sm_90', capability=(9, 0), name=None)
+    >>> parse_gpu("cuda", "gfx942").capability
+    (9, 4)
+
+    Raises:
+        ValueError: no such device or GPU.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
@@ -54,11 +116,69 @@ def parse_capability(device: str, capability: str | None) -> tuple[int, int] | N
     if capability is None:
         if not torch.cuda.is_available():
             raise ValueError("capability must be given on a machine without a CUDA GPU")
-        return torch.cuda.get_device_capability()
-    major, _, minor = capability.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise ValueError(f"capability must have the form 9.0, got {capability!r}")
-    return int(major), int(minor)
+        return Gpu.here()
+    if capability == "gfx942":
+        return Gpu(capability, (9, 4))
+    digits = re.fullmatch(r"sm_(\d+)(\d)a?|(\d+)\.(\d)", capability)
+    if digits is None:
+        raise ValueError(f"capability must be like 9.0, sm_90 or gfx942, got {capability!r}")
+    major, minor = (int(digit) for digit in digits.groups() if digit is not None)
+    return Gpu(f"sm_{major}{minor}", (major, minor))
+
+
+def explain_lines(
+    op: str,
+    device: str,
+    capability: str | None = None,
+    *,
+    dtype: str | None = None,
+    cache_format: str | None = None,
+    num_heads: int = 0,
+    topk: int = 0,
+) -> list[str]:
+    """Which tier an op or each op of a branch gets, why not another, and what was proven there.
+
+    Raises:
+        ValueError: an argument that names nothing.
+    """
+    if op not in (known := (*dispatch.OPS, *BRANCHES)):
+        raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}")
+    gpu = parse_gpu(device, capability)
+    stages = BRANCHES.get(op, (op,))
+    if op in BRANCHES and topk:
+        stages = tuple(stage for stage in stages if stage not in DENSE)
+    lines = []
+    for stage in stages:
+        problem = dispatch.Problem(
+            stage,
+            device,
+            None if gpu is None else gpu.capability,
+            dispatch.op_named(stage).dtype if dtype is None else parse_dtype(dtype),
+            None if cache_format is None else get_format(cache_format).name,
+            num_heads,
+            topk,
+        )
+        lines += str(dispatch.explain(problem)).splitlines()
+    if op in BRANCHES:
+        kind = "" if topk else "; attention is sparse with topk_indices, dense without"
+        lines.insert(0, f"{op}: {len(stages)} stages, each with a tier of its own{kind}")
+    return [*lines, *(f"proof: {proof}" for proof in proofs(gpu))]
+
+
+def proofs(gpu: Gpu | None) -> list[str]:
+    """What was proven on a GPU, or with None on this machine's CPU."""
+    rows: tuple[Support, ...] = (cpu_support(platform.machine()),)
+    if gpu is not None:
+        rows = gpu_support(gpu.target, gpu.name)
+    return [row.line(_triton_version()) for row in rows]
+
+
+def _triton_version() -> str | None:
+    """The version that is imported; packages for ROCm have other names."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return None
 
 
 def version_lines() -> list[str]:
@@ -77,14 +197,14 @@ def version_lines() -> list[str]:
 
 
 def device_lines() -> list[str]:
-    """A line for the CPU and each GPU."""
+    """For the CPU and each GPU a line, and what was proven on it."""
     lines = [f"cpu           {platform.machine()}, {torch.get_num_threads()} threads"]
+    lines += [_PROOF + proof for proof in proofs(None)]
     for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        lines.append(
-            f"cuda:{index}        {device.name}, capability {device.major}.{device.minor}, "
-            f"{device.total_memory / 2**30:.0f} GiB"
-        )
+        memory = torch.cuda.get_device_properties(index).total_memory
+        gpu = Gpu.here(index)
+        lines.append(f"cuda:{index}        {gpu.name}, {gpu.target}, {memory / 2**30:.0f} GiB")
+        lines += [_PROOF + proof for proof in proofs(gpu)]
     return lines
 
 
@@ -92,7 +212,7 @@ def tier_table() -> Table:
     """For each device and tier: how many ops it takes, and whether it computes attention right."""
     table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        capability = parse_capability(device, None)
+        capability = None if device == "cpu" else Gpu.here().capability
         explanations = [
             dispatch.explain(dispatch.Problem(op, device, capability)) for op in dispatch.OPS
         ]
