@@ -43,7 +43,7 @@ def test_the_targets_are_those_that_are_compiled_for():
         ("sm_90", "NVIDIA GH200 480GB", "3.6.0", Proof.UNTESTED),
         ("sm_80", "NVIDIA A100-SXM4-80GB", "3.6.0", Proof.RUN_ON_H200),
         ("sm_80", "NVIDIA A30", "3.6.0", Proof.RUN_ON_H200),
-        ("sm_80", "NVIDIA A30", "3.7.1", Proof.UNTESTED),
+        ("sm_80", "NVIDIA A30", "3.7.1", Proof.COMPILED),
         ("sm_89", "NVIDIA GeForce RTX 4090", "3.6.0", Proof.RUN_ON_H200),
         ("gfx942", "AMD Instinct MI300X", "3.6.0", Proof.COMPILED),
         ("sm_86", "NVIDIA A10", "3.6.0", Proof.UNTESTED),
@@ -59,7 +59,7 @@ def test_a_gpu_is_looked_up_by_target_and_name(target, device, triton, proof):
 
 def test_without_triton_every_version_is_named():
     (row,) = gpu_support("sm_80")
-    assert "run on an H200 on 3.6, untested on 3.7" in row.line(None)
+    assert "code run on an H200 on 3.6, compiled on 3.7" in row.line(None)
 
 
 def test_doctor_tells_what_was_proven_on_this_cpu(monkeypatch):
