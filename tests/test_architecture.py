@@ -227,3 +227,29 @@ def test_importing_the_package_loads_nothing_heavy():
         env={"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert result.stdout.split() == []
+
+
+IMPORT_EACH = """
+import importlib, os, sys
+import torch
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {error}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_every_module_can_be_the_first_that_is_imported():
+    """No module relies on another one having been imported before it."""
+    needs_packages = ("backends", "demo", "generate", "picture", "testing", "kernels", "bench")
+    prefixes = [f"sparsemla.{name}" for name in needs_packages]
+    names = [name for name in MODULES if not below(name, prefixes)]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EACH, *names], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""

@@ -5,6 +5,7 @@ name that is used, so that ``sparsemla --help`` need not wait for it.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name == "__all__" or not name.startswith("__"):
-            api = importlib.import_module("sparsemla._api")
-            if hasattr(api, "__all__"):  # it has none while it is being imported
-                public = {each: getattr(api, each) for each in api.__all__}
-                globals().update(public, __all__=api.__all__)
-            if name in globals():
-                return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.startswith("__") and name != "__all__":
+            raise missing
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        api = importlib.import_module("sparsemla._api")
+        globals().update({each: getattr(api, each) for each in ("__all__", *api.__all__)})
+        if name not in globals():
+            raise missing
+        return globals()[name]
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *importlib.import_module("sparsemla._api").__all__})
