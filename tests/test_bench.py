@@ -1,7 +1,6 @@
 """The benchmark without a GPU: its arithmetic, its gate, its files."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from sparsemla import (
     ops,
     reference,
 )
-from sparsemla.bench import command, peers, report, run, timing, workloads
+from sparsemla.bench import command, cpu, peers, report, run, timing, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
 from sparsemla.testing.compare import assert_close
@@ -617,21 +616,65 @@ def test_arguments_that_do_not_go_together(monkeypatch, capsys, tmp_path):
         command.bench(print, plot=tmp_path)
 
 
-def test_comparison_on_the_cpu(monkeypatch, capsys):
-    from sparsemla.bench.cpu import Comparison
+def test_comparison_on_the_cpu_prints_rows_as_they_finish(monkeypatch):
+    lines = []
 
-    monkeypatch.setattr(command.cpu, "compare", lambda: [Comparison("decode", 2.0, 5.0, 9.0)])
-    assert command.bench(print, device="cpu") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert re.split(r" {2,}", lines[1])[-2:] == ["ratio", "ratio to SDPA"]
-    assert lines[2].split() == ["decode", "2.00", "5.00", "9.00", "2.50", "4.50"]
+    def compare():
+        yield cpu.Comparison("decode", 2.0, 5.0, "SDPA, float32")
+        assert lines[-1].split() == ["decode", "2.00", "5.00", "2.50", "SDPA,", "float32"]
+        raise RuntimeError("prefill: GEMMs, float32 differs by 7.0% of a head's norm")
 
-    def disagree():
-        raise RuntimeError("decode: masked differs by 1.0")
+    monkeypatch.setattr(command.cpu, "compare", compare)
+    assert command.bench(lines.append, device="cpu") == 1
+    assert lines[1].split()[:5] == ["case", "sparse", "ms", "dense", "ms"]
+    assert lines[-1].startswith("FAILED prefill: GEMMs, float32")
 
-    monkeypatch.setattr(command.cpu, "compare", disagree)
-    assert command.bench(print, device="cpu") == 1
-    assert "FAILED decode" in capsys.readouterr().out
+
+@pytest.fixture
+def small_comparison(monkeypatch):
+    cases = (("decode", 1, 1024), ("prefill", 80, 1024))
+    for name, value in (("CASES", cases), ("SECONDS", 0.0), ("NEARLY", 1e9)):
+        monkeypatch.setattr(cpu, name, value)
+
+
+def test_dense_attention_comes_in_the_fastest_of_four_variants(small_comparison, monkeypatch):
+    clock = iter(range(10**9))
+    speeds = {"GEMMs, bfloat16": 40.0, "SDPA, bfloat16": 9.0, "GEMMs, float32": 3.0}
+
+    def seconds(side):
+        side()
+        return speeds.get(names.get(id(side)), 5.0) + 1e-6 * next(clock)
+
+    names = {}
+    build = cpu._dense_sides
+
+    def named(*tensors):
+        sides = build(*tensors)
+        names.update({id(side): name for name, side in sides.items()})
+        kept.append(sides)
+        return sides
+
+    kept = []
+    monkeypatch.setattr(cpu, "_dense_sides", named)
+    monkeypatch.setattr(cpu, "_seconds", seconds)
+    rows = list(cpu.compare())
+    assert [row.dense for row in rows] == ["GEMMs, float32"] * 2
+    assert [round(row.ratio, 3) for row in rows] == [0.6, 0.6]
+    # A variant that is slow on a few tokens does not run on all.
+    monkeypatch.setattr(cpu, "NEARLY", 1.5)
+    assert [row.dense for row in cpu.compare()] == ["GEMMs, float32"] * 2
+
+
+@pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill"])
+def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, monkeypatch):
+    right = getattr(cpu, op)
+
+    def wrong(q, cache, ids, **options):
+        return right(q, cache, ids[..., 1:].contiguous(), **options)
+
+    monkeypatch.setattr(cpu, op, wrong)
+    with pytest.raises(RuntimeError, match=r"differs by .*% of a head's norm"):
+        list(cpu.compare())
 
 
 def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
