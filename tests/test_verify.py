@@ -135,10 +135,18 @@ def test_the_report_says_what_was_tested(command):
     assert report["ops"][0]["tier"] == "cpu"
 
 
-def test_the_report_has_a_place_of_its_own(tmp_path):
-    arguments = ["--quick", "--op", "to_slots", "--device", "cpu"]
+def test_no_report_is_left_behind_unasked(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "sparsemla.verify", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "sparsemla.verify",
+            "--quick",
+            "--op",
+            "to_slots",
+            "--device",
+            "cpu",
+        ],
         cwd=tmp_path,
         env={
             "PYTHONPATH": str(Path(sparsemla.__file__).parents[1]),
@@ -149,7 +157,34 @@ def test_the_report_has_a_place_of_its_own(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert json.loads((tmp_path / "benchmarks/verify-cpu.json").read_text())["device"] == "cpu"
+    assert "cases, all passed" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("checkout", [False, True])
+def test_the_report_of_a_full_run_in_a_checkout_has_a_place(monkeypatch, tmp_path, checkout):
+    """A quick run would replace a full report there."""
+    from sparsemla.verify import command as module
+    from sparsemla.verify import run
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_in_checkout", lambda: checkout)
+    monkeypatch.setattr(run, "chosen_cases", lambda op, device, quick: MATRIX[op][:1])
+    app = typer.Typer()
+    app.command()(verify)
+    for arguments, written in ((["--quick"], []), ([], ["benchmarks"] * checkout)):
+        result = CliRunner().invoke(app, ["--op", "to_slots", "--device", "cpu", *arguments])
+        assert result.exit_code == 0
+        assert [path.name for path in tmp_path.iterdir()] == written
+
+
+def test_a_checkout_is_told_from_another_folder(monkeypatch, tmp_path):
+    from sparsemla.verify import command as module
+
+    monkeypatch.chdir(Path(sparsemla.__file__).parents[2])
+    assert module._in_checkout()
+    monkeypatch.chdir(tmp_path)
+    assert not module._in_checkout()
 
 
 def test_a_wrong_kernel_fails(command, spoil):

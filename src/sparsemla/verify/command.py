@@ -17,7 +17,11 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="A few cases of each op.")] = False,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     json: Annotated[
-        Path | None, typer.Option(help="The report; default: benchmarks/verify-<gpu>.json.")
+        Path | None,
+        typer.Option(
+            help="Where the report goes; default: nowhere, but "
+            "benchmarks/verify-<gpu>.json for a full run in a checkout."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; default: cuda if there is a GPU.")
@@ -54,9 +58,11 @@ def verify(
     except ValueError as error:
         typer.echo(f"sparsemla: {error}", err=True)
         raise typer.Exit(2) from None
-    name = run.device_name(device, acting_as).lower().replace(" ", "-")
-    path = json or Path("benchmarks") / f"verify-{name}.json"
-    if reason := _unwritable(path):
+    path = json
+    if path is None and not quick and _in_checkout():
+        name = run.device_name(device, acting_as).lower().replace(" ", "-")
+        path = Path("benchmarks") / f"verify-{name}.json"
+    if path is not None and (reason := _unwritable(path)):
         typer.echo(f"sparsemla: cannot write {path}: {reason}", err=True)
         raise typer.Exit(2)
 
@@ -95,15 +101,22 @@ def verify(
             on_op=on_op,
             on_shared=on_shared,
         )
-    path.write_text(report.to_json(), encoding="utf-8")
+    if path is not None:
+        path.write_text(report.to_json(), encoding="utf-8")
     failed = sum(one.failed for one in report.ops)
     verdict = f"{failed} cases failed" if failed else "all passed"
     if beside:
         differing = sum(call.failure is not None for call in report.shared)
         verdict += f"; beside {beside} processes {len(report.shared)} calls, {differing} differed"
-    console.print(f"{report.device}: {num_cases} cases, {verdict}; {path}", markup=False)
+    where = "" if path is None else f"; {path}"
+    console.print(f"{report.device}: {num_cases} cases, {verdict}{where}", markup=False)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _in_checkout() -> bool:
+    """Whether the current directory is the checkout that this file belongs to."""
+    return Path("src/sparsemla/verify/command.py").resolve() == Path(__file__).resolve()
 
 
 def _unwritable(path: Path) -> str | None:
