@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,13 @@ def test_importing_the_package_loads_nothing_heavy():
         env={"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert result.stdout.split() == []
+
+
+def test_messages_of_the_package_are_silent_unless_a_program_wants_them(capfd):
+    logger = logging.getLogger("sparsemla")
+    assert [type(handler) for handler in logger.handlers] == [logging.NullHandler]
+    logger.warning("not for a program that has not configured logging")
+    assert capfd.readouterr() == ("", "")
 
 
 IMPORT_EACH = """

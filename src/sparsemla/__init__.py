@@ -6,9 +6,12 @@ name that is used, so that ``sparsemla --help`` need not wait for it.
 
 import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from sparsemla._api import *  # noqa: F403
