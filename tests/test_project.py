@@ -7,8 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+import sparsemla
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -58,3 +61,17 @@ def test_triton_has_an_upper_bound():
 
 def test_the_project_has_its_addresses():
     assert set(METADATA["urls"]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert METADATA["version"] == sparsemla.__version__ == citation["version"]
+    assert METADATA["license"] == citation["license"]
+    assert METADATA["urls"]["Source"] == citation["repository-code"]
+
+
+def test_pre_commit_runs_the_pinned_ruff():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (ruff,) = hooks["repos"]
+    assert ruff["rev"] == f"v{pins()['ruff']}"
+    assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]
