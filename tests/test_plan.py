@@ -491,12 +491,12 @@ ERROR_CASES = {
     "padding-before-a-decode": (
         {"query_lens": [0, 1]},
         ValueError,
-        "query_lens must list padding requests behind all others, got length 0 for request 0",
+        "query_lens must list padding requests after all others, got length 0 for request 0",
     ),
     "padding-before-a-prefill": (
         {"query_lens": [0, 5]},
         ValueError,
-        "query_lens must list padding requests behind all others, got length 0 for request 0",
+        "query_lens must list padding requests after all others, got length 0 for request 0",
     ),
     "prefill-beyond-workspace": (
         {"query_lens": [1, 5], "workspace_rows": 8},
@@ -776,7 +776,7 @@ def test_lengths_that_break_their_bounds_stay_inside_the_tensors():
         (
             {"num_decodes": 1, "decode_query_len": 2, "validate": True},
             ValueError,
-            "decode_query_len must be the query length of each of 1 decodes, got 2",
+            "decode_query_len must be the query length of every decode, got 2",
         ),
     ],
 )

@@ -1,11 +1,11 @@
-"""Batch plans: everything about a batch that does not depend on the layer, computed once a step.
+"""Batch plans: all metadata of a batch that is the same for every layer, computed once per step.
 
-A plan says which requests decode and which prefill, where each token stands in its request and in
-the cache, and how the prefills are cut into chunks whose contexts fit the workspace. Lengths come
-from the host (:func:`plan_batch`), or stay on the device (:func:`plan_on_device`); tensors go to
-the page table's device, and nothing waits for that device.
+A plan separates decode requests from prefill requests, gives each token its position and its cache
+slot, and groups prefills into chunks that fit the workspace. :func:`plan_batch` takes lengths from
+the host, :func:`plan_on_device` takes lengths on the device. The plan's tensors are on the page
+table's device; planning never synchronises with it.
 
-Shapes: B requests, T tokens (padding included), P prefill requests, W pages per request.
+Shapes: B requests, T tokens including padding, P prefill requests, W pages per request.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kinds import check_device, check_integer, check_kind
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
-"""Integers the host can read without waiting for a device: a list, an array or a CPU tensor."""
+"""Integers on the host: a list, a NumPy array or a CPU tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillChunk:
-    """Consecutive prefill requests whose contexts fit the workspace together.
+    """Consecutive prefill requests with contexts that fit the workspace together.
 
     Attributes:
-        requests: the chunk's requests, numbered in the batch.
-        tokens: the chunk's query tokens, numbered in the batch.
-        num_workspace_rows: rows of the workspace that the chunk's contexts take.
-        seq_lens: ``[n]`` int32, view of :attr:`Plan.seq_lens`.
-        page_table: ``[n, W]`` int32, view of :attr:`Plan.page_table`.
-        workspace_starts: ``[n]`` int32, view of :attr:`Plan.workspace_starts`.
+        requests: indices of the chunk's n requests in the batch.
+        tokens: indices of the chunk's query tokens in the batch.
+        num_workspace_rows: workspace rows taken by the chunk's contexts, query tokens included.
+        seq_lens: ``[n]`` int32, a view of :attr:`Plan.seq_lens`.
+        page_table: ``[n, W]`` int32, a view of :attr:`Plan.page_table`.
+        workspace_starts: ``[n]`` int32, a view of :attr:`Plan.workspace_starts`.
+
+    >>> table = torch.arange(4, dtype=torch.int32).view(4, 1)
+    >>> plan = plan_batch([1, 5, 7, 6], [4, 5, 7, 8], table, page_size=8, workspace_rows=12)
+    >>> [(chunk.requests, chunk.num_workspace_rows) for chunk in plan.prefill_chunks]
+    [(slice(1, 3, None), 12), (slice(3, 4, None), 8)]
     """
 
     requests: slice
@@ -49,7 +54,7 @@ class PrefillChunk:
     workspace_starts: Tensor
 
     def moved(self, num_requests: int, num_tokens: int) -> PrefillChunk:
-        """The chunk, numbered in a batch that begins so many requests and tokens later."""
+        """The same chunk after the batch has dropped its first requests and tokens."""
         return replace(
             self,
             requests=slice(self.requests.start - num_requests, self.requests.stop - num_requests),
@@ -59,42 +64,41 @@ class PrefillChunk:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One batch, decode requests first; made by :func:`plan_batch` or :func:`plan_on_device`.
+    """Metadata of one batch, decode requests first.
 
-    Token ``i`` of request ``b`` is row ``input_row_offsets[b] + i`` of every tensor ``[T]``. Rows
-    past ``input_row_offsets[B]`` are padding.
+    :func:`plan_batch` and :func:`plan_on_device` make plans. Token ``i`` of request ``b`` is row
+    ``input_row_offsets[b] + i`` of every tensor ``[T]``. Rows from ``input_row_offsets[B]`` on are
+    padding. Lengths and positions count tokens.
 
     Attributes:
-        num_requests: B, padding requests included.
-        num_tokens: T, the rows that queries and outputs have; padding included.
-        num_decodes: leading requests that decode.
-        num_prefills: P, the requests behind them.
-        num_decode_tokens: leading tokens that belong to decodes.
-        num_prefill_tokens: the tokens behind them; the two add up to T.
-        decode_query_len: query tokens of each decode, 0 without decodes. In a plan with uniform
-            decodes ``num_decode_tokens == num_decodes * decode_query_len`` holds, so that the
-            first tokens can be viewed as ``[num_decodes, decode_query_len, ...]``; in any other
-            plan it is the longest decode.
-        max_query_len: most query tokens of a request.
-        max_seq_len: longest context plus query.
+        num_requests: B, including padding requests.
+        num_tokens: T, rows of the batch's queries and outputs, including padding.
+        num_decodes: number of decode requests; they come first.
+        num_prefills: P, number of prefill requests; they follow the decodes.
+        num_decode_tokens: number of decode tokens; they come first.
+        num_prefill_tokens: ``T - num_decode_tokens``.
+        decode_query_len: query tokens of the longest decode, 0 without decodes. If all decodes have
+            the same query length, ``num_decode_tokens == num_decodes * decode_query_len`` and the
+            decode tokens can be viewed as ``[num_decodes, decode_query_len, ...]``.
+        max_query_len: query tokens of the request that has the most.
+        max_seq_len: longest sequence, context plus query.
         max_context_len: longest context before this step.
-        page_size: tokens of a page, which caches that the plan is used with must have.
+        page_size: tokens per page; every cache used with the plan must have this page size.
         input_row_offsets: ``[B + 1]`` int32, prefix sums of the query lengths.
         seq_lens: ``[B]`` int32, context plus query; 0 for padding requests.
-        page_table: ``[B, W]`` int32.
-        positions: ``[T]`` int64, of each token in its request; 0 for padding.
+        page_table: ``[B, W]`` int32, page ids.
+        positions: ``[T]`` int64, position of each token in its request; 0 for padding.
         slot_mapping: ``[T]`` int64, cache slot of each token; -1 (write nothing) for padding.
         request_ids: ``[T]`` int32, request of each token; 0 for padding.
         prefill_request_ids: ``[T]`` int32, request of each prefill token counted from the first
             prefill; -1 for decode tokens and padding. None if no chunks are planned.
-        workspace_starts: ``[P]`` int32, workspace row where a prefill's context begins, counted
-            within its chunk. None if no chunks are planned.
-        prefill_chunks: the prefills in order, cut to fit the workspace.
-        max_prefill_seq_len: longest context plus query of a prefill.
-        max_prefill_context_len: longest context of a prefill.
+        workspace_starts: ``[P]`` int32, first workspace row of each prefill's context, relative to
+            its chunk. None if no chunks are planned.
+        prefill_chunks: the prefills in order, grouped to fit the workspace.
+        max_prefill_seq_len: longest sequence of a prefill, context plus query.
+        max_prefill_context_len: longest context of a prefill before this step.
 
-    The plan of a mixed batch is also two plans, :attr:`decodes` and :attr:`prefills`, one for each
-    branch:
+    :attr:`decodes` and :attr:`prefills` split the plan of a mixed batch for the two branches:
 
     >>> table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
     >>> plan = plan_batch([1, 1, 5], [9, 3, 12], table, page_size=8, workspace_rows=None)
@@ -129,9 +133,9 @@ class Plan:
 
     @property
     def decodes(self) -> Plan:
-        """The decodes alone, views of this plan: its first ``num_decode_tokens`` tokens.
+        """The plan of the decode requests alone; its tensors are views.
 
-        ``max_seq_len`` and ``max_context_len`` remain those of the whole batch.
+        ``max_seq_len`` and ``max_context_len`` still bound the whole batch.
         """
         requests, tokens = slice(self.num_decodes), slice(self.num_decode_tokens)
         return replace(
@@ -156,10 +160,11 @@ class Plan:
 
     @functools.cached_property
     def prefills(self) -> Plan:
-        """The prefills alone: the tokens from ``num_decode_tokens`` on, padding among them.
+        """The plan of the prefill requests alone, including padding tokens.
 
-        Requests and tokens are counted from the first prefill: ``input_row_offsets`` and
-        ``request_ids`` are new tensors, made on the device at the first use, the others are views.
+        Requests and tokens are counted from the first prefill. ``input_row_offsets`` and
+        ``request_ids`` are new tensors, computed on the device at the first access; the other
+        tensors are views.
         """
         requests = slice(self.num_decodes, None)
         tokens = slice(self.num_decode_tokens, None)
@@ -189,21 +194,22 @@ class Plan:
         )
 
     def clamp_topk(self, topk: int | Tensor) -> Tensor:
-        """Entries of each token's selection that can name a key of its request.
+        """``topk_lengths`` for selections with their valid entries first.
 
-        Selections whose valid entries come first, as those of MAX do, may hold anything behind as
-        many entries as their request has keys; given these ``topk_lengths``, the ops read none of
-        that.
+        ``min(topk, seq_lens[request_ids])``. A request with fewer than ``topk`` keys leaves the end
+        of its selection unused, and some selectors (MAX's, for example) leave garbage there. With
+        these lengths the ops ignore it.
 
         Args:
-            topk: entries of a selection, or ``[B]`` integers on the plan's device, those of each
-                request.
+            topk: entries per selection, at least 1; or ``[B]`` int32, int64 or uint32 on the plan's
+                device, one number per request.
 
         Returns:
-            int32 ``[T]``: the smaller of ``topk`` and ``seq_lens`` of the token's request.
+            ``[T]`` int32.
 
         Raises:
-            TypeError, ValueError: topk is no integer or no tensor of B integers.
+            TypeError: topk is neither an integer nor a tensor of integers.
+            ValueError: topk is below 1, or a tensor of another shape or device.
 
         >>> table = torch.tensor([[0], [1]], dtype=torch.int32)
         >>> plan = plan_batch([1, 1], [5, 2], table, page_size=8, workspace_rows=None)
@@ -222,23 +228,27 @@ class Plan:
 
 
 class PlanBuffers:
-    """Tensors at fixed addresses for the plans of a CUDA graph.
+    """Static tensors for plans that a CUDA graph reads.
 
-    Every plan made with ``buffers=`` consists of views of these tensors and overwrites the plan
-    before it, so that replaying a graph that was captured over an earlier plan serves the new
-    batch. Tokens and requests behind the new batch become padding (request 0, position 0, slot -1,
-    length 0). Their page table rows keep what they held, and so do the tensors of prefill chunks
-    when the new batch has none: nothing refers to them.
+    Every plan made with ``buffers=`` consists of views of these tensors and overwrites the previous
+    plan, so a graph captured with one plan serves the next batch when it is replayed. Unused tokens
+    and requests become padding: request 0, position 0, slot -1, length 0. Unused page table rows
+    keep their old values, as do the tensors of prefill chunks if the new batch has none; no op
+    reads them.
 
-    A graph also bakes in the Python integers of the plan it was captured with. Capture with the
-    number of requests, ``decode_query_len`` and largest ``seq_lens`` that the graph shall serve,
-    and fill smaller batches with requests of query length 0.
+    A graph also bakes in the Python integers of the plan used for its capture. Capture it with the
+    largest number of requests, ``decode_query_len`` and ``seq_lens`` to be served, and pad smaller
+    batches with requests of query length 0.
 
     Args:
-        max_requests: most requests of a batch.
-        max_tokens: most tokens of a batch, padding included.
-        max_pages_per_request: columns of the page table; narrower tables are filled up with -1.
-        device: where the tensors live.
+        max_requests: the largest number of requests in a batch.
+        max_tokens: the largest number of tokens in a batch, including padding.
+        max_pages_per_request: columns of the page table; narrower tables are padded with -1.
+        device: device of the tensors.
+
+    Raises:
+        TypeError: a size that is not an integer, or a device that is not a device.
+        ValueError: a size that is negative or at least 2^31, or an unknown device.
 
     >>> buffers = PlanBuffers(max_requests=4, max_tokens=8, max_pages_per_request=2, device="cpu")
     >>> page_table = torch.tensor([[5, 6], [3, 4], [0, 0]], dtype=torch.int32)
@@ -277,10 +287,10 @@ class PlanBuffers:
         self.workspace_starts = zeros(max_requests)
 
     def check_fits(self, num_tokens: int, page_table: Tensor) -> None:
-        """Refuse a batch that these buffers cannot hold.
+        """Check that these buffers can hold a batch.
 
         Raises:
-            ValueError: another device, or more requests, tokens or pages than the buffers have.
+            ValueError: the batch is on another device, or has too many requests, tokens or pages.
         """
         if page_table.device != self.page_table.device:
             raise ValueError(
@@ -297,12 +307,12 @@ class PlanBuffers:
 
 
 def host_ints(name: str, values: HostInts) -> np.ndarray:
-    """``values`` as a one-dimensional int64 array."""
+    """``values`` as a one-dimensional int64 array, checked to be non-negative."""
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise ValueError(
                 f"{name} must be on the host, got a tensor on {values.device}; plan_on_device "
-                "takes lengths of a device"
+                "takes lengths on a device"
             )
         values = values.numpy()
     try:
@@ -320,7 +330,7 @@ def host_ints(name: str, values: HostInts) -> np.ndarray:
 
 
 def _checked_table(page_table: Tensor, num_requests: int, page_size: int) -> Tensor:
-    """The page table, checked, as int32."""
+    """Check the page table and return it as int32."""
     if not isinstance(page_table, Tensor):
         raise TypeError(f"page_table must be a tensor, got {type(page_table).__name__}")
     if page_table.dtype not in (torch.int32, torch.uint32):
@@ -331,12 +341,12 @@ def _checked_table(page_table: Tensor, num_requests: int, page_size: int) -> Ten
             f"got {list(page_table.shape)}"
         )
     check_integer("page_size", page_size, 1)
-    # No cache has a page from 2^31 on: such an id is no page, as a negative one.
+    # Page ids from 2^31 on turn negative. No cache has that many pages, so both are invalid.
     return page_table.view(torch.int32) if page_table.dtype == torch.uint32 else page_table
 
 
 def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
-    """Check that lengths and page table describe the same, possible batch."""
+    """Check the lengths against each other and against the page table."""
     if lens.size != queries.size:
         raise ValueError(
             f"seq_lens must have one length for each of {queries.size} requests, got {lens.size}"
@@ -361,7 +371,7 @@ def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page
 def _placed(
     page_table: Tensor, num_tokens: int, buffers: PlanBuffers | None
 ) -> tuple[PlanBuffers, Tensor]:
-    """Where a plan's tensors go, and its page table, written there if that was asked for."""
+    """The buffers for a plan's tensors, and its page table, copied if the caller gave buffers."""
     if buffers is None:
         return PlanBuffers(page_table.shape[0], num_tokens, 0, page_table.device), page_table
     buffers.check_fits(num_tokens, page_table)
@@ -371,18 +381,17 @@ def _placed(
     return buffers, buffers.page_table[:num_requests]
 
 
-def _write(values: Tensor, buffer: Tensor, *, padding: int | Tensor) -> Tensor:
-    """Overwrite all of ``buffer`` with ``values`` and then ``padding``; a view of the values."""
+def _write(values: Tensor, buffer: Tensor, *, padding: int | Tensor) -> None:
+    """Overwrite all of ``buffer`` with ``values``, then ``padding``."""
     buffer[: len(values)] = values
     buffer[len(values) :] = padding
-    return buffer[: len(values)]
 
 
 def _send(values: np.ndarray, buffer: Tensor, *, padding: int) -> Tensor:
-    """Overwrite all of ``buffer`` with ``values`` and then ``padding``; a view of the values.
+    """:func:`_write` for values on the host; returns the view that holds them.
 
-    The staging memory is new each time: with a persistent one, the next step could overwrite what
-    the device has not fetched yet. PyTorch keeps pinned memory back until its copies are done.
+    Each call takes new staging memory. The next step could overwrite a persistent staging buffer
+    before the device has copied from it; PyTorch reuses pinned memory only after its copies finish.
     """
     staging = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     host = staging.numpy()
@@ -395,29 +404,29 @@ def _send(values: np.ndarray, buffer: Tensor, *, padding: int) -> Tensor:
 def split_decodes_and_prefills(
     query_lens: HostInts, *, decode_threshold: int = 1, require_uniform: bool = True
 ) -> tuple[int, int, int, int]:
-    """Find where the decodes of a batch end and its prefills begin.
+    """Count the decode requests of a batch, which come first, and its prefill requests.
 
-    The batch lists its decodes first. The first rule that applies decides:
+    The first rule that applies decides:
 
-    1. No query is longer than the threshold, and decodes need not be uniform or the threshold is
-       at most 1: everything is decode.
-    2. The first query is longer than the threshold: everything is prefill.
-    3. A request prefills if its query is longer than the threshold or, for uniform decodes, if its
-       length is neither that of the first query nor 0 (padding).
-    4. The first request that prefills, and all behind it, are prefills; without one, everything is
-       decode.
+    1. No query is longer than ``decode_threshold``, and ``require_uniform`` is False or the
+       threshold is at most 1: all requests are decodes.
+    2. The first query is longer than the threshold: all requests are prefills.
+    3. The prefills begin at the first query that is longer than the threshold or, with
+       ``require_uniform``, neither 0 (padding) nor as long as the first query. Without such a query
+       all requests are decodes.
 
     Args:
         query_lens: ``[B]`` host integers; 0 for padding requests.
-        decode_threshold: most query tokens of a decode; above 1 with speculative decoding.
+        decode_threshold: the largest number of query tokens of a decode; above 1 with speculative
+            decoding.
         require_uniform: whether all decodes must have the same query length.
 
     Returns:
         ``(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)``.
 
     Raises:
-        TypeError: query_lens holds no integers.
-        ValueError: query_lens is not one-dimensional, on a device, or negative somewhere.
+        TypeError: query_lens does not hold integers.
+        ValueError: query_lens is not one-dimensional, not on the host, or negative somewhere.
 
     Source: ``split_decodes_and_prefills`` of vLLM (``vllm/v1/attention/backends/utils.py``).
 
@@ -454,20 +463,20 @@ def split_decodes_and_prefills(
 
 
 def split_prefill_chunks(seq_lens: HostInts, workspace_rows: int) -> list[tuple[int, int]]:
-    """Cut requests, in order, into the longest chunks whose lengths add up to the workspace.
+    """Group consecutive requests greedily into chunks of at most ``workspace_rows`` tokens.
 
     Args:
-        seq_lens: ``[P]`` host integers, context plus query of each prefill; a request of length 0
-            joins the chunk before it.
-        workspace_rows: rows of the workspace.
+        seq_lens: ``[P]`` host integers, context plus query of each prefill. A request of length 0
+            joins the previous chunk.
+        workspace_rows: rows of the workspace, one per token.
 
     Returns:
-        ``(first request, behind the last request)`` of each chunk.
+        ``(start, stop)`` of each chunk: its requests are ``start .. stop - 1``.
 
     Raises:
-        TypeError: seq_lens holds no integers.
-        ValueError: a request alone does not fit the workspace; seq_lens is not one-dimensional,
-            on a device, or negative somewhere.
+        TypeError: seq_lens does not hold integers.
+        ValueError: one request alone exceeds the workspace; or seq_lens is not one-dimensional, not
+            on the host, or negative somewhere.
 
     Source: ``split_prefill_chunks`` of vLLM (``vllm/v1/attention/backends/utils.py``).
 
@@ -504,34 +513,35 @@ def plan_batch(
     num_padded_tokens: int | None = None,
     buffers: PlanBuffers | None = None,
 ) -> Plan:
-    """Plan one batch.
+    """Plan one batch from lengths on the host.
 
-    Token ``i`` of request ``b`` is at position ``seq_lens[b] - query_lens[b] + i`` of its request,
-    in slot ``page_table[b, position // page_size] * page_size + position % page_size``. Contexts
-    of the prefills of a chunk lie one behind the other in the workspace, from row 0.
+    Token ``i`` of request ``b`` has the position ``p = seq_lens[b] - query_lens[b] + i`` and the
+    slot ``page_table[b, p // page_size] * page_size + p % page_size``. Within a prefill chunk the
+    contexts are packed into the workspace from row 0.
 
-    Requests of query length 0 are padding; their length counts as 0. Where decodes must be uniform
-    no other request may follow padding among the decodes, and in a batch without prefills a padding
-    request brings as many padding tokens as a decode has: T is ``B * decode_query_len``.
+    A request of query length 0 is padding; its sequence length is ignored. With
+    ``require_uniform``, padding must come after all other decodes, and in a batch without prefills
+    each padding request adds ``decode_query_len`` padding tokens: T is ``B * decode_query_len``.
 
     Args:
         query_lens: ``[B]`` host integers, new tokens of each request; decodes first.
         seq_lens: ``[B]`` host integers, context plus new tokens.
-        page_table: ``[B, W]`` int32 or uint32; its device is the plan's.
-        page_size: tokens of a page.
-        workspace_rows: rows of the workspace that chunks of prefill contexts are gathered into, or
-            None to plan no chunks, as for caches that are read in place.
-        decode_threshold: most query tokens of a decode, see :func:`split_decodes_and_prefills`.
+        page_table: ``[B, W]`` int32 or uint32, page ids; the plan is made on its device.
+        page_size: tokens per page.
+        workspace_rows: rows of the workspace for gathered prefill contexts; None plans no chunks,
+            for prefills that read the cache in place.
+        decode_threshold: the largest number of query tokens of a decode, see
+            :func:`split_decodes_and_prefills`.
         require_uniform: whether all decodes must have the same query length.
         num_padded_tokens: T, if the batch's tensors have more rows than tokens.
-        buffers: where the plan's tensors shall live; new tensors if None.
+        buffers: static tensors to write the plan into; new tensors if None.
 
     Raises:
-        TypeError: lengths that are no integers, a page table that is no int32 or uint32 tensor, or
-            a page size that is no integer.
+        TypeError: lengths that are not integers, a page table that is not an int32 or uint32
+            tensor, or a page size that is not an integer.
         ValueError: shapes that disagree; a length that is negative, shorter than its query or
-            beyond the page table; a prefill beyond the workspace; misplaced padding; too small a
-            num_padded_tokens or buffer.
+            beyond the page table; a prefill longer than the workspace; padding before another
+            decode; num_padded_tokens or buffers that are too small.
 
     Source: the metadata builder of vLLM's sparse FlashMLA backend
     (``vllm/v1/attention/backends/mla/flashmla_sparse.py``).
@@ -575,7 +585,7 @@ def plan_batch(
         padding = np.flatnonzero(queries[:num_decodes] == 0)
         if padding.size and queries[padding[0] :].any():
             raise ValueError(
-                "query_lens must list padding requests behind all others, "
+                "query_lens must list padding requests after all others, "
                 f"got length 0 for request {padding[0]}"
             )
         if num_prefills == 0:
@@ -592,72 +602,109 @@ def plan_batch(
     if workspace_rows is not None:
         chunk_bounds = split_prefill_chunks(prefill_lens, workspace_rows)
 
-    # Nothing is written before every check has passed: a refused batch leaves the buffers alone.
+    # All checks precede the first write: an invalid batch leaves the buffers unchanged.
     target, page_table = _placed(page_table, num_tokens, buffers)
 
     offsets = np.zeros(num_requests + 1, np.int64)
     queries.cumsum(out=offsets[1:])
     token_requests = np.repeat(np.arange(num_requests), queries)
     token_positions = np.arange(num_real_tokens) + np.repeat(lens - offsets[1:], queries)
-    # Offsets behind the batch repeat the last one: requests without tokens.
-    input_row_offsets = _send(offsets, target.input_row_offsets, padding=num_real_tokens)
-    device_seq_lens = _send(lens, target.seq_lens, padding=0)
+    # Unused offsets repeat the last one, which makes their requests empty.
+    _send(offsets, target.input_row_offsets, padding=num_real_tokens)
+    _send(lens, target.seq_lens, padding=0)
     request_ids = _send(token_requests, target.request_ids, padding=0)
     positions = _send(token_positions, target.positions, padding=0)
     slots = slots_of(page_table, request_ids, positions, page_size)
     target.slot_mapping[:num_real_tokens].copy_(slots)
     target.slot_mapping[num_real_tokens:].fill_(-1)
 
-    prefill_request_ids = workspace_starts = None
-    prefill_chunks: list[PrefillChunk] = []
-    if chunk_bounds:
-        token_prefills = np.maximum(token_requests - num_decodes, -1)
-        _send(token_prefills, target.prefill_request_ids, padding=-1)
-        prefill_request_ids = target.prefill_request_ids[:num_tokens]
-
-        ends = prefill_lens.cumsum()
-        starts = ends - prefill_lens
-        chunk_starts = [starts[start] for start, _ in chunk_bounds]
-        chunk_sizes = [stop - start for start, stop in chunk_bounds]
-        local_starts = starts - np.repeat(chunk_starts, chunk_sizes)
-        workspace_starts = _send(local_starts, target.workspace_starts, padding=0)
-
-        for start, stop in chunk_bounds:
-            requests = slice(num_decodes + start, num_decodes + stop)
-            prefill_chunks.append(
-                PrefillChunk(
-                    requests=requests,
-                    tokens=slice(int(offsets[requests.start]), int(offsets[requests.stop])),
-                    num_workspace_rows=int(ends[stop - 1] - starts[start]),
-                    seq_lens=device_seq_lens[requests],
-                    page_table=page_table[requests],
-                    workspace_starts=workspace_starts[start:stop],
-                )
-            )
-
-    return Plan(
-        num_requests=num_requests,
+    plan = _plan_in(
+        target,
+        page_table,
+        page_size,
         num_tokens=num_tokens,
         num_decodes=num_decodes,
-        num_prefills=num_prefills,
         num_decode_tokens=num_decode_tokens,
-        num_prefill_tokens=num_tokens - num_decode_tokens,
         decode_query_len=decode_query_len,
         max_query_len=int(queries.max(initial=0)),
         max_seq_len=int(lens.max(initial=0)),
         max_context_len=int((lens - queries).max(initial=0)),
-        page_size=int(page_size),
-        input_row_offsets=input_row_offsets,
-        seq_lens=device_seq_lens,
-        page_table=page_table,
-        positions=target.positions[:num_tokens],
-        slot_mapping=target.slot_mapping[:num_tokens],
-        request_ids=target.request_ids[:num_tokens],
-        prefill_request_ids=prefill_request_ids,
-        workspace_starts=workspace_starts,
-        prefill_chunks=tuple(prefill_chunks),
         max_prefill_seq_len=int(prefill_lens.max(initial=0)),
         max_prefill_context_len=int((prefill_lens - queries[num_decodes:]).max(initial=0)),
+    )
+    if not chunk_bounds:
+        return plan
+    token_prefills = np.maximum(token_requests - num_decodes, -1)
+    _send(token_prefills, target.prefill_request_ids, padding=-1)
+    return _with_chunks(plan, target, chunk_bounds, prefill_lens, offsets)
+
+
+def _plan_in(
+    buffers: PlanBuffers,
+    page_table: Tensor,
+    page_size: int,
+    *,
+    num_tokens: int,
+    num_decodes: int,
+    num_decode_tokens: int,
+    **lengths: int,
+) -> Plan:
+    """The plan, without prefill chunks, of the batch that ``buffers`` hold."""
+    num_requests = page_table.shape[0]
+    return Plan(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        num_prefills=num_requests - num_decodes,
+        num_decode_tokens=num_decode_tokens,
+        num_prefill_tokens=num_tokens - num_decode_tokens,
+        page_size=int(page_size),
+        input_row_offsets=buffers.input_row_offsets[: num_requests + 1],
+        seq_lens=buffers.seq_lens[:num_requests],
+        page_table=page_table,
+        positions=buffers.positions[:num_tokens],
+        slot_mapping=buffers.slot_mapping[:num_tokens],
+        request_ids=buffers.request_ids[:num_tokens],
+        prefill_request_ids=None,
+        workspace_starts=None,
+        prefill_chunks=(),
+        **lengths,
+    )
+
+
+def _with_chunks(
+    plan: Plan,
+    buffers: PlanBuffers,
+    chunk_bounds: list[tuple[int, int]],
+    prefill_lens: np.ndarray,
+    offsets: np.ndarray,
+) -> Plan:
+    """The plan with its prefills grouped into chunks."""
+    ends = prefill_lens.cumsum()
+    starts = ends - prefill_lens
+    chunk_starts = [starts[start] for start, _ in chunk_bounds]
+    chunk_sizes = [stop - start for start, stop in chunk_bounds]
+    local_starts = starts - np.repeat(chunk_starts, chunk_sizes)
+    workspace_starts = _send(local_starts, buffers.workspace_starts, padding=0)
+
+    chunks = []
+    for start, stop in chunk_bounds:
+        requests = slice(plan.num_decodes + start, plan.num_decodes + stop)
+        chunks.append(
+            PrefillChunk(
+                requests=requests,
+                tokens=slice(int(offsets[requests.start]), int(offsets[requests.stop])),
+                num_workspace_rows=int(ends[stop - 1] - starts[start]),
+                seq_lens=plan.seq_lens[requests],
+                page_table=plan.page_table[requests],
+                workspace_starts=workspace_starts[start:stop],
+            )
+        )
+    return replace(
+        plan,
+        prefill_request_ids=buffers.prefill_request_ids[: plan.num_tokens],
+        workspace_starts=workspace_starts,
+        prefill_chunks=tuple(chunks),
     )
 
 
@@ -675,32 +722,35 @@ def plan_on_device(
     validate: bool = False,
     buffers: PlanBuffers | None = None,
 ) -> Plan:
-    """:func:`plan_batch` for lengths that only the device knows; nothing is read back.
+    """Plan one batch from lengths on the device, without reading them back.
 
-    What :func:`plan_batch` reads off the lengths is given as bounds, and so are the plan's
-    ``max_query_len``, ``max_seq_len`` and ``max_context_len``: bounds. No prefill chunks are
-    planned; caches are read in place. It can be captured in a CUDA graph.
+    Positions and slots follow the formulas of :func:`plan_batch`. The caller bounds the lengths,
+    and ``max_query_len``, ``max_seq_len`` and ``max_context_len`` of the plan are these bounds. No
+    prefill chunks are planned; prefills read the cache in place. The call can be captured in a CUDA
+    graph.
 
     Args:
-        query_lens: ``[B]`` int32, int64 or uint32, new tokens of each request, decodes first; 0 is
-            a padding request, whose length counts as 0.
-        seq_lens: ``[B]``, context plus new tokens.
-        page_table: ``[B, W]`` int32 or uint32, on the lengths' device.
-        page_size: tokens of a page.
-        num_tokens: T, rows of the batch's tensors, at least the sum of query_lens; rows behind that
-            are padding.
-        max_query_len: no request has more query tokens.
-        max_seq_len: no request is longer; default what the page table holds.
-        num_decodes: leading requests that decode; default all, and ``max_query_len`` bounds them.
-        decode_query_len: with num_decodes, the query tokens of each decode, all alike.
-        validate: read the lengths and refuse those that break these promises.
-        buffers: where the plan's tensors shall live; new tensors if None.
+        query_lens: ``[B]`` int32, int64 or uint32, new tokens of each request; decodes first. A
+            request of query length 0 is padding; its sequence length is ignored.
+        seq_lens: ``[B]`` int32, int64 or uint32, context plus new tokens.
+        page_table: ``[B, W]`` int32 or uint32 on the lengths' device, page ids.
+        page_size: tokens per page.
+        num_tokens: T, rows of the batch's tensors, at least the sum of query_lens; the rest is
+            padding.
+        max_query_len: upper bound of query_lens.
+        max_seq_len: upper bound of seq_lens; default ``W * page_size``.
+        num_decodes: number of decode requests; by default all requests decode, with up to
+            ``max_query_len`` query tokens.
+        decode_query_len: query tokens of every decode; read only if num_decodes is given.
+        validate: read the lengths back and check them against these bounds.
+        buffers: static tensors to write the plan into; new tensors if None.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device, bounds that
-            contradict each other, or, with validate, lengths that contradict them.
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: an argument of the wrong shape or device; bounds that contradict each other; or,
+            with validate, lengths that exceed the bounds.
 
-    >>> lens = torch.tensor([9, 3, 12])  # on a GPU, what the step before has left there
+    >>> lens = torch.tensor([9, 3, 12])  # on a GPU, for example lengths computed by the last step
     >>> table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
     >>> plan = plan_on_device(
     ...     torch.ones_like(lens), lens, table, page_size=8, num_tokens=3, max_query_len=1
@@ -750,7 +800,7 @@ def plan_on_device(
     target, page_table = _placed(page_table, num_tokens, buffers)
     queries = queries.long().clamp(min=0)
     lens = lens.long().where(queries > 0, 0)
-    # Whatever the lengths say, offsets stay inside the batch's tensors.
+    # Lengths that exceed num_tokens must not make an op write outside the batch's tensors.
     offsets = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).clamp(max=num_tokens)
     tokens = torch.arange(num_tokens, device=page_table.device)
     real = tokens < offsets[-1]
@@ -761,28 +811,23 @@ def plan_on_device(
         firsts = lens - queries - offsets[:-1]
         positions = (tokens + firsts[request_ids]).where(real, 0)
         slots = slots_of(page_table, request_ids, positions, int(page_size)).where(real, -1)
+    _write(offsets, target.input_row_offsets, padding=offsets[-1])
+    _write(lens, target.seq_lens, padding=0)
+    _write(positions, target.positions, padding=0)
+    _write(slots, target.slot_mapping, padding=-1)
+    _write(request_ids, target.request_ids, padding=0)
     max_context_len = max(max_seq_len - 1, 0)
-    return Plan(
-        num_requests=num_requests,
+    return _plan_in(
+        target,
+        page_table,
+        page_size,
         num_tokens=num_tokens,
         num_decodes=num_decodes,
-        num_prefills=num_prefills,
         num_decode_tokens=num_decode_tokens,
-        num_prefill_tokens=num_tokens - num_decode_tokens,
         decode_query_len=decode_query_len,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         max_context_len=max_context_len,
-        page_size=int(page_size),
-        input_row_offsets=_write(offsets, target.input_row_offsets, padding=offsets[-1]),
-        seq_lens=_write(lens, target.seq_lens, padding=0),
-        page_table=page_table,
-        positions=_write(positions, target.positions, padding=0),
-        slot_mapping=_write(slots, target.slot_mapping, padding=-1),
-        request_ids=_write(request_ids, target.request_ids, padding=0),
-        prefill_request_ids=None,
-        workspace_starts=None,
-        prefill_chunks=(),
         max_prefill_seq_len=max_seq_len if num_prefills else 0,
         max_prefill_context_len=max_context_len if num_prefills else 0,
     )
@@ -791,7 +836,7 @@ def plan_on_device(
 def _check_bounds(
     queries: np.ndarray, lens: np.ndarray, bounds: dict[str, int], num_prefills: int
 ) -> None:
-    """Check that lengths keep what :func:`plan_on_device` was promised."""
+    """Check lengths against the bounds given to :func:`plan_on_device`."""
     for name, needed in (
         ("num_tokens", queries.sum()),
         ("max_query_len", queries.max(initial=0)),
@@ -803,6 +848,6 @@ def _check_bounds(
     if num_prefills and (decodes != bounds["decode_query_len"]).any():
         request = int((decodes != bounds["decode_query_len"]).argmax())
         raise ValueError(
-            f"decode_query_len must be the query length of each of {decodes.size} decodes, "
-            f"got {bounds['decode_query_len']}, and {decodes[request]} tokens of request {request}"
+            "decode_query_len must be the query length of every decode, got "
+            f"{bounds['decode_query_len']}, but request {request} has {decodes[request]}"
         )
