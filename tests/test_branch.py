@@ -419,7 +419,7 @@ def test_a_small_workspace_is_refused_before_anything_is_written(device):
     workspace = torch.empty(size - 16, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=f"workspace must hold {size} bytes"):
         sparsemla.decode_branch(**case, num_splits=1, workspace=workspace)
-    with pytest.raises(ValueError, match="num_splits must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="num_splits must be at least 1, got 0"):
         sparsemla.decode_branch(**case, num_splits=0)
     assert_equal("cache", case["cache"].data, before)
 

@@ -545,7 +545,7 @@ def test_decode_refuses_a_small_workspace_and_no_splits(device):
     workspace = torch.empty(100, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match="workspace must hold 98496 bytes"):
         sparsemla.sparse_decode(**case, num_splits=2, workspace=workspace)
-    with pytest.raises(ValueError, match="num_splits must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="num_splits must be at least 1, got 0"):
         sparsemla.sparse_decode(**case, num_splits=0)
 
 

@@ -807,3 +807,20 @@ def test_where_negative_values_have_a_meaning_integers_are_signed(op, name):
     case = CALLS[op]()
     case[name] = case[name].int().view(torch.uint32)
     refuse(op, case, op, name, "int32 or int64", error=TypeError)
+
+
+@pytest.mark.parametrize(
+    ("topk", "error", "message"),
+    [
+        (2.0, TypeError, "select_topk: topk must be an integer, got float"),
+        (0, ValueError, "select_topk: topk must be at least 1, got 0"),
+        (2**31, ValueError, "select_topk: topk must be below 2147483648, got 2147483648"),
+    ],
+)
+def test_ops_and_planners_check_integers_alike(topk, error, message):
+    with pytest.raises(error, match=message):
+        sparsemla.select_topk(torch.zeros(1, 4), topk)
+    page_table = torch.zeros(1, 1, dtype=torch.int32)
+    plan = sparsemla.plan_batch([1], [1], page_table, page_size=8, workspace_rows=None)
+    with pytest.raises(error, match=message.replace("select_topk", "clamp_topk")):
+        plan.clamp_topk(topk)

@@ -265,7 +265,7 @@ SPLIT = {"num_heads": 2, "qk_nope_head_dim": 128, "v_head_dim": 128}
         (
             lambda: HeadWeight.quantize(torch.ones(2, 3, 4), (0, 4)),
             ValueError,
-            r"scale_block\[0\] must be a positive integer, got 0",
+            r"scale_block\[0\] must be at least 1, got 0",
         ),
         (
             lambda: projection_weight(lambda x: (x, None), 4),

@@ -1,30 +1,37 @@
-"""Argument checks of the public ops: dtypes, shapes, devices; never a value unless asked.
+"""Argument checks of the public ops: kinds, dtypes, shapes, devices; values only on request.
 
-Shapes are written as letters and numbers, ``"B S H 576"``; a letter is bound by the first tensor
-that has it and must agree from then on.
+A shape is a string of letters and numbers, such as ``"B S H 576"``. The first tensor with a letter
+binds it; every later tensor with this letter must have the same size.
 """
 
 from __future__ import annotations
-
-from numbers import Integral, Real
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kinds import INTEGERS, LIMIT
+from sparsemla.kinds import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SIGNED = (torch.int32, torch.int64)
-"""Where negative values have a meaning."""
+"""Dtypes of arguments that give negative values a meaning."""
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
 
 class Checker:
-    """Checks the tensors of one call; all on one device, letters of shapes in agreement."""
+    """Checks the arguments of one call: all tensors on one device, with consistent shapes.
+
+    Args:
+        op: the op's name, with which every error message begins.
+
+    >>> check = Checker("scale")
+    >>> x = check.tensor("x", torch.zeros(2, 3), "T D", FLOATS)
+    >>> check.tensor("factors", torch.zeros(4), "T", torch.float32)
+    Traceback (most recent call last):
+    ValueError: scale: factors must have shape [T] = [2], got [4]
+    """
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -35,12 +42,12 @@ class Checker:
         """Check one tensor.
 
         Returns:
-            The tensor; uint32 as int64, since torch and kernels compute little with it, and since
-            its values from 2^31 on must stay beyond every range.
+            The tensor. uint32 is converted to int64: torch and Triton support few operations on
+            uint32, and as int32 its values from 2^31 on would turn negative.
 
         Raises:
             TypeError: not a tensor, or a dtype that is not among ``dtypes``.
-            ValueError: rank, size, device, or a last dimension that is not contiguous.
+            ValueError: wrong rank, size or device, or a last dimension that is not contiguous.
         """
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{self.op}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -62,11 +69,11 @@ class Checker:
     def optional(
         self, name: str, tensor: Tensor | None, shape: str, dtypes: Dtypes
     ) -> Tensor | None:
-        """Check a tensor that may be None; what :meth:`tensor` returns."""
+        """:meth:`tensor` for an argument that may be None."""
         return None if tensor is None else self.tensor(name, tensor, shape, dtypes)
 
     def written(self, name: str, tensor: object, shape: str, dtypes: Dtypes) -> Tensor:
-        """Check a tensor that is written: no two of its elements lie in one place."""
+        """:meth:`tensor` for an output: no two of its elements may share memory."""
         tensor = self.tensor(name, tensor, shape, dtypes)
         strides = tensor.stride()
         if (
@@ -90,17 +97,18 @@ class Checker:
         dtype: torch.dtype,
         others: tuple[torch.dtype, ...] = (),
     ) -> Tensor:
-        """The caller's output tensor, checked, or a new one of ``dtype``."""
+        """Check the caller's output tensor, or allocate one of ``dtype`` if it is None."""
         if tensor is not None:
             return self.written(name, tensor, shape, (dtype, *others))
         return torch.empty(*self.sizes(shape), dtype=dtype, device=self.device)
 
     def workspace(self, workspace: Tensor | None, size: int) -> None:
-        """Check that scratch memory that may be None holds ``size`` bytes, well aligned."""
+        """Check that a workspace, unless it is None, has ``size`` bytes at an aligned offset."""
         if workspace is None:
             return
         self.tensor("workspace", workspace, "bytes", torch.uint8)
-        # Dynamo cannot ask for an offset; in compiled code the views refuse a wrong one.
+        # Dynamo cannot trace storage_offset(). In compiled code the views of a misaligned workspace
+        # raise instead.
         offset = 0 if torch.compiler.is_compiling() else workspace.storage_offset()
         if workspace.shape[0] < size or offset % 16:
             raise ValueError(
@@ -109,19 +117,15 @@ class Checker:
             )
 
     def number(self, name: str, value: object) -> None:
-        """Check a factor or another real number; a tensor's would have to be waited for."""
-        if not isinstance(value, (float, int)) and not isinstance(value, Real):
-            raise TypeError(f"{self.op}: {name} must be a number, got {type(value).__name__}")
+        """Check a real number. Tensors are refused: reading one would synchronise."""
+        check_number(f"{self.op}: {name}", value)
 
     def kind(self, name: str, value: object, kind: type) -> None:
-        """Check the class of an argument that is no tensor."""
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"{self.op}: {name} must be a {kind.__name__}, got {type(value).__name__}"
-            )
+        """Check the class of an argument."""
+        check_kind(f"{self.op}: {name}", value, kind)
 
     def cache(self, name: str, cache: PagedCache) -> PagedCache:
-        """Check a cache that an op reads or writes: one layer, this call's device."""
+        """Check a cache: a single layer, at least one page, on the device of the call."""
         self.kind(name, cache, PagedCache)
         if cache.num_layers is not None:
             raise ValueError(
@@ -134,7 +138,7 @@ class Checker:
         return cache
 
     def head_dim(self, name: str, cache: PagedCache) -> None:
-        """Check that the last dim of `name`, letter D, is the head_dim of the cache's format."""
+        """Check that D, the last dimension of ``name``, is the ``head_dim`` of the cache."""
         if self.dims["D"] != cache.format.head_dim:
             raise ValueError(
                 f"{self.op}: {name} must have last dimension {cache.format.head_dim} for format "
@@ -142,17 +146,17 @@ class Checker:
             )
 
     def stream(self, name: str, cache: PagedCache, first: PagedCache) -> None:
-        """Check a cache whose rows join those of another one."""
+        """Check a second cache that takes part in the same softmax as ``first``."""
         self.cache(name, cache)
         dims = first.format.head_dim, first.format.value_dim
         if (cache.format.head_dim, cache.format.value_dim) != dims:
             raise ValueError(
-                f"{self.op}: {name} must have rows of {dims[0]} dims of which {dims[1]} are the "
-                f"value, as format {first.format.name} has, got format {cache.format.name}"
+                f"{self.op}: {name} must have head_dim {dims[0]} and value_dim {dims[1]} like "
+                f"format {first.format.name}, got format {cache.format.name}"
             )
 
     def query_dtype(self, cache: PagedCache) -> torch.dtype:
-        """The dtype that indexer queries have for this key cache."""
+        """The dtype of indexer queries for this key cache."""
         fmt = cache.format
         if fmt.num_scales > 1 or 0 < fmt.fp8_dim < fmt.head_dim:
             raise ValueError(
@@ -162,12 +166,12 @@ class Checker:
         return torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
 
     def index_heads(self) -> None:
-        """Check that indexer queries, letter HI, have heads: a score is a sum over them."""
+        """Check that indexer queries have at least one head, HI."""
         if self.dims["HI"] < 1:
             raise ValueError(f"{self.op}: q must have at least one head, got none")
 
     def rope_dim(self, name: str, rope_dim: int, head_dim: int) -> None:
-        """Check a count of rotated dims."""
+        """Check the number of RoPE dims."""
         if rope_dim % 2 or rope_dim > head_dim:
             raise ValueError(
                 f"{self.op}: {name} must have an even last dimension of at most {head_dim}, "
@@ -182,10 +186,10 @@ class Checker:
         cache: PagedCache,
         validate: bool,
     ) -> Tensor:
-        """Check where T tokens are written: slots in the cache, and positions in the RoPE table.
+        """Check positions and slots of T tokens; with ``validate`` also their values.
 
         Returns:
-            The positions, as :meth:`tensor` returns them.
+            The positions; uint32 as int64.
         """
         positions = self.tensor("positions", positions, "T", INTEGERS)
         self.tensor("slot_mapping", slot_mapping, "T", SIGNED)
@@ -196,7 +200,7 @@ class Checker:
         return positions
 
     def scale_mode(self, scale_mode: str, fmt: CacheFormat) -> None:
-        """Check how scales are rounded."""
+        """Check the rounding of scales, ``pow2`` or ``exact``."""
         if scale_mode not in ("pow2", "exact"):
             raise ValueError(f"{self.op}: scale_mode must be 'pow2' or 'exact', got {scale_mode!r}")
         if scale_mode == "exact" and fmt.num_scales and fmt.scale_dtype != torch.float32:
@@ -205,12 +209,12 @@ class Checker:
             )
 
     def rotation(self, interleaved: bool, rope_first: bool) -> None:
-        """Check how an indexer's vectors are rotated."""
+        """Check the RoPE layout of indexer queries and keys."""
         self.kind("interleaved", interleaved, bool)
         self.kind("rope_first", rope_first, bool)
 
     def hadamard(self, hadamard: bool, dim: int) -> None:
-        """Check that a Hadamard transform exists."""
+        """Check that a Hadamard transform of this dimension exists."""
         self.kind("hadamard", hadamard, bool)
         if hadamard and dim & (dim - 1):
             raise ValueError(f"{self.op}: hadamard needs a power-of-two dimension, got {dim}")
@@ -221,30 +225,27 @@ class Checker:
             raise ValueError(f"{self.op}: {name} must be None {when}, got {type(value).__name__}")
 
     def positive(self, name: str, value: object, below: int = LIMIT) -> None:
-        """Check a count."""
-        if not isinstance(value, Integral) or cast(int, value) < 1:
-            raise ValueError(f"{self.op}: {name} must be a positive integer, got {value!r}")
-        if cast(int, value) >= below:
-            raise ValueError(f"{self.op}: {name} must be below {below}, got {value!r}")
+        """Check an integer, ``1 <= value < below``."""
+        check_integer(f"{self.op}: {name}", value, 1, below)
 
     def validates(self, validate: object) -> bool:
-        """Check the argument that asks for values to be read."""
+        """Check ``validate``, by which the caller asks for checks of values."""
         self.kind("validate", validate, bool)
         return bool(validate)
 
     def bind(self, letter: str, size: int) -> None:
-        """Fix a letter of the shapes that follow."""
+        """Bind a letter for later shapes."""
         self.dims[letter] = size
 
     def sizes(self, shape: str) -> list[int]:
-        """The sizes that a shape of bound letters and numbers stands for."""
+        """The sizes of a shape; all of its letters must be bound."""
         return [int(dim) if dim.isdigit() else self.dims[dim] for dim in shape.split()]
 
     def values(self, name: str, tensor: Tensor, low: int, high: int) -> None:
-        """Check values (this reads them, so it waits for the device): ``low <= value < high``.
+        """Check ``low <= value < high`` for all values; this synchronises with the device.
 
         Raises:
-            ValueError: naming the first value outside and where it stands.
+            ValueError: a value outside; the message has the first one and its index.
         """
         wrong = (tensor < low) | (tensor >= high)
         if bool(wrong.any()):
@@ -263,7 +264,7 @@ class Checker:
     def paging(
         self, cache: PagedCache, page_table: Tensor, seq_lens: Tensor, name: str = "seq_lens"
     ) -> None:
-        """Check the values of a page table and of the lengths, called name, that it must cover."""
+        """Check the values of a page table and of the lengths ``name`` that it must cover."""
         capacity = page_table.shape[1] * cache.page_size
         self.values(name, seq_lens, 0, capacity + 1)
         used = -(-seq_lens // cache.page_size)  # pages of each request
