@@ -287,12 +287,12 @@ def test_gradients_do_not_get_into_a_cache():
         (
             lambda: PagedCache(bytes_of(2, 64, 640)[..., :584], FP8_584),
             ValueError,
-            "rows that stand 584 bytes apart for format fp8_584, got 640",
+            "a row stride of 584 bytes for format fp8_584, got 640",
         ),
         (
             lambda: PagedCache(bytes_of(64, 4, 132).transpose(0, 1)[:1], INDEX_FP8),
             ValueError,
-            "rows that stand 132 bytes apart",
+            "a row stride of 132 bytes",
         ),
         (
             lambda: PagedCache(bytes_of(2, 4, 658)[..., :656], FP8_DS_MLA),
@@ -375,7 +375,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("fmt", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_formats_that_no_op_reads_are_refused_at_once(fmt):
     with pytest.raises(
-        ValueError, match=r"format must be one that ops read, .* got CacheFormat\(name="
+        ValueError, match=r"format must be a constant of sparsemla, .* got CacheFormat\(name="
     ):
         PagedCache.allocate(fmt, num_pages=2, page_size=4)
 

@@ -238,7 +238,7 @@ REFUSED_RAGGED = {
         "cu_seq_len_k_start must have shape",
     ),
     "ends of floats": ({"cu_seq_len_k_end": torch.zeros(6)}, "cu_seq_len_k_end must have dtype"),
-    "a negative width": ({"max_seqlen_k": -1}, "max_seqlen_k must be a positive"),
+    "a negative width": ({"max_seqlen_k": -1}, "max_seqlen_k must be at least 1"),
 }
 REFUSED_PAGED = {
     "bfloat16 queries": ({"q": torch.zeros(4, 1, 32, 128).bfloat16()}, "q must have dtype"),
@@ -248,12 +248,12 @@ REFUSED_PAGED = {
     ),
     "every other row of a page": (
         {"kv_cache": torch.zeros(9, 128, 1, 132, dtype=torch.uint8)[:, ::2]},
-        "kv_cache: data must have rows that stand 132 bytes apart",
+        "kv_cache: data must have a row stride of 132 bytes",
     ),
     "weights of a batch": ({"weights": torch.ones(4, 1, 32)}, "weights must have shape"),
     "lengths of other rows": ({"context_lens": torch.ones(4, 2).int()}, "context_lens must have"),
     "a table of another batch": ({"block_table": torch.ones(3, 2).int()}, "block_table must have"),
-    "no columns": ({"max_context_len": 0}, "max_context_len must be a positive"),
+    "no columns": ({"max_context_len": 0}, "max_context_len must be at least 1"),
 }
 
 

@@ -370,7 +370,7 @@ REFUSED_SPARSE = {
     ),
     "every other row of a page": (
         {"k_cache": torch.zeros(4, 128, 1, 584, dtype=torch.uint8)[:, ::2]},
-        "k_cache: data must have rows that stand 584 bytes apart",
+        "k_cache: data must have a row stride of 584 bytes",
     ),
     "pages that overlap": (
         {

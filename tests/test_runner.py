@@ -450,7 +450,7 @@ def test_a_step_that_cannot_be_captured_is_named_as_the_cause():
     result = subprocess.run(
         [sys.executable, "-c", BROKEN_STEP], capture_output=True, text=True, check=True
     )
-    assert "the capture for batch size 2 got" in result.stdout
+    assert "the capture for batch size 2 raised" in result.stdout
     assert "stream is capturing" in result.stdout
     assert "caused by" in result.stdout
     assert result.stdout.endswith("True\n")

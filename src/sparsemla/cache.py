@@ -1,7 +1,7 @@
-"""Paged caches: typed views over pages of any format, and slot arithmetic.
+"""Paged caches of any format, and the arithmetic of slots.
 
-A *slot* is ``page * page_size + offset``: it names one row of one layer. A negative slot means
-"no row": writes skip it, attention masks it.
+A *slot* is the index of a row in one layer of a cache, ``page * page_size + offset``. A negative
+slot means "no row": writes skip it and attention masks it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from sparsemla.kinds import check_integer, check_integers, check_kind
 
 @dataclass(frozen=True, eq=False)
 class PagedCache:
-    """Pages of latent rows, or of indexer keys.
+    """Pages of latent rows or of indexer keys.
 
     Args:
         data: ``[num_pages, page_size, row_width]`` of ``format.storage_dtype`` (any one-byte dtype
-            for the quantised formats), or ``[num_pages, num_layers, page_size, row_width]`` for a
-            cache that keeps several layers in a page. Page, layer and row strides are read from
-            the tensor.
-        format: the rows' format. It is never guessed from a size.
-        scales: ``[num_pages, (num_layers,) page_size, num_scales]`` float32, only for the formats
-            with ``scales_in == "tensor"``.
+            for quantised formats), or ``[num_pages, num_layers, page_size, row_width]`` if each
+            page holds several layers. Pages, layers and rows may have any stride that the format
+            allows.
+        format: the format of a row. It is never inferred from a size.
+        scales: ``[num_pages, (num_layers,) page_size, num_scales]`` float32, for formats with
+            ``scales_in == "tensor"``; otherwise None.
 
     Raises:
-        TypeError: a dtype that the format does not have.
-        ValueError: a format that :func:`sparsemla.get_format` does not give by its name; a rank,
-            width, stride or scale tensor that does not match the format.
+        TypeError: data or scales have a dtype that the format does not allow.
+        ValueError: rank, width, strides or scales do not match the format, or
+            :func:`sparsemla.get_format` does not know the format.
 
-    >>> from sparsemla.formats import FP8_DS_MLA
+    >>> from sparsemla import FP8_DS_MLA
     >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=8, page_size=64)
     >>> cache.write(torch.tensor([3, 64]), torch.randn(2, 576))
     >>> cache.read(torch.tensor([64])).shape
@@ -56,16 +56,17 @@ class PagedCache:
         fmt = self.format
         check_kind("data", self.data, Tensor)
         check_kind("format", fmt, CacheFormat)
-        # Operators know a format by its name. Dynamo warns of the kept answers; the operator looks.
+        # Custom operators receive a format by its name. Dynamo warns about the functools.cache in
+        # get_format; in compiled code the operator raises instead.
         if not torch.compiler.is_compiling() and not is_named(fmt):
             raise ValueError(
-                "format must be one that ops read, a constant of sparsemla or made by bf16_format "
-                f"or e4m3_format, got {fmt}"
+                "format must be a constant of sparsemla, or made by bf16_format or e4m3_format, "
+                f"got {fmt}"
             )
         self.check_layout()
 
     def check_layout(self) -> None:
-        """Check data and scales against the format, which no op has to know."""
+        """Check data and scales against the format, whether :func:`get_format` knows it or not."""
         fmt, data, scales = self.format, self.data, self.scales
         if data.dtype != fmt.storage_dtype and not (fmt.fp8_dim and data.dtype.itemsize == 1):
             raise TypeError(
@@ -78,7 +79,7 @@ class PagedCache:
             )
         if data.shape[-2] < 1:
             raise ValueError(f"data must have a page size of at least 1, got {list(data.shape)}")
-        if data.numel():  # strides of nothing may be any
+        if data.numel():  # an empty tensor may have any strides
             self._check_strides()
         if (scales is not None) != (fmt.scales_in == "tensor"):
             expected = "a float32 tensor" if fmt.scales_in == "tensor" else "None"
@@ -104,25 +105,25 @@ class PagedCache:
             raise ValueError(f"data must be contiguous in its last dimension, got {data.stride()}")
         page_stride = data.stride(0)
         if fmt.scales_in == "page":
-            needed = data.shape[-2] * fmt.row_width  # padding behind a page is never looked at
+            needed = data.shape[-2] * fmt.row_width  # the padding after a page may be missing
             if data.shape[0] > 1 and page_stride < needed:
                 raise ValueError(
                     f"data must have a page stride of at least {needed} bytes for format "
                     f"{fmt.name} and page size {data.shape[-2]}, got {page_stride}"
                 )
-            # The tensor says where pages start and no more: their inside is the format's.
+            # Within a page the format fixes the layout; only pages and layers may have any stride.
             if data.shape[-2] > 1 and data.stride(-2) != fmt.row_width:
                 raise ValueError(
-                    f"data must have rows that stand {fmt.row_width} bytes apart for format "
+                    f"data must have a row stride of {fmt.row_width} bytes for format "
                     f"{fmt.name}, got {data.stride(-2)}"
                 )
-        # Typed views of a byte tensor need every stride to be a multiple of the widest field.
+        # A typed view of bytes needs strides that are multiples of the widest field.
         if fmt.storage_dtype == torch.uint8:
             unit = (
                 fmt.scale_dtype.itemsize if fmt.bf16_dim == 0 else max(2, fmt.scale_dtype.itemsize)
             )
             strides = data.stride()[:-2] if fmt.scales_in == "page" else data.stride()[:-1]
-            # Dynamo cannot ask for an offset; in compiled code the views themselves refuse it.
+            # Dynamo cannot trace storage_offset(); in compiled code the views themselves raise.
             offset = 0 if torch.compiler.is_compiling() else data.storage_offset()
             if any(s % unit for s in (*strides, offset)):
                 raise ValueError(
@@ -140,21 +141,48 @@ class PagedCache:
         num_layers: int | None = None,
         device: torch.device | str | None = None,
     ) -> PagedCache:
-        """A zeroed cache with the format's own strides."""
+        """Allocate a zeroed cache.
+
+        Args:
+            format: the format of a row.
+            num_pages: number of pages.
+            page_size: tokens per page.
+            num_layers: layers in each page; None for a cache of a single layer.
+            device: device of the cache; default torch's default device.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong kind, or a size out of range.
+
+        >>> from sparsemla import BF16_512
+        >>> PagedCache.allocate(BF16_512, 3, 16, num_layers=2).data.shape
+        torch.Size([3, 2, 16, 512])
+        """
         check_kind("format", format, CacheFormat)
         data, scales = format.allocate(num_pages, page_size, num_layers=num_layers, device=device)
         return cls(data, format, scales)
 
     @classmethod
     def unchecked(cls, data: Tensor, format: CacheFormat, scales: Tensor | None) -> PagedCache:
-        """The cache of parts that come from another one, and fit each other as they did there."""
+        """A cache of views into a checked cache; skips all checks."""
         cache = object.__new__(cls)
         vars(cache).update(data=data, format=format, scales=scales)
         return cache
 
     @classmethod
     def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
-        """bfloat16 ``rows [S, head_dim]`` as a cache of page size 1, so that slot == row."""
+        """View ``rows [S, head_dim]``, bfloat16, as a cache of page size 1, with slot == row.
+
+        ``value_dim`` is clamped to ``head_dim``.
+
+        Raises:
+            TypeError: rows are not a bfloat16 tensor, or value_dim is not an integer.
+            ValueError: rows do not have two dimensions, or value_dim is below 1.
+
+        >>> from sparsemla import BF16_576
+        >>> cache = PagedCache.from_rows(torch.zeros(10, 576, dtype=torch.bfloat16))
+        >>> cache.num_slots, cache.format == BF16_576
+        (10, True)
+        """
         check_kind("rows", rows, Tensor)
         if rows.dim() != 2:
             raise ValueError(f"rows must have shape [S, head_dim], got {list(rows.shape)}")
@@ -165,37 +193,45 @@ class PagedCache:
 
     @property
     def num_pages(self) -> int:
+        """Number of pages."""
         return self.data.shape[0]
 
     @property
     def page_size(self) -> int:
+        """Tokens per page."""
         return self.data.shape[-2]
 
     @property
     def num_slots(self) -> int:
-        """Rows of one layer."""
+        """Rows of one layer, ``num_pages * page_size``."""
         return self.num_pages * self.page_size
 
     @property
     def num_layers(self) -> int | None:
-        """Layers kept in each page, or None for the cache of one layer."""
+        """Layers in each page, or None for a cache of a single layer."""
         return self.data.shape[1] if self.data.dim() == 4 else None
 
     @property
     def aligned(self) -> bool:
-        """Whether there are rows, and all start at multiples of 16 bytes: what wide copies need."""
+        """Whether the cache is not empty and every row starts at a multiple of 16 bytes."""
         fmt, data = self.format, self.data
-        apart = data.stride()[:-1]
-        if fmt.scales_in == "page":  # whose rows lie as the format says
-            apart = (*data.stride()[:-2], fmt.fp8_dim + 2 * fmt.bf16_dim)
-        starts = (data.data_ptr(), *(n * data.itemsize for n in apart))
+        strides = data.stride()[:-1]
+        if fmt.scales_in == "page":  # within a page the format fixes the row stride
+            strides = (*data.stride()[:-2], fmt.fp8_dim + 2 * fmt.bf16_dim)
+        starts = (data.data_ptr(), *(stride * data.itemsize for stride in strides))
         return data.numel() > 0 and all(start % 16 == 0 for start in starts)
 
     def layer(self, layer_idx: int) -> PagedCache:
-        """One layer of a cache that keeps several in a page; a view.
+        """One layer of a cache with several layers per page; a view.
 
         Raises:
-            ValueError: the cache has one layer only, or no such layer.
+            TypeError: layer_idx is not an integer.
+            ValueError: the cache has a single layer, or layer_idx is out of range.
+
+        >>> from sparsemla import BF16_512
+        >>> cache = PagedCache.allocate(BF16_512, 3, 16, num_layers=2)
+        >>> cache.layer(1).data.shape
+        torch.Size([3, 16, 512])
         """
         if self.num_layers is None:
             raise ValueError("layer_idx given, but the cache holds a single layer")
@@ -206,15 +242,15 @@ class PagedCache:
         return PagedCache.unchecked(self.data[:, layer_idx], self.format, scales)
 
     def fields(self) -> RowFields:
-        """Typed views ``[num_pages, (num_layers,) page_size, n]`` of the stored parts."""
+        """Typed views ``[num_pages, (num_layers,) page_size, n]`` of the row's fields."""
         return self.format.fields(self.data, self.scales)
 
     def stored(self) -> RowFields:
-        """:meth:`fields` with e4m3 and e8m0 as the bytes they are, which is what kernels take."""
+        """:meth:`fields` for kernels: e4m3 and e8m0 values as uint8."""
         return self.format.stored(self.data, self.scales)
 
     def gather(self, slots: Tensor) -> RowFields:
-        """The stored parts ``[..., n]`` of ``slots [...]``, all of them valid."""
+        """The fields ``[..., n]`` of the rows ``slots [...]``; every slot must be valid."""
         check_integers("slots", slots)
         slots = slots.long()
         pages = torch.div(slots, self.page_size, rounding_mode="floor")
@@ -223,23 +259,38 @@ class PagedCache:
         return RowFields(*parts)
 
     def read(self, slots: Tensor) -> Tensor:
-        """Dequantised bfloat16 rows ``[..., head_dim]`` of ``slots [...]``, all of them valid."""
+        """Dequantised rows ``[..., head_dim]``, bfloat16, of ``slots [...]``.
+
+        ``bfloat16(float32(fp8) * scale)`` for the quantised dims; the others are copied.
+
+        Args:
+            slots: int32, int64 or uint32 of any shape; every slot must be valid.
+
+        Raises:
+            TypeError: slots are not integers.
+        """
         return self.format.dequantize(self.gather(slots))
 
     @torch.no_grad()
     def write(self, slots: Tensor, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> None:
-        """Quantise ``rows [N, head_dim]`` and store them at ``slots [N]``; negative slots skip.
+        """Quantise rows and store them in the cache.
 
-        Reads the slots, so it waits for the device; the ops that write caches do not.
+        This call reads the slots and so synchronises with the device. The ops that write caches do
+        not. The formula is in :meth:`sparsemla.CacheFormat.quantize`.
+
+        Args:
+            slots: ``[N]`` int32, int64 or uint32; rows of negative slots are skipped.
+            rows: ``[N, head_dim]`` of any floating dtype.
+            scale_mode: ``pow2`` or ``exact`` (float32 scales only).
 
         Raises:
-            TypeError: slots that are not int32, int64 or uint32, or rows that are no floats.
-            ValueError: a cache of several layers, rows of another shape or device, or a slot
-                behind the last; the cache is untouched then.
+            TypeError: slots are not integers, or rows are not floats.
+            ValueError: the cache has several layers, rows have another shape or device, a slot is
+                out of range, or the format lacks the scale mode. The cache is then unchanged.
         """
         if self.num_layers is not None:
             raise ValueError(
-                f"a cache of one layer is written; this one holds {self.num_layers}, pick one with "
+                f"write needs a single layer; this cache holds {self.num_layers}, pick one with "
                 "layer(layer_idx)"
             )
         check_integers("slots", slots)
@@ -257,25 +308,32 @@ class PagedCache:
             )
         if (slots >= self.num_slots).any():
             raise ValueError(f"slots must be below {self.num_slots}, got {int(slots.max())}")
-        keep = slots >= 0
-        stored = self.format.quantize(rows[keep], scale_mode=scale_mode)
-        for view, part in zip(self.fields(), stored, strict=True):
-            if view is not None and part is not None:
-                scatter_rows(view, slots[keep], part)
+        valid = slots >= 0
+        fields = self.format.quantize(rows[valid], scale_mode=scale_mode)
+        for view, field in zip(self.fields(), fields, strict=True):
+            if view is not None and field is not None:
+                scatter_rows(view, slots[valid], field)
 
 
 def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Slots of token positions: ``page_table[request, pos // page_size] * page_size + offset``.
+    """Slots of token positions.
+
+    ``page_table[request, pos // page_size] * page_size + pos % page_size``. All integers may be
+    int32, int64 or uint32.
 
     Args:
-        page_table: ``[B, W]`` integer, page ids of each request.
-        request_ids: ``[...]`` integer, row of the page table.
-        positions: ``[...]`` integer, positions in the request.
-        page_size: tokens of a page.
+        page_table: ``[B, W]``, page ids of each request.
+        request_ids: ``[...]``, a row of the page table for each position.
+        positions: ``[...]``, positions in the request, in tokens.
+        page_size: tokens per page.
 
     Returns:
-        int64 ``[...]``; -1 where the request or the position is negative or outside the table, or
-        where the table holds a page id that is negative or has no slots below 2**63.
+        ``[...]`` int64; -1 where the request or the position is outside the table, or where the
+        page id is negative or too large for an int64 slot.
+
+    Raises:
+        TypeError: a tensor that does not hold integers, or a page_size that is not an integer.
+        ValueError: a page_table without two dimensions, or a page_size below 1.
 
     >>> table = torch.tensor([[7, 2, -1]])
     >>> slots_of(table, torch.zeros(4, dtype=int), torch.tensor([0, 5, 9, 99]), 4)
@@ -288,9 +346,9 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     if page_table.dim() != 2:
         raise ValueError(f"page_table must have shape [B, W], got {list(page_table.shape)}")
     positions = positions.long()
-    if page_table.dtype == torch.uint32:  # torch does not look into such a tensor
+    if page_table.dtype == torch.uint32:  # torch does not index uint32 tensors
         page_table = page_table.long()
-    if page_table.numel() == 0:  # no entry to look into
+    if page_table.numel() == 0:
         shape = torch.broadcast_shapes(request_ids.shape, positions.shape)
         return positions.new_full(shape, -1)
     logical = torch.div(positions, page_size, rounding_mode="floor")
@@ -303,7 +361,7 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
 
 
 def to_int32(slots: Tensor) -> Tensor:
-    """int64 slots, or rows of a workspace, as int32; -1 where they do not fit.
+    """int64 slots, or workspace rows, as int32; -1 where they do not fit.
 
     >>> to_int32(torch.tensor([5, -1, 2**31, 2**32 + 5]))
     tensor([ 5, -1, -1, -1], dtype=torch.int32)

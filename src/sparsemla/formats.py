@@ -1,17 +1,17 @@
-"""Cache formats: what a row of a latent cache is, byte for byte.
+"""Cache formats: the bytes of a cache row.
 
-Every byte offset of the package stands in this file. Everything else sees a cache through
+This file has every byte offset of the package. All other code sees a cache through
 :meth:`CacheFormat.fields`, which turns the raw pages into three typed, strided views:
 
 ========  ==========================  ====================================================
-view      dtype                       holds
+view      dtype                       contents
 ========  ==========================  ====================================================
 fp8       float8_e4m3fn               the leading ``fp8_dim`` dims of each row, quantised
-scales    float32 or float8_e8m0fnu   one factor for each ``scale_block`` of those dims
+scales    float32 or float8_e8m0fnu   one scale per ``scale_block`` quantised dims
 bf16      bfloat16                    the remaining dims, unquantised
 ========  ==========================  ====================================================
 
-A row is worth ``concat(bfloat16(float32(fp8) * scale), bf16)``.
+The value of a row is ``concat(bfloat16(float32(fp8) * scale), bf16)``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,17 @@ ScaleMode = Literal["pow2", "exact"]
 
 
 class RowFields(NamedTuple):
-    """The parts of cache rows, each ``[..., dims of that part]``; a part a format lacks is None."""
+    """The fields of cache rows; None for a field that the format lacks.
+
+    Attributes:
+        fp8: ``[..., fp8_dim]`` float8_e4m3fn.
+        scales: ``[..., num_scales]`` of the format's ``scale_dtype``.
+        bf16: ``[..., bf16_dim]`` bfloat16.
+
+    >>> fields = FP8_DS_MLA.quantize(torch.ones(5, 576))
+    >>> fields.fp8.shape, fields.scales.shape, fields.bf16.shape
+    (torch.Size([5, 512]), torch.Size([5, 4]), torch.Size([5, 64]))
+    """
 
     fp8: Tensor | None
     scales: Tensor | None
@@ -44,7 +54,7 @@ class RowFields(NamedTuple):
 
 
 def ceil_pow2(x: Tensor) -> Tensor:
-    """Smallest power of two that is not below ``x``, read off the bits of a positive float32.
+    """Smallest power of two that is at least ``x``, for positive float32 ``x``.
 
     >>> ceil_pow2(torch.tensor([1.0, 1.5, 2.0]))
     tensor([1., 2., 2.])
@@ -55,32 +65,42 @@ def ceil_pow2(x: Tensor) -> Tensor:
 
 
 def fp8_scales(amax: Tensor) -> Tensor:
-    """``amax / 448``, correctly rounded: torch divides a GPU tensor by a number inexactly."""
+    """``amax / 448``, correctly rounded.
+
+    Dividing by a tensor matters: on a GPU torch turns division by a Python number into
+    multiplication by its reciprocal.
+    """
     return amax / torch.full_like(amax, FP8_MAX)
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """Round float32 to e4m3 (nearest even), saturating at +-448."""
+    """Round float32 to e4m3, to nearest even, saturating at ±448."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How one token is stored in a cache.
+    """The storage of one token in a cache.
+
+    Use the constants of the package, :func:`bf16_format` or :func:`e4m3_format`; ops take no other
+    formats.
 
     Args:
-        name: the format's name, which :func:`get_format` turns back into the format.
-        head_dim: dims of a row (the key).
-        value_dim: leading dims of the row that are also its value.
+        name: name of the format; :func:`get_format` returns the format for this name.
+        head_dim: dims of a row, which is the key.
+        value_dim: leading dims of the row that are also the value.
         fp8_dim: leading dims stored as e4m3; the others are bfloat16.
-        scale_block: dims that share one scale; 0 means every scale is 1 and none is stored.
-        scale_dtype: dtype of a stored scale; any value of it can be read back.
-        scales_in: where the scales live: ``row`` (behind the row's e4m3 values), ``page`` (a region
-            behind the page's rows), ``tensor`` (a tensor of their own) or ``none``.
-        scale_row_bytes: bytes a row takes in the page's scale region, padding included.
-        page_alignment: a page's bytes are rounded up to a multiple of this.
-        min_amax: the quantiser raises ``amax`` to at least this before dividing by 448.
-        min_scale: the power-of-two quantiser raises ``amax / 448`` to at least this.
+        scale_block: dims per scale; 0 stores no scales, and each scale is 1.
+        scale_dtype: dtype of a stored scale.
+        scales_in: place of the scales: ``row`` (after the row's e4m3 values), ``page`` (after all
+            rows of the page), ``tensor`` (in a second tensor) or ``none``.
+        scale_row_bytes: bytes per row in the page's scale region, including padding.
+        page_alignment: the bytes of a page are rounded up to a multiple of this.
+        min_amax: lower bound of ``amax`` in the quantiser.
+        min_scale: lower bound of ``amax / 448`` in the quantiser with power-of-two scales.
+
+    >>> FP8_DS_MLA.bytes_per_token, FP8_DS_MLA.num_scales, FP8_DS_MLA.storage_dtype
+    (656, 4, torch.uint8)
     """
 
     name: str
@@ -96,21 +116,21 @@ class CacheFormat:
     min_scale: float = FLOAT32_TINY
 
     def __hash__(self) -> int:
-        return hash(self.name)  # every call of an op asks for it, and names differ
+        return hash(self.name)  # cheap, since each op call hashes the format
 
     @property
     def num_scales(self) -> int:
-        """Scales stored for each row."""
+        """Scales per row."""
         return -(-self.fp8_dim // self.scale_block) if self.scale_block else 0
 
     @property
     def bf16_dim(self) -> int:
-        """Dims stored unquantised."""
+        """Unquantised dims."""
         return self.head_dim - self.fp8_dim
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Dtype of the page tensor: bfloat16, float8_e4m3fn, or uint8 where fields are mixed."""
+        """Dtype of the page tensor: bfloat16, float8_e4m3fn, or uint8 for mixed fields."""
         if self.fp8_dim == 0:
             return torch.bfloat16
         return torch.uint8 if self.scales_in in ("row", "page") else torch.float8_e4m3fn
@@ -121,7 +141,7 @@ class CacheFormat:
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of a row where rows lie one behind the other, scale region apart."""
+        """Bytes of a row without its part of the page's scale region."""
         return self.fp8_dim + self._inline_scale_bytes + 2 * self.bf16_dim
 
     @property
@@ -131,12 +151,12 @@ class CacheFormat:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes, page padding apart."""
+        """Bytes per token, including scales, without page padding."""
         separate = self.num_scales * self.scale_dtype.itemsize if self.scales_in == "tensor" else 0
         return self._row_bytes + self.scale_row_bytes + separate
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes from one page to the next in a cache that holds nothing else.
+        """Bytes of a page of ``page_size`` tokens, including padding.
 
         >>> FP8_584.page_bytes(64)
         37440
@@ -152,11 +172,24 @@ class CacheFormat:
         num_layers: int | None = None,
         device: torch.device | str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Zeroed pages, and the scale tensor of the formats that keep one.
+        """Allocate zeroed pages, and the scale tensor if the format has one.
+
+        Args:
+            num_pages: number of pages.
+            page_size: tokens per page.
+            num_layers: layers in each page; None for a single layer.
+            device: device of the tensors; default torch's default device.
 
         Returns:
             data ``[num_pages, (num_layers,) page_size, row_width]`` of ``storage_dtype``, and
             scales ``[num_pages, (num_layers,) page_size, num_scales]`` float32 or None.
+
+        Raises:
+            TypeError, ValueError: a size that is not an integer or out of range, or a bad device.
+
+        >>> data, scales = INDEX_FP8.allocate(2, 64)
+        >>> data.shape, data.dtype, scales
+        (torch.Size([2, 64, 132]), torch.uint8, None)
         """
         check_integer("num_pages", num_pages)
         check_integer("page_size", page_size, 1)
@@ -173,10 +206,20 @@ class CacheFormat:
         return data, scales
 
     def fields(self, data: Tensor, scales: Tensor | None = None) -> RowFields:
-        """Typed views of the rows in ``data [..., page_size, row_width]``; nothing is copied.
+        """Typed views of the rows in ``data [..., page_size, row_width]``, without a copy.
 
-        Strides are taken from the tensor, so pages may lie apart and, where a format keeps its
-        whole row together, rows may too.
+        Pages may have any stride. Rows may too, unless the format has scales in the page.
+
+        Args:
+            data: pages of ``storage_dtype``, or of any one-byte dtype for quantised formats.
+            scales: ``[..., page_size, num_scales]`` for formats with ``scales_in == "tensor"``.
+
+        Returns:
+            Views ``[..., page_size, n]``.
+
+        >>> data, _ = FP8_584.allocate(2, 64)
+        >>> [tuple(view.shape) for view in FP8_584.fields(data)]
+        [(2, 64, 448), (2, 64, 7), (2, 64, 64)]
         """
         fp8, scales, bf16 = self.stored(data, scales)
         return RowFields(
@@ -186,9 +229,10 @@ class CacheFormat:
         )
 
     def stored(self, data: Tensor, scales: Tensor | None = None) -> RowFields:
-        """:meth:`fields` as kernels take them: e4m3 and e8m0 as the bytes they are.
+        """:meth:`fields` for kernels: e4m3 and e8m0 values as uint8.
 
-        A row of ``fp8`` may go on behind its e4m3 values: to a kernel that makes no difference.
+        The last dimension of ``fp8`` may be larger than ``fp8_dim``, which saves a slice per call;
+        kernels read the first ``fp8_dim`` bytes.
         """
         if self.fp8_dim == 0:
             return RowFields(None, None, _viewed(data, torch.bfloat16))
@@ -199,7 +243,7 @@ class CacheFormat:
         scale_bytes, bf16_bytes = self.num_scales * self.scale_dtype.itemsize, 2 * self.bf16_dim
         bf16 = None
         if self.scales_in == "page":
-            # The tensor is only a carrier: the page holds all data rows, then all scale rows.
+            # The page holds all data rows, then all scale rows; row_width counts both.
             row = self.fp8_dim + bf16_bytes
             fp8 = _region(data, 0, row, self.fp8_dim)
             tail = _region(data, row * data.shape[-2], self.scale_row_bytes, scale_bytes)
@@ -213,16 +257,27 @@ class CacheFormat:
         return RowFields(fp8, _viewed(tail, scale_dtype), bf16)
 
     def quantize(self, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> RowFields:
-        """Rows as they are stored.
+        """Quantise rows to the stored fields.
 
-        For each block of ``scale_block`` dims, ``scale = max(max(amax, min_amax) / 448, floor)``,
-        rounded up to a power of two unless ``scale_mode`` is ``exact``, and
-        ``fp8 = e4m3(clamp(x / scale, +-448))``. The other dims are cast to bfloat16. NaN does not
-        count in ``amax`` and stays NaN: the block's other values keep their scale.
+        For each block of ``scale_block`` dims::
+
+            pow2:   scale = ceil_pow2(max(max(amax, min_amax) / 448, min_scale))
+            exact:  scale = max(max(amax, min_amax) / 448, smallest normal float32)
+            fp8 = e4m3(clamp(x / scale, -448, 448))
+
+        ``amax`` is the largest magnitude of the block, ignoring NaN. NaNs stay NaN and do not
+        change the scale of other values. The unquantised dims are cast to bfloat16.
 
         Args:
-            rows: ``[..., head_dim]``, any float dtype.
+            rows: ``[..., head_dim]`` of any floating dtype.
             scale_mode: ``pow2`` or ``exact`` (float32 scales only).
+
+        Raises:
+            ValueError: the format lacks the scale mode.
+
+        >>> fields = FP8_DS_MLA.quantize(torch.full((1, 576), 3.0))
+        >>> fields.scales[0, 0].item(), fields.fp8[0, 0].item()
+        (0.0078125, 384.0)
         """
         if self.fp8_dim == 0:
             return RowFields(None, None, rows.to(torch.bfloat16))
@@ -234,7 +289,12 @@ class CacheFormat:
         return RowFields(to_fp8(x / self._spread(scales)), scales.to(self.scale_dtype), rest)
 
     def dequantize(self, fields: RowFields) -> Tensor:
-        """bfloat16 rows ``[..., head_dim]`` of stored ones: ``bfloat16(float32(fp8) * scale)``."""
+        """bfloat16 rows ``[..., head_dim]``: ``concat(bfloat16(float32(fp8) * scale), bf16)``.
+
+        >>> rows = torch.full((1, 576), 3.0)
+        >>> FP8_DS_MLA.dequantize(FP8_DS_MLA.quantize(rows))[0, :2]
+        tensor([3., 3.], dtype=torch.bfloat16)
+        """
         if fields.fp8 is None:
             return cast(Tensor, fields.bf16)
         x = fields.fp8.float()
@@ -244,7 +304,11 @@ class CacheFormat:
         return x if fields.bf16 is None else torch.cat([x, fields.bf16], dim=-1)
 
     def pack(self, fields: RowFields, page_size: int) -> tuple[Tensor, Tensor | None]:
-        """Pages that hold rows ``[num_rows, ...]`` one after the other; the last is zero-padded.
+        """Pages, and scales or None, with the rows in slot order; the last page is zero-padded.
+
+        Args:
+            fields: ``[num_rows, n]`` each.
+            page_size: tokens per page.
 
         >>> rows = FP8_DS_MLA.quantize(torch.randn(5, 576))
         >>> data, _ = FP8_DS_MLA.pack(rows, page_size=4)
@@ -253,17 +317,17 @@ class CacheFormat:
         >>> torch.equal(FP8_DS_MLA.unpack(data).scales[:5], rows.scales)
         True
         """
-        num_rows = next(part.shape[0] for part in fields if part is not None)
-        device = next(part.device for part in fields if part is not None)
+        num_rows = next(field.shape[0] for field in fields if field is not None)
+        device = next(field.device for field in fields if field is not None)
         slots = torch.arange(num_rows, device=device)
         data, scales = self.allocate(-(-num_rows // page_size), page_size, device=device)
-        for view, part in zip(self.fields(data, scales), fields, strict=True):
-            if view is not None and part is not None:
-                scatter_rows(view, slots, part)
+        for view, field in zip(self.fields(data, scales), fields, strict=True):
+            if view is not None and field is not None:
+                scatter_rows(view, slots, field)
         return data, scales
 
     def unpack(self, data: Tensor, scales: Tensor | None = None) -> RowFields:
-        """All rows of ``data [num_pages, page_size, row_width]`` in slot order, bit for bit."""
+        """The fields ``[num_slots, n]`` of all rows of a cache, in slot order, bit for bit."""
         views = self.fields(data, scales)
         return RowFields(*(None if view is None else view.flatten(0, 1) for view in views))
 
@@ -281,17 +345,17 @@ class CacheFormat:
         return ceil_pow2(scales.clamp_min(self.min_scale))
 
     def _spread(self, scales: Tensor) -> Tensor:
-        """One scale for each quantised dim."""
+        """Repeat each scale for the dims of its block."""
         return scales.repeat_interleave(self.scale_block, dim=-1)[..., : self.fp8_dim]
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as ``dtype``: a view that changes nothing takes torch as long as one that does."""
+    """``x.view(dtype)``, without the cost of a view if ``x`` has the dtype."""
     return x if x.dtype == dtype else x.view(dtype)
 
 
 def _region(data: Tensor, offset: int, row_stride: int, row_bytes: int) -> Tensor:
-    """Bytes ``[..., page_size, row_bytes]`` that start ``offset`` bytes into each page."""
+    """Views ``[..., page_size, row_bytes]`` of the bytes from ``offset`` on in each page."""
     strides = (*data.stride()[:-2], row_stride, 1)
     shape = (*data.shape[:-1], row_bytes)
     return data.as_strided(shape, strides, data.storage_offset() + offset)
@@ -300,7 +364,7 @@ def _region(data: Tensor, offset: int, row_stride: int, row_bytes: int) -> Tenso
 def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write ``rows [N, n]`` to ``slots [N]`` of ``view [num_pages, page_size, n]``, bit for bit."""
     page_size = view.shape[1]
-    # index_put_ is missing for float8_e8m0fnu; bytes of a one-byte dtype move as uint8.
+    # index_put_ does not support float8_e8m0fnu, so one-byte dtypes are written as uint8.
     if view.dtype.itemsize == 1:
         view, rows = view.view(torch.uint8), rows.view(torch.uint8)
     pages = torch.div(slots, page_size, rounding_mode="floor")
@@ -308,16 +372,37 @@ def scatter_rows(view: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def bf16_format(head_dim: int, value_dim: int | None = None) -> CacheFormat:
-    """Unquantised rows of ``head_dim`` bfloat16; the first ``value_dim`` (or all) are the value."""
+    """The format of unquantised bfloat16 rows.
+
+    Args:
+        head_dim: dims of a row.
+        value_dim: leading dims that are the value; default all.
+
+    Raises:
+        TypeError, ValueError: dims that are not integers, or out of range.
+
+    >>> bf16_format(576, 512).bytes_per_token
+    1152
+    """
     value_dim = head_dim if value_dim is None else value_dim
     _check_dims(head_dim, value_dim)
     return CacheFormat(f"bf16_{head_dim}v{value_dim}", head_dim, value_dim)
 
 
 def e4m3_format(head_dim: int = 576, value_dim: int = 512, scale_block: int = 128) -> CacheFormat:
-    """Rows of ``head_dim`` e4m3 (RoPE dims too) with float32 scales in a tensor of their own.
+    """The format of e4m3 rows, RoPE dims included, with float32 scales in a second tensor.
 
-    ``scale_block`` 0 stores no scales (each is 1), ``head_dim`` one for each row.
+    Args:
+        head_dim: dims of a row.
+        value_dim: leading dims that are the value.
+        scale_block: dims per scale, up to ``head_dim`` (one scale per row); 0 stores no scales, and
+            each scale is 1.
+
+    Raises:
+        TypeError, ValueError: dims that are not integers, or out of range.
+
+    >>> e4m3_format().num_scales, e4m3_format(scale_block=0).scales_in
+    (5, 'none')
     """
     _check_dims(head_dim, value_dim)
     check_integer("scale_block", scale_block)
@@ -341,13 +426,13 @@ def _check_dims(head_dim: int, value_dim: int) -> None:
 
 
 BF16_576 = bf16_format(576, 512)
-"""Latent 512 and RoPE 64, unquantised: 1152 bytes a token."""
+"""512 latent and 64 RoPE dims, unquantised: 1152 bytes per token."""
 
 BF16_512 = bf16_format(512)
-"""One 512-dim vector that is key and value: 1024 bytes a token."""
+"""Rows of 512 dims, unquantised, with key equal to value: 1024 bytes per token."""
 
 FP8_DS_MLA = CacheFormat("fp8_ds_mla", 576, 512, 512, 128, scales_in="row", min_scale=1e-4)
-"""DeepSeek-V3.2's 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16."""
+"""DeepSeek-V3.2's 656 bytes per token: 512 e4m3, 4 float32 scales, 64 bfloat16."""
 
 FP8_584 = CacheFormat(
     "fp8_584",
@@ -361,25 +446,30 @@ FP8_584 = CacheFormat(
     page_alignment=576,
     min_amax=1e-4,
 )
-"""DeepSeek-V4's 584 bytes: 448 e4m3 and 64 bfloat16; 7 exponent scales behind the page's rows."""
+"""DeepSeek-V4's 584 bytes per token: 448 e4m3 and 64 bfloat16; after the page's rows, 7 e8m0 scales
+and a padding byte per token."""
 
 INDEX_FP8 = CacheFormat(
     "index_fp8", 128, 128, 128, 128, scales_in="page", scale_row_bytes=4, min_amax=1e-4
 )
-"""Indexer keys, 132 bytes: 128 e4m3; one float32 scale behind the page's rows."""
+"""Indexer keys, 132 bytes per token: 128 e4m3; after the page's rows, a float32 scale per token."""
 
 _FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, INDEX_FP8)}
 
 
 def get_format(name: str) -> CacheFormat:
-    """The format called ``name``.
+    """The format with this name.
+
+    Args:
+        name: ``fp8_ds_mla``, ``fp8_584``, ``index_fp8``, ``bf16_<head_dim>v<value_dim>`` or
+            ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
+
+    Raises:
+        TypeError: the name is not a string.
+        ValueError: no format has this name.
 
     >>> get_format("bf16_576v512") == BF16_576
     True
-
-    Raises:
-        TypeError: the name is no string.
-        ValueError: no format has this name.
     """
     check_kind("format name", name, str)
     return _named(name)
@@ -398,7 +488,7 @@ def _named(name: str) -> CacheFormat:
 
 
 def is_named(fmt: CacheFormat) -> bool:
-    """Whether the format is the one that :func:`get_format` gives by its name."""
+    """Whether :func:`get_format` returns this format for its name."""
     try:
         return get_format(fmt.name) == fmt
     except ValueError:

@@ -1,4 +1,4 @@
-"""Decode steps from static buffers: CUDA graphs on a GPU, the same step run eagerly on a CPU."""
+"""Decode steps over static buffers: replayed as CUDA graphs on a GPU, run eagerly on a CPU."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
 
 
 class DecodeRunner(Generic[Outputs]):
-    """A model's decode step, captured once for each batch size and replayed with other batches.
+    """Capture a model's decode step as CUDA graphs, one per batch size, and replay them.
 
     ``step(plan, **inputs)`` runs the model for a batch of decodes and returns a tensor, or a tuple
-    of tensors, with one row for each request. :meth:`run` takes the smallest captured size that
-    holds a batch, copies the batch into the static buffers that the graph reads, and replays it.
-    On a CPU it calls the step on the same buffers instead.
+    of tensors, with one row per request. :meth:`run` picks the smallest captured size that fits the
+    batch, copies the batch into the static buffers of the graph and replays the graph. On a CPU it
+    calls the step with the same buffers.
 
-    Rows behind the batch are padding: length 0, no query tokens, slot -1, page ids 0, position 0,
-    request 0 and inputs of zeros. The ops of this package read and write nothing for them. The
-    integers of the plan, such as ``max_seq_len``, are those of the largest batch, always.
+    Unused rows are padding: length 0, no query tokens, slot -1, page ids 0, position 0, request 0
+    and zero inputs. The ops of this package read and write nothing for them. Integers of the plan,
+    such as ``max_seq_len``, are upper bounds over all batches.
 
-    The step is called here with padding only: once for the largest size, and on a GPU twice for
-    each size, to compile its kernels and to capture it. It must not wait for the device, decide
-    anything by values of tensors, or keep a tensor that it makes.
+    The constructor calls the step with padding only: once for the largest size, and on a GPU twice
+    more per size, to compile its kernels and to capture them. The step must not synchronise with
+    the device, branch on values of tensors, or keep references to tensors that it makes.
 
-    Graphs share one memory pool. Results lie in buffers of the runner, for all sizes the same.
+    All graphs share one memory pool, and all batch sizes share the runner's output buffers.
 
     Args:
         step: the decode step.
-        inputs: what the step takes beside the plan, by name: any tensor ``[n, ...]`` of the shape,
-            dtype and device that every batch will have; n does not matter. For ``query_len`` above
-            1 a row holds all query tokens of a request.
-        batch_sizes: sizes to capture; the largest is the largest batch that can run.
-        max_pages_per_request: columns of the page table; with ``page_size`` the longest context.
-        page_size: tokens of a page.
+        inputs: the step's arguments other than the plan, by name: tensors ``[n, ...]`` with the
+            shape, dtype and device of every later batch; n is arbitrary. With ``query_len`` above 1
+            a row holds all query tokens of a request.
+        batch_sizes: sizes to capture; the largest limits the batches that can run.
+        max_pages_per_request: columns of the page table; times ``page_size`` this is the longest
+            possible sequence, in tokens.
+        page_size: tokens per page.
         query_len: query tokens of each request; above 1 with speculative decoding.
 
     Raises:
-        TypeError: an input that is no tensor; a step that returns something else than tensors.
-        ValueError: no inputs, or on several devices; sizes below 1; a step that returns another
-            number of rows, or that cannot be captured: its own error is the cause. PyTorch may
-            refuse random numbers on the device after a broken capture, until the process ends.
+        TypeError: an input that is not a tensor, or a step that does not return tensors.
+        ValueError: no inputs, or inputs on several devices; sizes below 1; a step that returns the
+            wrong number of rows or cannot be captured, with the step's own error as the cause.
+            After a failed capture PyTorch may refuse to generate random numbers on the device until
+            the process ends.
 
     Source: the graph runners of vLLM and SGLang (``CUDAGraphWrapper``, ``CudaGraphRunner``).
 
@@ -104,7 +106,7 @@ class DecodeRunner(Generic[Outputs]):
         }
         longest = max_pages_per_request * page_size
         self._plans = {size: self._plan(size, torch.full((size,), longest)) for size in self._sizes}
-        # Only the plans' integers were wanted: what the step is called with here is padding.
+        # The plans above differ only in their integers. Refill the buffers with padding.
         self._plan(largest, torch.empty(0, dtype=torch.int64))
         with torch.no_grad():
             results = self._call(largest)
@@ -114,26 +116,26 @@ class DecodeRunner(Generic[Outputs]):
 
     @torch.no_grad()
     def run(self, seq_lens: HostInts, page_table: Tensor, **inputs: Tensor) -> Outputs:
-        """Run the step for one batch.
+        """Run the step for one batch, without synchronising with the device.
 
-        Nothing waits for the device. Replay allocates nothing; planning takes a few small tensors
-        from PyTorch's caching allocators.
+        Replay allocates no memory; planning takes a few small tensors from PyTorch's caching
+        allocators.
 
         Args:
             seq_lens: ``[B]`` host integers, context plus new tokens of each request.
-            page_table: int32 ``[B, W]`` on the step's device, at most ``max_pages_per_request``
-                columns.
+            page_table: ``[B, W]`` int32 on the step's device, with at most
+                ``max_pages_per_request`` columns.
             **inputs: ``[B, ...]``, every input by its name.
 
         Returns:
-            What the step returned, without the padding rows: views of the runner's memory, which
+            The step's results without padding rows. They are views of the runner's buffers, which
             the next run overwrites.
 
         Raises:
-            TypeError: an input is missing, unknown, or of another dtype than at construction;
-                lengths that are no integers.
-            ValueError: more requests than the largest size; another shape or device; a length
-                shorter than the query or beyond the page table.
+            TypeError: an input is missing, unknown, or has another dtype than at construction;
+                or lengths are not integers.
+            ValueError: more requests than the largest size; another shape or device than at
+                construction; or a length shorter than the query or beyond the page table.
         """
         count = self._check(page_table, inputs)
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -164,7 +166,7 @@ class DecodeRunner(Generic[Outputs]):
         return cast(Outputs, views if self._returns_tuple else views[0])
 
     def _check(self, page_table: Tensor, inputs: Mapping[str, Tensor]) -> int:
-        """The number of requests of a batch that fits the buffers."""
+        """Check a batch against the buffers; returns its number of requests."""
         if set(inputs) != set(self._inputs):
             names = (", ".join(sorted(given)) or "none" for given in (self._inputs, inputs))
             raise TypeError("inputs must be {}; got {}".format(*names))
@@ -192,7 +194,7 @@ class DecodeRunner(Generic[Outputs]):
         return shape[0]
 
     def _plan(self, size: int, seq_lens: Tensor) -> Plan:
-        """Plan decodes of these lengths, and padding up to ``size`` requests, in the buffers."""
+        """Write the plan of these decodes, padded to ``size`` requests, to the buffers."""
         padding = size - len(seq_lens)
         return plan_batch(
             [self._query_len] * len(seq_lens) + [0] * padding,
@@ -205,7 +207,7 @@ class DecodeRunner(Generic[Outputs]):
         )
 
     def _call(self, size: int) -> Outputs:
-        """Run the step over the first rows of the buffers."""
+        """Run the step over the first ``size`` rows of the buffers."""
         inputs = {name: buffer[:size] for name, buffer in self._inputs.items()}
         results = self._step(self._plans[size], **inputs)
         for result in _as_tuple(results):
@@ -221,20 +223,20 @@ class DecodeRunner(Generic[Outputs]):
         return results
 
     def _write(self, size: int) -> None:
-        """Run the step, and put its results where the caller finds them."""
+        """Run the step and copy its results to the output buffers."""
         for output, result in zip(self._outputs, _as_tuple(self._call(size)), strict=True):
             output[:size].copy_(result)
 
     def _capture(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """A graph for each size, the largest first: the others fit into its memory."""
+        """Capture a graph per size, largest first, so that the others fit into its memory pool."""
         graphs = {}
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        # A broken capture leaves its stream current; leaving this block restores the caller's.
+        # A failed capture leaves its stream current; leaving this block restores the caller's.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for size in reversed(self._sizes):
-                self._write(size)  # loads what cannot be loaded during a capture
+                self._write(size)  # compiles and loads kernels, which a capture cannot do
                 graphs[size] = torch.cuda.CUDAGraph()
                 failure: Exception | None = None
                 try:
@@ -242,13 +244,13 @@ class DecodeRunner(Generic[Outputs]):
                         try:
                             self._write(size)
                         except Exception as error:
-                            failure = error  # ending the capture will raise something else
+                            failure = error  # ending the capture raises another, vaguer error
                             raise
                 except Exception as error:
                     cause = failure or error
                     raise ValueError(
-                        "step must run without waiting for the device or deciding by values, so "
-                        f"that a CUDA graph can hold it; the capture for batch size {size} got "
+                        "step must not synchronise with the device or branch on values, so that a "
+                        f"CUDA graph can hold it; the capture for batch size {size} raised "
                         f"{type(cause).__name__}: {cause}"
                     ) from cause
         torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -260,7 +262,7 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _common_device(inputs: Mapping[str, Tensor]) -> torch.device:
-    """The device that all inputs are on."""
+    """Check the inputs; returns their device."""
     for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"inputs must hold tensors, got {type(tensor).__name__} for {name}")
