@@ -282,7 +282,7 @@ def test_paged_refuses(name):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"q": (torch.zeros(1), torch.zeros(1))}, "q must be .* and None.*FP4 is not served"),
+        ({"q": (torch.zeros(1), torch.zeros(1))}, "q must be .* and None.*FP4 is unsupported"),
         ({"q": torch.zeros(1)}, "q must be a pair"),
         ({"logits_dtype": torch.float16}, "logits_dtype must be"),
     ],

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over the ops: their names, layouts and conventions, no maths."""
+"""Interfaces of other libraries on top of the ops: their names, layouts and conventions."""

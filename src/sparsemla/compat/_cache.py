@@ -1,4 +1,4 @@
-"""Caches as other libraries hand them over."""
+"""Caches from the page tensors of other libraries."""
 
 from torch import Tensor
 
@@ -11,9 +11,9 @@ def cache_of(check: Checker, name: str, pages: Tensor, format: CacheFormat) -> P
     """``pages [num_pages, page_size, row_width]`` as a cache; errors name the argument.
 
     Raises:
-        ValueError: strides that the format does not have, another device, or no page.
+        ValueError: strides that do not match the format, another device, or no page.
     """
-    cache = PagedCache.unchecked(pages, format, None)  # the format need not have a name
+    cache = PagedCache.unchecked(pages, format, None)  # get_format need not know the format
     try:
         cache.check_layout()
     except ValueError as error:

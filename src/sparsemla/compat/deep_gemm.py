@@ -1,9 +1,11 @@
 """DeepGEMM's indexer interface: ``import sparsemla.compat.deep_gemm as deep_gemm``.
 
-Arguments, defaults and layouts are those of DeepGEMM's functions for the scores of the lightning
-indexer. Head counts, page sizes, query tokens of a request and devices are not limited as theirs
-are. What they leave unwritten, columns outside a row's keys, is -inf here whether ``clean_logits``
-is set or not. FP4 queries and keys are not served.
+The functions for scores of the lightning indexer, with DeepGEMM's arguments, defaults and layouts.
+Any head count, page size, number of query tokens and device is supported. Columns outside a row's
+keys are always -inf; DeepGEMM leaves them unwritten unless ``clean_logits`` is set. FP4 queries and
+keys are not supported.
+
+Lengths, bounds and tables may be int32, int64 or uint32.
 """
 
 import dataclasses
@@ -28,13 +30,16 @@ __all__ = [
 ]
 
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Bound on what exists beside a compressed result at any time; one row takes what it needs."""
+"""Limit of the temporary memory for a compressed result; a single row may exceed it."""
 
 
 def get_num_sms() -> int:
-    """Multiprocessors of the current GPU; 1 without one.
+    """Number of SMs of the current GPU, 1 without a GPU.
 
     Source: DeepGEMM ``get_num_sms``.
+
+    >>> get_num_sms() >= 1
+    True
     """
     if not torch.cuda.is_available():
         return 1
@@ -50,20 +55,22 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> Tensor:
-    """Scores of contiguous keys, each query row over its own range: :func:`indexer_scores`.
+    """Indexer scores of contiguous keys, with a range of keys per query row.
+
+    Calls :func:`sparsemla.indexer_scores`.
 
     ``out[m, n] = kv[1][n] * sum_h weights[m, h] * relu(<q[m, h], kv[0][n]>)`` for
-    ``cu_seq_len_k_start[m] <= n < cu_seq_len_k_end[m]``, -inf elsewhere. With ``max_seqlen_k`` the
-    result is compressed: its column j is the key ``cu_seq_len_k_start[m] + j``.
+    ``cu_seq_len_k_start[m] <= n < cu_seq_len_k_end[m]``, and -inf for other n. With
+    ``max_seqlen_k`` the result is compressed: column j is the key ``cu_seq_len_k_start[m] + j``.
 
     Args:
         q: float8_e4m3fn ``[seq_len, num_heads, head_dim]``.
-        kv: float8_e4m3fn ``[seq_len_kv, head_dim]`` and its scales, float32 ``[seq_len_kv]``.
-        weights: float32, bfloat16 or float16 ``[seq_len, num_heads]``.
-        cu_seq_len_k_start: int32 ``[seq_len]``, first key of each row.
-        cu_seq_len_k_end: int32 ``[seq_len]``, one past its last key.
-        clean_logits: not looked at: columns outside a row's keys are always -inf.
-        max_seqlen_k: columns of a compressed result; 0 for a full one.
+        kv: keys, float8_e4m3fn ``[seq_len_kv, head_dim]``, and scales, float32 ``[seq_len_kv]``.
+        weights: head weights, float32, bfloat16 or float16 ``[seq_len, num_heads]``.
+        cu_seq_len_k_start: ``[seq_len]``, first key of each row.
+        cu_seq_len_k_end: ``[seq_len]``, one past the last key of each row.
+        clean_logits: ignored.
+        max_seqlen_k: columns of a compressed result; 0 for the full result.
 
     Returns:
         float32 ``[seq_len, seq_len_kv]``, or ``[seq_len, max_seqlen_k]``.
@@ -96,17 +103,23 @@ def fp8_fp4_mqa_logits(
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """:func:`fp8_mqa_logits` with ``q`` as a pair, whose second is None, and a dtype of the result.
+    """:func:`fp8_mqa_logits` with a pair for ``q`` and a choice of the result's dtype.
 
     Args:
-        q: float8_e4m3fn ``[seq_len, num_heads, head_dim]``, and None.
-        kv: as in :func:`fp8_mqa_logits`, as are the arguments that follow.
-        logits_dtype: float32 or bfloat16.
+        q: a pair: float8_e4m3fn ``[seq_len, num_heads, head_dim]``, and None for the FP4 scales.
+        kv: as in :func:`fp8_mqa_logits`, like all other arguments.
+        logits_dtype: dtype of the result, float32 or bfloat16.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8_mqa_logits`; and FP4 queries.
+        TypeError, ValueError: as in :func:`fp8_mqa_logits`, or FP4 queries.
 
     Source: DeepGEMM ``fp8_fp4_mqa_logits``.
+
+    >>> q, keys = torch.ones(1, 4, 32), torch.ones(3, 32)
+    >>> q, keys = q.to(torch.float8_e4m3fn), keys.to(torch.float8_e4m3fn)
+    >>> start, end = torch.tensor([1]), torch.tensor([3])
+    >>> fp8_fp4_mqa_logits((q, None), (keys, torch.arange(3.0)), torch.ones(1, 4), start, end)
+    tensor([[-inf, 128., 256.]])
     """
     check = Checker("fp8_fp4_mqa_logits")
     _logits_dtype(check, logits_dtype)
@@ -118,18 +131,22 @@ def fp8_fp4_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """The schedule that :func:`fp8_paged_mqa_logits` asks for and does not look at: zeros.
+    """A placeholder schedule for :func:`fp8_paged_mqa_logits`, which ignores it.
 
-    It has DeepGEMM's shape and dtype, for callers that keep it in a buffer.
+    It has DeepGEMM's shape and dtype, for callers that copy it to a buffer.
 
     Args:
-        context_lens: on whose device the result is.
-        block_kv: not looked at.
-        num_sms: rows of the result, less one.
-        indices: not looked at.
+        context_lens: any tensor on the device of the result.
+        block_kv: ignored.
+        num_sms: one less than the rows of the result.
+        indices: ignored.
 
     Returns:
-        int32 ``[num_sms + 1, 2]``.
+        int32 zeros ``[num_sms + 1, 2]``.
+
+    Raises:
+        TypeError: context_lens is not a tensor, or num_sms is not an integer.
+        ValueError: num_sms is below 1.
 
     Source: DeepGEMM ``get_paged_mqa_logits_metadata``.
 
@@ -153,24 +170,25 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Scores of the paged keys of each request: :func:`indexer_scores_paged`.
+    """Indexer scores of the paged keys of each request.
 
-    Row ``b * next_n + j`` of the result has the scores of the keys of request ``b`` that the
-    request's token ``j`` sees, by position, and -inf behind them.
+    Calls :func:`sparsemla.indexer_scores_paged`. Row ``b * next_n + j`` has the scores of query
+    token ``j`` of request ``b``: column n is the score of the key at position n, and -inf from the
+    first key that the token must not see. The formula is in :func:`fp8_mqa_logits`.
 
     Args:
         q: float8_e4m3fn ``[batch_size, next_n, num_heads, head_dim]``.
-        kv_cache: uint8 ``[num_blocks, block_kv, 1, head_dim + 4]``: in each page the e4m3 values of
-            its rows, then their float32 scales; any page size.
-        weights: float32, bfloat16 or float16 ``[batch_size * next_n, num_heads]``.
-        context_lens: int32 ``[batch_size, next_n]``, keys that each token sees; or
-            ``[batch_size]``, keys of each request, of which token ``j`` sees
-            ``context_lens[b] - next_n + 1 + j``.
-        block_table: int32 ``[batch_size, W]``.
-        schedule_meta: not looked at.
-        max_context_len: columns of the result; longer rows are cut.
-        clean_logits: not looked at: columns behind a row's keys are always -inf.
-        indices: not looked at: tells rows of one request, which ``block_table`` does too.
+        kv_cache: uint8 ``[num_blocks, block_kv, 1, head_dim + 4]``. Each page has the e4m3 values
+            of all its rows, then their float32 scales. Any page size.
+        weights: head weights, float32, bfloat16 or float16 ``[batch_size * next_n, num_heads]``.
+        context_lens: ``[batch_size, next_n]``, number of keys that each token sees; or
+            ``[batch_size]``, number of keys of each request, so that token ``j`` sees
+            ``context_lens[b] - next_n + 1 + j`` keys.
+        block_table: ``[batch_size, W]``, page ids.
+        schedule_meta: ignored.
+        max_context_len: columns of the result; scores of later keys are dropped.
+        clean_logits: ignored.
+        indices: ignored; the rows of ``block_table`` already give the request of each query.
 
     Returns:
         float32 ``[batch_size * next_n, max_context_len]``.
@@ -206,17 +224,28 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """:func:`fp8_paged_mqa_logits` with ``q`` as a pair and a dtype of the result.
+    """:func:`fp8_paged_mqa_logits` with a pair for ``q`` and a choice of the result's dtype.
 
     Args:
-        q: float8_e4m3fn ``[batch_size, next_n, num_heads, head_dim]``, and None.
-        kv_cache: as in :func:`fp8_paged_mqa_logits`, as are the other arguments.
-        logits_dtype: float32 or bfloat16.
+        q: a pair: float8_e4m3fn ``[batch_size, next_n, num_heads, head_dim]``, and None for the FP4
+            scales.
+        kv_cache: as in :func:`fp8_paged_mqa_logits`, like all other arguments.
+        logits_dtype: dtype of the result, float32 or bfloat16.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8_paged_mqa_logits`; and FP4 queries.
+        TypeError, ValueError: as in :func:`fp8_paged_mqa_logits`, or FP4 queries.
 
     Source: DeepGEMM ``fp8_fp4_paged_mqa_logits``.
+
+    >>> q = torch.randn(1, 1, 64, 128).to(torch.float8_e4m3fn), None
+    >>> kv_cache = torch.zeros(4, 64, 1, 132, dtype=torch.uint8)
+    >>> lens, table = torch.tensor([[100]]), torch.tensor([[0, 2]])
+    >>> weights, bf16 = torch.ones(1, 64), torch.bfloat16
+    >>> scores = fp8_fp4_paged_mqa_logits(
+    ...     q, kv_cache, weights, lens, table, None, 128, logits_dtype=bf16
+    ... )
+    >>> scores.shape, scores.dtype
+    (torch.Size([1, 128]), torch.bfloat16)
     """
     check = Checker("fp8_fp4_paged_mqa_logits")
     _logits_dtype(check, logits_dtype)
@@ -235,7 +264,7 @@ def _fp8_queries(check: Checker, q: object) -> Tensor:
     queries, scales = _pair(check, "q", q)
     if scales is not None:
         raise ValueError(
-            f"{check.op}: q must be a float8_e4m3fn tensor and None, got scales: FP4 is not served"
+            f"{check.op}: q must be a float8_e4m3fn tensor and None, got scales; FP4 is unsupported"
         )
     return queries
 
@@ -278,19 +307,19 @@ def _compressed(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Scores with each row moved to its first key, from some full rows at a time."""
+    """Scores with each row shifted to its first key, computed in passes of bounded memory."""
     num_rows, num_keys = q.shape[0], keys.shape[0]
     out = torch.empty(num_rows, width, dtype=dtype, device=q.device)
     columns = torch.arange(width, device=q.device)
-    # At least one more column, -inf, is what columns behind the last key are taken from; so many
-    # that every row is aligned as the first one is.
+    # Columns after the last key gather the -inf of column num_keys, so the width is at least
+    # num_keys + 1; a multiple of 64 gives all rows the same alignment.
     full_width = (num_keys // 64 + 1) * 64
-    row_bytes = 4 * full_width + (8 + 4) * width  # and sources, and what is taken from them
-    at_once = max(1, MAX_WORKSPACE_BYTES // row_bytes)
-    shape = min(at_once, num_rows), full_width
+    row_bytes = 4 * full_width + (8 + 4) * width  # full scores, int64 sources, gathered scores
+    rows_per_pass = max(1, MAX_WORKSPACE_BYTES // row_bytes)
+    shape = min(rows_per_pass, num_rows), full_width
     full = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
-    for first in range(0, num_rows, at_once):
-        rows = slice(first, min(first + at_once, num_rows))
+    for first in range(0, num_rows, rows_per_pass):
+        rows = slice(first, min(first + rows_per_pass, num_rows))
         part = full[: rows.stop - first]
         bounds = starts[rows], ends[rows]
         indexer_scores(q[rows], weights[rows], keys, scales, *bounds, out=part[:, :num_keys])
@@ -331,10 +360,10 @@ def _paged_mqa_logits(
 
 
 def _index_cache(check: Checker, pages: Tensor, head_dim: int) -> PagedCache:
-    """Pages of keys with their scales behind them."""
+    """The cache of DeepGEMM's pages: all keys of a page, then their scales."""
     if head_dim == INDEX_FP8.head_dim:
         return cache_of(check, "kv_cache", pages, INDEX_FP8)
-    # No name stands for this format: its fields do as values and scales of their own.
+    # get_format has no such format. Views of its keys and scales make a cache of e4m3_format.
     format = dataclasses.replace(
         INDEX_FP8, head_dim=head_dim, value_dim=head_dim, fp8_dim=head_dim, scale_block=head_dim
     )

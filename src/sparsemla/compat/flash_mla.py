@@ -1,9 +1,11 @@
 """FlashMLA's interface: ``import sparsemla.compat.flash_mla as flash_mla``.
 
-Arguments, defaults, layouts and conventions are those of FlashMLA's Python functions, and of the
-copy in vLLM, which has ``out`` and ``enable_batch_invariant`` too. Head counts, page sizes, widths
-of a selection and devices are not limited as theirs are. FlashMLA's lse is a natural logarithm
-without the sink, as here, but +inf where a row sees no key.
+The functions have the arguments, defaults, layouts and conventions of FlashMLA's Python functions,
+plus ``out`` and ``enable_batch_invariant`` of vLLM's fork. Any head count, page size, top-k and
+device is supported. As in FlashMLA, the lse is a natural logarithm without the sink, and +inf for a
+row without a key.
+
+Lengths, tables and indices may be int32, int64 or uint32.
 """
 
 import torch
@@ -23,20 +25,17 @@ __all__ = [
 ]
 
 FP8_FORMATS = {(fmt.head_dim, fmt.row_width): fmt for fmt in (FP8_DS_MLA, FP8_584)}
-"""The quantised formats by what FlashMLA tells them apart by: dims of a query, bytes of a row."""
+"""The quantised formats by (head_dim of the query, bytes per row), as FlashMLA selects them."""
 
 ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 class FlashMLASchedMeta:
-    """What :func:`get_mla_metadata` returns: nothing, since no tier keeps a schedule.
-
-    One object serves calls of any shapes and lengths.
-    """
+    """An empty placeholder for FlashMLA's schedule; one object serves all shapes and lengths."""
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """The schedule that :func:`flash_mla_with_kvcache` asks for; takes any arguments, uses none.
+    """A placeholder schedule for :func:`flash_mla_with_kvcache`; all arguments are ignored.
 
     Source: FlashMLA ``get_mla_metadata``.
 
@@ -67,41 +66,44 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
     enable_batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Decode attention: :func:`sparse_decode` with ``indices``, else :func:`dense_decode`.
+    """Decode attention over selected rows with ``indices``, else over all rows of each request.
 
-    Beyond FlashMLA: any head count, page size and top-k, bfloat16 caches with ``indices``, FP8
-    caches and ``attn_sink`` without, ids outside the cache (masked, as -1 is), int64 integers.
+    Calls :func:`sparsemla.sparse_decode` or :func:`sparsemla.dense_decode`, which have the formula.
+    Unlike FlashMLA, it supports any head count, page size and top-k, bfloat16 caches with
+    ``indices``, FP8 caches and ``attn_sink`` without ``indices``, and indices outside the cache,
+    which are masked like -1.
 
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32.
         k_cache: ``[num_blocks, page_block_size, num_heads_k, D]`` bfloat16; with is_fp8_kvcache
             ``[num_blocks, page_block_size, num_heads_k, 656]`` (D is 576) or ``584`` (D is 512) of
             any one-byte dtype. num_heads_k divides H, and is 1 with ``indices``.
-        block_table: int32 ``[B, W]``; not looked at with ``indices``.
-        cache_seqlens: int32 ``[B]``; not looked at with ``indices``.
-        head_dim_v: leading dims of a key that are its value: 512, or any in bfloat16 caches.
-        tile_scheduler_metadata: not looked at.
+        block_table: ``[B, W]``, block ids; ignored with ``indices``.
+        cache_seqlens: ``[B]``, keys of each request; ignored with ``indices``.
+        head_dim_v: leading dims of a key that are the value: 512, or any number in bfloat16 caches.
+        tile_scheduler_metadata: ignored.
         num_splits: None.
-        softmax_scale: factor of the scores; default ``D ** -0.5``, which is not MLA's, whose scale
-            counts the dims of a head before absorption.
-        causal: mask later tokens of the same step; False with ``indices``.
+        softmax_scale: factor of the logits. The default is FlashMLA's ``D ** -0.5``; MLA needs
+            :func:`sparsemla.mla_softmax_scale`, which counts the dims of a head before absorption.
+        causal: mask later tokens of the same step; must be False with ``indices``.
         is_fp8_kvcache: whether the caches are quantised.
-        indices: int32 ``[B, S, topk]``, ``block * page_block_size + offset``.
-        attn_sink: float32 ``[H]``.
-        extra_k_cache: a second cache of the same kind, any page size.
-        extra_indices_in_kvcache: int32 ``[B, S, extra_topk]``.
-        topk_length: int32 ``[B]``.
-        extra_topk_length: int32 ``[B]``.
-        out: ``[B, S, H, head_dim_v]`` of q's dtype, written.
-        enable_batch_invariant: do not split the keys.
+        indices: ``[B, S, topk]``, ``block * page_block_size + offset``; -1 is no key.
+        attn_sink: float32 ``[H]``, a logit per head without a value.
+        extra_k_cache: a second cache of the same format, with any page size.
+        extra_indices_in_kvcache: ``[B, S, extra_topk]``, indices into ``extra_k_cache``.
+        topk_length: ``[B]``, number of leading indices to use; default all.
+        extra_topk_length: ``[B]``, the same for ``extra_indices_in_kvcache``.
+        out: ``[B, S, H, head_dim_v]`` of q's dtype, overwritten; a new tensor if None.
+        enable_batch_invariant: compute each row in one split, independent of the batch.
 
     Returns:
         out ``[B, S, H, head_dim_v]``, and lse float32 ``[B, H, S]``: natural logarithm, without
         the sink. A row without a key gets 0 and +inf.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device, or one that
-            FlashMLA does not take in this mode.
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: an argument of the wrong shape or device, or one that FlashMLA does not accept
+            in this mode.
 
     Source: FlashMLA ``flash_mla_with_kvcache``.
 
@@ -133,8 +135,8 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             raise ValueError(
-                "flash_mla_with_kvcache: causal must be False with indices, which say what each "
-                "token sees; got True"
+                "flash_mla_with_kvcache: causal must be False with indices, which already select "
+                "the keys of each token; got True"
             )
         indices = check.tensor("indices", indices, "batch_size seq_len_q topk", INTEGERS)
         topk_length = check.optional("topk_length", topk_length, "batch_size", INTEGERS)
@@ -167,7 +169,7 @@ def flash_mla_with_kvcache(
             num_splits=splits,
             out=out,
         )
-        return out, _marked(lse).transpose(1, 2)
+        return out, _flash_mla_lse(lse).transpose(1, 2)
 
     for name, value in (
         ("extra_k_cache", extra_k_cache),
@@ -202,7 +204,7 @@ def flash_mla_with_kvcache(
             out=out[:, :, heads],
             lse=lse[:, :, heads],
         )
-    return out, _marked(lse).transpose(1, 2)
+    return out, _flash_mla_lse(lse).transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(
@@ -215,19 +217,20 @@ def flash_mla_sparse_fwd(
     topk_length: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prefill attention of each query token over selected rows: :func:`sparse_prefill`.
+    """Prefill attention of each query token over its selected rows.
 
-    Beyond FlashMLA: any head count, top-k and dims, and NaN behind ``topk_length`` stays there.
+    Calls :func:`sparsemla.sparse_prefill`, which has the formula. Unlike FlashMLA, it supports any
+    head count, top-k and dims, and ignores NaNs in rows selected after ``topk_length``.
 
     Args:
         q: ``[s_q, h_q, d_qk]`` bfloat16, float16 or float32.
         kv: ``[s_kv, 1, d_qk]`` bfloat16.
-        indices: int32 ``[s_q, 1, topk]``; rows outside ``[0, s_kv)`` are masked.
-        sm_scale: factor of the scores.
-        d_v: leading dims of a row that are its value.
-        attn_sink: float32 ``[h_q]``.
-        topk_length: int32 ``[s_q]``.
-        out: ``[s_q, h_q, d_v]`` of q's dtype, written.
+        indices: ``[s_q, 1, topk]``; rows outside ``[0, s_kv)`` are masked.
+        sm_scale: factor of the logits.
+        d_v: leading dims of a row that are the value.
+        attn_sink: float32 ``[h_q]``, a logit per head without a value.
+        topk_length: ``[s_q]``, number of leading indices to use; default all.
+        out: ``[s_q, h_q, d_v]`` of q's dtype, overwritten; a new tensor if None.
 
     Returns:
         out ``[s_q, h_q, d_v]``, max_logits and lse, both float32 ``[s_q, h_q]``; natural
@@ -268,13 +271,13 @@ def flash_mla_sparse_fwd(
         out=out,
         max_logits=max_logits,
     )
-    return out, max_logits, _marked(lse)
+    return out, max_logits, _flash_mla_lse(lse)
 
 
 def _caches(
     check: Checker, name: str, k_cache: Tensor, is_fp8: bool, heads: str
 ) -> list[PagedCache]:
-    """The cache of each key head of ``k_cache``, whose shape has ``heads`` for their count."""
+    """Check ``k_cache``; returns a cache per key head. ``heads`` is their letter in the shape."""
     head_dim, value_dim = check.dims["head_dim"], check.dims["head_dim_v"]
     shape = f"{name}_blocks {name}_block_size {heads}"
     if is_fp8:
@@ -307,6 +310,6 @@ def _bf16_format(check: Checker, name: str, head_dim: int, value_dim: int) -> Ca
     return bf16_format(head_dim, value_dim)
 
 
-def _marked(lse: Tensor) -> Tensor:
-    """``lse`` with FlashMLA's mark of a row without a key: +inf."""
+def _flash_mla_lse(lse: Tensor) -> Tensor:
+    """FlashMLA's convention: +inf for a row without a key, in place."""
     return lse.masked_fill_(lse == -torch.inf, torch.inf)

@@ -1,7 +1,7 @@
-"""The definition of every op: short float32 torch, the same arguments as the public op.
+"""The reference of every op: short float32 PyTorch with the arguments of the public op.
 
-These functions fix what the ops mean; every other implementation is compared with them. They take
-no output arguments, allocate what they like, and return unrounded float32 where the op returns
+The reference defines the op, and every implementation is tested against it. Reference functions
+have no output arguments, do not bound their memory, and return unrounded float32 in place of
 bfloat16.
 """
 

@@ -1,4 +1,4 @@
-"""Definition of attention over gathered rows, with LSE, maximum and sink."""
+"""Reference of attention over gathered rows, with LSE, maximum logit and sink."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,17 @@ def attend(
     softmax_scale: float,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax attention of query rows that bring their own keys.
+    """Softmax attention with separate keys for each query row.
+
+    ``out = softmax(softmax_scale * q keys^T) values``, with the sink in the denominator only.
 
     Args:
         q: ``[R, H, Dk]``.
-        keys: ``[R, K, Dk]``, or ``[R, K, H, Dk]`` where each head has its own.
+        keys: ``[R, K, Dk]``, or ``[R, K, H, Dk]`` with separate keys per head.
         values: ``[R, K, V]`` or ``[R, K, H, V]``.
-        valid: bool ``[R, K]``; what is not valid may hold anything, NaN too.
-        softmax_scale: factor of the scores.
-        attn_sink: ``[H]``, a logit that takes part in the softmax and has no value.
+        valid: bool ``[R, K]``; the other keys and values are ignored, even NaN.
+        softmax_scale: factor of the logits.
+        attn_sink: ``[H]``, the logit of an additional key with value 0.
 
     Returns:
         out ``[R, H, V]``, lse ``[R, H]`` without the sink, max_logits ``[R, H]``; all float32. A
@@ -43,28 +45,28 @@ def attend(
 
 
 def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
-    """``out / (1 + exp(sink - lse))``: the sink joins the denominator only."""
+    """``out / (1 + exp(sink - lse))``: the sink enters the denominator only."""
     if attn_sink is None:
         return out
-    share = torch.sigmoid(lse - attn_sink.float())  # [R, H]
-    return out * share.masked_fill(lse.isneginf(), 0)[..., None]
+    scale = torch.sigmoid(lse - attn_sink.float())  # [R, H]
+    return out * scale.masked_fill(lse.isneginf(), 0)[..., None]
 
 
 def attend_slots(
     q: Tensor,
-    streams: Sequence[tuple[PagedCache, Tensor, Tensor | None]],
+    selections: Sequence[tuple[PagedCache, Tensor, Tensor | None]],
     softmax_scale: float,
     attn_sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attend` over the union of streams of (cache, slots ``[R, K]``, lengths ``[R]``)."""
-    keys, values, valid = [], [], []
-    for cache, slots, lengths in streams:
-        ok = (slots >= 0) & (slots < cache.num_slots)  # [R, K]
+    """:func:`attend` over the union of selections: (cache, slots ``[R, K]``, lengths ``[R]``)."""
+    keys, values, masks = [], [], []
+    for cache, slots, lengths in selections:
+        valid = (slots >= 0) & (slots < cache.num_slots)  # [R, K]
         if lengths is not None:
-            ok &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
-        rows = cache.read(torch.where(ok, slots, 0))  # [R, K, D]
+            valid &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
+        rows = cache.read(torch.where(valid, slots, 0))  # [R, K, D]
         keys.append(rows)
         values.append(rows[..., : cache.format.value_dim])
-        valid.append(ok)
-    parts = torch.cat(keys, 1), torch.cat(values, 1), torch.cat(valid, 1)
-    return attend(q, *parts, softmax_scale, attn_sink)
+        masks.append(valid)
+    union = torch.cat(keys, 1), torch.cat(values, 1), torch.cat(masks, 1)
+    return attend(q, *union, softmax_scale, attn_sink)

@@ -1,6 +1,7 @@
-"""Definition of a layer's whole attention, from projected q and latent to the heads' outputs.
+"""Reference of a layer's attention: from projected q and latent to the outputs of the heads.
 
-Shapes: T tokens, H heads, P no-RoPE dims, R RoPE dims, L latent dims, V value dims of a head.
+Shapes: T tokens, H heads, P no-RoPE dims, R RoPE dims, L latent dims, V value dims per head,
+S cached keys of all requests.
 """
 
 import torch
@@ -30,11 +31,12 @@ def decode_branch(
     extra_topk_lengths: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
+    """Absorbed MLA: attend in the latent space with ``concat(W_UK q_nope, rope(q_rope))``."""
     q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
     q_latent = project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk)  # [T, H, L]
     query = torch.cat([q_latent, q_rope.float()], dim=-1)[:, None]  # [T, 1, H, L + R]
     scale, sink = layer.softmax_scale, layer.attn_sink
-    if topk_indices is None:  # each token is a request of its own that ends with itself
+    if topk_indices is None:  # treat each token as a request that ends at this token
         table = plan.page_table[plan.request_ids]  # [T, W]
         lengths = plan.positions + 1 if causal else plan.seq_lens[plan.request_ids]  # [T]
         latent, _ = dense_decode(query, cache, table, lengths, softmax_scale=scale, attn_sink=sink)
@@ -64,6 +66,7 @@ def prefill_branch(
     topk_lengths: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
+    """Absorbed MLA over selected rows, else attention over keys and values of each head."""
     q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
     q_nope = q[..., : layer.qk_nope_head_dim]  # [T, H, P]
     scale = layer.softmax_scale
@@ -95,6 +98,7 @@ def prefill_branch(
 
 
 def _write(q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan) -> Tensor:
+    """Write the new latents to the cache; returns the rotated RoPE dims of q ``[T, H, R]``."""
     q_rope, _ = fused_rope_rmsnorm_quant(
         q[..., layer.qk_nope_head_dim :],
         kv,

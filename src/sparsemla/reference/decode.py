@@ -1,4 +1,4 @@
-"""Definition of decode attention. Shapes: B requests, S query tokens, H heads, V values."""
+"""Reference of decode attention. Shapes: B requests, S query tokens, H heads, V value dims."""
 
 import torch
 from torch import Tensor
@@ -19,17 +19,18 @@ def sparse_decode(
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    streams = [_rows(cache, topk_indices, topk_lengths)]
+    """Attention of each query token over its selected rows of one or two caches."""
+    selections = [_selection(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
-        streams.append(_rows(extra_cache, extra_topk_indices, extra_topk_lengths))
-    out, lse, _ = attend_slots(q.flatten(0, 1), streams, softmax_scale, attn_sink)
+        selections.append(_selection(extra_cache, extra_topk_indices, extra_topk_lengths))
+    out, lse, _ = attend_slots(q.flatten(0, 1), selections, softmax_scale, attn_sink)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
 
 
-def _rows(
+def _selection(
     cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None
 ) -> tuple[PagedCache, Tensor, Tensor | None]:
-    """A stream with one row for each query token: slots ``[B * S, K]``, lengths ``[B * S]``."""
+    """The selections of all query tokens: cache, slots ``[B * S, K]``, lengths ``[B * S]``."""
     if topk_lengths is not None:
         topk_lengths = topk_lengths.repeat_interleave(topk_indices.shape[1])
     return cache, topk_indices.flatten(0, 1), topk_lengths
@@ -45,6 +46,7 @@ def dense_decode(
     causal: bool = True,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over all keys of its request."""
     batch, query_len, num_heads = q.shape[:3]
     out = q.new_zeros(*q.shape[:3], cache.format.value_dim, dtype=torch.float32)  # [B, S, H, V]
     lse = q.new_full((batch, query_len, num_heads), -torch.inf, dtype=torch.float32)  # [B, S, H]
@@ -59,15 +61,16 @@ def dense_decode(
         if causal:  # row j sees the keys k <= n - S + j
             last = length - query_len + torch.arange(query_len, device=q.device)  # [S]
             slots = slots.where(positions <= last[:, None], -1)
-        stream = [(cache, slots, None)]
-        out[request], lse[request], _ = attend_slots(q[request], stream, softmax_scale, attn_sink)
+        rows = [(cache, slots, None)]
+        out[request], lse[request], _ = attend_slots(q[request], rows, softmax_scale, attn_sink)
     return out, lse
 
 
 def merge_states(
     outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """``lse = ln sum_i exp(lses[i])``, ``out = sum_i exp(lses[i] - lse) outs[i]``."""
     lse = lses.float().logsumexp(0)  # [..., H]
-    shares = (lses - lse).exp().masked_fill(lses.isneginf(), 0)[..., None]  # [N, ..., H, 1]
-    out = (outs.float().where(shares > 0, 0) * shares).sum(0)  # [..., H, V]
+    scales = (lses - lse).exp().masked_fill(lses.isneginf(), 0)[..., None]  # [N, ..., H, 1]
+    out = (outs.float().where(scales > 0, 0) * scales).sum(0)  # [..., H, V]
     return apply_sink(out, lse, attn_sink), lse

@@ -1,4 +1,4 @@
-"""Definition of index conversion and cache gathering. Shapes: T tokens, K top-k, B requests."""
+"""Reference of index conversion and cache gathering. Shapes: T tokens, K top-k, B requests."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ def to_slots(
     workspace_starts: Tensor | None = None,
     prefill_request_ids: Tensor | None = None,
 ) -> Tensor:
+    """Slots of positions, or workspace rows for the tokens of prefills; -1 if invalid."""
     requests = request_ids[:, None].expand_as(topk_indices)  # [T, K]
     slots = slots_of(page_table, requests, topk_indices, page_size)  # [T, K]
     if workspace_starts is None or prefill_request_ids is None:
@@ -37,15 +38,16 @@ def gather_dequant(
     out: Tensor,
     seq_starts: Tensor | None = None,
 ) -> Tensor:
+    """Copy each request's dequantised rows to ``out``, from ``workspace_starts`` on."""
     for request, length in enumerate(seq_lens.tolist()):
         first = 0 if seq_starts is None else int(seq_starts[request])
         positions = first + torch.arange(length, device=out.device)  # [n]
         slots = slots_of(
             page_table, torch.full_like(positions, request), positions, cache.page_size
         )
-        found = (slots >= 0) & (slots < cache.num_slots)  # [n]
-        rows = cache.read(torch.where(found, slots, 0))  # [n, D]
+        valid = (slots >= 0) & (slots < cache.num_slots)  # [n]
+        rows = cache.read(torch.where(valid, slots, 0))  # [n, D]
         row = int(workspace_starts[request]) + torch.arange(length, device=out.device)
         inside = (row >= 0) & (row < out.shape[0])  # [n]
-        out[row[inside]] = torch.where(found[:, None], rows, 0)[inside]
+        out[row[inside]] = torch.where(valid[:, None], rows, 0)[inside]
     return out

@@ -1,4 +1,4 @@
-"""Definition of the lightning indexer. Shapes: M query rows, HI heads, DI dims, N keys."""
+"""Reference of the lightning indexer. Shapes: M query rows, HI heads, DI dims, N keys."""
 
 from typing import cast
 
@@ -18,8 +18,9 @@ def indexer_scores(
     row_starts: Tensor,
     row_ends: Tensor,
 ) -> Tensor:
-    dots = torch.einsum("mhd,nd->mhn", q.float(), keys.float())  # [M, HI, N]
-    scores = torch.einsum("mh,mhn->mn", weights.float(), dots.relu())  # [M, N]
+    """``key_scales[n] * sum_h weights[m, h] * relu(<q[m, h], keys[n]>)``, -inf outside the row."""
+    logits = torch.einsum("mhd,nd->mhn", q.float(), keys.float())  # [M, HI, N]
+    scores = torch.einsum("mh,mhn->mn", weights.float(), logits.relu())  # [M, N]
     if key_scales is not None:
         scores = scores * key_scales
     columns = torch.arange(keys.shape[0], device=q.device)  # [N]
@@ -36,10 +37,11 @@ def indexer_scores_paged(
     *,
     max_seq_len: int,
 ) -> Tensor:
+    """:func:`indexer_scores` over the paged keys of each request."""
     batch, query_len = q.shape[:2]
     if seq_lens.dim() == 1:  # row j of a request sees len - S + 1 + j keys
-        ahead = torch.arange(query_len, device=q.device) - query_len + 1  # [S]
-        seq_lens = seq_lens[:, None] + ahead  # [B, S]
+        shifts = torch.arange(query_len, device=q.device) - query_len + 1  # [S]
+        seq_lens = seq_lens[:, None] + shifts  # [B, S]
     out = q.new_full((batch, query_len, max_seq_len), -torch.inf, dtype=torch.float32)
     starts = seq_lens.new_zeros(query_len)  # [S]
     for request in range(batch):
@@ -63,6 +65,7 @@ def indexer_topk(
     as_slots: bool = False,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
+    """:func:`select_topk` of the scores of each token over the keys of its request."""
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     offsets = input_row_offsets.tolist()
     for request, length in enumerate(seq_lens.tolist()):
@@ -74,18 +77,18 @@ def indexer_topk(
         rows = q[first:last], weights[first:last]
         scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
         scores = scores.masked_fill(~valid, -torch.inf)
-        chosen = select_topk(scores, topk, row_ends=visible)
+        selected = select_topk(scores, topk, row_ends=visible)
         if as_slots:
             requests = torch.full_like(visible, request)
-            chosen = to_slots(chosen, page_table, requests, page_size=cache.page_size)
-        out[first:last] = chosen
+            selected = to_slots(selected, page_table, requests, page_size=cache.page_size)
+        out[first:last] = selected
     return out
 
 
 def _request_keys(
     cache: PagedCache, page_table: Tensor, request: int, length: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Keys ``[n, DI]``, their scales ``[n]`` or None, and whether their page exists ``[n]``."""
+    """Keys ``[n, DI]``, scales ``[n]`` or None, and the mask ``[n]`` of keys with a valid page."""
     positions = torch.arange(length, device=page_table.device)  # [n]
     slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
     valid = (slots >= 0) & (slots < cache.num_slots)

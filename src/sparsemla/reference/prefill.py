@@ -1,4 +1,4 @@
-"""Definition of prefill attention. Shapes: T query tokens, H heads, D key dims, V value dims."""
+"""Reference of prefill attention. Shapes: T query tokens, H heads, D key dims, V value dims."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ def sparse_prefill(
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each query token over its selected rows; also returns the maximum logits."""
     cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
     return attend_slots(q, [(cache, topk_indices, topk_lengths)], softmax_scale, attn_sink)
 
@@ -30,6 +31,7 @@ def dense_prefill(
     softmax_scale: float,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over the keys and values of its request, head by head."""
     out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)  # [T, H, V]
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)  # [T, H]
     q_offsets, kv_offsets = input_row_offsets.tolist(), kv_row_offsets.tolist()

@@ -1,4 +1,4 @@
-"""Definition of the per-head products. Shapes: T tokens, H heads, K inputs, N outputs."""
+"""Reference of the per-head projection. Shapes: T tokens, H heads, K input and N output dims."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ def project_heads(
     lses: Tensor | None = None,
     attn_sink: Tensor | None = None,
 ) -> Tensor:
-    if lses is not None:  # [S, T, H, K]
+    """``out[t, h] = W[h] x[t, h]``; with ``lses``, x is merged from S splits first."""
+    if lses is not None:  # x [S, T, H, K], lses [S, T, H]
         x = merge_states(x, lses, attn_sink=attn_sink)[0].bfloat16()
     x = x.float()  # [T, H, K]
     if weight.scale is not None:
@@ -24,7 +25,7 @@ def project_heads(
 
 
 def _fake_quantize(x: Tensor, block: int) -> Tensor:
-    """``x`` as e4m3 with one scale ``max(amax, 1e-4) / 448`` for each block of the last dim."""
+    """Round ``x`` to e4m3 with a scale ``max(amax, 1e-4) / 448`` per block of the last dim."""
     dim = x.shape[-1]
     blocks = torch.nn.functional.pad(x, (0, -dim % block)).unflatten(-1, (-1, block))
     scales = fp8_scales(blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4))

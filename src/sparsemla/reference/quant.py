@@ -1,4 +1,7 @@
-"""Definition of the ops that write the caches. Shapes: T tokens, H heads, D row, R rope dims."""
+"""Reference of the cache writes. Shapes: T tokens, H heads, D row dims, R RoPE dims, DI index dims.
+
+HI is the number of indexer heads, N the number of normalised dims.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +11,7 @@ from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
 
 
 def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """RoPE of float32 ``x [..., R]`` with ``cos_sin [..., R]`` (cos half, sin half)."""
+    """RoPE of float32 ``x [..., R]``; ``cos_sin [..., R]`` has all cosines, then all sines."""
     cos, sin = cos_sin.chunk(2, dim=-1)  # [..., R / 2] each
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
@@ -18,7 +21,7 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthogonal Walsh-Hadamard transform (Sylvester order) of the last dim, a power of two."""
+    """Orthogonal Walsh-Hadamard transform in Sylvester order; the last dim is a power of two."""
     n = x.shape[-1]
     matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
     while matrix.shape[0] < n:
@@ -39,6 +42,7 @@ def fused_rope_rmsnorm_quant(
     interleaved: bool = True,
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[Tensor, Tensor]:
+    """RMSNorm of the latent, RoPE of key and queries, quantise, write rows to the cache."""
     cos_sin = cos_sin_cache[positions].float()  # [T, R]
     norm_dim, rope_dim = kv_norm_weight.shape[0], cos_sin.shape[-1]
     row = kv.float()  # [T, D]
@@ -48,7 +52,7 @@ def fused_rope_rmsnorm_quant(
     nope, rope = row.tensor_split([row.shape[1] - rope_dim], dim=-1)  # [T, D - R], [T, R]
     row = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)  # [T, D]
     cache.write(slot_mapping, row, scale_mode=scale_mode)
-    # Float32: rounded once, by who stores them.
+    # Unrounded: the caller rounds to the dtype of its outputs.
     return rotate(q_rope.float(), cos_sin[:, None], interleaved), row  # [T, H, R], [T, D]
 
 
@@ -67,6 +71,7 @@ def append_index_keys(
     hadamard: bool = False,
     scale_mode: ScaleMode = "pow2",
 ) -> None:
+    """LayerNorm, RoPE, optional Hadamard transform, quantise, write indexer keys to the cache."""
     weight, bias = norm_weight.float(), norm_bias.float()
     rows = torch.nn.functional.layer_norm(k.float(), k.shape[1:], weight, bias, eps)  # [T, DI]
     cos_sin = cos_sin_cache[positions].float()  # [T, R]
@@ -86,14 +91,15 @@ def prepare_index_queries(
     hadamard: bool = False,
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[Tensor, Tensor]:
+    """Rotated, quantised queries, and head weights times ``(HI * DI)^-0.5`` and query scale."""
     num_heads, head_dim = q.shape[1:]
     cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
     rows = _rotate_index(q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
     folded = weights.float() * (num_heads * head_dim) ** -0.5  # [T, HI]
-    stored = format.quantize(rows, scale_mode=scale_mode)
-    if stored.fp8 is None:
+    fields = format.quantize(rows, scale_mode=scale_mode)
+    if fields.fp8 is None:
         return rows.to(torch.bfloat16), folded
-    return stored.fp8, folded if stored.scales is None else folded * stored.scales[..., 0]
+    return fields.fp8, folded if fields.scales is None else folded * fields.scales[..., 0]
 
 
 def fused_indexer_rope_quant(
@@ -113,6 +119,7 @@ def fused_indexer_rope_quant(
     hadamard: bool = False,
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[Tensor, Tensor]:
+    """:func:`append_index_keys`, then :func:`prepare_index_queries`."""
     append_index_keys(
         k,
         norm_weight,
@@ -143,6 +150,7 @@ def fused_indexer_rope_quant(
 def _rotate_index(
     x: Tensor, cos_sin: Tensor, interleaved: bool, rope_first: bool, transform: bool
 ) -> Tensor:
+    """RoPE of the first or last dims ``R`` of ``x [..., DI]``, then an optional Hadamard."""
     rope_dim = cos_sin.shape[-1]
     if rope_first:
         rope, nope = x.tensor_split([rope_dim], dim=-1)  # [..., R], [..., DI - R]
