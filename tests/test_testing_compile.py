@@ -76,7 +76,7 @@ def test_report_of_a_kernel(tmp_path):
     ("launch", "message"),
     [
         ("launch(128, stages=4)", "bytes of shared memory on sm_90"),
-        ("launch(64, grid=(1, 65536))", "only its first axis may be large"),
+        ("launch(64, grid=(1, 65536))", "must have at most 65535 programs along the second"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, launch, message):

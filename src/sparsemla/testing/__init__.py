@@ -1,1 +1,1 @@
-"""What tests and verification share: inputs, comparisons, poison, compilation without a GPU."""
+"""Tools of tests and ``verify``: inputs, comparisons, poisoned memory, GPU-less compilation."""

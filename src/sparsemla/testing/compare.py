@@ -1,7 +1,8 @@
-"""Comparison of an implementation with the reference, element by element and as a whole.
+"""Comparison of results with the reference, per element and for the whole tensor.
 
-Two tiers, as in DeepGEMM's tests: tight against the reference on the same, dequantised inputs;
-loose against unquantised inputs, which checks the format and not the implementation.
+As in DeepGEMM's tests, there are two sets of tolerances: tight ones against the reference on the
+same, dequantised inputs, and loose ones against unquantised inputs. The loose ones check the format
+and not the implementation.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from sparsemla.formats import bf16_format
 from sparsemla.testing.poison import poisoned_empty
 
 SHOWN = 5
-"""Differing elements that an error message lists."""
+"""Number of differing elements in an error message."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ: an element passes by ``abs``, ``rel`` or ``size``.
+    """Limits of a difference. An element passes if ``abs``, ``rel`` or ``size`` allows it.
+
+    ``|actual - expected| <= max(abs, rel * |expected|, size * sizes)``
 
     Args:
-        abs: ``|actual - expected| <= abs``.
-        rel: ``|actual - expected| <= rel * |expected|``.
+        abs: absolute limit.
+        rel: limit relative to the expected value.
         cos: limit of :func:`cosine_difference` of the whole tensors.
-        size: ``|actual - expected| <= size * sizes``, for elements whose terms cancel out. Each
-            size is by default the root mean square of the element's vector along the last dim.
+        size: limit relative to the size of an element's terms, which may cancel out. By default
+            the size is the root mean square of the element's vector along the last dim.
     """
 
     abs: float = 0
@@ -40,13 +43,14 @@ class Tolerance:
     size: float = 0
 
 
-# Attention in bfloat16. Rounding of the probabilities, and of keys with scales that are no powers
-# of two, moves each term by at most 2^-9 of itself, to either side: that is at most 2^-9.8 (its
-# deviation) of a vector's root mean square, of which 2^-7 is seven. Rounding of the result moves
-# an element by up to 2^-8 of itself. Twice the larger of both is more than their sum. Numbers of
-# float16 are never closer than 2^-24.
+# Attention in bfloat16. Rounding P, and keys with scales that are not powers of two, changes each
+# term by at most a factor 1 ± 2^-9. The error of a vector then has a standard deviation of at most
+# 2^-9.8 of its root mean square, and 2^-7 is seven standard deviations. Rounding the result changes
+# an element by at most 2^-8 of itself. An element passes by the larger of both limits, so each one
+# is at least twice its bound: twice the larger bound exceeds the sum of both errors. The spacing of
+# float16 is at least 2^-24.
 _ATTENTION_OUT = Tolerance(2**-24, rel=2.01 / 128, cos=5e-6, size=2**-6)
-# Logarithms of sums of float32 exponentials. One key more or less among 2048 is 2^-11.
+# Logarithms of sums of float32 exponentials. One key more or less among 2048 changes them by 2^-11.
 _ATTENTION_LSE = Tolerance(1e-6, 2.01 / 65536)
 
 SPARSE_PREFILL_OUT = _ATTENTION_OUT
@@ -58,41 +62,42 @@ DECODE_LSE = _ATTENTION_LSE
 DENSE_PREFILL_OUT = _ATTENTION_OUT
 DENSE_PREFILL_LSE = _ATTENTION_LSE
 
-# Sums that every order computes alike; zeros may differ in sign.
+# Sums that are exact in any order; only the sign of zero may differ.
 EXACT = Tolerance(cos=0)
 
-# Sizes are those of score_sizes: a score if its products had random signs. Hopper's FP8 unit aligns
-# the 32 products of an instruction, and the sum so far, to the largest of them and keeps 14 bits
-# (DeepSeek-V3, section 3.3.2). Products of e4m3 have 8 bits, so that only those 2^-6 times as large
-# or less lose some: a few times 2^-14 of the largest, which is about the size of the whole, in each
-# of four steps for 128 dims: a deviation of 2^-13 or so. Over 10^9 scores the worst is six
-# deviations off, and 2^-9 is sixteen. Where products agree in sign, partial sums are larger than
-# sizes, and so is the score.
+# Sizes come from score_sizes: the typical score if the signs of its terms were random. Hopper's FP8
+# MMA aligns the 32 products of an instruction and the accumulator to the largest of them and keeps
+# 14 bits (DeepSeek-V3, section 3.3.2). Products of e4m3 have 8 bits, so only products below 2^-6 of
+# the largest lose bits: a few times 2^-14 of the largest, which is about the size of the score, in
+# each of four MMAs for 128 dims. The standard deviation is about 2^-13. The worst of 10^9 scores is
+# six standard deviations off; 2^-9 is sixteen. If most terms have the same sign, the accumulator is
+# larger than the size, but so is the score.
 INDEXER_SCORES = Tolerance(rel=2**-9, cos=1e-6, size=2**-9)
-# Rounding to e4m3 moves queries and keys by 2^-5.2 of themselves (its deviation), products by
-# 2^-4.7: five deviations, and the deviation squared for the whole.
+# Rounding to e4m3 changes queries and keys by 2^-5.2 (standard deviation, relative) and their
+# products by 2^-4.7. The limit is five standard deviations per score, and the variance as a whole.
 UNQUANTIZED_SCORES = Tolerance(cos=1e-3, size=0.2)
 
-# One rounding to bfloat16 of a float32 sum of the same products.
+# One rounding to bfloat16 of a float32 sum of the same terms.
 PROJECTION = Tolerance(rel=1.01 / 128, cos=5e-6, size=2**-10)
-# As for scores, but with a sum of its own for each block of 128 inputs.
+# Like INDEXER_SCORES, with a separate accumulator per block of 128 inputs.
 FP8_PROJECTION = Tolerance(rel=1.01 / 128, cos=5e-6, size=2**-9)
-# As for scores that are not quantised: both factors of each product are rounded to e4m3.
+# Like UNQUANTIZED_SCORES: both factors of each product are rounded to e4m3.
 UNQUANTIZED_PROJECTION = Tolerance(cos=1e-3, size=0.2)
 
-# Absorbed query, probabilities, attended latent and output are each rounded to bfloat16. A query's
-# error of 2^-9.8 (its deviation) is that of its scores' products, of size 4 mostly and of size 9 in
-# one of 10^4 vectors, and hence 2^-6.6 of that one's probabilities (the others' roundings were
-# measured at 2^-9 of it): four and a half such deviations of the vector.
+# The absorbed query, P, the attended latent and the output are each rounded to bfloat16. Rounding
+# the query has a relative standard deviation of 2^-9.8. It multiplies logits of size 4 typically
+# and 9 in one of 10^4 vectors, so P of this vector has an error of 2^-6.6; the other roundings were
+# measured at 2^-9. The limit is four and a half such standard deviations.
 BRANCH_OUT = Tolerance(rel=2.01 / 128, cos=2e-5, size=3 * 2**-6)
-# Latents that differ by 2^-8.5 round to other e4m3 codes, which are 2^-3.5 apart, in one place of
-# 32: a deviation of 2^-6 of the vector, and half its square of the whole. Eight deviations.
+# Of latents that differ by 2^-8.5, one element in 32 rounds to another e4m3 code, 2^-3.5 away. The
+# standard deviation is 2^-6 of the vector, and half its square for the whole tensor. The limit is
+# eight standard deviations.
 BRANCH_FP8_OUT = Tolerance(rel=2.01 / 128, cos=4e-4, size=2**-3)
-# Latents that were merged from parts differ by float32 roundings. Few round to another bfloat16,
-# few of those to another e4m3 code: two that do, each three times as large as the mean.
+# Latents merged from splits differ by float32 roundings. Few elements round to another bfloat16 and
+# few of these to another e4m3 code. The limit allows two, each three times as large as the mean.
 MERGED_FP8_PROJECTION = Tolerance(rel=2.01 / 128, cos=5e-6, size=2**-5)
 
-# Rotation and norm in float32 and one rounding, which a last bit may tip over.
+# RoPE and norm in float32, then one rounding; a difference in the last float32 bit may change it.
 BFLOAT16_ULP = Tolerance(1e-6, 1.01 / 128, 1e-6)
 FLOAT32_ULPS = Tolerance(rel=8.01 / 2**23, size=8.01 / 2**23)
 E4M3_STEP = Tolerance(1.01 * 2**-9, 1.01 / 8, 1e-4)
@@ -119,30 +124,35 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "decode_branch": (BRANCH_OUT,),
     "prefill_branch": (BRANCH_OUT,),
 }
-"""For each result of an op its tolerance; None where every bit must agree."""
+"""Tolerance of each result of an op; None if every bit must agree."""
 
 ROW_TOLERANCES = {"scales": FLOAT32_ULPS, "bf16": BFLOAT16_ULP, "fp8": E4M3_STEP}
-"""For each part of a written cache row its tolerance."""
+"""Tolerance of each field of a written cache row."""
 
 
 def check_op(
     op: str, arguments: Mapping[str, object], tolerances: tuple[Tolerance | None, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """Run a public op, then its reference, on the same arguments, and compare the results.
+    """Run an op, then its reference, on the same arguments, and compare the results.
 
-    The op runs first, on memory that :func:`poisoned_empty` has filled, so that nothing the
-    reference leaves behind can help it.
+    The op runs first, on memory filled by :func:`poisoned_empty`, so that freed memory of the
+    reference cannot hide a missing write.
 
     Args:
         op: name of the op.
-        arguments: all arguments that the op and its reference share.
-        tolerances: one for each result, instead of the op's in :data:`TOLERANCES`.
+        arguments: arguments for the op and its reference alike.
+        tolerances: one per result; default :data:`TOLERANCES`.
 
     Returns:
         The op's results.
 
     Raises:
         AssertionError: a result differs; the message names it.
+
+    >>> lses = torch.zeros(2, 5, 3)
+    >>> out, lse = check_op("merge_states", {"outs": torch.ones(2, 5, 3, 8), "lses": lses})
+    >>> out.shape
+    torch.Size([5, 3, 8])
     """
     with poisoned_empty():
         results = run_op(op, arguments)
@@ -155,9 +165,9 @@ def check_op(
 
 
 def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All results of a public op, the one that it computes only if asked to among them.
+    """All results of an op, including optional ones.
 
-    ``out_dtype`` among the arguments is that of the ``out`` which ``sparse_prefill`` is given.
+    For ``sparse_prefill``, ``out_dtype`` among the arguments chooses the dtype of ``out``.
     """
     if op != "sparse_prefill":
         results = _as_tuple(getattr(ops, op)(**arguments))
@@ -175,11 +185,11 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All results of an op's definition."""
+    """All results of an op's reference."""
     arguments = {name: value for name, value in arguments.items() if name != "out_dtype"}
     if op != "fused_rope_rmsnorm_quant":
         return _as_tuple(getattr(reference, op)(**arguments))
-    # Its tolerances are for results that are rounded as the op's are.
+    # The tolerances of this op expect results rounded to the op's dtypes.
     arguments = {name: value for name, value in arguments.items() if name != "kv_out"}
     queries, rows = reference.fused_rope_rmsnorm_quant(**arguments)
     return queries.to(arguments["q_rope"].dtype), rows.bfloat16()
@@ -192,15 +202,15 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]
 
 
 def sizes_of(op: str, arguments: Mapping[str, Any]) -> Tensor | None:
-    """:func:`score_sizes` for ops that return scores."""
+    """:func:`score_sizes` for ops that return scores, else None."""
     return score_sizes(op, arguments) if op.startswith("indexer_scores") else None
 
 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
-    """The size of each score, of which its error is a part.
+    """The size of each score, to which its error is relative.
 
-    ``key_scales[n] * sqrt(sum_hd (weights[m, h] * q[m, h, d] * keys[n, d])^2)``, which is the
-    score's definition over squares.
+    ``key_scales[n] * sqrt(sum_hd (weights[m, h] * q[m, h, d] * keys[n, d])^2)``, computed as the
+    square root of the score of the squared inputs.
     """
     squares = dict(arguments)
     for name in ("q", "weights", "keys", "key_scales"):
@@ -223,7 +233,7 @@ def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
 def worst_share(
     actual: Tensor, expected: Tensor, tolerance: Tolerance, sizes: Tensor | None = None
 ) -> float:
-    """The largest difference of an element as a share of what it may be, 1 if it just passes.
+    """The largest ratio of an element's difference to its limit; at most 1 if all pass.
 
     >>> worst_share(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]), Tolerance(abs=1))
     0.5
@@ -231,13 +241,13 @@ def worst_share(
     a, b = actual.double(), expected.double()
     finite = a.isfinite() & b.isfinite()
     difference = (a - b).abs()[finite]
-    # An op that is exact may differ by nothing, and JSON has no infinity.
-    shares = difference / _limits(expected, tolerance, sizes)[finite].clamp_min(1e-30)
-    return float(shares.max()) if shares.numel() else 0.0
+    # Limits of 0 would give infinite ratios, which JSON cannot represent.
+    ratios = difference / _limits(expected, tolerance, sizes)[finite].clamp_min(1e-30)
+    return float(ratios.max()) if ratios.numel() else 0.0
 
 
 def _limits(expected: Tensor, tolerance: Tolerance, sizes: Tensor | None) -> Tensor:
-    """How far each element may be off; any number where ``expected`` is not finite."""
+    """The limit of each element's difference; meaningless where ``expected`` is not finite."""
     b = expected.double()
     b = b.where(b.isfinite(), 0)
     if sizes is None:
@@ -247,7 +257,7 @@ def _limits(expected: Tensor, tolerance: Tolerance, sizes: Tensor | None) -> Ten
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """``max |actual - expected|`` over the elements that are finite in both, 0 if none is.
+    """``max |actual - expected|`` over elements that are finite in both, 0 without any.
 
     >>> largest_difference(torch.tensor([1.0, torch.inf]), torch.tensor([1.5, 0.0]))
     0.5
@@ -258,7 +268,7 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def cosine_difference(actual: Tensor, expected: Tensor) -> float:
-    """``1 - 2 <a, b> / (<a, a> + <b, b>)`` in float64, 0 where both are (nearly) zero.
+    """``1 - 2 <a, b> / (<a, a> + <b, b>)`` in float64, or 0 if both are (nearly) zero.
 
     >>> cosine_difference(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     1.0
@@ -277,18 +287,23 @@ def assert_close(
 ) -> None:
     """Check a tensor against its reference.
 
-    Shapes are equal; NaN, +inf and -inf stand at the same places; each element is near; and so are
-    the tensors as a whole.
+    The tensors must have equal shapes and the same positions of NaN, +inf and -inf. Every element
+    and :func:`cosine_difference` must be within the tolerance.
 
     Args:
-        name: what an error message calls the tensor.
-        actual: what is checked.
+        name: name of the tensor in error messages.
+        actual: the tensor to check.
         expected: the reference.
-        tolerance: what may differ.
-        sizes: those of the tolerance, one for each element.
+        tolerance: limits of the difference.
+        sizes: size of each element's terms, see :class:`Tolerance`.
 
     Raises:
-        AssertionError: naming the tensor, the coordinates and both values.
+        AssertionError: the message has the name, the coordinates and both values.
+
+    >>> assert_close("out", torch.tensor([1.0]), torch.tensor([2.0]), Tolerance(abs=0.5))
+    Traceback (most recent call last):
+    AssertionError: out: 1 of 1 elements differ by more than Tolerance(abs=0.5, rel=0, cos=1e-07...
+      at [0]: got 1, expected 2
     """
     _check_shapes(name, actual, expected)
     a, b = actual.double(), expected.double()
@@ -298,7 +313,9 @@ def assert_close(
         ("-inf", a.isneginf() == b.isneginf()),
     ):
         if not bool(same.all()):
-            raise AssertionError(f"{name}: {kind} elsewhere\n{_show(~same, actual, expected)}")
+            raise AssertionError(
+                f"{name}: {kind} at other positions\n{_show(~same, actual, expected)}"
+            )
     finite = a.isfinite()
     a, b = a.where(finite, 0), b.where(finite, 0)
     near = (a - b).abs() <= _limits(b, tolerance, sizes)
@@ -319,10 +336,12 @@ def assert_result(
     tolerance: Tolerance | None,
     sizes: Tensor | None = None,
 ) -> None:
-    """Check a result of an op: every bit without a tolerance, few codes off by a step in one byte.
+    """Check a result of an op: bit for bit if ``tolerance`` is None, else by :func:`assert_close`.
+
+    One-byte results must also pass :func:`assert_few_differ`.
 
     Raises:
-        AssertionError: naming the tensor, the coordinates and both values.
+        AssertionError: the message has the name, the coordinates and both values.
     """
     if tolerance is None:
         assert_equal(name, actual, expected)
@@ -333,10 +352,10 @@ def assert_result(
 
 
 def assert_equal(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Check that dtype, shape and every bit agree, NaN's payload and the sign of zero included.
+    """Check that dtype, shape and every bit agree, including NaN payloads and signs of zero.
 
     Raises:
-        AssertionError: naming the tensor, the coordinates and both values.
+        AssertionError: the message has the name, the coordinates and both values.
     """
     if actual.dtype != expected.dtype:
         raise AssertionError(f"{name}: dtype {actual.dtype}, expected {expected.dtype}")
@@ -352,58 +371,65 @@ def assert_equal(name: str, actual: Tensor, expected: Tensor) -> None:
 def assert_selection(
     name: str, actual: Tensor, scores: Tensor, topk: int, tolerance: float = 1e-5
 ) -> None:
-    """Check a top-k selection whose scores were summed in another order than ``scores``.
+    """Check a top-k selection if the selected scores may differ from ``scores`` by rounding.
 
-    Ids ascend, then -1; there are ``min(topk, columns above -inf)`` of them or more; and no score
-    left out exceeds a chosen one by more than ``tolerance``, relative to the row's largest.
+    Each row has ascending ids, then -1. It has at least ``min(topk, columns above -inf)`` ids, and
+    no other score exceeds a selected one by more than ``tolerance`` times the row's largest
+    magnitude.
 
     Args:
-        name: what an error message calls the selection.
+        name: name of the selection in error messages.
         actual: int32 ``[R, topk]``.
-        scores: float32 ``[R, N]``, -inf where a row may not choose.
+        scores: float32 ``[R, N]``, -inf for columns that a row must not select.
         topk: k.
-        tolerance: how far two scores may lie apart and count as tied.
+        tolerance: relative difference up to which scores count as tied.
+
+    Raises:
+        AssertionError: the message has the name, the row and the wrong ids or scores.
     """
     for row, (ids, values) in enumerate(zip(actual.tolist(), scores, strict=True)):
-        chosen = [i for i in ids if i >= 0]
+        selected = [i for i in ids if i >= 0]
         size = min(topk, int((values > -torch.inf).sum()))
-        if chosen != sorted(set(chosen)) or ids != chosen + [-1] * (topk - len(chosen)):
+        if selected != sorted(set(selected)) or ids != selected + [-1] * (topk - len(selected)):
             raise AssertionError(f"{name}: row {row} does not ascend and end in -1: {ids}")
-        if len(chosen) < size:
-            raise AssertionError(f"{name}: row {row} has {len(chosen)} ids, expected {size}")
-        left_out = values.clone()
-        left_out[chosen] = -torch.inf
-        if not chosen or len(chosen) == values.numel():
+        if len(selected) < size:
+            raise AssertionError(f"{name}: row {row} has {len(selected)} ids, expected {size}")
+        others = values.clone()
+        others[selected] = -torch.inf
+        if not selected or len(selected) == values.numel():
             continue
         slack = tolerance * float(values[values.isfinite()].abs().max())
-        worst, best = values[chosen].min(), left_out.max()
+        worst, best = values[selected].min(), others.max()
         if best > worst + slack:
             raise AssertionError(
-                f"{name}: row {row} left out id {int(left_out.argmax())} with score {best} "
-                f"and chose one with score {worst}"
+                f"{name}: row {row} left out id {int(others.argmax())} with score {best} "
+                f"but selected one with score {worst}"
             )
 
 
 def assert_rows_close(name: str, actual: PagedCache, expected: PagedCache) -> None:
-    """Check two caches, one written by an implementation, one by the reference.
+    """Check a cache written by an op against a cache written by its reference.
 
-    Scales and bytes of what was not written agree bit for bit. A value that a last float32 bit
-    tipped over a rounding border may be one step off; no more than 1% of the codes are.
+    Each field must be within its tolerance in :data:`ROW_TOLERANCES`: the last float32 bit may
+    change a rounding. At most 1% of the e4m3 values may differ.
+
+    Raises:
+        AssertionError: the message has the name, the field, the coordinates and both values.
     """
     got, wanted = actual.fields()._asdict(), expected.fields()._asdict()
-    for part, tolerance in ROW_TOLERANCES.items():
-        if got[part] is None or wanted[part] is None:
+    for field, tolerance in ROW_TOLERANCES.items():
+        if got[field] is None or wanted[field] is None:
             continue
-        assert_close(f"{name}.{part}", got[part].float(), wanted[part].float(), tolerance)
-        if part == "fp8":
-            assert_few_differ(f"{name}.fp8", got[part], wanted[part])
+        assert_close(f"{name}.{field}", got[field].float(), wanted[field].float(), tolerance)
+        if field == "fp8":
+            assert_few_differ(f"{name}.fp8", got[field], wanted[field])
 
 
 def assert_few_differ(name: str, actual: Tensor, expected: Tensor, share: float = 0.01) -> None:
-    """Check that no more than ``share`` of the elements differ in any bit.
+    """Check that at most a fraction ``share`` of the elements differ in any bit.
 
     Raises:
-        AssertionError: naming the tensor, the coordinates and both values.
+        AssertionError: the message has the name, the coordinates and both values.
     """
     _check_shapes(name, actual, expected)
     differ = _bits(actual) != _bits(expected)
@@ -425,7 +451,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _show(wrong: Tensor, actual: Tensor, expected: Tensor) -> str:
-    """The first wrong elements: coordinates, value, expected value."""
+    """Coordinates, actual and expected values of the first wrong elements."""
     lines = []
     for at in wrong.nonzero()[:SHOWN].tolist():
         index = tuple(at)

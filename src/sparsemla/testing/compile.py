@@ -1,7 +1,7 @@
-"""Compile Triton launches for GPUs that are not there, and say what they need.
+"""Compile Triton kernels for GPUs that are not present, and report their resources.
 
-A *launch* is a function without arguments that calls a launcher with tensors on torch's ``meta``
-device. It is run with a driver that only compiles, once for each target.
+A *launch* is a function without arguments that launches kernels on tensors of torch's ``meta``
+device. :func:`compile_launch` runs it with a driver that only compiles.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from sparsemla.kernels.common import device
 Launch = Callable[[], object]
 
 MAX_SHARED = 99 * 1024
-"""Shared memory that one program may use on every NVIDIA GPU since sm_80, bytes."""
+"""Bytes of shared memory per program on every NVIDIA GPU since sm_80."""
 
 MAX_GRID_YZ = 65535
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 BRANCHED_ARRIVAL = re.compile(r"^\s*/\*\w+\*/\s+SYNCS\.ARRIVE", re.MULTILINE)
-"""An arrival of one thread that is no instruction under a predicate: a branch leads there."""
+"""In SASS, a barrier arrival without a predicate, which one thread reaches by a branch."""
 
 BARRIERS = re.compile(
     r"^ *(%\S+) = ttg\.local_alloc : \(\) -> (!ttg\.memdesc<(\d+x)*i64,.*?>)", re.M
 )
-"""Memory of barriers in TTGIR: its name and type, which begins with how many there are."""
+"""Allocation of barriers in TTGIR: name and type; the type begins with the number of barriers."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Target:
 
     Args:
         name: ``sm_90`` or ``gfx942``.
-        capability: what ``torch.cuda.get_device_capability`` says there.
-        multiprocessors: what launchers are told.
-        max_shared: shared memory a program may use, bytes.
+        capability: result of ``torch.cuda.get_device_capability`` on this GPU.
+        multiprocessors: number of SMs, from which launchers choose grids and splits.
+        max_shared: bytes of shared memory per program.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Target:
 
     @property
     def gpu(self) -> GPUTarget:
-        """Triton's name of the target."""
+        """The target as Triton describes it."""
         if self.is_hip:
             return GPUTarget("hip", self.name, 64)
         return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
@@ -91,23 +91,21 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as it was compiled for one target.
+    """A kernel compiled for one target, and its resources.
 
     Args:
         kernel: name of the device function.
         target: name of the target.
         grid: programs along each axis.
-        num_warps: warps of a program.
-        shared: shared memory of a program, bytes.
-        registers: vector registers of a thread.
-        spills: bytes of local memory of a thread, which registers are spilled to.
-        matrix: the matrix instruction in the code, or an empty string.
-        serialized: the assembler makes asynchronous matrix instructions wait for each other; looked
-            for in kernels that divide their warps.
-        branched: a thread takes a branch of its own to arrive at a barrier, and the assembler need
-            not join its warp again, of which matrix instructions wait for every thread.
-        reused: the memory of a barrier that is still valid serves something else, too; see
-            :func:`_reuses_barriers`.
+        num_warps: warps per program.
+        shared: bytes of shared memory per program.
+        registers: vector registers per thread.
+        spills: bytes of local memory per thread for spilled registers.
+        matrix: the MMA instruction in the code, or an empty string.
+        serialized: ptxas serialised asynchronous MMAs. Only warp-specialised kernels are checked.
+        branched: a thread branches away from its warp to arrive at a barrier. ptxas need not make
+            the warp reconverge, but warpgroup MMAs need all threads of a warp.
+        reused: the memory of a valid barrier is reused, see :func:`_reuses_barriers`.
         asm: intermediate representations by name (``ttgir``, ``ptx``, ``amdgcn``, ...).
     """
 
@@ -134,29 +132,32 @@ class Compiled:
 
 
 def compile_launch(launch: Launch, target: Target) -> list[Compiled]:
-    """Every kernel that ``launch`` starts, compiled for ``target`` and not run.
+    """Compile every kernel of ``launch`` for ``target`` without running it.
 
     Raises:
-        ValueError: a kernel needs more shared memory than the target gives, or a grid is too large.
+        ValueError: a kernel needs more shared memory than the target has, or a grid is too large.
     """
-    with _pretend(target) as started:
+    with _compile_only(target) as launched:
         launch()
-    compiled = [_inspect(kernel, grid, log, target) for kernel, grid, log in started]
-    for one in compiled:
-        if one.shared > target.max_shared:
+    kernels = [_inspect(kernel, grid, log, target) for kernel, grid, log in launched]
+    for kernel in kernels:
+        if kernel.shared > target.max_shared:
             raise ValueError(
-                f"{one.kernel} needs {one.shared} bytes of shared memory on {target.name}, "
-                f"where a program may use {target.max_shared}"
+                f"{kernel.kernel} needs {kernel.shared} bytes of shared memory on {target.name}, "
+                f"which has {target.max_shared} per program"
             )
-        if max(one.grid[1:], default=1) > MAX_GRID_YZ:
-            raise ValueError(f"{one.kernel} has grid {one.grid}; only its first axis may be large")
-    return compiled
+        if max(kernel.grid[1:], default=1) > MAX_GRID_YZ:
+            raise ValueError(
+                f"{kernel.kernel} must have at most {MAX_GRID_YZ} programs along the second and "
+                f"third axis, got grid {kernel.grid}"
+            )
+    return kernels
 
 
 def compile_everywhere(
     launches: Mapping[str, Launch], targets: Sequence[Target] = TARGETS
 ) -> dict[tuple[str, str], list[Compiled]]:
-    """:func:`compile_launch` of each launch for each target, by (name of the launch, target)."""
+    """:func:`compile_launch` of each launch for each target, keyed by (launch, target)."""
     return {
         (name, target.name): compile_launch(launch, target)
         for name, launch in launches.items()
@@ -166,11 +167,11 @@ def compile_everywhere(
 
 @contextmanager
 def believe(target: Target, stand_in: object) -> Iterator[None]:
-    """Let torch and Triton believe that the current GPU is ``target``.
+    """Make torch and Triton report ``target`` as the current GPU.
 
     Args:
-        target: the GPU.
-        stand_in: the driver that Triton asks meanwhile.
+        target: the GPU to report.
+        stand_in: replaces Triton's active driver.
     """
     properties = SimpleNamespace(
         multi_processor_count=target.multiprocessors,
@@ -186,41 +187,41 @@ def believe(target: Target, stand_in: object) -> Iterator[None]:
             (driver, "_active", stand_in),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for known in (device.describe, dispatch.problem_of):
-            known.cache_clear()
-            stack.callback(known.cache_clear)
+        for cached in (device.describe, dispatch.problem_of):
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
         yield
 
 
 @contextmanager
-def _pretend(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
-    """Compile for ``target`` what is launched, and do not run it.
+def _compile_only(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
+    """Compile launched kernels for ``target`` instead of running them.
 
-    Collects (kernel, grid, what the assembler said if it ran).
+    Yields a list that grows with each launch: kernel, grid, and ptxas's log if it ran.
     """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET must be unset: the interpreter does not compile")
-    started: list[Any] = []
+    launched: list[Any] = []
     run = JITFunction.run
 
-    def only_compile(self: JITFunction, *args: object, **kwargs: object) -> object:
+    def warm_up(self: JITFunction, *args: object, **kwargs: object) -> object:
         kwargs["warmup"] = True
         with redirect_stdout(io.StringIO()) as log:
             kernel = run(self, *args, **kwargs)
-        started.append((kernel, kwargs["grid"], log.getvalue()))
+        launched.append((kernel, kwargs["grid"], log.getvalue()))
         return kernel
 
     with (
-        believe(target, _CompileOnly(target)),
-        mock.patch.object(JITFunction, "run", only_compile),
+        believe(target, _CompileOnlyDriver(target)),
+        mock.patch.object(JITFunction, "run", warm_up),
         knobs.nvidia.scope(),
     ):
         knobs.nvidia.dump_ptxas_log = True
-        yield started
+        yield launched
 
 
-class _CompileOnly:
-    """The part of a Triton driver that compilation asks."""
+class _CompileOnlyDriver:
+    """The methods of a Triton driver that compilation needs."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -229,7 +230,7 @@ class _CompileOnly:
         return self.target.gpu
 
     def get_current_device(self) -> int:
-        # Triton keeps compiled kernels by device, so each target is a device of its own.
+        # Triton caches compiled kernels per device index, so each target needs its own index.
         return TARGETS.index(self.target)
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -267,25 +268,25 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
 
 
 def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
-    """Whether the memory of a barrier that is still valid serves something else, too.
+    """Whether the memory of a barrier is reused although the barrier is still valid.
 
-    Triton's allocator gives the memory of a barrier away once nobody waits for it any more. PTX
-    demands ``mbarrier.inval`` before; without it, those bytes change under their new owner when the
-    GPU switches to another process and back. So the kernel is lowered again with all barriers
-    alive to its end, except those that it invalidates: no address moves unless memory was shared.
+    Triton's allocator reuses the memory of a barrier after its last use. PTX requires
+    ``mbarrier.inval`` first; without it, a switch of the GPU to another process and back may change
+    these bytes. To find out, the kernel is lowered again with every barrier that it does not
+    invalidate alive to the end. Addresses then differ if and only if such memory was reused.
     """
     text = asm["ttgir"]
-    valid = _valid(text)
+    valid = _valid_barriers(text)
     if not valid:
         return False
     uses = "".join(f"    ttg.local_dealloc {name} : {kind}\n" for name, kind in valid)
-    kept = re.sub(r"^(?= *tt\.return)", uses, text, flags=re.MULTILINE)
+    prolonged = re.sub(r"^(?= *tt\.return)", uses, text, flags=re.MULTILINE)
     backend = make_backend(target.gpu)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
-        file.write(kept)
+        file.write(prolonged)
         file.flush()
         module = ir.parse_mlir_module(file.name, context)
     module.context = context
@@ -296,25 +297,25 @@ def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
     return _numbers(str(stages["llir"](module, {}))) != _numbers(asm["llir"])
 
 
-def _valid(text: str) -> list[tuple[str, str]]:
-    """Name and type of the memory of barriers that a kernel does not invalidate."""
+def _valid_barriers(text: str) -> list[tuple[str, str]]:
+    """Name and type of each allocation of barriers that a kernel does not invalidate."""
     owners = dict(re.findall(r"(%\S+) = ttg\.memdesc_index (%[^[\s]+)", text))
-    ended = [owners.get(name, name) for name in re.findall(r"inval_barrier (%[^,\s]+)", text)]
-    found = ((name, kind, int(count[:-1] or 1)) for name, kind, count in BARRIERS.findall(text))
-    return [(name, kind) for name, kind, count in found if ended.count(name) < count]
+    invalid = [owners.get(name, name) for name in re.findall(r"inval_barrier (%[^,\s]+)", text)]
+    barriers = ((name, kind, int(count[:-1] or 1)) for name, kind, count in BARRIERS.findall(text))
+    return [(name, kind) for name, kind, count in barriers if invalid.count(name) < count]
 
 
 def _numbers(llir: str) -> Counter[str]:
-    """How often each integer is in LLVM's code: addresses in shared memory are among them.
+    """Count the integer constants in LLVM IR, among them addresses in shared memory.
 
-    Values, labels and metadata are left out, as their numbers and order may differ between runs.
+    Numbers of values, labels and metadata are ignored, because they differ between runs.
     """
     code = re.sub(r"^!.*", "", llir, flags=re.MULTILINE)
     return Counter(re.findall(r"(?<![%!#\w.])-?\d+(?![\w.:])", code))
 
 
 def _dump(cubin: bytes, option: str) -> str:
-    """What CUDA's tool says of a kernel."""
+    """The output of cuobjdump for a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -323,7 +324,7 @@ def _dump(cubin: bytes, option: str) -> str:
 
 
 def _assembler_log(ptx: str, target: Target) -> str:
-    """What the assembler says of a kernel that Triton had compiled before."""
+    """The log of ptxas for a kernel that Triton took from its cache."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "kernel.ptx")
         with open(file, "w", encoding="utf-8") as out:
@@ -336,17 +337,16 @@ def _assembler_log(ptx: str, target: Target) -> str:
 
 
 def main(path: str, only: str = "") -> None:
-    """Compile the table ``LAUNCHES`` of a Python file and write what each kernel needs.
-
-    The names in its ``TARGETS`` are the targets, if it has some.
+    """Compile the launches of a Python file and print the resources of each kernel.
 
     Args:
-        path: the file.
-        only: compile for this target alone.
+        path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, a list of
+            names of targets; default all.
+        only: name of the single target to compile for; default all of them.
     """
-    table = runpy.run_path(path)
-    launches = table["LAUNCHES"]
-    names = table.get("TARGETS", [target.name for target in TARGETS])
+    namespace = runpy.run_path(path)
+    launches = namespace["LAUNCHES"]
+    names = namespace.get("TARGETS", [target.name for target in TARGETS])
     targets = [target for target in TARGETS if target.name in names and only in ("", target.name)]
     for name, launch in launches.items():
         for target in targets:

@@ -1,8 +1,8 @@
-"""Run what an older NVIDIA GPU would run on the GPU that is there.
+"""Run the kernels of an older NVIDIA GPU on the GPU at hand.
 
-PTX of an older target is valid for every newer GPU, whose driver translates it. So the code that
-Triton generates for sm_80 can be run, and proven right, without such a GPU. It proves nothing about
-speed, nor about the older GPU's own translation of that PTX.
+The driver of a newer GPU translates PTX of an older target. This tests the PTX that Triton
+generates for sm_80, for example, without an sm_80 GPU. It says nothing about speed, or about the
+translation of this PTX for the older GPU itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sparsemla.testing.compile import TARGETS, Target, believe
 
 
 def older_target(name: str) -> Target:
-    """The target of that name.
+    """The target with this name, which must be older than the current GPU.
 
     Raises:
-        ValueError: it is no NVIDIA GPU older than the one that is there.
+        ValueError: the name is not that of an NVIDIA GPU older than the current one.
     """
-    there = torch.cuda.get_device_capability()
-    older = {t.name: t for t in TARGETS if not t.is_hip and t.capability < there}
+    current = torch.cuda.get_device_capability()
+    older = {t.name: t for t in TARGETS if not t.is_hip and t.capability < current}
     if name not in older:
         raise ValueError(f"target must be one of {', '.join(older) or '(none)'}; got {name!r}")
     return older[name]
@@ -36,27 +36,27 @@ def older_target(name: str) -> Target:
 
 @contextmanager
 def acting_as(name: str) -> Iterator[None]:
-    """Let the GPU act as an older one while the block runs.
+    """Make the current GPU act as an older one inside the block.
 
-    Dispatch, launchers and Triton are told the older GPU's capability, shared memory and target;
-    Triton's cache has a folder of its own. A process must not have launched a kernel before: Triton
-    keeps kernels by device.
+    Dispatch, launchers and Triton see the older GPU's capability, shared memory and target, and
+    Triton uses a separate cache folder. The process must not have launched a kernel before, since
+    Triton caches kernels per device.
 
     Args:
         name: ``sm_80`` or ``sm_89``.
 
     Raises:
-        ValueError: it is no NVIDIA GPU older than the one that is there.
+        ValueError: the name is not that of an NVIDIA GPU older than the current one.
     """
     target = older_target(name)
 
     def keep_ptx(self: CUDABackend, src: str, *_: object) -> bytes:
         if f".target {name}\n" not in src:
-            raise RuntimeError(f"Triton was to generate PTX for {name}, got other code")
-        return src.encode() + b"\0"  # the driver takes PTX in the place of machine code
+            raise RuntimeError(f"Triton must generate PTX for {name}, got PTX for another target")
+        return src.encode() + b"\0"  # the driver loads PTX as well as machine code
 
     with (
-        believe(target, _Acting(target, driver.active)),
+        believe(target, _ActingDriver(target, driver.active)),
         mock.patch.object(CUDABackend, "make_cubin", keep_ptx),
         knobs.cache.scope(),
     ):
@@ -64,15 +64,15 @@ def acting_as(name: str) -> Iterator[None]:
         yield
 
 
-class _Acting:
-    """Triton's driver of the GPU that is there, with the target of another."""
+class _ActingDriver:
+    """The current GPU's Triton driver, with another target."""
 
-    def __init__(self, target: Target, there: object) -> None:
+    def __init__(self, target: Target, driver: object) -> None:
         self._target = target
-        self._there = there
+        self._driver = driver
 
     def get_current_target(self) -> GPUTarget:
         return self._target.gpu
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._there, name)
+        return getattr(self._driver, name)

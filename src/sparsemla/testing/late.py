@@ -1,4 +1,8 @@
-"""Inputs that come late: copies behind which the next kernel begins long before they are made."""
+"""Delayed inputs: the next kernel starts long before the copies of its inputs finish.
+
+This tests programmatic dependent launch: a kernel that reads an input before it waits for the
+previous kernel reads the old bytes.
+"""
 
 from collections.abc import Sequence
 
@@ -11,9 +15,9 @@ from triton.language.extra.cuda import globaltimer
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 
 BLOCK = 16384
-"""Bytes that a program copies."""
+"""Bytes per program of a copy."""
 PAUSE_NS = tl.constexpr(5_000_000)
-"""Longer than the host needs to launch the copies and an op behind them."""
+"""Nanoseconds, more than the host needs to launch the copies and an op after them."""
 
 
 @triton.jit
@@ -35,14 +39,13 @@ def _copy_kernel(target, source, size, BLOCK: tl.constexpr, EARLY: tl.constexpr)
 
 
 def copy_late(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy bytes on the GPU, behind a pause.
+    """Pause, then copy bytes on the GPU, with programmatic dependent launch if the GPU has it.
 
-    Where kernels may begin early, the next one does at once: it sees the old bytes unless it waits
-    for the end of the last copy.
+    The next kernel then starts at once and reads the old bytes unless it waits for the last copy.
 
     Args:
-        copies: targets and sources, uint8 ``[N]``.
-        device: where all of them are.
+        copies: pairs of target and source, uint8 ``[N]``.
+        device: device of all of them.
     """
     early = begins_early(device)
     none = torch.empty(0, dtype=torch.uint8, device=device)
@@ -54,5 +57,5 @@ def copy_late(copies: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> 
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All that lies in a tensor's storage, uint8 ``[N]``."""
+    """The whole storage of a tensor, uint8 ``[N]``."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Fresh memory that shows: what ``torch.empty`` and its kin return is filled with NaN."""
+"""Uninitialised memory made visible: ``torch.empty`` and similar functions return NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def poisoned_empty() -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic  # its attributes are properties of a class
     was_filled = deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
-        # PyTorch fills memory only in deterministic mode, which warns of what it cannot do.
+        # PyTorch fills memory only in deterministic mode, which warns about some functions.
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         torch.use_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True

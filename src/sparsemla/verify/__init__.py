@@ -1,5 +1,5 @@
-"""Check of every op on the device at hand: ``sparsemla verify``, ``python -m sparsemla.verify``.
+"""Verification of every op on this machine: ``sparsemla verify`` or ``python -m sparsemla.verify``.
 
-``matrix`` is the table of cases, ``properties`` what holds for a case, ``run`` the loop and its
-report, ``command`` the command line.
+``matrix`` has the table of cases, ``properties`` the checks of a case, ``run`` the loop and its
+report, ``beside`` the checks on a busy device, and ``command`` the command line.
 """

@@ -1,8 +1,8 @@
-"""The same call again and again, while other processes keep the device busy.
+"""Repeated calls while other processes keep the device busy.
 
-A GPU that several processes use switches between them in the middle of kernels. What a kernel
-leaves undefined may change there, though it never does while the process has the GPU to itself.
-Only calls that take some milliseconds meet a switch often.
+A GPU shared by several processes switches between them in the middle of kernels. A switch may
+change state that a kernel leaves undefined, although it never changes while one process has the GPU
+for itself. Only calls of several milliseconds are interrupted often.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsemla.verify.matrix import MATRIX
 from sparsemla.verify.properties import fresh, run_named
 
 SECONDS, RUNS = 1.0, 20
-"""How long, and how often at least, a call is run again."""
+"""Each call is repeated for at least this many seconds and this many times."""
 
 LONG: tuple[Workload, ...] = (
     *(workloads.SparsePrefill(4096, 32768, heads, 576, 2048) for heads in (128, 64, 32, 16)),
@@ -68,26 +68,26 @@ LONG: tuple[Workload, ...] = (
         for tokens in (64, 4096)
     ),
 )
-"""Calls that keep a GPU busy for some milliseconds, as far as the op can."""
+"""Calls that take several milliseconds on a GPU, as far as the op allows."""
 
 SIZES = {"cpu": 256, "cuda": 4096}
-"""Rows and columns of the matrices that a busy process multiplies."""
+"""Rows and columns of the matrices multiplied by the busy processes."""
 QUEUED = 8
-"""Products that wait for the device at a time, so that it never idles."""
+"""Matrix multiplications that a busy process queues before it synchronises."""
 LULL = 0.1
-"""Seconds in which a busy process surely ends its products."""
+"""Seconds after which a busy process has surely finished its queue."""
 
 Run = Callable[[], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that can be repeated.
+    """A repeatable call of an op.
 
     Args:
-        op: what it computes.
-        case: what it computes it from.
-        build: makes the arguments; gives the call.
+        op: name of the op.
+        case: name of the case or workload.
+        build: draws the arguments and returns a function that runs the op on them.
     """
 
     op: str
@@ -97,12 +97,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Shared:
-    """What was found for a call.
+    """The result of a repeated call on a busy device.
 
     Attributes:
-        op, case: the call's.
-        runs: how often it was run beside the others.
-        failure: how a run differed from the first, which had the device to itself, or None.
+        op, case: names of the op and of the case.
+        runs: number of runs on the busy device.
+        failure: the first difference from a run on the idle device, or None.
     """
 
     op: str
@@ -112,7 +112,7 @@ class Shared:
 
 
 def calls_of(op: str, device: str) -> list[Call]:
-    """Long calls of an op; its quick cases, where it has none or there is no GPU."""
+    """The long calls of an op on a GPU; its quick cases on a CPU, or if it has no long calls."""
     long = [] if device == "cpu" else [one for one in LONG if one.op == op]
     if long:
         return [Call(op, one.case, partial(_build_workload, one, device)) for one in long]
@@ -121,7 +121,7 @@ def calls_of(op: str, device: str) -> list[Call]:
 
 
 def compile_calls(op: str, device: str) -> None:
-    """Leave the kernels of an op's calls in Triton's cache."""
+    """Compile the kernels of an op's calls into Triton's cache."""
     for call in calls_of(op, device):
         call.build()()
     if device == "cuda":
@@ -129,27 +129,28 @@ def compile_calls(op: str, device: str) -> None:
 
 
 def rerun_beside(calls: Sequence[Call], device: str, count: int) -> Iterator[Shared]:
-    """Run each call alone, then again and again while ``count`` processes use the device, too.
+    """Run each call on the idle device, then repeatedly while ``count`` processes keep it busy.
 
     Raises:
         RuntimeError: one of these processes ended early.
     """
-    with _busy_processes(count, device) as others:
+    with _busy_processes(count, device) as busy:
         for call in calls:
             run = call.build()
             expected = {name: result.clone() for name, result in run().items()}
-            others.set()
+            busy.set()
             runs, failure = 0, None
             end = time.perf_counter() + SECONDS
             while failure is None and (runs < RUNS or time.perf_counter() < end):
                 runs += 1
                 failure = _differs(run, expected, f"{call.op}, run {runs}")
-            others.clear()
+            busy.clear()
             time.sleep(LULL)
             yield Shared(call.op, call.case, runs, failure)
 
 
 def _differs(run: Run, expected: dict[str, Tensor], name: str) -> str | None:
+    """Run a call; returns a message if a result differs from ``expected`` in any bit."""
     with poisoned_empty():
         results = run()
     try:
@@ -176,45 +177,45 @@ def _build_case(op: str, build: Callable[[Draw], dict[str, object]], device: str
 
 @contextmanager
 def _busy_processes(count: int, device: str) -> Iterator[Event]:
-    """Processes that keep the device busy whenever the event is set.
+    """Processes that keep the device busy while the yielded event is set.
 
     Raises:
         RuntimeError: one of them ended before the block did.
     """
     spawn = multiprocessing.get_context("spawn")
-    go = spawn.Event()
+    busy = spawn.Event()
     pipes = [spawn.Pipe(duplex=False) for _ in range(count)]
     processes = [
-        spawn.Process(target=_multiply, args=(device, go, theirs), daemon=True)
-        for _, theirs in pipes
+        spawn.Process(target=_multiply, args=(device, busy, sender), daemon=True)
+        for _, sender in pipes
     ]
     try:
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+        for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
-            theirs.close()
-        for mine, _ in pipes:
-            mine.recv()  # started
-        yield go
+            sender.close()
+        for receiver, _ in pipes:
+            receiver.recv()  # the process is ready
+        yield busy
         if any(not process.is_alive() for process in processes):
             raise EOFError
     except EOFError:
-        raise RuntimeError(f"a process beside this one, of {count}, ended early") from None
+        raise RuntimeError(f"one of the {count} busy processes ended early") from None
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _multiply(device: str, go: Event, started: Connection) -> None:
-    """Multiply matrices while ``go`` is set, until somebody kills this process."""
+def _multiply(device: str, busy: Event, ready: Connection) -> None:
+    """Multiply matrices while ``busy`` is set, until the process is killed."""
     torch.set_num_threads(1)
     size = SIZES[device]
     x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
     torch.mm(x, x, out=out)
-    started.send(None)
+    ready.send(None)
     while True:
-        go.wait()
+        busy.wait()
         for _ in range(QUEUED):
             torch.mm(x, x, out=out)
         if device == "cuda":

@@ -1,6 +1,6 @@
-"""What holds for the arguments of a case: near the definition, repeatable, replayable, batchable.
+"""The checks of a case: accuracy, repeatability, CUDA graph replay and batch invariance.
 
-Results are named tensors: what the op returns, and the parts of the rows of a cache that it writes.
+Results are named tensors: the op's return values, and the fields of a cache that the op writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHE_WRITERS = (
 )
 
 OVERWRITING = (*CACHE_WRITERS, "gather_dequant")
-"""Ops that write into their arguments; every run needs a copy."""
+"""Ops that overwrite arguments; every run needs a copy of them."""
 
 PER_REQUEST = {
     "sparse_decode": (
@@ -57,31 +57,31 @@ PER_REQUEST = {
     "dense_decode": ("q", "page_table", "seq_lens"),
     "decode_branch": ("q", "kv", "topk_indices", "topk_lengths"),
 }
-"""Ops whose requests do not depend on each other, and the arguments that have one row for each.
+"""Batch-invariant ops, and their arguments with one row per request.
 
-Of an op with a plan they have one for each token.
+The arguments of ops with a plan have one row per token.
 """
 
 READ_AHEAD = {"project_heads": "weight", "decode_branch": "layer", "prefill_branch": "layer"}
-"""The argument of an op that it may read before the kernel in front of it has ended."""
+"""Arguments that an op may read before the previous kernel ends."""
 
 THREADS = 1, 2
-"""Counts of a CPU's threads with which a request alone must give the bits it gives in a batch."""
+"""Numbers of CPU threads to check batch invariance with."""
 
 NUM_SPLITS = 3
-"""The fixed count of splits with which a request alone must give the bits it gives in a batch."""
+"""Number of splits to check batch invariance with."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How far a result lies from the definition's.
+    """The difference of a result from the reference.
 
     Args:
-        result: its name.
-        difference: the largest one of an element, among finite elements.
-        share: the largest share of what an element may differ by.
-        tolerance: what may differ; None if every bit must agree.
-        failure: what is wrong, or None.
+        result: name of the result.
+        difference: largest absolute difference of a finite element.
+        share: largest ratio of an element's difference to its limit.
+        tolerance: limits of the difference; None if every bit must agree.
+        failure: error message, or None.
     """
 
     result: str
@@ -94,72 +94,73 @@ class Measured:
 def against_reference(
     op: str, arguments: Arguments, tolerances: tuple[Tolerance | None, ...]
 ) -> tuple[list[Measured], Results]:
-    """Run an op on poisoned memory, then its definition; compare all results.
+    """Run an op on poisoned memory, then its reference, and compare all results.
 
     Returns:
-        A measurement of each result, and the results.
+        The difference of each result, and the op's results.
     """
-    ours, theirs = fresh(op, arguments), fresh(op, arguments)
+    op_arguments, reference_arguments = fresh(op, arguments), fresh(op, arguments)
     with poisoned_empty():
-        results = _name(op, ours, run_op(op, ours))
-    expected = _name(op, theirs, run_reference(op, theirs))
-    allowed = [*tolerances, *ROW_TOLERANCES.values()]
-    names = [*_result_names(op)[: len(tolerances)], *(f"cache.{part}" for part in ROW_TOLERANCES)]
+        results = _name(op, op_arguments, run_op(op, op_arguments))
+    expected = _name(op, reference_arguments, run_reference(op, reference_arguments))
+    limits = [*tolerances, *ROW_TOLERANCES.values()]
+    names = [*_result_names(op)[: len(tolerances)], *(f"cache.{field}" for field in ROW_TOLERANCES)]
     sizes = sizes_of(op, arguments)
     measured = []
-    for name, tolerance in zip(names, allowed, strict=True):
+    for name, tolerance in zip(names, limits, strict=True):
         if name in results:
             measured.append(_measure(name, results[name], expected[name], tolerance, sizes))
     if op in CACHE_WRITERS:
-        measured.append(_other_rows(_cache(ours), _cache(arguments), _slots(arguments)))
+        measured.append(_other_rows(_cache(op_arguments), _cache(arguments), _slots(arguments)))
     return measured, results
 
 
 def check_reruns(op: str, arguments: Arguments, expected: Results, reruns: int) -> None:
-    """Every run gives the bits of the first.
+    """Check that every rerun gives the same bits as the first run.
 
     Raises:
-        AssertionError: a run gave others.
+        AssertionError: a rerun differs.
     """
     for rerun in range(reruns):
         _assert_same(f"rerun {rerun + 1}", run_named(op, fresh(op, arguments)), expected)
 
 
 def check_alone(op: str, arguments: Arguments) -> None:
-    """Each request alone gives the bits that it gives in the batch, for a fixed count of splits.
+    """Check that each request alone gives the same bits as in the batch, with fixed splits.
 
     Raises:
-        AssertionError: a request gave others.
+        AssertionError: a request differs.
     """
     arguments = arguments | {"num_splits": NUM_SPLITS}
     for threads in _thread_counts(cast("Tensor", arguments["q"]).device):
-        together = run_named(op, fresh(op, arguments))
-        for request, (rows, own) in enumerate(_requests(op, arguments)):
-            alone = run_named(op, fresh(op, own))
-            expected = {name: result[rows] for name, result in together.items()}
-            if op in CACHE_WRITERS:  # a request alone writes its own rows only
-                slots = _slots(own)
-                for name in _cache(own).fields()._asdict():
-                    if (part := f"cache.{name}") in alone:
-                        alone[part] = alone[part].flatten(0, 1)[slots]
-                        expected[part] = together[part].flatten(0, 1)[slots]
+        batch = run_named(op, fresh(op, arguments))
+        for request, (rows, single) in enumerate(_requests(op, arguments)):
+            alone = run_named(op, fresh(op, single))
+            expected = {name: result[rows] for name, result in batch.items()}
+            if op in CACHE_WRITERS:  # compare the rows of this request only
+                slots = _slots(single)
+                for field in _cache(single).fields()._asdict():
+                    if (name := f"cache.{field}") in alone:
+                        alone[name] = alone[name].flatten(0, 1)[slots]
+                        expected[name] = batch[name].flatten(0, 1)[slots]
             _assert_same(f"request {request} alone{threads}", alone, expected)
 
 
 def _requests(op: str, arguments: Arguments) -> Iterator[tuple[slice, Arguments]]:
-    """For each request its rows, and the arguments of a call that serves no other."""
+    """For each request its rows in the batch, and the arguments of a call for it alone."""
     names = [name for name in PER_REQUEST[op] if arguments.get(name) is not None]
     plan = cast("Plan | None", arguments.get("plan"))
     count = len(cast("Tensor", arguments["q"]))
     offsets = range(count + 1) if plan is None else plan.input_row_offsets.tolist()
     for request, (first, last) in enumerate(itertools.pairwise(offsets)):
-        own = {name: cast("Tensor", arguments[name])[first:last] for name in names}
-        planned = {} if plan is None else {"plan": _plan_of(plan, request)}
-        yield slice(first, last), arguments | own | planned
+        single: Arguments = {name: cast("Tensor", arguments[name])[first:last] for name in names}
+        if plan is not None:
+            single["plan"] = _plan_of(plan, request)
+        yield slice(first, last), arguments | single
 
 
 def _plan_of(plan: Plan, request: int) -> Plan:
-    """The plan of a request alone."""
+    """The plan of a batch with this request alone."""
     return plan_batch(
         plan.input_row_offsets.diff()[request : request + 1].cpu(),
         plan.seq_lens[request : request + 1].cpu(),
@@ -171,7 +172,7 @@ def _plan_of(plan: Plan, request: int) -> Plan:
 
 
 def _thread_counts(device: torch.device) -> Iterator[str]:
-    """Set each count of threads in turn, where they compute; what a failure says about it."""
+    """Set each number of CPU threads in turn; yields a suffix for error messages."""
     if device.type != "cpu":
         yield ""
         return
@@ -185,11 +186,11 @@ def _thread_counts(device: torch.device) -> Iterator[str]:
 
 
 def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
-    """A CUDA graph, captured over ``arguments`` and replayed over ``others``, gives the eager bits.
+    """Check that a CUDA graph captured with ``arguments`` and replayed with ``others`` is exact.
 
     Raises:
-        AssertionError: the graph gave other bits.
-        ValueError: the two have different shapes.
+        AssertionError: the replay differs from an eager run with ``others`` in any bit.
+        ValueError: the two sets of arguments have different shapes.
     """
     expected = run_named(op, fresh(op, others))
     graph = torch.cuda.CUDAGraph()
@@ -209,32 +210,32 @@ def check_replay(op: str, arguments: Arguments, others: Arguments) -> None:
 
 
 def check_late_inputs(op: str, arguments: Arguments, expected: Results) -> None:
-    """What the kernel in front writes is not read before that has ended.
+    """Check that the op waits for the previous kernel before it reads inputs written by it.
 
     Raises:
-        AssertionError: the op gave other bits when its inputs came late.
+        AssertionError: delayed inputs changed a result.
     """
     from sparsemla.testing.late import bytes_of, copy_late  # needs Triton
 
     arguments = copy.deepcopy(arguments)
     late = {name: value for name, value in arguments.items() if name != READ_AHEAD.get(op)}
     tensors = [leaf for leaf in _leaves(late) if isinstance(leaf, Tensor) and leaf.is_cuda]
-    stored = {tensor.untyped_storage().data_ptr(): bytes_of(tensor) for tensor in tensors}
-    copies = [(target, target.clone()) for target in stored.values() if len(target)]
+    storages = {tensor.untyped_storage().data_ptr(): bytes_of(tensor) for tensor in tensors}
+    copies = [(target, target.clone()) for target in storages.values() if len(target)]
     if not copies:
         return
     for target, _ in copies:
         target.zero_()
     torch.cuda.synchronize()
     copy_late(copies, copies[0][0].device)
-    _assert_same("inputs that come late", run_named(op, arguments), expected)
+    _assert_same("delayed inputs", run_named(op, arguments), expected)
 
 
 def overwrite(target: object, source: object) -> None:
-    """Copy the memory of all tensors in ``source`` over that of those in ``target``.
+    """Copy the storage of each tensor in ``source`` to its counterpart in ``target``.
 
     Raises:
-        ValueError: they differ in a shape, a stride, or a value that is no tensor.
+        ValueError: the two differ in a shape, a stride, a dtype or another value.
     """
     for old, new in zip(_leaves(target), _leaves(source), strict=True):
         if isinstance(old, Tensor) and isinstance(new, Tensor):
@@ -243,7 +244,7 @@ def overwrite(target: object, source: object) -> None:
                     f"two draws of a case differ: {old.dtype} {list(old.shape)} and "
                     f"{new.dtype} {list(new.shape)}"
                 )
-            # Pages may hold scales behind the rows that the tensor shows.
+            # Copy whole storages: pages may have scales after the rows that the tensor covers.
             old.untyped_storage().copy_(new.untyped_storage())
         elif old != new:
             raise ValueError(f"two draws of a case differ: {old!r} and {new!r}")
@@ -251,7 +252,7 @@ def overwrite(target: object, source: object) -> None:
 
 @contextmanager
 def recorded_tiers() -> Iterator[list[str]]:
-    """The tiers that dispatch chooses in the block, in order and each once."""
+    """The distinct tiers that dispatch chooses inside the block, in order."""
     tiers: list[str] = []
     select = dispatch.select
 
@@ -280,12 +281,12 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def fresh(op: str, arguments: Arguments) -> Arguments:
-    """Arguments of which the op may overwrite what it does overwrite."""
+    """The arguments, copied if the op overwrites some of them."""
     return copy.deepcopy(arguments) if op in OVERWRITING else arguments
 
 
 def run_named(op: str, arguments: Arguments) -> Results:
-    """The results of an op by their names."""
+    """Run an op; returns its results by name."""
     return _name(op, arguments, run_op(op, arguments))
 
 
@@ -296,9 +297,9 @@ def _result_names(op: str) -> tuple[str, ...]:
 def _name(op: str, arguments: Arguments, results: tuple[Tensor, ...]) -> Results:
     named = dict(zip(_result_names(op), results, strict=False))
     if op in CACHE_WRITERS:
-        for part, rows in _cache(arguments).fields()._asdict().items():
+        for field, rows in _cache(arguments).fields()._asdict().items():
             if rows is not None:
-                named[f"cache.{part}"] = rows
+                named[f"cache.{field}"] = rows
     return named
 
 
@@ -307,7 +308,7 @@ def _cache(arguments: Arguments) -> PagedCache:
 
 
 def _slots(arguments: Mapping[str, Any]) -> Tensor:
-    """Slots that an op with a cache may write."""
+    """The slots that an op writes."""
     slots = arguments["plan"].slot_mapping if "plan" in arguments else arguments["slot_mapping"]
     return slots[slots >= 0].long()
 
@@ -332,16 +333,16 @@ def _measure(
 
 
 def _other_rows(written: PagedCache, before: PagedCache, slots: Tensor) -> Measured:
-    """Rows that no slot names keep every bit."""
+    """Compare the rows that the op must not write with their bits before the call."""
     others = torch.ones(written.num_slots, dtype=torch.bool, device=slots.device)
     others[slots] = False
     name, failure, difference = "cache, other rows", None, 0.0
-    for got, was in zip(written.fields(), before.fields(), strict=True):
-        if got is not None and was is not None:
-            got, was = got.flatten(0, 1)[others], was.flatten(0, 1)[others]
-            difference = max(difference, largest_difference(got, was))
+    for got, expected in zip(written.fields(), before.fields(), strict=True):
+        if got is not None and expected is not None:
+            got, expected = got.flatten(0, 1)[others], expected.flatten(0, 1)[others]
+            difference = max(difference, largest_difference(got, expected))
             try:
-                assert_equal(name, got, was)
+                assert_equal(name, got, expected)
             except AssertionError as error:
                 failure = str(error)
     return Measured(name, difference, 0.0, None, failure)

@@ -1,4 +1,4 @@
-"""The loop over the matrix, and its report."""
+"""The loop over the cases, and its report."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from sparsemla.verify.properties import (
 PACKAGE = Path(sparsemla.__file__).parent
 RERUNS, QUICK_RERUNS = 20, 5
 GROUP = 12
-"""Cases that a process runs before it takes others."""
+"""Number of cases in a unit of work of a process."""
 SHOWN = 40
-"""Lines of a failure that the report keeps."""
+"""Maximum number of lines per failure in the report."""
 
 
 @dataclass(frozen=True)
 class Property:
-    """How many cases a property was checked on, and on how many it does not hold."""
+    """The number of cases in which a property was checked, and in which it failed."""
 
     checked: int = 0
     failed: int = 0
@@ -55,19 +55,19 @@ class Property:
 
 @dataclass(frozen=True)
 class OpReport:
-    """What was found for one op.
+    """The report of one op.
 
     Attributes:
-        op: its name.
-        tier: what dispatch chose; of a branch, what it chose for the ops it is made of.
-        cases: cases that ran.
-        failed: cases with any failure.
-        worst: for each result the largest difference of an element from the definition's.
-        share: for each result the largest share of what an element may differ by.
-        tolerance: for each result the limits of its tolerance, or ``exact``.
+        op: name of the op.
+        tier: the tier that dispatch chose, or several joined by ``+``, as for branches.
+        cases: number of cases that ran.
+        failed: number of cases with a failure.
+        worst: largest absolute difference from the reference, per result.
+        share: largest ratio of an element's difference to its limit, per result.
+        tolerance: limits of the tolerance, or ``exact``, per result.
         properties: repeatable, late_inputs, graph_replay and batch_invariant, as far as they apply.
-        seconds: time that all of it took in its processes, compilation included.
-        failures: what went wrong, each with the name of its case.
+        seconds: total time of all processes, including compilation.
+        failures: error messages that begin with the name of the case.
     """
 
     op: str
@@ -84,19 +84,19 @@ class OpReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A run: what was tested, on what, and what was found.
+    """The report of a run: environment and results.
 
     Attributes:
-        commit: as given, or of the checkout that the package lies in, or None.
-        dirty: whether that checkout had changes; None if the commit was given or there is none.
+        commit: the given commit, or that of the package's checkout, or None.
+        dirty: whether the checkout had changes; None if the commit was given or is unknown.
         date: UTC, ISO 8601.
-        torch, triton, python: versions; triton is None where it is not installed.
+        torch, triton, python: versions; triton is None if it is not installed.
         device: :func:`device_name`.
         kernel_hash: :func:`kernel_hash`.
         quick: whether only the quick cases ran.
-        beside: other processes that kept the device busy while calls were repeated.
-        shared: what was found for each of these calls.
-        ops: a report of each op.
+        beside: number of processes that kept the device busy during repeated calls.
+        shared: results of these repeated calls.
+        ops: a report per op.
     """
 
     commit: str | None
@@ -114,11 +114,12 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether no case and no repeated call failed."""
         failed = any(op.failed for op in self.ops)
         return not failed and all(call.failure is None for call in self.shared)
 
     def to_json(self) -> str:
-        """The report as a JSON object of its attributes."""
+        """The attributes of the report as a JSON object."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
@@ -135,24 +136,27 @@ def verify(
     on_op: Callable[[OpReport], None] | None = None,
     on_shared: Callable[[Shared], None] | None = None,
 ) -> Report:
-    """Check the ops on a device against their definitions, and what else they promise.
+    """Check ops on a device against their reference, and for repeatability and batch invariance.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        quick: a few cases of each op, with fewer reruns.
-        ops: names of ops; none means all.
-        commit: recorded in the report where the checkout cannot tell.
-        jobs: processes that share the cases; most of a first run is compilation.
-        beside: other processes; if there are any, long calls are repeated while these keep the
-            device busy, too (:mod:`sparsemla.verify.beside`).
-        acting_as: an older GPU that the one that is there acts as
-            (:mod:`sparsemla.testing.emulate`); only in a process that has not used the GPU.
-        on_case: called with the names of op and case before each case, if there is one process.
-        on_op: called with each op's report.
-        on_shared: called with what was found for each call that was repeated.
+        quick: run a few cases per op, with fewer reruns.
+        ops: names of ops; default all.
+        commit: commit to record in the report instead of the checkout's.
+        jobs: number of processes; a first run spends most of its time in compilation.
+        beside: number of processes that keep the device busy while long calls are repeated, see
+            :mod:`sparsemla.verify.beside`; 0 skips these calls.
+        acting_as: name of an older GPU to emulate, see :mod:`sparsemla.testing.emulate`; only in a
+            process that has not used the GPU yet.
+        on_case: called with the names of op and case before each case, if jobs is 1.
+        on_op: called with the report of each op.
+        on_shared: called with the result of each repeated call.
+
+    Returns:
+        The report.
 
     Raises:
-        ValueError: no such device, op or older GPU.
+        ValueError: an unknown device, op or older GPU.
     """
     check_choice(device, ops, beside, acting_as)
     names = ops or tuple(MATRIX)
@@ -160,22 +164,22 @@ def verify(
     reports = []
     with ExitStack() as stack:
         if jobs == 1:
-            found = (
+            results = (
                 (op, [_run_group(op, i, device, quick, acting_as, on_case) for i in firsts])
                 for op, firsts in groups.items()
             )
         else:
-            # A GPU cannot be used in a fork of a process that has used it.
+            # A forked process cannot use the GPU if its parent has used it.
             spawn = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(jobs, mp_context=spawn)
-            stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C does not begin another one
-            started = [
+            stack.callback(pool.shutdown, cancel_futures=True)  # after Ctrl-C start no other group
+            submitted = [
                 (op, [pool.submit(_run_group, op, i, device, quick, acting_as) for i in firsts])
                 for op, firsts in groups.items()
             ]
-            found = ((op, [one.result() for one in some]) for op, some in started)
-        for op, parts in found:
-            report = _summarise(op, parts)
+            results = ((op, [future.result() for future in futures]) for op, futures in submitted)
+        for op, op_groups in results:
+            report = _summarise(op, op_groups)
             reports.append(report)
             if on_op is not None:
                 on_op(report)
@@ -188,9 +192,9 @@ def verify(
             shared.append(call)
             if on_shared is not None:
                 on_shared(call)
-    known, dirty = (commit, None) if commit else _checkout()
+    commit, dirty = (commit, None) if commit else _checkout()
     return Report(
-        commit=known,
+        commit=commit,
         dirty=dirty,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
@@ -213,7 +217,7 @@ def _run_group(
     acting_as: str | None,
     on_case: Callable[[str, str], None] | None = None,
 ) -> _Group:
-    """Run up to :data:`GROUP` cases of an op from the ``first`` on."""
+    """Run up to :data:`GROUP` cases of an op, starting with number ``first``."""
     started = time.perf_counter()
     outcomes = []
     with _acting(acting_as):
@@ -235,10 +239,10 @@ def _acting(name: str | None) -> AbstractContextManager[None]:
 def check_choice(
     device: str, ops: Sequence[str], beside: int = 0, acting_as: str | None = None
 ) -> None:
-    """Refuse devices that are not there, ops that do not exist, and acting as a newer GPU.
+    """Check that the device is available, the ops exist, and the GPU to emulate is older.
 
     Raises:
-        ValueError: naming what was expected.
+        ValueError: one of these is not so; the message has the expected and the actual value.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
@@ -258,7 +262,7 @@ def check_choice(
 
 
 def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
-    """The cases of an op that a run has."""
+    """The cases of an op that a run on this device includes."""
     return [
         case
         for case in MATRIX[op]
@@ -267,14 +271,14 @@ def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
 
 
 def device_name(device: str, acting_as: str | None = None) -> str:
-    """Name of the GPU and of the one that it acts as, or ``cpu``."""
+    """Name of the GPU and of the GPU that it emulates, or ``cpu``."""
     if device == "cpu":
         return device
     return torch.cuda.get_device_name() + (f" as {acting_as}" if acting_as else "")
 
 
 def kernel_hash() -> str:
-    """SHA-256 over the names and contents of all files below ``sparsemla/kernels``."""
+    """SHA-256 of the names and contents of all Python files below ``sparsemla/kernels``."""
     digest = hashlib.sha256()
     for path in sorted((PACKAGE / "kernels").rglob("*.py")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
@@ -292,7 +296,7 @@ class _Outcome:
 
 
 class _Group(NamedTuple):
-    """What was found for some cases of an op, and the seconds it took."""
+    """The outcomes of some cases of an op, and their time in seconds."""
 
     outcomes: Sequence[_Outcome]
     seconds: float
@@ -304,7 +308,7 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
     failures: list[str] = []
 
     def attempt(check: Callable[[], None]) -> bool:
-        """Run a check; whatever it raises is what the report is for."""
+        """Run a check and record any exception as a failure."""
         try:
             check()
             if device == "cuda":
@@ -317,11 +321,12 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
             return True
         return False
 
-    def everything() -> None:
+    def all_checks() -> None:
         arguments = case.build(Draw(0, device))
-        found, results = against_reference(op, arguments, case.tolerances or TOLERANCES[op])
-        measured.extend(found)
-        failures.extend(one.failure for one in found if one.failure is not None)
+        tolerances = case.tolerances or TOLERANCES[op]
+        differences, results = against_reference(op, arguments, tolerances)
+        measured.extend(differences)
+        failures.extend(each.failure for each in differences if each.failure is not None)
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
         if op in PER_REQUEST and case.alone:
             properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))
@@ -332,7 +337,7 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
             properties["graph_replay"] = attempt(lambda: check_replay(op, arguments, others))
 
     with recorded_tiers() as tiers:
-        attempt(everything)
+        attempt(all_checks)
     return _Outcome(case.name, tuple(tiers), tuple(measured), properties, tuple(failures))
 
 
@@ -344,18 +349,18 @@ def _summarise(op: str, groups: Sequence[_Group]) -> OpReport:
     properties: dict[str, Property] = {}
     failures = []
     for outcome in outcomes:
-        for one in outcome.measured:
-            limits = _limits(one.tolerance)
-            # Where a case has a tolerance of its own, its results count apart.
-            name = one.result
+        for measured in outcome.measured:
+            limits = _limits(measured.tolerance)
+            # A result of a case with a different tolerance gets a separate entry.
+            name = measured.result
             if tolerance.setdefault(name, limits) != limits:
-                name = f"{one.result} of {outcome.case}"
+                name = f"{measured.result} of {outcome.case}"
                 tolerance[name] = limits
-            worst[name] = max(worst.get(name, 0.0), one.difference)
-            share[name] = max(share.get(name, 0.0), one.share)
+            worst[name] = max(worst.get(name, 0.0), measured.difference)
+            share[name] = max(share.get(name, 0.0), measured.share)
         for name, holds in outcome.properties.items():
-            so_far = properties.get(name, Property())
-            properties[name] = Property(so_far.checked + 1, so_far.failed + (not holds))
+            counts = properties.get(name, Property())
+            properties[name] = Property(counts.checked + 1, counts.failed + (not holds))
         for failure in outcome.failures:
             lines = failure.splitlines()[:SHOWN]
             failures.append(f"{outcome.case}: " + "\n".join(lines))
@@ -374,14 +379,14 @@ def _summarise(op: str, groups: Sequence[_Group]) -> OpReport:
 
 
 def _limits(tolerance: Tolerance | None) -> Mapping[str, float] | str:
-    """The limits that a tolerance sets."""
+    """The non-zero limits of a tolerance, or ``exact``."""
     if tolerance is None:
         return "exact"
     return {name: limit for name, limit in asdict(tolerance).items() if limit or name == "cos"}
 
 
 def _triton_version() -> str | None:
-    """What is imported, which need not be what is installed."""
+    """Version of the imported Triton, which may differ from the installed one."""
     try:
         return str(importlib.import_module("triton").__version__)
     except ImportError:
