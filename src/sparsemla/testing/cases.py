@@ -1,11 +1,10 @@
-"""Random inputs as dirty as the ones that serving produces.
+"""Random inputs, as dirty as in serving.
 
-The distributions are those of FlashMLA's and DeepGEMM's tests. Rows that no valid index names hold
-NaN, selections hold ids from both ends of the integer range, page tables end in garbage, pages are
-shuffled. Each ``*_case`` returns the arguments of the op it is named after, for the public op and
-for the reference alike.
+The distributions come from the tests of FlashMLA and DeepGEMM. Unselected rows are NaN, selections
+contain ids from both ends of the integer range, page tables end in garbage, and pages are shuffled.
+Each ``<op>_case`` returns the arguments of this op, for the public function and the reference.
 
-Every number is drawn on the CPU, so that a seed means the same inputs on every device.
+All numbers are drawn on the CPU, so a seed gives the same inputs on every device.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ Arguments = dict[str, object]
 Item = TypeVar("Item")
 
 GARBAGE_PAGE = 2147480000
-"""What page tables hold behind a request's last page."""
+"""The page id in unused entries of page tables."""
 
 
 def invalid_ids(num_rows: int) -> list[int]:
-    """Ids that name no row, from one end of int32 to the other."""
+    """Ids outside ``[0, num_rows)``, including both ends of int32."""
     fixed = [-(2**31), -123456, -1, num_rows, 114514, 1919810, GARBAGE_PAGE, 2**31 - 1]
     return [i for i in fixed if i < 0 or i >= num_rows]
 
@@ -43,7 +42,10 @@ class Draw:
 
     Args:
         seed: equal seeds give equal tensors.
-        device: where the tensors go.
+        device: device of the tensors.
+
+    >>> torch.equal(Draw(7).normal(2, 3), Draw(7).normal(2, 3))
+    True
     """
 
     seed: int = 0
@@ -54,37 +56,37 @@ class Draw:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Standard normal values."""
+        """Standard normal values of this shape."""
         return torch.randn(shape, generator=self.generator).to(dtype).to(self.device)
 
     def uniform(self) -> float:
-        """One value of [0, 1)."""
+        """A number in [0, 1)."""
         return torch.rand((), generator=self.generator).item()
 
     def integers(
         self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
     ) -> Tensor:
-        """Integers of [low, high)."""
+        """Integers in [low, high) of this shape."""
         drawn = torch.randint(low, high, shape, generator=self.generator)
         return drawn.to(dtype).to(self.device)
 
     def permutation(self, size: int) -> Tensor:
-        """0 .. size - 1 in some order."""
+        """A random permutation of 0 .. size - 1."""
         return torch.randperm(size, generator=self.generator).to(self.device)
 
     def shuffled(self, values: Sequence[Item]) -> list[Item]:
-        """The same values in some order: another batch of the same shapes."""
+        """The values in random order."""
         return [values[i] for i in torch.randperm(len(values), generator=self.generator).tolist()]
 
     def tensor(
         self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int32
     ) -> Tensor:
-        """Given integers, on this draw's device."""
+        """The given integers as a tensor on the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 def embed(tensor: Tensor) -> Tensor:
-    """The same values inside a larger tensor of NaN or -1: every stride is that of the larger one.
+    """The same values as a view into a larger tensor of NaN or -1, with non-contiguous strides.
 
     >>> embed(torch.zeros(2, 3)).stride()
     (131, 1)
@@ -97,17 +99,17 @@ def embed(tensor: Tensor) -> Tensor:
 
 
 def prefill_rows(draw: Draw, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Queries and keys of prefill: a tenth of a normal value, all shifted by up to 0.05."""
+    """Queries and keys of prefill: standard deviation 0.1, mean between -0.05 and 0.05."""
     return (draw.normal(*shape) / 10 + (draw.uniform() - 0.5) / 10).clamp(-10, 10).to(dtype)
 
 
 def decode_queries(draw: Draw, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Queries of decode: clamped normal values."""
+    """Queries of decode: standard normal, clamped to [-1, 1]."""
     return draw.normal(*shape).clamp(-1, 1).to(dtype)
 
 
 def sinks(draw: Draw, num_heads: int) -> Tensor:
-    """Sink logits: normal, for about a third of the heads +inf, and for another third -inf."""
+    """Sink logits: about a third each of +inf, -inf and standard normal."""
     kind = draw.integers(0, 16, num_heads)
     values = draw.normal(num_heads)
     return values.masked_fill(kind < 5, math.inf).masked_fill(kind > 10, -math.inf)
@@ -116,15 +118,15 @@ def sinks(draw: Draw, num_heads: int) -> Tensor:
 def selections(
     draw: Draw, num_tokens: int, topk: int, rows: Tensor, num_rows: int, share: float = 1.0
 ) -> Tensor:
-    """Selections ``[num_tokens, topk]`` of distinct valid ids and, between them, invalid ones.
+    """Selections ``[num_tokens, topk]`` of distinct valid ids, mixed with invalid ids.
 
     Args:
-        draw: the source.
+        draw: the source of random tensors.
         num_tokens: rows of the result.
         topk: columns of the result.
-        rows: valid ids to choose from.
-        num_rows: ids from here on name no row.
-        share: part of the ``topk`` that is valid, if ``rows`` has as many.
+        rows: valid ids to select from.
+        num_rows: ids from this one on are invalid.
+        share: fraction of valid entries, if ``rows`` has as many.
     """
     invalid = draw.tensor(invalid_ids(num_rows), torch.int64)
     size = min(len(rows), int(share * topk))
@@ -145,9 +147,9 @@ def poisoned_cache(
     num_layers: int | None = None,
     scale_mode: ScaleMode = "pow2",
 ) -> PagedCache:
-    """A cache with rows of the decode distribution in the slots ``used`` and NaN in all others.
+    """A cache with random rows in the slots ``used`` and NaN in all others.
 
-    With ``num_layers`` the cache is the last layer of several, and the other layers hold NaN.
+    With ``num_layers`` the result is the last layer of a cache; its other layers are NaN.
     """
     whole = PagedCache.allocate(
         format, num_pages, page_size, num_layers=num_layers, device=draw.device
@@ -163,9 +165,9 @@ def poisoned_cache(
 
 
 def page_tables(draw: Draw, seq_lens: Sequence[int], page_size: int) -> tuple[Tensor, int]:
-    """Shuffled pages for requests of these lengths, and how many pages there are.
+    """A page table with shuffled pages for requests of these lengths, and the number of pages.
 
-    Each row of the table ends in two entries of garbage.
+    Each row of the table ends in at least two garbage entries.
     """
     counts = [-(-n // page_size) for n in seq_lens]
     num_pages = sum(counts) + 2
@@ -183,7 +185,7 @@ def paged_requests(
     num_layers: int | None = None,
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[PagedCache, Tensor]:
-    """A cache that holds requests of these lengths, NaN elsewhere, and their page table."""
+    """A cache with requests of these lengths, NaN in all other slots, and the page table."""
     table, num_pages = page_tables(draw, seq_lens, page_size)
     slots = slots_of_requests(table, seq_lens, page_size)
     cache = poisoned_cache(draw, format, num_pages, page_size, slots, num_layers, scale_mode)
@@ -191,7 +193,7 @@ def paged_requests(
 
 
 def slots_of_requests(table: Tensor, seq_lens: Sequence[int], page_size: int) -> Tensor:
-    """Slots of the positions 0 .. length - 1 of each request, one request after the other."""
+    """Slots of all positions of all requests, request by request."""
     lengths = torch.tensor(seq_lens, device=table.device)
     requests = torch.arange(len(seq_lens), device=table.device).repeat_interleave(lengths)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -200,7 +202,7 @@ def slots_of_requests(table: Tensor, seq_lens: Sequence[int], page_size: int) ->
 
 
 def varied_lengths(draw: Draw, batch: int, mean: int, at_least: int = 0) -> list[int]:
-    """Lengths around ``mean``, normal with a deviation of half of it."""
+    """Lengths from a normal distribution with a standard deviation of half the mean."""
     lengths = mean + mean / 2 * draw.normal(batch).cpu()
     return [max(int(n), at_least) for n in lengths]
 
@@ -208,7 +210,7 @@ def varied_lengths(draw: Draw, batch: int, mean: int, at_least: int = 0) -> list
 def written_cache(
     draw: Draw, format: CacheFormat, num_pages: int, page_size: int, num_layers: int | None = None
 ) -> PagedCache:
-    """A cache with random rows in every slot; with ``num_layers`` the second of several layers."""
+    """A cache with random rows in every slot; with ``num_layers`` the second layer of a cache."""
     cache = PagedCache.allocate(
         format, num_pages, page_size, num_layers=num_layers, device=draw.device
     )
@@ -219,9 +221,9 @@ def written_cache(
 
 
 def distant_pages(draw: Draw, format: CacheFormat) -> PagedCache:
-    """Two pages of 64 rows that lie more than 2 GiB apart.
+    """Two pages of 64 rows with more than 2 GiB between them.
 
-    The memory between them is reserved and, on the CPU, never touched.
+    The memory between the pages is allocated but, on a CPU, never touched.
     """
     apart = 1152 * (2**31 // 1152 + 1)
     size = apart + format.page_bytes(64)
@@ -236,13 +238,13 @@ def distant_pages(draw: Draw, format: CacheFormat) -> PagedCache:
 
 
 MAX_POSITIONS = 300
-"""Rows of the tables of cosines and sines."""
+"""Rows of the RoPE tables."""
 
 
 def _places(
     draw: Draw, num_tokens: int, num_slots: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Positions in no order, and slots of which the last is negative."""
+    """Random positions and slots; the last slot is -1."""
     slots = draw.permutation(num_slots)[:num_tokens]
     slots[-1:] = -1
     return draw.integers(0, MAX_POSITIONS, num_tokens, dtype=dtype), slots.to(dtype)
@@ -269,10 +271,10 @@ def fused_rope_rmsnorm_quant_case(
     with_rows: bool = False,
     **options: object,
 ) -> Arguments:
-    """Arguments of ``fused_rope_rmsnorm_quant``; ``options`` are passed on to it.
+    """Arguments of ``fused_rope_rmsnorm_quant``, to which ``options`` are added.
 
-    ``norm_dim`` is by default what models of the format normalise: all but the rotated dims, or
-    the whole row where key and value are the same.
+    By default ``norm_dim`` follows the models of the format: all dims but the RoPE dims, or the
+    whole row if key and value are the same.
     """
     wrap = embed if strided else _as_it_is
     if norm_dim is None:
@@ -309,7 +311,7 @@ def append_index_keys_case(
     strided: bool = False,
     **options: object,
 ) -> Arguments:
-    """Arguments of ``append_index_keys``; ``options`` are passed on to it."""
+    """Arguments of ``append_index_keys``, to which ``options`` are added."""
     cache = written_cache(draw, format, -(-num_tokens // page_size) + 2, page_size)
     positions, slots = _places(draw, num_tokens, cache.num_slots, index_dtype)
     k = draw.normal(num_tokens, format.head_dim, dtype=dtype)
@@ -334,7 +336,7 @@ def prepare_index_queries_case(
     dtype: torch.dtype = torch.bfloat16,
     **options: object,
 ) -> Arguments:
-    """Arguments of ``prepare_index_queries``; ``options`` are passed on to it."""
+    """Arguments of ``prepare_index_queries``, to which ``options`` are added."""
     return {
         "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
         "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
@@ -354,7 +356,7 @@ def fused_indexer_rope_quant_case(
     dtype: torch.dtype = torch.bfloat16,
     **options: object,
 ) -> Arguments:
-    """Arguments of ``fused_indexer_rope_quant``; ``options`` are those of the keys' case."""
+    """Arguments of ``fused_indexer_rope_quant``, to which ``options`` are added."""
     keys = append_index_keys_case(draw, format, num_tokens=num_tokens, dtype=dtype) | options
     return {
         "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
@@ -372,7 +374,7 @@ def to_slots_case(
     dtype: torch.dtype = torch.int32,
     with_workspace: bool = False,
 ) -> Arguments:
-    """Arguments of ``to_slots`` for 3 requests: ids out of range, and a page that is missing."""
+    """Arguments of ``to_slots`` for 3 requests, with ids out of range and a missing page."""
     num_requests, width = 3, 4
     table = draw.permutation(num_requests * width).view(num_requests, width)
     table[0, 1] = -1
@@ -400,7 +402,7 @@ def gather_dequant_case(
     num_layers: int | None = None,
     seq_starts: Sequence[int] | None = None,
 ) -> Arguments:
-    """Arguments of ``gather_dequant``: a workspace of -7 with a free row around each request."""
+    """Arguments of ``gather_dequant``: a workspace of -7 with an unused row around each request."""
     starts = [0] * len(seq_lens) if seq_starts is None else seq_starts
     totals = [n + first for n, first in zip(seq_lens, starts, strict=True)]
     cache, table = paged_requests(draw, format, totals, page_size, num_layers)
@@ -435,7 +437,7 @@ def sparse_prefill_case(
     share: float = 1.0,
     strided: bool = False,
 ) -> Arguments:
-    """Arguments of ``sparse_prefill`` over rows, some of which nobody selects: those are NaN."""
+    """Arguments of ``sparse_prefill``; unselected rows are NaN."""
     wrap = embed if strided else _as_it_is
     rows = prefill_rows(draw, num_rows, head_dim)
     used = draw.permutation(num_rows)[: max(num_rows * 3 // 4, 1)]
@@ -480,9 +482,9 @@ def sparse_decode_case(
     """Arguments of ``sparse_decode``.
 
     Args:
-        draw: the source.
-        format: format of the cache; the other keywords are the problem's sizes and features.
-        extra: format, sequence length, top-k and page size of a second stream.
+        draw: the source of random tensors.
+        format: format of the cache; other keywords set the problem's sizes and features.
+        extra: format, sequence length, top-k and page size of a second cache.
     """
     wrap = embed if strided else _as_it_is
     shape = (batch, query_len, num_heads, format.head_dim)
@@ -541,7 +543,7 @@ def _stream(
     share: float,
     scale_mode: ScaleMode,
 ) -> tuple[PagedCache, Tensor, Tensor | None]:
-    """Cache, selections ``[batch, query_len, topk]`` and lengths ``[batch]``."""
+    """A cache, selections ``[batch, query_len, topk]``, and lengths ``[batch]`` or None."""
     num_pages = batch * -(-seq_len // page_size) + 1
     num_slots = num_pages * page_size
     used = draw.permutation(num_slots)[: num_slots * 3 // 4]
@@ -557,7 +559,7 @@ def _stream(
 
 
 def _valid_nan_beyond(indices: Tensor, lengths: Tensor, is_nan: Tensor) -> Tensor:
-    """Selections whose first entry that does not count names a row of NaN."""
+    """Selections in which the first entry after the length is the id of a NaN row."""
     column = torch.arange(indices.shape[1], device=indices.device)
     nan_row = int(is_nan.nonzero()[0]) if bool(is_nan.any()) else -1
     return indices.where(column != lengths[:, None], nan_row)
@@ -582,9 +584,9 @@ def dense_decode_case(
     later_nan: bool = False,
     scale_mode: ScaleMode = "pow2",
 ) -> Arguments:
-    """Arguments of ``dense_decode``: NaN behind each length, garbage behind each table row.
+    """Arguments of ``dense_decode``, with NaN after each sequence and garbage after each table row.
 
-    With ``later_nan`` the last token of each request is NaN too, or the last but one.
+    With ``later_nan`` the last or the last but one token of each request is also NaN.
     """
     cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers, scale_mode)
     if later_nan:
@@ -611,7 +613,7 @@ def merge_states_case(
     dtype: torch.dtype = torch.float32,
     with_sink: bool = False,
 ) -> Arguments:
-    """Arguments of ``merge_states``: a row without keys in one part, and one without in all."""
+    """Arguments of ``merge_states``, with a row that is empty in one part and one in all parts."""
     lses = draw.normal(num_parts, 5, 8) * 3
     lses[0, 0] = -math.inf
     lses[:, 1] = -math.inf
@@ -638,8 +640,8 @@ def dense_prefill_case(
 ) -> Arguments:
     """Arguments of ``dense_prefill``.
 
-    With ``nan_in``, which is ``k`` or ``v``, the last token of each request is NaN there, and so is
-    one in the middle of the first request's own.
+    With ``nan_in``, ``k`` or ``v``, this argument is NaN for the last token of each request and for
+    the middle one of the first request's query tokens.
     """
     wrap = embed if strided else _as_it_is
     num_tokens, num_keys = sum(query_lens), sum(kv_lens)
@@ -668,12 +670,12 @@ def offsets(draw: Draw, lengths: Sequence[int]) -> Tensor:
 
 
 def index_values(draw: Draw, *shape: int, exact: bool) -> Tensor:
-    """Indexer queries or keys: normal, or small integers whose sums every order computes alike."""
+    """Indexer queries or keys: normal, or small integers with exact sums in any order."""
     return draw.integers(-2, 3, *shape).float() if exact else draw.normal(*shape)
 
 
 def index_weights(draw: Draw, *shape: int, exact: bool) -> Tensor:
-    """Head weights, some of them negative: normal, or eighths."""
+    """Head weights of both signs: normal, or multiples of 1/8."""
     return draw.integers(-8, 9, *shape).float() / 8 if exact else draw.normal(*shape)
 
 
@@ -691,12 +693,12 @@ def indexer_scores_case(
     """Arguments of ``indexer_scores``.
 
     Args:
-        draw: the source.
-        num_tokens: M; the next keywords are the problem's other sizes.
-        ranges: ``causal`` (DeepGEMM's, which leaves the token itself out), ``segments`` (two
-            halves of a context-parallel rank) or ``ragged`` (any, empty and inverted ones too).
-        fp8: e4m3 queries and keys with key scales, or bfloat16 without.
-        exact: integers and powers of two, so that any order of summation gives the same bits.
+        draw: the source of random tensors.
+        num_tokens: M; the following keywords are other sizes of the problem.
+        ranges: ``causal`` (as in DeepGEMM, without the token itself), ``segments`` (two halves of a
+            context-parallel rank) or ``ragged`` (arbitrary, including empty and inverted ranges).
+        fp8: e4m3 queries and keys with key scales; otherwise bfloat16 without scales.
+        exact: integers and powers of two, so any order of summation gives the same bits.
     """
     q = index_values(draw, num_tokens, num_heads, head_dim, exact=exact)
     keys = index_values(draw, num_keys, head_dim, exact=exact)
@@ -733,7 +735,7 @@ def index_cache(
     exact: bool = False,
     num_layers: int | None = None,
 ) -> tuple[PagedCache, Tensor]:
-    """Indexer keys of requests of these lengths, NaN elsewhere, and their page table."""
+    """A cache with indexer keys of these requests, NaN in all other slots, and the page table."""
     cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers)
     slots = slots_of_requests(table, seq_lens, page_size)
     cache.write(slots, index_values(draw, len(slots), format.head_dim, exact=exact))
@@ -751,7 +753,7 @@ def indexer_scores_paged_case(
     own_lengths: bool = False,
     exact: bool = False,
 ) -> Arguments:
-    """Arguments of ``indexer_scores_paged``; with ``own_lengths`` one length for each row."""
+    """Arguments of ``indexer_scores_paged``; with ``own_lengths`` one length per query token."""
     cache, table = index_cache(draw, seq_lens, format=format, page_size=page_size, exact=exact)
     batch = len(seq_lens)
     q = index_values(draw, batch, query_len, num_heads, format.head_dim, exact=exact)
@@ -782,7 +784,7 @@ def indexer_topk_case(
     exact: bool = True,
     num_layers: int | None = None,
 ) -> Arguments:
-    """Arguments of ``indexer_topk``; exact values make every selection comparable id by id."""
+    """Arguments of ``indexer_topk``; exact values make selections comparable id by id."""
     cache, table = index_cache(
         draw, seq_lens, format=format, page_size=page_size, exact=exact, num_layers=num_layers
     )
@@ -802,7 +804,7 @@ def indexer_topk_case(
 
 
 def adversarial_scores(draw: Draw, num_cols: int, topk: int) -> dict[str, Tensor]:
-    """Rows ``[num_cols]`` on which selections by radix, by threshold or by sampling go wrong."""
+    """Rows ``[num_cols]`` that break naive selection by radix, threshold or sampling."""
     normal = draw.normal(num_cols)
     column = torch.arange(num_cols, device=draw.device)
     low_bits = draw.integers(0, 1024, num_cols)
@@ -856,9 +858,9 @@ def select_topk_case(
     strided: bool = False,
     page_size: int | None = None,
 ) -> Arguments:
-    """Arguments of ``select_topk``; ragged rows begin and end anywhere, and NaN lies behind.
+    """Arguments of ``select_topk``; ragged rows start and end anywhere, with NaN after the end.
 
-    With ``page_size``, for slots: page tables are short and have holes.
+    With ``page_size`` the results are slots, from short page tables with missing pages.
     """
     wrap = embed if strided else _as_it_is
     scores = draw.normal(num_rows, num_cols)
@@ -890,7 +892,7 @@ def merge_topk_case(
     dtype: torch.dtype = torch.float32,
     index_dtype: torch.dtype = torch.int32,
 ) -> Arguments:
-    """Arguments of ``merge_topk``: few distinct values, ids in any order, NaN at empty places."""
+    """Arguments of ``merge_topk``: few distinct values, shuffled ids, NaN in empty entries."""
     count = num_parts * width
     values = draw.integers(-9, 9, num_parts, num_rows, width).to(dtype)
     ids = torch.stack([draw.permutation(3 * count)[:count] for _ in range(num_rows)])
@@ -906,7 +908,7 @@ def merge_topk_case(
 def head_weight(
     draw: Draw, num_heads: int, rows: int, cols: int, block: tuple[int, int] | None = None
 ) -> HeadWeight:
-    """A weight of entries near ``cols^-0.5``; with a block, e4m3 with any float32 scales."""
+    """A weight with standard deviation ``cols^-0.5``: bfloat16, or with a block e4m3 and scales."""
     data = draw.normal(num_heads, rows, cols) * cols**-0.5
     if block is None:
         return HeadWeight(data.bfloat16())
@@ -927,7 +929,7 @@ def project_heads_case(
     num_parts: int | None = None,
     with_sink: bool = False,
 ) -> Arguments:
-    """Arguments of ``project_heads``; parts are NaN where they are empty, as all of row 0 are."""
+    """Arguments of ``project_heads``; empty parts are NaN, and row 0 is empty in all parts."""
     weight = head_weight(draw, num_heads, rows, cols, block)
     if num_parts is None:
         return {"x": draw.normal(num_tokens, num_heads, cols).bfloat16(), "weight": weight}
@@ -982,9 +984,9 @@ def branch_case(
     num_padded_tokens: int | None = None,
     require_uniform: bool = False,
 ) -> Arguments:
-    """Arguments of ``decode_branch`` and ``prefill_branch``; with ``topk``, sparse ones.
+    """Arguments of ``decode_branch`` and ``prefill_branch``, sparse if ``topk`` is given.
 
-    The cache holds the context of each request and NaN where this step writes.
+    The cache has the context of each request, and NaN in the slots written by this step.
     """
     context_lens = [s - q for q, s in zip(query_lens, seq_lens, strict=True)]
     table, num_pages = page_tables(draw, seq_lens, page_size)
@@ -1012,7 +1014,7 @@ def branch_case(
 
 
 def causal_selections(draw: Draw, plan: Plan, topk: int, page_size: int) -> Tensor:
-    """Slots ``[T, topk]`` of distinct positions up to each token's own, then -1."""
+    """Slots ``[T, topk]`` of distinct random positions up to the token's, then -1."""
     out = torch.full((plan.num_tokens, topk), -1, dtype=torch.int32, device=draw.device)
     num_tokens = int(plan.input_row_offsets[-1])
     for token, position in enumerate(plan.positions[:num_tokens].tolist()):

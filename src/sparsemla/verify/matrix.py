@@ -1,11 +1,11 @@
-"""The table of cases: for each op, arguments as serving produces them and as nobody should.
+"""The table of cases: typical and extreme arguments of each op.
 
-Shapes are those of the tests of FlashMLA, DeepGEMM and MAX, and of models; most inputs are poisoned
-(:mod:`sparsemla.testing.cases`). Two draws of a case have the same shapes but other values, lengths
-and pages, so that a graph captured over one can be replayed over the other.
+Shapes come from the tests of FlashMLA, DeepGEMM and MAX, and from models. Most inputs are poisoned,
+see :mod:`sparsemla.testing.cases`. Two draws of a case have the same shapes but different values,
+lengths and pages, so a CUDA graph captured with one draw can be replayed with the other.
 
-Triton compiles a kernel for each format, block of heads and kind of argument, so the cases of an op
-vary one of these at a time.
+Triton compiles a kernel for each combination of format, block of heads and kind of argument. To
+limit compilation, the cases of an op vary one of these at a time.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ Build = Callable[[Draw], Arguments]
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of an op.
+    """A case of an op.
 
     Args:
-        name: what a failure calls it.
-        build: makes the arguments.
-        tolerances: one for each result, instead of the op's.
-        quick: part of quick runs.
-        large: too slow, or too large, for a CPU.
-        alone: each request is also computed alone, of the ops whose requests are independent.
-        replayed: captured in a CUDA graph.
+        name: name of the case in reports.
+        build: draws the arguments.
+        tolerances: one per result; default the op's tolerances.
+        quick: include the case in quick runs.
+        large: skip the case on a CPU, where it would be too slow or too large.
+        alone: check batch invariance, if the op has it.
+        replayed: check replay of a CUDA graph.
     """
 
     name: str
@@ -70,9 +70,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Values that each draw deals out to the requests anew, as an option of a case.
+    """An option of a case with one value per request, in random order for each draw.
 
-    With ``names`` each value has a part for each of several options.
+    Args:
+        values: the values; with ``names``, tuples with one value per name.
+        names: the options to set; default the option that this object is given for.
     """
 
     values: Sequence[Any]
@@ -80,7 +82,7 @@ class Shuffled:
 
 
 def build(make: Callable[..., Arguments], *args: object, **options: object) -> Build:
-    """``make`` with fixed arguments, but for those that are shuffled."""
+    """A function that calls ``make`` with these arguments, shuffled anew for each draw."""
 
     def built(draw: Draw) -> Arguments:
         drawn: dict[str, object] = {}
@@ -114,7 +116,7 @@ INDEX_FORMATS = (
     e4m3_format(128, 128, 0),
 )
 QUICK_FORMATS = (FP8_DS_MLA, FP8_584, INDEX_FP8)
-"""Formats that quick runs try: those of the models."""
+"""Formats in quick runs: the formats of the models."""
 
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2": {},
@@ -123,7 +125,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "half-split behind": {"rope_first": False},
     "hadamard": {"hadamard": True},
 }
-"""How indexers rotate."""
+"""RoPE layouts of indexers."""
 
 QUICK_CONVENTIONS = ("DeepSeek-V3.2", "DeepSeek-V4", "hadamard")
 
@@ -337,7 +339,7 @@ def _scores_far_past_the_keys(draw: Draw) -> Arguments:
 
 
 def _batches(*batch: tuple[int, int]) -> Shuffled:
-    """Requests, each with its query length and its length."""
+    """A batch of (query length, sequence length), shuffled for each draw."""
     return Shuffled(batch, ("query_lens", "seq_lens"))
 
 
@@ -380,7 +382,7 @@ def _indexer_topk() -> list[Case]:
 
 
 def _best_in_little_memory(draw: Draw) -> Arguments:
-    """Chunks that begin and end within requests."""
+    """A workspace so small that chunks begin and end inside requests."""
     arguments = cases.indexer_topk_case(draw, query_lens=[1, 50, 0, 20], seq_lens=[90, 300, 0, 20])
     return arguments | {"max_workspace_bytes": 13 * (4 * 448)}
 
@@ -410,8 +412,8 @@ def _select_topk() -> list[Case]:
                 build(_adversarial_rows, cols, 2048, rows),
                 large=True,
             )
-            # One row for many programs, for few, for one, for a part of one; for the registers of
-            # one, two, four and eight.
+            # First line: a row takes many programs, a few, one, or part of one. Second line: a row
+            # fits the registers of one, two, four and eight programs.
             for rows, cols in (
                 *((16, 200000), (25, 200000), (100, 70000), (180, 70000), (180, 30000)),
                 *((180, 9000), (60, 20000), (16, 65536), (7, 131072)),
@@ -430,7 +432,7 @@ def _select_topk() -> list[Case]:
 
 
 def _long_and_short_rows(draw: Draw) -> Arguments:
-    """Rows of up to k columns among rows that several programs share."""
+    """Rows of about k columns among rows that several programs share."""
     arguments = cases.select_topk_case(draw, num_rows=9, num_cols=70000, topk=512, ragged=True)
     sizes = draw.tensor(draw.shuffled((0, 1, 511, 512, 513)))
     starts, ends = (cast("Tensor", arguments[name]) for name in ("row_starts", "row_ends"))
@@ -471,7 +473,7 @@ def _adversarial_rows(
 
 
 def _candidates_in_clusters(draw: Draw) -> Arguments:
-    """More than one program holds; a sample of neighbours says little of the others."""
+    """More candidates than one program holds, in clusters of equal values, so samples mislead."""
     parts, rows, width = 8, 200, 4096
     values = draw.normal(parts, rows, width // 16).repeat_interleave(16, dim=2)
     starts = torch.arange(0, parts * width, width, dtype=torch.int32, device=draw.device)
@@ -553,7 +555,7 @@ def _sparse_prefill() -> list[Case]:
 
 
 def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
-    """Queries with 8 elements of NaN, 16 bytes, behind each head."""
+    """Queries with a padding of 8 NaNs, 16 bytes, after each head."""
     arguments = make(draw, **options)
     q = cast("Tensor", arguments["q"])
     padded = torch.nn.functional.pad(q, (0, 8), value=math.nan)
@@ -568,7 +570,7 @@ def _duplicates(draw: Draw) -> Arguments:
 
 
 def _exact_scales(make: Callable[..., Arguments], **options: object) -> list[Case]:
-    """Caches whose scales are no powers of two: blocks of heads, and formats with such scales."""
+    """Caches with ``exact`` scales, for several head counts and scale blocks."""
     named = [(FP8_DS_MLA, heads) for heads in (3, 16, 32, 64, 128)]
     named += [(e4m3_format(scale_block=block), 16) for block in (32, 64, 128, 576)]
     return [
@@ -596,7 +598,7 @@ def _prefill_from_cache(
 
 
 def _many_tokens(draw: Draw) -> Arguments:
-    """More rows than a grid dimension of a GPU has, 65535."""
+    """More rows than the largest second or third grid dimension of a GPU, 65535."""
     return {
         "q": cases.prefill_rows(draw, 70000, 1, 64),
         "kv": cases.prefill_rows(draw, 16, 64),
@@ -729,7 +731,7 @@ def _sparse_decode() -> list[Case]:
         Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
         Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
-        Case(  # enough tokens for a program to have many tiles of keys
+        Case(  # enough tokens for each program to process many tiles of keys
             "140 requests of 64 heads",
             build(make, format=FP8_DS_MLA, batch=140, num_heads=64, seq_len=300, topk=300, **both),
             quick=True,
@@ -804,7 +806,7 @@ def _sparse_decode() -> list[Case]:
 
 
 def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
-    """With lengths, one request has length 0."""
+    """``sparse_decode_case``; with lengths, one request has length 0."""
     arguments = cases.sparse_decode_case(draw, **cast("dict[str, Any]", options))
     lengths = cast("Tensor | None", arguments["topk_lengths"])
     if lengths is not None:
@@ -813,12 +815,12 @@ def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
 
 
 def _climbing(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
-    """Scores so far apart that later tiles raise a row's maximum by powers of two."""
+    """Logits so far apart that later tiles raise the running maximum by powers of two."""
     return make(draw, **options) | {"softmax_scale": 16.0}
 
 
 def _one_key(draw: Draw, make: Callable[..., Arguments]) -> Arguments:
-    """Rows of one key, whose LSE is its score: errors of keys do not cancel out."""
+    """Rows with a single key: the LSE is its logit, so errors of the key cannot cancel out."""
     return make(
         draw, format=FP8_DS_MLA, batch=9, num_heads=16, topk=1, share=1.0, scale_mode="exact"
     )
@@ -1031,7 +1033,7 @@ def _merge_states() -> list[Case]:
                 (7, torch.float16),
             )
         ),
-        # More than a step of the kernel takes: what came before shrinks.
+        # More states than one iteration of the kernel merges, so the accumulator is rescaled.
         Case("40 parts", build(make, 40, with_sink=True), quick=True),
         Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
         Case("without a sink", build(make, 3)),
@@ -1112,7 +1114,7 @@ def _strided_projection(draw: Draw) -> Arguments:
 
 
 def _with_out_dtype(draw: Draw, dtype: torch.dtype, **options: object) -> Arguments:
-    """Selections whose results are of another dtype than the queries."""
+    """Sparse prefill with an output of another dtype than the queries."""
     arguments = cases.sparse_prefill_case(draw, **cast("dict[str, Any]", options))
     return arguments | {"out_dtype": dtype}
 
@@ -1140,7 +1142,7 @@ def _branch(op: str) -> list[Case]:
     decode = op == "decode_branch"
     uniform = _batches((1, 1), (1, 70), (1, 129)) if decode else _batches((20, 150), (20, 20))
     mixed = {"query_lens": [1, 1, 9, 30], "seq_lens": [65, 1, 9, 100]}
-    # So many that products of few tokens take another kernel.
+    # More tokens than the projection kernel for few tokens takes.
     many = {"query_lens": [1] * 70, "seq_lens": list(range(1, 71))}
     empty = {"query_lens": [2, 0, 0], "seq_lens": [70, 0, 0]}
     list_of: list[Case] = []
