@@ -347,7 +347,9 @@ def test_models_with_other_dims_are_refused(config, monkeypatch, changes, reason
 
 def test_hisparse_is_refused(config, monkeypatch):
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
-    assert refusals() == ["HiSparse must be off: rows on the host are not read"]
+    assert refusals() == [
+        "HiSparse must be off: it keeps rows on the host, which this backend cannot read"
+    ]
 
 
 class Batch:

@@ -1,7 +1,8 @@
-"""sparsemla inside vLLM 0.33: an attention backend, and an indexer for those who ask for it.
+"""Plugins for vLLM 0.33: an attention backend and, on request, an indexer.
 
-vLLM calls the two functions of this module through its plugin group ``vllm.general_plugins``, in
-every process it starts and possibly more than once. Nothing of vLLM is imported before that.
+vLLM calls :func:`register` and :func:`register_indexer` through its plugin group
+``vllm.general_plugins``, in each of its processes and possibly several times. This module imports
+vLLM only inside these functions.
 """
 
 BACKEND = "sparsemla.backends.vllm.attention.SparseMLABackend"
@@ -11,26 +12,26 @@ GENERIC_MODELS = {
     "GlmMoeDsaForCausalLM": "vllm.model_executor.models.deepseek_v2:GlmMoeDsaForCausalLM",
     "DeepseekV32MTPModel": "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP",
 }
-"""vLLM's portable classes of the models whose NVIDIA classes leave no place for an indexer."""
+"""vLLM's portable model classes; the NVIDIA classes of these models cannot replace the indexer."""
 
 
 def register() -> None:
-    """Offer the attention backend as ``CUSTOM``: the plugin ``sparsemla``.
+    """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
     vLLM imports the backend only when a user selects it.
     """
-    # No name of our own: vLLM pickles a backend by its value, and a spawned process knows no new
-    # ones.
+    # CUSTOM and not a new name: vLLM pickles a backend as an enum value, and a spawned process does
+    # not know new members.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
 
 
 def register_indexer() -> None:
-    """Replace the indexer too: the plugin ``sparsemla_indexer``.
+    """The plugin ``sparsemla_indexer``: replace the indexer of DeepSeek-V3.2 and GLM-5.
 
-    vLLM loads every installed plugin as long as ``VLLM_PLUGINS`` is not set. This one changes
-    models, so it does nothing unless that list names it.
+    Without ``VLLM_PLUGINS`` vLLM loads every installed plugin. This one changes models, so it does
+    nothing unless ``VLLM_PLUGINS`` contains its name.
     """
     from vllm import envs
 
@@ -48,5 +49,6 @@ def register_indexer() -> None:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(SparseMLAWrapper)
         CustomOp.register_oot(name="SparseAttnIndexer")(IdleIndexerOp)
     if OPERATOR not in CompilationConfig._attention_ops:
-        # Where vLLM cuts a compiled model into CUDA graphs: the op reads the step's metadata.
+        # vLLM splits a compiled model at these ops. This one reads the step's metadata, so it
+        # cannot be part of a piece that is captured.
         CompilationConfig._attention_ops.append(OPERATOR)

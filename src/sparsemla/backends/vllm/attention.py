@@ -1,9 +1,9 @@
-"""The attention backend: vLLM's sparse MLA with its kernels exchanged.
+"""The attention backend: vLLM's sparse MLA with the kernels of sparsemla.
 
-vLLM's common classes build the metadata, convert the indexer's choice into rows of the cache and
-run short prompts as dense attention. What is left is attention over the chosen rows, for decodes
-and prefills, from a bfloat16 or an ``fp8_ds_mla`` cache where it lies. Long prefills over the
-latter are the exception: where that is faster, their contexts are converted to bfloat16 first.
+vLLM's common classes build the metadata, convert selected positions to rows of the cache, and run
+short prompts as dense attention. This backend computes attention over the selected rows for decodes
+and prefills. It reads bfloat16 and ``fp8_ds_mla`` caches in place, except that it first converts
+the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from sparsemla import (
 )
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
-"""Cache formats by the names that vLLM gives them."""
+"""Cache formats by vLLM's ``kv_cache_dtype``."""
 
 
 class SparseMLABackend(AttentionBackend):
-    """What vLLM asks before it builds a model."""
+    """The capabilities of the backend, which vLLM checks before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(FORMATS)
 
     @staticmethod
     def get_name() -> str:
-        """The name that it is registered under."""
+        """The name of the backend in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[SparseMLAImpl]:
-        """What runs in each layer."""
+        """The class that computes attention in each layer."""
         return SparseMLAImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
-        """What runs once a step."""
+        """The class that builds the metadata of each step."""
         return SparseMLAMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """Tokens of a page: those of vLLM's index cache, which shares the block table."""
+        """Tokens per page: 64, like vLLM's index cache, which shares the block table."""
         return [64]
 
     @classmethod
@@ -96,12 +96,12 @@ class SparseMLABackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Lay blocks whole rows apart, so that one number names a row."""
+        """Make the block stride a multiple of a row, so that a single index addresses a row."""
         return align_blocks_to_rows(spec)
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """From sm_80 on, as Triton's tier."""
+        """Whether the GPU is sm_80 or newer, as the ``triton`` tier needs."""
         return capability.major >= 8
 
     @classmethod
@@ -117,7 +117,7 @@ class SparseMLABackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
-        """Why this cache or this model cannot be served, or None."""
+        """The reason why this cache or this model is not supported, or None."""
         if kv_cache_dtype is not None and kv_cache_dtype not in FORMATS:
             return f"--kv-cache-dtype must be one of {', '.join(FORMATS)}; got {kv_cache_dtype}"
         config = get_current_vllm_config_or_none()
@@ -125,7 +125,7 @@ class SparseMLABackend(AttentionBackend):
 
 
 def _refuse_model(config: VllmConfig) -> str | None:
-    """Why a model cannot be served, or None."""
+    """The reason why a model is not supported, or None."""
     text = config.model_config.hf_text_config
     topk = getattr(text, "index_topk", None)
     if topk is None or topk % 128:
@@ -134,21 +134,21 @@ def _refuse_model(config: VllmConfig) -> str | None:
     if dims != (512, 64):
         return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
     if config.attention_config.hisparse_config is not None:
-        return "HiSparse must be off: rows on the host are not read"
+        return "HiSparse must be off: it keeps rows on the host, which this backend cannot read"
     return None
 
 
 @dataclass
 class Conversion:
-    """Prefills whose contexts are converted to bfloat16 rows together.
+    """A chunk of n prefills with contexts that are converted to bfloat16 together.
 
     Attributes:
-        tokens: the query tokens, numbered in the batch.
-        request_ids: int32, request of each token, counted from the first of these.
+        tokens: indices of their query tokens in the batch.
+        request_ids: int32 ``[tokens]``, request of each token, counted from the first of the chunk.
         block_table: int32 ``[n, W]``.
-        seq_lens: int32 ``[n]``.
-        starts: int32 ``[n]``, the first row of each request in the workspace.
-        num_rows: of the workspace.
+        seq_lens: int32 ``[n]``, context plus query.
+        starts: int32 ``[n]``, first workspace row of each request.
+        num_rows: workspace rows of the chunk.
     """
 
     tokens: slice
@@ -161,20 +161,20 @@ class Conversion:
 
 @dataclass(kw_only=True)
 class SparseMLAMetadata(SparseMLACommonMetadata):
-    """vLLM's common metadata, and what is converted.
+    """vLLM's common metadata plus the chunks of prefills to convert.
 
     Attributes:
-        conversions: all prefills of the batch, or none if the cache is better read in place.
+        conversions: chunks of all prefills of the batch; empty to read the cache in place.
     """
 
     conversions: tuple[Conversion, ...] = ()
 
 
 class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]):
-    """vLLM's common metadata; decodes may have several tokens, as in speculative decoding.
+    """Builds the metadata of a step; decodes may have several tokens, as in speculative decoding.
 
-    Each query token selects its own keys, so decodes need not be of one length, and the metadata
-    of decodes holds nothing that a captured graph could not read again.
+    Each query token selects its own keys, so decodes may have different query lengths. The metadata
+    of decodes consists of static tensors, which a captured CUDA graph can read again.
     """
 
     metadata_cls = SparseMLAMetadata
@@ -211,7 +211,7 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
     def _conversions(
         self, metadata: SparseMLAMetadata, common: CommonAttentionMetadata, seq_lens: Tensor
     ) -> tuple[Conversion, ...]:
-        """What is converted of a batch whose requests have ``seq_lens`` on the host, or fewer."""
+        """Chunks of prefills to convert; ``seq_lens`` are upper bounds on the host."""
         prefills = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         offsets = common.query_start_loc_cpu[prefills.start : prefills.stop + 1]
         lens = seq_lens[prefills]
@@ -227,12 +227,12 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
         )
         if num_rows is None:
             return ()
-        found = []
+        conversions = []
         for begin, end in split_prefill_chunks(lens, num_rows):
             requests = slice(prefills.start + begin, prefills.start + end)
             tokens = slice(int(offsets[begin]), int(offsets[end]))
             ends = lens[begin:end].cumsum(0)
-            found.append(
+            conversions.append(
                 Conversion(
                     tokens,
                     metadata.req_id_per_token[tokens] - requests.start,
@@ -242,10 +242,10 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
                     int(ends[-1]),
                 )
             )
-        return tuple(found)
+        return tuple(conversions)
 
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
-        """Renew the one tensor that is not the model runner's own; runs inside its graphs."""
+        """Update the one tensor that the model runner does not own; captured in its graphs."""
         tokens = metadata.num_decode_tokens
         if tokens:
             compute_token_to_req_indices(
@@ -254,9 +254,9 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
 
 
 class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
-    """Attention of one layer over the rows that the indexer chose, for any number of heads.
+    """Attention of one layer over the rows selected by the indexer, for any number of heads.
 
-    The lse, which context parallelism joins results by, is a natural logarithm; a token without a
+    The lse, by which context parallelism merges results, is a natural logarithm. A token without a
     key on this rank has output 0 and lse -inf.
     """
 
@@ -265,7 +265,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_dcp: bool = True
     supports_pcp: bool = False
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
-    # Layers with an indexer of their own gain nothing from the detour over a side stream.
+    # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True
 
     def __init__(
@@ -286,19 +286,19 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         qk_rope_head_dim: int,
         qk_head_dim: int,
         v_head_dim: int,
-        kv_b_proj: Any,  # noqa: ANN401 - a linear layer that is only handed on
+        kv_b_proj: Any,  # noqa: ANN401 - a linear layer, passed on to vLLM's class
         indexer: object | None = None,
         topk_indices_buffer: Tensor | None = None,
         index_group_builder: Any | None = None,  # noqa: ANN401 - likewise
         q_pad_num_heads: int | None = None,
     ) -> None:
-        refused = {
+        unsupported = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
-        for name, value in refused.items():
+        for name, value in unsupported.items():
             if value is not None:
                 raise ValueError(f"sparsemla: {name} must be None, got {value!r}")
         if kv_cache_dtype not in FORMATS:
@@ -329,25 +329,25 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             index_group_builder,
             q_pad_num_heads,
         )
-        chosen = self.topk_indices_buffer
-        if chosen is None:
+        indices = self.topk_indices_buffer
+        if indices is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = FORMATS[kv_cache_dtype]
         self.conversion_rows = self._conversion_rows()
         self.workspace_bytes = max(
-            _workspace_bytes(chosen.shape[0], num_heads * self.dcp_world_size, chosen.device),
+            _workspace_bytes(indices.shape[0], num_heads * self.dcp_world_size, indices.device),
             self.conversion_rows * BF16_576.bytes_per_token,
         )
-        # vLLM's workspace grows now, before graphs remember where it is.
+        # Grow vLLM's workspace now: captured graphs hold its address.
         self._workspace()
 
     def _conversion_rows(self) -> int:
-        """Rows for the longest context, if any step would have prefills converted."""
+        """Workspace rows for the longest context, 0 if no step gains from conversion."""
         config = get_current_vllm_config_or_none()
         if config is None or self.dcp_world_size > 1:
             return 0
         longest = config.model_config.max_model_len
-        converts = _converts(
+        pays_off = _conversion_pays_off(
             config.scheduler_config.max_num_batched_tokens,
             longest,
             self.format,
@@ -355,22 +355,22 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             config.model_config.hf_text_config.index_topk,
             self.topk_indices_buffer.device,
         )
-        return longest if converts else 0
+        return longest if pays_off else 0
 
     def _converted(self, num_rows: int) -> Tensor:
-        """bfloat16 rows in the workspace that all layers share."""
+        """bfloat16 rows in the workspace shared by all layers."""
         spec = ((num_rows, self.format.head_dim), torch.bfloat16)
         return current_workspace_manager().get_simultaneous(spec)[0]
 
     def reserve_workspace(self) -> None:
-        """Claim it for a microbatch of vLLM's profiling run."""
+        """Reserve the workspace in vLLM's profiling run of a microbatch."""
         self._workspace()
 
     def _workspace(self) -> Tensor | None:
-        """Scratch of :func:`sparsemla.sparse_decode` in the workspace that all layers share.
+        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
 
-        Its size is the most that this layer ever asks for: each of vLLM's microbatches has a
-        workspace of its own, which vLLM locks once decodes have been captured.
+        Every call asks for the largest size that the layer ever needs: each of vLLM's microbatches
+        has a separate workspace, and vLLM forbids its growth after decodes have been captured.
         """
         if self.workspace_bytes == 0:
             return None
@@ -384,11 +384,11 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a batch; prefills over converted rows if the step says so and they fit."""
+        """Attention of a batch; prefills read converted rows if the metadata has conversions."""
         conversions = attn_metadata.conversions
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         fits = all(each.num_rows <= self.conversion_rows for each in conversions)
-        # Without the prefills, vLLM runs them as dense attention, and decodes are all that is left.
+        # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
         if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         if isinstance(q, tuple):
@@ -440,17 +440,17 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         block_size: int,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of each query token over its rows.
+        """Attention of each query token over its selected rows.
 
         Args:
-            q: ``[T, H, 576]``, or its parts ``[T, H, 512]`` and ``[T, H, 64]``; bfloat16.
-            kv_cache: ``[num_blocks, block_size, row]``; blocks may lie apart.
-            topk_indices: int32 ``[T, K]``, rows counted across what lies between blocks, -1 behind
-                the last.
-            valid_counts: int32 ``[T]``.
-            layer: not used.
-            block_size: tokens of a block.
-            is_decode: all tokens decode, so there are few and their keys are split.
+            q: ``[T, H, 576]`` bfloat16, or a pair of ``[T, H, 512]`` and ``[T, H, 64]``.
+            kv_cache: ``[num_blocks, block_size, row]`` with any block stride.
+            topk_indices: int32 ``[T, K]``, indices into the flat view of all rows, including rows
+                in the gaps between blocks; -1 after the last.
+            valid_counts: int32 ``[T]``, number of selected rows.
+            layer: ignored.
+            block_size: tokens per block.
+            is_decode: all tokens are decodes. They are few, so their keys are split.
 
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
@@ -463,7 +463,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             return sparse_prefill(
                 q, cache, topk_indices, softmax_scale=self.scale, topk_lengths=valid_counts
             )
-        # A token of a speculative decode has keys of its own: to the kernel it is a request.
+        # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
             q.unsqueeze(1),
             cache,
@@ -476,7 +476,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
 
 
 @functools.cache
-def _converts(
+def _conversion_pays_off(
     max_tokens: int,
     max_length: int,
     cache_format: CacheFormat,
@@ -484,11 +484,11 @@ def _converts(
     topk: int,
     device: torch.device,
 ) -> bool:
-    """Whether any step of at most ``max_tokens`` is faster with contexts converted.
+    """Whether conversion makes any step of at most ``max_tokens`` tokens faster.
 
-    Of all steps with as many tokens, the one that gains most is a request whose context is just as
-    long as the selection: shorter ones select less, and of longer ones more is converted in vain.
-    Fewer tokens may gain where more do not.
+    For a given number of tokens, a request with a context of exactly ``topk`` tokens gains most: a
+    shorter one selects less, and a longer one converts rows that are not selected. All numbers of
+    tokens are tried, because fewer tokens may gain where more do not.
     """
     return any(
         prefill_workspace_rows(
@@ -505,9 +505,9 @@ def _converts(
 
 @functools.cache
 def _workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
-    """Bytes that decode may need for any count of tokens.
+    """The largest workspace of a decode of at most ``max_tokens`` tokens, in bytes.
 
-    Fewer tokens are split more, so that the most bytes are not those of the most tokens.
+    Fewer tokens are cut into more splits, so the largest batch need not have the largest workspace.
     """
     sizes = (
         decode_workspace_size(tokens, 1, num_heads, device=device)

@@ -1,11 +1,11 @@
 """The indexer of DeepSeek-V3.2 and GLM-5 in vLLM, without DeepGEMM and on any GPU from sm_80.
 
-It takes the place of three things: what turns projected hidden states into queries and keys of the
-indexer; the op that scores the keys and selects; and the metadata of the index cache, for which
-vLLM calls DeepGEMM on every NVIDIA GPU.
+It replaces three parts of vLLM: the preparation of indexer queries and keys from projected hidden
+states, the op for scores and top-k, and the metadata of the index cache, for which vLLM calls
+DeepGEMM on every NVIDIA GPU.
 
-The layer is exchanged at vLLM's own hook for it, ``MultiHeadLatentAttentionWrapper``. The hook
-``SparseAttnIndexer`` alone comes too late: its queries are e4m3 already, by a kernel that Triton
+The plugin overrides the layer ``MultiHeadLatentAttentionWrapper``, for which vLLM has a hook. The
+hook ``SparseAttnIndexer`` is too late: it receives e4m3 queries, quantised by a kernel that Triton
 does not compile below sm_89.
 """
 
@@ -49,7 +49,7 @@ OPERATOR = "vllm::sparsemla_indexer"
 
 @dataclass
 class IndexerMetadata(DeepseekV32IndexerMetadata):
-    """A batch as the indexer sees it: ragged requests, decodes or not.
+    """Metadata of a batch for the indexer, which treats decodes and prefills alike.
 
     Attributes:
         query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
@@ -59,9 +59,10 @@ class IndexerMetadata(DeepseekV32IndexerMetadata):
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
-    """Hands on what the model runner has; every tensor is one of its own.
+    """Builds metadata from the model runner's static tensors.
 
-    Nothing depends on how requests are ordered or how long they are, so any batch can be captured.
+    The metadata does not depend on the order or the lengths of the requests, so any batch can be
+    captured in a CUDA graph.
     """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
@@ -97,11 +98,11 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         )
 
     def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
-        """Nothing to renew."""
+        """Do nothing: all tensors belong to the model runner."""
 
 
 class IndexerBackend(DeepseekV32IndexerBackend):
-    """vLLM's index cache with this metadata."""
+    """vLLM's backend of the index cache, with :class:`IndexerMetadataBuilder`."""
 
     @classmethod
     def supports_pcp(cls) -> bool:
@@ -115,18 +116,18 @@ class IndexerBackend(DeepseekV32IndexerBackend):
 
     @staticmethod
     def get_builder_cls() -> type[IndexerMetadataBuilder]:
-        """What runs once a step."""
+        """The class that builds the metadata of each step."""
         return IndexerMetadataBuilder
 
 
 class IdleIndexerOp(SparseAttnIndexer):
-    """The op that vLLM's indexer makes for itself; with this indexer it is never called.
+    """The op that vLLM's indexer constructs, but :class:`SparseMLAIndexer` never calls.
 
-    Where vLLM has kernels for it, it stays what it was, as other models call it. Elsewhere its
-    constructor would ask for DeepGEMM, and have kernels compiled that do not.
+    From sm_89 on it is vLLM's op, because other models may use it. On older GPUs the constructor
+    does nothing: vLLM's would require DeepGEMM and compile kernels that do not compile there.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - only handed on
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         if current_platform.has_device_capability(89):
             super().__init__(*args, **kwargs)
         else:
@@ -134,24 +135,24 @@ class IdleIndexerOp(SparseAttnIndexer):
 
 
 class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's MLA layer with this indexer in the place of DeepSeek-V3.2's."""
+    """vLLM's MLA layer with :class:`SparseMLAIndexer` instead of DeepSeek-V3.2's indexer."""
 
     indexer: nn.Module | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - only handed on
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         super().__init__(*args, **kwargs)
-        if type(self.indexer) is Indexer:  # those of other models compute something else
+        if type(self.indexer) is Indexer:  # subclasses of other models compute something else
             self.indexer = SparseMLAIndexer(self.indexer)
 
 
 class SparseMLAIndexer(nn.Module):
-    """The indexer of one layer, with the weights and the cache of vLLM's.
+    """The indexer of one layer, with the weights and the cache of vLLM's indexer.
 
     Args:
-        indexer: vLLM's.
+        indexer: vLLM's indexer.
 
     Raises:
-        ValueError: an index cache that is not e4m3, or context parallelism.
+        ValueError: the index cache is not e4m3, or context parallelism is on.
     """
 
     def __init__(self, indexer: Indexer) -> None:
@@ -163,16 +164,16 @@ class SparseMLAIndexer(nn.Module):
     def forward(
         self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase
     ) -> Tensor:
-        """Store this step's keys and select for its tokens.
+        """Write this step's keys to the cache, and select keys for its tokens.
 
         Args:
             hidden_states: ``[T, hidden_size]``.
             qr: ``[T, q_lora_rank]``, the compressed queries.
-            positions: ``[T]``.
+            positions: ``[T]``, position of each token in its request.
             rotary_emb: vLLM's rotary embedding of the indexer.
 
         Returns:
-            The buffer of the selection, int32, of which the first T rows were written.
+            The buffer of selected positions, int32; its first T rows are new.
         """
         inner = self.inner
         q = inner.wq_b(qr)[0].view(-1, inner.n_head, inner.head_dim)
@@ -201,18 +202,21 @@ def _index_cache_backend() -> type[AttentionBackend]:
 
 
 def _refuse(config: VllmConfig, head_dim: int) -> None:
-    """Refuse what this indexer does not do, while the model is built."""
+    """Raise ValueError for settings that this indexer does not support."""
     parallel = config.parallel_config
-    reasons = {
+    problems = {
         f"index_head_dim must be {INDEX_FP8.head_dim}, got {head_dim}": head_dim
         != INDEX_FP8.head_dim,
         "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
         "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"sparsemla_indexer: {reason}; take it out of VLLM_PLUGINS otherwise")
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(
+                f"sparsemla_indexer: {problem}; otherwise remove sparsemla_indexer from "
+                "VLLM_PLUGINS"
+            )
 
 
 @eager_break_during_capture
@@ -230,22 +234,22 @@ def _indexer(
     topk: int,
     layer_name: LayerNameType,
 ) -> None:
-    """Store keys, quantise queries and select, for the batch and the cache of the forward context.
+    """Write keys, quantise queries and select keys, with batch and cache of the forward context.
 
-    The cache is not an argument: a compiler that thinks it is changed would copy it.
+    The cache is not an argument, because torch.compile copies arguments that an op changes.
     """
     context = get_forward_context()
     layer_name = _resolve_layer_name(layer_name)
     max_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
-    quantised = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    folded = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
+    head_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not isinstance(context.attn_metadata, dict):
-        # vLLM measures the memory of a step with a run that has no batch.
+        # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
         torch.empty(max_bytes, dtype=torch.uint8, device=q.device)
         return
     metadata = context.attn_metadata[layer_name]
     cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
-    tokens = metadata.slot_mapping.shape[0]  # the rows behind are padding
+    tokens = metadata.slot_mapping.shape[0]  # later rows are padding
     fused_indexer_rope_quant(
         q[:tokens],
         weights[:tokens],
@@ -258,16 +262,16 @@ def _indexer(
         slot_mapping=metadata.slot_mapping,
         eps=norm_eps,
         interleaved=interleaved,
-        out=quantised[:tokens],
-        weights_out=folded[:tokens],
+        out=q_fp8[:tokens],
+        weights_out=head_weights[:tokens],
     )
     page_table = metadata.block_table
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
-        # A captured graph meets longer requests than these.
+        # Not in a capture: the graph will be replayed with longer requests.
         page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
     indexer_topk(
-        quantised,
-        folded,
+        q_fp8,
+        head_weights,
         cache,
         input_row_offsets=metadata.query_start_loc,
         seq_lens=metadata.seq_lens,
@@ -278,7 +282,7 @@ def _indexer(
     )
 
 
-def _writes_nothing(*args: object, **kwargs: object) -> None:
+def _fake_indexer(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -286,5 +290,5 @@ direct_register_custom_op(
     op_name=OPERATOR.removeprefix("vllm::"),
     op_func=_indexer,
     mutates_args=["topk_indices_buffer"],
-    fake_impl=_writes_nothing,
+    fake_impl=_fake_indexer,
 )
