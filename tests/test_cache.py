@@ -387,3 +387,16 @@ def test_a_cache_of_a_format_made_anew_is_built(fmt):
     again = dataclasses.replace(fmt)
     assert again is not fmt
     assert PagedCache.allocate(again, num_pages=2, page_size=4).format == fmt
+
+
+@pytest.mark.parametrize("argument", ["page_table", "request_ids", "positions"])
+def test_slots_of_takes_uint32(argument):
+    arguments = {
+        "page_table": torch.tensor([[7, 2, 3], [1, 5, 6]]),
+        "request_ids": torch.tensor([0, 1, 1, 2]),
+        "positions": torch.tensor([0, 5, 12, 3]),
+    }
+    expected = slots_of(**arguments, page_size=4)
+    assert expected.tolist() == [28, 21, -1, -1]
+    arguments[argument] = arguments[argument].to(torch.uint32)
+    assert torch.equal(slots_of(**arguments, page_size=4), expected)

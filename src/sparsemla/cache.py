@@ -345,14 +345,14 @@ def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_si
     check_integer("page_size", page_size, 1)
     if page_table.dim() != 2:
         raise ValueError(f"page_table must have shape [B, W], got {list(page_table.shape)}")
-    positions = positions.long()
+    positions, request_ids = positions.long(), request_ids.long()
     if page_table.dtype == torch.uint32:  # torch does not index uint32 tensors
         page_table = page_table.long()
     if page_table.numel() == 0:
         shape = torch.broadcast_shapes(request_ids.shape, positions.shape)
         return positions.new_full(shape, -1)
     logical = torch.div(positions, page_size, rounding_mode="floor")
-    rows = request_ids.long().clamp(0, page_table.shape[0] - 1)
+    rows = request_ids.clamp(0, page_table.shape[0] - 1)
     inside = (positions >= 0) & (logical < page_table.shape[1]) & (rows == request_ids)
     pages = page_table[rows, torch.where(inside, logical, 0)].long()
     inside &= (pages >= 0) & (pages <= (2**63 - page_size) // page_size)
