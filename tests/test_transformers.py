@@ -356,15 +356,16 @@ def test_dense_models(overrides):
     assert_close(torch.cat(outputs, 1)[real], expected[real], rms=0.006)
 
 
-class Launches(TorchDispatchMode):
-    """Names of this package's operators, as they run."""
+class Calls(TorchDispatchMode):
+    """Names of the operators that ran, among those whose name begins with ``prefix``."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
         super().__init__()
+        self.prefix = prefix
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "sparsemla":
+        if func.name().startswith(self.prefix):
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
@@ -374,7 +375,7 @@ def test_a_decode_step_of_a_dense_model_is_the_decode_branch():
     ids = tokens(2, 10)
     with torch.no_grad(), enable(model) as handle:
         past = model(ids[:, :9]).past_key_values
-        with Launches() as step:
+        with Calls("sparsemla::") as step:
             model(ids[:, 9:], past_key_values=past)
         attention = model.model.layers[0].self_attn
         layer = MLALayer(
@@ -386,7 +387,7 @@ def test_a_decode_step_of_a_dense_model_is_the_decode_branch():
         table = past.page_table
         plan = plan_batch([1, 1], [10, 10], table, page_size=64, workspace_rows=None)
         q, kv = torch.randn(2, 4, 192).bfloat16(), torch.randn(2, 576).bfloat16()
-        with Launches() as branch:
+        with Calls("sparsemla::") as branch:
             decode_branch(q, kv, past.latents[0], layer, plan)
     assert step.names == branch.names
 
@@ -505,6 +506,53 @@ class TestContinuing:
             assert got.past_key_values is cache
             assert cache.lengths.tolist() == [35, 31]
         assert torch.equal(got.sequences, expected)
+
+    @pytest.mark.parametrize("max_length", [None, 64])
+    @pytest.mark.parametrize("columns_kept", [10, 12])
+    def test_generate_without_a_new_column(self, model, max_length, columns_kept):
+        """transformers would append the whole chat to the cache a second time."""
+        ids = tokens(1, 12)
+        options = {"attention_mask": torch.ones_like(ids[:, :10]), "max_new_tokens": 4}
+        with enable(model, page_size=8) as handle:
+            expected = model.generate(ids[:, :10], **options)
+            cache = handle.new_cache(1, max_length)
+            model(ids[:, :columns_kept], past_key_values=cache)
+            with pytest.raises(
+                ValueError, match=rf"more columns than the {columns_kept} that .* holds, got 10;"
+            ):
+                model.generate(ids[:, :10], past_key_values=cache, **options)
+            cache.crop(9 - columns_kept)  # the message's advice
+            assert torch.equal(
+                model.generate(ids[:, :10], past_key_values=cache, **options), expected
+            )
+
+    def test_positions_that_start_over(self, model):
+        """As ``generate(prefill_chunk_size=...)`` gives them before transformers 5.23."""
+        ids, positions = tokens(1, 30), torch.arange(30)[None]
+        with enable(model, page_size=8) as handle:
+            expected = model(ids).logits[:, 20:]
+            cache = handle.new_cache(1)
+            model(ids[:, :20], past_key_values=cache)
+            with pytest.raises(ValueError, match=r"position_ids must ascend .* after 20 tokens"):
+                model(ids[:, :4], position_ids=positions[:, :4], past_key_values=cache)
+            assert cache.lengths.tolist() == [20]
+            rest = {"position_ids": positions[:, 20:], "past_key_values": cache}
+            assert_close(model(ids[:, 20:], **rest).logits, expected, rms=0.003)
+
+    @pytest.mark.parametrize("max_length", [None, 64])
+    def test_decode_steps_of_generate_compare_no_past_mask(self, model, max_length):
+        ids = tokens(2, 10)
+        ids[1, :3] = PAD
+        with enable(model, page_size=8) as handle:
+            cache = handle.new_cache(2, max_length)
+            with Calls("aten::equal") as compared:
+                model.generate(
+                    ids,
+                    attention_mask=(ids != PAD).long(),
+                    past_key_values=cache,
+                    max_new_tokens=5,
+                )
+        assert compared.names == []
 
     @pytest.mark.parametrize("max_length", [None, 64])
     @pytest.mark.parametrize("copied", [False, True])
@@ -918,7 +966,10 @@ class TestRefusals:
             ),
             ({"attention_mask": torch.ones(1, 7)}, r"got \[1, 7\]"),
             ({"attention_mask": {"full": None}}, "got dict"),
-            ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "position_ids must ascend"),
+            (
+                {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
+                r"position_ids must ascend .* got \[0, 1, 2, 0, 1, 2\] after 0 tokens",
+            ),
             ({"output_attentions": True}, "output_attentions must be False"),
         ],
         ids=["4d", "length", "dict", "packed", "attentions"],

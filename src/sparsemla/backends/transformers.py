@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
@@ -417,11 +417,19 @@ class PagedAttention:
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         # An instance attribute hides the class's method; what other wrappers put there comes back.
         places = [(module, "forward") for module in (base, *self._attentions)]
-        places.append((model, "create_masks_for_generate"))
+        generates: Any = model if isinstance(model, GenerationMixin) else None
+        if generates is not None:
+            places.append((generates, "prepare_inputs_for_generation"))
+            places.append((generates, "create_masks_for_generate"))
         self._before = [(module, name, vars(module).get(name)) for module, name in places]
         self._base_forward = base.forward
         base.forward = self._forward
-        cast(Any, model).create_masks_for_generate = _masks_for_generate
+        if generates is not None:
+            prepare = generates.prepare_inputs_for_generation
+            step = functools.partial(_prepare_step, prepare)
+            # With the wrapped signature: generate() reads it.
+            generates.prepare_inputs_for_generation = functools.update_wrapper(step, prepare)
+            generates.create_masks_for_generate = _mask_for_generate
         for layer_idx, attention in enumerate(self._attentions):
             attention.forward = functools.partial(self._attend, layer_idx)
 
@@ -498,7 +506,8 @@ class PagedAttention:
         past, new = _split_mask(attention_mask, cache, given.shape[1])
         decodes = given.shape[1] == 1
         if not decodes:
-            _check_positions(position_ids, new)
+            seen = cache.lengths if past is None else past.sum(1)
+            _check_positions(position_ids, seen, new)
         if isinstance(cache.columns, int) or not decodes:
             cache.reserve(int(cache.columns) + given.shape[1])
         if past is not None:
@@ -785,20 +794,46 @@ def _check_input(name: str, given: Tensor) -> None:
         )
 
 
-def _masks_for_generate(
-    inputs_embeds: Tensor,
-    attention_mask: Tensor,
+def _prepare_step(
+    prepare: Callable[..., dict[str, Any]],
+    input_ids: Tensor,
+    next_sequence_length: int | None = None,
+    past_key_values: Cache | None = None,
+    attention_mask: Tensor | None = None,
     is_first_iteration: bool = False,
-    **_: object,
-) -> Tensor:
-    """What ``generate`` gives to a compiled model instead of a dense causal mask.
+    **kwargs: object,
+) -> dict[str, Any]:
+    """The inputs of one of ``generate``'s forwards, as ``prepare`` of transformers makes them.
 
-    After the first iteration ``generate`` itself adds the new columns to the mask, so that a decode
-    step needs no other, and a mask that does not grow compiles once.
+    After the first iteration ``generate`` only appends ones to the mask. A decode step therefore
+    gets the mask of its own column: the past needs no second look, and a mask that does not grow
+    compiles once. Since transformers 5.18 a mask without a zero is None from the start.
     """
-    if inputs_embeds.shape[1] > 1 or is_first_iteration:
-        return attention_mask
-    return attention_mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides stay, too
+    if next_sequence_length is not None and next_sequence_length < 1:
+        # transformers would slice with [:, -0:] and append the whole chat to the cache again.
+        held = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        raise ValueError(
+            f"input_ids must have more columns than the {held} that past_key_values holds, got "
+            f"{held + next_sequence_length}; past_key_values.crop(-1) forgets the last one"
+        )
+    decodes = next_sequence_length == 1 and not is_first_iteration
+    if decodes and attention_mask is not None and isinstance(past_key_values, LatentCache):
+        attention_mask = attention_mask[:, -1:]
+    return prepare(
+        input_ids,
+        next_sequence_length=next_sequence_length,
+        past_key_values=past_key_values,
+        attention_mask=attention_mask,
+        is_first_iteration=is_first_iteration,
+        **kwargs,
+    )
+
+
+def _mask_for_generate(*, attention_mask: Tensor | None, **_: object) -> Tensor | None:
+    """``generate``'s two-dimensional mask in place of a dense causal one, at the same strides."""
+    if attention_mask is None:
+        return None
+    return attention_mask.clone(memory_format=torch.contiguous_format)
 
 
 def _split_mask(
@@ -825,14 +860,23 @@ def _split_mask(
     return (None if got == new else mask[:, :-num_new]), mask[:, -num_new:]
 
 
-def _check_positions(position_ids: Tensor | None, new: Tensor) -> None:
-    """Refuse positions that restart: several sequences packed into one row."""
+def _check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor) -> None:
+    """Refuse positions that restart, within a row (packed sequences) or after its ``seen`` tokens.
+
+    Args:
+        position_ids: ``[B, S]`` or ``[1, S]``; None for transformers' own.
+        seen: ``[B]``, cached tokens of each row.
+        new: bool ``[B, S]``, which columns are not padding.
+    """
     if position_ids is None:
         return
-    for row, real in zip(position_ids.expand(new.shape).cpu(), new.cpu(), strict=True):
-        if (row[real].diff() <= 0).any():
+    rows = position_ids.expand(new.shape).cpu()
+    for row, length, real in zip(rows, seen.tolist(), new.cpu(), strict=True):
+        positions = row[real]
+        if (positions.diff() <= 0).any() or (positions[:1] < length).any():
             raise ValueError(
-                f"position_ids must ascend in each row of the batch, got {row[real].tolist()[:64]}"
+                "position_ids must ascend in each row of the batch, from the number of its cached "
+                f"tokens on, got {positions.tolist()[:64]} after {length} tokens"
             )
 
 
