@@ -35,6 +35,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
+from sparsemla.kinds import check_integer
 from sparsemla.ops import (
     decode_branch,
     fused_indexer_rope_quant,
@@ -457,12 +458,12 @@ class PagedAttention:
                 for pages that grow.
 
         Raises:
-            ValueError: a negative batch_size, or a max_length without a column.
+            TypeError: batch_size or max_length is no integer.
+            ValueError: batch_size is negative, or max_length below 1.
         """
-        if batch_size < 0:
-            raise ValueError(f"batch_size must be at least 0, got {batch_size}")
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length must be None or at least 1, got {max_length}")
+        check_integer("batch_size", batch_size)
+        if max_length is not None:
+            check_integer("max_length", max_length, 1)
         latent_format, index_format = self._formats
         device = next(self._base.parameters()).device
 
@@ -748,8 +749,7 @@ def enable(
                 "index_format must have one dtype and at most one scale a row, "
                 f"got {index_format.name}"
             )
-    if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    check_integer("page_size", page_size, 1)
     return PagedAttention(model, cache_format, index_format, page_size, record_selections)
 
 
