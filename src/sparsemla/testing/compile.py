@@ -23,9 +23,13 @@ from unittest import mock
 
 import torch
 from triton import knobs
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget, Language
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton._C.libtriton import ir, nvidia, passes
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import (
+    get_ptx_version_from_options,
+    get_ptxas,
+    sm_arch_from_capability,
+)
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -262,39 +266,47 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         matrix=matrix[0] if matrix else "",
         serialized="setmaxnreg" in code and SERIALIZED in (log or _assembler_log(code, target)),
         branched=branched,
-        reused="init_barrier" in kernel.asm["ttgir"] and _reuses_barriers(kernel.asm, target),
+        reused="init_barrier" in kernel.asm["ttgir"]
+        and _reuses_barriers(kernel.asm["ttgir"], target),
         asm=kernel.asm,
     )
 
 
-def _reuses_barriers(asm: Mapping[str, str], target: Target) -> bool:
+def _reuses_barriers(ttgir: str, target: Target) -> bool:
     """Whether the memory of a barrier is reused although the barrier is still valid.
 
     Triton's allocator reuses the memory of a barrier after its last use. PTX requires
     ``mbarrier.inval`` first; without it, a switch of the GPU to another process and back may change
-    these bytes. To find out, the kernel is lowered again with every barrier that it does not
-    invalidate alive to the end. Addresses then differ if and only if such memory was reused.
+    these bytes. To find out, shared memory is allocated again with every barrier that the kernel
+    does not invalidate alive to the end. Addresses then differ if and only if memory was reused.
     """
-    text = asm["ttgir"]
-    valid = _valid_barriers(text)
+    valid = _valid_barriers(ttgir)
     if not valid:
         return False
     uses = "".join(f"    ttg.local_dealloc {name} : {kind}\n" for name, kind in valid)
-    prolonged = re.sub(r"^(?= *tt\.return)", uses, text, flags=re.MULTILINE)
+    prolonged = re.sub(r"^(?= *tt\.return)", uses, ttgir, flags=re.MULTILINE)
+    return _addresses(prolonged, target) != _addresses(ttgir, target)
+
+
+def _addresses(ttgir: str, target: Target) -> Counter[str]:
+    """Count the addresses that Triton gives to shared memory."""
     backend = make_backend(target.gpu)
+    ptx_version = get_ptx_version_from_options(backend.parse_options({}), target.gpu.arch)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
-        file.write(prolonged)
+        file.write(ttgir)
         file.flush()
         module = ir.parse_mlir_module(file.name, context)
-    module.context = context
-    sizes = re.findall(r'"ttg\.(num-warps|num-ctas)" = (\d+)', text)
-    options = backend.parse_options({name.replace("-", "_"): int(size) for name, size in sizes})
-    stages: dict[str, Callable[..., str]] = {}
-    backend.add_stages(stages, options, Language.GLUON)
-    return _numbers(str(stages["llir"](module, {}))) != _numbers(asm["llir"])
+    # The first passes of Triton's lowering to LLVM, up to the allocation.
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.gpu.arch, ptx_version)
+    manager.run(module, "allocate")
+    return Counter(re.findall(r"allocation\.offset = (\d+)", str(module)))
 
 
 def _valid_barriers(text: str) -> list[tuple[str, str]]:
@@ -303,15 +315,6 @@ def _valid_barriers(text: str) -> list[tuple[str, str]]:
     invalid = [owners.get(name, name) for name in re.findall(r"inval_barrier (%[^,\s]+)", text)]
     barriers = ((name, kind, int(count[:-1] or 1)) for name, kind, count in BARRIERS.findall(text))
     return [(name, kind) for name, kind, count in barriers if invalid.count(name) < count]
-
-
-def _numbers(llir: str) -> Counter[str]:
-    """Count the integer constants in LLVM IR, among them addresses in shared memory.
-
-    Numbers of values, labels and metadata are ignored, because they differ between runs.
-    """
-    code = re.sub(r"^!.*", "", llir, flags=re.MULTILINE)
-    return Counter(re.findall(r"(?<![%!#\w.])-?\d+(?![\w.:])", code))
 
 
 def _dump(cubin: bytes, option: str) -> str:
