@@ -5,31 +5,48 @@ calls one launcher with tensors on the ``meta`` device; and ``TARGETS``, if only
 """
 
 import os
-import runpy
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 import spills
 
+pytest.importorskip("triton")
+
+from sparsemla.testing.compile import BRANCHED_ARRIVAL, launches_of, report
+
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
-def test_launches_compile_for_every_target(table):
-    # A process of its own: here Triton may be the interpreter, which cannot compile.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsemla.testing.compile", str(table)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    lines = done.stdout.splitlines()
+def every_launch():
+    """Each launch of each table for each of its targets; one launch a table is not slow."""
+    for table in TABLES:
+        first, *_ = pairs = launches_of(str(table))
+        for launch, target in pairs:
+            quick = launch == first[0] and target in ("sm_90", "gfx942")
+            marks = () if quick else pytest.mark.slow
+            yield pytest.param(
+                table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
+            )
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A process that compiles: in this one, Triton may be the interpreter, which cannot."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            process.submit(os.getpid).result()  # starts the process
+        yield process
+
+
+@pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))
+def test_launch_compiles(compiler, table, launch, target):
+    lines = compiler.submit(report, str(table), launch, target).result()
     assert lines
     recorded = spills.read()
     spilling = [
@@ -38,12 +55,9 @@ def test_launches_compile_for_every_target(table):
         if spilled > recorded.get(kernel, 0)
     ]
     assert not spilling, "\n".join(spilling)
-    waiting = [line for line in lines if "serialized" in line]
-    assert not waiting, "\n".join(waiting)
-    hanging = [line for line in lines if "branched" in line]
-    assert not hanging, "\n".join(hanging)
-    reused = [line for line in lines if "reused" in line]
-    assert not reused, "\n".join(reused)
+    flaws = ("serialized", "branched", "reused")
+    flawed = [line for line in lines if any(flaw in line for flaw in flaws)]
+    assert not flawed, "\n".join(flawed)
 
 
 def test_spills_are_those_of_a_launch_its_kernel_and_its_target():
@@ -56,24 +70,19 @@ def test_spills_are_those_of_a_launch_its_kernel_and_its_target():
 
 
 def test_recorded_spills_are_of_launches_that_exist():
-    from sparsemla.testing.compile import TARGETS
-
     # A kernel that is gone must not leave room for another one.
-    everywhere = [target.name for target in TARGETS]
-    launches = {}
-    for path in TABLES:
-        table = runpy.run_path(str(path))
-        for name in table["LAUNCHES"]:
-            launches[f"{path.stem} / {name}"] = table.get("TARGETS", everywhere)
+    pairs = {
+        (table.stem, launch, target)
+        for table in TABLES
+        for launch, target in launches_of(str(table))
+    }
     for kernel, spilled in spills.read().items():
-        launch, _, target = kernel.rsplit(" / ", 2)
-        assert target in launches[launch]
+        table, launch, _, target = kernel.split(" / ")
+        assert (table, launch, target) in pairs
         assert spilled > 0
 
 
-def test_an_arrival_that_a_branch_leads_to_is_told_from_a_predicated_one():
-    from sparsemla.testing.compile import BRANCHED_ARRIVAL
-
+def test_arrival_behind_a_branch_is_told_from_a_predicated_one():
     # As in the machine code of one kernel, before and after it was mended.
     arrival = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38380], RZ ;"
     assert BRANCHED_ARRIVAL.search(f"   @P1 BRA 0x2130 ;\n        /*1c90*/           {arrival}")

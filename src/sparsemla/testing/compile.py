@@ -6,7 +6,9 @@ device. :func:`compile_launch` runs it with a driver that only compiles.
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import os
 import re
 import runpy
@@ -339,23 +341,37 @@ def _assembler_log(ptx: str, target: Target) -> str:
         ).stderr
 
 
-def main(path: str, only: str = "") -> None:
-    """Compile the launches of a Python file and print the resources of each kernel.
+def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
+    """Pairs of launch and target that a Python file lists.
 
     Args:
         path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, a list of
             names of targets; default all.
-        only: name of the single target to compile for; default all of them.
+        only: name of the single target; default all of them.
     """
-    namespace = runpy.run_path(path)
-    launches = namespace["LAUNCHES"]
-    names = namespace.get("TARGETS", [target.name for target in TARGETS])
-    targets = [target for target in TARGETS if target.name in names and only in ("", target.name)]
-    for name, launch in launches.items():
-        for target in targets:
-            for compiled in compile_launch(launch, target):
-                sys.stdout.write(f"{name:28} {compiled}\n")
-                sys.stdout.flush()
+    table = _table(path)
+    everywhere = [target.name for target in TARGETS]
+    targets = [name for name in table.get("TARGETS", everywhere) if only in ("", name)]
+    return list(itertools.product(table["LAUNCHES"], targets))
+
+
+def report(path: str, launch: str, target: str) -> list[str]:
+    """One line for each kernel of a launch: its resources on the target."""
+    (gpu,) = (one for one in TARGETS if one.name == target)
+    return [f"{launch:28} {one}" for one in compile_launch(_table(path)["LAUNCHES"][launch], gpu)]
+
+
+@functools.cache
+def _table(path: str) -> dict[str, Any]:
+    return runpy.run_path(path)
+
+
+def main(path: str, only: str = "") -> None:
+    """Compile the launches of a Python file and print the resources of each kernel."""
+    for launch, target in launches_of(path, only):
+        for line in report(path, launch, target):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
