@@ -518,7 +518,7 @@ def test_merging_replaces_what_was_measured_again():
 
 
 def test_table_of_a_document(tmp_path):
-    document = tmp_path / "performance.md"
+    document = tmp_path / "results.md"
     document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.write_table(document, report.Report("H200", CEILINGS, [row(note="unsorted")]))
     text = document.read_text()
@@ -540,8 +540,8 @@ def test_table_of_a_document(tmp_path):
 
 def test_the_page_has_the_table_that_its_measurements_make(tmp_path):
     root = Path(__file__).resolve().parent.parent
-    page, data = root / "docs" / "performance.md", root / "benchmarks" / "h200.json"
-    copy = tmp_path / "performance.md"
+    page, data = root / "docs" / "results.md", root / "benchmarks" / "h200.json"
+    copy = tmp_path / "results.md"
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     report.write_table(copy, report.load(data) if data.exists() else None)
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
@@ -555,7 +555,7 @@ def test_table_command(tmp_path, monkeypatch, capsys):
     document.write_text(f"{report.BEGIN}\n{report.END}\n")
     monkeypatch.setattr("sys.argv", ["bench", "--table", "x.json"])
     assert main() == 0
-    assert "docs/performance.md: 1 rows" in capsys.readouterr().out
+    assert "docs/results.md: 1 rows" in capsys.readouterr().out
     assert "torch.topk" in document.read_text()
 
 

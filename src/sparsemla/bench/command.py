@@ -19,7 +19,7 @@ from sparsemla.bench.step import with_step
 from sparsemla.bench.timing import Timer
 from sparsemla.bench.workloads import Workload
 
-DOCUMENT = Path("docs/performance.md")
+DOCUMENT = Path("docs/results.md")
 
 
 def bench(
@@ -45,7 +45,7 @@ def bench(
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
         device: ``cuda`` or ``cpu``; default what the machine has.
         commit: recorded in the rows; default the checkout's.
-        table: a JSON file whose rows replace the table of ``docs/performance.md``.
+        table: a JSON file whose rows replace the table of ``docs/results.md``.
         full: measure every size of the whole decode step and of top-k, not only some.
         launches: a JSON file for when each kernel of some decode steps begins and ends; nothing
             else is measured, and without a GPU the file is only read.
