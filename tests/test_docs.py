@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import sparsemla
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(sparsemla.__file__).resolve().parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REPOSITORY = "https://github.com/sparsemla/sparsemla/blob/main/"
+RAW = "https://raw.githubusercontent.com/sparsemla/sparsemla/main/"
 
 BLOCK = re.compile(r"^```(?P<tag>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PATH_SUFFIXES = {".cfg", ".csv", ".json", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
 TOP_FOLDERS = ("src/", "tests/", "docs/", ".ci/")
 
@@ -44,6 +49,24 @@ def named_paths(text: str) -> set[str]:
         if re.fullmatch(r"[\w./-]+", word)
         and (Path(word).suffix in PATH_SUFFIXES or word.startswith(TOP_FOLDERS))
     }
+
+
+def link_target(page: Path, link: str) -> tuple[Path, str] | None:
+    """The file and the anchor that a link names, or None if it leads out of the repository."""
+    path, _, anchor = link.partition("#")
+    for prefix in (REPOSITORY, RAW):
+        if path.startswith(prefix):
+            return ROOT / path.removeprefix(prefix), anchor
+    if "://" in path:
+        return None
+    return (page.parent / path if path else page), anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page: its headings, and the objects that the site documents there."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    words = (re.sub(r"[^\w -]", "", heading) for heading in HEADING.findall(text))
+    return {each.strip().lower().replace(" ", "-") for each in words} | {*OBJECT.findall(text)}
 
 
 PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))]
@@ -82,10 +105,51 @@ def test_named_paths_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = {link.split("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))}
-    local = {target for target in targets if target and "://" not in target}
-    missing = sorted(target for target in local if not (page.parent / target).exists())
-    assert not missing, f"{page_id(page)} links to files that do not exist: {missing}"
+    dead = []
+    for link in set(LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8")))):
+        target = link_target(page, link)
+        if target is None:
+            continue
+        path, anchor = target
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            dead.append(link)
+    assert not dead, f"{page_id(page)} has dead links: {sorted(dead)}"
+
+
+def test_links_of_the_readme_work_outside_the_repository() -> None:
+    links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_links_of_the_docs_stay_in_the_site() -> None:
+    docs = ROOT / "docs"
+    outside = [
+        f"{page_id(page)}: {link}"
+        for page in docs.rglob("*.md")
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in link and docs not in [*(page.parent / link).resolve().parents]
+    ]
+    assert outside == []
+
+
+def test_the_site_documents_every_public_name() -> None:
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    documented = {name for page in pages for name in anchors(page)}
+    assert {f"sparsemla.{name}" for name in sparsemla.__all__} <= documented
+
+
+def test_the_readme_installs_the_pinned_torch() -> None:
+    files = ROOT.glob("constraints*.txt")
+    pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (pin,) = re.findall(r"torch==[\d.]+", readme)
+    assert pin in pins
+
+
+def test_the_figure_shows_the_measurements() -> None:
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    drawn = figures["figure"](figures["report"].load(figures["DATA"]))
+    assert figures["FIGURE"].read_text(encoding="utf-8") == drawn
 
 
 def test_the_parsers_find_what_they_look_for() -> None:
@@ -94,3 +158,8 @@ def test_the_parsers_find_what_they_look_for() -> None:
     )
     assert named_paths(text) == {"docs/none.md"}
     assert python_blocks(text) == [(4, "y = 1\n")]
+    page = ROOT / "docs" / "formats.md"
+    assert link_target(page, "#names") == (page, "names")
+    assert link_target(page, f"{REPOSITORY}README.md#install") == (ROOT / "README.md", "install")
+    assert link_target(page, "https://example.org/x.md") is None
+    assert {"names", "fp8_ds_mla-656-bytes"} <= anchors(page)
