@@ -1,25 +1,81 @@
-"""How a Triton kernel sees a paged cache."""
+"""A paged cache as arguments of the GPU kernels.
+
+A key is cut in two tiles of power-of-two width: its *value* dims, which attention loads once for
+both MMAs, and the *rest*, which only the scores read.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat
+from sparsemla.kernels.common.integers import next_power_of_2
+
+
+class Rows(NamedTuple):
+    """The stored parts of a cache; e4m3 and e8m0 are passed as uint8."""
+
+    fp8: Tensor | None
+    scales: Tensor | None
+    bf16: Tensor | None
+    num_slots: int
+
+
+class Layout(NamedTuple):
+    """Constants that a kernel is compiled for: the format's, tile widths, page size and strides.
+
+    Strides are in elements. They are constants so that the compiler can prove that rows of 656
+    bytes, or 328 bfloat16, start at multiples of 16 bytes. ``linear``: pages follow each other as
+    rows do, so a slot is a row.
+    """
+
+    head_dim: int
+    value_dim: int
+    value_block: int
+    rest_block: int
+    fp8_dim: int
+    scale_block: int
+    page_size: int
+    linear: bool
+    fp8_strides: tuple[int, int]
+    scales_strides: tuple[int, int]
+    bf16_strides: tuple[int, int]
+
+
+def cache_arguments(cache: PagedCache) -> tuple[Rows, Layout]:
+    """A cache as kernels take it."""
+    fp8, scales, bf16 = cache.stored()
+    strides = page_and_row(fp8), page_and_row(scales), page_and_row(bf16)
+    return Rows(fp8, scales, bf16, cache.num_slots), _layout(
+        cache.format, cache.page_size, *strides
+    )
+
+
+@functools.cache
+def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layout:
+    rest = fmt.head_dim - fmt.value_dim
+    return Layout(
+        fmt.head_dim,
+        fmt.value_dim,
+        block_of(fmt.value_dim),
+        block_of(rest) if rest else 0,
+        fmt.fp8_dim,
+        fmt.scale_block,
+        page_size,
+        all(page == page_size * row for page, row in strides),
+        *strides,
+    )
+
+
+def block_of(dim: int) -> int:
+    """Width of the tile that holds ``dim`` dims: a power of two that a matrix product takes."""
+    return max(next_power_of_2(dim), 16)
 
 
 def page_and_row(view: Tensor | None) -> tuple[int, ...]:
     """Strides between pages and between rows of a part of a cache, in elements; 0 without it."""
     return (0, 0) if view is None else view.stride()[:2]
-
-
-def paged_arguments(cache: PagedCache) -> dict[str, object]:
-    """Keyword arguments for the pointers, strides and shape of ``cache``.
-
-    e4m3 and e8m0 go as uint8. Strides are constants, because the compiler can then prove that
-    rows of 656 bytes, or 328 bfloat16, start at multiples of 16 bytes.
-    """
-    fp8, scales, bf16 = cache.stored()
-    arguments: dict[str, object] = {"fp8": fp8, "scales": scales, "bf16": bf16}
-    arguments["PAGE_SIZE"] = cache.page_size
-    arguments["FP8_PAGE"], arguments["FP8_ROW"] = page_and_row(fp8)
-    arguments["SCALES_PAGE"], arguments["SCALES_ROW"] = page_and_row(scales)
-    arguments["BF16_PAGE"], arguments["BF16_ROW"] = page_and_row(bf16)
-    return arguments

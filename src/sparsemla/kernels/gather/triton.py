@@ -13,7 +13,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.paged import paged_arguments
+from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.common.slots import slot_of
 
 SLOTS_BLOCK = 1024
@@ -119,9 +119,7 @@ def _owners(row, seq_lens, workspace_starts, num_requests, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["num_requests"])
 def _gather_kernel(
-    fp8,
-    scales,
-    bf16,
+    rows,
     page_table,
     seq_lens,
     workspace_starts,
@@ -129,16 +127,9 @@ def _gather_kernel(
     out,
     num_rows,
     num_requests,
-    num_pages,
     table_width,
     table_stride,
-    PAGE_SIZE: tl.constexpr,
-    FP8_PAGE: tl.constexpr,
-    FP8_ROW: tl.constexpr,
-    SCALES_PAGE: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    BF16_PAGE: tl.constexpr,
-    BF16_ROW: tl.constexpr,
+    L: tl.constexpr,
     OUT_ROW: tl.constexpr,
     FP8_DIM: tl.constexpr,
     BF16_DIM: tl.constexpr,
@@ -160,23 +151,26 @@ def _gather_kernel(
     position = row - tl.load(workspace_starts + request, mask=covered, other=0)
     if seq_starts is not None:
         position += tl.load(seq_starts + request, mask=covered, other=0)
-    page_index = position // PAGE_SIZE
+    page_index = position // L.page_size
     listed = covered & (position >= 0) & (page_index < table_width)
     page = tl.load(page_table + request * table_stride + page_index, mask=listed, other=-1)
-    found = (page >= 0) & (page < num_pages)  # a covered row that is not found becomes zero
+    # A covered row that is not found becomes zero.
+    found = (page >= 0) & (page < rows.num_slots // L.page_size)
     page = page.to(tl.int64)
-    offset = position % PAGE_SIZE
+    offset = position % L.page_size
 
     if FP8_DIM > 0:
         block = tl.arange(0, NUM_BLOCKS)[None, :, None]
         in_block = tl.arange(0, BLOCK_DIMS)[None, None, :]
         dim = block * SCALE_BLOCK + in_block
         real = (in_block < SCALE_BLOCK) & (dim < FP8_DIM)
-        source = fp8 + (page * FP8_PAGE + offset * FP8_ROW)[:, None, None] + dim
+        start = (page * L.fp8_strides[0] + offset * L.fp8_strides[1])[:, None, None]
+        source = rows.fp8 + start + dim
         code = tl.load(source, mask=found[:, None, None] & real, other=0)
         value = decode_e4m3(code, NATIVE)  # [ROWS, NUM_BLOCKS, BLOCK_DIMS]
-        if scales is not None:
-            source = scales + (page * SCALES_PAGE + offset * SCALES_ROW)[:, None, None]
+        if rows.scales is not None:
+            start = (page * L.scales_strides[0] + offset * L.scales_strides[1])[:, None, None]
+            source = rows.scales + start
             stored = found[:, None, None] & (block * SCALE_BLOCK < FP8_DIM)
             scale = tl.load(source + block, mask=stored, other=0)
             if scale.dtype == tl.uint8:
@@ -186,7 +180,8 @@ def _gather_kernel(
         tl.store(target, value.to(tl.bfloat16), mask=covered[:, None, None] & real)
     if BF16_DIM > 0:
         dim = tl.arange(0, BF16_DIMS)[None, :]
-        source = bf16 + (page * BF16_PAGE + offset * BF16_ROW)[:, None] + dim
+        start = (page * L.bf16_strides[0] + offset * L.bf16_strides[1])[:, None]
+        source = rows.bf16 + start + dim
         value = tl.load(source, mask=found[:, None] & (dim < BF16_DIM), other=0.0)
         target = out + row[:, None] * OUT_ROW + FP8_DIM + dim
         tl.store(target, value, mask=covered[:, None] & (dim < BF16_DIM))
@@ -204,6 +199,7 @@ def gather_dequant(
     # One program for a tile of the workspace, whatever the lengths: those that no request owns
     # leave at once, and a captured graph stays right when lengths change.
     widths = _gather_widths(cache.format)
+    rows, layout = cache_arguments(cache)
     _gather_kernel[(cdiv(out.shape[0], widths["ROWS"]),)](
         page_table=page_table,
         seq_lens=seq_lens,
@@ -212,15 +208,15 @@ def gather_dequant(
         out=out,
         num_rows=out.shape[0],
         num_requests=seq_lens.shape[0],
-        num_pages=cache.num_pages,
         table_width=page_table.shape[1],
         table_stride=page_table.stride(0),
         OUT_ROW=out.stride(0),
         REQUESTS=REQUEST_BLOCK,
         NATIVE=has_fp8(out.device),
         num_warps=1,
+        rows=rows,
+        L=layout,
         **widths,
-        **paged_arguments(cache),
     )
 
 

@@ -21,7 +21,7 @@ from sparsemla.formats import FLOAT32_TINY, FP8_MAX, CacheFormat
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import ceil_pow2, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.paged import paged_arguments
+from sparsemla.kernels.common.paged import Rows, cache_arguments
 
 TINY = tl.constexpr(FLOAT32_TINY)
 MAX = tl.constexpr(FP8_MAX)
@@ -34,9 +34,9 @@ LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _row_offset(slot, PAGE_SIZE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr):
+def _row_offset(slot, L: tl.constexpr, STRIDES: tl.constexpr):
     """Offset of the row of a slot, in elements."""
-    return slot // PAGE_SIZE * PAGE + slot % PAGE_SIZE * ROW
+    return slot // L.page_size * STRIDES[0] + slot % L.page_size * STRIDES[1]
 
 
 @triton.jit
@@ -98,13 +98,8 @@ def _store_fp8(
     kept,
     dim,
     real,
-    fp8,
-    scales,
-    PAGE_SIZE: tl.constexpr,
-    FP8_PAGE: tl.constexpr,
-    FP8_ROW: tl.constexpr,
-    SCALES_PAGE: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
+    rows,
+    L: tl.constexpr,
     FIRST_BLOCK: tl.constexpr,
     END_BLOCK: tl.constexpr,
     MIN_AMAX: tl.constexpr,
@@ -113,17 +108,17 @@ def _store_fp8(
     NATIVE: tl.constexpr,
 ):
     """Quantise ``x [blocks, dims]``, and store what is ``real`` of blocks up to ``END_BLOCK``."""
-    if scales is not None:
+    if rows.scales is not None:
         scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
         x = _divide(x, scale, POW2)
         block = FIRST_BLOCK + tl.arange(0, x.shape[0])
-        target = scales + _row_offset(slot, PAGE_SIZE, SCALES_PAGE, SCALES_ROW) + block
+        target = rows.scales + _row_offset(slot, L, L.scales_strides) + block
         stored = kept & (block < END_BLOCK)
-        if scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
+        if rows.scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
             tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
             tl.store(target, scale, mask=stored)
-    target = fp8 + _row_offset(slot, PAGE_SIZE, FP8_PAGE, FP8_ROW) + dim
+    target = rows.fp8 + _row_offset(slot, L, L.fp8_strides) + dim
     tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real)
 
 
@@ -291,13 +286,10 @@ def _fused_kernel(
     norm_weight,
     positions,
     slot_mapping,
-    fp8,
-    scales,
-    bf16,
+    rows,
     num_tokens,
     num_heads,
     num_positions,
-    num_slots,
     eps,
     q_token_stride,
     q_head_stride,
@@ -306,13 +298,7 @@ def _fused_kernel(
     kv_stride,
     kv_out_stride,
     table_stride,
-    PAGE_SIZE: tl.constexpr,
-    FP8_PAGE: tl.constexpr,
-    FP8_ROW: tl.constexpr,
-    SCALES_PAGE: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    BF16_PAGE: tl.constexpr,
-    BF16_ROW: tl.constexpr,
+    L: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     POW2: tl.constexpr,
@@ -363,7 +349,7 @@ def _fused_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    kept = (slot >= 0) & (slot < num_slots)
+    kept = (slot >= 0) & (slot < rows.num_slots)
     row = kv + token * kv_stride
 
     # The body, and behind it the tail, which rotates; both in blocks of one scale.
@@ -421,20 +407,15 @@ def _fused_kernel(
     if TAIL < D:
         y = _rotated(_normed(y, tail_weight, rstd, tail, N), tail_rotation, rstd, N, ADJACENT)
 
-    if fp8 is not None:
+    if rows.fp8 is not None:
         _store_fp8(
             x,
             slot,
             kept,
             dim,
             real & (dim < FP8_BODY),
-            fp8,
-            scales,
-            PAGE_SIZE,
-            FP8_PAGE,
-            FP8_ROW,
-            SCALES_PAGE,
-            SCALES_ROW,
+            rows,
+            L,
             0,
             (FP8_BODY + SCALE_BLOCK - 1) // SCALE_BLOCK,
             MIN_AMAX,
@@ -449,13 +430,8 @@ def _fused_kernel(
             kept,
             tail,
             in_tail,
-            fp8,
-            scales,
-            PAGE_SIZE,
-            FP8_PAGE,
-            FP8_ROW,
-            SCALES_PAGE,
-            SCALES_ROW,
+            rows,
+            L,
             TAIL // SCALE_BLOCK,
             (D + SCALE_BLOCK - 1) // SCALE_BLOCK,
             MIN_AMAX,
@@ -465,14 +441,14 @@ def _fused_kernel(
         )
     plain = real & (dim < TAIL)
     if FP8_DIM < TAIL:
-        target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
+        target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) - FP8_DIM
         tl.store(target + dim, x.to(tl.bfloat16), mask=kept & plain & (dim >= FP8_DIM))
     if kv_out is not None:
         tl.store(kv_out + token * kv_out_stride + dim, x.to(tl.bfloat16), mask=plain)
     if TAIL < D:
         y = y.to(tl.bfloat16)
         if FP8_DIM <= TAIL:
-            target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) - FP8_DIM
+            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) - FP8_DIM
             tl.store(target + tail, y, mask=kept & in_tail)
         if kv_out is not None:
             tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
@@ -500,6 +476,7 @@ def fused_rope_rmsnorm_quant(
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
     num_programs = num_tokens * (1 + cdiv(num_heads, widths["HEADS"]))
+    rows, layout = cache_arguments(cache)
     _fused_kernel[(num_programs,)](
         q=q_rope,
         out=out,
@@ -512,7 +489,6 @@ def fused_rope_rmsnorm_quant(
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_positions=cos_sin_cache.shape[0],
-        num_slots=cache.num_slots,
         eps=eps,
         q_token_stride=q_rope.stride(0),
         q_head_stride=q_rope.stride(1),
@@ -525,8 +501,9 @@ def fused_rope_rmsnorm_quant(
         MIN_SCALE=fmt.min_scale,
         POW2=scale_mode == "pow2",
         NATIVE=has_fp8(kv.device),
+        rows=rows,
+        L=layout,
         **widths,
-        **paged_arguments(cache),
         **LAUNCH,
         **begins_early(kv.device, num_programs),
     )
@@ -674,13 +651,10 @@ def _index_kernel(
     cos_sin,
     positions,
     slot_mapping,
-    fp8,
-    scales,
-    bf16,
+    rows,
     num_keys,
     num_heads,
     num_positions,
-    num_slots,
     factor,
     eps,
     q_token_stride,
@@ -691,13 +665,7 @@ def _index_kernel(
     weights_out_stride,
     k_stride,
     table_stride,
-    PAGE_SIZE: tl.constexpr,
-    FP8_PAGE: tl.constexpr,
-    FP8_ROW: tl.constexpr,
-    SCALES_PAGE: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    BF16_PAGE: tl.constexpr,
-    BF16_ROW: tl.constexpr,
+    L: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -755,7 +723,7 @@ def _index_kernel(
         token = tl.program_id(0).to(tl.int64)
         position = tl.load(positions + token).to(tl.int64)
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        kept = (slot >= 0) & (slot < num_slots)
+        kept = (slot >= 0) & (slot < rows.num_slots)
         row = k + token * k_stride
         dim = tl.arange(0, DIMS)[None, :]
         real = dim < D
@@ -778,20 +746,15 @@ def _index_kernel(
         x = tl.where(real, x, 0.0)
         if STAGES > 0:
             x = _hadamard(x, 1, DIMS, STAGES)
-        if fp8 is not None:
+        if rows.fp8 is not None:
             _store_fp8(
                 x,
                 slot,
                 kept,
                 dim,
                 real,
-                fp8,
-                scales,
-                PAGE_SIZE,
-                FP8_PAGE,
-                FP8_ROW,
-                SCALES_PAGE,
-                SCALES_ROW,
+                rows,
+                L,
                 0,
                 1,
                 MIN_AMAX,
@@ -800,7 +763,7 @@ def _index_kernel(
                 NATIVE,
             )
         else:
-            target = bf16 + _row_offset(slot, PAGE_SIZE, BF16_PAGE, BF16_ROW) + dim
+            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) + dim
             tl.store(target, x.to(tl.bfloat16), mask=kept & real)
 
 
@@ -824,20 +787,11 @@ NO_KEYS: dict[str, Any] = {
     "norm_weight": None,
     "norm_bias": None,
     "slot_mapping": None,
-    "fp8": None,
-    "scales": None,
-    "bf16": None,
+    "rows": Rows(None, None, None, 0),
+    "L": None,
     "num_keys": 0,
-    "num_slots": 0,
     "eps": 0.0,
     "k_stride": 0,
-    "PAGE_SIZE": 1,
-    "FP8_PAGE": 0,
-    "FP8_ROW": 0,
-    "SCALES_PAGE": 0,
-    "SCALES_ROW": 0,
-    "BF16_PAGE": 0,
-    "BF16_ROW": 0,
 }
 
 
@@ -871,16 +825,17 @@ def _key_arguments(
     slot_mapping: Tensor,
     eps: float,
 ) -> dict[str, Any]:
+    rows, layout = cache_arguments(cache)
     return {
         "k": k,
         "norm_weight": norm_weight,
         "norm_bias": norm_bias,
         "slot_mapping": slot_mapping,
         "num_keys": k.shape[0],
-        "num_slots": cache.num_slots,
         "eps": eps,
         "k_stride": k.stride(0),
-        **paged_arguments(cache),
+        "rows": rows,
+        "L": layout,
     }
 
 

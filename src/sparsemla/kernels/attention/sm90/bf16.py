@@ -52,7 +52,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cache import cache_arguments
 from sparsemla.kernels.attention.sm90.abi import (
     Results,
     Shape,
@@ -76,6 +75,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
+from sparsemla.kernels.common.paged import cache_arguments
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cache import cache_arguments
 from sparsemla.kernels.attention.sm90.abi import (
     Results,
     Shape,
@@ -42,6 +41,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_bf16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.paged import cache_arguments
 
 KEYS = gl.constexpr(64)
 

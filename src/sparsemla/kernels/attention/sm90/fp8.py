@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cache import cache_arguments
 from sparsemla.kernels.attention.sm90.abi import (
     Results,
     Shape,
@@ -68,6 +67,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
+from sparsemla.kernels.common.paged import cache_arguments
 
 
 class Records(NamedTuple):

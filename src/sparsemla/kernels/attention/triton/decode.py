@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cache import cache_arguments
 from sparsemla.kernels.attention.schedule import dense, given_or_chosen, sparse
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 from sparsemla.kernels.attention.triton.tiles import (
@@ -25,6 +24,7 @@ from sparsemla.kernels.attention.triton.tiles import (
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
 from sparsemla.kernels.common.integers import cdiv
+from sparsemla.kernels.common.paged import cache_arguments
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])

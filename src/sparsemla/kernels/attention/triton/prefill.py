@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cache import block_of, cache_arguments
 from sparsemla.kernels.attention.triton.tiles import (
     LN2,
     LOG2E,
@@ -23,6 +22,7 @@ from sparsemla.kernels.attention.triton.tiles import (
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.paged import block_of, cache_arguments
 
 
 @triton.jit

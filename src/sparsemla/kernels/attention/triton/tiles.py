@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsemla.kernels.attention.cache import Layout
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
+from sparsemla.kernels.common.paged import Layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
