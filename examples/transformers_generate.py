@@ -19,7 +19,7 @@ from sparsemla import BF16_576, FP8_DS_MLA
 from sparsemla.backends.transformers import enable
 from sparsemla.testing.models import copying_model
 
-PROMPT_LENGTH, NUM_NEW = 300, 32
+PROMPT_LENGTH, NUM_NEW = 150, 16
 
 
 def make_model(device: str) -> PreTrainedModel:
