@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from sparsemla import (
     BF16_576,
@@ -29,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import CompileConfig  # noqa: E402
 
-from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
+from sparsemla.backends.transformers import LatentCache, _packed_step, enable  # noqa: E402
 from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
 
 TOPK = 16
@@ -678,6 +682,124 @@ class TestCompiled:
                 assert torch.equal(got, expected[:, : 40 + new_tokens])
             assert handle.cache.max_length == 51
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class TestSeveralDevices:
+    """Layers on several devices, as ``from_pretrained(device_map=...)`` puts them."""
+
+    def spread(self, model: Any, devices: list[torch.device]) -> None:
+        """Put the layers on the devices in turn; hooks bring the inputs, as accelerate's do."""
+
+        def bring(device: torch.device, module: Any, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+
+        def place(module: Any, device: torch.device) -> None:  # Module.to refuses fake tensors
+            for part in module.modules():
+                for name, tensor in part.named_parameters(recurse=False):
+                    part._parameters[name] = torch.nn.Parameter(tensor.to(device), False)
+                for name, tensor in part.named_buffers(recurse=False):
+                    part._buffers[name] = tensor.to(device)
+
+        place(model, devices[0])
+        modules = [*model.model.layers, model.model.norm]
+        for index, module in enumerate(modules):
+            device = devices[0] if module is modules[-1] else devices[index % len(devices)]
+            place(module, device)
+            hook = functools.partial(bring, device)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def model(self) -> Any:
+        types = ["full", "shared", "full", "shared"]
+        return make_model("glm_moe_dsa", num_hidden_layers=4, indexer_types=types)
+
+    @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a CUDA build of torch")
+    @pytest.mark.parametrize("cache_format", [BF16_576, FP8_DS_MLA])
+    @torch.no_grad()
+    def test_decode_steps_mix_no_devices(self, cache_format, monkeypatch):
+        """Fake tensors need no GPU, compute nothing, and refuse operators over two devices."""
+        h200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+        with FakeTensorMode():
+            model = self.model()
+            self.spread(model, devices)
+            token = torch.zeros(3, 1, dtype=torch.long, device=devices[0])
+            with enable(model, page_size=8, cache_format=cache_format) as handle:
+                cache = handle.new_cache(3)
+                cache.reserve(20)
+                for _ in range(2):
+                    logits = model(token, past_key_values=cache).logits
+                assert logits.device == devices[0]
+                cache.reorder_cache(torch.tensor([1, 0, 2], device=devices[0]))
+                cache.batch_repeat_interleave(2)
+                model(token.repeat(2, 1), past_key_values=cache)
+        assert [latents.data.device for latents in cache.latents] == devices * 2
+        assert [keys.data.device for keys in cache.index_keys.values()] == [devices[0]] * 2
+        assert cache.page_table.device == devices[0]
+
+    def test_pages_stay_on_their_device(self):
+        devices = [torch.device("cpu"), torch.device("meta")]
+        layers = [PagedCache.allocate(FP8_584, 0, 4, device=device) for device in devices]
+        cache = LatentCache(layers, {1: layers[1]}, batch_size=2)
+        cache.reserve(5)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache = copy.deepcopy(cache)
+        assert [latents.data.device for latents in cache.latents] == devices
+        assert [latents.num_pages for latents in cache.latents] == [8, 8]
+        assert cache.index_keys[1].data.device == devices[1]
+        assert cache.page_table.device == cache.real.device == devices[0]
+
+    def test_a_step_is_copied_once_for_a_device(self, model):
+        cpu, meta = torch.device("cpu"), torch.device("meta")
+        with enable(model) as handle:
+            cache = handle.new_cache(2)
+            cache.reserve(5)
+            step = _packed_step(cache, torch.ones(2, 5, dtype=torch.bool))
+        assert step.on(cpu) is step
+        copied = step.on(meta)
+        assert copied is step.on(meta)
+        assert copied.selections is step.selections
+        for name, value in vars(step.plan).items():
+            moved = getattr(copied.plan, name)
+            if isinstance(value, Tensor):
+                assert (moved.device, moved.shape) == (meta, value.shape), name
+            else:
+                assert moved == value, name
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+    @torch.no_grad()
+    def test_two_gpus_say_the_same_as_one(self):
+        ids = tokens(2, 40).cuda(0)
+        ids[1, :10] = PAD
+        arguments = {"attention_mask": (ids != PAD).long(), "max_new_tokens": 12}
+        one, two = self.model().cuda(0), self.model()
+        self.spread(two, [torch.device("cuda:0"), torch.device("cuda:1")])
+        for options in ({}, {"num_beams": 3}, {"use_cache": False}):
+            with enable(one, page_size=8), enable(two, page_size=8):
+                expected = one.generate(ids, **arguments, **options)
+                assert torch.equal(two.generate(ids, **arguments, **options), expected)
+
+    def test_hooks_of_accelerate(self, model):
+        accelerate = pytest.importorskip("accelerate")
+        ids = tokens(2, 20)
+        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5}
+        hooked = accelerate.dispatch_model(
+            copy.deepcopy(model), device_map={"": "cpu"}, force_hooks=True
+        )
+        with enable(model), enable(hooked):
+            assert torch.equal(hooked.generate(ids, **arguments), model.generate(ids, **arguments))
+
+    def test_attention_on_two_devices_or_none(self, model):
+        changed = copy.deepcopy(model)
+        changed.model.layers[1].self_attn.o_proj.to("meta")
+        with pytest.raises(ValueError, match=r"on one device, got cpu, meta in layer 1"):
+            enable(changed)
+        changed.model.layers[1].to("meta")
+        with pytest.raises(ValueError, match=r"layer 1 on meta: device_map must not offload"):
+            enable(changed)
 
 
 def test_generate_with_guessed_tokens(model):

@@ -21,7 +21,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -259,7 +259,7 @@ class LatentCache(Cache):
             for cache in (*self.latents, *self.index_keys.values()):
                 for part in (cache.data, cache.scales):
                     if part is not None:
-                        part[own] = part[pages.long()]
+                        part[own.to(part.device)] = part[pages.long().to(part.device)]
         else:
             width = self.page_table.shape[1]
             self._clear(rows.shape[0])
@@ -322,7 +322,10 @@ class LatentCache(Cache):
 
 
 def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> PagedCache:
-    moved = PagedCache.allocate(cache.format, num_pages, cache.page_size, device=cache.data.device)
+    device = cache.data.device
+    moved = PagedCache.allocate(cache.format, num_pages, cache.page_size, device=device)
+    if isinstance(pages, Tensor):
+        pages = pages.to(device)
     for new, old in ((moved.data, cache.data), (moved.scales, cache.scales)):
         if new is not None and old is not None:
             kept = old[pages]
@@ -348,6 +351,18 @@ class _Step:
     tokens: Tensor | None
     selections: dict[int, Tensor] = field(default_factory=dict)
     _rotation: tuple[Tensor, Tensor, Tensor] | None = None
+    _copies: dict[torch.device, _Step] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> _Step:
+        """The step for layers on ``device``; other devices than the page table's get one copy."""
+        if device == self.plan.page_table.device:
+            return self
+        if device not in self._copies:
+            tokens = None if self.tokens is None else self.tokens.to(device)
+            self._copies[device] = _Step(
+                self.cache, _plan_on(self.plan, device), self.decodes, tokens, self.selections
+            )
+        return self._copies[device]
 
     def pick(self, x: Tensor) -> Tensor:
         """The tokens ``[T, n]`` of ``x [B, S, n]``."""
@@ -368,6 +383,16 @@ class _Step:
             table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
             self._rotation = cos, sin, table
         return self._rotation
+
+
+def _plan_on(plan: Plan, device: torch.device) -> Plan:
+    """A copy of a plan without prefill chunks, whose tensors are on ``device``."""
+    moved: dict[str, Any] = {}
+    for item in fields(plan):
+        value = getattr(plan, item.name)
+        if isinstance(value, Tensor):
+            moved[item.name] = value.to(device)
+    return replace(plan, **moved)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -465,15 +490,15 @@ class PagedAttention:
         if max_length is not None:
             check_integer("max_length", max_length, 1)
         latent_format, index_format = self._formats
-        device = next(self._base.parameters()).device
 
-        def empty(format: CacheFormat) -> PagedCache:
+        def empty(format: CacheFormat, layer_idx: int) -> PagedCache:
+            device = self._weights[layer_idx][0].data.device
             return PagedCache.allocate(format, 0, self._page_size, device=device)
 
         return LatentCache(
-            [empty(latent_format) for _ in self._attentions],
+            [empty(latent_format, layer_idx) for layer_idx in range(len(self._attentions))],
             {
-                layer_idx: empty(index_format)
+                layer_idx: empty(index_format, layer_idx)
                 for layer_idx, attention in enumerate(self._attentions)
                 if index_format is not None and attention.indexer is not None
             },
@@ -573,6 +598,7 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """Output ``[B, S, hidden]`` of a layer's attention, and the slots that it selected."""
         attention, cache = self._attentions[layer_idx], step.cache.latents[layer_idx]
+        step = step.on(cache.data.device)
         x = step.pick(hidden_states)  # [T, hidden]
         *cos_sin, table = step.rotation(position_embeddings, hidden_states.shape[0])  # [T, R]
         if attention.q_lora_rank is None:
@@ -692,6 +718,9 @@ def enable(
     to those weights are not seen until the next ``enable``. Attention itself runs in bfloat16
     whatever the model's dtype.
 
+    The layers may be on several devices, as ``from_pretrained(device_map=...)`` puts them: each
+    layer's pages are on the device of its weights, and a step's plan is copied once per device.
+
     Args:
         model: with its language model head or without; ``generate`` over a static cache needs
             that whole model here.
@@ -707,12 +736,13 @@ def enable(
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: another architecture, a model that is enabled already or spread over devices,
-            or a format or head size that does not fit. The model's forward raises ValueError for
-            what cannot be served: 4D masks, packed sequences, foreign caches,
-            ``output_attentions``, training.
+        ValueError: another architecture, a model that is enabled already, a layer whose attention
+            is offloaded or on several devices, or a format or head size that does not fit. The
+            model's forward raises ValueError for 4D masks, packed sequences, caches of another
+            kind, ``output_attentions`` and training.
 
-    Source: transformers 5.17, ``models/deepseek_v3``, ``deepseek_v32`` and ``glm_moe_dsa``.
+    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32`` and
+    ``glm_moe_dsa``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
@@ -722,9 +752,8 @@ def enable(
         raise ValueError(reason)
     if isinstance(getattr(vars(base).get("forward"), "__self__", None), PagedAttention):
         raise ValueError("model must not be enabled already: disable its handle first")
-    devices = {str(parameter.device) for parameter in base.parameters()}
-    if len(devices) > 1:
-        raise ValueError(f"model must be on one device, got {', '.join(sorted(devices))}")
+    for layer_idx, layer in enumerate(cast(Any, base).layers):
+        _check_device(layer_idx, layer.self_attn)
     latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
     index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
     if rope_dim % 2:
@@ -751,6 +780,21 @@ def enable(
             )
     check_integer("page_size", page_size, 1)
     return PagedAttention(model, cache_format, index_format, page_size, record_selections)
+
+
+def _check_device(layer_idx: int, attention: nn.Module) -> None:
+    """Refuse a layer whose attention is spread over devices, or offloaded."""
+    devices = sorted({str(parameter.device) for parameter in attention.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            "model must have the attention of each layer on one device, got "
+            f"{', '.join(devices)} in layer {layer_idx}"
+        )
+    if devices == ["meta"]:
+        raise ValueError(
+            "model must have its attention weights in memory, got layer "
+            f"{layer_idx} on meta: device_map must not offload layers to the CPU or to disk"
+        )
 
 
 def _check_format(name: str, format: object, head_dim: int, value_dim: int) -> None:
