@@ -123,20 +123,31 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(help="A checkpoint directory in transformers' format.")],
-    prompt_file: Annotated[Path, typer.Option(help="A text file with the prompt.")],
+    model: Annotated[
+        str, typer.Option(help="A checkpoint folder in transformers' format, or a hub id.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     cache_format: Annotated[
         str, typer.Option(help="bf16, fp8_ds_mla, or another format's name.")
     ] = "bf16",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, or auto: layers on all GPUs.")
+    ] = "cpu",
 ) -> None:
-    """Continue a prompt greedily with a DeepSeek-V3.2 or GLM-5 checkpoint, on the CPU.
+    """Continue a prompt greedily with a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 checkpoint.
 
-    The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the directory,
+    The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the checkpoint,
     tokens are bytes if the vocabulary has 256.
     """
-    prompt = read_text(prompt_file)
+    if prompt_file is not None and prompt is None:
+        text = read_text(prompt_file)
+    elif prompt is not None and prompt_file is None:
+        text = prompt.encode()
+    else:
+        fail("either --prompt or --prompt-file must be given")
     try:
         from sparsemla.generate import CheckpointError, generate_text, load_checkpoint
     except ModuleNotFoundError as error:
@@ -144,8 +155,10 @@ def generate(
     errors = Console(stderr=True)
     try:
         with errors.status(f"loading {model}"):
-            checkpoint = load_checkpoint(model, cache_format=cache_format, dtype=dtype)
-        stats = generate_text(checkpoint, prompt, max_new_tokens, write=_write)
+            checkpoint = load_checkpoint(
+                model, cache_format=cache_format, dtype=dtype, device=device
+            )
+        stats = generate_text(checkpoint, text, max_new_tokens, write=_write)
     except CheckpointError as error:
         fail(error)
     typer.echo()

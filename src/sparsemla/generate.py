@@ -1,10 +1,11 @@
-"""Text generation from a checkpoint directory, with this package's attention."""
+"""Text generation from a checkpoint folder or a hub id, with this package's attention."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -31,13 +33,16 @@ from sparsemla.weights import dequantize_blocks
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 SCALE = "_scale_inv"
-"""What the name of a block scale adds to that of its weight."""
+"""Suffix of a block scale's name; the rest is the name of its weight."""
+
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+HUB_FILES = ("*.json", "*.model", "*.txt", "*.safetensors")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or an option that cannot be used; the message is for the user."""
+    """A checkpoint or option is unusable; the message is for the user."""
 
 
 class ByteTokenizer:
@@ -53,7 +58,7 @@ class ByteTokenizer:
 
 
 class CheckpointTokenizer:
-    """The tokenizer in a checkpoint directory."""
+    """The tokenizer in a checkpoint folder."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -71,7 +76,7 @@ class CheckpointTokenizer:
             tokens.append(token)
             text = self._tokenizer.decode(tokens, skip_special_tokens=True)
             if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                return ""  # a character whose bytes are not all there
+                return ""  # the bytes of this character are incomplete
             piece, shown = text[shown:], len(text)
             return piece
 
@@ -89,7 +94,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a generation took."""
+    """Token counts, times and cache size of one generation."""
 
     num_prompt: int
     num_new: int
@@ -107,29 +112,67 @@ class Stats:
         )
 
 
-def load_checkpoint(directory: Path, *, cache_format: str, dtype: str) -> Checkpoint:
+def load_checkpoint(
+    model: str | Path, *, cache_format: str, dtype: str, device: str = "cpu"
+) -> Checkpoint:
     """Load a model, dequantised if its weights are FP8, and its tokenizer.
 
+    Args:
+        model: a folder, or the id ``owner/name`` of a model on huggingface.co, which is downloaded
+            into the hub's cache unless it is there.
+        cache_format: ``bf16``, or the name of a cache format.
+        dtype: a key of :data:`DTYPES`.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; or ``auto``, which spreads the layers over all GPUs
+            as ``from_pretrained(device_map="auto")`` does, and needs the package accelerate.
+
     Raises:
-        CheckpointError: no model, not one of ours, incomplete weights, no tokenizer, or an unknown
-            format or dtype.
+        CheckpointError: no such model, one of another architecture, incomplete weights, no
+            tokenizer, or an unknown format, dtype or device.
     """
-    raw = _read_config(directory)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    _check_device(device)
     try:
         fmt = None if cache_format == "bf16" else get_format(cache_format)
     except ValueError as error:
         raise CheckpointError(f"cache_format: {error}") from error
+    directory = _directory(model)
+    raw = _read_config(directory)
     with _quiet(), _blamed_on(directory / "config.json"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with _blamed_on(directory):
         tokenizer = _load_tokenizer(directory, raw)
-        model = _load_model(directory, config, DTYPES[dtype])
+        loaded = _load_model(directory, config, DTYPES[dtype], device)
     try:
-        return Checkpoint(model, enable(model, cache_format=fmt), tokenizer)
+        return Checkpoint(loaded, enable(loaded, cache_format=fmt), tokenizer)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that this machine does not have."""
+    if device == "auto":
+        return
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise CheckpointError(f"device must be auto, cpu, cuda or cuda:<index>, got {device!r}")
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise CheckpointError(f"device must be on this machine, got {device!r} with {count} GPUs")
+
+
+def _directory(model: str | Path) -> Path:
+    """The folder of a checkpoint; files of a hub id are downloaded."""
+    directory = Path(model)
+    if directory.exists() or not HUB_ID.fullmatch(str(model)):
+        return directory
+    with _blamed_on(f"{model} is neither a folder nor a readable model on huggingface.co"):
+        # The configuration first: a model of another architecture costs no further download.
+        _read_config(Path(snapshot_download(str(model), allow_patterns="*.json")))
+        return Path(snapshot_download(str(model), allow_patterns=list(HUB_FILES)))
 
 
 @contextlib.contextmanager
@@ -207,7 +250,12 @@ def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | 
     return ByteTokenizer()
 
 
-def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:  # noqa: ANN401 - each model has its own
+def _load_model(
+    directory: Path,
+    config: Any,  # noqa: ANN401 - each model has its own
+    dtype: torch.dtype,
+    device: str,
+) -> PreTrainedModel:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _quiet():
         options: dict[str, Any] = {
@@ -216,6 +264,8 @@ def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedM
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,  # they are refused below, by name
         }
+        if device == "auto":
+            options["device_map"] = "auto"
         if getattr(config, "quantization_config", None) is not None:
             block = config.quantization_config["weight_block_size"][0]
             weights = _dequantized_weights(directory, block, dtype)
@@ -236,13 +286,13 @@ def _load_model(directory: Path, config: Any, dtype: torch.dtype) -> PreTrainedM
             f"{directory / 'config.json'} does not fit the weights: {name} must have shape "
             f"{list(expected)}, got {list(got)}"
         )
-    return model.eval()
+    return model.eval() if device == "auto" else model.eval().to(device)
 
 
 def _dequantized_weights(directory: Path, block: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of an FP8 checkpoint times their block scales.
 
-    transformers would do this, too, but only with another package installed.
+    transformers 5.17 to 5.23 can do the same, but only with the package kernels installed.
     """
     weights: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -257,7 +307,7 @@ def _dequantized_weights(directory: Path, block: int, dtype: torch.dtype) -> dic
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' notes and bars away from the text; errors still arrive as exceptions."""
+    """Silence transformers' log and progress bars; errors still arrive as exceptions."""
     logging = transformers.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -270,7 +320,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Streamer(BaseStreamer):
-    """Writes text as tokens arrive and notes when they do."""
+    """Writes text as tokens arrive and records their times."""
 
     def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
         self.times = [time.perf_counter()]
@@ -296,10 +346,10 @@ def generate_text(
     """Continue ``prompt`` greedily; ``write`` gets the text piece by piece.
 
     Raises:
-        CheckpointError: the prompt has no tokens, or one that the model does not know; or
-            generation_config.json asks for something that cannot be done.
+        CheckpointError: the prompt has no tokens, or a token beyond the model's vocabulary; or
+            transformers refuses an option of generation_config.json.
     """
-    ids = torch.tensor([checkpoint.tokenizer.encode(prompt)])
+    ids = torch.tensor([checkpoint.tokenizer.encode(prompt)], device=checkpoint.model.device)
     if ids.numel() == 0:
         raise CheckpointError("the prompt has no tokens")
     vocab_size = cast(Any, checkpoint.model).config.vocab_size

@@ -1,0 +1,137 @@
+"""``sparsemla generate``: prompts, devices and hub ids. Broken checkpoints are in test_cli.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from sparsemla import generate
+from sparsemla.cli import app
+from sparsemla.testing.models import copying_model
+
+PROMPT = "The lamp at Skerrow burns from dusk to dawn"
+OPTIONS: dict[str, Any] = {"cache_format": "bf16", "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes, without a tokenizer."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    copying_model("deepseek_v32", vocab_size=256, lag=5).save_pretrained(path)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    arguments = ("generate", "--max-new-tokens", 4, "--dtype", "float32", *arguments)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def assert_fails(result: Any, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    for part in parts:
+        assert part in line
+
+
+def test_a_prompt_on_the_command_line(checkpoint, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    of_file = run("--model", checkpoint, "--prompt-file", tmp_path / "prompt.txt")
+    of_option = run("--model", checkpoint, "--prompt", PROMPT)
+    assert of_option.exit_code == 0, of_option.output
+    assert of_option.stdout == of_file.stdout
+    assert of_option.stdout.strip()
+
+
+def test_one_prompt(checkpoint):
+    expected = "either --prompt or --prompt-file must be given"
+    assert_fails(run("--model", checkpoint), expected)
+    both = run("--model", checkpoint, "--prompt", "a", "--prompt-file", __file__)
+    assert_fails(both, expected)
+    assert_fails(run("--model", checkpoint, "--prompt", ""), "the prompt has no tokens")
+
+
+def test_a_hub_id(checkpoint, monkeypatch, tmp_path):
+    """The configuration is read before weights are downloaded."""
+    downloads = []
+
+    def download(repo_id: str, *, allow_patterns: str | list[str]) -> str:
+        patterns = [allow_patterns] if isinstance(allow_patterns, str) else allow_patterns
+        downloads.append((repo_id, patterns))
+        for pattern in patterns:
+            for file in checkpoint.glob(pattern):
+                shutil.copy(file, tmp_path / file.name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(generate, "snapshot_download", download)
+    result = run("--model", "lamp/skerrow-1.5", "--prompt", PROMPT)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+    assert [patterns for _, patterns in downloads] == [["*.json"], list(generate.HUB_FILES)]
+
+    downloads.clear()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    checkpoint = tmp_path / "other"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"model_type": "llama"}')
+    assert_fails(run("--model", "lamp/other", "--prompt", PROMPT), "got 'llama'")
+    assert downloads == [("lamp/other", ["*.json"])]
+
+
+def test_a_hub_id_that_cannot_be_read(monkeypatch):
+    def download(repo_id: str, **_: object) -> str:
+        raise OSError("404 Client Error")
+
+    monkeypatch.setattr(generate, "snapshot_download", download)
+    result = run("--model", "lamp/none", "--prompt", PROMPT)
+    assert_fails(result, "lamp/none is neither a folder nor a readable model", "404 Client Error")
+
+
+@pytest.mark.parametrize("path", ["./lamp/none", "/lamp/none", "lamp", "./lamp"])
+def test_paths_are_no_hub_ids(monkeypatch, path):
+    monkeypatch.setattr(generate, "snapshot_download", lambda *args: pytest.fail("downloads"))
+    assert_fails(run("--model", path, "--prompt", PROMPT), "is not a model directory")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("tpu", "device must be auto, cpu, cuda or cuda:<index>, got 'tpu'"),
+        ("meta", "device must be auto, cpu, cuda or cuda:<index>, got 'meta'"),
+        ("cuda:99", "device must be on this machine, got 'cuda:99' with"),
+    ],
+)
+def test_devices_that_are_not_here(checkpoint, device, message):
+    assert_fails(run("--model", checkpoint, "--prompt", PROMPT, "--device", device), message)
+
+
+def test_the_same_text_on_every_device(checkpoint, device):
+    expected = run("--model", checkpoint, "--prompt", PROMPT, "--cache-format", "bf16")
+    result = run("--model", checkpoint, "--prompt", PROMPT, "--device", device)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.stdout
+    loaded = generate.load_checkpoint(checkpoint, device=device, **OPTIONS)
+    assert loaded.model.device.type == device
+    assert loaded.attention.new_cache(1).page_table.device.type == device
+
+
+def test_layers_on_all_gpus(checkpoint):
+    """``auto`` needs accelerate, and takes the CPU where there is no GPU."""
+    pytest.importorskip("accelerate")
+    result = run("--model", checkpoint, "--prompt", PROMPT, "--device", "auto")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+
+
+def test_auto_without_accelerate(checkpoint, monkeypatch):
+    from transformers.integrations import accelerate
+
+    monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
+    result = run("--model", checkpoint, "--prompt", PROMPT, "--device", "auto")
+    assert_fails(result, "requires `accelerate`")
