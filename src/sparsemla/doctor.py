@@ -189,7 +189,8 @@ def version_lines() -> list[str]:
     ]
     for package in PACKAGES:
         try:
-            version = metadata.version(package)
+            # The metadata of torch's wheels leaves out the build, such as +cu130.
+            version = torch.__version__ if package == "torch" else metadata.version(package)
         except metadata.PackageNotFoundError:
             version = "not installed"
         lines.append(f"{package:<13} {version}")
