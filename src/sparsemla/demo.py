@@ -1,16 +1,15 @@
 """The demo: one small model reads a text with transformers' attention and with this package's.
 
 The model is a DeepseekV32ForCausalLM with the attention geometry of DeepSeek-V3.2 (but 8 heads) and
-seeded random weights, in float32. Tokens are bytes. Each pass prefills the text up to a point and
-then decodes the rest of it, one given byte at a time, so that every pass sees the same tokens.
+seeded random weights, in float32. Tokens are bytes. Each pass prefills the start of the text and
+then decodes the rest, one given byte at a time, so every pass sees the same tokens.
 
-Random weights predict nothing, and top-1 agreement over coin tosses would only measure rounding.
+With purely random weights the top-1 byte is a coin toss, and agreement would only measure rounding.
 The weights are therefore scaled as in a trained network: the residual stream starts with embeddings
-of unit deviation, layers add modest updates to it, and output embeddings are tied to the input's.
+of unit deviation, layers add modest updates, and the output embeddings are tied to the input's.
 Each position then clearly prefers its own byte. Top-1 agreement over such logits says little by
-itself. So the demo shows what dropping attention altogether would do, what transformers' own
-attention does in bfloat16, and quantities that are more sensitive: logits, the attention output of
-every layer, and the selected tokens.
+itself, so the demo adds two controls, a pass without attention and transformers' own attention in
+bfloat16, and more sensitive quantities: logits, each layer's attention output, and the selections.
 """
 
 from __future__ import annotations
@@ -90,15 +89,16 @@ def build_model(seed: int = 0) -> DeepseekV32ForCausalLM:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one pass over the text gave.
+    """The results of one pass over the text.
 
     Args:
         logits: float32 ``[n, 256]``.
-        attention: ``[layers, n, hidden]``, what attention adds to the residual stream.
+        attention: ``[layers, n, hidden]``, the attention outputs.
         selections: for each layer, int32 ``[n, topk]``, positions and -1.
-        prefill_seconds: for the whole prompt.
-        decode_seconds: for one token, the median.
-        cache_bytes: for one token of one layer.
+        prefill_seconds: time of the whole prompt.
+        decode_seconds: median time per token.
+        cache_bytes: measured bytes per token and layer. transformers 5.17 caches the keys and
+            values of each head, 5.18 and newer cache the latents.
     """
 
     logits: Tensor
@@ -111,14 +111,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a pass is from transformers' own.
+    """The distance of a pass from transformers' own.
 
     Args:
         top1: share of positions with the same most likely byte.
-        max_difference, mean_difference: of logits.
-        attention_errors: of each layer, ``|ours - theirs| / |theirs|`` over all positions.
-        prefill_overlap, decode_overlap: of each layer, share of equal selected tokens over the
-            positions that see more than top-k tokens; NaN if there are none.
+        max_difference, mean_difference: absolute differences of the logits.
+        attention_errors: per layer, ``|ours - theirs| / |theirs|`` over all positions.
+        prefill_overlap, decode_overlap: per layer, share of equal selected tokens over the
+            positions that see more than top-k tokens; NaN without such positions.
     """
 
     top1: float
@@ -135,10 +135,10 @@ class Report:
 
     Args:
         num_prompt: tokens of the prefill.
-        num_tokens: all tokens.
-        traces: of transformers' own pass, first, and of those with this package's attention.
-        comparisons: of the other traces with the first, and of a pass without attention.
-        smallest_margin: the least distance between the two largest logits of a position.
+        num_tokens: tokens of the prefill and of the decode steps.
+        traces: transformers' own pass first, then the passes with this package's attention.
+        comparisons: the other traces, and a pass without attention, against the first trace.
+        smallest_margin: smallest gap between the two largest logits of a position.
     """
 
     num_prompt: int
@@ -153,8 +153,8 @@ def run_demo(text: bytes, *, seed: int, progress: Progress) -> Report:
 
     Args:
         text: at least two bytes; the last :data:`DECODE_TOKENS`, at most half, are decoded.
-        seed: of the weights.
-        progress: where bars are shown.
+        seed: seed of the weights.
+        progress: shows the progress bars.
     """
     ids = torch.tensor([list(text)])
     num_prompt = len(text) - min(DECODE_TOKENS, len(text) // 2)
@@ -201,7 +201,7 @@ def _layers(model: DeepseekV32ForCausalLM) -> list[Any]:
 def _trace(
     model: DeepseekV32ForCausalLM, ids: Tensor, num_prompt: int, advance: Callable[[], None]
 ) -> tuple[Trace, Any]:
-    """Prefill and decode; also the cache that is left. Selections are the caller's part."""
+    """Prefill and decode; the trace, without selections, and the final cache."""
     outputs: list[list[Tensor]] = [[] for _ in _layers(model)]
 
     def record(layer_idx: int, module: object, inputs: object, output: tuple[Tensor, ...]) -> None:
@@ -213,7 +213,7 @@ def _trace(
     )
     logits, seconds, past = [], [], None
     with torch.no_grad(), _hooks(hooks):
-        model(ids[:, :2])  # loads the kernels
+        model(ids[:, :2])  # warm-up: loads the kernels
         for output in outputs:
             output.clear()
         for part in (ids[:, :num_prompt], *ids[:, num_prompt:].split(1, dim=1)):
@@ -236,7 +236,7 @@ def _trace_ours(
 ) -> Trace:
     with enable(model, cache_format=cache_format, record_selections=True) as handle:
         trace, cache = _trace(model, ids, num_prompt, advance)
-    steps = handle.selections[1:]  # the first one loaded the kernels
+    steps = handle.selections[1:]  # the first one is the warm-up
     selections = [_stack([step[layer_idx] for step in steps]) for layer_idx in range(NUM_LAYERS)]
     return replace(trace, selections=selections, cache_bytes=cache.bytes_per_token / NUM_LAYERS)
 
@@ -255,7 +255,7 @@ def _trace_transformers(
     )
     with _hooks(hooks):
         trace, cache = _trace(model, ids, num_prompt, advance)
-    # Where fewer than top-k tokens can be seen, transformers lists hidden ones, and masks them.
+    # A position with fewer than top-k past tokens lists future ones, which transformers masks.
     own = torch.arange(ids.shape[1])[:, None]
     selections = [_stack(steps[1:]) for steps in chosen]
     selections = [rows.where(rows <= own, -1) for rows in selections]
@@ -291,7 +291,7 @@ def _stack(steps: list[Tensor]) -> Tensor:
 
 
 def _mask(selection: Tensor) -> Tensor:
-    """Bool ``[n, n]`` of a selection ``[n, topk]``: which position selected which."""
+    """Bool ``[n, n]`` of a selection ``[n, topk]``: True where a row selected a column."""
     size = selection.shape[0]
     mask = torch.zeros(size, size + 1, dtype=torch.bool)
     mask.scatter_(1, selection.long().where(selection >= 0, size), True)
@@ -299,13 +299,13 @@ def _mask(selection: Tensor) -> Tensor:
 
 
 def selection_masks(report: Report) -> tuple[list[Tensor], list[Tensor]]:
-    """For each layer bool ``[n, n]``: what transformers selected, and what this package did."""
+    """Per layer a bool mask ``[n, n]``: transformers' selections, and this package's."""
     theirs, ours = (report.traces[name].selections for name in (THEIRS, OURS))
     return [_mask(selection) for selection in theirs], [_mask(selection) for selection in ours]
 
 
 def _overlap(theirs: Tensor, ours: Tensor) -> float:
-    """Share of equal entries of two masks ``[m, n]`` with as many entries in each row."""
+    """Share of equal entries of two masks ``[m, n]`` with equally many entries per row."""
     total = int(theirs.sum())
     return int((theirs & ours).sum()) / total if total else math.nan
 
@@ -331,7 +331,7 @@ def _compare(theirs: Trace, ours: Trace, num_prompt: int) -> Comparison:
 
 
 def report_table(report: Report) -> Table:
-    """The report as a table with a column for each pass, the control last."""
+    """The report as a table: one column per pass, the pass without attention last."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     names = [*report.traces, NO_ATTENTION]

@@ -1,4 +1,4 @@
-"""The demo's picture: which tokens the last queries of a text selected."""
+"""The demo's picture: the tokens that the last queries of a text selected."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ NEITHER, BOTH, THEIRS_ONLY, OURS_ONLY, UNSEEN = (
 
 
 def draw_selections(path: Path, text: bytes, theirs: list[Tensor], ours: list[Tensor]) -> None:
-    """Draw two masks for each layer, bool ``[n, n]``, as a PNG.
+    """Draw the two selection masks of each layer as a PNG.
 
-    On top, for each layer, the last queries (rows) and what they selected (columns). Below, the end
-    of the text, each byte shaded by how many of the last queries selected it in the last layer.
+    The upper panels, one per layer, show the last queries (rows) and their selected tokens
+    (columns). The lowest panel shows the end of the text; the shade of a byte counts the queries
+    that selected it in the last layer.
 
     Args:
-        path: where the picture goes.
+        path: file of the picture.
         text: n bytes.
-        theirs: what transformers selected, by layer.
-        ours: what this package selected, by layer.
+        theirs: transformers' selections, bool ``[n, n]`` per layer.
+        ours: this package's selections, bool ``[n, n]`` per layer.
     """
     num_queries = min(LAST_QUERIES, len(text))
     num_rows = min(-(-len(text) // COLUMNS), MAX_ROWS)
@@ -89,7 +90,7 @@ def _draw_layer(axes: Axes, ours: Tensor, theirs: Tensor) -> None:
         interpolation="nearest",
         extent=(0, num_tokens, num_tokens, first),
     )
-    # A selection of one side is less than a pixel wide, and what one looks for.
+    # Tokens that only one side selected matter most, and are less than a pixel wide.
     for mask, color in ((theirs & ~ours, THEIRS_ONLY), (ours & ~theirs, OURS_ONLY)):
         queries, positions = mask.nonzero().T + 0.5
         axes.scatter(positions, queries + first, s=12, c=color, marker="o", linewidths=0)

@@ -1,4 +1,4 @@
-"""Weights of an MLA layer in the absorbed form, and how to get them out of ``kv_b_proj``."""
+"""Weights of an MLA layer in the absorbed form, split from ``kv_b_proj``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True, eq=False)
 class HeadWeight:
-    """One matrix for each head, bfloat16, or e4m3 with a scale for each block.
+    """One matrix per head: bfloat16, or e4m3 with a scale per block.
 
     Args:
-        data: ``[H, N, K]``; a head maps ``K`` inputs to ``N`` outputs.
+        data: ``[H, N, K]``; the matrix of a head maps ``K`` inputs to ``N`` outputs.
         scale: ``[H, ceil(N / n), ceil(K / k)]`` for e4m3 data, else None; float32, bfloat16 or
             float8_e8m0fnu, kept as float32.
         scale_block: ``(n, k)``, the block that shares a scale.
@@ -64,10 +64,10 @@ class HeadWeight:
 
     @classmethod
     def quantize(cls, data: Tensor, scale_block: tuple[int, int] | None = (128, 128)) -> HeadWeight:
-        """e4m3 codes of matrices, ``scale = amax / 448`` for each block.
+        """Quantise matrices to e4m3, with ``scale = amax / 448`` per block.
 
         Args:
-            data: ``[H, N, K]``, any float dtype; the ``data`` of a bfloat16 weight, for example.
+            data: ``[H, N, K]`` bfloat16, float16 or float32.
             scale_block: ``(n, k)``, or None for one scale for all matrices.
 
         Raises:
@@ -105,13 +105,13 @@ class HeadWeight:
     def unchecked(
         cls, data: Tensor, scale: Tensor | None, scale_block: tuple[int, int]
     ) -> HeadWeight:
-        """The weight of parts that come from another one, and fit each other as they did there."""
+        """A weight without checks, of parts that another HeadWeight has checked."""
         weight = object.__new__(cls)
         vars(weight).update(data=data, scale=scale, scale_block=scale_block)
         return weight
 
     def transpose(self) -> HeadWeight:
-        """The matrices the other way round, ``[H, K, N]``; a copy."""
+        """The transposed matrices ``[H, K, N]``; a copy."""
         scale = None if self.scale is None else _turned(self.scale)
         return HeadWeight(_turned(self.data), scale, self.scale_block[::-1])
 
@@ -136,13 +136,13 @@ def _check_block(block: object) -> None:
 
 
 def _turned(matrices: Tensor) -> Tensor:
-    """A copy, ``[H, K, N]`` of ``[H, N, K]``, in that order also where there are no heads."""
+    """A contiguous copy ``[H, K, N]`` of ``[H, N, K]``, also for H = 0."""
     return matrices.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
 class MLALayer:
-    """What stays the same in every call of one attention layer.
+    """The constants of one attention layer, equal in every call.
 
     Args:
         w_uk: ``[H, L, P]``, no-RoPE query to latent.
@@ -170,7 +170,7 @@ class MLALayer:
     attn_sink: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # All that a branch would refuse later, when it has written its rows.
+        # Check now what a branch would otherwise refuse after it has written its rows.
         check = Checker("MLALayer")
         check.kind("w_uk", self.w_uk, HeadWeight)
         check.kind("w_uv", self.w_uv, HeadWeight)
@@ -214,7 +214,7 @@ class MLALayer:
 
 
 def dequantize_blocks(weight: Tensor, scale: Tensor, block: int = 128) -> Tensor:
-    """float32 of a matrix ``[N, K]`` with one scale ``[ceil(N/block), ceil(K/block)]`` a block."""
+    """Dequantise ``[N, K]`` to float32; scales are ``[ceil(N/block), ceil(K/block)]``."""
     check = Checker("dequantize_blocks")
     check.tensor("weight", weight, "N K", torch.float8_e4m3fn)
     check.tensor("scale", scale, "SN SK", (*FLOATS, torch.float8_e8m0fnu))
@@ -229,23 +229,23 @@ def projection_weight(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The weight of a linear layer without a bias: what it makes of unit vectors.
+    """The weight of a linear layer without a bias: its outputs for the unit vectors.
 
-    So :func:`absorb_kv_b_proj` takes layers of any quantisation, at the cost of a product of the
-    whole matrix, once.
+    With it :func:`absorb_kv_b_proj` supports layers of any quantisation, at the cost of one GEMM
+    with an identity matrix.
 
     Args:
         project: maps ``[in_features, in_features]`` to ``[in_features, N]``.
         in_features: K.
-        dtype: of the inputs.
-        device: of the inputs.
+        dtype: dtype of the unit vectors.
+        device: device of the unit vectors.
 
     Returns:
-        ``[N, K]`` of the dtype that project gives.
+        ``[N, K]`` of project's output dtype.
 
     Raises:
-        TypeError: project gives no tensor.
-        ValueError: project gives another number of rows.
+        TypeError: project returns no tensor.
+        ValueError: project returns another number of rows.
 
     Source: ``get_and_maybe_dequant_weights`` of vLLM.
 
@@ -297,16 +297,16 @@ def absorb_kv_b_proj(
     Row ``h * (P + V) + i`` of the weight is row ``i`` of head ``h``: W_UK for the first ``P`` rows,
     W_UV for the others. e4m3 codes with scales of blocks, or one for all, are kept as they are:
     where the ``block`` x ``block`` scales of the unsplit matrix straddle heads or the W_UK/W_UV
-    border (GLM's P = 192, V = 256), the scales are spread to finer blocks of ``gcd(block, P, V)``
-    rows, which no border cuts. Other codes become bfloat16, of which :meth:`HeadWeight.quantize`
-    makes e4m3. Of layers that store another quantisation, :func:`projection_weight` gives the
-    weight.
+    border (GLM's P = 192, V = 256), the scales are repeated for finer blocks of
+    ``gcd(block, P, V)`` rows, which no border cuts. Other codes become bfloat16;
+    :meth:`HeadWeight.quantize` converts them to e4m3. :func:`projection_weight` gives the weight of
+    layers with any other quantisation.
 
     Args:
         weight: ``[H * (P + V), L]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
-        weight_scale_inv: for codes, factors of any float dtype: ``[ceil(H * (P + V) / block),
-            ceil(L / block)]``, one a block; ``[H * (P + V)]`` or ``[H * (P + V), 1]``, one a row;
-            or one for all, ``[]`` or ``[1]``.
+        weight_scale_inv: for codes, factors of any float dtype, per block
+            ``[ceil(H * (P + V) / block), ceil(L / block)]``, per row ``[H * (P + V)]`` or
+            ``[H * (P + V), 1]``, or one for all ``[]`` or ``[1]``.
         num_heads: H.
         qk_nope_head_dim: P.
         v_head_dim: V.

@@ -1,16 +1,16 @@
-"""This package's attention inside models of Hugging Face transformers.
+"""This package's attention inside models of Hugging Face transformers, 5.17 to 5.23.
 
-:func:`enable` replaces the attention of a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model, and the cache
-that the model keeps between steps, by paged latent caches and the ops of this package. Weights,
-everything outside of attention and ``generate`` stay those of transformers. Where transformers
-expands keys and values for each head and masks a ``[tokens, context]`` score matrix, this stores
-one latent row a token and attends to the selected rows only.
+:func:`enable` replaces the attention of a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model and the cache
+that the model keeps between steps: paged latent caches and the ops of this package take their
+place. Weights, ``generate`` and everything outside of attention remain those of transformers.
+transformers expands keys and values for each head and masks a ``[tokens, context]`` score matrix;
+this backend stores one latent row per token and attends to the selected rows only.
 
-A forward with several new columns plans on the host and packs the real tokens of the batch. One
-with a single new column, a decode step, reads no value on the host and has shapes that depend on
-the cache's capacity only, so that ``torch.compile`` and CUDA graphs take it.
+A forward with several new columns is planned on the host and packs the real tokens of the batch. A
+forward with a single new column is a decode step: it reads no value on the host, and its shapes
+depend on the cache's capacity only, so ``torch.compile`` and CUDA graphs can capture it.
 
-Shapes: B rows of the batch, S columns of a step, T tokens of a step (its real ones, or B in a
+Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
 decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
 heads and dims.
 """
@@ -50,11 +50,11 @@ Result = TypeVar("Result")
 
 
 class Architecture(NamedTuple):
-    """How the attention modules of a model type differ from each other.
+    """Differences between the attention modules of the model types.
 
     Args:
         interleaved_indexer: the indexer's RoPE pairs are (2i, 2i+1), not (i, i + R/2).
-        shares_selection: attention returns its selection, which layers without an indexer reuse.
+        shares_selection: attention returns its selection for the next layers without an indexer.
     """
 
     interleaved_indexer: bool = False
@@ -66,13 +66,13 @@ ARCHITECTURES = {
     "deepseek_v32": Architecture(),
     "glm_moe_dsa": Architecture(interleaved_indexer=True, shares_selection=True),
 }
-"""By the ``model_type`` of the configuration; layers without any indexer attend to everything."""
+"""Keyed by the configuration's ``model_type``. Models without an indexer attend to every token."""
 
 NOT_SERVED = {
     "deepseek_v4": "most of its keys are pools of 4 or 128 tokens, and no op here makes a pool or "
-    "keeps the tokens that wait for the next one",
+    "keeps tokens until the next pool is full",
 }
-"""Relatives that are refused, and why."""
+"""Related model types that are refused, with the reason."""
 
 
 def refuse(model_type: object) -> str | None:
@@ -85,7 +85,7 @@ def refuse(model_type: object) -> str | None:
 
 
 def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a method make tensors that may be written outside of the caller's inference mode."""
+    """Run a method outside of inference mode: later calls write the tensors that it allocates."""
 
     @functools.wraps(method)
     def run(*args: object, **kwargs: object) -> Result:
@@ -96,25 +96,26 @@ def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class LatentCache(Cache):
-    """What a model remembers between steps: pages of latent rows and of indexer keys.
+    """The model's cache between steps: pages of latent rows and of indexer keys.
 
     Row ``b`` of the batch owns the pages ``page_table[b]`` of every layer. Padding takes no slot:
-    the n-th real token of a row has slot position n, whatever column of the batch it stands in.
+    the n-th real token of a row is at position n of the row's slots, in whatever column it came.
 
     Args:
-        latents: a cache for each layer.
-        index_keys: a cache for each layer that has an indexer, by its number.
+        latents: one cache per layer, on the layer's device.
+        index_keys: one cache per layer with an indexer, keyed by the layer's index.
         batch_size: B.
-        max_length: columns that there is room for, all of it allocated now, at addresses that
-            stay; None for pages that grow.
+        max_length: capacity in columns. All pages are allocated now, and their addresses never
+            change. None for pages that grow.
 
     Attributes:
-        page_table: int32 ``[B, W]``; W doubles when the pages are full.
-        real: bool ``[B, W * page_size]``, which columns so far are not padding.
-        lengths: int32 ``[B]``, how many.
+        page_table: int32 ``[B, W]`` on the first layer's device, as the other attributes; W doubles
+            when the pages are full.
+        real: bool ``[B, W * page_size]``, True for columns that are not padding.
+        lengths: int32 ``[B]``, real columns of each row.
         rows: int32 ``[B + 1]``, 0 to B.
-        columns: columns so far, padding included: an int, or with ``max_length`` an int64 tensor,
-            so that compiled code does not depend on it.
+        columns: number of columns so far, padding included: an int, or with ``max_length`` an int64
+            tensor, so that compiled code does not depend on its value.
     """
 
     @_ordinary_tensors
@@ -135,11 +136,11 @@ class LatentCache(Cache):
             self.reserve(max_length)
             self.columns = self.lengths.new_zeros((), dtype=torch.int64)
             for tensor in self._tensors():
-                # Without this, CUDA graphs of compiled code would copy the cache in and out.
+                # Otherwise the CUDA graphs of compiled code copy the cache in and out.
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _clear(self, batch_size: int) -> None:
-        """Tables for ``batch_size`` rows without a page."""
+        """Reset the tables to ``batch_size`` rows without pages."""
         device = self.latents[0].data.device
         self.page_table = torch.empty(batch_size, 0, dtype=torch.int32, device=device)
         self.real = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
@@ -163,7 +164,7 @@ class LatentCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row that there are pages for."""
+        """Tokens that fit into the pages of a row."""
         return self.page_table.shape[1] * self.page_size
 
     @property
@@ -174,7 +175,7 @@ class LatentCache(Cache):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers."""
+        """Bytes of one token in all layers."""
         caches = (*self.latents, *self.index_keys.values())
         return sum(cache.format.bytes_per_token for cache in caches)
 
@@ -185,7 +186,7 @@ class LatentCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether shapes and addresses stay, so that ``generate`` may compile decode steps."""
+        """Whether shapes and addresses are fixed, so that ``generate`` may compile decode steps."""
         return self.max_length is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -193,18 +194,18 @@ class LatentCache(Cache):
         return cast(int, self.columns)  # or a tensor, as in transformers' StaticCache
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Columns that there is room for; -1 if pages grow."""
+        """Capacity in columns; -1 if pages grow."""
         return -1 if self.max_length is None else self.max_length
 
     def reset(self) -> None:
-        """Forget everything, keep the pages."""
+        """Forget all columns but keep the pages."""
         self.real.zero_()
         self.lengths.zero_()
         self.columns *= 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` columns."""
-        # generate() brings a tensor, and columns that are one belong to a cache that does not grow.
+        # generate() passes a tensor, and the columns of a static cache are a tensor, too.
         columns, tokens_to_remove = int(self.columns), int(tokens_to_remove)
         if not -columns <= tokens_to_remove <= 0:
             raise ValueError(
@@ -223,10 +224,10 @@ class LatentCache(Cache):
         self.columns += new.shape[1]
 
     def hide(self, past: Tensor) -> None:
-        """Forget columns at the end of rows: those that ``past [B, columns]`` says are padding.
+        """Forget the last columns of rows where ``past [B, columns]`` is False.
 
         Raises:
-            ValueError: past calls padding real, or hides a column that real ones follow.
+            ValueError: past marks padding as real, or hides a column that real columns follow.
         """
         seen = self.real[:, : past.shape[1]]
         if torch.equal(seen, past):
@@ -252,7 +253,7 @@ class LatentCache(Cache):
         """Make row ``b`` a copy of row ``beam_idx[b]``."""
         rows = beam_idx.to(self.page_table.device)
         real, lengths, pages = self.real[rows], self.lengths[rows], self.page_table[rows].flatten()
-        if rows.shape[0] == self.batch_size:  # addresses stay
+        if rows.shape[0] == self.batch_size:  # in place: the addresses are kept
             self.real.copy_(real)
             self.lengths.copy_(lengths)
             own = self.page_table.flatten().long()
@@ -290,7 +291,7 @@ class LatentCache(Cache):
 
     @_ordinary_tensors
     def reserve(self, num_columns: int) -> None:
-        """Make room for ``num_columns`` in each row.
+        """Allocate pages until each row has room for ``num_columns``.
 
         Raises:
             ValueError: the cache does not grow.
@@ -313,7 +314,7 @@ class LatentCache(Cache):
         self.real = nn.functional.pad(self.real, (0, added * self.page_size))
 
     def _copy_pages(self, pages: Tensor | slice, num_pages: int) -> None:
-        """Move every layer to ``num_pages`` new pages, the first of them copies of ``pages``."""
+        """Move every layer to ``num_pages`` new pages; the first ones are copies of ``pages``."""
         self.latents = [_with_pages(cache, pages, num_pages) for cache in self.latents]
         self.index_keys = {
             layer_idx: _with_pages(cache, pages, num_pages)
@@ -335,14 +336,14 @@ def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> Pag
 
 @dataclass(eq=False)
 class _Step:
-    """One forward of the model; it reaches the attention modules beside their own arguments.
+    """One forward of the model, passed to the attention modules as an extra argument.
 
     Args:
-        cache: written and read by every layer.
-        plan: where each token stands; its positions are rows of the step's own RoPE table.
-        decodes: the step has a single column, and its tokens are the rows of the batch.
-        tokens: int64 ``[T]``, which of the B * S columns are real; None if all count.
-        selections: what each layer with an indexer selected, filled if they are recorded.
+        cache: every layer writes and reads it.
+        plan: slots and requests of the tokens; its positions are rows of the step's RoPE table.
+        decodes: the step has a single column: one token per row of the batch.
+        tokens: int64 ``[T]``, indices of the real columns among B * S; None for all of them.
+        selections: the selection of each layer with an indexer, filled if recorded.
     """
 
     cache: LatentCache
@@ -354,7 +355,7 @@ class _Step:
     _copies: dict[torch.device, _Step] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> _Step:
-        """The step for layers on ``device``; other devices than the page table's get one copy."""
+        """The step with its tensors on ``device``, copied once per device."""
         if device == self.plan.page_table.device:
             return self
         if device not in self._copies:
@@ -370,14 +371,14 @@ class _Step:
         return x if self.tokens is None else x[self.tokens]
 
     def place(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """``x [T, n]`` where the tokens of ``shape`` ``[B, S, n]`` are, 0 at padding."""
+        """Scatter ``x [T, n]`` to the real columns of ``shape`` ``[B, S, n]``; padding gets 0."""
         if self.tokens is None:
             return x.view(*shape)
         return x.new_zeros(*shape).flatten(0, 1).index_copy_(0, self.tokens, x).view(*shape)
 
     def rotation(self, embeddings: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, ...]:
         """The model's cos and sin ``[T, R]``, and float32 ``[T, R]``, cos half then sin half."""
-        if self._rotation is None:  # the first layer's serve all
+        if self._rotation is None:  # all layers of a device share the first layer's
             cos, sin = (self.pick(part.expand(batch_size, -1, -1)) for part in embeddings)
             half = cos.shape[-1] // 2  # transformers' cos and sin hold each angle twice
             table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
@@ -396,7 +397,7 @@ def _plan_on(plan: Plan, device: torch.device) -> Plan:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Attention's output as part of the graph of its input, so that backward fails loudly."""
+    """Ties attention's output to the graph of its input, so that backward raises an error."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden_states: Tensor, out: Tensor) -> Tensor:
@@ -408,14 +409,14 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 class PagedAttention:
-    """What :func:`enable` returns: undoes it, and shows what the model keeps and selects.
+    """The handle of an enabled model: it disables the attention and exposes cache and selections.
 
     A context manager that disables on exit.
 
     Attributes:
         cache: the cache of the latest forward that kept one.
-        selections: if recorded, for each forward the selection of each layer that has an indexer:
-            int32 ``[T, topk]``, positions among the row's real tokens, ascending, then -1.
+        selections: if recorded, one dict per forward: for each layer with an indexer int32
+            ``[T, topk]``, ascending positions among the row's real tokens, then -1.
     """
 
     def __init__(
@@ -431,7 +432,7 @@ class PagedAttention:
         base = cast(PreTrainedModel, model.base_model)
         self._base = base
         self._architecture = ARCHITECTURES[base.config.model_type]
-        # The others have interleaved RoPE, whatever else their checkpoints' configurations say.
+        # The other types always interleave, even if a checkpoint's configuration says otherwise.
         is_v3 = base.config.model_type == "deepseek_v3"
         self._interleaved = bool(cast(Any, base).config.rope_interleave) if is_v3 else True
         self._formats = cache_format, index_format
@@ -441,7 +442,7 @@ class PagedAttention:
         self._weights = [_absorb(attention) for attention in self._attentions]
         self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        # An instance attribute hides the class's method; what other wrappers put there comes back.
+        # Instance attributes hide the class's methods; disable() restores those of other wrappers.
         places = [(module, "forward") for module in (base, *self._attentions)]
         generates: Any = model if isinstance(model, GenerationMixin) else None
         if generates is not None:
@@ -466,7 +467,7 @@ class PagedAttention:
         self.disable()
 
     def disable(self) -> None:
-        """Give the model transformers' own attention back; a second call does nothing."""
+        """Restore transformers' own attention; a second call does nothing."""
         for module, name, value in self._before:
             delattr(module, name)
             if value is not None:
@@ -478,9 +479,8 @@ class PagedAttention:
 
         Args:
             batch_size: rows of the batch.
-            max_length: columns to allocate once and for all, which decode steps under
-                ``torch.compile`` need; an index error ends one that finds the pages full. None
-                for pages that grow.
+            max_length: fixed capacity in columns, which compiled decode steps need; a step that
+                finds the pages full raises an index error. None for pages that grow.
 
         Raises:
             TypeError: batch_size or max_length is no integer.
@@ -516,7 +516,7 @@ class PagedAttention:
         use_cache: bool | None = None,
         **kwargs: object,
     ) -> object:
-        """The model's forward, with a step of ours for its attention modules."""
+        """The model's forward; attention modules receive a :class:`_Step`."""
         config: Any = self._base.config
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
@@ -543,7 +543,7 @@ class PagedAttention:
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
             input_ids=input_ids,
-            # transformers takes a mask with four dimensions as it is, and makes none of its own.
+            # transformers passes on a mask with four dimensions and builds none.
             attention_mask=torch.empty(0, 0, 0, 0),
             position_ids=position_ids,
             past_key_values=cache if keeps else None,
@@ -560,13 +560,13 @@ class PagedAttention:
         return output
 
     def _resolve(self, past: Cache | None, batch_size: int) -> LatentCache:
-        """The caller's cache if it is ours; in place of none, or of an empty one, a new one."""
+        """The caller's LatentCache; a new one instead of None or of an empty cache."""
         if past is None:
             return self.new_cache(batch_size)
         if not isinstance(past, Cache):
             raise TypeError(f"past_key_values must be None or a Cache, got {type(past).__name__}")
         if not isinstance(past, LatentCache):
-            # generate() brings an empty cache and goes on with the one in the model's output.
+            # generate() passes an empty cache and continues with the one in the model's output.
             if past.get_seq_length() or past in self._replaced_caches:
                 raise ValueError(
                     "past_key_values must be None or the cache in the output of the step before, "
@@ -596,7 +596,7 @@ class PagedAttention:
         position_embeddings: tuple[Tensor, Tensor],
         slots: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, hidden]`` of a layer's attention, and the slots that it selected."""
+        """Output ``[B, S, hidden]`` of a layer's attention, and the selected slots."""
         attention, cache = self._attentions[layer_idx], step.cache.latents[layer_idx]
         step = step.on(cache.data.device)
         x = step.pick(hidden_states)  # [T, hidden]
@@ -623,7 +623,7 @@ class PagedAttention:
         )
         if not step.decodes:
             out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
-        else:  # a causal mask would go by positions, which are rows of the step's table here
+        else:  # positions are rows of the RoPE table: a causal mask must not compare them
             causal = slots is not None
             out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots, causal=causal)
         out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
@@ -638,7 +638,7 @@ class PagedAttention:
         table: Tensor,
         step: _Step,
     ) -> Tensor:
-        """Store the step's indexer keys; int32 ``[T, topk]``, the slots that tokens attend to."""
+        """Store the step's indexer keys; the slots int32 ``[T, topk]`` to attend to."""
         indexer, plan = self._attentions[layer_idx].indexer, step.plan
         cache = step.cache.index_keys[layer_idx]
         interleaved = self._architecture.interleaved_indexer
@@ -660,7 +660,7 @@ class PagedAttention:
                 interleaved=interleaved,
             )
         else:
-            # Rounded where transformers rounds: a bfloat16 model then selects the same tokens.
+            # Round where transformers rounds: a bfloat16 model then selects the same tokens.
             rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
             q, k = _rotated(rotate, q, indexer.k_norm(k)[:, None], *cos_sin)
             slots = plan.slot_mapping
@@ -690,7 +690,7 @@ class PagedAttention:
         prev_topk_indices: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor | None, ...]:
-        """The forward of an attention module; past keys and positions come with the step."""
+        """The forward of an attention module; the step holds the cache and the positions."""
         out, slots = self._attend_tokens(
             layer_idx, hidden_states, sparsemla_step, position_embeddings, prev_topk_indices
         )
@@ -709,30 +709,30 @@ def enable(
 ) -> PagedAttention:
     """Plug this package's attention into a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model.
 
-    The model is changed in place until :meth:`PagedAttention.disable`. Everything that goes through
-    its forward works as before: ``generate`` (greedy, sampling, beams, a static cache), batches
-    with padding on either side, ``use_cache=False``, a second call that continues on
-    ``past_key_values``. What padding gets from attention is finite and means nothing.
+    The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
+    works as before: ``generate`` (greedy, sampling, beams, a static cache), batches with padding on
+    either side, ``use_cache=False``, a second call that continues on ``past_key_values``. The
+    attention output of padding is finite and meaningless.
 
-    The up-projections of keys and values are copied, in bfloat16 or as the FP8 they are: changes
-    to those weights are not seen until the next ``enable``. Attention itself runs in bfloat16
-    whatever the model's dtype.
+    The up-projections of keys and values are copied, as bfloat16 or as FP8 codes with their scales:
+    call ``enable`` again after a change to those weights. Attention runs in bfloat16 whatever the
+    model's dtype.
 
     The layers may be on several devices, as ``from_pretrained(device_map=...)`` puts them: each
     layer's pages are on the device of its weights, and a step's plan is copied once per device.
 
     Args:
-        model: with its language model head or without; ``generate`` over a static cache needs
-            that whole model here.
+        model: with or without its language model head; ``generate`` over a static cache needs
+            the model with the head.
         cache_format: of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. Default
             bfloat16.
         index_format: of the indexer keys; default e4m3 with a scale for each row with an FP8
             ``cache_format``, else bfloat16.
         page_size: tokens of a page.
-        record_selections: keep what each step selected, in :attr:`PagedAttention.selections`.
+        record_selections: record each step's selection in :attr:`PagedAttention.selections`.
 
     Returns:
-        The handle that undoes it.
+        The handle, whose ``disable`` restores the model.
 
     Raises:
         TypeError: a model or format of another kind.
@@ -814,7 +814,7 @@ def _default_index_format(dim: int, *, fp8: bool) -> CacheFormat:
 
 
 def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
-    """W_UK and W_UV of a layer; FP8 codes and block scales are kept."""
+    """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
     module = cast(Any, attention)  # its attributes depend on the architecture
     projection = module.kv_b_proj
     scale = getattr(projection, "weight_scale_inv", None)
@@ -830,7 +830,7 @@ def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
 
 
 def _check_input(name: str, given: Tensor) -> None:
-    """Refuse an input without a column, or none of ``[B, S]`` or ``[B, S, hidden]``."""
+    """Refuse an empty input, or another shape than ``[B, S]`` or ``[B, S, hidden]``."""
     if given.dim() != (2 if name == "input_ids" else 3) or 0 in given.shape:
         shape = "[batch, columns]" if name == "input_ids" else "[batch, columns, hidden_size]"
         raise ValueError(
@@ -883,7 +883,7 @@ def _mask_for_generate(*, attention_mask: Tensor | None, **_: object) -> Tensor 
 def _split_mask(
     attention_mask: object, cache: LatentCache, num_new: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Which past columns are not padding, if the mask says it, and which new ones: bool."""
+    """Bool masks of the past columns, None if not given, and of the new columns."""
     device = cache.page_table.device
     if attention_mask is None:
         return None, torch.ones(cache.batch_size, num_new, dtype=torch.bool, device=device)
@@ -925,7 +925,7 @@ def _check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor) -> 
 
 
 def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
-    """A step over the real ones of the columns ``new [B, S]``, planned on the host."""
+    """A step over the real columns of ``new [B, S]``, planned on the host."""
     new = new.cpu()
     query_lens = new.sum(1)
     plan = plan_batch(
@@ -936,7 +936,7 @@ def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
         workspace_rows=None,
         require_uniform=False,
     )
-    # The model's positions may count padding; its table of this step has a row for each token.
+    # The model's positions may count padding; the step's RoPE table has one row per token.
     device = cache.page_table.device
     plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
     tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
@@ -944,7 +944,7 @@ def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
 
 
 def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
-    """A step over one column ``new [B, 1]``; padding writes to a slot that the next token takes."""
+    """A step over one column ``new [B, 1]``; the next real token overwrites padding's slot."""
     pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
     requests = cache.rows[:-1]
     plan = Plan(

@@ -1,8 +1,8 @@
-"""A small model of transformers whose next token depends on attention, by a clear margin.
+"""A small transformers model whose next token depends on attention, by a clear margin.
 
-Random weights say next to nothing: their two best logits often differ by less than rounding does,
-so that two correct attentions part after some dozen tokens. A trained model is sure most of the
-time, because its heads look for something and find it. Here one head is built to do that.
+With random weights the two best logits often differ by less than the rounding error, so two correct
+implementations of attention disagree after some dozen tokens. A trained model has wide margins,
+because its heads find the tokens that they look for. One head of this model is built to do that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES = {
 }
 
 CONSTANT = 4.0
-"""Dim 0 of every embedding: weights that look at it alone are constants."""
+"""Dim 0 of every embedding: a projection that reads this dim alone is constant."""
 
 
 def copying_model(
@@ -32,19 +32,19 @@ def copying_model(
     dtype: torch.dtype = torch.float32,
     **sizes: object,
 ) -> PreTrainedModel:
-    """A model that answers the token ``lag`` positions back with that token's successor.
+    """A model that predicts the successor of the token ``lag`` positions back.
 
     The successors are a random permutation of the vocabulary, so the text does not repeat with the
-    lag. Head 0 of layer 0 has constant queries and keys before RoPE, apart by the angle of ``lag``
-    positions; its value path copies what it finds. The layer's indexer looks for the same place.
-    All else is random: the other heads, layer 1 with its indexer, and the MLPs add what they like.
+    lag. Head 0 of layer 0 has constant queries and keys before RoPE, rotated against each other by
+    ``lag`` positions, and its value path copies the token there. The layer's indexer selects the
+    same token. All other weights are random: the other heads, layer 1 with its indexer, the MLPs.
 
     Args:
         model_type: a key of :data:`CLASSES`.
-        lag: positions between a token and the answer to it; the prompt must be longer.
-        seed: of the weights.
-        dtype: of the finished model.
-        sizes: of the configuration, where the default is not wanted.
+        lag: distance between a token and its prediction; the prompt must be longer.
+        seed: seed of the weights.
+        dtype: dtype of the finished model.
+        sizes: fields of the configuration that replace the defaults.
     """
     settings: dict[str, Any] = {
         "vocab_size": 128,
@@ -113,7 +113,7 @@ def _look_back(base: PreTrainedModel, lag: int, generator: torch.Generator) -> N
     read = _orthonormal(value, latent, generator)
     attention.kv_b_proj.weight.view(heads, nope + value, latent)[0, nope:] = read
     write = attention.o_proj.weight.view(hidden, heads, value)
-    # The latent's norm makes up for dims that the hidden state does not have.
+    # The latent has only the rank of the hidden state, so RMSNorm scales it up.
     write[:, 0] = 4 * (hidden / latent) ** 0.5 * torch.linalg.pinv(read @ kv[:latent])
 
     indexer = getattr(attention, "indexer", None)
