@@ -1,7 +1,8 @@
-"""Sparse multi-head latent attention for PyTorch: caches, indexer, top-k, attention, planner.
+"""Sparse multi-head latent attention (MLA) for PyTorch.
 
-Importing the package touches no GPU and compiles nothing. torch is imported with the first public
-name that is used, so that ``sparsemla --help`` need not wait for it.
+Paged caches, batch plans, the lightning indexer with exact top-k, and attention for prefill and
+decode. Importing the package neither touches a GPU nor compiles anything. The first use of a public
+name imports torch, so that ``sparsemla --help`` does not wait for it.
 """
 
 import importlib

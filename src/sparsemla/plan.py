@@ -368,7 +368,7 @@ def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page
         )
 
 
-def _placed(
+def _buffers_for(
     page_table: Tensor, num_tokens: int, buffers: PlanBuffers | None
 ) -> tuple[PlanBuffers, Tensor]:
     """The buffers for a plan's tensors, and its page table, copied if the caller gave buffers."""
@@ -603,7 +603,7 @@ def plan_batch(
         chunk_bounds = split_prefill_chunks(prefill_lens, workspace_rows)
 
     # All checks precede the first write: an invalid batch leaves the buffers unchanged.
-    target, page_table = _placed(page_table, num_tokens, buffers)
+    target, page_table = _buffers_for(page_table, num_tokens, buffers)
 
     offsets = np.zeros(num_requests + 1, np.int64)
     queries.cumsum(out=offsets[1:])
@@ -797,7 +797,7 @@ def plan_on_device(
         _check_batch(host_queries, host_lens, page_table, page_size)
         _check_bounds(host_queries, np.where(host_queries > 0, host_lens, 0), bounds, num_prefills)
 
-    target, page_table = _placed(page_table, num_tokens, buffers)
+    target, page_table = _buffers_for(page_table, num_tokens, buffers)
     queries = queries.long().clamp(min=0)
     lens = lens.long().where(queries > 0, 0)
     # Lengths that exceed num_tokens must not make an op write outside the batch's tensors.
