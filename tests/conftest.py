@@ -61,6 +61,15 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
+def pytest_make_parametrize_id(val):
+    """Name cache formats and dtypes in test ids."""
+    from sparsemla import CacheFormat  # after the choice of the interpreter
+
+    if isinstance(val, CacheFormat):
+        return val.name
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
     # Workers share the cores; waiting threads of one would hold up the others.

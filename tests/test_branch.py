@@ -40,7 +40,7 @@ by_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys()
 by_branch = pytest.mark.parametrize("branch", ["decode_branch", "prefill_branch"])
 by_topk = pytest.mark.parametrize("topk", [None, 16, 256], ids=["dense", "top 16", "top 256"])
 LATENT_FORMATS = [BF16_576, FP8_DS_MLA]
-by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS, ids=lambda fmt: fmt.name)
+by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS)
 
 
 def check(branch, make, tolerance=BRANCH_OUT, **only_op):
@@ -237,7 +237,7 @@ def test_strided_inputs_and_given_outputs(device, branch, topk):
 
 
 @by_branch
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_latents_of_other_dtypes(device, branch, dtype):
     def make():
         draw = Draw(10, device)
@@ -340,7 +340,10 @@ def test_a_selection_says_itself_what_a_token_sees(device, branch):
 
 @by_topk
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("block", [None, (128, 128)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(None, id="bf16"), pytest.param((128, 128), id="fp8", marks=pytest.mark.slow)],
+)
 def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(device, topk, num_splits, block):
     draw = Draw(18, device)
     query_lens, seq_lens = [1, 3] + [1] * 30, [66, 5, *range(1, 31)]

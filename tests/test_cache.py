@@ -30,7 +30,7 @@ FORMATS = [
     e4m3_format(),
     e4m3_format(128, 64, 0),
 ]
-by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+by_format = pytest.mark.parametrize("fmt", FORMATS)
 
 
 def restored(fmt, rows):
@@ -124,7 +124,7 @@ def test_rows_of_a_contiguous_format_may_lie_apart():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(128, 64, 0)], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(128, 64, 0)])
 def test_any_dtype_of_one_byte_carries_a_quantised_format(fmt, dtype):
     rows = Draw(5).normal(3, fmt.head_dim)
     data = torch.zeros(2, 4, fmt.row_width, dtype=torch.uint8).view(dtype)
@@ -142,9 +142,7 @@ def test_rows_become_a_cache_of_page_size_1():
     assert PagedCache.from_rows(rows[:, :128]).format.value_dim == 128
 
 
-@pytest.mark.parametrize(
-    "fmt", [BF16_576, FP8_DS_MLA, FP8_584, INDEX_FP8], ids=lambda fmt: fmt.name
-)
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584, INDEX_FP8])
 def test_pages_more_than_2_gib_apart(fmt):
     # The memory between the pages is reserved and never touched.
     page_size, apart = 3, 1152 * (2**31 // 1152 + 1)
@@ -224,7 +222,7 @@ def bytes_of(*shape):
         (torch.arange(2), torch.ones(2, 576).int(), TypeError, "rows must have a float dtype"),
     ],
 )
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576])
 def test_refused_writes_leave_the_cache_alone(fmt, slots, rows, error, message):
     cache = PagedCache.allocate(fmt, 3, 4)
     cache.write(torch.arange(12), torch.randn(12, 576))
@@ -380,9 +378,7 @@ def test_formats_that_no_op_reads_are_refused_at_once(fmt):
         PagedCache.allocate(fmt, num_pages=2, page_size=4)
 
 
-@pytest.mark.parametrize(
-    "fmt", [*FORMATS, bf16_format(7, 3), e4m3_format(200, 100, 48)], ids=lambda fmt: fmt.name
-)
+@pytest.mark.parametrize("fmt", [*FORMATS, bf16_format(7, 3), e4m3_format(200, 100, 48)])
 def test_a_cache_of_a_format_made_anew_is_built(fmt):
     again = dataclasses.replace(fmt)
     assert again is not fmt

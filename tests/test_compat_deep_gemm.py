@@ -81,7 +81,7 @@ def test_compressed_without_rows(device):
 
 
 @pytest.mark.parametrize("max_seqlen_k", [0, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ragged_with_a_dtype_of_the_result(device, dtype, max_seqlen_k):
     case = indexer_scores_case(Draw(3, device), num_heads=3)
     (expected,) = run_reference("indexer_scores", case)
@@ -145,7 +145,7 @@ def test_rows_of_one_request_may_be_told_by_indices(device):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_paged_with_a_dtype_of_the_result(device, dtype):
     case = indexer_scores_paged_case(Draw(6, device), query_len=2)
     expected = run_reference("indexer_scores_paged", case)[0].flatten(0, 1)

@@ -142,7 +142,7 @@ def test_rows_without_a_key(device):
     assert lse[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", flash_mla.ONE_BYTE, ids=str)
+@pytest.mark.parametrize("dtype", flash_mla.ONE_BYTE)
 def test_bytes_of_a_quantised_cache_have_any_dtype(device, dtype):
     arguments = sparse_arguments(sparse_decode_case(Draw(3, device), format=FP8_DS_MLA))
     expected = flash_mla.flash_mla_with_kvcache(**arguments)

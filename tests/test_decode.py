@@ -6,7 +6,6 @@ import torch
 
 import sparsemla
 from sparsemla import (
-    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -34,21 +33,17 @@ from sparsemla.testing.compare import (
     assert_equal,
     check_op,
 )
+from sparsemla.testing.shapes import (
+    DECODE_SIZES,
+    EXTRA_STREAMS,
+    FLOATS,
+    HEAD_COUNTS,
+    LATENT_FORMATS,
+    PAGE_SIZES,
+)
 from sparsemla.verify.properties import check_alone
 
-FORMATS = [
-    BF16_576,
-    BF16_512,
-    FP8_DS_MLA,
-    FP8_584,
-    e4m3_format(),
-    e4m3_format(576, 512, 0),
-    e4m3_format(576, 512, 32),
-    e4m3_format(576, 512, 576),
-]
-HEADS = [1, 3, 8, 16, 63, 64, 128]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS)
 
 
 def check(op, case):
@@ -71,28 +66,15 @@ def test_sparse_decode_of_every_format(device, fmt, features):
     check("sparse_decode", case)
 
 
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("num_heads", HEADS)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584])
+@pytest.mark.parametrize("num_heads", HEAD_COUNTS)
 def test_sparse_decode_of_every_head_count(device, num_heads, fmt):
     case = sparse_decode_case(Draw(1, device), format=fmt, num_heads=num_heads, with_sink=True)
     check("sparse_decode", case)
 
 
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize(
-    ("seq_len", "topk", "page_size"),
-    [
-        (512, 64, 2),
-        (512, 64, 64),
-        (512, 64, 69),
-        (1024, 576, 2),
-        (1024, 576, 61),
-        (2046, 2048, 64),
-        (300, 63, 1),
-        (300, 65, 53),
-        (100, 1, 256),
-    ],
-)
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584])
+@pytest.mark.parametrize(("seq_len", "topk", "page_size"), DECODE_SIZES)
 def test_sparse_decode_of_every_size(device, seq_len, topk, page_size, fmt):
     case = sparse_decode_case(
         Draw(2, device),
@@ -115,14 +97,7 @@ def test_sparse_decode_of_every_batch(device, batch, query_len):
     check("sparse_decode", case)
 
 
-EXTRAS = {
-    "same format": (FP8_584, 300, 64, 64),
-    "C128 pages of 2": (FP8_584, 50, 16, 2),
-    "bfloat16 beside fp8": (BF16_512, 100, 33, 7),
-}
-
-
-@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS.keys())
+@pytest.mark.parametrize("extra", EXTRA_STREAMS.values(), ids=EXTRA_STREAMS)
 @pytest.mark.parametrize("with_lengths", [False, True], ids=["all", "lengths"])
 @pytest.mark.parametrize("with_extra_lengths", [False, True], ids=["all extra", "extra lengths"])
 @pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
@@ -144,7 +119,10 @@ def test_extra_streams(device, extra, with_lengths, with_extra_lengths, with_sin
 @pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
 def test_streams_without_valid_slots(device, empty, with_sink):
     case = sparse_decode_case(
-        Draw(5, device), format=FP8_584, extra=EXTRAS["same format"], with_sink=with_sink
+        Draw(5, device),
+        format=FP8_584,
+        extra=EXTRA_STREAMS["of the same format"],
+        with_sink=with_sink,
     )
     if empty != "second":
         case["topk_indices"].fill_(-1)
@@ -200,8 +178,8 @@ def test_negative_lengths_count_nothing(device):
     assert (lse[2] == -math.inf).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_sparse_decode_of_every_dtype(device, dtype, index_dtype):
     case = sparse_decode_case(Draw(9, device), format=FP8_DS_MLA, dtype=dtype, with_lengths=True)
     case["topk_indices"] = case["topk_indices"].to(index_dtype)
@@ -244,9 +222,7 @@ def test_scales_that_are_no_powers_of_two(device):
 
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
-@pytest.mark.parametrize(
-    "fmt", [FP8_DS_MLA, e4m3_format(), e4m3_format(scale_block=576)], ids=lambda fmt: fmt.name
-)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(), e4m3_format(scale_block=576)])
 def test_exact_scales(device, fmt, num_heads):
     """Of one key too, whose LSE is its score: it shows how the key was rounded."""
     options = {"format": fmt, "num_heads": num_heads, "scale_mode": "exact"}
@@ -288,7 +264,7 @@ def test_empty_selections(device, shape):
     assert out.shape == (*shape[:2], 8, 512)
 
 
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584])
 def test_caches_beyond_2_gib(device, fmt):
     draw = Draw(17, device)
     cache = distant_pages(draw, fmt)
@@ -353,14 +329,14 @@ def test_dense_decode_of_every_format(device, fmt, query_len, causal):
     check("dense_decode", case)
 
 
-@pytest.mark.parametrize("num_heads", [*HEADS, 9, 126])
+@pytest.mark.parametrize("num_heads", [*HEAD_COUNTS, 9, 126])
 def test_dense_decode_of_every_head_count(device, num_heads):
     case = dense_decode_case(Draw(20, device), format=FP8_DS_MLA, num_heads=num_heads, query_len=2)
     check("dense_decode", case)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64, 69])
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("page_size", [*PAGE_SIZES, 69])
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, FP8_584])
 def test_dense_decode_of_every_page_size(device, page_size, fmt):
     draw = Draw(21, device)
     lengths = varied_lengths(draw, 5, 150, at_least=2)
@@ -400,7 +376,7 @@ def test_keys_on_missing_pages_are_left_out(device, page):
     assert (lse[1] == -math.inf).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_dense_decode_of_every_dtype(device, dtype):
     case = dense_decode_case(Draw(25, device), format=FP8_DS_MLA, dtype=dtype, query_len=2)
     for name in ("page_table", "seq_lens"):
@@ -408,7 +384,7 @@ def test_dense_decode_of_every_dtype(device, dtype):
     assert check("dense_decode", case)[0].dtype == dtype
 
 
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA])
 def test_dense_decode_keeps_nan_from_earlier_tokens(fmt):
     case = dense_decode_case(
         Draw(29), format=fmt, seq_lens=(70, 64, 3), query_len=3, later_nan=True
@@ -488,7 +464,7 @@ def test_a_long_context(device):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 7])
 @pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_merged_states(device, num_parts, with_sink, dtype):
     case = merge_states_case(Draw(30, device), num_parts, dtype=dtype, with_sink=with_sink)
     out, lse = check("merge_states", case)

@@ -20,25 +20,11 @@ from sparsemla import (
 from sparsemla.formats import ceil_pow2, to_fp8
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import assert_equal
+from sparsemla.testing.shapes import INDEX_FORMATS, LATENT_FORMATS
 
-FORMATS = [
-    BF16_512,
-    BF16_576,
-    bf16_format(128),
-    FP8_DS_MLA,
-    FP8_584,
-    INDEX_FP8,
-    e4m3_format(),
-    e4m3_format(576, 512, 0),
-    e4m3_format(576, 512, 32),
-    e4m3_format(576, 512, 576),
-    e4m3_format(128, 128, 128),
-    e4m3_format(100, 60, 33),
-]
-by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-with_scales = pytest.mark.parametrize(
-    "fmt", [fmt for fmt in FORMATS if fmt.num_scales], ids=lambda fmt: fmt.name
-)
+FORMATS = [*LATENT_FORMATS, *INDEX_FORMATS, e4m3_format(100, 60, 33)]
+by_format = pytest.mark.parametrize("fmt", FORMATS)
+with_scales = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.num_scales])
 
 
 def random_fields(fmt, num_rows, seed=0):
@@ -225,9 +211,7 @@ def test_quantising_twice_changes_nothing(fmt):
 
 
 @pytest.mark.parametrize(
-    "fmt",
-    [fmt for fmt in FORMATS if fmt.num_scales and fmt.scale_dtype == torch.float32],
-    ids=lambda fmt: fmt.name,
+    "fmt", [fmt for fmt in FORMATS if fmt.num_scales and fmt.scale_dtype == torch.float32]
 )
 def test_exact_scales_map_the_largest_value_to_448(fmt):
     rows = Draw(2).normal(20, fmt.head_dim)

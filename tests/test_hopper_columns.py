@@ -46,7 +46,7 @@ def test_a_thread_has_pairs_of_keys_side_by_side():
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_and_scales_have_room(fmt, num_rows):
     heads, words = kernel.plan_shared(num_rows, fmt)
     assert heads >= num_rows

@@ -17,13 +17,13 @@ FORMATS = (
 )
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_every_chunk_is_copied_once(fmt):
     order = kernel.chunk_order(fmt.fp8_dim, fmt.head_dim)
     assert sorted(order) == list(range(num_chunks(fmt.fp8_dim, fmt.head_dim)))
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_each_adder_has_half_of_the_value(fmt):
     for who in range(2):
         starts = [
@@ -34,7 +34,7 @@ def test_each_adder_has_half_of_the_value(fmt):
         assert dims == list(range(256 * who, 256 * who + 256))
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_no_value_is_one_chunk_and_copied_last(fmt):
     count = kernel.num_values(fmt.fp8_dim, fmt.head_dim)
     assert num_chunks(fmt.fp8_dim, fmt.head_dim) - count == (fmt.head_dim > 512)

@@ -698,7 +698,7 @@ def device_lens(query_lens, seq_lens, dtype=torch.int32):
 
 
 @by_device_batch
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_plans_on_the_device(batch, dtype, persistent):
     query_lens, seq_lens, bounds = batch

@@ -6,13 +6,9 @@ import torch
 
 import sparsemla
 from sparsemla import (
-    BF16_512,
-    FP8_584,
     FP8_DS_MLA,
     PagedCache,
-    bf16_format,
     dispatch,
-    e4m3_format,
     reference,
 )
 from sparsemla.testing.cases import (
@@ -35,9 +31,14 @@ from sparsemla.testing.compare import (
     check_op,
     run_op,
 )
-
-HEADS = [1, 3, 8, 16, 63, 64, 128]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+from sparsemla.testing.shapes import (
+    DENSE_PREFILL_DIMS,
+    FLOATS,
+    HEAD_COUNTS,
+    LATENT_FORMATS,
+    PAGE_SIZES,
+    PREFILL_SIZES,
+)
 
 
 def check(case):
@@ -50,7 +51,7 @@ def check(case):
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])
-@pytest.mark.parametrize("num_heads", HEADS)
+@pytest.mark.parametrize("num_heads", HEAD_COUNTS)
 @pytest.mark.parametrize("features", ["plain", "sink", "lengths", "sink lengths"])
 def test_every_head_count(device, num_heads, head_dim, features):
     case = sparse_prefill_case(
@@ -65,22 +66,7 @@ def test_every_head_count(device, num_heads, head_dim, features):
 
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize(
-    ("num_rows", "topk"),
-    [
-        (128, 128),
-        (256, 256),
-        (592, 128),
-        (1840, 256),
-        (1592, 384),
-        (1521, 512),
-        (95, 128),
-        (153, 256),
-        (114, 384),
-        (32, 2048),
-        (200, 1),
-        (200, 63),
-        (200, 65),
-    ],
+    ("num_rows", "topk"), [*PREFILL_SIZES, (32, 2048), (200, 1), (200, 63), (200, 65)]
 )
 def test_every_size(device, num_rows, topk, num_tokens):
     draw = Draw(1, device)
@@ -102,8 +88,8 @@ def test_rows_with_few_valid_indices_or_none(device, share, with_sink):
         assert (out == 0).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_every_dtype(device, dtype, index_dtype):
     case = sparse_prefill_case(Draw(3, device), dtype=dtype, with_lengths=True)
     case["topk_indices"] = case["topk_indices"].to(index_dtype)
@@ -112,8 +98,8 @@ def test_every_dtype(device, dtype, index_dtype):
     assert out.dtype == dtype
 
 
-@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_results_of_another_dtype_than_the_queries(device, dtype, out_dtype):
     case = sparse_prefill_case(Draw(30, device), dtype=dtype, with_sink=True, with_lengths=True)
     out, *_ = check_op("sparse_prefill", case | {"out_dtype": out_dtype})
@@ -219,7 +205,7 @@ def test_logits_of_every_size(device, size):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("topk", [1, 20, 600])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_values_that_are_not_finite(dtype, topk, value):
     case = sparse_prefill_case(Draw(23), topk=topk, num_rows=800, with_sink=True, dtype=dtype)
     case["q"][1, 3, 5] = value
@@ -247,12 +233,8 @@ def test_empty_selections(device, shape):
     assert (lse == -math.inf).all()
 
 
-@pytest.mark.parametrize(
-    "fmt",
-    [BF16_512, bf16_format(576, 512), FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(576, 512, 0)],
-    ids=lambda fmt: fmt.name,
-)
-@pytest.mark.parametrize("page_size", [1, 2, 61, 64])
+@pytest.mark.parametrize("fmt", LATENT_FORMATS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_caches_are_read_where_they_lie(device, fmt, page_size):
     decode = sparse_decode_case(Draw(11, device), format=fmt, page_size=page_size, num_layers=2)
     check(
@@ -351,7 +333,7 @@ def test_dense_prefill(device, query_lens, kv_lens, causal):
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 16, 64])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (64, 80), (576, 512)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), DENSE_PREFILL_DIMS)
 def test_dense_prefill_of_every_head(device, num_heads, head_dim, value_dim):
     case = dense_prefill_case(
         Draw(19, device), num_heads=num_heads, head_dim=head_dim, value_dim=value_dim
@@ -359,7 +341,7 @@ def test_dense_prefill_of_every_head(device, num_heads, head_dim, value_dim):
     check_op("dense_prefill", case)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_dense_prefill_of_every_dtype(device, dtype):
     case = dense_prefill_case(Draw(20, device), dtype=dtype)
     assert check_op("dense_prefill", case)[0].dtype == dtype

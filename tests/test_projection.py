@@ -14,17 +14,10 @@ from sparsemla.testing.compare import (
     assert_equal,
     check_op,
 )
+from sparsemla.testing.shapes import PROJECTION_SHAPES, SCALE_BLOCKS
 
-SHAPES = {
-    "W_UK of DeepSeek-V3": (512, 128),
-    "W_UV of DeepSeek-V3": (128, 512),
-    "W_UK of GLM-5": (512, 192),
-    "W_UV of GLM-5": (256, 512),
-    "uneven": (100, 72),
-}
-by_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-BLOCKS = {"bf16": None, "128x128": (128, 128), "128x64": (128, 64), "64x128": (64, 128)}
-by_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+by_shape = pytest.mark.parametrize("shape", PROJECTION_SHAPES.values(), ids=PROJECTION_SHAPES)
+by_block = pytest.mark.parametrize("block", SCALE_BLOCKS.values(), ids=SCALE_BLOCKS)
 
 
 @by_shape
@@ -138,7 +131,7 @@ def test_values_of_very_different_sizes(device, block):
 
 def test_fp8_products_are_near_unquantised_ones(device):
     draw = Draw(4, device)
-    for rows, cols in SHAPES.values():
+    for rows, cols in PROJECTION_SHAPES.values():
         full = draw.normal(4, rows, cols) * cols**-0.5
         x = draw.normal(20, 4, cols).bfloat16()
         weight = head_weight(Draw(5, device), 4, rows, cols, (128, 128))

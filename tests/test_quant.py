@@ -5,7 +5,6 @@ import torch
 
 import sparsemla
 from sparsemla import (
-    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -34,18 +33,7 @@ from sparsemla.testing.compare import (
     run_reference,
 )
 from sparsemla.testing.poison import poisoned_empty
-
-LATENT_FORMATS = [
-    BF16_576,
-    FP8_DS_MLA,
-    e4m3_format(),
-    e4m3_format(576, 512, 0),
-    e4m3_format(576, 512, 576),
-    BF16_512,
-    FP8_584,
-]
-INDEX_FORMATS = [INDEX_FP8, bf16_format(128), e4m3_format(128, 128, 128), e4m3_format(128, 128, 0)]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+from sparsemla.testing.shapes import CONVENTIONS, FLOATS, INDEX_FORMATS, LATENT_FORMATS
 
 
 def ids(value):
@@ -74,7 +62,7 @@ def check_write(op, make, tolerances=()):
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
-@pytest.mark.parametrize("fmt", LATENT_FORMATS, ids=ids)
+@pytest.mark.parametrize("fmt", LATENT_FORMATS)
 def test_latent_rows_of_every_format(device, fmt, interleaved):
     check_write(
         "fused_rope_rmsnorm_quant",
@@ -95,7 +83,7 @@ def test_one_vector_at_an_odd_address(device):
     check_write("fused_rope_rmsnorm_quant", make)
 
 
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(), INDEX_FP8], ids=ids)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(), INDEX_FP8])
 def test_exact_scales(device, fmt):
     check_write(
         "fused_rope_rmsnorm_quant",
@@ -120,7 +108,7 @@ def test_exact_scales(device, fmt):
     ],
     ids=lambda options: " ".join(f"{name}={ids(value)}" for name, value in options.items()),
 )
-@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA], ids=ids)
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA])
 def test_latent_rows_of_many_shapes(device, fmt, options):
     check_write(
         "fused_rope_rmsnorm_quant",
@@ -128,7 +116,7 @@ def test_latent_rows_of_many_shapes(device, fmt, options):
     )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_latent_rows_of_every_input_dtype(device, dtype):
     tolerance = BFLOAT16_ULP if dtype != torch.float32 else FLOAT32_ULPS
     check_write(
@@ -138,7 +126,7 @@ def test_latent_rows_of_every_input_dtype(device, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn], ids=ids)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn])
 def test_rotated_queries_of_every_output_dtype(device, dtype):
     case = fused_rope_rmsnorm_quant_case(Draw(0, device), BF16_576, dtype=torch.float32)
     wide = torch.zeros(6, 3, 100, dtype=torch.float32, device=device).to(dtype)
@@ -150,7 +138,7 @@ def test_rotated_queries_of_every_output_dtype(device, dtype):
     assert (wide[..., :36].float() == 0).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_queries_may_be_rotated_in_place(device, dtype):
     case = fused_rope_rmsnorm_quant_case(Draw(0, device), FP8_DS_MLA, dtype=dtype)
     expected = sparsemla.fused_rope_rmsnorm_quant(**case)
@@ -161,7 +149,7 @@ def test_queries_may_be_rotated_in_place(device, dtype):
 
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
-@pytest.mark.parametrize("fmt", LATENT_FORMATS, ids=ids)
+@pytest.mark.parametrize("fmt", LATENT_FORMATS)
 def test_rows_are_given_before_quantisation_too(device, fmt, interleaved, strided):
     case = fused_rope_rmsnorm_quant_case(
         Draw(0, device), fmt, interleaved=interleaved, strided=strided
@@ -183,7 +171,7 @@ def test_e4m3_queries_are_rounded_once(device):
     assert_few_differ("out", out, expected.to(out.dtype))
 
 
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format(), BF16_576], ids=ids)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format(), BF16_576])
 def test_nan_stays_in_its_row(device, fmt):
     make = lambda: fused_rope_rmsnorm_quant_case(Draw(0, device), fmt)  # noqa: E731
     case, clean = make(), make()
@@ -225,7 +213,7 @@ def test_rows_are_what_the_formula_says(device):
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-4, 0.0447, 1.0, 2.5, 448.0, 449.0])
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format()], ids=ids)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format()])
 def test_scales_are_those_of_the_format(device, fmt, amax):
     case = fused_rope_rmsnorm_quant_case(Draw(0, device), fmt, dtype=torch.float32, num_tokens=3)
     # RMSNorm undone: a row of +-1 has mean square 1, and the weight sets its size.
@@ -240,18 +228,11 @@ def test_scales_are_those_of_the_format(device, fmt, amax):
     assert_equal("scales", stored.scales[:, : expected.shape[1]], expected)
 
 
-CONVENTIONS = {
-    "deepseek-v3.2": {},
-    "glm-5": {"interleaved": True},
-    "deepseek-v4": {"interleaved": True, "rope_first": False},
-    "half-split behind": {"rope_first": False},
-    "hadamard": {"hadamard": True},
-}
-by_convention = pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS.keys())
+by_convention = pytest.mark.parametrize("convention", CONVENTIONS.values(), ids=CONVENTIONS)
 
 
 @by_convention
-@pytest.mark.parametrize("fmt", INDEX_FORMATS, ids=ids)
+@pytest.mark.parametrize("fmt", INDEX_FORMATS)
 def test_index_keys_of_every_format_and_convention(device, fmt, convention):
     check_write(
         "append_index_keys", lambda: append_index_keys_case(Draw(1, device), fmt, **convention)
@@ -282,7 +263,7 @@ def test_index_keys_of_many_shapes(device, options):
 
 
 @by_convention
-@pytest.mark.parametrize("fmt", INDEX_FORMATS, ids=ids)
+@pytest.mark.parametrize("fmt", INDEX_FORMATS)
 def test_index_queries_of_every_format_and_convention(device, fmt, convention):
     case = prepare_index_queries_case(Draw(2, device), fmt, **convention)
     with poisoned_empty():
@@ -296,7 +277,7 @@ def test_index_queries_of_every_format_and_convention(device, fmt, convention):
 
 
 @by_convention
-@pytest.mark.parametrize("fmt", INDEX_FORMATS, ids=ids)
+@pytest.mark.parametrize("fmt", INDEX_FORMATS)
 def test_keys_and_queries_in_one_launch(device, fmt, convention):
     case, alone = (
         fused_indexer_rope_quant_case(Draw(3, device), fmt, **convention) for _ in range(2)
@@ -317,7 +298,7 @@ def test_keys_and_queries_in_one_launch(device, fmt, convention):
     )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mode", ["pow2", "exact"])
 def test_folded_weights_carry_every_factor(device, dtype, mode):
     case = prepare_index_queries_case(

@@ -61,7 +61,7 @@ def test_rows_of_about_k_columns(device, topk, excess):
         assert ((ids >= 0).sum(1) == topk + excess).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ragged_rows(device, dtype):
     case = select_topk_case(Draw(2, device), num_rows=40, topk=50, ragged=True, index_dtype=dtype)
     check_op("select_topk", case)
@@ -112,7 +112,7 @@ def test_no_rows_or_columns(device, shape):
 
 
 @pytest.mark.parametrize("page_size", [1, 61, 64])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_slots(device, page_size, dtype):
     case = select_topk_case(
         Draw(7, device), num_rows=40, ragged=True, index_dtype=dtype, page_size=page_size
@@ -161,7 +161,7 @@ def merge_by_hand(values, indices, topk):
 
 @pytest.mark.parametrize("topk", [1, 7, 64, 200])
 @pytest.mark.parametrize(("num_parts", "width"), [(1, 1), (3, 5), (8, 17)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_merge(device, num_parts, width, topk, dtype):
     case = merge_topk_case(
         Draw(8, device), num_parts=num_parts, width=width, topk=topk, index_dtype=dtype

@@ -45,7 +45,7 @@ FORMATS = [
     e4m3_format(576, 512, 576),
     e4m3_format(160, 96, 48),
 ]
-by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+by_format = pytest.mark.parametrize("fmt", FORMATS)
 
 
 def run(op, case, num_splits):
@@ -91,7 +91,7 @@ def test_sparse_decode_of_every_format(fmt, num_splits):
     check("sparse_decode", case, num_splits)
 
 
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format()])
 def test_exact_scales(fmt):
     options = {"format": fmt, "num_heads": 2, "scale_mode": "exact"}
     check("sparse_decode", sparse_decode_case(Draw(9, DEVICE), batch=2, topk=1, **options))
@@ -106,7 +106,7 @@ def test_sparse_decode_of_any_head_count(num_heads):
     check("sparse_decode", case, num_splits=2)
 
 
-@pytest.mark.parametrize("extra_format", [FP8_584, BF16_512], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("extra_format", [FP8_584, BF16_512])
 @pytest.mark.parametrize("lengths", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("num_splits", [1, 5])
 def test_sparse_decode_of_two_streams(extra_format, lengths, num_splits):

@@ -95,7 +95,7 @@ def poisoned_cache(fmt, num_pages, page_size, used):
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_gather_dequant(fmt, page_size):
     cache = poisoned_cache(fmt, 9, page_size, [7, 2, 4])
     table = torch.tensor([[7, 2, INT_MIN], [INT_MAX, 8, 8], [4, -1, 9]], dtype=torch.int32)

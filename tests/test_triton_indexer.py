@@ -105,7 +105,7 @@ def paged_inputs(fmt, lens, page_size, width):
     return cache, table.int()
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("page_size", "query_len"), [(1, 1), (7, 3), (64, 2)])
 def test_paged(query_len, page_size, fmt):
     lens = [130, 0, 1, 64]

@@ -116,7 +116,6 @@ def test_sparse_prefill_with_results_of_another_dtype(dtype, out_dtype):
         e4m3_format(576, 512, 576),
         e4m3_format(160, 96, 48),
     ],
-    ids=lambda fmt: fmt.name,
 )
 @pytest.mark.parametrize("page_size", [1, 7])
 def test_sparse_prefill_reads_every_format(fmt, page_size):

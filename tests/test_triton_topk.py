@@ -188,7 +188,7 @@ def check_merge(values, indices, topk):
 
 
 @pytest.mark.parametrize("topk", [1, 30, 130])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_merge(index_dtype, topk):
     draw = Draw(0, torch.device(DEVICE))
     case = merge_topk_case(draw, num_parts=3, width=33, topk=topk, index_dtype=index_dtype)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import (
-    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -40,6 +39,19 @@ from sparsemla.testing.compare import (
     FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
     Tolerance,
+)
+from sparsemla.testing.shapes import (
+    CONVENTIONS,
+    DECODE_SIZES,
+    DENSE_PREFILL_DIMS,
+    EXTRA_STREAMS,
+    HEAD_COUNTS,
+    INDEX_FORMATS,
+    LATENT_FORMATS,
+    PAGE_SIZES,
+    PREFILL_SIZES,
+    PROJECTION_SHAPES,
+    SCALE_BLOCKS,
 )
 
 Build = Callable[[Draw], Arguments]
@@ -99,33 +111,8 @@ def build(make: Callable[..., Arguments], *args: object, **options: object) -> B
     return built
 
 
-LATENT_FORMATS = (
-    BF16_576,
-    BF16_512,
-    FP8_DS_MLA,
-    FP8_584,
-    e4m3_format(),
-    e4m3_format(576, 512, 0),
-    e4m3_format(576, 512, 32),
-    e4m3_format(576, 512, 576),
-)
-INDEX_FORMATS = (
-    INDEX_FP8,
-    bf16_format(128),
-    e4m3_format(128, 128, 128),
-    e4m3_format(128, 128, 0),
-)
 QUICK_FORMATS = (FP8_DS_MLA, FP8_584, INDEX_FP8)
 """Formats in quick runs: the formats of the models."""
-
-CONVENTIONS: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3.2": {},
-    "GLM-5": {"interleaved": True},
-    "DeepSeek-V4": {"interleaved": True, "rope_first": False},
-    "half-split behind": {"rope_first": False},
-    "hadamard": {"hadamard": True},
-}
-"""RoPE layouts of indexers."""
 
 QUICK_CONVENTIONS = ("DeepSeek-V3.2", "DeepSeek-V4", "hadamard")
 
@@ -212,7 +199,7 @@ def _to_slots() -> list[Case]:
     return [
         *(
             Case(f"pages of {size}", build(make, page_size=size), quick=size == 64)
-            for size in (1, 2, 61, 64)
+            for size in PAGE_SIZES
         ),
         Case("with a workspace", build(make, page_size=64, with_workspace=True), quick=True),
         Case("int64", build(make, page_size=64, dtype=torch.int64, with_workspace=True)),
@@ -483,17 +470,6 @@ def _candidates_in_clusters(draw: Draw) -> Arguments:
 
 def _sparse_prefill() -> list[Case]:
     make = cases.sparse_prefill_case
-    sizes = (
-        (128, 128),
-        (256, 256),
-        (592, 128),
-        (1840, 256),
-        (1592, 384),
-        (1521, 512),
-        (95, 128),
-        (153, 256),
-        (114, 384),
-    )
     both = {"with_sink": True, "with_lengths": True}
     return [
         *(
@@ -503,7 +479,7 @@ def _sparse_prefill() -> list[Case]:
                 quick=dim == 576 and heads in (3, 128),
             )
             for dim in (512, 576)
-            for heads in (3, 16, 63, 64, 128)
+            for heads in HEAD_COUNTS
         ),
         *(
             Case(
@@ -511,7 +487,7 @@ def _sparse_prefill() -> list[Case]:
                 build(make, num_tokens=62, num_heads=64, num_rows=rows, topk=topk, **both),
                 large=True,
             )
-            for rows, topk in sizes
+            for rows, topk in PREFILL_SIZES
         ),
         *(
             Case(f"topk {topk}", build(make, num_rows=200, topk=topk, **both))
@@ -621,7 +597,7 @@ def _dense_prefill() -> list[Case]:
                 build(make, batch=ragged, head_dim=dim, value_dim=value, num_heads=heads),
                 quick=value == 128,
             )
-            for dim, value, heads in ((192, 128, 16), (256, 256, 3), (64, 80, 1), (576, 512, 8))
+            for (dim, value), heads in zip(DENSE_PREFILL_DIMS, (16, 3, 1, 8), strict=True)
         ),
         Case("full", build(make, batch=ragged, causal=False), quick=True),
         Case("context", build(make, batch=lens((70, 200), (0, 0), (1, 129)))),
@@ -637,20 +613,6 @@ def _dense_prefill() -> list[Case]:
 def _sparse_decode() -> list[Case]:
     make = _sparse_decode_case
     both = {"with_sink": True, "with_lengths": True}
-    sizes = (
-        (512, 64, 2),
-        (512, 64, 69),
-        (1024, 576, 61),
-        (2046, 2048, 64),
-        (300, 63, 1),
-        (300, 65, 53),
-        (100, 1, 256),
-    )
-    extras = {
-        "of the same format": (FP8_584, 300, 64, 64),
-        "of pages of 2": (FP8_584, 50, 16, 2),
-        "in bfloat16": (BF16_512, 100, 33, 7),
-    }
     return [
         *(
             Case(
@@ -667,7 +629,7 @@ def _sparse_decode() -> list[Case]:
                 build(make, format=FP8_DS_MLA, num_heads=heads, **both),
                 quick=heads == 128,
             )
-            for heads in (1, 3, 16, 32, 63, 64, 128)
+            for heads in HEAD_COUNTS
         ),
         *(
             Case(
@@ -681,7 +643,7 @@ def _sparse_decode() -> list[Case]:
                 f"{length} keys, topk {topk}, pages of {page}",
                 build(make, format=FP8_DS_MLA, seq_len=length, topk=topk, page_size=page, **both),
             )
-            for length, topk, page in sizes
+            for length, topk, page in DECODE_SIZES
         ),
         *(
             Case(
@@ -697,7 +659,7 @@ def _sparse_decode() -> list[Case]:
                 quick=name == "of pages of 2",
                 alone=name == "of pages of 2",
             )
-            for name, extra in extras.items()
+            for name, extra in EXTRA_STREAMS.items()
         ),
         Case("plain", build(make, format=FP8_DS_MLA), alone=True),
         *(
@@ -882,7 +844,7 @@ def _dense_decode() -> list[Case]:
                 build(make, format=FP8_DS_MLA, seq_lens=few, num_heads=heads, with_sink=True),
                 quick=heads == 128,
             )
-            for heads in (1, 3, 9, 16, 32, 63, 64, 126, 128)
+            for heads in (*HEAD_COUNTS, 9, 126)
         ),
         *(
             Case(
@@ -1048,30 +1010,22 @@ def _nothing_to_merge(draw: Draw) -> Arguments:
 
 def _project_heads() -> list[Case]:
     make = cases.project_heads_case
-    shapes = {
-        "W_UK of DeepSeek-V3": (512, 128),
-        "W_UV of DeepSeek-V3": (128, 512),
-        "W_UK of GLM-5": (512, 192),
-        "W_UV of GLM-5": (256, 512),
-        "uneven": (100, 72),
-    }
-    blocks = {"bf16": None, "128x128": (128, 128), "64x128": (64, 128)}
     return [
         *(
             Case(
                 f"{name}, {kind}",
                 build(make, rows=rows, cols=cols, block=block, num_heads=16),
                 tolerances=None if block is None else (FP8_PROJECTION,),
-                quick="V3" in name and kind != "64x128",
+                quick="V3" in name and kind in ("bf16", "128x128"),
             )
-            for name, (rows, cols) in shapes.items()
-            for kind, block in blocks.items()
+            for name, (rows, cols) in PROJECTION_SHAPES.items()
+            for kind, block in SCALE_BLOCKS.items()
         ),
         *(
             Case(
                 f"{tokens} tokens, {kind}",
-                build(make, num_tokens=tokens, rows=128, cols=256, block=blocks[kind]),
-                tolerances=None if blocks[kind] is None else (FP8_PROJECTION,),
+                build(make, num_tokens=tokens, rows=128, cols=256, block=SCALE_BLOCKS[kind]),
+                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
             )
             for tokens in (1, 65, 500)
             for kind in ("bf16", "128x128")
@@ -1085,11 +1039,11 @@ def _project_heads() -> list[Case]:
                     num_heads=16,
                     rows=128,
                     cols=512,
-                    block=blocks[kind],
+                    block=SCALE_BLOCKS[kind],
                     num_parts=parts,
                     with_sink=parts > 1,
                 ),
-                tolerances=(BRANCH_OUT if blocks[kind] is None else MERGED_FP8_PROJECTION,),
+                tolerances=(BRANCH_OUT if SCALE_BLOCKS[kind] is None else MERGED_FP8_PROJECTION,),
                 quick=tokens == 4,
             )
             for parts, tokens in ((1, 4), (2, 70), (5, 4), (64, 17))
