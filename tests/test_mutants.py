@@ -16,7 +16,14 @@ def test_mutants_are_of_the_kernels_as_they_are(mutant):
     assert mutant.check
 
 
-@pytest.mark.parametrize("mutant", mutants.CPU_MUTANTS, ids=lambda m: f"{m.file}: {m.name}")
+def one_of_each_file_is_quick(all_mutants):
+    quick = {mutant.file: mutant for mutant in reversed(all_mutants)}.values()
+    for mutant in all_mutants:
+        marks = () if mutant in quick else pytest.mark.slow
+        yield pytest.param(mutant, marks=marks, id=f"{mutant.file}: {mutant.name}")
+
+
+@pytest.mark.parametrize("mutant", list(one_of_each_file_is_quick(mutants.CPU_MUTANTS)))
 def test_mutants_are_found(mutant):
     outcome = mutants.run(mutant, timeout=300)
     assert outcome.verdict == "found", outcome.output
