@@ -446,14 +446,14 @@ GPU_MUTANTS = (
     ),
     hopper(
         "columns behind the row count",
-        "topk/sm90/held.py",
+        "topk/sm90/registers.py",
         "live = (column >= start) & (column < end)",
         "live = (column >= start) & (column <= end)",
         "select_topk",
     ),
     hopper(
         "rows of up to k are one short",
-        "topk/sm90/select.py",
+        "topk/sm90/candidates.py",
         "    if size <= k:\n        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS,",
         "    if size <= k:\n        store_short_row(o, size - 1, k, pages, row, PAGE_SIZE, WARPS,",
         "select_topk",

@@ -1,7 +1,5 @@
 """The portable indexer against the reference, with poison where nothing may be read."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,9 +7,10 @@ from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format,
 
 pytest.importorskip("triton")
 
+from sparsemla.kernels.indexer import sm90
 from sparsemla.kernels.indexer import triton as kernels
 from sparsemla.kernels.topk import triton as topk_kernels
-from sparsemla.kernels.topk.sm90 import select
+from sparsemla.kernels.topk.sm90 import candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -217,14 +216,20 @@ def test_lengths_past_the_page_table_are_cut():
     assert torch.equal(out[0].sort().values[-32:], torch.arange(32, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("tier", [topk_kernels, select], ids=["portable", "Hopper"])
+@pytest.mark.parametrize(
+    ("selection", "scheduler"),
+    [(kernels.SELECTION, topk_kernels), (sm90.SELECTION, candidates)],
+    ids=["triton", "sm90"],
+)
 @pytest.mark.parametrize("num_keys", [64, 4096, 131072, 1 << 20])
 @pytest.mark.parametrize("num_tokens", [1, 7, 64, 177, 500, 8192])
 @pytest.mark.parametrize("megabytes", [1, 16, 32, 256])
 @pytest.mark.parametrize("topk", [512, 2048])
-def test_workspace_stays_below_its_bound(topk, megabytes, num_tokens, num_keys, tier, monkeypatch):
+def test_workspace_stays_below_its_bound(
+    topk, megabytes, num_tokens, num_keys, selection, scheduler, monkeypatch
+):
     """Of all chunks, on a GPU of 132 multiprocessors."""
-    monkeypatch.setattr(tier, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(scheduler, "num_multiprocessors", lambda device: 132)
     chunks = []
 
     def select_topk(*, scores, **others):
@@ -232,11 +237,11 @@ def test_workspace_stays_below_its_bound(topk, megabytes, num_tokens, num_keys, 
 
     out = torch.empty(num_tokens, topk, dtype=torch.int32, device="meta")
     table = torch.empty(9, num_keys // 64, dtype=torch.int32, device="meta")
-    selection = SimpleNamespace(plan=tier.plan, select_topk=select_topk)
+    selection = selection._replace(select_topk=select_topk)
     bound = megabytes << 20
     kernels.select_in_chunks(lambda *_: None, selection, table, 64, topk, False, bound, 8, out)
-    plans = [tier.plan(rows, num_keys, topk, out.device) for rows in set(chunks)]
-    lists = max(how.list_bytes(num_keys) for how in plans)
+    schedules = [selection.schedule_lists(n, num_keys, topk, out.device) for n in set(chunks)]
+    lists = max(schedule.list_bytes(num_keys) for schedule in schedules)
     assert sum(chunks) == num_tokens
     assert max(chunks) == 1 or lists + max(chunks) * (4 * num_keys + 8) <= bound
     assert max(chunks) > 1 or lists < 18e6

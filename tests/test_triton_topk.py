@@ -14,7 +14,7 @@ from sparsemla import dispatch, reference
 pytest.importorskip("triton")
 
 from sparsemla.kernels.topk import triton as kernels
-from sparsemla.kernels.topk.triton import Plan, launch, plan
+from sparsemla.kernels.topk.triton import ListSchedule, launch, schedule_lists
 from sparsemla.testing.cases import Draw, merge_topk_case, select_topk_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,23 +61,23 @@ def adversarial_rows(n):
     }
 
 
-def check(scores, topk, how=None, starts=None, ends=None):
+def check(scores, topk, schedule=None, starts=None, ends=None):
     out = torch.full((scores.shape[0], topk + 3), -7, dtype=torch.int32)
     view = out[:, 1:-2]  # strided rows; what lies beside them stays
-    if how is None:
+    if schedule is None:
         dispatch.load("select_topk", "triton")(
             scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view
         )
     else:
-        launch(scores, topk, starts, ends, view, how)
+        launch(scores, topk, starts, ends, view, schedule)
     expected = reference.select_topk(scores, topk, row_starts=starts, row_ends=ends)
     assert torch.equal(view, expected)
     assert (out[:, [0, -2, -1]] == -7).all()
 
 
-def small_plan(slices, capacity=128):
+def small_schedule(slices, capacity=128):
     """Lists so short that small rows take every path."""
-    return Plan(slices, capacity, 64, programs=3, num_warps=2, finish_warps=2, lanes=4)
+    return ListSchedule(slices, capacity, 64, programs=3, num_warps=2, finish_warps=2, lanes=4)
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -92,13 +92,13 @@ def test_adversarial_rows(ragged, slices):
         ends[: len(lengths)] = starts[: len(lengths)] + torch.tensor(lengths, dtype=torch.int32)
         starts[-1], ends[-1] = INT_MIN, INT_MAX
         starts[-2], ends[-2] = 499, INT_MAX
-    check(scores, 40, small_plan(slices), starts, ends)
+    check(scores, 40, small_schedule(slices), starts, ends)
 
 
 @pytest.mark.parametrize("topk", [1, 100, 129, 400, 700])
 def test_any_k(topk):
     """Also where a list cannot hold k entries, and where the row has fewer."""
-    check(torch.randn(2, 400).round(decimals=1), topk, small_plan(2))
+    check(torch.randn(2, 400).round(decimals=1), topk, small_schedule(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +110,7 @@ def test_strided_rows_and_poison(dtype):
     scores[:, :590] = torch.randn(4, 590)
     starts = torch.tensor([0, 5, 11, 100])  # int64
     ends = torch.tensor([590, 400, 590, 101])
-    check(scores, 30, small_plan(2), starts, ends)
+    check(scores, 30, small_schedule(2), starts, ends)
 
 
 def test_the_public_plan():
@@ -130,8 +130,8 @@ def test_slots(slices):
     expected = reference.select_topk(**case)
     table, requests, size = case["page_table"], case["request_ids"], case["page_size"]
     pages = kernels.Pages(table, requests, *table.shape, table.stride(0))
-    how, out = small_plan(slices), torch.empty_like(expected)
-    launch(case["scores"], 40, case["row_starts"], case["row_ends"], out, how, pages, size)
+    schedule, out = small_schedule(slices), torch.empty_like(expected)
+    launch(case["scores"], 40, case["row_starts"], case["row_ends"], out, schedule, pages, size)
     assert torch.equal(out, expected)
     dispatch.load("select_topk", "triton")(**case, out=out.zero_())
     assert torch.equal(out, expected)
@@ -146,7 +146,7 @@ def test_every_run_gives_the_same_bits():
     scores = torch.randint(0, 9, (3, 400)).float()
     outs = [torch.empty(3, 40, dtype=torch.int32) for _ in range(3)]
     for out in outs:
-        launch(scores, 40, None, None, out, small_plan(4))
+        launch(scores, 40, None, None, out, small_schedule(4))
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -160,7 +160,7 @@ VALUES = strategies.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, INF, -INF, N
     slices=strategies.sampled_from([1, 2]),
 )
 def test_any_row(row, topk, slices):
-    check(torch.from_numpy(row)[None].to(DEVICE), topk, small_plan(slices, 32))
+    check(torch.from_numpy(row)[None].to(DEVICE), topk, small_schedule(slices, 32))
 
 
 @pytest.mark.parametrize("num_rows", [1, 64, 200, 5000])
@@ -170,12 +170,12 @@ def test_a_part_that_overflows_its_list_makes_its_row_too_long(
     num_rows, num_cols, topk, monkeypatch
 ):
     monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 132)
-    how = plan(num_rows, num_cols, topk, torch.device("cpu"))
-    limit = how.limit(num_cols)
-    tiles = math.ceil(num_cols / (16 * how.lanes))
-    longest_part = math.ceil(tiles / how.num_lists) * 16 * how.lanes + 6
-    assert limit >= min(longest_part, how.capacity)
-    assert how.finish_warps <= how.num_lists or how.slices == 1
+    schedule = schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
+    limit = schedule.limit(num_cols)
+    tiles = math.ceil(num_cols / (16 * schedule.lanes))
+    longest_part = math.ceil(tiles / schedule.num_lists) * 16 * schedule.lanes + 6
+    assert limit >= min(longest_part, schedule.capacity)
+    assert schedule.finish_warps <= schedule.num_lists or schedule.slices == 1
 
 
 def check_merge(values, indices, topk):

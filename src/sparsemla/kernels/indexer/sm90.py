@@ -35,7 +35,7 @@ from sparsemla.kernels.common.gluon import async_load, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer import triton as portable
-from sparsemla.kernels.topk import sm90 as topk_kernels
+from sparsemla.kernels.topk.sm90 import SELECTION
 
 COPY = gl.constexpr(64)
 """Keys that are copied at once: a page holds a multiple of them."""
@@ -859,7 +859,7 @@ def indexer_topk(
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
     portable.select_in_chunks(
         scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal),
-        topk_kernels,
+        SELECTION,
         page_table,
         cache.page_size,
         topk,

@@ -10,7 +10,6 @@ take it, else as float16, which holds every e4m3 value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.topk import triton as topk_kernels
+from sparsemla.kernels.topk.triton import SELECTION, Selection
 
 MINUS_INF = tl.constexpr(float("-inf"))
 
@@ -527,7 +526,7 @@ def indexer_topk(
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
     select_in_chunks(
         scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal),
-        topk_kernels,
+        SELECTION,
         page_table,
         cache.page_size,
         topk,
@@ -600,7 +599,7 @@ def scorer(
 
 def select_in_chunks(
     score: Scorer,
-    kernels: ModuleType,
+    selection: Selection,
     page_table: Tensor,
     page_size: int,
     topk: int,
@@ -609,23 +608,23 @@ def select_in_chunks(
     row_bytes: int,
     out: Tensor,
 ) -> None:
-    """Score and select from as many tokens at a time as ``max_workspace_bytes`` allow.
+    """Score and select from as many tokens at a time as ``max_workspace_bytes`` has room for.
 
-    At least one token is scored at a time, which takes four bytes for each column of its page
-    table row.
+    A single token is always processed, whatever its scores take: four bytes for each column of its
+    page table row.
 
     Args:
-        score: scores some tokens.
-        kernels: the module that selects.
-        page_table, page_size, topk, as_slots, max_workspace_bytes, out: as the op takes them.
-        row_bytes: memory that a token takes beside its scores.
+        score: scores a slice of the tokens.
+        selection: selects from the scores.
+        page_table, page_size, topk, as_slots, max_workspace_bytes, out: the op's arguments.
+        row_bytes: workspace of a token in addition to its scores.
     """
     num_tokens, num_keys = out.shape[0], page_table.shape[1] * page_size
     if num_tokens == 0 or num_keys == 0:
         out.fill_(-1)
         return
     at_once = _tokens_at_once(
-        kernels, num_tokens, num_keys, topk, max_workspace_bytes, row_bytes, out.device
+        selection, num_tokens, num_keys, topk, max_workspace_bytes, row_bytes, out.device
     )
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
     rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
@@ -633,7 +632,7 @@ def select_in_chunks(
         tokens = slice(first, min(first + at_once, num_tokens))
         count = tokens.stop - first
         score(tokens, scores[:count], rows[:, :count])
-        kernels.select_topk(
+        selection.select_topk(
             scores=scores[:count],
             topk=topk,
             row_starts=None,
@@ -646,12 +645,12 @@ def select_in_chunks(
 
 
 def _part(x: Tensor, rows: slice) -> Tensor:
-    """``x[rows]``; all of it, as it mostly is, without a call of torch."""
+    """``x[rows]``, without a call of torch in the common case of all rows."""
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 def _tokens_at_once(
-    kernels: ModuleType,
+    selection: Selection,
     num_tokens: int,
     num_keys: int,
     topk: int,
@@ -659,21 +658,22 @@ def _tokens_at_once(
     row_bytes: int,
     device: torch.device,
 ) -> int:
-    """Tokens whose scores, and the lists of the selection from them, fit the bound; at least 1.
+    """Tokens of a chunk whose scores and candidate lists fit the bound; at least 1.
 
-    As many each time, but for the last.
+    Only the last chunk may have fewer.
     """
     count = num_tokens
     while count > 1:
-        # Fewer rows may be spread over more programs, whose lists take more: hence the loop, and
-        # a look at the last tokens too.
+        # Fewer rows may be spread over more programs, whose lists take more memory. So the bound is
+        # checked in a loop, and for the last chunk as well.
         last = num_tokens % count or count
-        plans = (kernels.plan(rows, num_keys, topk, device) for rows in (count, last))
-        lists = max(how.list_bytes(num_keys) for how in plans)
+        sizes = (count, last)
+        schedules = (selection.schedule_lists(rows, num_keys, topk, device) for rows in sizes)
+        lists = max(schedule.list_bytes(num_keys) for schedule in schedules)
         fitting = (max_workspace_bytes - lists) // (4 * num_keys + row_bytes)
         if count <= fitting:
             break
         count = max(1, min(max(fitting, count // 2), count - 1))
-        # More rows than a multiple of those at work at a time cost the selection another turn.
-        count -= count % kernels.plan(count, num_keys, topk, device).programs
+        # A row count that is not a multiple of the rows in progress adds a wave.
+        count -= count % selection.schedule_lists(count, num_keys, topk, device).programs
     return count

@@ -9,7 +9,7 @@ from sparsemla.cache import slots_of, to_int32
 from sparsemla.kernels.common import cpu
 
 OUTSIDE = torch.iinfo(torch.int32).min
-"""Key of a column that does not compete; NaN, the least that does, is one above."""
+"""Key of a column outside the row; the key of NaN, the lowest inside, is one above."""
 
 
 def select_topk(
@@ -31,7 +31,7 @@ def select_topk(
     ids = torch.arange(topk, dtype=torch.int32)
     out.copy_(ids.where(ids < counts[:, None], -1))
     long_rows = (counts > topk).nonzero()[:, 0]
-    # Keys, masks and indices take some 16 bytes for each column of a row.
+    # Keys, masks and indices take about 16 bytes for each column of a row.
     for part in cpu.blocks(long_rows.shape[0], cpu.WORKSPACE_BYTES // (16 * max(num_cols, 1))):
         rows = long_rows[part]
         first, last = int(starts[rows].min()), int(ends[rows].max())
@@ -47,7 +47,7 @@ def select_topk(
 
 
 def order_keys(scores: Tensor) -> Tensor:
-    """int32 whose order is that of the scores: NaN least, then -inf; -0 equals +0."""
+    """int32 keys in the order of the scores: NaN lowest, then -inf; -0 equals +0."""
     scores = scores.float() + 0.0
     bits = scores.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -58,7 +58,7 @@ def _largest(keys: Tensor, topk: int) -> Tensor:
     """Columns ``[R, topk]``, ascending, of the largest keys; ties go to the lower column."""
     least = keys.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     chosen = keys >= least
-    if int(chosen.sum()) > keys.shape[0] * topk:  # some row has more equals than it may keep
+    if int(chosen.sum()) > keys.shape[0] * topk:  # some row has more ties than it may keep
         above = keys > least
         equal = chosen & ~above
         chosen = above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))
@@ -72,7 +72,7 @@ def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> No
 def merge_sorted(
     values: Tensor, indices: Tensor, topk: int, out: Tensor, select: Callable[..., None]
 ) -> None:
-    """Merge candidates by ``select``, the selection from rows, on rows in order of the indices."""
+    """Merge candidates: sort each row by index, then let ``select`` select from the rows."""
     ids = indices.transpose(0, 1).flatten(1)
     live = ids >= 0
     ids, order = ids.masked_fill(~live, torch.iinfo(torch.int32).max).sort(dim=1)

@@ -1,18 +1,19 @@
 """Exact, deterministic top-k of long rows, in one pass over memory where the row allows it.
 
-1. A sample of the row gives a threshold that a few more than k of its columns should reach.
-2. One pass over the row lists the columns that reach it, with their values. Each warp has a part of
-   the row and a list of its own, so that no warp waits for another.
-3. The k-th largest of at most ``capacity`` listed values is found in registers by counting.
+1. A sample of the row yields a threshold that slightly more than k columns should reach.
+2. One pass over the row appends the columns that reach it, with their values, to lists of
+   candidates. Each warp has its own part of the row and its own list, so no warp waits for another.
+3. A search in registers finds the k-th largest of the candidates, at most ``capacity`` of them.
 
-A threshold is a value and a column: what equals the value reaches it left of the column only. So a
-plateau of equal values is cut like everything else. A row of which too few or too many columns
-reach the threshold gets a better one by counting passes, until the lists fit or the threshold is
-the k-th largest value itself, whose first occurrences are then read off the row.
+A threshold consists of a value and a column: a score equal to the value reaches the threshold only
+if it lies left of the column. This cuts plateaus of equal scores as well. If too few or too many
+columns reach the threshold, counting passes over the row improve it until the candidates fit. If
+they never fit, the passes end at the k-th largest value itself, and its first occurrences are read
+directly from the row.
 
-Every position comes from a prefix sum in column order: ids ascend, ties go to the lower column, and
-all runs agree to the bit. Values are compared as int32 keys in the order of the floats, where -0
-equals +0 and NaN lies below -inf.
+Every output position is a prefix sum in column order. So ids ascend, ties go to the lower column,
+and the results of all runs are bit-equal. Scores are compared as int32 keys in the order of the
+floats; -0 equals +0, and NaN lies below -inf.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from sparsemla.kernels.common.slots import slot_of
 from sparsemla.kernels.topk.cpu import merge_sorted
 
 DEAD_KEY = tl.constexpr(-(1 << 31))
-"""Key of a lane that holds no value."""
+"""Key of an element without a score."""
 NAN_KEY = tl.constexpr(-(1 << 31) + 1)
 MINUS_INF_KEY = tl.constexpr(-(1 << 31) + 0x7FFFFF)
 END_KEY = tl.constexpr(0x7F800001)
 """One above the key of +inf."""
 SIGMAS = tl.constexpr(3.0)
-"""Standard deviations that a threshold keeps away from a list too short or too long."""
+"""Margin of a threshold in standard deviations, against lists that are too short or too long."""
 
 
 class Pages(NamedTuple):
-    """Where the positions of a row lie in a cache; without a table, they are what is asked for."""
+    """The page table that turns positions into slots; without one, positions are the output."""
 
     table: Tensor | None
     request_ids: Tensor | None
@@ -50,26 +51,26 @@ class Pages(NamedTuple):
     stride: int
 
 
-POSITIONS = Pages(None, None, 0, 0, 0)
+NO_PAGES = Pages(None, None, 0, 0, 0)
 
 
 def pages_of(page_table: Tensor | None, request_ids: Tensor | None) -> Pages:
-    """What names the columns of rows whose requests these are."""
+    """The page table of a selection whose row r belongs to request ``request_ids[r]``."""
     if page_table is None or request_ids is None:
-        return POSITIONS
+        return NO_PAGES
     return Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
 
 
 @triton.jit
 def _keys(x):
-    """int32 in the order of float32 ``x``."""
+    """int32 keys in the order of float32 ``x``."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _value(key):
-    """The float32 that has this key."""
+    """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -91,8 +92,8 @@ def _log2(n):
 
 
 @triton.jit
-def _name(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
-    """What stands in the result for positions: themselves, or their slots."""
+def _as_output(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
+    """Positions as the output has them: unchanged, or as slots."""
     if PAGE_SIZE > 0:
         request = tl.load(pages.request_ids + row).to(tl.int64)
         width = tl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
@@ -104,8 +105,8 @@ def _name(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _columns_to_boundary(x):
-    """Values between a pointer and the next place from which four are loaded at once."""
+def _columns_to_alignment(x):
+    """Values before the next address that is aligned for a load of four."""
     SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     return ((4 * SIZE - x.to(tl.int64) % (4 * SIZE)) % (4 * SIZE)).to(tl.int32) // SIZE
 
@@ -117,12 +118,13 @@ def _load(x, size, ids):
 
 
 @triton.jit
-def _search(key, klo, khi, clo, low, up):
-    """A key that ``low`` to ``up`` of the block's keys reach, or else the largest that low reach.
+def _search_threshold(key, klo, khi, clo, low, up):
+    """A key that ``low`` to ``up`` of the block's keys reach, else the largest that ``low`` reach.
 
-    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``. Returns the key, how
-    many keys reach it, and how many reach the smallest larger one that was counted: where more
-    than ``up`` reach the key, or with ``low == up``, the number of those above it.
+    ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
+    the keys at two thirds of the interval. Returns the key, the number of keys that reach it, and
+    the number that reach the next larger key that was tried. The last is the number of keys above
+    the first one if more than ``up`` reach it, or if ``low == up``.
     """
     chi = clo * 0
     while (klo + 1 < khi) & (clo > up):
@@ -140,15 +142,15 @@ def _search(key, klo, khi, clo, low, up):
 
 
 @triton.jit
-def _guess(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
-    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
+def _estimate_threshold(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
+    """A threshold (key, column) that most likely between k and CAPACITY columns reach.
 
-    ``factor``: 1, or what the number of columns should change by since the first guess.
+    ``factor``: 1 at first, then the factor by which the number of candidates should change.
     """
     CHUNKS: tl.constexpr = SAMPLE // 8
     chunk = tl.arange(0, CHUNKS)
-    # Eight neighbours, a memory sector, from each of CHUNKS equal parts of the row, at uneven
-    # places: rows may have a period.
+    # Eight neighbours, a memory sector, from each of CHUNKS equal parts of the row, at irregular
+    # offsets: rows may be periodic.
     room = tl.minimum(tl.maximum(size // CHUNKS - 8, 0), 0x7FFF)
     jitter = (chunk * 40503 & 0xFFFF) * room >> 16
     at = (chunk.to(tl.int64) * size // CHUNKS).to(tl.int32) + jitter
@@ -161,7 +163,7 @@ def _guess(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
     key = tl.where((ids >= 0) & (ids < size), key, DEAD_KEY)
     ratio = SAMPLE / size.to(tl.float32)
     mean = k * ratio
-    # Ranks in the sample that stay clear of k and of CAPACITY; in the middle if they cannot.
+    # Ranks in the sample with a margin to both k and CAPACITY; the middle if there is no room.
     low = mean + tl.sqrt(mean) * SIGMAS + 2.0
     root = (tl.sqrt(ratio * (4 * CAPACITY) + SIGMAS * SIGMAS) - SIGMAS) * 0.5
     low = tl.minimum(tl.minimum(low, 0.5 * (low + root * root)) * factor, SAMPLE * 1.0)
@@ -169,9 +171,9 @@ def _guess(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
     low = tl.maximum(low, 1.0).to(tl.int32)
     key_end = tl.max(key, 0) + 1
     dead = tl.full([], DEAD_KEY, tl.int32)
-    threshold, reached, above = _search(key, dead, key_end, low * 0 + SAMPLE, low, up)
+    threshold, reached, above = _search_threshold(key, dead, key_end, low * 0 + SAMPLE, low, up)
     column = size
-    if reached > up:  # a plateau; the sample lies in the order of the columns
+    if reached > up:  # a plateau; the sample is in column order
         equal = key == threshold
         rank = tl.cumsum(equal.to(tl.int32), 0)
         column = tl.min(tl.where(equal & (rank >= low - above), ids + 1, size), 0)
@@ -180,13 +182,13 @@ def _guess(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
 
 @triton.jit
 def _load_quads(x, at, group, end):
-    """Four neighbours for each thread, of which a ``group`` lies before ``end`` as one or not."""
+    """Four neighbours a thread, NaN for groups at or behind ``end``, which cuts no group."""
     return tl.load(x + at, mask=group < end, other=float("nan"))
 
 
 @triton.jit
-def _quads(x):
-    """The first, second, third and fourth neighbours, in float32."""
+def _split_quads(x):
+    """The first, second, third and fourth neighbour of each thread, in float32."""
     THREADS: tl.constexpr = x.shape[0] // 4
     even, odd = tl.split(tl.reshape(x.to(tl.float32), [THREADS, 2, 2]))
     x0, x2 = tl.split(even)
@@ -196,7 +198,7 @@ def _quads(x):
 
 @triton.jit
 def _pack(a, b, c, d):
-    """Four bits in one int32, eight apart."""
+    """Four flags in one int32, one a byte."""
     low = a.to(tl.int32) + (b.to(tl.int32) << 8)
     return low + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24)
 
@@ -208,8 +210,8 @@ def _append(at, x, ids, mask):
 
 
 @triton.jit
-def _append_rest(x, lists, count, limit, value, ids, mask, WARPS: tl.constexpr):
-    """Append what reaches ``value`` of the ``ids`` of a few threads; their lists' new lengths."""
+def _append_edge(x, lists, count, limit, value, ids, mask, WARPS: tl.constexpr):
+    """Append the columns ``ids`` of a few threads that reach ``value``; returns the new lengths."""
     LANES: tl.constexpr = ids.shape[0] // WARPS
     values = tl.load(x + ids, mask=mask, other=float("nan")).to(tl.float32)
     hits = tl.reshape((values >= value).to(tl.int32), [WARPS, LANES])
@@ -220,7 +222,7 @@ def _append_rest(x, lists, count, limit, value, ids, mask, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _collect(
+def _collect_candidates(
     x,
     lists,
     limit,
@@ -232,21 +234,21 @@ def _collect(
     WARPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
+    """Append (value bits, id) of the columns of a slice that reach a threshold, in column order.
 
-    Each warp takes a part of the columns and has a list of its own: warps do not wait for each
-    other. Returns how many there are in each part. They are in its list only if they are at most
-    ``limit``; a tile behind it may be written too.
+    Each warp has its own part of the slice and its own list, so warps do not wait for each other.
+    Returns the number of candidates of each part. A list is complete only if it has at most
+    ``limit`` entries; up to a tile behind the limit may be overwritten.
     """
     THREADS: tl.constexpr = WARPS * LANES
-    PLANE: tl.constexpr = 4 * LANES  # a warp loads four neighbours a thread
+    PLANE: tl.constexpr = 4 * LANES  # columns of one load of a warp, four neighbours a lane
     TILE: tl.constexpr = 4 * PLANE
     tl.static_assert(PLANE < 256)
-    key = tl.maximum(key, MINUS_INF_KEY)  # what lies below has no such value
+    key = tl.maximum(key, MINUS_INF_KEY)  # keys below it belong to NaN
     value = _value(key)
     over = _value(key + 1)
-    # Groups of four that memory gives at once; a few columns before and behind them are left.
-    head = tl.minimum(_columns_to_boundary(x), size)
+    # Aligned groups of four; the few columns before and behind them are handled on their own.
+    head = tl.minimum(_columns_to_alignment(x), size)
     groups = x + head
     end = (size - head) // 4 * 4
     groups = tl.multiple_of(groups, 4 * x.dtype.element_ty.primitive_bitwidth // 8)
@@ -263,14 +265,14 @@ def _collect(
     lists += warp * (limit + TILE)
     count = thread * 0
     first = (part == 0) & (lane < head)
-    count = _append_rest(x, lists, count, limit, value, lane, first, WARPS)
+    count = _append_edge(x, lists, count, limit, value, lane, first, WARPS)
     a = _load_quads(groups, at, group, end)
     b = _load_quads(groups, at + PLANE, group + PLANE, end)
     c = _load_quads(groups, at + 2 * PLANE, group + 2 * PLANE, end)
     d = _load_quads(groups, at + 3 * PLANE, group + 3 * PLANE, end)
     stop = end
     for base in range(TILE, share + TILE, TILE):
-        # The next tile is on its way while this one is looked at; the last has none.
+        # Prefetch the next tile; there is none behind the last.
         stop = tl.where(base < share, end, 0)
         at += TILE
         group += TILE
@@ -283,11 +285,11 @@ def _collect(
         value_b = tl.where(left > PLANE, value, over)
         value_c = tl.where(left > 2 * PLANE, value, over)
         value_d = tl.where(left > 3 * PLANE, value, over)
-        xa = _quads(a)
-        xb = _quads(b)
-        xc = _quads(c)
-        xd = _quads(d)
-        # One prefix sum for the four planes, eight bits each.
+        xa = _split_quads(a)
+        xb = _split_quads(b)
+        xc = _split_quads(c)
+        xd = _split_quads(d)
+        # One prefix sum for all four planes, a byte each.
         hits_0 = _pack(xa[0] >= value_a, xb[0] >= value_b, xc[0] >= value_c, xd[0] >= value_d)
         hits_1 = _pack(xa[1] >= value_a, xb[1] >= value_b, xc[1] >= value_c, xd[1] >= value_d)
         hits_2 = _pack(xa[2] >= value_a, xb[2] >= value_b, xc[2] >= value_c, xd[2] >= value_d)
@@ -305,13 +307,13 @@ def _collect(
         in_b = in_a + (total >> 8 & 0xFF)
         in_c = in_b + (total >> 16 & 0xFF)
         added = in_c + (total >> 24 & 0xFF)
-        # A tile too much goes behind the list, where nobody looks.
+        # Once a list is full, tiles are written behind its limit, where nobody reads.
         to_a = tl.where(count + added <= limit, count, limit)
         to_b = to_a + in_a
         to_c = to_a + in_b
         to_d = to_a + in_c
-        # The same thresholds, but not to the compiler: comparing again is cheaper than to keep
-        # sixteen predicates.
+        # The condition is never true. It hides from the compiler that the thresholds are the same
+        # as above: to compare again is cheaper than to keep sixteen predicates.
         value_a = tl.where(limit < 0, 0.0, value_a)
         value_b = tl.where(limit < 0, 0.0, value_b)
         value_c = tl.where(limit < 0, 0.0, value_c)
@@ -334,22 +336,22 @@ def _collect(
         d = next_d
     last = (part == slices * WARPS - 1) & (head + end + lane < size)
     last_value = tl.where(column > head + end, value, over)
-    count = _append_rest(x, lists, count, limit, last_value, head + end + lane, last, WARPS)
+    count = _append_edge(x, lists, count, limit, last_value, head + end + lane, last, WARPS)
     return tl.max(tl.reshape(count, [WARPS, LANES]), 1)
 
 
 @triton.jit
-def _settle(x, size, k, CAPACITY: tl.constexpr):
-    """A threshold for a row of any content, by counting passes.
+def _exact_threshold(x, size, k, CAPACITY: tl.constexpr):
+    """A threshold for arbitrary rows, by counting passes over the row.
 
     Returns (key, columns that reach it, columns that reach the next key). The first count lies in
-    [k, CAPACITY], or else the threshold is the k-th largest key.
+    [k, CAPACITY]; if no key has such a count, the threshold is the k-th largest key.
     """
     klo = size * 0 + NAN_KEY
     clo = size
     khi = size * 0 + END_KEY
     chi = size * 0
-    # Eight rows of lanes: counts add up within a thread.
+    # Eight rows of lanes, so that each thread adds up several counts before the reduction.
     LANES: tl.constexpr = CAPACITY // 16
     lane = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     while (klo + 1 < khi) & (clo > CAPACITY):
@@ -380,10 +382,12 @@ def _settle(x, size, k, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def _place(out, ids, key, threshold, above, level, ties, pages, row, PAGE_SIZE: tl.constexpr):
+def _store_chosen(
+    out, ids, key, threshold, above, level, ties, pages, row, PAGE_SIZE: tl.constexpr
+):
     """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
 
-    ``above`` and ``level``: how many of either kind earlier blocks had; returned with this block's.
+    ``above`` and ``level``: keys of either kind in earlier blocks. Returns both with this block.
     """
     over = key > threshold
     equal = key == threshold
@@ -392,22 +396,22 @@ def _place(out, ids, key, threshold, above, level, ties, pages, row, PAGE_SIZE: 
     equal_before = level + (before >> 16)
     place = above + (before & 0xFFFF) + tl.minimum(equal_before, ties)
     chosen = over | (equal & (equal_before < ties))
-    tl.store(out + place, _name(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
+    tl.store(out + place, _as_output(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
     total = tl.sum(both, 0)
     return above + (total & 0xFFFF), level + (total >> 16)
 
 
 @triton.jit
-def _short_row(out, size, k, pages, row, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """All ids of a row of at most k columns, then -1."""
+def _store_short_row(out, size, k, pages, row, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Store all ids of a row of at most k columns, then -1."""
     for base in range(0, k, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        named = _name(ids, ids < size, pages, row, PAGE_SIZE)
+        named = _as_output(ids, ids < size, pages, row, PAGE_SIZE)
         tl.store(out + ids, tl.where(ids < size, named, -1), mask=ids < k)
 
 
 @triton.jit
-def _finish(
+def _select_row(
     x,
     out,
     lists,
@@ -417,7 +421,7 @@ def _finish(
     k,
     pages,
     row,
-    FRESH: tl.constexpr,
+    MUST_COLLECT: tl.constexpr,
     LISTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -425,10 +429,11 @@ def _finish(
     LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Write the ids of a row of more than k columns.
+    """Store the ids of a row of more than k columns.
 
-    A row of more than CAPACITY columns comes with LISTS lists, whose lengths are ``counts``, unless
-    it is FRESH. Lists with too many entries or too few are made again.
+    A row of more than CAPACITY columns has LISTS lists of candidates, of lengths ``counts``; with
+    MUST_COLLECT they are yet to be collected. Lists with too many or too few entries are collected
+    once more, by this program alone.
     """
     exact = size < 0  # false, as a value
     count = size
@@ -439,7 +444,7 @@ def _finish(
         which = tl.arange(0, LISTS)
         tries = size * 0
         count = size * 0
-        if not FRESH:
+        if not MUST_COLLECT:
             tries += 1
             count = tl.sum(tl.load(counts + which), 0)
         while ((count < k) | (count > CAPACITY)) & (not exact):
@@ -447,16 +452,16 @@ def _finish(
             if tries < 2:
                 middle = 0.5 * (k + CAPACITY)
                 factor = tl.where(tries == 0, 1.0, middle / tl.maximum(count, 1).to(tl.float32))
-                key, column = _guess(x, size, k, factor, CAPACITY, SAMPLE)
+                key, column = _estimate_threshold(x, size, k, factor, CAPACITY, SAMPLE)
             else:
-                key, reached, above = _settle(x, size, k, CAPACITY)
+                key, reached, above = _exact_threshold(x, size, k, CAPACITY)
                 exact = reached > CAPACITY
             tries += 1
             if not exact:
                 tl.debug_barrier()  # the lengths have been read
                 pitch = (limit + 16 * LANES) * LISTS // WARPS
                 room = pitch - 16 * LANES
-                lengths = _collect(x, lists, room, size, key, column, 0, 1, WARPS, LANES)
+                lengths = _collect_candidates(x, lists, room, size, key, column, 0, 1, WARPS, LANES)
                 tl.store(counts + tl.arange(0, WARPS), lengths)
                 tl.store(counts + which, 0, mask=which >= WARPS)
                 tl.debug_barrier()
@@ -471,12 +476,12 @@ def _finish(
                 next_values = _load(x, size, base + HALF + lane)
                 ids = base + lane
                 keys = tl.where(ids < size, _keys(values), DEAD_KEY)
-                over, level = _place(
+                over, level = _store_chosen(
                     out, ids, keys, key, over, level, k - above, pages, row, PAGE_SIZE
                 )
                 values = next_values
         else:
-            # Where each list begins among all entries.
+            # First index of each list among all entries.
             lengths = tl.load(counts + which)
             tl.store(counts + LISTS + which, tl.cumsum(lengths, 0) - lengths)
             tl.debug_barrier()
@@ -486,7 +491,7 @@ def _finish(
             ids = j
             values = tl.load(x + j, mask=j < size, other=0.0).to(tl.float32)
         else:
-            # The last list that begins at or before an entry holds it.
+            # Binary search: an entry belongs to the last list that begins at or before it.
             owner = j * 0
             for i in tl.static_range(_log2(LISTS)):
                 half = LISTS >> (i + 1)
@@ -498,11 +503,13 @@ def _finish(
             values = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         keys = tl.where(j < count, _keys(values), DEAD_KEY)
         lowest = tl.min(tl.where(keys == DEAD_KEY, END_KEY, keys), 0)
-        threshold, _, above = _search(keys, lowest, tl.max(keys, 0) + 1, count, k, k)
-        _place(out, ids, keys, threshold, above * 0, above * 0, k - above, pages, row, PAGE_SIZE)
+        threshold, _, above = _search_threshold(keys, lowest, tl.max(keys, 0) + 1, count, k, k)
+        _store_chosen(
+            out, ids, keys, threshold, above * 0, above * 0, k - above, pages, row, PAGE_SIZE
+        )
 
 
-# Values that the compiler knows nothing of: one kernel serves all shapes.
+# Arguments without specialization: one compiled kernel serves all shapes.
 RUNTIME = (
     "num_rows",
     "num_cols",
@@ -532,7 +539,7 @@ def _collect_kernel(
     WARPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The lists of one slice of a row, and their lengths."""
+    """Collect the candidates of one slice of a row."""
     TILE: tl.constexpr = 16 * LANES
     row = tl.program_id(0).to(tl.int64) // slices
     index = tl.program_id(0) % slices
@@ -540,10 +547,12 @@ def _collect_kernel(
     size = end - start
     if (size > k) & (size > CAPACITY):
         x = scores + row * stride_scores + start
-        # Every slice of the row comes to the same threshold.
-        key, column = _guess(x, size, k, 1.0, CAPACITY, SAMPLE)
+        # All slices of a row compute the same threshold.
+        key, column = _estimate_threshold(x, size, k, 1.0, CAPACITY, SAMPLE)
         lists += tl.program_id(0).to(tl.int64) * WARPS * (limit + TILE)
-        lengths = _collect(x, lists, limit, size, key, column, index, slices, WARPS, LANES)
+        lengths = _collect_candidates(
+            x, lists, limit, size, key, column, index, slices, WARPS, LANES
+        )
         counts += (row * (2 * slices) + index) * WARPS
         tl.store(counts + tl.arange(0, WARPS), lengths)
 
@@ -573,16 +582,16 @@ def _finish_kernel(
     LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """The ids of one row, from the lists of its slices."""
+    """Select the ids of one row from the candidates of its slices."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     row = tl.program_id(0).to(tl.int64)
     out += row * stride_out
     start, end = _row_range(row_starts, row_ends, row, num_cols)
     size = end - start
     if size <= k:
-        _short_row(out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
+        _store_short_row(out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
     else:
-        _finish(
+        _select_row(
             scores + row * stride_scores + start,
             out,
             lists + row * LISTS * (limit + 16 * LANES),
@@ -627,7 +636,7 @@ def _select_kernel(
     LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """The ids of whole rows, one after the other: their lists take the same place."""
+    """Select the ids of whole rows, one after the other; their lists share the same memory."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     lists += tl.program_id(0).to(tl.int64) * WARPS * (limit + 16 * LANES)
     counts += tl.program_id(0) * (2 * WARPS)
@@ -636,9 +645,9 @@ def _select_kernel(
         start, end = _row_range(row_starts, row_ends, row, num_cols)
         size = end - start
         if size <= k:
-            _short_row(out + row * stride_out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
+            _store_short_row(out + row * stride_out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
         else:
-            _finish(
+            _select_row(
                 scores + row * stride_scores + start,
                 out + row * stride_out,
                 lists,
@@ -660,19 +669,19 @@ def _select_kernel(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a selection is spread over the device.
+class ListSchedule:
+    """How a selection by lists of candidates is spread over the device.
 
     Args:
-        slices: programs that share the first pass over a row, a power of two; one of them also
-            finishes the row if there is no other.
-        capacity: entries of a row's list, a power of two.
-        sample: values that a row's threshold is guessed from, a power of two.
-        programs: rows at work at a time.
-        num_warps: warps of a program, each of which keeps a list.
-        finish_warps: warps of a program that finishes a row of several slices.
-        registers: of a thread, at most; NVIDIA's compiler takes more without need.
-        lanes: threads of a warp, as the kernels see it.
+        slices: programs that share the pass over a row, a power of two. A row of one slice is
+            collected and finished by the same program.
+        capacity: most candidates of a row, a power of two.
+        sample: values in the sample that yields a row's threshold, a power of two.
+        programs: rows in progress at a time.
+        num_warps: warps of a collecting program, each with a list of its own.
+        finish_warps: warps of the program that finishes a row of several slices.
+        registers: bound on the registers of a thread; NVIDIA's compiler takes more without need.
+        lanes: threads of a warp, as the kernels count them.
     """
 
     slices: int
@@ -686,22 +695,22 @@ class Plan:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What all kernels are compiled for."""
+        """Constants that all kernels share."""
         return {"CAPACITY": self.capacity, "SAMPLE": self.sample, "LANES": self.lanes}
 
     @property
     def collect_options(self) -> dict[str, Any]:
-        """Of the kernel that lists a slice."""
+        """Launch options of the kernel that collects a slice."""
         return _registers(self.registers)
 
     @property
     def finish_options(self) -> dict[str, Any]:
-        """Of the kernel that finishes a row of several slices."""
+        """Launch options of the kernel that finishes a row of several slices."""
         return {}
 
     @property
     def tile(self) -> int:
-        """Columns that a warp looks at together; a list has room for as many behind its end."""
+        """Columns of one iteration of a warp; a list has room for as many behind its limit."""
         return 16 * self.lanes
 
     @property
@@ -710,12 +719,12 @@ class Plan:
         return self.slices * self.num_warps
 
     def limit(self, num_cols: int) -> int:
-        """Entries that a list has room for: all that a row may have, or all columns of its part."""
+        """Entries of a list: the capacity of the row, or all columns of the list's part."""
         part = triton.cdiv(num_cols, self.tile * self.num_lists) * self.tile + 8
         return min(self.capacity, part)
 
     def list_bytes(self, num_cols: int) -> int:
-        """Bytes of all lists and lengths; rows that fit a list need none."""
+        """Bytes of all lists and lengths; none for rows of at most ``capacity`` columns."""
         if num_cols <= self.capacity:
             return 0
         entries = self.limit(num_cols) + self.tile
@@ -723,39 +732,39 @@ class Plan:
 
 
 LIST_BYTES = 149 << 20
-"""Bound on the lists that exist at any time; more rows are taken in turns. 264 fit, which an H200
-works on at a time."""
+"""Bound on the bytes of all lists at a time; more rows are processed in chunks. 264 rows fit, as
+many as an H200 has in progress."""
 
 
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
+AnySchedule = TypeVar("AnySchedule", bound=ListSchedule)
 
 
-def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
-    """The plan for rows of this size; it depends on shapes only."""
-    # A list twice as long as k leaves room for the error of the sample. 8192 entries are what the
-    # registers hold; for a k of more than that every row is settled by counting.
+def schedule_lists(num_rows: int, num_cols: int, topk: int, device: torch.device) -> ListSchedule:
+    """The schedule for rows of this size; it depends on shapes only."""
+    # Twice k candidates leave room for the error of the sample. Registers hold 8192 of them; for a
+    # larger k, counting passes find the exact threshold of every row.
     long = num_cols > 1 << 17 and topk > 512
     capacity = min(8192, max(2048, triton.next_power_of_2(2 * topk)))
     capacity = 8192 if long else capacity
     sample = min(max(triton.next_power_of_2(num_cols) // 32, 1024), 8192 if long else 4096)
-    # Sixteen warps for each multiprocessor hide each other's latency.
+    # Sixteen warps a multiprocessor hide the latency of memory.
     processors = num_multiprocessors(device)
     slices = min(64, 4 * processors // max(num_rows, 1), num_cols // 4096)
     slices = 1 << (max(slices, 1).bit_length() - 1)
     if slices > 1:
         finish_warps = max(4, capacity // 512)
-        # Lists that are made again take the place of these, one for each warp.
+        # Lists that are collected once more reuse this memory, one for each warp.
         warps = max(4, finish_warps // slices)
-        how = Plan(slices, capacity, sample, num_rows, warps, finish_warps)
+        schedule = ListSchedule(slices, capacity, sample, num_rows, warps, finish_warps)
     else:
-        how = Plan(1, capacity, sample, min(num_rows, 2 * processors), 8)
-    return within_bound(how, num_cols)
+        schedule = ListSchedule(1, capacity, sample, min(num_rows, 2 * processors), 8)
+    return within_list_bytes(schedule, num_cols)
 
 
-def within_bound(how: AnyPlan, num_cols: int) -> AnyPlan:
-    """A plan with no more rows at work than its lists may take memory for."""
-    bound = max(1, LIST_BYTES // max(1, how.list_bytes(num_cols) // how.programs))
-    return how if how.programs <= bound else replace(how, programs=bound)
+def within_list_bytes(schedule: AnySchedule, num_cols: int) -> AnySchedule:
+    """The schedule, with no more rows in progress than ``LIST_BYTES`` has room for."""
+    bound = max(1, LIST_BYTES // max(1, schedule.list_bytes(num_cols) // schedule.programs))
+    return schedule if schedule.programs <= bound else replace(schedule, programs=bound)
 
 
 def select_topk(
@@ -771,14 +780,32 @@ def select_topk(
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
     if scores.shape[0]:
-        how = plan(*scores.shape, topk, scores.device)
+        schedule = schedule_lists(*scores.shape, topk, scores.device)
         ranges = (row_starts, row_ends)
-        in_turns(launch, how, scores, topk, ranges, page_table, request_ids, page_size, out)
+        launch_in_chunks(
+            launch, schedule, scores, topk, ranges, page_table, request_ids, page_size, out
+        )
 
 
-def in_turns(
+class Selection(NamedTuple):
+    """The selection of a tier, for kernels that select from their own scores.
+
+    Args:
+        select_topk: launcher; see :func:`sparsemla.ops.topk.select_topk`.
+        schedule_lists: ``(num_rows, num_cols, topk, device)`` to the schedule of a selection, which
+            knows the memory that its lists take.
+    """
+
+    select_topk: Callable[..., None]
+    schedule_lists: Callable[[int, int, int, torch.device], ListSchedule]
+
+
+SELECTION = Selection(select_topk, schedule_lists)
+
+
+def launch_in_chunks(
     launch: Callable[..., None],
-    how: AnyPlan,
+    schedule: AnySchedule,
     scores: Tensor,
     topk: int,
     ranges: tuple[Tensor | None, Tensor | None],
@@ -787,18 +814,18 @@ def in_turns(
     page_size: int | None,
     out: Tensor,
 ) -> None:
-    """Carry out a plan for as many rows at a time as its lists have room for."""
+    """Launch a schedule for as many rows at a time as its lists have room for."""
     num_rows = scores.shape[0]
-    at_once = how.programs if how.slices > 1 else num_rows
+    at_once = schedule.programs if schedule.slices > 1 else num_rows
     for first in range(0, num_rows, at_once):
         rows = slice(first, first + at_once)
         starts, ends = (None if of_rows is None else of_rows[rows] for of_rows in ranges)
         pages = pages_of(page_table, None if request_ids is None else request_ids[rows])
-        launch(scores[rows], topk, starts, ends, out[rows], how, pages, page_size or 0)
+        launch(scores[rows], topk, starts, ends, out[rows], schedule, pages, page_size or 0)
 
 
 def _registers(limit: int) -> dict[str, int]:
-    """The option that keeps NVIDIA's compiler from taking registers for which it has no use."""
+    """The launch option that bounds the registers of a thread, on NVIDIA's GPUs."""
     return {} if torch.version.hip else {"maxnreg": limit}
 
 
@@ -808,25 +835,25 @@ def launch(
     row_starts: Tensor | None,
     row_ends: Tensor | None,
     out: Tensor,
-    how: Plan,
-    pages: Pages = POSITIONS,
+    schedule: ListSchedule,
+    pages: Pages = NO_PAGES,
     page_size: int = 0,
     kernels: tuple[Any, Any, Any] = (_select_kernel, _collect_kernel, _finish_kernel),
 ) -> None:
-    """Carry out a plan, for all rows at once, by the kernels of some tier."""
+    """Launch a schedule for all rows at once, with the three kernels of a tier."""
     select, collect, finish = kernels
     num_rows, num_cols = scores.shape
-    limit = how.limit(num_cols)
-    lists = counts = out  # rows that fit a list need neither
-    if num_cols > how.capacity:
-        room = how.programs if how.slices == 1 else num_rows, how.num_lists
-        lists = torch.empty(*room, limit + how.tile, dtype=torch.int64, device=scores.device)
+    limit = schedule.limit(num_cols)
+    lists = counts = out  # placeholders: rows of at most ``capacity`` columns need no lists
+    if num_cols > schedule.capacity:
+        room = schedule.programs if schedule.slices == 1 else num_rows, schedule.num_lists
+        lists = torch.empty(*room, limit + schedule.tile, dtype=torch.int64, device=scores.device)
         counts = torch.empty(*room, 2, dtype=torch.int32, device=scores.device)
     rows = (row_starts, row_ends)
     layout = (num_cols, topk, limit)
     strides = (scores.stride(0), out.stride(0))
-    if how.slices == 1:
-        select[(how.programs,)](
+    if schedule.slices == 1:
+        select[(schedule.programs,)](
             scores,
             out,
             lists,
@@ -836,26 +863,26 @@ def launch(
             *layout,
             *strides,
             *pages,
-            **how.constants,
-            WARPS=how.num_warps,
+            **schedule.constants,
+            WARPS=schedule.num_warps,
             PAGE_SIZE=page_size,
-            num_warps=how.num_warps,
-            **_registers(how.registers),
+            num_warps=schedule.num_warps,
+            **_registers(schedule.registers),
         )
         return
-    if num_cols > how.capacity:
-        collect[(num_rows * how.slices,)](
+    if num_cols > schedule.capacity:
+        collect[(num_rows * schedule.slices,)](
             scores,
             lists,
             counts,
             *rows,
             *layout,
-            how.slices,
+            schedule.slices,
             scores.stride(0),
-            **how.constants,
-            WARPS=how.num_warps,
-            num_warps=how.num_warps,
-            **how.collect_options,
+            **schedule.constants,
+            WARPS=schedule.num_warps,
+            num_warps=schedule.num_warps,
+            **schedule.collect_options,
         )
     finish[(num_rows,)](
         scores,
@@ -866,12 +893,12 @@ def launch(
         *layout,
         *strides,
         *pages,
-        LISTS=how.num_lists,
-        **how.constants,
-        WARPS=how.finish_warps,
+        LISTS=schedule.num_lists,
+        **schedule.constants,
+        WARPS=schedule.finish_warps,
         PAGE_SIZE=page_size,
-        num_warps=how.finish_warps,
-        **how.finish_options,
+        num_warps=schedule.finish_warps,
+        **schedule.finish_options,
     )
 
 
@@ -891,7 +918,7 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The best candidates of a row, of which all parts lie in one block."""
+    """Select the best candidates of a row; one block holds those of all parts."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     part = (j // width).to(tl.int64)
@@ -907,12 +934,14 @@ def _merge_kernel(
     over = live
     equal = key < lowest  # none
     if count > k:
-        threshold, count, above = _search(key, lowest, highest, count, k, k)
+        threshold, count, above = _search_threshold(key, lowest, highest, count, k, k)
         over = key > threshold
         equal = key == threshold
         if count > k:  # of equal values, those with the lowest ids
             rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)
-            cut, _, _ = _search(rank, lowest, lowest * 0, count - above, k - above, k - above)
+            cut, _, _ = _search_threshold(
+                rank, lowest, lowest * 0, count - above, k - above, k - above
+            )
             equal &= rank >= cut
     chosen = (over | equal).to(tl.int32)
     out += row * stride_out
@@ -924,14 +953,14 @@ def _merge_kernel(
     chosen = tl.load(out + i, mask=i < count, other=0x7FFFFFFF)
     before = tl.load(out + i - 1, mask=(i > 0) & (i < count), other=-1)
     tl.debug_barrier()
-    # Parts that follow each other, with their candidates in order, need no sorting.
+    # Ids already ascend if the parts are consecutive and in order.
     if tl.max((before > chosen).to(tl.int32), 0) > 0:
         chosen = tl.sort(chosen)
     tl.store(out + i, tl.where(i < count, chosen, -1), mask=i < k)
 
 
 MERGE_BLOCK = 16384
-"""Candidates of a row that the registers of one program hold."""
+"""Most candidates of a row that the registers of one program hold."""
 
 
 def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:

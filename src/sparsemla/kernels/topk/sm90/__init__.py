@@ -1,5 +1,5 @@
-"""Exact top-k on Hopper: rows held in registers where they fit, or lists of candidates."""
+"""Exact top-k on Hopper: rows that fit are held in registers, others yield lists of candidates."""
 
-from sparsemla.kernels.topk.sm90.launch import merge_topk, select_topk
+from sparsemla.kernels.topk.sm90.launch import SELECTION, merge_topk, select_topk
 
-__all__ = ["merge_topk", "select_topk"]
+__all__ = ["SELECTION", "merge_topk", "select_topk"]

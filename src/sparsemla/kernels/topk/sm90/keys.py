@@ -1,6 +1,7 @@
-"""Scores as keys that compare as integers, sums over a program, and a search of keys by turns.
+"""Scores as integer keys, reductions over a CTA, and the search for a threshold among keys.
 
-A sum over the program costs one exchange between its warps. Below, ``W`` is the number of warps.
+A reduction over a CTA costs one exchange between its warps. ``W`` is the number of warps, and row w
+of ``[W, N]`` belongs to warp w.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from sparsemla.kernels.topk.triton import Pages
 
 DEAD_KEY = gl.constexpr(-(1 << 31))
-"""Key of a lane that holds no value."""
+"""Key of an element without a score."""
 
 
 NAN_KEY = gl.constexpr(-(1 << 31) + 1)
@@ -24,53 +25,55 @@ END_KEY = gl.constexpr(0x7F800001)
 """One above the key of +inf."""
 
 
-FEW_TURNS = gl.constexpr(6)
-"""Turns of a search, after which hardly a value is left, or one that many columns have."""
+INTERPOLATIONS = gl.constexpr(6)
+"""Iterations by interpolation; if they do not end the search, many keys are equal or close."""
 
 
 @gluon.jit
-def bits_of(x):
+def ordered_bits(x):
+    """The bits of float32 ``x`` as int32 in the order of the floats."""
     bits = x.to(gl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @gluon.jit
 def keys_of(x):
-    """int32 in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
-    return gl.where(x != x, NAN_KEY, bits_of(gl.where(x == 0.0, 0.0, x)))
+    """int32 keys in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
+    return gl.where(x != x, NAN_KEY, ordered_bits(gl.where(x == 0.0, 0.0, x)))
 
 
 @gluon.jit
-def value_of(key):
-    """The float32 that has this key."""
+def value_of_key(key):
+    """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def plus(a, b):
+def add(a, b):
     return a + b
 
 
 @gluon.jit
-def to_all(x, W: gl.constexpr):
-    """One value a warp, as all of them in every thread."""
+def to_all_threads(x, W: gl.constexpr):
+    """One value a warp; every thread gets all of them."""
     return gl.convert_layout(x, gl.BlockedLayout([W], [32], [W], [0]))
 
 
 @gluon.jit
 def sum_all(x, W: gl.constexpr):
-    """Sum of ``x`` [W, N], whose rows are the warps'."""
-    return gl.sum(to_all(gl.sum(x, 1), W), 0)
+    """Sum of ``x`` [W, N] over the CTA."""
+    return gl.sum(to_all_threads(gl.sum(x, 1), W), 0)
 
 
 @gluon.jit
 def max_all(x, W: gl.constexpr):
-    return gl.max(to_all(gl.max(x, 1), W), 0)
+    """Maximum of ``x`` [W, N] over the CTA."""
+    return gl.max(to_all_threads(gl.max(x, 1), W), 0)
 
 
 @gluon.jit
-def count_of_earlier(x, W: gl.constexpr):
-    """Exclusive prefix sum of one value a warp, and the sum of all."""
+def exclusive_sum_of_warps(x, W: gl.constexpr):
+    """Exclusive prefix sum of one value a warp, and the sum over the CTA."""
     GRID: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [W, 1], [1, 0])
     every = gl.convert_layout(x, gl.SliceLayout(0, GRID))
     row = gl.arange(0, W, gl.SliceLayout(1, GRID))
@@ -82,20 +85,21 @@ def count_of_earlier(x, W: gl.constexpr):
 
 @gluon.jit
 def _reciprocal_root(x):
-    """Roughly, and in one instruction."""
+    """Approximate ``1 / sqrt(x)`` in one instruction."""
     return gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
-    """A key that ``low`` to ``up`` of ``key`` [W, N] reach, or else the largest that low reach.
+def search_threshold(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
+    """A key that ``low`` to ``up`` of ``key`` [W, N] reach, else the largest that ``low`` reach.
 
-    ``clo >= low`` keys reach ``klo`` and fewer than ``low`` reach ``khi``; ``a <= b`` between them
-    are tried first. Returns the key, how many keys reach it, and how many reach the smallest larger
-    one that was counted: where more than ``up`` reach the key, or with ``low == up``, the number of
-    those above it.
+    ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
+    the keys at ``a <= b`` in between: first at the arguments, then around an interpolated position,
+    at last at two thirds of the interval. Returns the key, the number of keys that reach it, and
+    the number that reach the next larger key that was tried. The last is the number of keys above
+    the first one if more than ``up`` reach it, or if ``low == up``.
     """
     middle = 0.5 * (low + up)
     chi = clo * 0
@@ -109,7 +113,7 @@ def search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
         chi = gl.where(cb >= low, chi, gl.where(ca >= low, cb, ca))
         klo = gl.where(cb >= low, b, gl.where(ca >= low, a, klo))
         clo = gl.where(cb >= low, cb, gl.where(ca >= low, ca, clo))
-        # Where the key lies if the keys between the ends are evenly distributed.
+        # Position of the key if the keys of the interval are uniformly distributed.
         width = (khi - klo).to(gl.uint32).to(gl.float32)
         number = gl.maximum(clo - chi, 1).to(gl.float32)
         root = _reciprocal_root(number)
@@ -117,7 +121,7 @@ def search(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
         error = 0.25 * root
         a = klo + gl.maximum(width * (share - error), 1.0).to(gl.uint32).to(gl.int32)
         b = klo + gl.maximum(width * (share + error), 1.0).to(gl.uint32).to(gl.int32)
-        if turn >= FEW_TURNS:
+        if turn >= INTERPOLATIONS:
             least, most = ends_of(key, klo, khi, W)
             klo = gl.maximum(klo, least)
             khi = gl.minimum(khi, most + 1)
@@ -136,7 +140,7 @@ def _add_add_max(a, b, c, d, e, f):
 
 @gluon.jit
 def ends_of(key, klo, khi, W: gl.constexpr):
-    """The smallest and the largest of the keys from ``klo`` on that are below ``khi``."""
+    """The smallest and the largest of the keys in ``[klo, khi)``."""
     inside = (key >= klo) & (key < khi)
     least = max_all(gl.where(inside, -key, DEAD_KEY), W)
     return -least, max_all(gl.where(inside, key, DEAD_KEY), W)
@@ -146,27 +150,29 @@ def ends_of(key, klo, khi, W: gl.constexpr):
 def sums_and_max(x, y, key, W: gl.constexpr):
     """Sums of ``x`` and ``y`` [W, N], and the largest key."""
     x, y, key = gl.reduce((x, y, key), 1, _add_add_max)
-    return gl.reduce((to_all(x, W), to_all(y, W), to_all(key, W)), 0, _add_add_max)
+    return gl.reduce(
+        (to_all_threads(x, W), to_all_threads(y, W), to_all_threads(key, W)), 0, _add_add_max
+    )
 
 
 @gluon.jit
-def rank_of(x, W: gl.constexpr):
-    """Exclusive prefix sum of ``x`` [W, N] in the order of its elements, and the sum."""
-    earlier, total = count_of_earlier(gl.sum(x, 1), W)
-    inclusive = gl.associative_scan(x, 1, plus)
+def exclusive_sum(x, W: gl.constexpr):
+    """Exclusive prefix sum of ``x`` [W, N] in row-major order, and the sum."""
+    earlier, total = exclusive_sum_of_warps(gl.sum(x, 1), W)
+    inclusive = gl.associative_scan(x, 1, add)
     return earlier[:, None] + (inclusive - x), total
 
 
 @gluon.jit
-def name_of(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
-    """What stands in the result for positions: themselves, or their slots."""
+def as_output(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
+    """Positions as the output has them: unchanged, or as slots."""
     if PAGE_SIZE > 0:
         request = gl.load(pages.request_ids + row).to(gl.int64)
         width = gl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
         column = ids // PAGE_SIZE
         at = pages.table + request * pages.stride + column
         page = gl.load(at, mask=mask & (column < width), other=-1).to(gl.int64)
-        known = (page >= 0) & (page <= (1 << 31) // PAGE_SIZE)  # before a product that may wrap
+        known = (page >= 0) & (page <= (1 << 31) // PAGE_SIZE)  # or the product may overflow
         slots = gl.where(known, page, -1) * PAGE_SIZE + ids % PAGE_SIZE
         ids = gl.where((slots >= 0) & (slots < (1 << 31)), slots, -1).to(gl.int32)
     return ids
@@ -176,10 +182,10 @@ def name_of(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
 def store_short_row(
     out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr, LINE: gl.constexpr
 ):
-    """All ids of a row of at most k columns, then -1."""
+    """Store all ids of a row of at most k columns, then -1."""
     for base in range(0, k, W * 32):
         ids = base + gl.arange(0, W * 32, LINE)
-        named = name_of(ids, ids < size, pages, row, PAGE_SIZE)
+        named = as_output(ids, ids < size, pages, row, PAGE_SIZE)
         gl.store(out + ids, gl.where(ids < size, named, -1), mask=ids < k)
 
 
@@ -195,7 +201,7 @@ def row_range(row_starts, row_ends, row, num_cols):
     return start, end
 
 
-# Values that the compiler knows nothing of: one kernel serves all shapes.
+# Arguments without specialization: one compiled kernel serves all shapes.
 RUNTIME = (
     "num_rows",
     "num_cols",

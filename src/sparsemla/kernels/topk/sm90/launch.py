@@ -1,4 +1,8 @@
-"""Exact, deterministic top-k for Hopper: rows held in registers where they fit, or lists."""
+"""Launchers of the top-k kernels for Hopper, and the choice between two algorithms.
+
+Rows that fit are held in registers (:mod:`.registers`). All others go through lists of candidates
+(:mod:`.candidates`).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ from torch import Tensor
 
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.topk import triton as portable
-from sparsemla.kernels.topk.sm90.held import held, launch_held
+from sparsemla.kernels.topk.sm90 import candidates, registers
 from sparsemla.kernels.topk.sm90.merge import MERGE_BLOCK, merge_parts
-from sparsemla.kernels.topk.sm90.select import launch, plan
 
 
 def select_topk(
@@ -27,15 +30,28 @@ def select_topk(
     ranges = (row_starts, row_ends)
     if num_rows == 0:
         return
-    how = held(num_rows, num_cols, topk, num_multiprocessors(scores.device))
-    if how is not None:
+    held = registers.schedule_registers(
+        num_rows, num_cols, topk, num_multiprocessors(scores.device)
+    )
+    if held is not None:
         pages = portable.pages_of(page_table, request_ids)
-        launch_held(scores, topk, ranges, out, pages, page_size or 0, *how)
-    else:
-        how = plan(num_rows, num_cols, topk, scores.device)
-        portable.in_turns(
-            launch, how, scores, topk, ranges, page_table, request_ids, page_size, out
-        )
+        registers.launch(scores, topk, ranges, out, pages, page_size or 0, held)
+        return
+    portable.launch_in_chunks(
+        candidates.launch,
+        candidates.schedule_lists(num_rows, num_cols, topk, scores.device),
+        scores,
+        topk,
+        ranges,
+        page_table,
+        request_ids,
+        page_size,
+        out,
+    )
+
+
+SELECTION = portable.Selection(select_topk, candidates.schedule_lists)
+"""Selections on Hopper, as the indexer needs them; rows in registers need no workspace."""
 
 
 def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:

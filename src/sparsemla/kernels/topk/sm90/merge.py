@@ -1,4 +1,4 @@
-"""The best of candidates that come in several parts, by counting in registers."""
+"""Merge the best candidates of several parts, by a search in registers."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     END_KEY,
-    bits_of,
     ends_of,
+    exclusive_sum,
     keys_of,
-    rank_of,
-    search,
+    ordered_bits,
+    search_threshold,
     sum_all,
     sums_and_max,
-    value_of,
+    value_of_key,
 )
 
 
 @gluon.jit
 def _kth_largest(values, keys, live, least, count, k, W: gl.constexpr):
-    """The k-th largest of ``count`` live keys, more than k; how many reach it and exceed it.
+    """The k-th largest of ``count > k`` live keys; how many keys reach it, and how many exceed it.
 
-    No live key lies below ``least``. A search takes fewest turns where the number of larger values
-    falls exponentially.
+    ``least`` is the smallest live key. The first two keys to try assume an exponential
+    distribution of the values above it.
     """
-    low = value_of(least)
+    low = value_of_key(least)
     excess = gl.where(live, values - low, 0.0)
     more = sum_all((keys > least).to(gl.int32), W)
     excess, _, top = sums_and_max(excess, excess, keys, W)
     number = count.to(gl.float32)
     step = gl.fdiv(excess, number) * gl.log(gl.fdiv(number, k * 1.0))
-    a = gl.minimum(gl.maximum(bits_of(low + 0.95 * step), least + 1), top)
-    b = gl.minimum(gl.maximum(bits_of(low + 1.2 * step), a), top)
+    a = gl.minimum(gl.maximum(ordered_bits(low + 0.95 * step), least + 1), top)
+    b = gl.minimum(gl.maximum(ordered_bits(low + 1.2 * step), a), top)
     end = gl.where(more < k, least, top) + 1
-    threshold, reached, above = search(keys, least, end, count, a, b, k, k, W)
+    threshold, reached, above = search_threshold(keys, least, end, count, a, b, k, k, W)
     return threshold, reached, gl.where(more < k, more, above)
 
 
 @gluon.jit
 def _from_lane(x, step):
-    """``x`` of the threads whose lanes differ by ``step`` in one bit."""
+    """``x`` of the lane whose number differs in the bit ``step``."""
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;",
         "=r,r,r",
@@ -58,16 +58,16 @@ def _from_lane(x, step):
 
 @gluon.jit
 def _ordered(x, other, i, step):
-    """The smaller of two in the place without the bit ``step``, the larger in the one with it."""
+    """The smaller of two at positions without the bit ``step``, the larger at those with it."""
     return gl.where((i & step) == 0, gl.minimum(x, other), gl.maximum(x, other))
 
 
 @gluon.jit
 def _sort(x, i):
-    """``x [N]`` in ascending order; neighbours ``i`` lie in the lanes of a warp."""
+    """Bitonic sort of ``x [N]``, ascending; ``i`` are the positions, neighbours in lanes."""
     size = 2
     while size <= x.shape[0]:
-        # A bitonic sort, every other run of which descends: as complements they ascend too.
+        # Every other run of a bitonic sort descends; its complement ascends.
         flip = gl.where((i & size) == 0, 0, -1)
         x = x ^ flip
         step = size // 2
@@ -102,9 +102,9 @@ def _merge_kernel(
     SORTED: gl.constexpr,
     W: gl.constexpr,
 ):
-    """The best candidates that a group of PARTS parts offers for a row.
+    """Select the k best candidates of a row from a group of PARTS parts.
 
-    They are candidates again if ``out_values`` is given, otherwise the result, in order.
+    With ``out_values``, they are candidates of another merge; otherwise, the sorted result.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -136,9 +136,11 @@ def _merge_kernel(
             khi = most + 1
             middle = klo + ((khi - klo).to(gl.uint32) // 2).to(gl.int32)
             left = k - above
-            cut, _, _ = search(rank, klo, khi, reached - above, middle, middle, left, left, W)
+            cut, _, _ = search_threshold(
+                rank, klo, khi, reached - above, middle, middle, left, left, W
+            )
             chosen = (keys > threshold) | (equal & (rank >= cut))
-    place, total = rank_of(chosen.to(gl.int32), W)
+    place, total = exclusive_sum(chosen.to(gl.int32), W)
     total = gl.minimum(total, k)  # more are chosen only if ids are not distinct
     chosen = chosen & (place < k)
     out += group * stride_group + row * stride_out
@@ -146,25 +148,25 @@ def _merge_kernel(
     i = gl.arange(0, SORTED, LINE)
     if out_values is not None:
         out_values += group * stride_group + row * stride_out
-        gl.store(out_values + place, value_of(keys), mask=chosen)
+        gl.store(out_values + place, value_of_key(keys), mask=chosen)
         gl.store(out + i, -1, mask=(i >= total) & (i < k))
     else:
         barrier()  # the ids have been written
         line = gl.load(out + i, mask=i < total, other=0x7FFFFFFF)
         before = gl.load(out + i - 1, mask=(i > 0) & (i < total), other=-1)
         barrier()  # and read
-        # Parts that follow each other, with their candidates in order, need no sorting.
+        # Ids already ascend if the parts are consecutive and in order.
         if gl.max((before > line).to(gl.int32), 0) > 0:
             line = _sort(line, i)
         gl.store(out + i, gl.where(i < total, line, -1), mask=i < k)
 
 
 MERGE_BLOCK = 16384
-"""Candidates of a row that the registers of one program hold."""
+"""Most candidates of a row that the registers of one CTA hold."""
 
 
 def merge_parts(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
-    """Merge parts, each at most half of what a program holds; groups of them first if many."""
+    """Merge parts of at most MERGE_BLOCK / 2 candidates; many parts are merged in groups first."""
     num_parts, num_rows, width = values.shape
     padded = triton.next_power_of_2(max(1, width))
     parts = min(MERGE_BLOCK // padded, triton.next_power_of_2(max(1, num_parts)))

@@ -1,8 +1,9 @@
-"""One pass over a row, or a slice of it, that lists what reaches a threshold.
+"""The pass over a row, or a slice of it, that lists the candidates that reach a threshold.
 
-A thread takes eight neighbouring columns, so that their places follow from each other, and then
-walks through the few that are hits; a warp has its own part of the row and of the list, which lies
-in shared memory too where one program takes the whole row.
+A thread compares eight neighbouring columns in each of four planes and then loops over its few
+hits. Two packed prefix sums give the positions of a warp's hits in column order. Each warp has its
+own part of the slice and its own list, unless all warps fill one list together. Where one CTA
+handles the whole row, the beginning of each list is also in shared memory.
 """
 
 from __future__ import annotations
@@ -11,43 +12,48 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.topk.sm90.keys import MINUS_INF_KEY, count_of_earlier, plus, value_of
+from sparsemla.kernels.topk.sm90.keys import (
+    MINUS_INF_KEY,
+    add,
+    exclusive_sum_of_warps,
+    value_of_key,
+)
 
-AHEAD = gl.constexpr(4)
-"""Tiles of each warp of a slice that the L2 cache gets while the threshold is sought."""
+PREFETCHED = gl.constexpr(4)
+"""Tiles of each warp of a slice, prefetched into L2 while the threshold is computed."""
 
 
-AHEAD_OF_MANY = gl.constexpr(2)
-"""The same if there are rows for all multiprocessors: more of them would not stay there."""
+PREFETCHED_BY_MANY = gl.constexpr(2)
+"""The same with rows for all multiprocessors: L2 would evict more of them."""
 
 
 PLANE = gl.constexpr(256)
-"""Columns that a warp takes at once, eight a thread."""
+"""Columns of one load of a warp, eight a thread."""
 
 
 PLANES = gl.constexpr(4)
 
 
 TILE = gl.constexpr(1024)
-"""Columns of a step of the pass over a row, for each warp: as many as PLANES have."""
+"""Columns of one iteration of a warp: PLANES planes."""
 
 
 @triton.constexpr_function
-def _near_ptx(capacity):
+def _entries_ptx(capacity):
     return f"{{ .shared .align 16 .b64 near[{capacity}]; mov.u32 $0, near; }}"
 
 
 @gluon.jit
-def room_near(any, CAPACITY: gl.constexpr):
-    """Where in shared memory there is room for so many entries."""
+def allocate_entries(any, CAPACITY: gl.constexpr):
+    """Allocate entries in shared memory; returns their address. ``any`` is an arbitrary operand."""
     return gl.inline_asm_elementwise(
-        _near_ptx(CAPACITY), "=r,r", [any], dtype=gl.int32, is_pure=False, pack=1
+        _entries_ptx(CAPACITY), "=r,r", [any], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _append_near(at, end, x, ids, mask):
-    """In shared memory, as far as there is room."""
+def _append_shared(at, end, x, ids, mask):
+    """Append entries in shared memory; drops those at or behind ``end``."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred is;
@@ -65,8 +71,8 @@ def _append_near(at, end, x, ids, mask):
 
 
 @gluon.jit
-def load_near(at):
-    """Ids and values of entries in shared memory, of which each thread has four neighbours."""
+def load_shared_entries(at):
+    """Ids and values of entries in shared memory; a thread loads four neighbours."""
     ids, bits = gl.inline_asm_elementwise(
         """
         ld.shared.v4.b32 {$0, $4, $1, $5}, [$8];
@@ -82,14 +88,14 @@ def load_near(at):
 
 
 @gluon.jit
-def halves_of(entry):
-    """The id and the value of an entry."""
+def unpack_entries(entry):
+    """Ids and values of packed entries."""
     return entry.to(gl.int32), (entry >> 32).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def load_entries(at, live):
-    return halves_of(gl.load(at, mask=live, other=0))
+    return unpack_entries(gl.load(at, mask=live, other=0))
 
 
 @gluon.jit
@@ -101,11 +107,11 @@ def _append(at, x, ids, mask):
 
 
 @gluon.jit
-def _append_rest(
+def _append_edge(
     x,
     lists,
-    near,
-    near_end,
+    shared,
+    shared_end,
     count,
     value,
     ids,
@@ -113,23 +119,23 @@ def _append_rest(
     W: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Append what reaches ``value`` of ``ids``, one of a thread of some warp; the new lengths."""
+    """Append the columns ``ids``, one a thread, that reach ``value``; returns the new lengths."""
     values = gl.load(x + ids, mask=mask, other=float("nan")).to(gl.float32)
     hits = (values >= value).to(gl.int32)
-    before, added = _of_warp(hits, W)
+    before, added = _scan_warps(hits, W)
     _append(lists + (count + before), values, ids, values >= value)
-    if near is not None:
-        _append_near(near + (count + before) * 8, near_end, values, ids, values >= value)
-    _, added = _of_lists(added, W, TOGETHER)
+    if shared is not None:
+        _append_shared(shared + (count + before) * 8, shared_end, values, ids, values >= value)
+    _, added = _scan_lists(added, W, TOGETHER)
     return count + added
 
 
 @gluon.jit
-def _of_warp(x, W: gl.constexpr):
-    """Exclusive prefix sum within each warp of a value a thread, and each warp's sum."""
+def _scan_warps(x, W: gl.constexpr):
+    """Exclusive prefix sum of one value a thread across each warp, and the sum of the warp."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = gl.reshape(gl.convert_layout(x, LINE, assert_trivial=True), [W, 32])
-    before = gl.associative_scan(rows, 1, plus) - rows
+    before = gl.associative_scan(rows, 1, add) - rows
     total = rows * 0 + gl.sum(rows, 1)[:, None]
     before = gl.convert_layout(gl.reshape(before, [W * 32]), x.type.layout, assert_trivial=True)
     total = gl.convert_layout(gl.reshape(total, [W * 32]), x.type.layout, assert_trivial=True)
@@ -137,14 +143,14 @@ def _of_warp(x, W: gl.constexpr):
 
 
 @gluon.jit
-def _of_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
-    """What earlier warps of the same list add, and all of its warps, for what each warp adds."""
+def _scan_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """Entries that earlier warps add to the same list, and that all its warps add."""
     earlier = added * 0
     if TOGETHER:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
         line = gl.convert_layout(added, LINE, assert_trivial=True)
         rows = gl.reshape(line, [W, 32])
-        before, total = count_of_earlier(gl.max(rows, 1), W)
+        before, total = exclusive_sum_of_warps(gl.max(rows, 1), W)
         earlier = gl.reshape(rows * 0 + before[:, None], [W * 32])
         earlier = gl.convert_layout(earlier, added.type.layout, assert_trivial=True)
         added = added * 0 + total
@@ -153,7 +159,7 @@ def _of_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _load_plane(x, group, stop):
-    """Eight neighbours from ``x`` on for each thread; of a ``group`` from ``stop`` on, anything."""
+    """Eight neighbours a thread, from ``x`` on; undefined for groups at or behind ``stop``."""
     W: gl.constexpr = x.shape[0] // 32
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     at = x[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
@@ -161,20 +167,20 @@ def _load_plane(x, group, stop):
 
 
 @gluon.jit
-def _level(value, over, before_cut, left):
-    """What a score must reach; nothing reaches a NaN."""
+def _threshold_of_plane(value, over, before_cut, left):
+    """The threshold for eight columns; NaN, which no score reaches, behind the end."""
     return gl.where(left > 0, gl.where(before_cut > 0, value, over), float("nan"))
 
 
 @gluon.jit
 def in_layout(x, LAYOUT: gl.constexpr):
-    """The same values of the same threads."""
+    """Change the layout but not the thread of any value."""
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _hits(x, value):
-    """A bit for each of a thread's eight neighbours that reach ``value``, the first the highest."""
+    """A bit for each of a thread's eight neighbours that reach ``value``, the first one highest."""
     LAYOUT: gl.constexpr = value.type.layout
     even, odd = gl.split(gl.reshape(x.to(gl.float32), [x.shape[0], 2, 2, 2]))
     x04, x26 = gl.split(even)
@@ -223,7 +229,7 @@ def _hits(x, value):
 
 
 @triton.constexpr_function
-def _places_ptx():
+def _hit_positions_ptx():
     steps = "".join(
         f"""
         shfl.sync.up.b32 more|within, ab, {lanes}, 0, -1;
@@ -269,15 +275,17 @@ def _places_ptx():
 
 
 @gluon.jit
-def _places(hits):
-    """Where a warp's hits go: plane by plane, each in the order of its columns.
+def _hit_positions(hits):
+    """Positions of a warp's hits in its list: plane by plane, in column order.
 
-    ``hits`` are eight bits for each plane, the highest for the first column. Returns 16 bits for
-    each plane, of the first two and of the others: where a thread's first hit in it goes, less the
-    thread's hits in earlier planes; and the number of the warp's hits.
+    ``hits`` has eight bits for each of four planes, the highest for the first column. Returns
+
+    - ``ab`` and ``cd``, 16 bits for each of planes 0, 1 and 2, 3: the position of a thread's first
+      hit in the plane, minus the thread's hits in earlier planes;
+    - the number of hits of the warp.
     """
     return gl.inline_asm_elementwise(
-        _places_ptx(),
+        _hit_positions_ptx(),
         "=&r,=&r,=&r,r",
         [hits],
         dtype=(gl.int32, gl.int32, gl.int32),
@@ -287,7 +295,7 @@ def _places(hits):
 
 
 @triton.constexpr_function
-def _append_ptx(is_float32, near):
+def _append_ptx(is_float32, shared):
     if is_float32:
         size, load, widen = 4, "ld.global.b32", ""
     else:  # bfloat16, the upper half of a float32
@@ -312,7 +320,7 @@ def _append_ptx(is_float32, near):
         add.s64 to, to, $1;
         add.u32 column{0}, column{0}, $4;
         @more{0} st.global.v2.b32 [to], {{column{0}, value{0}}};"""
-    if near:
+    if shared:
         store += """
         mad.lo.u32 slot, place, 8, $7;
         setp.lt.and.u32 fits, slot, $8, more{0};
@@ -335,16 +343,17 @@ def _append_ptx(is_float32, near):
 
 
 @gluon.jit
-def _append_hits(lists, near, near_end, to, x, hits, first_id, ab, cd):
-    """Append the columns of a tile that are hits; each thread walks through its own, by twos.
+def _append_hits(lists, shared, shared_end, to, x, hits, first_id, ab, cd):
+    """Append the hits of a tile; each thread loops over its own, two at a time.
 
     Args:
-        lists: where the hits of each thread's warp go.
-        near, near_end: where in shared memory they go too, as far as there is room.
+        lists: end of the list of each thread's warp.
+        shared, shared_end: its copy in shared memory.
+        to: length of the list.
         x: each thread's first column, whose id is ``first_id``.
-        hits, ab, cd: as in :func:`_places`.
+        hits, ab, cd: as in :func:`_hit_positions`.
     """
-    if near is None:
+    if shared is None:
         gl.inline_asm_elementwise(
             _append_ptx(x.dtype.element_ty == gl.float32, False),
             "=r,l,l,r,r,r,r",
@@ -357,7 +366,16 @@ def _append_hits(lists, near, near_end, to, x, hits, first_id, ab, cd):
         gl.inline_asm_elementwise(
             _append_ptx(x.dtype.element_ty == gl.float32, True),
             "=r,l,l,r,r,r,r,r,r",
-            [lists.to(gl.int64), x.to(gl.int64), hits, first_id, ab, cd, near + to * 8, near_end],
+            [
+                lists.to(gl.int64),
+                x.to(gl.int64),
+                hits,
+                first_id,
+                ab,
+                cd,
+                shared + to * 8,
+                shared_end,
+            ],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -365,11 +383,11 @@ def _append_hits(lists, near, near_end, to, x, hits, first_id, ab, cd):
 
 
 @gluon.jit
-def _divide(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
-    """The columns of a slice, divided among its warps.
+def _partition(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
+    """Partition the columns of a slice among its warps.
 
-    Returns (columns before the first that memory gives in groups of eight, those in such groups,
-    columns of a part, first column of each thread's warp, from the first group).
+    Returns (columns before the first aligned group of eight, columns in such groups, columns of a
+    part, first column of each thread's warp, counted from the first group).
     """
     SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     head = ((8 * SIZE - x.to(gl.int64) % (8 * SIZE)) % (8 * SIZE)).to(gl.int32) // SIZE
@@ -385,8 +403,8 @@ def _divide(x, size, index, slices, W: gl.constexpr, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(groups, column, mask):
-    """Bring the TILE columns from ``column`` on into the L2 cache."""
+def _prefetch(groups, column, mask):
+    """Prefetch TILE columns from ``column`` on into L2."""
     BYTES: gl.constexpr = groups.dtype.element_ty.primitive_bitwidth // 8 * TILE
     gl.inline_asm_elementwise(
         """{
@@ -404,23 +422,23 @@ def _fetch(groups, column, mask):
 
 
 @gluon.jit
-def fetch_first(
+def prefetch_tiles(
     x, size, index, slices, TILES: gl.constexpr, W: gl.constexpr, TOGETHER: gl.constexpr
 ):
-    """Start to read the first TILES tiles of each warp."""
-    head, end, share, begin = _divide(x, size, index, slices, W, TOGETHER)
+    """Prefetch the first TILES tiles of each warp into L2."""
+    head, end, share, begin = _partition(x, size, index, slices, W, TOGETHER)
     STEP: gl.constexpr = W * TILE if TOGETHER else TILE
     tile = gl.arange(0, W * 32, begin.type.layout) % 32
     column = begin + tile * STEP
     mask = (tile < TILES) & (tile * STEP < share) & (column + TILE <= end)
-    _fetch(x + head, column, mask)
+    _prefetch(x + head, column, mask)
 
 
 @gluon.jit
 def collect(
     x,
     lists,
-    near,
+    shared,
     counts,
     limit,
     size,
@@ -432,20 +450,20 @@ def collect(
     TOGETHER: gl.constexpr,
     SHARE: gl.constexpr,
 ):
-    """List (value bits, id) of the columns of a slice that reach a threshold, ascending.
+    """Append (value bits, id) of the columns of a slice that reach a threshold, in column order.
 
-    Either each warp has a list of its own, for a part of the slice, so that warps do not wait for
-    each other; or they fill one list TOGETHER. Stores how many there are for each list. They are in
-    the list only if they are at most ``limit``; a tile behind it may be written too. If ``near`` is
-    given, the first SHARE entries of each warp's list are also there.
+    Each warp has its own part of the slice and its own list, so warps do not wait for each other;
+    or all warps fill one list TOGETHER. Stores the number of candidates of each list in ``counts``.
+    A list is complete only if it has at most ``limit`` entries; up to a tile behind the limit may
+    be overwritten. With ``shared``, its first SHARE entries are also stored there.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     THREAD: gl.constexpr = gl.SliceLayout(1, L)
-    key = gl.maximum(key, MINUS_INF_KEY)  # what lies below has no such value
-    value = value_of(key)
-    over = value_of(key + 1)
-    # Groups of eight that memory gives at once; a few columns before and behind them are left.
-    head, end, share, begin = _divide(x, size, index, slices, W, TOGETHER)
+    key = gl.maximum(key, MINUS_INF_KEY)  # keys below it belong to NaN
+    value = value_of_key(key)
+    over = value_of_key(key + 1)
+    # Aligned groups of eight; the few columns before and behind them are handled on their own.
+    head, end, share, begin = _partition(x, size, index, slices, W, TOGETHER)
     SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     groups = gl.multiple_of(x + head, 8 * SIZE)
     LISTS: gl.constexpr = 1 if TOGETHER else W
@@ -455,19 +473,19 @@ def collect(
     lane = thread % 32
     which = warp // (W // LISTS)
     group = begin + lane * 8
-    # The part ends with its share or with the row.
+    # The part ends after its share or at the end of the row.
     stop = gl.minimum(begin - warp % (W // LISTS) * TILE + share, end)
     source = groups + group
     begin += head
     lists += which * (limit + TILE)
     count = thread * 0
-    near_end = None
-    if near is not None:
-        near += warp * (SHARE * 8)
-        near_end = near + SHARE * 8
+    shared_end = None
+    if shared is not None:
+        shared += warp * (SHARE * 8)
+        shared_end = shared + SHARE * 8
     if head > 0:
         first = (index * W + warp == 0) & (lane < head)
-        count = _append_rest(x, lists, near, near_end, count, value, lane, first, W, TOGETHER)
+        count = _append_edge(x, lists, shared, shared_end, count, value, lane, first, W, TOGETHER)
     first_id = begin + lane * 8
     tile = ()
     for i in gl.static_range(PLANES):
@@ -477,15 +495,15 @@ def collect(
         following = ()
         for i in gl.static_range(PLANES):
             on = i * PLANE
-            level = _level(value, over, column - (begin + on), stop - (group + on))
+            level = _threshold_of_plane(value, over, column - (begin + on), stop - (group + on))
             hits = hits << 8 | _hits(tile[i], level)
-            # Its registers are free again.
+            # Prefetch the next tile into the registers of the plane that has just been compared.
             following += (_load_plane(source + (STEP + on), group + (STEP + on), stop),)
-        ab, cd, added = _places(hits)
-        earlier, added = _of_lists(added, W, TOGETHER)
-        # A tile too much goes behind the list, where nobody looks.
+        ab, cd, added = _hit_positions(hits)
+        earlier, added = _scan_lists(added, W, TOGETHER)
+        # Once a list is full, tiles are written behind its limit, where nobody reads.
         to = gl.where(count + added <= limit, count + earlier, limit)
-        _append_hits(lists + to, near, near_end, to, source, hits, first_id, ab, cd)
+        _append_hits(lists + to, shared, shared_end, to, source, hits, first_id, ab, cd)
         count += added
         tile = following
         group += STEP
@@ -497,6 +515,8 @@ def collect(
         last_value = gl.where(column > head + end, value, over)
         to = gl.minimum(count, limit)
         ids = head + end + lane
-        count += _append_rest(x, lists, near, near_end, to, last_value, ids, last, W, TOGETHER) - to
+        count += (
+            _append_edge(x, lists, shared, shared_end, to, last_value, ids, last, W, TOGETHER) - to
+        )
     gl.store(counts + which, count, mask=thread % (W // LISTS * 32) == 0)
     return count

@@ -474,7 +474,7 @@ def _store_ranks(search, row):
 
 
 @triton.constexpr_function
-def _best_ptx(keys, warps, ctas, bounded):
+def _search_ptx(keys, warps, ctas, bounded):
     """The search as PTX; operands: the results, the keys in their registers, k and the bound."""
     search = _search(keys, warps, ctas, bounded)
     ties, chosen, best = range(len(DIGITS), len(DIGITS) + 3)  # rows of sums, behind the digits'
@@ -490,34 +490,33 @@ def _best_ptx(keys, warps, ctas, bounded):
 
 
 @triton.constexpr_function
-def _best_constraints(each):
-    return ",".join(["=r"] * each + [str(i) for i in range(each)] + ["r"] * (2 * each))
+def _constraints(keys):
+    return ",".join(["=r"] * keys + [str(i) for i in range(keys)] + ["r"] * (2 * keys))
 
 
 @triton.constexpr_function
-def of_cluster(warps, ctas):
-    """Programs of a cluster have neighbouring parts of a row, and so have their warps."""
-    programs = [[1 << i, 0] for i in range(ctas.bit_length() - 1)]
-    return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0], programs)
+def cluster_layout(warps, ctas):
+    """Layout of keys ``[CTAs * warps, columns]``: one row for each warp of the cluster."""
+    of_ctas = [[1 << i, 0] for i in range(ctas.bit_length() - 1)]
+    return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0], of_ctas)
 
 
 @triton.constexpr_function
-def line_of_cluster(warps, ctas):
-    programs = [[1 << i] for i in range(ctas.bit_length() - 1)]
-    return gl.BlockedLayout([1], [32], [warps], [0], programs)
+def cluster_line_layout(warps, ctas):
+    """Layout of a vector over all threads of the cluster."""
+    of_ctas = [[1 << i] for i in range(ctas.bit_length() - 1)]
+    return gl.BlockedLayout([1], [32], [warps], [0], of_ctas)
 
 
 @gluon.jit
-def places_of_best(keys, k, least, CTAS: gl.constexpr):
-    """Where the k best of k or more keys [CTAS * W, N] go, and -1 for all others.
+def rank_best(keys, k, least, CTAS: gl.constexpr):
+    """Output positions of the k best of at least k keys ``[CTAS * W, N]``; -1 for all other keys.
 
-    Neighbours are in neighbouring lanes, and a warp's keys follow those of the warp before: what is
-    chosen of them goes to neighbouring places. Counts in shared memory find the digits of the k-th
-    largest key one after the other, until all keys that begin with them are wanted.
+    Chosen keys keep the order of their columns, and ties go to the lower column.
 
     Args:
-        least: not above any key that counts; None if that is not known.
-        CTAS: programs of a cluster that have the keys.
+        least: a lower bound of the k best keys, or None.
+        CTAS: CTAs of the cluster; each has a contiguous part of the columns.
     """
     W: gl.constexpr = keys.shape[0] // CTAS
     EACH: gl.constexpr = keys.shape[1] // 32
@@ -526,8 +525,8 @@ def places_of_best(keys, k, least, CTAS: gl.constexpr):
     if BOUNDED:
         bound = least
     return gl.inline_asm_elementwise(
-        _best_ptx(EACH, W, CTAS, BOUNDED),
-        _best_constraints(EACH),
+        _search_ptx(EACH, W, CTAS, BOUNDED),
+        _constraints(EACH),
         [keys, k, bound],
         dtype=gl.int32,
         is_pure=False,

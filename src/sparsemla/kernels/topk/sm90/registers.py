@@ -1,9 +1,11 @@
-"""Selections from rows that the registers of one program hold, or of a cluster of up to eight.
+"""Selections from rows that fit the registers of a CTA, or of a cluster of up to eight CTAs.
 
-No list is needed: a row is loaded once, and its keys are searched like those of a list.
+A row is loaded once, and a radix search (:mod:`.radix`) ranks its best keys; there are no lists.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -12,23 +14,23 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.topk.sm90.counts import line_of_cluster, of_cluster, places_of_best
 from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     RUNTIME,
+    as_output,
     keys_of,
-    name_of,
     row_range,
     store_short_row,
 )
+from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
 from sparsemla.kernels.topk.triton import Pages
 
-HELD = 16384
-"""Columns that the registers of one program hold."""
+COLUMNS_OF_A_CTA = 16384
+"""Columns that the registers of one CTA hold."""
 
 
-CLUSTER = 8
-"""Programs that may share a row."""
+MAX_CTAS = 8
+"""Most CTAs that share a row."""
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -53,17 +55,17 @@ def _held_kernel(
     PAGE_SIZE: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """The ids of a row of at most COLUMNS columns, each of which lies in a register."""
+    """Select the ids of a row of at most COLUMNS columns, each of which is in a register."""
     if EARLY:
         gdc_launch_dependents()
-    L: gl.constexpr = of_cluster(WARPS, CTAS)
+    L: gl.constexpr = cluster_layout(WARPS, CTAS)
     ALL: gl.constexpr = WARPS * CTAS
     pages = Pages(table, request_ids, num_requests, width, stride)
     row = gl.program_id(0).to(gl.int64)
     warp = gl.arange(0, ALL, gl.SliceLayout(1, L))
     lane = gl.arange(0, COLUMNS // ALL, gl.SliceLayout(0, L))
     column = warp[:, None] * (COLUMNS // ALL) + lane[None, :]
-    # Before it is known where the row starts and ends; no column is needed if all are chosen.
+    # Loads start before the range of the row is known; none is needed if all columns are chosen.
     if FOURS:
         first = scores + gl.multiple_of(row * stride_scores, 4)
         within = column // 4 * 4 < num_cols
@@ -74,42 +76,53 @@ def _held_kernel(
     start, end = row_range(row_starts, row_ends, row, num_cols)
     o = out + row * stride_out
     if end - start <= k:
-        store_short_row(o, end - start, k, pages, row, PAGE_SIZE, ALL, line_of_cluster(WARPS, CTAS))
+        store_short_row(
+            o, end - start, k, pages, row, PAGE_SIZE, ALL, cluster_line_layout(WARPS, CTAS)
+        )
     else:
         live = (column >= start) & (column < end)
         keys = gl.where(live, keys_of(values.to(gl.float32)), DEAD_KEY)
-        place = places_of_best(keys, k, None, CTAS)
-        ids = name_of(column - start, place >= 0, pages, row, PAGE_SIZE)
+        place = rank_best(keys, k, None, CTAS)
+        ids = as_output(column - start, place >= 0, pages, row, PAGE_SIZE)
         gl.store(o + place, ids, mask=place >= 0)
 
 
-def held(num_rows: int, num_cols: int, topk: int, processors: int) -> tuple[int, int] | None:
-    """Columns that programs hold a row of this size in, and how many do; None if lists are faster.
+class RegisterSchedule(NamedTuple):
+    """Columns of a row, padded, and the CTAs that hold them."""
 
-    Clusters of more than two programs do not fill all multiprocessors.
+    columns: int
+    ctas: int
+
+
+def schedule_registers(
+    num_rows: int, num_cols: int, topk: int, processors: int
+) -> RegisterSchedule | None:
+    """The schedule for rows of this size; None if lists of candidates are faster.
+
+    Clusters of more than two CTAs do not fill all multiprocessors.
     """
     columns = max(2048, triton.next_power_of_2(num_cols))
     if num_rows > processors and num_cols > max(4096, 8 * topk):
         return None
     ctas = 1
-    if columns > HELD:
+    if columns > COLUMNS_OF_A_CTA:
         most = max(processors // (2 * num_rows), 2 if 2 * num_rows <= processors else 1)
-        ctas = min(CLUSTER, columns // 8192, 1 << (most.bit_length() - 1))
-    return (columns, ctas) if columns <= HELD * ctas else None
+        ctas = min(MAX_CTAS, columns // 8192, 1 << (most.bit_length() - 1))
+    return RegisterSchedule(columns, ctas) if columns <= COLUMNS_OF_A_CTA * ctas else None
 
 
-def launch_held(
+def launch(
     scores: Tensor,
     topk: int,
     ranges: tuple[Tensor | None, Tensor | None],
     out: Tensor,
     pages: Pages,
     page_size: int,
-    columns: int,
-    ctas: int,
+    schedule: RegisterSchedule,
 ) -> None:
-    """A cluster of programs for each row, which hold it."""
+    """Launch a cluster of CTAs for each row."""
     num_rows, num_cols = scores.shape
+    columns, ctas = schedule
     warps = min(32, columns // ctas // 256)
     _held_kernel[(num_rows,)](
         scores,
@@ -125,7 +138,7 @@ def launch_held(
         CTAS=ctas,
         FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
         PAGE_SIZE=page_size,
-        # Where all run at once, see kernels/common/early.py.
+        # If all rows run at once; see kernels/common/early.py.
         EARLY=num_rows <= num_multiprocessors(scores.device),
         num_warps=warps,
         num_ctas=ctas,

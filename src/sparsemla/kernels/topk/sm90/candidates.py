@@ -1,9 +1,14 @@
-"""Selections by a threshold and a list, for rows that registers do not hold.
+"""Selections by lists of candidates, for rows that registers do not hold.
 
-The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`): a sample gives
-a threshold of a value and a column, one pass lists what reaches it, and the list is searched. One
-program takes a row from sample to result, or slices are listed by one kernel and rows finished by
-another.
+The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`):
+
+1. ``_load_sample``, ``_estimate_threshold``: a sample of the row yields a threshold, a value and a
+   column, that slightly more than k columns should reach.
+2. ``collect`` (:mod:`.collect`): one pass over the row lists the candidates that reach it.
+3. ``rank_best`` (:mod:`.radix`): a radix search ranks the k best candidates in registers.
+
+With enough rows for all multiprocessors, ``_select_kernel`` takes rows from sample to result. With
+fewer rows, ``_collect_kernel`` lists slices of them and ``_finish_kernel`` does the third step.
 """
 
 from __future__ import annotations
@@ -21,50 +26,50 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk import triton as portable
-from sparsemla.kernels.topk.sm90.counts import line_of_cluster, places_of_best
+from sparsemla.kernels.topk.sm90.collect import (
+    PREFETCHED,
+    PREFETCHED_BY_MANY,
+    TILE,
+    allocate_entries,
+    collect,
+    in_layout,
+    load_entries,
+    load_shared_entries,
+    prefetch_tiles,
+    unpack_entries,
+)
 from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     END_KEY,
     MINUS_INF_KEY,
     NAN_KEY,
     RUNTIME,
-    bits_of,
+    as_output,
+    exclusive_sum,
     keys_of,
     max_all,
-    name_of,
-    rank_of,
+    ordered_bits,
     row_range,
-    search,
+    search_threshold,
     store_short_row,
     sum_all,
     sums_and_max,
-    to_all,
+    to_all_threads,
 )
-from sparsemla.kernels.topk.sm90.lists import (
-    AHEAD,
-    AHEAD_OF_MANY,
-    TILE,
-    collect,
-    fetch_first,
-    halves_of,
-    in_layout,
-    load_entries,
-    load_near,
-    room_near,
-)
+from sparsemla.kernels.topk.sm90.radix import cluster_line_layout, rank_best
 from sparsemla.kernels.topk.triton import Pages
 
 SIGMAS = gl.constexpr(4.5)
-"""Standard deviations that a threshold keeps away from a list too short or too long."""
+"""Margin of a threshold in standard deviations, against lists that are too short or too long."""
 
 
 NEIGHBOURS = gl.constexpr(16)
-"""Columns that a sample takes together: memory gives 64 bytes at once."""
+"""Adjacent columns of a sample: memory transfers 64 bytes at a time."""
 
 
 @gluon.jit
-def _quantile(share):
-    """Standard deviations above the mean that a small ``share`` of normal values exceeds, roughly.
+def _normal_quantile(share):
+    """Approximate ``z`` such that a small ``share`` of standard normal values exceeds ``z``.
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.22.
     """
@@ -73,14 +78,14 @@ def _quantile(share):
 
 
 @gluon.jit
-def _sample(x, size, SAMPLE: gl.constexpr, W: gl.constexpr):
-    """Columns of a row in ascending order, some of them outside it, and their values [W, N]."""
+def _load_sample(x, size, SAMPLE: gl.constexpr, W: gl.constexpr):
+    """Columns in ascending order, a few of them outside the row, and their values [W, N]."""
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [1, 256 // NEIGHBOURS, NEIGHBOURS // 8], [W, 1, 1], [2, 1, 0]
     )
     CHUNKS: gl.constexpr = SAMPLE // NEIGHBOURS
-    # Neighbours that memory gives at once from each of CHUNKS equal parts of the row, at uneven
-    # places: rows may have a period.
+    # Aligned neighbours from each of CHUNKS equal parts of the row, at irregular offsets: rows may
+    # be periodic.
     INNER: gl.constexpr = gl.SliceLayout(2, L)
     warp = gl.arange(0, W, gl.SliceLayout(1, INNER))
     place = gl.arange(0, CHUNKS // W, gl.SliceLayout(0, INNER))
@@ -90,20 +95,20 @@ def _sample(x, size, SAMPLE: gl.constexpr, W: gl.constexpr):
     at = (chunk.to(gl.int64) * size // CHUNKS).to(gl.int32) + jitter
     SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     shift = (x.to(gl.int64) % (NEIGHBOURS * SIZE)).to(gl.int32) // SIZE
-    near = gl.arange(0, NEIGHBOURS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    shared = gl.arange(0, NEIGHBOURS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     first = (at + shift) // NEIGHBOURS * NEIGHBOURS - shift
-    ids = gl.expand_dims(first, 2) + gl.expand_dims(gl.expand_dims(near, 0), 1)
+    ids = gl.expand_dims(first, 2) + gl.expand_dims(gl.expand_dims(shared, 0), 1)
     x = gl.load(x + ids, mask=(ids >= 0) & (ids < size), other=0.0)
     return gl.reshape(ids, [W, SAMPLE // W]), gl.reshape(x, [W, SAMPLE // W])
 
 
 @gluon.jit
-def _guess(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
-    """Threshold that at least k and at most CAPACITY columns reach, most likely: key and column.
+def _estimate_threshold(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
+    """A threshold (key, column) that most likely between k and CAPACITY columns reach.
 
     Args:
         ids, x: a sample of the row.
-        factor: 1, or what the number of columns should change by since the first guess.
+        factor: 1 at first, then the factor by which the number of candidates should change.
     """
     SAMPLE: gl.constexpr = W * x.shape[1]
     inside = (ids >= 0) & (ids < size)
@@ -111,7 +116,7 @@ def _guess(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
     key = gl.where(inside, keys_of(x), DEAD_KEY)
     ratio = gl.fdiv(SAMPLE * 1.0, size.to(gl.float32))
     most = k * ratio
-    # Ranks in the sample that stay clear of k and of CAPACITY; in the middle if they cannot.
+    # Ranks in the sample with a margin to both k and CAPACITY; the middle if there is no room.
     low = most + gl.sqrt(most) * SIGMAS + 2.0
     root = (gl.sqrt(ratio * (4 * CAPACITY) + SIGMAS * SIGMAS) - SIGMAS) * 0.5
     low = gl.minimum(gl.minimum(low, 0.5 * (low + root * root)) * factor, SAMPLE * 1.0)
@@ -120,32 +125,36 @@ def _guess(ids, x, size, k, factor, CAPACITY: gl.constexpr, W: gl.constexpr):
     low = gl.minimum(low, up - 2 * slack)
     up = up.to(gl.int32)
     low = gl.maximum(low, 1.0).to(gl.int32)
-    # Where these ranks should be if the scores are normally distributed.
+    # The search starts at these ranks of a normal distribution with the mean and deviation of x.
     small = gl.where(inside & (gl.abs(x) < 1e15), x, 0.0)
     mean, square, top = sums_and_max(small, small * small, key, W)
     mean = mean * (1.0 / SAMPLE)
     deviation = gl.sqrt(gl.maximum(square * (1.0 / SAMPLE) - mean * mean, 0.0))
     share = (low + up).to(gl.float32) * (0.5 / SAMPLE)
     dead = size * 0 + DEAD_KEY
-    a = gl.maximum(bits_of(mean + _quantile(1.1 * share) * deviation), DEAD_KEY + 1)
+    a = gl.maximum(ordered_bits(mean + _normal_quantile(1.1 * share) * deviation), DEAD_KEY + 1)
     a = gl.minimum(a, top)
-    b = gl.minimum(gl.maximum(bits_of(mean + _quantile(0.92 * share) * deviation), a), top)
-    threshold, reached, above = search(key, dead, top + 1, dead * 0 + SAMPLE, a, b, low, up, W)
+    b = gl.minimum(
+        gl.maximum(ordered_bits(mean + _normal_quantile(0.92 * share) * deviation), a), top
+    )
+    threshold, reached, above = search_threshold(
+        key, dead, top + 1, dead * 0 + SAMPLE, a, b, low, up, W
+    )
     column = size
-    if reached > up:  # a plateau; the sample lies in the order of the columns
+    if reached > up:  # a plateau; the sample is in column order
         equal = key == threshold
-        before, _ = rank_of(equal.to(gl.int32), W)
+        before, _ = exclusive_sum(equal.to(gl.int32), W)
         cut = gl.where(equal & (before + 1 >= (low + up) // 2 - above), ids + 1, size)
         column = -max_all(-cut, W)
     return gl.maximum(threshold, MINUS_INF_KEY), column
 
 
 @gluon.jit
-def _settle(x, size, k, CAPACITY: gl.constexpr, W: gl.constexpr):
-    """A threshold for a row of any content, by counting passes.
+def _exact_threshold(x, size, k, CAPACITY: gl.constexpr, W: gl.constexpr):
+    """A threshold for arbitrary rows, by counting passes over the row.
 
     Returns (key, columns that reach it, columns that reach the next key). The first count lies in
-    [k, CAPACITY], or else the threshold is the k-th largest key.
+    [k, CAPACITY]; if no key has such a count, the threshold is the k-th largest key.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
     klo = size * 0 + NAN_KEY
@@ -157,7 +166,7 @@ def _settle(x, size, k, CAPACITY: gl.constexpr, W: gl.constexpr):
     lane = warp[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, L))[None, :]
     while (klo + 1 < khi) & (clo > CAPACITY):
         span = khi.to(gl.int64) - klo
-        a = klo + 1  # a plateau of equal values at the threshold is known after one pass
+        a = klo + 1  # one pass is enough for a plateau of equal values at the threshold
         b = (klo + gl.maximum(span // 3, 1)).to(gl.int32)
         c = (klo + gl.maximum(2 * span // 3, 1)).to(gl.int32)
         counts_a = lane * 0
@@ -182,7 +191,7 @@ def _settle(x, size, k, CAPACITY: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _place(
+def _store_chosen(
     out,
     ids,
     key,
@@ -197,21 +206,21 @@ def _place(
 ):
     """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
 
-    ``above`` and ``level``: how many of either kind earlier blocks had; returned with this block's.
+    ``above`` and ``level``: keys of either kind in earlier blocks. Returns both with this block.
     """
     over = key > threshold
     equal = key == threshold
-    before, total = rank_of(over.to(gl.int32) + (equal.to(gl.int32) << 16), W)
+    before, total = exclusive_sum(over.to(gl.int32) + (equal.to(gl.int32) << 16), W)
     equal_before = level + (before >> 16)
     place = above + (before & 0xFFFF) + gl.minimum(equal_before, ties)
     chosen = over | (equal & (equal_before < ties))
-    gl.store(out + place, name_of(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
+    gl.store(out + place, as_output(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
     return above + (total & 0xFFFF), level + (total >> 16)
 
 
 @gluon.jit
 def _sources(counts, j, pitch, LISTS: gl.constexpr):
-    """Where the entries ``j`` of all lists together lie."""
+    """Offsets of the entries ``j``, counted through all lists."""
     source = j
     upto = pitch * 0
     for i in range(LISTS):
@@ -222,29 +231,30 @@ def _sources(counts, j, pitch, LISTS: gl.constexpr):
 
 
 @gluon.jit
-def _row(
+def _select_row(
     x,
     out,
     lists,
-    near,
+    shared,
     counts,
     limit,
     size,
     k,
     pages,
     row,
-    FRESH: gl.constexpr,
+    MUST_COLLECT: gl.constexpr,
     LISTS: gl.constexpr,
     CAPACITY: gl.constexpr,
     SAMPLE: gl.constexpr,
     W: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
-    """Write the ids of a row of more than k columns.
+    """Store the ids of a row of more than k columns.
 
-    A row of more than CAPACITY columns comes with LISTS lists, whose lengths are ``counts``, unless
-    it is FRESH. Lists with too many entries or too few are made again. If there is room for fresh
-    lists ``near``, in shared memory, they are also there, each as far as its share goes.
+    A row of more than CAPACITY columns has LISTS lists of candidates, of lengths ``counts``; with
+    MUST_COLLECT they are yet to be collected. Lists with too many or too few entries are collected
+    once more, by this CTA alone. ``shared`` is the address of a copy in shared memory, or None; it
+    has the first SHARE entries of each list that this CTA collects.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([LISTS], [32], [W], [0])
@@ -257,21 +267,21 @@ def _row(
     count = size
     above = size * 0
     longest = size * 0
-    own = warp * 0  # entries of each warp's list
+    own = warp * 0  # length of each warp's list
     key = size * 0 + NAN_KEY
-    # Mostly each list fits its share of the registers.
+    # Most lists fit their share of the registers.
     pitch = limit + TILE
     SHARE: gl.constexpr = CAPACITY // LISTS
-    if not FRESH:
+    if not MUST_COLLECT:
         entry = (j * 0).to(gl.int64)
         live = j < 0
     if size > CAPACITY:
         tries = size * 0
         count = size * 0
-        if not FRESH:
+        if not MUST_COLLECT:
             tries += 1
             lengths = gl.load(counts + each)
-            # Some of the entries are none: waiting for the lengths takes longer.
+            # Loads entries behind the lists as well: to wait for the lengths first is slower.
             of_list = gl.load(counts + j // SHARE)
             entry = gl.load(lists + (j // SHARE * pitch + j % SHARE)).to(gl.int64)
             live = j % SHARE < of_list
@@ -284,35 +294,47 @@ def _row(
                 middle = 0.5 * (k + CAPACITY)
                 ratio = gl.fdiv(middle, gl.maximum(count, 1).to(gl.float32))
                 factor = gl.where(tries == 0, 1.0, ratio)
-                at, values = _sample(x, size, SAMPLE, W)
-                if FRESH and W < 16:  # sixteen warps alone have as much on its way without
-                    fetch_first(x, size, 0, 1, AHEAD_OF_MANY, W, False)
-                key, column = _guess(at, values, size, k, factor, CAPACITY, W)
+                at, values = _load_sample(x, size, SAMPLE, W)
+                if MUST_COLLECT and W < 16:  # sixteen warps have enough loads in flight without it
+                    prefetch_tiles(x, size, 0, 1, PREFETCHED_BY_MANY, W, False)
+                key, column = _estimate_threshold(at, values, size, k, factor, CAPACITY, W)
             else:
-                key, reached, above = _settle(x, size, k, CAPACITY, W)
+                key, reached, above = _exact_threshold(x, size, k, CAPACITY, W)
                 exact = reached > CAPACITY
             tries += 1
             if not exact:
                 barrier()  # the lengths have been read
-                if not FRESH:
+                if not MUST_COLLECT:
                     gl.store(counts + each, each * 0)
                     barrier()
                 room = limit
-                if not FRESH:
+                if not MUST_COLLECT:
                     room = size * 0 + CAPACITY
                 added = collect(
-                    x, lists, near, counts, room, size, key, column, 0, 1, W, not FRESH, SHARE
+                    x,
+                    lists,
+                    shared,
+                    counts,
+                    room,
+                    size,
+                    key,
+                    column,
+                    0,
+                    1,
+                    W,
+                    not MUST_COLLECT,
+                    SHARE,
                 )
                 barrier()  # the lists and their lengths have been written
                 added = in_layout(added, gl.BlockedLayout([1], [32], [W], [0]))
                 of_warp = gl.max(gl.reshape(added, [W, 32]), 1)
-                if FRESH:
+                if MUST_COLLECT:
                     own = in_layout(of_warp, gl.SliceLayout(1, L))
-                    every = to_all(of_warp, W)
+                    every = to_all_threads(of_warp, W)
                     count = gl.sum(every, 0)
                     longest = gl.max(every, 0)
                 else:
-                    count = gl.max(to_all(of_warp, W), 0)
+                    count = gl.max(to_all_threads(of_warp, W), 0)
                     longest = size
         if exact:
             over = above * 0
@@ -321,7 +343,7 @@ def _row(
                 ids = base + j
                 values = gl.load(x + ids, mask=ids < size, other=0.0).to(gl.float32)
                 keys = gl.where(ids < size, keys_of(values), DEAD_KEY)
-                over, level = _place(
+                over, level = _store_chosen(
                     out, ids, keys, key, over, level, k - above, pages, row, PAGE_SIZE, W
                 )
     if not exact:
@@ -330,23 +352,23 @@ def _row(
             values = gl.load(x + j, mask=j < size, other=0.0).to(gl.float32)
             live = j < size
         else:
-            if FRESH:
+            if MUST_COLLECT:
                 live = lane[None, :] < own[:, None]
                 if longest > SHARE:
                     live = j < count
                     ids, values = load_entries(lists + _sources(counts, j, pitch, LISTS), live)
-                elif near is None:
+                elif shared is None:
                     ids, values = load_entries(lists + (j // SHARE * pitch + j % SHARE), live)
                 else:
-                    ids, values = load_near(near + j * 8)
+                    ids, values = load_shared_entries(shared + j * 8)
             elif longest > SHARE:
                 live = j < count
                 ids, values = load_entries(lists + _sources(counts, j, pitch, LISTS), live)
             else:
-                ids, values = halves_of(entry)
+                ids, values = unpack_entries(entry)
         keys = gl.where(live, keys_of(values), DEAD_KEY)
-        place = places_of_best(keys, k, key, 1)  # all that is listed reaches the threshold
-        gl.store(out + place, name_of(ids, place >= 0, pages, row, PAGE_SIZE), mask=place >= 0)
+        place = rank_best(keys, k, key, 1)  # all candidates reach the threshold
+        gl.store(out + place, as_output(ids, place >= 0, pages, row, PAGE_SIZE), mask=place >= 0)
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -366,7 +388,7 @@ def _collect_kernel(
     WARPS: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """The lists of one slice of a row, and their lengths."""
+    """Collect the candidates of one slice of a row."""
     gdc_launch_dependents()
     LISTS: gl.constexpr = 1 if TOGETHER else WARPS
     row = gl.program_id(0).to(gl.int64) // slices
@@ -375,10 +397,10 @@ def _collect_kernel(
     size = end - start
     if (size > k) & (size > CAPACITY):
         x = scores + row * stride_scores + start
-        # Every slice of the row comes to the same threshold.
-        ids, values = _sample(x, size, SAMPLE, WARPS)
-        fetch_first(x, size, index, slices, AHEAD, WARPS, TOGETHER)
-        key, column = _guess(ids, values, size, k, 1.0, CAPACITY, WARPS)
+        # All slices of a row compute the same threshold.
+        ids, values = _load_sample(x, size, SAMPLE, WARPS)
+        prefetch_tiles(x, size, index, slices, PREFETCHED, WARPS, TOGETHER)
+        key, column = _estimate_threshold(ids, values, size, k, 1.0, CAPACITY, WARPS)
         first = gl.program_id(0).to(gl.int64) * LISTS
         lists += first * (limit + TILE)
         counts += first
@@ -410,7 +432,7 @@ def _finish_kernel(
     WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
-    """The ids of one row, from the lists of its slices."""
+    """Select the ids of one row from the candidates of its slices."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     gdc_launch_dependents()
     gdc_wait()
@@ -420,11 +442,11 @@ def _finish_kernel(
     x = scores + row * stride_scores + start
     o = out + row * stride_out
     if size <= k:
-        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, line_of_cluster(WARPS, 1))
+        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, cluster_line_layout(WARPS, 1))
     else:
         lists += row * LISTS * (limit + TILE)
         counts += row * LISTS
-        _row(
+        _select_row(
             x,
             o,
             lists,
@@ -468,13 +490,13 @@ def _select_kernel(
     WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
-    """The ids of whole rows, one after the other: their lists take the same place."""
+    """Select the ids of whole rows, one after the other; their lists share the same memory."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     lists += gl.program_id(0).to(gl.int64) * WARPS * (limit + TILE)
     counts += gl.program_id(0) * WARPS
-    near = None
+    shared = None
     if CAPACITY <= 4096:
-        near = room_near(num_rows, CAPACITY)
+        shared = allocate_entries(num_rows, CAPACITY)
     for index in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         row = index.to(gl.int64)
         start, end = row_range(row_starts, row_ends, row, num_cols)
@@ -482,13 +504,13 @@ def _select_kernel(
         x = scores + row * stride_scores + start
         o = out + row * stride_out
         if size <= k:
-            store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, line_of_cluster(WARPS, 1))
+            store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, cluster_line_layout(WARPS, 1))
         else:
-            _row(
+            _select_row(
                 x,
                 o,
                 lists,
-                near,
+                shared,
                 counts,
                 limit,
                 size,
@@ -506,11 +528,12 @@ def _select_kernel(
 
 
 @dataclass(frozen=True)
-class Plan(portable.Plan):
-    """How a selection is spread over the device.
+class Sm90ListSchedule(portable.ListSchedule):
+    """The portable schedule, for CTAs whose warps may share a list.
 
     Args:
-        together: the warps of a slice fill one list.
+        together: the warps of a slice fill one list. Many slices of eight warps would have more
+            lists than the finishing CTA reads at once.
     """
 
     together: bool = False
@@ -537,46 +560,54 @@ class Plan(portable.Plan):
         return self.slices if self.together else self.slices * self.num_warps
 
     def limit(self, num_cols: int) -> int:
-        """Entries that a list has room for: all that a row may have, or all columns of its part."""
+        """Entries of a list: the capacity of the row, or all columns of the list's part."""
         step = TILE.value * (self.num_warps if self.together else 1)
         part = triton.cdiv(num_cols, step * self.num_lists) * step + 16
         return min(self.capacity, part)
 
 
 MAX_SAMPLE = 4096
-"""More costs more time than rows whose list is made twice."""
+"""A larger sample costs more time than the rare second collection of a row."""
 
 
 FEW_SIGMAS = 3.2
-"""Standard deviations that will do: of a thousand rows, one or two lists are made twice."""
+"""Sufficient margin in standard deviations: one or two rows in a thousand are collected twice."""
 
 
-def plan(num_rows: int, num_cols: int, topk: int, device: torch.device) -> Plan:
-    """The plan for rows of this size; it depends on shapes only."""
+def schedule_lists(
+    num_rows: int, num_cols: int, topk: int, device: torch.device
+) -> Sm90ListSchedule:
+    """The schedule for rows of this size; it depends on shapes only."""
     capacity, sample = _list_and_sample(max(1, num_cols), topk)
     processors = num_multiprocessors(device)
     slices = max(1, min(64, processors // max(num_rows, 1), num_cols // (8 * TILE.value)))
     slices = 1 << (slices.bit_length() - 1)
     if slices > 1:
         together = slices * 8 > 32
-        how = Plan(slices, capacity, sample, num_rows, 8, 16, 128, together=together)
+        schedule = Sm90ListSchedule(
+            slices, capacity, sample, num_rows, 8, 16, 128, together=together
+        )
     elif num_rows <= processors:
         warps = 16 if num_cols > 1 << 16 or capacity > 4096 else 8
-        how = Plan(1, capacity, sample, num_rows, warps, registers=2048 // warps)
-    # Several programs for each multiprocessor: some wait for memory, others count in registers.
+        schedule = Sm90ListSchedule(1, capacity, sample, num_rows, warps, registers=2048 // warps)
+    # Several CTAs a multiprocessor: some wait for memory while others search in registers.
     elif num_cols >= 1 << 16 or capacity > 4096:
-        how = Plan(1, capacity, sample, min(num_rows, 2 * processors), registers=128)
+        schedule = Sm90ListSchedule(
+            1, capacity, sample, min(num_rows, 2 * processors), registers=128
+        )
     else:
-        how = Plan(1, capacity, sample, min(num_rows, 4 * processors), 4, registers=128)
-    return portable.within_bound(how, num_cols)
+        schedule = Sm90ListSchedule(
+            1, capacity, sample, min(num_rows, 4 * processors), 4, registers=128
+        )
+    return portable.within_list_bytes(schedule, num_cols)
 
 
 def _list_and_sample(num_cols: int, topk: int) -> tuple[int, int]:
-    """Capacity of a row's list and size of its sample, powers of two, that cost least together.
+    """The cheapest pair of capacity and sample size, powers of two, with enough margin.
 
-    A sample has ``m = topk * sample / num_cols`` of the best k, give or take sqrt(m). A threshold
-    halfway, in standard deviations, between k and the capacity keeps
-    ``sqrt(m) * (sqrt(capacity / topk) - 1)`` of them from both.
+    A sample holds ``m = topk * sample / num_cols`` of the best k, with a standard deviation of
+    sqrt(m). A threshold halfway between k and the capacity then has a margin of
+    ``sqrt(m) * (sqrt(capacity / topk) - 1)`` standard deviations to both.
     """
     choices = []
     for capacity in (2048, 4096, 8192):
@@ -592,4 +623,4 @@ def _list_and_sample(num_cols: int, topk: int) -> tuple[int, int]:
 launch = functools.partial(
     portable.launch, kernels=(_select_kernel, _collect_kernel, _finish_kernel)
 )
-"""Carry out a plan, for all rows at once."""
+"""Launch a schedule for all rows at once."""

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 from sparsemla import reference
 from sparsemla.kernels.topk import sm90 as topk_on_hopper
-from sparsemla.kernels.topk.sm90 import counts, merge, select
-from sparsemla.kernels.topk.sm90 import held as registers
+from sparsemla.kernels.topk.sm90 import candidates, merge, radix, registers
 from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
 from sparsemla.kernels.topk.triton import LIST_BYTES
 from sparsemla.testing.cases import Draw, adversarial_scores, merge_topk_case
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def of_132_multiprocessors(monkeypatch):
-    monkeypatch.setattr(select, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(candidates, "num_multiprocessors", lambda device: 132)
 
 
 # Columns and k for which no list of up to 8192 and sample of up to 4096 keep a threshold clear.
@@ -41,26 +40,26 @@ def sigmas(topk, num_cols, capacity, sample):
 @pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
 def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
-    capacity, sample = select._list_and_sample(num_cols, topk)
-    most = sigmas(topk, num_cols, 8192, select.MAX_SAMPLE)
-    assert (most < select.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
+    capacity, sample = candidates._list_and_sample(num_cols, topk)
+    most = sigmas(topk, num_cols, 8192, candidates.MAX_SAMPLE)
+    assert (most < candidates.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
     if (num_cols, topk) in CROWDED:  # the longest list, and a sample that no other row gets
-        assert (capacity, sample) == (8192, 2 * select.MAX_SAMPLE)
+        assert (capacity, sample) == (8192, 2 * candidates.MAX_SAMPLE)
     else:
         assert sample & (sample - 1) == capacity & (capacity - 1) == 0
-        assert sample <= select.MAX_SAMPLE
-        assert sigmas(topk, num_cols, capacity, sample) >= select.FEW_SIGMAS
+        assert sample <= candidates.MAX_SAMPLE
+        assert sigmas(topk, num_cols, capacity, sample) >= candidates.FEW_SIGMAS
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 132, 500, 8192])
 @pytest.mark.parametrize("topk", TOPK)
 def test_lists_have_room_and_memory_is_bounded(topk, num_rows, num_cols):
-    how = select.plan(num_rows, num_cols, topk, CPU)
-    assert how.num_lists <= how.capacity
-    assert how.num_lists * how.limit(num_cols) >= min(num_cols, how.capacity)
-    assert how.programs == 1 or how.list_bytes(num_cols) <= LIST_BYTES
-    assert 1 <= how.programs <= num_rows
+    schedule = candidates.schedule_lists(num_rows, num_cols, topk, CPU)
+    assert schedule.num_lists <= schedule.capacity
+    assert schedule.num_lists * schedule.limit(num_cols) >= min(num_cols, schedule.capacity)
+    assert schedule.programs == 1 or schedule.list_bytes(num_cols) <= LIST_BYTES
+    assert 1 <= schedule.programs <= num_rows
 
 
 class MergeOnTheCpu:
@@ -219,7 +218,7 @@ class Threads:
         self.afar[word] |= thread // self.of_cta != word // self.WORDS
 
     def step(self, op, rest, mask, here):
-        kind, *how = op.split(".")
+        kind, *schedule = op.split(".")
         if kind in KINDS:
             self.access(kind, rest, mask)
             return
@@ -232,16 +231,16 @@ class Threads:
             assert here.all()
             self.meet(~self.afar)
         elif kind == "setp":
-            x = getattr(operator, how[0])(*x[:2]) & (x[2] if x[2:] else True)
+            x = getattr(operator, schedule[0])(*x[:2]) & (x[2] if x[2:] else True)
             self.put_flag(target, x, here)
         elif kind == "selp":
             self.put(target, np.where(x[2], *x[:2]), mask)
         elif kind == "vote":
             self.put(target, np.packbits(of_warp, 1, "little").view("<u4").repeat(32), mask)
         elif kind == "redux":
-            join = {"add": np.sum, "min": np.min}[how[1]]
+            join = {"add": np.sum, "min": np.min}[schedule[1]]
             self.put(target, join(of_warp, 1).repeat(32), mask)
-        elif kind == "shfl" and how[1] == "idx":
+        elif kind == "shfl" and schedule[1] == "idx":
             lane = x[1].reshape(-1, 32).astype(int) % 32
             self.put(target, np.take_along_axis(of_warp, lane, 1).ravel(), mask)
         elif kind == "shfl":
@@ -282,7 +281,7 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
         operands[f"${2 * each}"] = np.full(32 * warps, topk, np.uint32)
         operands[f"${3 * each}"] = np.full(32 * warps, keys.min(), np.int32).view(np.uint32)
         threads = Threads(operands, ctas)
-        threads.run(counts._best_ptx(each, warps // ctas, ctas, bounded))
+        threads.run(radix._search_ptx(each, warps // ctas, ctas, bounded))
         places = np.stack([threads.get(f"${i}") for i in range(each)]).view(np.int32)
         places = places.reshape(each // 4, 4, warps, 32).transpose(2, 0, 3, 1)
         places = torch.from_numpy(places.reshape(-1))
@@ -296,11 +295,11 @@ def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, top
 @pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
 @pytest.mark.parametrize("topk", [1, 512, 2048])
 def test_programs_hold_a_row(num_rows, num_cols, topk):
-    how = registers.held(num_rows, num_cols, topk, 132)
-    if how is None:
-        assert num_rows > 132 or num_cols > registers.HELD
+    schedule = registers.schedule_registers(num_rows, num_cols, topk, 132)
+    if schedule is None:
+        assert num_rows > 132 or num_cols > registers.COLUMNS_OF_A_CTA
         return
-    columns, ctas = how
+    columns, ctas = schedule
     assert columns >= num_cols
     assert 8 <= columns // ctas // (32 * min(32, columns // ctas // 256)) <= 16
     assert ctas == 1 or ctas * num_rows <= 132
