@@ -245,8 +245,8 @@ CPU_MUTANTS = (
 
 ROWS = "attention/sm90/bf16.py"
 ROWS_FP8 = "attention/sm90/fp8.py"
-COLUMNS = "attention/sm90/bf16_few_heads.py"
-COLUMNS_FP8 = "attention/sm90/fp8_few_heads.py"
+FEW_HEADS = "attention/sm90/bf16_few_heads.py"
+FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 INDEXER = "indexer/sm90.py"
 
 # The wait for which keys count is not among them: they are stored while the keys are on their way,
@@ -348,42 +348,42 @@ GPU_MUTANTS = (
     ),
     hopper(
         "the mask is dropped",
-        COLUMNS,
+        FEW_HEADS,
         '    s = gl.where(seen, s, float("-inf"))\n',
         "    s = s + gl.where(seen, 0.0, 0.0)\n",
         "sparse_prefill",
     ),
     hopper(
         "no wait for copies",
-        COLUMNS,
-        "    mbarrier.wait(barrier, phase)\n    fence_async_shared()\n",
+        FEW_HEADS,
+        "    mbarrier.wait(full, phase)\n    fence_async_shared()\n",
         "    fence_async_shared()\n",
         "sparse_prefill",
     ),
     hopper(
-        "sums of both halves are added without rescaling",
-        COLUMNS,
-        "    total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)\n",
-        "    total += sums.index(3).load(HEADS)\n",
+        "l of both consumers is added without rescaling",
+        FEW_HEADS,
+        "    merged_l += memory.ml.index(3).load(ROW) * gl.exp2(m1 - merged_m)\n",
+        "    merged_l += memory.ml.index(3).load(ROW)\n",
         "sparse_prefill",
     ),
     hopper(
         "the mask is dropped",
-        COLUMNS_FP8,
+        FEW_HEADS_FP8,
         '    s = gl.where(seen, s, float("-inf"))\n',
         "    s = s + gl.where(seen, 0.0, 0.0)\n",
         "sparse_decode",
     ),
     hopper(
         "the last key is skipped",
-        COLUMNS_FP8,
+        FEW_HEADS_FP8,
         "used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))",
         "used = gl.maximum(used, gl.max(gl.where(valid, at, 0), 0))",
         "sparse_decode",
     ),
     hopper(
         "no wait for copies",
-        COLUMNS_FP8,
+        FEW_HEADS_FP8,
         "        mbarrier.wait(full.index(where), (tile + i) // TILES & 1)\n",
         "",
         "sparse_decode",
@@ -391,7 +391,7 @@ GPU_MUTANTS = (
     ),
     hopper(
         "values are not rescaled",
-        COLUMNS_FP8,
+        FEW_HEADS_FP8,
         "flying = start_values(x, y, 0, weights.index(z), sums[0] * shrink)",
         "flying = start_values(x, y, 0, weights.index(z), sums[0] * (shrink * 0 + 1))",
         "sparse_decode",

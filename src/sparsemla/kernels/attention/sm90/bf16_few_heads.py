@@ -1,8 +1,38 @@
-"""Attention on Hopper of up to 32 rows that share bfloat16 keys: keys on M of a product, rows on N.
+"""Sparse attention on SM90 over a bfloat16 cache, for up to 32 query rows that share keys.
 
-Two warpgroups take turns: each attends to every other tile of 64 keys, with its own maximum, sum
-and weighted values, and in the end both are put together. A third one copies rows of the cache
-straight to where products read them.
+A CTA attends to one split of the keys of one group of query rows: the heads of a token. Both MMAs
+are transposed (swap-AB), ``S^T = K Q^T`` and ``O^T = V^T P^T``. Keys and value dims lie on M; the
+rows lie on N, where they are padded to 16 or 32, and not to the 64 that M would take. The cache
+serves as K and V at once: the QK MMA reads a tile as [keys, dims], the PV MMA reads the same bytes
+transposed.
+
+Two consumer warpgroups take alternate tiles of 64 keys. Each has its own m, l and O, so nothing
+orders them in the loop: the softmax of one runs under the MMAs of the other. After the last tile
+they merge, as two splits would. A producer warpgroup copies rows of the cache to shared memory with
+cp.async, straight into the swizzled layout that the MMAs read. Each consumer has a stage of its
+own, and a tile arrives in three pieces: RoPE dims, dims 0 to 255 (left) and dims 256 to 511
+(right). The QK MMA begins with the first piece, and the producer refills a piece as soon as the
+last MMA that reads it is done::
+
+    producer     rope, left, right of i+1 | rope, left, right of i+2 | rope, left, right of i+3
+    consumer 0   QK i   softmax i   PV i    QK i+2   softmax i+2   PV i+2
+    consumer 1          QK i+1   softmax i+1   PV i+1   QK i+3   softmax i+3   PV i+3
+
+========  ======  =================================  =============  ================================
+barrier   number  arrivals                           who waits      what it guards
+========  ======  =================================  =============  ================================
+full      2 x 3   128: each producer thread, when    the consumer   a piece of the consumer's stage
+                  its copies of the piece have
+                  landed
+empty     2 x 3   1: the consumer, when the last     the producer   the same piece: RoPE dims after
+                  MMA that reads the piece is done                  the QK MMA, others after the PV
+                                                                    MMA
+merge     2       2: each consumer                   both           [0] m and l of both, and the end
+                                                     consumers      of all MMAs; [1] O of both
+========  ======  =================================  =============  ================================
+
+Shared memory for 16 (32) rows, KiB: K and V 128, RoPE dims 16, Q 18 (36), P 4 (8); 167 (190) in
+all. O takes 64 (128) registers of a consumer's thread.
 """
 
 from __future__ import annotations
@@ -27,13 +57,21 @@ from sparsemla.kernels.attention.sm90.abi import (
     Shape,
     Stream,
 )
+from sparsemla.kernels.attention.sm90.swap_ab import (
+    KeyRange,
+    Queries,
+    find_keys,
+    load_entries,
+    load_queries,
+    sum_key_pairs,
+)
 from sparsemla.kernels.attention.sm90.tiles import (
+    LIST,
     LN2,
     LOG2E,
     LOWEST,
     PLAIN,
     TILE,
-    end_of,
     group_of_program,
     is_slot,
     locate,
@@ -44,17 +82,43 @@ from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.paged import cache_arguments
 
 KEYS = gl.constexpr(64)
+"""Keys of a tile."""
+
+# A stage's barriers: one for each piece of a tile.
+PIECES = gl.constexpr(3)
+ROPE = gl.constexpr(0)
+LEFT = gl.constexpr(1)
+RIGHT = gl.constexpr(2)
 
 # 8 lanes copy 128 bytes of a row.
-COPY16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-BF16_ROWS = gl.constexpr(gl.SliceLayout(1, COPY16))
-SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-RESULTS = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))
+OUT = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))
+OUT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
 
 
-class Where(NamedTuple):
-    """What a program writes of :class:`Results`, from its first token on."""
+class SharedMemory(NamedTuple):
+    """Shared memory of a CTA with ``N`` padded rows, and its barriers (table above)."""
+
+    q: gl.shared_memory_descriptor
+    """bfloat16 [2, N, 256]: halves of dims 0 to 511. Stored by all, read by QK MMAs."""
+    q_rope: gl.shared_memory_descriptor
+    """bfloat16 [1, N, 64]: dims 512 to 575."""
+    kv: gl.shared_memory_descriptor
+    """bfloat16 [2 x 2, KEYS, 256]: both halves of each stage. From the producer, to all MMAs."""
+    p: gl.shared_memory_descriptor
+    """bfloat16 [2, KEYS, N]: P of each consumer, for its PV MMA."""
+    k_rope: gl.shared_memory_descriptor
+    """bfloat16 [2, KEYS, 64]: RoPE dims of each stage. From the producer, to QK MMAs."""
+    ml: gl.shared_memory_descriptor
+    """float32 [2 x 2, N]: m of both consumers, then l of both, for the merge."""
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    merge: gl.shared_memory_descriptor
+
+
+class GroupResults(NamedTuple):
+    """:class:`Results` whose pointers begin with the split and the first token of the group."""
 
     out: Tensor
     out_token: int
@@ -62,228 +126,220 @@ class Where(NamedTuple):
     lse: Tensor
     lse_token: int
     max_logits: Tensor | None
-    max_logits_at: int
+    max_logits_start: int
     attn_sink: Tensor | None
 
 
 @gluon.jit
-def load_slots(keys, at, end):
-    """Entries of a list of slots; what lies behind the end is none."""
-    return gl.load(keys + at, mask=at < end, other=-1)
-
-
-@gluon.jit
-def copy_half(source, valid, to, full, empty, phase, START: gl.constexpr, WIDTH: gl.constexpr):
-    """Copy dims of rows once their place is free."""
-    mbarrier.wait(empty, phase)
-    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY16))
+def copy_piece(source, valid, to, memory, bar, phase, START: gl.constexpr, WIDTH: gl.constexpr):
+    """Copy dims ``START .. START + WIDTH`` of a tile once the piece is empty; 0 for no slot."""
+    mbarrier.wait(memory.empty.index(bar), phase)
+    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))
     async_load(to, source + dim[None, :], mask=valid)
-    async_copy.mbarrier_arrive(full, increment_count=False)
+    async_copy.mbarrier_arrive(memory.full.index(bar), increment_count=False)
 
 
 @gluon.jit
-def produce(stream, memory, L: gl.constexpr):
-    """The warpgroup that copies."""
-    rows, keys, begin, end, tiles = stream
-    _, _, values, _, rest, full, empty = memory
-    at = begin + gl.arange(0, KEYS, BF16_ROWS)
-    following = load_slots(keys, at, end)
-    for i in range(tiles):
-        slots = following
+def producer(keys, memory, L: gl.constexpr):
+    """The producer warpgroup: copy each tile to the stage of its consumer."""
+    at = keys.begin + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    next_slots = load_entries(keys.entries, at, keys.end, L, False)
+    for i in range(keys.num_tiles):
+        slots = next_slots
         at += KEYS
-        following = load_slots(keys, at, end)
-        valid = is_slot(slots, rows.num_slots)
+        next_slots = load_entries(keys.entries, at, keys.end, L, False)
+        valid = is_slot(slots, keys.rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
-        source = rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
+        source = keys.rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
         valid = valid[:, None]
-        who = i % 2
+        stage = i % 2
         phase = i // 2 & 1 ^ 1
-        bar = 3 * who
+        bar = PIECES * stage
         if L.head_dim > 512:
-            copy_half(
-                source, valid, rest.index(who), full.index(bar), empty.index(bar), phase, 512, 64
-            )
+            to = memory.k_rope.index(stage)
+            copy_piece(source, valid, to, memory, bar + ROPE, phase, 512, WIDTH=64)
         for half in gl.static_range(2):
-            bar = 3 * who + 1 + half
-            to = values.index(2 * who + half)
-            copy_half(source, valid, to, full.index(bar), empty.index(bar), phase, 256 * half, 256)
+            to = memory.kv.index(2 * stage + half)
+            copy_piece(source, valid, to, memory, bar + LEFT + half, phase, 256 * half, WIDTH=256)
 
 
 @gluon.jit
-def add_keys(p):
-    """Sums ``[32, N]`` of the two keys that a thread has for each head."""
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(p.reshape(4, 2, 8, N), 1).reshape(32, N)
+def wait_for_copies(full, phase):
+    """Wait for a piece, and make its cp.async writes visible to wgmma."""
+    mbarrier.wait(full, phase)
+    fence_async_shared()
 
 
 @gluon.jit
-def weigh(s, seen, m, l, to):
-    """Weights of a tile's keys, stored as an operand; ``shrink`` is what earlier sums shrink by."""
+def qk_mma(
+    memory,
+    phase,
+    zero,
+    N: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    ROPE_DIMS: gl.constexpr,
+    ACC: gl.constexpr,
+):
+    """S of a tile, ``[KEYS, N]``, piece by piece as they arrive."""
+    BAR: gl.constexpr = PIECES * CONSUMER
+    s = gl.zeros([KEYS, N], gl.float32, ACC)
+    if ROPE_DIMS:
+        wait_for_copies(memory.full.index(BAR + ROPE), phase)
+        q = memory.q_rope.index(zero).permute((1, 0))
+        s = warpgroup_mma(memory.k_rope.index(CONSUMER + zero), q, s, use_acc=False, is_async=True)
+    for half in gl.static_range(2):
+        wait_for_copies(memory.full.index(BAR + LEFT + half), phase)
+        q = memory.q.index(zero + half).permute((1, 0))
+        k = memory.kv.index(2 * CONSUMER + half + zero)
+        s = warpgroup_mma(k, q, s, use_acc=ROPE_DIMS or half > 0, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if ROPE_DIMS:
+        mbarrier.arrive(memory.empty.index(BAR + ROPE), count=1)
+    return s
+
+
+@gluon.jit
+def softmax_step(s, seen, m, l, p_shared):
+    """Online softmax of a tile: store P; return the new m and l, and the factor that rescales O."""
     s = gl.where(seen, s, float("-inf"))
-    highest = gl.maximum(m, gl.max(s, 0))
-    shrink = gl.exp2(m - highest)
-    p = gl.exp2(s - highest[None, :])
-    to.store(to_bf16(p))
+    new_m = gl.maximum(m, gl.max(s, 0))
+    rescale = gl.exp2(m - new_m)
+    p = gl.exp2(s - new_m[None, :])
+    p_shared.store(to_bf16(p))
     fence_async_shared()
-    l *= gl.convert_layout(shrink, gl.SliceLayout(0, l.type.layout))[None, :]
-    return highest, l + add_keys(p), shrink[None, :]
+    l *= gl.convert_layout(rescale, gl.SliceLayout(0, l.type.layout))[None, :]
+    return new_m, l + sum_key_pairs(p), rescale[None, :]
 
 
 @gluon.jit
-def add_values(left, right, z, memory, WHO: gl.constexpr):
-    """Start the products of both halves of the values."""
-    _, _, values, weights, _, _, _ = memory
-    p = weights.index(WHO + z)
-    left = warpgroup_mma(values.index(2 * WHO + z).permute((1, 0)), p, left, is_async=True)
-    right = warpgroup_mma(values.index(2 * WHO + 1 + z).permute((1, 0)), p, right, is_async=True)
-    return left, right
+def pv_mma(acc_left, acc_right, memory, zero, CONSUMER: gl.constexpr):
+    """Add a tile's ``V^T P^T`` to both halves of O, and release the halves of V."""
+    p = memory.p.index(CONSUMER + zero)
+    v_left = memory.kv.index(2 * CONSUMER + zero).permute((1, 0))
+    acc_left = warpgroup_mma(v_left, p, acc_left, is_async=True)
+    v_right = memory.kv.index(2 * CONSUMER + 1 + zero).permute((1, 0))
+    acc_right = warpgroup_mma(v_right, p, acc_right, is_async=True)
+    acc_left, acc_right = warpgroup_mma_wait(1, deps=[acc_left, acc_right])
+    mbarrier.arrive(memory.empty.index(PIECES * CONSUMER + LEFT), count=1)
+    acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
+    mbarrier.arrive(memory.empty.index(PIECES * CONSUMER + RIGHT), count=1)
+    return acc_left, acc_right
 
 
 @gluon.jit
-def wait_for_copies(barrier, phase):
-    """Wait, and let products see what was copied."""
-    mbarrier.wait(barrier, phase)
-    fence_async_shared()
-
-
-@gluon.jit
-def attend_tiles(stream, state, scale_log2, memory, L: gl.constexpr, WHO: gl.constexpr):
-    """Every other tile, from ``WHO`` on: online softmax of heads on columns."""
-    rows, keys, begin, end, tiles = stream
-    q_value, q_rest, values, weights, rest, full, empty = memory
-    m, l, left, right = state
-    SCORES: gl.constexpr = left.type.layout
-    REST: gl.constexpr = L.head_dim > 512
-    BAR: gl.constexpr = 3 * WHO
-    at = begin + WHO * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    slots = load_slots(keys, at, end)
-    for i in range(WHO, tiles, 2):
-        z = opaque_zero(i)
-        seen = is_slot(slots, rows.num_slots)[:, None]
-        at += 2 * KEYS
-        slots = load_slots(keys, at, end)
-        phase = i // 2 & 1
-        s = gl.zeros([KEYS, left.shape[1]], gl.float32, SCORES)
-        if REST:
-            wait_for_copies(full.index(BAR), phase)
-            q = q_rest.index(z).permute((1, 0))
-            s = warpgroup_mma(rest.index(WHO + z), q, s, use_acc=False, is_async=True)
-        for half in gl.static_range(2):
-            wait_for_copies(full.index(BAR + 1 + half), phase)
-            q = q_value.index(z + half).permute((1, 0))
-            x = values.index(2 * WHO + half + z)
-            s = warpgroup_mma(x, q, s, use_acc=REST or half > 0, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if REST:
-            mbarrier.arrive(empty.index(BAR), count=1)
-        m, l, shrink = weigh(s * scale_log2, seen, m, l, weights.index(WHO + z))
-        left, right = add_values(left * shrink, right * shrink, z, memory, WHO)
-        left, right = warpgroup_mma_wait(1, deps=[left, right])
-        mbarrier.arrive(empty.index(BAR + 1), count=1)
-        left, right = warpgroup_mma_wait(0, deps=[left, right])
-        mbarrier.arrive(empty.index(BAR + 2), count=1)
-    return m, l, left, right
-
-
-@gluon.jit
-def consume(
-    stream,
+def attend(
+    keys,
     scale_log2,
     memory,
-    sums,
-    meet,
+    L: gl.constexpr,
+    N: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    ACC: gl.constexpr,
+):
+    """m, l and both halves of O over every other tile, from ``CONSUMER`` on."""
+    m = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
+    l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
+    acc_left = gl.zeros([256, N], gl.float32, ACC)
+    acc_right = gl.zeros([256, N], gl.float32, ACC)
+    at = keys.begin + CONSUMER * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    slots = load_entries(keys.entries, at, keys.end, L, False)
+    for i in range(CONSUMER, keys.num_tiles, 2):
+        zero = opaque_zero(i)
+        seen = is_slot(slots, keys.rows.num_slots)[:, None]
+        at += 2 * KEYS
+        slots = load_entries(keys.entries, at, keys.end, L, False)
+        s = qk_mma(memory, i // 2 & 1, zero, N, CONSUMER, L.head_dim > 512, ACC)
+        m, l, rescale = softmax_step(s * scale_log2, seen, m, l, memory.p.index(CONSUMER + zero))
+        acc_left, acc_right = pv_mma(
+            acc_left * rescale, acc_right * rescale, memory, zero, CONSUMER
+        )
+    return m, l, acc_left, acc_right
+
+
+@gluon.jit
+def meet(barrier):
+    """Wait until both consumers are here."""
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.wait(barrier, 0)
+
+
+@gluon.jit
+def consumer(
+    keys,
+    scale_log2,
+    memory,
     results,
     shape,
     L: gl.constexpr,
-    WHO: gl.constexpr,
     N: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):
-    """One of two warpgroups: it attends to every other tile; then both put their sums together."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    HEADS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    m = gl.full([N], LOWEST, gl.float32, HEADS)
-    l = add_keys(gl.zeros([KEYS, N], gl.float32, SCORES))
-    left = gl.zeros([256, N], gl.float32, SCORES)
-    right = gl.zeros([256, N], gl.float32, SCORES)
-    state = (m, l, left, right)
-    m, l, left, right = attend_tiles(stream, state, scale_log2, memory, L, WHO)
+    """One of two consumer warpgroups: attend to every other tile, then merge with the other."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, ACC)
+    m, l, acc_left, acc_right = attend(keys, scale_log2, memory, L, N, CONSUMER, ACC)
 
-    sums.index(WHO).store(m)
-    sums.index(2 + WHO).store(gl.sum(l, 0))
-    mbarrier.arrive(meet.index(0), count=1)
-    mbarrier.wait(meet.index(0), 0)
-    m0 = sums.index(0).load(HEADS)
-    m1 = sums.index(1).load(HEADS)
-    highest = gl.maximum(m0, m1)
-    total = sums.index(2).load(HEADS) * gl.exp2(m0 - highest)
-    total += sums.index(3).load(HEADS) * gl.exp2(m1 - highest)
-    none = total == 0
-    token, head, real = rows_of_group(shape, N, HEADS)
-    if WHO == 0:
-        lse = (highest + gl.log2(total)) * LN2  # log2(0) is -inf
+    memory.ml.index(CONSUMER).store(m)
+    memory.ml.index(2 + CONSUMER).store(gl.sum(l, 0))
+    meet(memory.merge.index(0))
+    m0 = memory.ml.index(0).load(ROW)
+    m1 = memory.ml.index(1).load(ROW)
+    merged_m = gl.maximum(m0, m1)
+    merged_l = memory.ml.index(2).load(ROW) * gl.exp2(m0 - merged_m)
+    merged_l += memory.ml.index(3).load(ROW) * gl.exp2(m1 - merged_m)
+    empty_row = merged_l == 0
+    token, head, real = rows_of_group(shape, N, ROW)
+    if CONSUMER == 0:
+        lse = (merged_m + gl.log2(merged_l)) * LN2  # log2(0) is -inf
         gl.store(results.lse + token * results.lse_token + head, lse, mask=real)
         if results.max_logits is not None:
-            logits = gl.where(none, float("-inf"), highest * LN2)
-            gl.store(results.max_logits + results.max_logits_at + head, logits, mask=real)
+            logits = gl.where(empty_row, float("-inf"), merged_m * LN2)
+            gl.store(results.max_logits + results.max_logits_start + head, logits, mask=real)
     if results.attn_sink is not None:
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-        total += gl.exp2(sink * LOG2E - highest)
-    share = gl.where(none, 0.0, gl.exp2(m - highest) / gl.where(none, 1.0, total))[None, :]
-    # Both have met: nobody reads values any more, and there is room for four sums in their place,
-    # which Triton 3.8 wants to be named whole.
-    both = reinterpret(memory[2], gl.float32, [128 // N, 256, N], SUMS)
-    left *= share
-    right *= share
-    both.index(2 * WHO).store(left)
-    both.index(2 * WHO + 1).store(right)
-    mbarrier.arrive(meet.index(1), count=1)
-    mbarrier.wait(meet.index(1), 0)
-    x = both.index(WHO).load(RESULTS) + both.index(2 + WHO).load(RESULTS)
-    token, head, real = rows_of_group(shape, N, gl.SliceLayout(0, RESULTS))
+        merged_l += gl.exp2(sink * LOG2E - merged_m)
+    rescale = gl.exp2(m - merged_m) / gl.where(empty_row, 1.0, merged_l)
+    rescale = gl.where(empty_row, 0.0, rescale)[None, :]
+
+    # All MMAs are done, so O of both consumers may overwrite K and V. Triton 3.8 wants the whole
+    # tile to be reinterpreted.
+    out_shared = reinterpret(memory.kv, gl.float32, [128 // N, 256, N], OUT_SHARED)
+    acc_left *= rescale
+    acc_right *= rescale
+    out_shared.index(2 * CONSUMER).store(acc_left)
+    out_shared.index(2 * CONSUMER + 1).store(acc_right)
+    meet(memory.merge.index(1))
+    out = out_shared.index(CONSUMER).load(OUT) + out_shared.index(2 + CONSUMER).load(OUT)
+    token, head, real = rows_of_group(shape, N, gl.SliceLayout(0, OUT))
     at = token * results.out_token + head * results.out_head
-    dim = WHO * 256 + gl.arange(0, 256, gl.SliceLayout(1, RESULTS))
-    out = results.out + at[None, :] + dim[:, None]
-    gl.store(out, x.to(results.out.dtype.element_ty), mask=real[None, :])
+    dim = CONSUMER * 256 + gl.arange(0, 256, gl.SliceLayout(1, OUT))
+    to = results.out + at[None, :] + dim[:, None]
+    gl.store(to, out.to(results.out.dtype.element_ty), mask=real[None, :])
 
 
 @gluon.jit
-def load_queries(
-    q,
-    q_request,
-    q_token,
-    q_head,
-    shape,
-    START: gl.constexpr,
-    WIDTH: gl.constexpr,
-    N: gl.constexpr,
-):
-    """Dims of a group's rows."""
-    _, request, first = group_of_program(shape)
-    token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, QUERIES))
-    at = request * q_request + (first + token) * q_token + head * q_head
-    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, QUERIES))
-    return gl.load(q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+def allocate(N: gl.constexpr):
+    """Shared memory of a CTA, with barriers initialised."""
+    q = gl.allocate_shared_memory(gl.bfloat16, [2, N, 256], TILE)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, 256], TILE)
+    p = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, N], gl.NVMMASharedLayout(2 * N, 16, 2))
+    k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 64], TILE)
+    ml = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    merge = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(6):
+        mbarrier.init(full.index(i), count=128)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(merge.index(0), count=2)
+    mbarrier.init(merge.index(1), count=2)
+    return SharedMemory(q, q_rope, kv, p, k_rope, ml, full, empty, merge)
 
 
 @gluon.jit
-def find_keys(stream, shape, PAGED: gl.constexpr):
-    """Slots of a group, or pages of its request, and how many keys they are."""
-    _, request, token = group_of_program(shape)
-    keys = stream.keys + request * stream.keys_request + token * stream.keys_token
-    end = stream.num_keys
-    if stream.lengths is not None:
-        end = gl.minimum(gl.load(stream.lengths + request), end).to(gl.int32)
-    if not PAGED:
-        end = end_of(keys, 0, end, stream.num_slots, 2048)
-    return keys, end
-
-
-@gluon.jit
-def attend_columns(
-    q,
-    q_request,
-    q_token,
-    q_head,
+def _attend_few_heads(
+    queries,
     rows,
     stream,
     results,
@@ -295,72 +351,53 @@ def attend_columns(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """All rows of a group, and one split of their keys."""
-    q_value = gl.allocate_shared_memory(gl.bfloat16, [2, N, 256], TILE)
-    q_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
-    values = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, 256], TILE)
-    weights = gl.allocate_shared_memory(
-        gl.bfloat16, [2, KEYS, N], gl.NVMMASharedLayout(2 * N, 16, 2)
-    )
-    rest = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 64], TILE)
-    sums = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    meet = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(6):
-        mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(meet.index(0), count=2)
-    mbarrier.init(meet.index(1), count=2)
+    memory = allocate(N)
     gdc_launch_dependents()
-    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
+    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
 
-    low = load_queries(q, q_request, q_token, q_head, shape, 0, 256, N)
-    high = load_queries(q, q_request, q_token, q_head, shape, 256, 256, N)
+    low = load_queries(queries, shape, 0, 256, N, QUERIES)
+    high = load_queries(queries, shape, 256, 256, N, QUERIES)
     if L.head_dim > 512:
-        q_dims = load_queries(q, q_request, q_token, q_head, shape, 512, 64, N)
+        rope = load_queries(queries, shape, 512, 64, N, QUERIES)
 
-    keys, end = find_keys(stream, shape, False)
+    entries, end = find_keys(stream, shape, LIST, False)
     all_tiles = gl.cdiv(end, KEYS)
     split, request, first = group_of_program(shape)
-    steps = gl.cdiv(all_tiles, shape.num_splits)
-    begin = gl.minimum(split.to(gl.int32) * steps, all_tiles)
-    tiles = gl.minimum(begin + steps, all_tiles) - begin
+    tiles_per_split = gl.cdiv(all_tiles, shape.num_splits)
+    begin = gl.minimum(split.to(gl.int32) * tiles_per_split, all_tiles)
+    num_tiles = gl.minimum(begin + tiles_per_split, all_tiles) - begin
 
     out = results.out + split * results.out_split
     lse = results.lse + split * results.lse_split
-    where = Where(
-        out + request * results.out_request + first * results.out_token,
-        results.out_token,
-        results.out_head,
-        lse + request * results.lse_request + first * results.lse_token,
-        results.lse_token,
-        results.max_logits,
-        request * results.max_logits_request,
-        results.attn_sink,
+    group_results = GroupResults(
+        out=out + request * results.out_request + first * results.out_token,
+        out_token=results.out_token,
+        out_head=results.out_head,
+        lse=lse + request * results.lse_request + first * results.lse_token,
+        lse_token=results.lse_token,
+        max_logits=results.max_logits,
+        max_logits_start=request * results.max_logits_request,
+        attn_sink=results.attn_sink,
     )
 
-    q_value.index(0).store(low)
-    q_value.index(1).store(high)
+    memory.q.index(0).store(low)
+    memory.q.index(1).store(high)
     if L.head_dim > 512:
-        q_rest.index(0).store(q_dims)
+        memory.q_rope.index(0).store(rope)
     fence_async_shared()
+    keys = KeyRange(rows, entries, begin * KEYS, end, num_tiles)
     gl.warp_specialize(
         [
-            (consume, ((rows, keys, begin * KEYS, end, tiles), scale_log2,
-                       (q_value, q_rest, values, weights, rest, full, empty),
-                       sums, meet, where, shape, L, 0, N)),
-            (consume, ((rows, keys, begin * KEYS, end, tiles), scale_log2,
-                       (q_value, q_rest, values, weights, rest, full, empty),
-                       sums, meet, where, shape, L, 1, N)),
-            (produce, ((rows, keys, begin * KEYS, end, tiles),
-                       (q_value, q_rest, values, weights, rest, full, empty), L)),
+            (consumer, (keys, scale_log2, memory, group_results, shape, L, N, 0)),
+            (consumer, (keys, scale_log2, memory, group_results, shape, L, N, 1)),
+            (producer, (keys, memory, L)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
-def attend(
+def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
@@ -374,9 +411,8 @@ def attend(
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
     rows, layout = cache_arguments(cache)
     wide = shape.num_rows > 16
-    attend_columns[(num_groups * shape.num_splits,)](
-        q,
-        *q_strides,
+    _attend_few_heads[(num_groups * shape.num_splits,)](
+        Queries(q, *q_strides),
         rows,
         stream,
         results,

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
-from sparsemla.kernels.attention.sm90 import bf16
+from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads
 from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
-from sparsemla.kernels.attention.sm90.bf16_few_heads import attend as attend_columns
 from sparsemla.kernels.attention.sm90.fp8 import attend_fp8
 from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
@@ -75,7 +74,7 @@ def sparse_decode(
             extra=extra,
         )
     else:
-        launch = attend_columns if few else bf16.launch
+        launch = bf16_few_heads.launch if few else bf16.launch
         launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
     merge_splits(*whole, attn_sink, out, lse)
 

@@ -1,4 +1,4 @@
-"""How the Hopper kernels of few heads divide dims and shared memory; no GPU is needed."""
+"""How the few-heads FP8 kernel of SM90 divides dims and shared memory; no GPU is needed."""
 
 import pytest
 import torch

@@ -1,0 +1,87 @@
+"""Device code of the few-heads kernels, which put keys on M and query rows on N (swap-AB)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsemla.kernels.attention.cache import Rows
+from sparsemla.kernels.attention.sm90.tiles import group_of_program, is_slot, rows_of_group
+
+
+class Queries(NamedTuple):
+    """Queries with the strides, in elements, of a request, a token and a head."""
+
+    q: Tensor
+    request_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class KeyRange(NamedTuple):
+    """The tiles of a stream that one split attends to."""
+
+    rows: Rows
+    """The cache."""
+    entries: Tensor
+    """Slots of the keys; or the page table of a request that attends to all of its keys."""
+    begin: int
+    """Position of the split's first key."""
+    end: int
+    """Number of keys of the whole stream."""
+    num_tiles: int
+    """Tiles of the split."""
+
+
+@gluon.jit
+def load_entries(entries, at, end, L: gl.constexpr, PAGED: gl.constexpr):
+    """Slots of the keys at positions ``at``, or their page ids; -1 from ``end`` on."""
+    return gl.load(entries + (at // L.page_size if PAGED else at), mask=at < end, other=-1)
+
+
+@gluon.jit
+def find_keys(stream, shape, LIST: gl.constexpr, PAGED: gl.constexpr):
+    """Entries of the CTA's group, and its number of keys: slots end with the last valid one."""
+    _, request, token = group_of_program(shape)
+    entries = stream.keys + request * stream.keys_request + token * stream.keys_token
+    end = stream.num_keys
+    if stream.lengths is not None:
+        end = gl.minimum(gl.load(stream.lengths + request), end).to(gl.int32)
+    if not PAGED:
+        used = 0
+        for start in range(0, end, 2048):
+            at = start + gl.arange(0, 2048, LIST)
+            slots = gl.load(entries + at, mask=at < end, other=-1)
+            valid = is_slot(slots, stream.num_slots)
+            used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))
+        end = used
+    return entries, end
+
+
+@gluon.jit
+def load_queries(
+    queries,
+    shape,
+    START: gl.constexpr,
+    WIDTH: gl.constexpr,
+    N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Dims ``START .. START + WIDTH`` of the group's rows; 0 in rows of padding."""
+    _, request, first = group_of_program(shape)
+    token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, LAYOUT))
+    at = request * queries.request_stride + (first + token) * queries.token_stride
+    at += head * queries.head_stride
+    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(queries.q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+def sum_key_pairs(p):
+    """Sum of the two keys, 8 apart, that a thread holds for each row: ``[keys / 2, N]``."""
+    KEYS: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(p.reshape(KEYS // 16, 2, 8, N), 1).reshape(KEYS // 2, N)
