@@ -1,7 +1,8 @@
-"""Rows of a quantised cache on Hopper, converted to bfloat16: chunks of 128 bytes a key.
+"""Chunks of quantised rows on Hopper: their copies, their layouts, their dequantisation.
 
-A chunk lies in a ring as it was stored. Whoever takes it converts it in registers, in the layout of
-a product's left operand.
+A row is copied in chunks of up to 128 bytes: 128 e4m3 codes, or 64 dims that the cache keeps as
+bfloat16. Shared memory holds a chunk as the cache stores it. A consumer loads the chunk into
+registers, dequantises it there, and gets the register layout of an MMA's A operand for free.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Copies: 8 lanes take 128 bytes of a row, a thread the same rows of each part of a row.
-COPY8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-COPY16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-COPY32 = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY8))
-BF16_ROWS = gl.constexpr(gl.SliceLayout(1, COPY16))
+# Copies from global memory, 16 bytes a thread: 8 lanes copy 128 bytes of a row, and a thread copies
+# the same rows of every chunk. Scales are copied in words of 4 bytes.
+COPY_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+COPY_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+CODES_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
+BF16_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_BF16))
 
-# A thread has 4 dims of each 16, of two keys: as many as a step of a product takes from it. Results
-# in this order are 16 bytes of float32 beside those of three other threads.
-DIMS128 = gl.constexpr(
+# Registers of a chunk, keys by dims. A thread holds 4 neighbouring dims of each 16, of two keys: as
+# many as one k-step of an MMA takes from it. When O leaves in this order, a thread stores 16 bytes
+# of float32 beside those of three other threads.
+CHUNK_128 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -28,7 +31,7 @@ DIMS128 = gl.constexpr(
         [64, 128],
     )
 )
-DIMS64 = gl.constexpr(
+CHUNK_64 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -38,11 +41,14 @@ DIMS64 = gl.constexpr(
     )
 )
 
-# Swizzled so that the eight keys which a warp reads at once lie in different banks.
-RAW8 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-RAW8_HALF = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
+# Shared memory of a chunk's codes, 128 or 64 dims wide. The swizzle puts the eight keys that a warp
+# reads at once into different banks.
+RAW_128 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+RAW_64 = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
 WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-CONVERT = gl.constexpr("""{
+
+# Four e4m3 codes times four float32 scales, rounded to bfloat16 once.
+DEQUANTIZE = gl.constexpr("""{
     .reg .b16 l, h; .reg .b32 a, b; .reg .f16 a0, a1, b0, b1; .reg .f32 f0, f1, f2, f3;
     mov.b32 {l, h}, $2;
     cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
@@ -54,7 +60,7 @@ CONVERT = gl.constexpr("""{
 
 @triton.constexpr_function
 def num_chunks(fp8_dim, head_dim):
-    """Pieces of 128 bytes that a row is copied in; the last one of its e4m3 may have 64."""
+    """Number of chunks of a row. The last chunk of e4m3 codes may have 64 dims instead of 128."""
     return -(-fp8_dim // 128) + (head_dim - fp8_dim) // 64
 
 
@@ -67,15 +73,17 @@ def chunk_start(fp8_dim, chunk):
 
 @triton.constexpr_function
 def chunk_width(fp8_dim, start):
-    """Dims of the chunk that begins at ``start``."""
+    """Number of dims of the chunk that begins at ``start``."""
     return min(128, fp8_dim - start) if start < fp8_dim else 64
 
 
 @gluon.jit
 def in_order(x, WIDTH: gl.constexpr):
-    """Dims of rows as a product takes them where a thread has a quarter of each ``WIDTH`` of them.
+    """Permute dims so that they already lie where an MMA expects its A operand.
 
-    :data:`DIMS128` and :data:`DIMS64` have quarters of 16.
+    A thread holds a neighbouring quarter of each ``WIDTH`` dims (16 in :data:`CHUNK_128` and
+    :data:`CHUNK_64`). The MMA wants pairs of dims from it, 8 apart within each 16. Both operands of
+    an MMA are permuted alike, so that its result does not change and no register moves.
     """
     BLOCKS: gl.constexpr = x.shape[1] // WIDTH
     x = x.reshape(x.shape[0], BLOCKS, 4, WIDTH // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
@@ -84,7 +92,7 @@ def in_order(x, WIDTH: gl.constexpr):
 
 @gluon.jit
 def decode_e8m0(code):
-    """float32 powers of two of int32 e8m0 codes: ``2^(code - 127)``, 255 is NaN."""
+    """float32 powers of two from int32 e8m0 codes: ``2^(code - 127)``, and NaN from 255."""
     bits = gl.where(code == 0, 0x400000, code << 23)
     bits = gl.where(code == 255, 0x7FC00000, bits)
     return bits.to(gl.float32, bitcast=True)

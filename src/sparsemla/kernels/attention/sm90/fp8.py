@@ -1,11 +1,55 @@
-"""Attention on Hopper of 64 query rows that share keys, straight from a quantised cache.
+"""Attention on Hopper over FP8 rows, for 64 query rows that share their keys.
 
-Four warpgroups. The *producer* copies rows as they are stored, 128 bytes a key at a time, for tiles
-of 64 keys. Two *adders*, one for each half of the value, convert them to bfloat16 tiles, of which
-there are two: both products read what was converted once. The *scorer* has half of the
-queries in registers and turns scores into weights, while the adders convert the tile after next.
-They add values as those weights say. A program stays on its multiprocessor: the next rows' queries
-and first keys come under the last products of these.
+A persistent CTA takes one tile of 64 query rows after the other and walks the tile's keys in blocks
+of 64. Every key is dequantised once, to bfloat16 in shared memory, where the QK MMA and the PV MMA
+both read it. Four warpgroups share the work and the register file, 512 registers for four threads:
+
+    producer    32       copies rows as the cache stores them, in chunks of 128 bytes
+    QK         144       computes S, m, l and P, with half of Q in 64 registers
+    PV 0, PV 1 168 each  dequantise half of the value dims each, and accumulate that half of O,
+                         which takes 128 registers
+
+The PV warpgroups dequantise two blocks ahead of their MMAs, across the ends of tiles: the first
+blocks of the next tile are dequantised under the last MMAs of this one. So the running number of a
+block over all tiles of the CTA, its *step*, determines its stages and the phases of its barriers;
+*turn* is the running number of a tile. The PV loop starts two steps early, so that only one place
+in the code dequantises: instructions past the first 64 KB stall a launch that finds the caches
+cold, and the kernel has 73 KB, or 84 with an extra stream.
+
+Time line of a step in cycles, at batch 128 and 128 heads; PV 1 does the same as PV 0:
+
+    cycle     0                       1460           2290                 3570    4000
+    producer  copy the chunks of block n + 3, each as soon as its stage is empty
+    QK        S = Q K^T of block n + 1               | softmax, P of n + 1   | wait
+    PV 0      O += P V of block n     | dequantise half of block n + 2    | wait
+
+Both MMAs start together and share the tensor cores, which are idle during the second half of the
+step. What bounds the kernel: two dequantised blocks are all that fits beside Q, so a block has two
+steps for 2100 cycles of dequantisation, 2150 of S, 1700 of P and 2000 of O, each stretched by the
+others. The MMAs alone need 2176 cycles a step, shared memory 3200.
+
+Barriers. A chunk of value dims has one stage; RoPE dims that are kept as bfloat16 have two:
+
+    barrier    number      arrivals             waits         guards
+    FULL       1 a stage   128, the producer's  PV 0, 1; QK   a chunk, and the scales of its block
+               of a chunk  cp.async copies      (bf16 RoPE)
+    EMPTY      1 a stage   1, its reader        producer      a chunk that may be overwritten
+               of a chunk
+    P_FULL     1           1, QK                PV 0, 1       P and alpha of a step
+    L_FULL     2 by turn   1, QK                PV 0, 1       1 / l of a tile
+    KEY_RANGE  4 by turn   1, producer          PV 0, 1; QK   number of blocks, first key, limits
+    VALID      4 by step   1, producer          QK            which keys of a block are valid
+    KV_FULL    2 by step   2, PV 0 and PV 1     QK            a dequantised block
+    P_EMPTY    2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha that may be overwritten
+
+No other memory needs an EMPTY barrier. A PV warpgroup overwrites its half of a block after its own
+MMA, which starts once QK has computed S and P of the block. The producer is at most three steps
+ahead of QK, as every chunk waits for its stage; hence four stages of VALID and of KEY_RANGE.
+
+Shared memory in KiB: right half of Q 32, two dequantised blocks 2 x 64, P 8, chunks 32 (40 for 448
+e4m3 codes and 64 bfloat16 dims), bfloat16 RoPE dims 2 x 8, scales 0.5 to 8, the rest 2.6. The
+656-byte format takes 220.6 of 227. Quantised RoPE dims take 4 and are dequantised into the stage
+that P of the same block overwrites, of which there are two then.
 """
 
 from __future__ import annotations
@@ -33,16 +77,16 @@ from sparsemla.kernels.attention.sm90.abi import (
     Stream,
 )
 from sparsemla.kernels.attention.sm90.chunks import (
-    BF16_ROWS,
-    CONVERT,
-    COPY8,
-    COPY16,
-    COPY32,
-    COPY_ROWS,
-    DIMS64,
-    DIMS128,
-    RAW8,
-    RAW8_HALF,
+    BF16_KEYS,
+    CHUNK_64,
+    CHUNK_128,
+    CODES_KEYS,
+    COPY_BF16,
+    COPY_CODES,
+    COPY_SCALES,
+    DEQUANTIZE,
+    RAW_64,
+    RAW_128,
     WORDS2,
     chunk_start,
     chunk_width,
@@ -55,6 +99,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LOG2E,
     LOWEST,
     PLAIN,
+    SCORE_ROWS,
     SCORES,
     SUM_ROWS,
     SUMS,
@@ -69,11 +114,42 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
 from sparsemla.kernels.common.paged import cache_arguments
 
+SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
+Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, SCORES, 2))
+COPY_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ROWS_IN_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # all 64 rows, in every warp
 
-class Records(NamedTuple):
-    """A quantised cache as kernel arguments.
+# O and l are rescaled only when a score exceeds m by more than this many powers of two. Until then
+# m lags behind the largest score, unless the caller wants the largest logit.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
 
-    ``words``: its codes, four to a word. ``scales``: None where they lie in the same storage.
+VALID_STAGES = gl.constexpr(4)
+RANGE_STAGES = gl.constexpr(4)
+
+# Barriers beside FULL and EMPTY.
+P_FULL = gl.constexpr(0)
+L_FULL = gl.constexpr(1)
+KEY_RANGE = gl.constexpr(3)
+VALID = gl.constexpr(7)
+KV_FULL = gl.constexpr(11)
+P_EMPTY = gl.constexpr(13)
+NUM_BARRIERS = gl.constexpr(15)
+
+
+class Queries(NamedTuple):
+    """Q, and its strides in elements."""
+
+    q: Tensor
+    request_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class QuantizedRows(NamedTuple):
+    """A quantised cache as a kernel argument.
+
+    ``words``: its codes, four to a word. ``scales``: None if the codes' storage holds the scales.
     """
 
     words: Tensor
@@ -81,16 +157,19 @@ class Records(NamedTuple):
     num_slots: int
 
 
-class Record(NamedTuple):
-    """A record as kernels are compiled for it: dims, strides, and how far parts lie from the codes.
+class RowLayout(NamedTuple):
+    """The layout of a quantised cache, for which a kernel is compiled.
 
-    A producer has no registers for a pointer to each part. Strides of codes are in words, those of
-    scales, and ``scales_at``, in scales; ``tail_at``, of the ``tail_dim`` dims that are kept as
-    bfloat16 (64 or none), in their elements.
+    All parts of a row are addressed from its codes, as the producer has no registers for a pointer
+    to each part. ``strides`` are in words of four codes, ``scales_strides`` and ``scales_at`` in
+    scales, ``tail_at``, where the bfloat16 dims begin, in bfloat16 elements. Dims past the 512 of
+    the value are RoPE dims: ``rope_fp8`` and ``rope_bf16`` say how the cache keeps them, if any.
     """
 
     head_dim: int
     fp8_dim: int
+    rope_fp8: bool
+    rope_bf16: bool
     scale_block: int
     scale_bytes: int
     num_scales: int
@@ -99,39 +178,47 @@ class Record(NamedTuple):
     strides: tuple[int, int]
     scales_strides: tuple[int, int]
     scales_at: int
-    tail_dim: int
     tail_at: int
 
 
-HEADS = gl.constexpr(gl.SliceLayout(1, SCORES))
-KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # of 64 heads, in each warp
+class KeyBlocks(NamedTuple):
+    """Blocks ``first .. last`` of a split; those of the extra stream follow those of the main one.
 
-# Weights are relative to a score that the highest one exceeds by at most so many powers of two:
-# what is summed up is scaled only when one passes that. 0 where the highest itself is wanted.
-SLACK = gl.constexpr(8.0)
+    ``main_end`` and ``extra_end``: where the split's part of each list of keys ends.
+    """
 
-# Flags of this many tiles, and what was found out about the keys of this many tiles of rows, are
-# kept: the producer is at most three of either ahead of the scorer.
-TILES = gl.constexpr(4)
-TURNS = gl.constexpr(4)
+    main_keys: object
+    extra_keys: object
+    main_end: object
+    extra_end: object
+    num_main: object
+    first: object
+    last: object
 
-# Barriers beside those of the copies.
-WEIGHTS = gl.constexpr(0)  # of a tile, and what earlier sums shrink by
-SUM = gl.constexpr(1)  # what the sums are divided by, of two tiles of rows
-RANGE = gl.constexpr(3)  # what the producer found out about the keys
-VALID = gl.constexpr(7)  # which keys of a tile count
-CONVERTED = gl.constexpr(11)  # both halves of a tile, in each of two places
-ADDED = gl.constexpr(13)  # both adders are done with the weights of a tile, even and odd
-NUM_BARRIERS = gl.constexpr(15)
+
+class SharedMemory(NamedTuple):
+    """Shared memory of a CTA. The first index is the stage; ``4 * 2`` is 2 entries a stage."""
+
+    limits: object  # [4, 64] by turn: how many keys each row sees; producer -> QK
+    key_range: object  # [4 * 2, 1] by turn: number of blocks, first key; producer -> all others
+    q_high: object  # [1, 64, 256] dims 256 to 511 of Q; QK -> QK
+    kv: object  # [2 * 2, 64, 256] left and right half of a dequantised block; PV -> QK, PV
+    p: object  # [1 or 2, 64, 64] FP8 RoPE dims of K; PV 0 -> QK. Then P; QK -> PV
+    raw: object  # [chunks, 64, 128] bytes of value dims, one stage a chunk; producer -> PV
+    raw_rope: object  # [1 or 2, 64, 64 or 128] bytes of RoPE dims; producer -> PV 0 or QK
+    scales: object  # [2, words, 64] scales of a block's keys; producer -> PV
+    valid: object  # [4, 64] which keys of a block are valid; producer -> QK
+    alpha: object  # [64] the factors that rescale O; QK -> PV
+    inv_l: object  # [2, 64] by turn: 1 / l; QK -> PV
+    full: object  # the barriers FULL
+    empty: object  # the barriers EMPTY
+    bar: object  # all other barriers
 
 
 @gluon.jit
-def slots_of(keys, at, last, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
-    """Slots of the keys ``at``, -1 for those that do not count."""
-    real = at < last
+def load_slots(keys, at, end, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
+    """Load the slots of the keys ``at``, -1 for invalid ones."""
+    real = at < end
     if PAGED:
         page = gl.load(keys + at // L.page_size, mask=real, other=-1).to(gl.int64)
         valid = (page >= 0) & (page < num_slots // L.page_size)
@@ -143,30 +230,27 @@ def slots_of(keys, at, last, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
 
 
 @gluon.jit
-def block_slots(
-    keys, ends, main, extra, block, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr
+def load_block_slots(
+    blocks, block, main, extra, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr
 ):
-    """Slots of a block of 64 keys; those of the extra stream come after those of the first."""
-    keys, extra_keys = keys
-    end, extra_end, num_blocks = ends
-    at = block * 64 + gl.arange(0, 64, COPY_ROWS)
+    """Load the slots of a block of 64 keys from the stream that the block belongs to."""
+    at = block * 64 + gl.arange(0, 64, CODES_KEYS)
     if EXTRA is None:
-        slots = slots_of(keys, at, end, main.num_slots, L, PAGED)
+        slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
     else:
-        if block < num_blocks:
-            slots = slots_of(keys, at, end, main.num_slots, L, PAGED)
+        if block < blocks.num_main:
+            slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
         else:
-            at -= num_blocks * 64
-            slots = slots_of(extra_keys, at, extra_end, extra.num_slots, EXTRA, PAGED)
+            at -= blocks.num_main * 64
+            slots = load_slots(
+                blocks.extra_keys, at, blocks.extra_end, extra.num_slots, EXTRA, PAGED
+            )
     return slots
 
 
 @gluon.jit
-def find_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
-    """Where the keys are, where they end in each stream, and the blocks of the split.
-
-    What cuts a list short for a split is an end too.
-    """
+def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
+    """Find the blocks of a tile's split, and store how many keys each row sees."""
     begin, split, request, token = place_of(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
     end = store_limits(limits, main, shape, begin, request, CAUSAL)
@@ -186,30 +270,33 @@ def find_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: g
     last = gl.minimum(first + blocks, total)
     end = gl.minimum(last * 64, end)
     extra_end = gl.minimum((last - num_blocks) * 64, extra_end)
-    return (keys, extra_keys), (end, extra_end, num_blocks), first, last
+    return KeyBlocks(keys, extra_keys, end, extra_end, num_blocks, first, last)
 
 
 @gluon.jit
-def used_blocks(keys, ends, main, extra, first, last, EXTRA: gl.constexpr, PAGED: gl.constexpr):
+def end_of_valid_blocks(blocks, main, extra, EXTRA: gl.constexpr, PAGED: gl.constexpr):
     """One past the last block of the split that has a valid key."""
-    keys, extra_keys = keys
-    end, extra_end, num_blocks = ends
+    last = blocks.last
     if not PAGED:
         if EXTRA is None:
-            last = gl.cdiv(end_of(keys, first * 64, end, main.num_slots, 1024), 64)
+            end = end_of(blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024)
+            last = gl.cdiv(end, 64)
         else:
-            begin = gl.maximum(first - num_blocks, 0) * 64
-            used = end_of(extra_keys, begin, extra_end, extra.num_slots, 1024)
-            if used > begin:
-                last = num_blocks + gl.cdiv(used, 64)
+            begin = gl.maximum(blocks.first - blocks.num_main, 0) * 64
+            end = end_of(blocks.extra_keys, begin, blocks.extra_end, extra.num_slots, 1024)
+            if end > begin:
+                last = blocks.num_main + gl.cdiv(end, 64)
             else:
-                last = gl.cdiv(end_of(keys, first * 64, end, main.num_slots, 1024), 64)
+                end = end_of(
+                    blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+                )
+                last = gl.cdiv(end, 64)
     return last
 
 
 @gluon.jit
-def row_of(slots, L: gl.constexpr):
-    """Page and row of slots; what has no slot is row 0. The page of a linear cache is 0."""
+def split_slots(slots, L: gl.constexpr):
+    """Page and row of slots. Invalid slots give row 0, linear caches page 0."""
     slots = gl.maximum(slots, 0).to(gl.uint32)
     if L.linear:
         page = gl.zeros_like(slots)
@@ -221,108 +308,113 @@ def row_of(slots, L: gl.constexpr):
 
 
 @gluon.jit
-def words_in(slots, L: gl.constexpr):
-    page, row = row_of(slots, L)
+def code_offsets(slots, L: gl.constexpr):
+    """Offsets of rows' codes, in words."""
+    page, row = split_slots(slots, L)
     return page * L.strides[0] + row * L.strides[1]
 
 
 @gluon.jit
-def scales_in(slots, L: gl.constexpr):
-    page, row = row_of(slots, L)
+def scale_offsets(slots, L: gl.constexpr):
+    """Offsets of rows' scales, in scales."""
+    page, row = split_slots(slots, L)
     return page * L.scales_strides[0] + row * L.scales_strides[1] + L.scales_at
 
 
 @gluon.jit
-def word_offset(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
-    """Where the codes of rows start, in words."""
+def stream_code_offsets(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
+    """Offsets of rows' codes in either stream's cache, from the start of the main one."""
     if EXTRA is None:
-        at = words_in(slots, L)
+        at = code_offsets(slots, L)
     else:
         if is_extra:
-            at = words_in(slots, EXTRA) + extra.shift
+            at = code_offsets(slots, EXTRA) + extra.shift
         else:
-            at = words_in(slots, L)
+            at = code_offsets(slots, L)
     return at
 
 
 @gluon.jit
-def scale_offset(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
-    """Where the scales of rows start, in scales."""
+def stream_scale_offsets(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.constexpr):
+    """Offsets of rows' scales in either stream's cache, from the start of the main one."""
     if EXTRA is None:
-        at = scales_in(slots, L)
+        at = scale_offsets(slots, L)
     else:
         if is_extra:
-            at = scales_in(slots, EXTRA) + extra.shift.to(gl.int64) * (4 // L.scale_bytes)
+            at = scale_offsets(slots, EXTRA) + extra.shift.to(gl.int64) * (4 // L.scale_bytes)
         else:
-            at = scales_in(slots, L)
+            at = scale_offsets(slots, L)
     return at
 
 
 @gluon.constexpr_function
-def num_values(fp8_dim, head_dim):
-    """Chunks of the value; what is left is one chunk."""
+def num_value_chunks(fp8_dim, head_dim):
+    """Number of chunks of value dims. RoPE dims, if there are any, are the chunk after these."""
     return sum(chunk_start(fp8_dim, c) < 512 for c in range(num_chunks(fp8_dim, head_dim)))
 
 
 @gluon.constexpr_function
-def chunks_of(fp8_dim, head_dim, who):
-    """Chunks of a half of the value."""
-    count = num_values(fp8_dim, head_dim)
-    return tuple(c for c in range(count) if chunk_start(fp8_dim, c) // 256 == who)
+def value_chunks(fp8_dim, head_dim, half):
+    """Chunks of a half of the value dims."""
+    count = num_value_chunks(fp8_dim, head_dim)
+    return tuple(c for c in range(count) if chunk_start(fp8_dim, c) // 256 == half)
 
 
 @gluon.constexpr_function
-def chunk_order(fp8_dim, head_dim):
-    """Chunks in the order in which they are copied: the halves' in turn, what is no value."""
-    halves = [chunks_of(fp8_dim, head_dim, who) for who in range(2)]
+def copy_order(fp8_dim, head_dim):
+    """Chunks in the order of their copies: those of both halves in turn, RoPE dims last."""
+    halves = [value_chunks(fp8_dim, head_dim, half) for half in range(2)]
     turns = [chunk for turn in zip_longest(*halves) for chunk in turn if chunk is not None]
     return tuple(turns) + tuple(range(len(turns), num_chunks(fp8_dim, head_dim)))
 
 
 @gluon.jit
-def place_in(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
-    """Memory, place, barrier and parity of a chunk: of values there is one place for each."""
-    COUNT: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
-    if CHUNK < COUNT:
-        raw = memory[3]
-        slot = tile * 0 + CHUNK  # no constexpr: what is returned has one type
-        at = slot
-        use = tile
+def chunk_buffer(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Stages, stage, barrier and phase of a chunk. Every chunk of value dims has one stage."""
+    VALUE_CHUNKS: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
+    if CHUNK < VALUE_CHUNKS:
+        stages = smem.raw
+        stage = step * 0 + CHUNK  # a tensor, so that both branches return the same types
+        index = stage
+        use = step
     else:
-        raw = memory[4]
-        slot = tile % raw.shape[0]
-        at = COUNT + slot
-        use = tile // raw.shape[0]
-    return raw, slot, at, use & 1
+        stages = smem.raw_rope
+        stage = step % stages.shape[0]
+        index = VALUE_CHUNKS + stage
+        use = step // stages.shape[0]
+    return stages, stage, index, use & 1
 
 
 @gluon.jit
-def load_queries(
-    tile, q, strides, shape, START: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-    TOKENS: gl.constexpr,
-):  # fmt: skip
-    """Dims of a tile's rows."""
-    begin, _, request, first = place_of(tile, shape)
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
-    rows = request * strides[0] + (first + token) * strides[1] + head * strides[2]
-    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+def release_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Let the producer overwrite a chunk."""
+    mbarrier.arrive(smem.empty.index(chunk_buffer(step, smem, CHUNK, L)[2]), count=1)
 
 
 @gluon.jit
-def as_operand(x):
-    """Dims in memory's order as the left operand of a product, in the order of the keys."""
-    return gl.convert_layout(in_order(x, 16), gl.DotOperandLayout(0, SCORES, 2))
+def view_bf16(stages, stage):
+    """A stage as bfloat16 ``[64, 64]``."""
+    NUM_STAGES: gl.constexpr = stages.shape[0]
+    return reinterpret(stages, gl.bfloat16, [NUM_STAGES, 64, 64], TILE).index(stage)
+
+
+@gluon.jit
+def view_codes(stages, stage, WIDTH: gl.constexpr):
+    """A stage as e4m3 codes ``[64, WIDTH]``."""
+    COUNT: gl.constexpr = stages.shape[0] * stages.shape[2] // WIDTH
+    LAYOUT: gl.constexpr = RAW_128 if WIDTH == 128 else RAW_64
+    at = stage * (stages.shape[2] // WIDTH)
+    return reinterpret(stages, gl.uint8, [COUNT, 64, WIDTH], LAYOUT).index(at)
 
 
 @gluon.jit
 def copy_scales(to, rows, slots, is_extra, extra, L: gl.constexpr, EXTRA: gl.constexpr):
-    """32-bit words of scales; each word has the keys side by side."""
+    """Copy scales in 32-bit words, transposed: all keys' first word, then all keys' second."""
     PER_WORD: gl.constexpr = 4 // L.scale_bytes
     NUM_WORDS: gl.constexpr = -(-L.num_scales // PER_WORD)
-    slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY32))
-    first = scale_offset(slots, extra, is_extra, L, EXTRA) // PER_WORD
-    word = gl.arange(0, to.shape[0], gl.SliceLayout(0, COPY32))
+    slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY_SCALES))
+    first = stream_scale_offsets(slots, extra, is_extra, L, EXTRA) // PER_WORD
+    word = gl.arange(0, to.shape[0], gl.SliceLayout(0, COPY_SCALES))
     words = rows.words
     if rows.scales is not None:
         words = rows.scales.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -331,119 +423,286 @@ def copy_scales(to, rows, slots, is_extra, extra, L: gl.constexpr, EXTRA: gl.con
 
 
 @gluon.jit
-def bf16_chunk(raw, slot):
-    """A place as bfloat16 ``[64, 64]``."""
-    PLACES: gl.constexpr = raw.shape[0]
-    return reinterpret(raw, gl.bfloat16, [PLACES, 64, 64], TILE).index(slot)
-
-
-@gluon.jit
-def codes_chunk(raw, slot, WIDTH: gl.constexpr):
-    """A place as e4m3 codes ``[64, WIDTH]``."""
-    COUNT: gl.constexpr = raw.shape[0] * raw.shape[2] // WIDTH
-    LAYOUT: gl.constexpr = RAW8 if WIDTH == 128 else RAW8_HALF
-    at = slot * (raw.shape[2] // WIDTH)
-    return reinterpret(raw, gl.uint8, [COUNT, 64, WIDTH], LAYOUT).index(at)
-
-
-@gluon.jit
-def copy_chunk(tile, memory, rows, first, real, CHUNK: gl.constexpr, L: gl.constexpr):
-    """A chunk of rows that start at the words ``first``, as it is stored."""
+def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Copy a chunk of the rows that begin at the words ``first``, once its stage is empty."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
-    raw, slot, at, phase = place_in(tile, memory, CHUNK, L)
-    mbarrier.wait(memory[10].index(at), phase ^ 1)
+    stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
+    mbarrier.wait(smem.empty.index(index), phase ^ 1)
     if L.fp8_dim > START:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
         codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
-        dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY8))
+        dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY_CODES))
         source = codes + (4 * first)[:, None] + dims[None, :]
-        async_load(codes_chunk(raw, slot, WIDTH), source, mask=real[:, None])
+        async_load(view_codes(stages, stage, WIDTH), source, mask=valid[:, None])
     else:
-        first = gl.convert_layout(2 * first + L.tail_at, BF16_ROWS)
-        real = gl.convert_layout(real, BF16_ROWS)
-        dims = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY16))
+        first = gl.convert_layout(2 * first + L.tail_at, BF16_KEYS)
+        valid = gl.convert_layout(valid, BF16_KEYS)
+        dims = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY_BF16))
         tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
         source = tail + first[:, None] + dims[None, :]
-        async_load(bf16_chunk(raw, slot), source, mask=real[:, None])
+        async_load(view_bf16(stages, stage), source, mask=valid[:, None])
+    async_copy.mbarrier_arrive(smem.full.index(index), increment_count=False)
 
 
 @gluon.jit
-def copy_tile(tile, slots, is_extra, rows, extra, memory, L: gl.constexpr, EXTRA: gl.constexpr):
-    """Copy a tile's rows chunk by chunk, each as soon as there is a place in the ring."""
-    _, _, _, _, _, scales, valid, _, _, full, _, bar = memory
-    ORDER: gl.constexpr = chunk_order(L.fp8_dim, L.head_dim)
-    real = slots >= 0
-    first = word_offset(slots, extra, is_extra, L, EXTRA)
-    valid.index(tile % TILES).store(real.to(gl.int8))
-    mbarrier.arrive(bar.index(VALID + tile % TILES), count=1)
+def copy_block(step, slots, is_extra, rows, extra, smem, L: gl.constexpr, EXTRA: gl.constexpr):
+    """Copy a block of keys chunk by chunk, and store which keys are valid."""
+    ORDER: gl.constexpr = copy_order(L.fp8_dim, L.head_dim)
+    valid = slots >= 0
+    first = stream_code_offsets(slots, extra, is_extra, L, EXTRA)
+    smem.valid.index(step % VALID_STAGES).store(valid.to(gl.int8))
+    mbarrier.arrive(smem.bar.index(VALID + step % VALID_STAGES), count=1)
     if L.scale_block > 0:
-        # Those of the tile before the last one: all of its chunks were given back.
-        copy_scales(scales.index(tile % 2), rows, slots, is_extra, extra, L, EXTRA)
+        # Overwrites the scales of step - 2, all of whose chunks have been released.
+        copy_scales(smem.scales.index(step % 2), rows, slots, is_extra, extra, L, EXTRA)
     for j in gl.static_range(len(ORDER)):
-        copy_chunk(tile, memory, rows, first, real, ORDER[j], L)
-        at = place_in(tile, memory, ORDER[j], L)[2]
-        async_copy.mbarrier_arrive(full.index(at), increment_count=False)
+        copy_chunk(step, smem, rows, first, valid, ORDER[j], L)
 
 
 @gluon.jit
-def produce(
-    num_tiles, rows, main, extra, shape, limits, found, memory,
+def producer(
+    num_tiles, rows, main, extra, shape, smem,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that copies."""
-    bar = memory[11]
-    key_tile = 0
+    """The warpgroup that copies keys."""
+    step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
-        at = turn % TURNS
-        keys, ends, first, last = find_blocks(
-            tile, main, extra, shape, limits.index(at), EXTRA, CAUSAL
-        )  # fmt: skip
-        slots = block_slots(keys, ends, main, extra, first, L, EXTRA, PAGED)
-        copy_tile(key_tile, slots, first >= ends[2], rows, extra, memory, L, EXTRA)
-        # While these are under way, how long the lists really are. At least one tile: a loop that
-        # may be skipped makes the products wait for each other.
-        last = used_blocks(keys, ends, main, extra, first, last, EXTRA, PAGED)
+        at = turn % RANGE_STAGES
+        blocks = find_key_blocks(tile, main, extra, shape, smem.limits.index(at), EXTRA, CAUSAL)
+        first = blocks.first
+        slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED)
+        copy_block(step, slots, first >= blocks.num_main, rows, extra, smem, L, EXTRA)
+        # While the first block is on its way: where do the lists really end? At least one block, as
+        # a loop that may be skipped makes the compiler serialise the MMAs.
+        last = end_of_valid_blocks(blocks, main, extra, EXTRA, PAGED)
         last = gl.maximum(last, first + 1)
-        found.index(2 * at).store(gl.zeros([1], gl.int32, ONE) + (last - first))
-        found.index(2 * at + 1).store(gl.zeros([1], gl.int32, ONE) + first * 64)
-        mbarrier.arrive(bar.index(RANGE + at), count=1)
-        slots = block_slots(keys, ends, main, extra, first + 1, L, EXTRA, PAGED)
-        key_tile += 1
+        smem.key_range.index(2 * at).store(gl.zeros([1], gl.int32, THREADS) + (last - first))
+        smem.key_range.index(2 * at + 1).store(gl.zeros([1], gl.int32, THREADS) + first * 64)
+        mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+        slots = load_block_slots(blocks, first + 1, main, extra, L, EXTRA, PAGED)
+        step += 1
         for block in range(first + 1, last):
-            following = block_slots(keys, ends, main, extra, block + 1, L, EXTRA, PAGED)
-            copy_tile(key_tile, slots, block >= ends[2], rows, extra, memory, L, EXTRA)
+            following = load_block_slots(blocks, block + 1, main, extra, L, EXTRA, PAGED)
+            copy_block(step, slots, block >= blocks.num_main, rows, extra, smem, L, EXTRA)
             slots = following
-            key_tile += 1
+            step += 1
 
 
 @gluon.jit
-def read_range(found, bar, turn):
-    """Tiles of keys and position of the first key, which the producer stored."""
-    at = turn % TURNS
-    mbarrier.wait(bar.index(RANGE + at), turn // TURNS & 1)
-    count = gl.max(found.index(2 * at).load(ONE), 0)
-    return count, gl.max(found.index(2 * at + 1).load(ONE), 0)
+def load_key_range(smem, turn):
+    """The number of blocks of a tile and the position of its first key, from the producer."""
+    at = turn % RANGE_STAGES
+    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // RANGE_STAGES & 1)
+    num_blocks = gl.max(smem.key_range.index(2 * at).load(THREADS), 0)
+    return num_blocks, gl.max(smem.key_range.index(2 * at + 1).load(THREADS), 0)
 
 
 @gluon.jit
-def wait_added(tile, bar):
-    """Until both adders are done with the weights of the tile two before this one."""
-    mbarrier.wait(bar.index(ADDED + tile % 2), tile // 2 & 1 ^ 1)
+def wait_p_empty(step, smem):
+    """Wait until both PV warpgroups have read P of ``step - 2``."""
+    mbarrier.wait(smem.bar.index(P_EMPTY + step % 2), step // 2 & 1 ^ 1)
 
 
 @gluon.jit
-def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr, DIMS: gl.constexpr):
-    """float32 scales of the tile's keys for one dim."""
+def load_q(
+    tile, queries, shape, START: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Load dims ``START .. START + WIDTH`` of a tile's query rows."""
+    begin, _, request, first = place_of(tile, shape)
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
+    rows = (
+        request * queries.request_stride
+        + (first + token) * queries.token_stride
+        + head * queries.head_stride
+    )
+    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(queries.q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+def to_operand(x):
+    """Permute dims from the order in memory to the registers of an MMA's A operand."""
+    return gl.convert_layout(in_order(x, 16), Q_OPERAND)
+
+
+@gluon.jit
+def load_q_operands(tile, step, queries, shape, smem, L: gl.constexpr, TOKENS: gl.constexpr):
+    """Load Q: dims 0 to 255 and the RoPE dims into registers, dims 256 to 511 into shared memory.
+
+    The dims that stay in registers pass through shared memory, too: Triton 3.9 kept them in the
+    layout of their load and converted them for each block.
+    """
+    low = smem.q_high.index(0).slice(0, 128, dim=1)
+    high = smem.q_high.index(0).slice(128, 128, dim=1)
+    x0 = load_q(tile, queries, shape, 0, 128, CHUNK_128, TOKENS)
+    x1 = load_q(tile, queries, shape, 128, 128, CHUNK_128, TOKENS)
+    low.store(to_operand(x0))
+    high.store(to_operand(x1))
+    barrier()
+    q0 = low.load(Q_OPERAND)
+    q1 = high.load(Q_OPERAND)
+    barrier()
+    x2 = load_q(tile, queries, shape, 256, 128, CHUNK_128, TOKENS)
+    x3 = load_q(tile, queries, shape, 384, 128, CHUNK_128, TOKENS)
+    q_rope = q0
+    if L.rope_bf16:
+        rope = load_q(tile, queries, shape, 512, 64, COPY_Q_ROPE, TOKENS)
+    elif L.rope_fp8:
+        rope = load_q(tile, queries, shape, 512, 64, CHUNK_64, TOKENS)
+    low.store(to_operand(x2))
+    high.store(to_operand(x3))
+    if L.rope_bf16:
+        # Through the memory of P, once P of the last step has been read.
+        wait_p_empty(step + 1, smem)
+        smem.p.index(0).store(rope)
+        barrier()
+        q_rope = smem.p.index(0).load(Q_OPERAND)
+        barrier()
+    elif L.rope_fp8:
+        q_rope = to_operand(rope)
+    fence_async_shared()
+    return q0, q1, q_rope
+
+
+@gluon.jit
+def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
+    """Issue the QK MMA of a block; S is in flight."""
+    stage = step % 2
+    low = smem.kv.index(2 * stage + zero)
+    high = smem.kv.index(2 * stage + 1 + zero)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
+    if L.rope_bf16:
+        ROPE_CHUNK: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
+        stages, rope_stage, index, phase = chunk_buffer(step, smem, ROPE_CHUNK, L)
+        mbarrier.wait(smem.full.index(index), phase)
+        keys = view_bf16(stages, rope_stage).permute((1, 0))
+        s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
+    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)
+    # For what the PV warpgroups stored. A fence here costs less than one beside their stores.
+    fence_async_shared()
+    keys = low.slice(0, 128, dim=1).permute((1, 0))
+    s = warpgroup_mma(q0, keys, s, use_acc=L.rope_bf16, is_async=True)
+    s = warpgroup_mma(q1, low.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(smem.q_high.index(zero), high.permute((1, 0)), s, is_async=True)
+    if L.rope_fp8:
+        s = warpgroup_mma(q_rope, smem.p.index(stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def all_keys_valid(step, smem):
+    """Whether all keys of a block are valid, as in most blocks: four flags at a time."""
+    flags = reinterpret(smem.valid, gl.int32, [VALID_STAGES, 16], PLAIN).index(step % VALID_STAGES)
+    return gl.min(flags.load(THREADS), 0) == 0x01010101
+
+
+@gluon.jit
+def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
+    """Set S of keys that are invalid, or that a row must not see, to -inf."""
+    if MIXED:
+        keys = first_key + gl.arange(0, 64, SCORE_KEYS)
+        limit = smem.limits.index(turn % RANGE_STAGES).load(SCORE_ROWS)
+        s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
+    if not all_valid:
+        valid = smem.valid.index(step % VALID_STAGES).load(SCORE_KEYS) != 0
+        s = gl.where(valid[None, :], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def update_m(m, s, max_logits):
+    """The next m of each row, which may lag as long as ``max_logits`` are not wanted."""
+    # Pairs first: a shorter chain of maxima.
+    top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
+    top = gl.convert_layout(gl.max(top, 1), SCORE_ROWS)
+    return gl.where(top > m + (RESCALE_THRESHOLD if max_logits is None else 0.0), top, m)
+
+
+@gluon.jit
+def partial_row_sums(p):
+    """Sums ``[64, 4]`` of each row over the keys that one thread holds."""
+    return gl.sum(gl.sum(p.reshape(64, 8, 4, 2), 3), 1)
+
+
+@gluon.jit
+def store_p(p, alpha, step, smem, L: gl.constexpr):
+    """Hand P and alpha of a step to the PV warpgroups."""
+    if L.rope_fp8:
+        barrier()  # all warps' MMAs have read the RoPE dims of K in the same place
+    wait_p_empty(step + 1, smem)
+    smem.p.index(step % smem.p.shape[0]).store(to_bf16(p))
+    smem.alpha.store(alpha)
+    mbarrier.arrive(smem.bar.index(P_FULL), count=1)
+
+
+@gluon.jit
+def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
+    """Store lse and the largest logits of a tile; hand 1 / l to the PV warpgroups."""
+    begin, split, request, token = place_of(tile, shape)
+    row_token, head, real = heads_of(begin, shape, SCORE_ROWS, TOKENS)
+    lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
+    rows = (token + row_token) * results.lse_token + head
+    gl.store(lse + rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
+    empty = l == 0
+    if results.max_logits is not None:
+        to = results.max_logits + request * results.max_logits_request
+        gl.store(to + head, gl.where(empty, float("-inf"), m * LN2), mask=real)
+    if results.attn_sink is not None:
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        l += gl.exp2(sink * LOG2E - m)
+    smem.inv_l.index(turn % 2).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
+    mbarrier.arrive(smem.bar.index(L_FULL + turn % 2), count=1)
+
+
+@gluon.jit
+def qk_consumer(
+    num_tiles, queries, shape, results, smem, scale_log2,
+    L: gl.constexpr, MIXED: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup that computes S and P."""
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        turn = tile // gl.num_programs(0)
+        q0, q1, q_rope = load_q_operands(tile, step, queries, shape, smem, L, TOKENS)
+        m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
+        l = partial_row_sums(gl.zeros([64, 64], gl.float32, SCORES))
+        num_blocks, first_key = load_key_range(smem, turn)
+        for i in range(num_blocks):
+            zero = opaque_zero(i)
+            s = qk_mma(step, zero, q0, q1, q_rope, smem, L)
+            mbarrier.wait(smem.bar.index(VALID + step % VALID_STAGES), step // VALID_STAGES & 1)
+            all_valid = all_keys_valid(step, smem)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if L.rope_bf16:
+                release_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
+            s = mask_scores(s * scale_log2, all_valid, step, turn, first_key + i * 64, smem, MIXED)
+            m_new = update_m(m, s, results.max_logits)
+            alpha = gl.exp2(m - m_new)
+            m = m_new
+            p = gl.exp2(s - m[:, None])
+            store_p(p, alpha, step, smem, L)
+            alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
+            l = l * alpha[:, None] + partial_row_sums(p)
+            step += 1
+        l = gl.convert_layout(gl.sum(l, 1), SCORE_ROWS)
+        store_lse(tile, turn, m, l, results, shape, smem, TOKENS)
+
+
+@gluon.jit
+def load_scales(step, smem, DIM: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 scales of a block's keys for one dim."""
     if L.scale_block == 0:
-        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, DIMS))
+        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     else:
         PER_WORD: gl.constexpr = 4 // L.scale_bytes
         INDEX: gl.constexpr = DIM // L.scale_block
-        NUM_WORDS: gl.constexpr = scales.shape[1]
-        words = reinterpret(scales, gl.int32, [scales.shape[0] * NUM_WORDS, 64], PLAIN)
-        word = words.index(tile % 2 * NUM_WORDS + INDEX // PER_WORD)
-        bits = word.load(gl.SliceLayout(1, DIMS))
+        NUM_WORDS: gl.constexpr = smem.scales.shape[1]
+        STAGES: gl.constexpr = smem.scales.shape[0]
+        words = reinterpret(smem.scales, gl.int32, [STAGES * NUM_WORDS, 64], PLAIN)
+        word = words.index(step % 2 * NUM_WORDS + INDEX // PER_WORD)
+        bits = word.load(gl.SliceLayout(1, LAYOUT))
         if L.scale_bytes == 1:
             scale = decode_e8m0((bits >> (INDEX % 4 * 8)) & 0xFF)
         else:
@@ -452,333 +711,224 @@ def scale_of(scales, tile, DIM: gl.constexpr, L: gl.constexpr, DIMS: gl.constexp
 
 
 @gluon.jit
-def load_chunk(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
-    """What a chunk holds, and scales."""
-    scales = memory[5]
+def load_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
+    """A chunk as the cache stores it, once it has arrived, and its scales."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
-    raw, slot, at, phase = place_in(tile, memory, CHUNK, L)
-    mbarrier.wait(memory[9].index(at), phase)
+    stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
+    mbarrier.wait(smem.full.index(index), phase)
     if L.fp8_dim <= START:
-        x = bf16_chunk(raw, slot).load(DIMS64)
+        x = view_bf16(stages, stage).load(CHUNK_64)
         scale = 0
     else:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
-        DIMS: gl.constexpr = DIMS128 if WIDTH == 128 else DIMS64
-        x = codes_chunk(raw, slot, WIDTH).load(DIMS)
-        scale = scale_of(scales, tile, START, L, DIMS)[:, None]
+        LAYOUT: gl.constexpr = CHUNK_128 if WIDTH == 128 else CHUNK_64
+        x = view_codes(stages, stage, WIDTH).load(LAYOUT)
+        scale = load_scales(step, smem, START, L, LAYOUT)[:, None]
         if L.scale_block == 64 and WIDTH == 128:
-            second = gl.arange(0, 128, gl.SliceLayout(0, DIMS)) >= 64
-            other = scale_of(scales, tile, START + 64, L, DIMS)[:, None]
+            second = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)) >= 64
+            other = load_scales(step, smem, START + 64, L, LAYOUT)[:, None]
             scale = gl.where(second[None, :], other, scale)
     return x, scale
 
 
 @gluon.jit
-def give_back(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
-    """A chunk was read."""
-    mbarrier.arrive(memory[10].index(place_in(tile, memory, CHUNK, L)[2]), count=1)
-
-
-@gluon.jit
-def convert(x, scale):
-    """What a chunk holds as bfloat16, in the order of an operand's registers."""
+def dequantize(x, scale):
+    """Dequantise a chunk to bfloat16, in the registers of an A operand."""
     if x.dtype != gl.bfloat16:
         codes, scale = gl.broadcast(x, scale)
         x = gl.inline_asm_elementwise(
-            CONVERT,
+            DEQUANTIZE,
             "=r,=r,r,f,f,f,f",
             [codes, scale],
             dtype=gl.bfloat16,
             is_pure=True,
             pack=4,
         )
-    return as_operand(x)
+    return to_operand(x)
 
 
 @gluon.jit
-def add_keys(p):
-    """Sums ``[64, 4]`` of the keys that a thread has of each head."""
-    return gl.sum(gl.sum(p.reshape(64, 8, 4, 2), 3), 1)
-
-
-@gluon.jit
-def score(
-    num_tiles, q, strides, shape, limits, found, memory, results, scale_log2,
-    L: gl.constexpr, MIXED: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
-    """The warpgroup that finds weights."""
-    q_high, values, weights, _, raw_rest, _, valid, factors, totals, full, _, bar = memory
-    REST: gl.constexpr = L.head_dim > 512
-    COUNT: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
-    READY: gl.constexpr = REST and L.fp8_dim <= 512
-    key_tile = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
-        # Half of the dims stay in registers. They go there by way of the others' place: Triton 3.9
-        # kept them as they were loaded and moved them for each tile of keys.
-        x0 = load_queries(tile, q, strides, shape, 0, 128, DIMS128, TOKENS)
-        x1 = load_queries(tile, q, strides, shape, 128, 128, DIMS128, TOKENS)
-        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x0))
-        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x1))
-        barrier()
-        q0 = q_high.index(0).slice(0, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
-        q1 = q_high.index(0).slice(128, 128, dim=1).load(gl.DotOperandLayout(0, SCORES, 2))
-        barrier()
-        x2 = load_queries(tile, q, strides, shape, 256, 128, DIMS128, TOKENS)
-        x3 = load_queries(tile, q, strides, shape, 384, 128, DIMS128, TOKENS)
-        if READY:
-            rest = load_queries(tile, q, strides, shape, 512, 64, QUERIES, TOKENS)
-        elif REST:
-            rest = load_queries(tile, q, strides, shape, 512, 64, DIMS64, TOKENS)
-        q_high.index(0).slice(0, 128, dim=1).store(as_operand(x2))
-        q_high.index(0).slice(128, 128, dim=1).store(as_operand(x3))
-        if READY:
-            # By way of a place that is free once the weights before were read.
-            wait_added(key_tile + 1, bar)
-            weights.index(0).store(rest)
-            barrier()
-            q2 = weights.index(0).load(gl.DotOperandLayout(0, SCORES, 2))
-            barrier()
-        elif REST:
-            q2 = as_operand(rest)
-        fence_async_shared()
-        m = gl.full([64], LOWEST, gl.float32, HEADS)
-        l = add_keys(gl.zeros([64, 64], gl.float32, SCORES))
-        count, first = read_range(found, bar, turn)
-        for i in range(count):
-            z = opaque_zero(i)
-            at = key_tile % 2
-            low = values.index(2 * at + z)
-            high = values.index(2 * at + 1 + z)
-            s = gl.zeros([64, 64], gl.float32, SCORES)
-            if READY:
-                slot, rest_bar, phase = place_in(key_tile, memory, COUNT, L)[1:]
-                mbarrier.wait(full.index(rest_bar), phase)
-                keys = bf16_chunk(raw_rest, slot).permute((1, 0))
-                s = warpgroup_mma(q2, keys, s, use_acc=False, is_async=True)
-            mbarrier.wait(bar.index(CONVERTED + at), key_tile // 2 & 1)
-            # What others stored, for products to read. Here it costs less than where it was stored.
-            fence_async_shared()
-            keys = low.slice(0, 128, dim=1).permute((1, 0))
-            s = warpgroup_mma(q0, keys, s, use_acc=READY, is_async=True)
-            s = warpgroup_mma(q1, low.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma(q_high.index(z), high.permute((1, 0)), s, is_async=True)
-            if REST and not READY:
-                keys = weights.index(at).permute((1, 0))
-                s = warpgroup_mma(q2, keys, s, is_async=True)
-            mbarrier.wait(bar.index(VALID + key_tile % TILES), key_tile // TILES & 1)
-            # Most tiles have only keys that count.
-            flags = reinterpret(valid, gl.int32, [TILES, 16], PLAIN).index(key_tile % TILES)
-            all_count = gl.min(flags.load(ONE), 0) == 0x01010101
-            s = warpgroup_mma_wait(0, deps=[s])
-            if READY:
-                give_back(key_tile, memory, COUNT, L)
-            s = s * scale_log2
-            if MIXED:
-                keys = first + i * 64 + gl.arange(0, 64, KEYS)
-                limit = limits.index(turn % TURNS).load(HEADS)
-                s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
-            if not all_count:
-                seen = valid.index(key_tile % TILES).load(KEYS) != 0
-                s = gl.where(seen[None, :], s, float("-inf"))
-            # Pairs first: a shorter chain of maxima.
-            top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
-            top = gl.convert_layout(gl.max(top, 1), HEADS)
-            highest = gl.where(top > m + (SLACK if results.max_logits is None else 0.0), top, m)
-            factor = gl.exp2(m - highest)
-            m = highest
-            p = gl.exp2(s - highest[:, None])
-            if REST and not READY:
-                barrier()  # every warp's products are done with the keys in the weights' place
-            wait_added(key_tile + 1, bar)
-            weights.index(key_tile % weights.shape[0]).store(to_bf16(p))
-            factors.store(factor)
-            mbarrier.arrive(bar.index(WEIGHTS), count=1)
-            factor = gl.convert_layout(factor, gl.SliceLayout(1, l.type.layout))
-            l = l * factor[:, None] + add_keys(p)
-            key_tile += 1
-        total = gl.convert_layout(gl.sum(l, 1), HEADS)
-        begin, split, request, token = place_of(tile, shape)
-        row_token, head, real = heads_of(begin, shape, HEADS, TOKENS)
-        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
-        rows = (token + row_token) * results.lse_token + head
-        gl.store(lse + rows, (m + gl.log2(total)) * LN2, mask=real)  # log2(0) is -inf
-        empty = total == 0
-        if results.max_logits is not None:
-            to = results.max_logits + request * results.max_logits_request
-            gl.store(to + head, gl.where(empty, float("-inf"), m * LN2), mask=real)
-        if results.attn_sink is not None:
-            sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-            total += gl.exp2(sink * LOG2E - m)
-        totals.index(turn % 2).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total)))
-        mbarrier.arrive(bar.index(SUM + turn % 2), count=1)
-
-
-@gluon.jit
-def keep_chunk(tile, memory, CHUNK: gl.constexpr, L: gl.constexpr):
-    """Convert a chunk to what both products read."""
-    values = memory[1]
+def dequantize_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
+    """Dequantise a chunk into the memory that the MMAs read, and release it."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
-    x, scale = load_chunk(tile, memory, CHUNK, L)
-    x = convert(x, scale)
+    x, scale = load_chunk(step, smem, CHUNK, L)
+    x = dequantize(x, scale)
     if START < 512:
-        to = values.index(tile % 2 * 2 + START // 256)
+        to = smem.kv.index(step % 2 * 2 + START // 256)
         to.slice(START % 256, x.shape[1], dim=1).store(x)
     else:
-        # Where the weights of two tiles before were, of all heads: the other adder read them too.
-        wait_added(tile, memory[11])
-        memory[2].index(tile % 2).store(x)
-    give_back(tile, memory, CHUNK, L)
+        # Overwrites P of step - 2, which the other PV warpgroup reads, too.
+        wait_p_empty(step, smem)
+        smem.p.index(step % 2).store(x)
+    release_chunk(step, smem, CHUNK, L)
 
 
 @gluon.jit
-def keep_half(tile, memory, L: gl.constexpr, WHO: gl.constexpr):
-    """Convert a half of a tile; the first adder's has what is no value too."""
-    MINE: gl.constexpr = chunks_of(L.fp8_dim, L.head_dim, WHO)
-    for c in gl.static_range(len(MINE)):
-        keep_chunk(tile, memory, MINE[c], L)
-    if L.fp8_dim > 512 and WHO == 0:
-        keep_chunk(tile, memory, num_values(L.fp8_dim, L.head_dim), L)
-    mbarrier.arrive(memory[11].index(CONVERTED + tile % 2), count=1)
+def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
+    """Dequantise a half of a block's value dims; with the left half, quantised RoPE dims too."""
+    CHUNKS: gl.constexpr = value_chunks(L.fp8_dim, L.head_dim, HALF)
+    for c in gl.static_range(len(CHUNKS)):
+        dequantize_chunk(step, smem, CHUNKS[c], L)
+    if L.rope_fp8 and HALF == 0:
+        dequantize_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
+    mbarrier.arrive(smem.bar.index(KV_FULL + step % 2), count=1)
 
 
 @gluon.jit
-def store_columns(acc, factor, out, begin, first, results, shape, TOKENS: gl.constexpr):
-    """128 dims of the tile's rows. In memory's order, whole sectors at once."""
-    x = acc * factor[:, None]
+def rescale(acc0, acc1, smem):
+    """Rescale O where the running maximum of any row rose."""
+    if gl.max((smem.alpha.load(ROWS_IN_WARP) != 1.0).to(gl.int32), 0) != 0:
+        alpha = smem.alpha.load(SUM_ROWS)[:, None]
+        acc0 *= alpha
+        acc1 *= alpha
+    return acc0, acc1
+
+
+@gluon.jit
+def pv_mma(step, i, acc0, acc1, smem, HALF: gl.constexpr):
+    """Add P V of a block to a half of O. The first block of a tile overwrites O."""
+    zero = opaque_zero(i)
+    values = smem.kv.index(step % 2 * 2 + HALF + zero)
+    p = smem.p.index(step % smem.p.shape[0] + zero)
+    low = values.slice(0, 128, dim=1)
+    high = values.slice(128, 128, dim=1)
+    acc0 = warpgroup_mma(p, low, acc0, use_acc=i > 0, is_async=True)
+    acc1 = warpgroup_mma(p, high, acc1, use_acc=i > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc0, acc1])
+
+
+@gluon.jit
+def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.constexpr):
+    """Normalise and store 128 columns of O, back in the order of memory: whole sectors at once."""
+    x = acc * inv_l[:, None]
     x = x.reshape(64, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, 128)
-    x = gl.convert_layout(x, DIMS128)  # moves nothing
+    x = gl.convert_layout(x, CHUNK_128)  # moves nothing
     if results.out.dtype.element_ty == gl.bfloat16:
         x = to_bf16(x)
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, DIMS128), TOKENS)
+    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, CHUNK_128), TOKENS)
     rows = (first + token) * results.out_token + head * results.out_head
-    dims = gl.arange(0, 128, gl.SliceLayout(0, DIMS128))
+    dims = gl.arange(0, 128, gl.SliceLayout(0, CHUNK_128))
     gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
 
 
 @gluon.jit
-def add_values(
-    num_tiles, shape, found, memory, results, L: gl.constexpr, TOKENS: gl.constexpr,
-    WHO: gl.constexpr,
-):  # fmt: skip
-    """One of the two warpgroups that convert halves of keys and add weighted values.
+def store_out(
+    tile, turn, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
+):
+    """Store half of O, once QK has stored 1 / l."""
+    mbarrier.wait(smem.bar.index(L_FULL + turn % 2), turn // 2 & 1)
+    inv_l = smem.inv_l.index(turn % 2).load(SUM_ROWS)
+    begin, split, request, token = place_of(tile, shape)
+    out = results.out + split.to(gl.int64) * results.out_split
+    out += request * results.out_request + HALF * 256
+    store_out_columns(acc0, inv_l, out, begin, token, results, shape, TOKENS)
+    store_out_columns(acc1, inv_l, out + 128, begin, token, results, shape, TOKENS)
 
-    Tiles of keys are converted two steps before they are added, whosever they are: the next rows'
-    first tiles come under the last steps of these. One place in the code converts all of them, as a
-    launch waits for instructions: the first rows have two steps more, which only convert.
+
+@gluon.jit
+def pv_consumer(
+    num_tiles, shape, results, smem, L: gl.constexpr, TOKENS: gl.constexpr, HALF: gl.constexpr
+):
+    """A warpgroup that dequantises a half of the value dims and accumulates that half of O.
+
+    Dequantisation is two steps ahead of the MMA, across the ends of tiles. The first tile has two
+    extra iterations in front, which only dequantise.
     """
-    _, values, weights, _, _, _, _, factors, totals, _, _, bar = memory
-    key_tile = -2
-    # Of the rows whose keys are converted: tiles that are left, and which rows these are.
-    left = 0
+    step = -2
+    # The tile whose blocks are being dequantised: blocks that are left, and its turn.
+    blocks_left = 0
     ahead = -1
     turn = -1
-    # Once: each tile of rows begins with a product that adds to nothing.
+    # Never reset: the first MMA of each tile overwrites O.
     acc0 = gl.zeros([64, 128], gl.float32, SUMS)
     acc1 = gl.zeros([64, 128], gl.float32, SUMS)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn += 1
-        count = read_range(found, bar, turn)[0]
-        for i in range(gl.minimum(key_tile, 0), count):
+        num_blocks = load_key_range(smem, turn)[0]
+        for i in range(gl.minimum(step, 0), num_blocks):
             if i >= 0:
-                mbarrier.wait(bar.index(WEIGHTS), key_tile & 1)
+                mbarrier.wait(smem.bar.index(P_FULL), step & 1)
                 fence_async_shared()
-                if gl.max((factors.load(ALL) != 1.0).to(gl.int32), 0) != 0:
-                    factor = factors.load(SUM_ROWS)[:, None]
-                    acc0 *= factor
-                    acc1 *= factor
-                z = opaque_zero(i)
-                x = values.index(key_tile % 2 * 2 + WHO + z)
-                p = weights.index(key_tile % weights.shape[0] + z)
-                low = x.slice(0, 128, dim=1)
-                high = x.slice(128, 128, dim=1)
-                acc0 = warpgroup_mma(p, low, acc0, use_acc=i > 0, is_async=True)
-                acc1 = warpgroup_mma(p, high, acc1, use_acc=i > 0, is_async=True)
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-                mbarrier.arrive(bar.index(ADDED + key_tile % 2), count=1)
-            key_tile += 1
-            if left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
+                acc0, acc1 = rescale(acc0, acc1, smem)
+                acc0, acc1 = pv_mma(step, i, acc0, acc1, smem, HALF)
+                mbarrier.arrive(smem.bar.index(P_EMPTY + step % 2), count=1)
+            step += 1
+            if blocks_left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
                 ahead += 1
-                left = read_range(found, bar, ahead)[0]
-            if left > 0:
-                keep_half(key_tile + 1, memory, L, WHO)
-                left -= 1
-        mbarrier.wait(bar.index(SUM + turn % 2), turn // 2 & 1)
-        factor = totals.index(turn % 2).load(SUM_ROWS)
-        begin, split, request, token = place_of(tile, shape)
-        out = results.out + split.to(gl.int64) * results.out_split
-        out += request * results.out_request + WHO * 256
-        store_columns(acc0, factor, out, begin, token, results, shape, TOKENS)
-        store_columns(acc1, factor, out + 128, begin, token, results, shape, TOKENS)
+                blocks_left = load_key_range(smem, ahead)[0]
+            if blocks_left > 0:
+                dequantize_half(step + 1, smem, L, HALF)
+                blocks_left -= 1
+        store_out(tile, turn, acc0, acc1, results, shape, smem, TOKENS, HALF)
 
 
 @gluon.jit
 def _attend_fp8(
-    num_tiles, q, q_request, q_token, q_head, rows, main, extra, results, shape, scale_log2,
+    num_tiles, queries, rows, main, extra, results, shape, scale_log2,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     MIXED: gl.constexpr, TOKENS: gl.constexpr, SCALE_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 64 rows of a group and a split of its keys.
+    """Attention of tiles of 64 query rows of a group over a split of their keys.
 
-    ``MIXED``: the rows of a tile may be of several tokens, of which each sees keys of its own.
+    ``TOKENS``: a group has rows of several tokens. ``MIXED``: a tile may have rows of several
+    tokens, which see different numbers of keys under the causal mask.
     """
-    VALUES: gl.constexpr = num_values(L.fp8_dim, L.head_dim)
-    PLACES: gl.constexpr = VALUES + 2
+    VALUE_CHUNKS: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
+    NUM_STAGES: gl.constexpr = VALUE_CHUNKS + 2
+    P_STAGES: gl.constexpr = 2 if L.rope_fp8 else 1
     q_high = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], TILE)
-    values = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
-    # Of two tiles where they take the place of what is converted and no value.
-    COUNT: gl.constexpr = 2 if L.fp8_dim > 512 else 1
-    weights = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 64, 64], TILE)
-    raw = gl.allocate_shared_memory(gl.uint8, [VALUES, 64, 128], RAW8)
-    raw_rest = raw
-    if L.head_dim > 512:
-        if L.fp8_dim > 512:
-            raw_rest = gl.allocate_shared_memory(gl.uint8, [1, 64, 64], RAW8_HALF)
-        else:
-            raw_rest = gl.allocate_shared_memory(gl.uint8, [2, 64, 128], RAW8)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
+    p = gl.allocate_shared_memory(gl.bfloat16, [P_STAGES, 64, 64], TILE)
+    raw = gl.allocate_shared_memory(gl.uint8, [VALUE_CHUNKS, 64, 128], RAW_128)
+    raw_rope = raw
+    if L.rope_fp8:
+        raw_rope = gl.allocate_shared_memory(gl.uint8, [1, 64, 64], RAW_64)
+    elif L.rope_bf16:
+        raw_rope = gl.allocate_shared_memory(gl.uint8, [2, 64, 128], RAW_128)
     scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], WORDS2)
-    valid = gl.allocate_shared_memory(gl.int8, [TILES, 64], PLAIN)
-    factors = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
-    totals = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
-    limits = gl.allocate_shared_memory(gl.int32, [TURNS, 64], PLAIN)
-    found = gl.allocate_shared_memory(gl.int32, [2 * TURNS, 1], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    valid = gl.allocate_shared_memory(gl.int8, [VALID_STAGES, 64], PLAIN)
+    alpha = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
+    inv_l = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [RANGE_STAGES, 64], PLAIN)
+    key_range = gl.allocate_shared_memory(gl.int32, [2 * RANGE_STAGES, 1], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for b in range(PLACES):
+    smem = SharedMemory(
+        limits, key_range, q_high, kv, p, raw, raw_rope, scales, valid, alpha, inv_l, full, empty,
+        bar,
+    )  # fmt: skip
+    for b in range(NUM_STAGES):
         mbarrier.init(full.index(b), count=128)
         mbarrier.init(empty.index(b), count=1)
-    for b in range(CONVERTED):
+    for b in range(KV_FULL):
         mbarrier.init(bar.index(b), count=1)
-    for b in range(CONVERTED, NUM_BARRIERS):
-        mbarrier.init(bar.index(b), count=2)  # both adders arrive
+    for b in range(KV_FULL, NUM_BARRIERS):
+        mbarrier.init(bar.index(b), count=2)  # both PV warpgroups arrive
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
-    memory = (
-        q_high, values, weights, raw, raw_rest, scales, valid, factors, totals, full, empty, bar
-    )  # fmt: skip
     gl.warp_specialize(
         [
-            (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 0)),
-            (add_values, (num_tiles, shape, found, memory, results, L, TOKENS, 1)),
-            (score, (num_tiles, q, (q_request, q_token, q_head), shape, limits, found, memory,
-                     results, scale_log2, L, MIXED, TOKENS)),
-            (produce, (num_tiles, rows, main, extra, shape, limits, found, memory,
-                       L, EXTRA, PAGED, CAUSAL)),
+            (pv_consumer, (num_tiles, shape, results, smem, L, TOKENS, 0)),
+            (pv_consumer, (num_tiles, shape, results, smem, L, TOKENS, 1)),
+            (qk_consumer, (num_tiles, queries, shape, results, smem, scale_log2, L, MIXED, TOKENS)),
+            (producer, (num_tiles, rows, main, extra, shape, smem, L, EXTRA, PAGED, CAUSAL)),
         ],
         [4, 4, 4],
         [168, 144, 32],
     )  # fmt: skip
 
 
-def _arguments(cache: PagedCache) -> tuple[Records, Record]:
-    """A quantised cache as what kernels take and what they are compiled for."""
+def _arguments(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
+    """A quantised cache as a kernel argument, and the layout for which the kernel is compiled."""
     layout = cache_arguments(cache)[1]
     fp8, scales, bf16 = cache.stored()
-    record = Record(
+    row_layout = RowLayout(
         head_dim=layout.head_dim,
         fp8_dim=layout.fp8_dim,
+        rope_fp8=layout.fp8_dim > 512,
+        rope_bf16=layout.fp8_dim <= 512 < layout.head_dim,
         scale_block=layout.scale_block,
         scale_bytes=0 if scales is None else scales.itemsize,
         num_scales=cache.format.num_scales,
@@ -787,17 +937,16 @@ def _arguments(cache: PagedCache) -> tuple[Records, Record]:
         strides=(layout.fp8_strides[0] // 4, layout.fp8_strides[1] // 4),
         scales_strides=layout.scales_strides,
         scales_at=0,
-        tail_dim=cache.format.bf16_dim,
         tail_at=0 if bf16 is None else bf16.storage_offset() - fp8.storage_offset() // 2,
     )
     if scales is not None and cache.format.scales_in != "tensor":
         start = fp8.storage_offset() // scales.itemsize  # codes are bytes
-        record = record._replace(scales_at=scales.storage_offset() - start)
+        row_layout = row_layout._replace(scales_at=scales.storage_offset() - start)
         scales = None
-    return Records(fp8.view(int32), scales, cache.num_slots), record
+    return QuantizedRows(fp8.view(int32), scales, cache.num_slots), row_layout
 
 
-def attend_fp8(
+def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
@@ -814,29 +963,28 @@ def attend_fp8(
 ) -> None:
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head.
 
-    The caches of both streams have one format.
+    Both streams' caches have the same format.
     """
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
-    records, record = _arguments(cache)
-    extra_record = None
+    rows, layout = _arguments(cache)
+    extra_layout = None
     if extra_cache is not None and extra is not None:
-        extra_records, extra_record = _arguments(extra_cache)
-        distance = extra_records.words.data_ptr() - records.words.data_ptr()
+        extra_rows, extra_layout = _arguments(extra_cache)
+        distance = extra_rows.words.data_ptr() - rows.words.data_ptr()
         extra = extra._replace(shift=distance // 4)
-    # What a program needs beside fits, up to 16 words of scales a row.
-    scale_words = triton.next_power_of_2(max(-(-record.num_scales * record.scale_bytes // 4), 1))
+    # Up to 16 words of scales a row fit into shared memory beside all else.
+    scale_words = triton.next_power_of_2(max(-(-layout.num_scales * layout.scale_bytes // 4), 1))
     _attend_fp8[(min(num_tiles, num_multiprocessors(q.device)),)](
         num_tiles,
-        q,
-        *q_strides,
-        records,
+        Queries(q, *q_strides),
+        rows,
         stream,
         extra,
         results,
         shape,
         softmax_scale * LOG2E.value,
-        L=record,
-        EXTRA=extra_record,
+        L=layout,
+        EXTRA=extra_layout,
         PAGED=paged,
         CAUSAL=causal,
         MIXED=causal and shape.num_heads % 64 > 0,

@@ -1,11 +1,11 @@
-"""How the Hopper kernel over quantised rows deals out their dims; no GPU is needed."""
+"""How the Hopper kernel over FP8 rows cuts them into chunks; no GPU is needed."""
 
 import pytest
 
 pytest.importorskip("triton")
 
 from sparsemla import FP8_584, FP8_DS_MLA, e4m3_format
-from sparsemla.kernels.attention.sm90 import fp8 as kernel
+from sparsemla.kernels.attention.sm90 import fp8
 from sparsemla.kernels.attention.sm90.chunks import chunk_start, chunk_width, num_chunks
 
 FORMATS = (
@@ -19,24 +19,24 @@ FORMATS = (
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_chunk_is_copied_once(fmt):
-    order = kernel.chunk_order(fmt.fp8_dim, fmt.head_dim)
+    order = fp8.copy_order(fmt.fp8_dim, fmt.head_dim)
     assert sorted(order) == list(range(num_chunks(fmt.fp8_dim, fmt.head_dim)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_each_adder_has_half_of_the_value(fmt):
-    for who in range(2):
+def test_each_pv_warpgroup_has_half_of_the_value(fmt):
+    for half in range(2):
         starts = [
             chunk_start(fmt.fp8_dim, chunk)
-            for chunk in kernel.chunks_of(fmt.fp8_dim, fmt.head_dim, who)
+            for chunk in fp8.value_chunks(fmt.fp8_dim, fmt.head_dim, half)
         ]
         dims = [start + dim for start in starts for dim in range(chunk_width(fmt.fp8_dim, start))]
-        assert dims == list(range(256 * who, 256 * who + 256))
+        assert dims == list(range(256 * half, 256 * half + 256))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_is_no_value_is_one_chunk_and_copied_last(fmt):
-    count = kernel.num_values(fmt.fp8_dim, fmt.head_dim)
+def test_rope_dims_are_one_chunk_and_copied_last(fmt):
+    count = fp8.num_value_chunks(fmt.fp8_dim, fmt.head_dim)
     assert num_chunks(fmt.fp8_dim, fmt.head_dim) - count == (fmt.head_dim > 512)
     if fmt.head_dim > 512:
-        assert kernel.chunk_order(fmt.fp8_dim, fmt.head_dim)[-1] == count
+        assert fp8.copy_order(fmt.fp8_dim, fmt.head_dim)[-1] == count
