@@ -2,7 +2,7 @@
 
 A persistent CTA takes one tile of 64 query rows after the other and walks the tile's keys in blocks
 of 64. Every key is dequantised once, to bfloat16 in shared memory, where the QK MMA and the PV MMA
-both read it. Four warpgroups share the work and the register file, 512 registers for four threads:
+both read it. Four warpgroups share the work, and the 512 registers of four threads, one of each:
 
     producer    32       copies rows as the cache stores them, in chunks of 128 bytes
     QK         144       computes S, m, l and P, with half of Q in 64 registers
@@ -473,8 +473,8 @@ def producer(
         first = blocks.first
         slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED)
         copy_block(step, slots, first >= blocks.num_main, rows, extra, smem, L, EXTRA)
-        # While the first block is on its way: where do the lists really end? At least one block, as
-        # a loop that may be skipped makes the compiler serialise the MMAs.
+        # Find the last valid key while the first block is on its way. Each tile has a block, as
+        # the compiler serialises the MMAs of a loop that may be skipped.
         last = end_of_valid_blocks(blocks, main, extra, EXTRA, PAGED)
         last = gl.maximum(last, first + 1)
         smem.key_range.index(2 * at).store(gl.zeros([1], gl.int32, THREADS) + (last - first))
@@ -895,9 +895,21 @@ def _attend_fp8(
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
-        limits, key_range, q_high, kv, p, raw, raw_rope, scales, valid, alpha, inv_l, full, empty,
-        bar,
-    )  # fmt: skip
+        limits=limits,
+        key_range=key_range,
+        q_high=q_high,
+        kv=kv,
+        p=p,
+        raw=raw,
+        raw_rope=raw_rope,
+        scales=scales,
+        valid=valid,
+        alpha=alpha,
+        inv_l=inv_l,
+        full=full,
+        empty=empty,
+        bar=bar,
+    )
     for b in range(NUM_STAGES):
         mbarrier.init(full.index(b), count=128)
         mbarrier.init(empty.index(b), count=1)
