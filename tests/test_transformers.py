@@ -845,6 +845,18 @@ def test_disable_restores_a_forward_that_was_replaced_before(model):
     del module.forward
 
 
+def test_a_model_without_a_head(model):
+    ids = tokens(2, 20)
+    expected = model(ids).logits
+    before = set(vars(model.model))
+    with enable(model.model, page_size=8) as handle:
+        output = model.model(ids[:, :15])
+        rest = model.model(ids[:, 15:], past_key_values=handle.cache)
+    states = torch.cat([output.last_hidden_state, rest.last_hidden_state], 1)
+    assert_close(model.lm_head(states), expected, rms=0.006)
+    assert set(vars(model.model)) == before
+
+
 def test_no_cache_is_kept_without_use_cache(model):
     with enable(model) as handle:
         assert model(tokens(1, 10), use_cache=False).past_key_values is None
