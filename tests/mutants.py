@@ -249,8 +249,8 @@ FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 INDEXER = "indexer/sm90.py"
 
-# The wait for which keys count is not among them: they are stored while the keys are on their way,
-# whose arrival is waited for, too, so that no run was seen to read them early.
+# The wait for the validity of keys has no mutant: it is stored while the keys are copied, and the
+# kernel waits for their arrival anyway, so no run was seen to read it early.
 GPU_MUTANTS = (
     hopper(
         "the mask is dropped",
@@ -532,7 +532,7 @@ def run(mutant: Mutant, timeout: float) -> Outcome:
 
 
 def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str, str]:
-    """``found`` if the check fails on the package in ``source``, and what it writes last."""
+    """``found`` if the check fails on the package in ``source``, and the end of its output."""
     report = source / "report.json"
     if gpu:
         command = ["-m", "sparsemla.verify", "--quick", "--device", "cuda", *arguments.split()]

@@ -1,7 +1,7 @@
 """Bytes of registers that kernels are known to spill, by launch, kernel and target.
 
-``launches/spills.json`` has the most of all versions of Triton that were tried; what is not there
-spills nothing. For each version, whose package PYTHONPATH may name:
+``launches/spills.json`` has the maximum over all versions of Triton that were tried; kernels
+without a record spill nothing. To update it, for each version (PYTHONPATH may name its package):
 
     python -m sparsemla.testing.compile tests/launches/topk.py | python tests/spills.py topk
 """
@@ -19,7 +19,7 @@ LINE = re.compile(r"(.+?) +(\w+) +((?:sm_|gfx)\w+) +\(.*spills +(\d+)")
 
 
 def of(table: str, lines: Iterable[str]) -> dict[str, int]:
-    """What lines of :mod:`sparsemla.testing.compile` say: the most of each launch and kernel."""
+    """Parse reports of :mod:`sparsemla.testing.compile`: most bytes of each launch and kernel."""
     found: dict[str, int] = {}
     for line in lines:
         match = LINE.match(line)
@@ -37,7 +37,7 @@ def read() -> dict[str, int]:
 
 
 def record(spilled: Mapping[str, int]) -> None:
-    """Add what is more than recorded."""
+    """Raise the records that these bytes exceed."""
     known = read() if RECORDS.exists() else {}
     for kernel, count in spilled.items():
         if count > known.get(kernel, 0):

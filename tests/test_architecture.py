@@ -129,7 +129,7 @@ def test_callers_never_meet_an_assert():
             assert asserts == [], f"{module} asserts in lines {asserts}"
 
 
-# What a public op takes beyond its definition: where results go, what bounds it, what it checks.
+# Arguments of public ops that references lack: output buffers, limits, checks.
 ONLY_PUBLIC = {
     "out",
     "kv_out",

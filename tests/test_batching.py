@@ -13,7 +13,7 @@ VOCAB = 5
 
 
 class EchoModel:
-    """Its next token is a hash of what the pages of a request hold: exact, so any mix-up shows."""
+    """The next token is an exact hash of a request's pages, so any mix-up of pages shows."""
 
     device = "cpu"
 
@@ -46,7 +46,7 @@ def continued(prompt, count):
 
 
 def check_pages(batcher):
-    """Every page is free or has as many users as list it; nobody shares what will be written."""
+    """Each page is free, or its user count is right; pages still to be written have one user."""
     pool = batcher.pool
     lists = [request.pages for request in batcher.running]
     for page, users in enumerate(pool.users):
@@ -62,7 +62,7 @@ def check_pages(batcher):
 @st.composite
 def workloads(draw):
     page_size, num_pages = draw(st.integers(1, 4)), draw(st.integers(2, 10))
-    start = draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))  # what many prompts begin with
+    start = draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))  # prefix shared by prompts
     ends = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
     prompts = draw(
         st.lists(

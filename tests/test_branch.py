@@ -331,7 +331,7 @@ def test_without_a_causal_mask_a_token_sees_its_whole_request(device, branch, ba
 
 
 @by_branch
-def test_a_selection_says_itself_what_a_token_sees(device, branch):
+def test_causal_false_is_refused_with_a_selection(device, branch):
     draw = Draw(17, device)
     case = branch_case(draw, mla_layer(draw), query_lens=[2], seq_lens=[9], topk=8)
     with pytest.raises(ValueError, match="causal must be True with topk_indices"):
@@ -356,7 +356,7 @@ def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(device, topk, num_sp
 
 
 class Allocations(TorchDispatchMode):
-    """Counts new tensors of what is called, the ops of this package left out."""
+    """Count the tensors that a call allocates outside of this package's ops."""
 
     def __init__(self):
         super().__init__()

@@ -157,7 +157,7 @@ def test_pages_more_than_2_gib_apart(fmt):
     assert_equal("rows", cache.read(slots), restored(fmt, rows))
 
 
-def test_slots_whose_byte_offset_exceeds_2_gib():
+def test_byte_offsets_beyond_2_gib():
     num_pages = 2**31 // (656 * 64) + 2
     cache = PagedCache(torch.empty(num_pages, 64, 656, dtype=torch.uint8), FP8_DS_MLA)
     slots = torch.tensor([cache.num_slots - 1, 0, cache.num_slots - 70], dtype=torch.int32)

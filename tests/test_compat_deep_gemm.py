@@ -227,7 +227,7 @@ def test_arguments_are_theirs_in_their_order(name):
 
 
 KEYS = torch.zeros(100, 128).to(torch.float8_e4m3fn)
-# What is changed in a good call, and what the message names.
+# A change that spoils a good call, and the argument that the message names.
 REFUSED_RAGGED = {
     "bfloat16 queries": ({"q": torch.zeros(6, 32, 128).bfloat16()}, "q must have dtype"),
     "keys without scales": ({"kv": KEYS}, "kv must be a pair"),

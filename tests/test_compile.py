@@ -201,7 +201,7 @@ OPERATORS = [name for name in CALLS if "branch" not in name]
 
 
 def tensors_of(case, results):
-    """Results, and what the call may have written."""
+    """Results, and the tensors that the call may write."""
     results = results if isinstance(results, tuple) else (results,)
     written = [
         part

@@ -60,7 +60,7 @@ def test_launch_compiles(compiler, table, launch, target):
     assert not flawed, "\n".join(flawed)
 
 
-def test_spills_are_those_of_a_launch_its_kernel_and_its_target():
+def test_spills_are_counted_by_launch_kernel_and_target():
     line = "sinks, 3 heads               _sparse_decode                   {:7} (4,)  spills {:4}  x"
     of = spills.of("attention", [line.format("sm_90", 0), line.format("gfx942", 8)])
     assert of == {

@@ -224,7 +224,7 @@ def test_scales_that_are_no_powers_of_two(device):
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format(), e4m3_format(scale_block=576)])
 def test_exact_scales(device, fmt, num_heads):
-    """Of one key too, whose LSE is its score: it shows how the key was rounded."""
+    """With a single key the LSE is its score, which shows how the key was rounded."""
     options = {"format": fmt, "num_heads": num_heads, "scale_mode": "exact"}
     for topk in (1, 64):
         case = sparse_decode_case(Draw(13, device), topk=topk, share=1.0, **options)
@@ -486,7 +486,7 @@ def test_far_apart_states(device):
     assert out[0, :, 0].tolist() == pytest.approx([1.0, 2.0], rel=1e-6)
 
 
-def test_attention_over_parts_merges_to_the_whole(device):
+def test_merged_parts_equal_attention_over_all_keys(device):
     case = sparse_decode_case(Draw(32, device), format=FP8_DS_MLA, dtype=torch.float32)
     sink = sinks(Draw(33, device), 8)
     expected = sparsemla.sparse_decode(**case | {"attn_sink": sink})

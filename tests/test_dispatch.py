@@ -1,4 +1,4 @@
-"""Which problems the kernels for Hopper take, and what they say of others."""
+"""The problems that the Hopper kernels accept, and their reasons to refuse others."""
 
 import dataclasses
 

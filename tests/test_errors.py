@@ -1,4 +1,4 @@
-"""Every public op refuses what it cannot take, names the argument, and leaves the cache alone."""
+"""Public ops refuse bad arguments, name the argument and leave the cache alone."""
 
 import dataclasses
 import inspect
@@ -247,7 +247,7 @@ def state(case):
 
 
 def refuse(op, case, *named, error=(TypeError, ValueError)):
-    """Check that a call is refused with a message that names what is wrong."""
+    """Check that a call is refused with a message that names the bad argument."""
     before = state(case)
     with pytest.raises(error) as caught:
         getattr(sparsemla, op)(**case)
@@ -708,7 +708,7 @@ def test_streams_must_have_values_of_the_same_dims():
 
 
 @pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
-def test_branches_need_a_cache_whose_value_is_the_latent(op):
+def test_branches_refuse_caches_with_other_values_than_the_latent(op):
     case = branching(cache=PagedCache.allocate(bf16_format(576), 8, 8))
     refuse(op, case, "cache", error=ValueError)
 

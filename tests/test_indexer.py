@@ -60,7 +60,7 @@ def test_exact_scores_are_equal_bit_for_bit(device, fp8):
     check_op("indexer_scores", case, (EXACT,))
 
 
-def test_scores_are_what_the_formula_says(device):
+def test_scores_match_the_formula(device):
     case = indexer_scores_case(Draw(3, device), num_tokens=3, num_keys=7, num_heads=2, exact=True)
     got = sparsemla.indexer_scores(**case)
     for m in range(3):
@@ -329,7 +329,7 @@ def num_threads(count):
 
 
 def peak_bytes(function):
-    """Most memory that is allocated at any time of a call on the CPU, above what was before."""
+    """Peak memory that a call allocates on the CPU, bytes."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -352,7 +352,7 @@ def test_the_measure_of_memory_sees_temporaries():
 
 
 def test_selections_keep_to_their_workspace():
-    # Narrow keys and one head, so that scores are what takes the memory.
+    # Narrow keys and one head: scores dominate the memory.
     case = indexer_topk_case(
         Draw(23),
         query_lens=[1000, 1],
@@ -397,7 +397,7 @@ def test_a_million_keys_take_no_more_than_ten_thousand_beside_their_scores(limit
 
 
 def duplicated_keys(draw, *, num_keys, fmt=INDEX_FP8, query_lens=(7,), distinct=40):
-    """A request for each query length, whose keys are a few, again and again, in any order."""
+    """One request for each query length; its keys repeat a few rows in random order."""
     lens = [num_keys] * len(query_lens)
     case = indexer_topk_case(
         draw, query_lens=list(query_lens), seq_lens=lens, format=fmt, num_heads=5, exact=False

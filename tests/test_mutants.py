@@ -1,4 +1,4 @@
-"""Mutants of the kernels are found; those of Hopper's by ``tests/mutants.py --gpu`` on a GPU."""
+"""Tests find every mutant of the portable kernels; ``mutants.py --gpu`` runs Hopper's on a GPU."""
 
 import ast
 
@@ -10,7 +10,7 @@ import mutants
 @pytest.mark.parametrize(
     "mutant", [*mutants.CPU_MUTANTS, *mutants.GPU_MUTANTS], ids=lambda m: f"{m.file}: {m.name}"
 )
-def test_mutants_are_of_the_kernels_as_they_are(mutant):
+def test_mutants_match_the_kernels_text(mutant):
     ast.parse(mutants.text_of(mutant))
     assert mutant.old != mutant.new
     assert mutant.check

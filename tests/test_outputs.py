@@ -7,7 +7,7 @@ import sparsemla
 from sparsemla.testing.compare import assert_equal
 from test_errors import CALLS, OUTPUTS
 
-OTHER = 64  # stands beside a slice, in every dtype
+OTHER = 64  # fills the buffer around a slice, in every dtype
 
 
 def sliced(tensor, dim):
@@ -44,6 +44,6 @@ ONE = {
 
 
 def one_request(op, case):
-    """The first request, or token, of the ops whose rows come one for each."""
+    """The first request or token alone, for ops that treat rows independently."""
     names = (*ONE.get(op, ()), "extra_topk_lengths", "out", "lse") if op in ONE else ()
     return case | {name: case[name][:1] for name in names if name in case}

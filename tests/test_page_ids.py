@@ -15,7 +15,7 @@ from sparsemla.testing.cases import (
 from sparsemla.testing.compare import assert_equal, check_op
 
 WRAPPING = [2**58, -(2**58), 2**63 - 1, -(2**63), 2**57 + 1, 2**32, 2**31, 2**26]
-"""Ids of pages of 64 tokens, whose slots are small numbers in 32 bits or in 64."""
+"""Ids of pages of 64 tokens that overflow: their slots wrap to small numbers in 32 or 64 bits."""
 
 
 def with_page(case, page):
@@ -61,7 +61,7 @@ def test_pages_that_wrap_are_missing_pages(device, name, page):
 
 
 @pytest.mark.parametrize("page", WRAPPING)
-def test_pages_whose_slots_do_not_fit_have_none(device, page):
+def test_pages_with_slots_beyond_the_dtype_count_as_missing(device, page):
     table = torch.tensor([[3, page]], device=device)
     ids = torch.tensor([[0, 64, 69, 127, 128]], device=device)
     request = torch.zeros(1, dtype=torch.long, device=device)

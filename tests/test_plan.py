@@ -590,7 +590,7 @@ def test_a_captured_graph_serves_the_next_plan():
     plan = plan_decodes([2, 2, 2, 2], [32, 32, 32, 32])
 
     def write_positions():
-        # The row behind the cache takes what padding tokens write.
+        # Padding tokens write to the row behind the cache.
         slots = torch.where(plan.slot_mapping >= 0, plan.slot_mapping, num_slots)
         cache.index_copy_(0, slots, plan.positions + 1)
 

@@ -164,7 +164,7 @@ def test_duplicates_count_twice(device):
     assert_close("out", out[1], once[0][1].float(), SPARSE_PREFILL_OUT)
 
 
-def test_attention_is_what_the_formula_says(device):
+def test_attention_matches_the_formula(device):
     draw = Draw(7, device)
     kv, q = prefill_rows(draw, 20, 576), draw.normal(1, 2, 576, dtype=torch.bfloat16)
     indices = torch.tensor([[4, 11, -1, 4, 19, 20]], device=device)
@@ -235,7 +235,7 @@ def test_empty_selections(device, shape):
 
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_caches_are_read_where_they_lie(device, fmt, page_size):
+def test_paged_caches_are_read_in_place(device, fmt, page_size):
     decode = sparse_decode_case(Draw(11, device), format=fmt, page_size=page_size, num_layers=2)
     check(
         {

@@ -41,7 +41,7 @@ def ids(value):
 
 
 def check_write(op, make, tolerances=()):
-    """Run an op that writes a cache, and its reference on a cache of its own; compare all."""
+    """Run an op that writes a cache, and its reference on a second cache; compare both."""
     actual, expected = make(), make()
     before = actual["cache"].fields()
     before = [None if part is None else part.clone() for part in before]
@@ -150,14 +150,14 @@ def test_queries_may_be_rotated_in_place(device, dtype):
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)
-def test_rows_are_given_before_quantisation_too(device, fmt, interleaved, strided):
+def test_rows_are_also_returned_before_quantisation(device, fmt, interleaved, strided):
     case = fused_rope_rmsnorm_quant_case(
         Draw(0, device), fmt, interleaved=interleaved, strided=strided
     )
     rows = torch.zeros(6, fmt.head_dim + 8, dtype=torch.bfloat16, device=device)
     sparsemla.fused_rope_rmsnorm_quant(**case, kv_out=rows[:, : fmt.head_dim])
     _, expected = run_reference("fused_rope_rmsnorm_quant", case)
-    assert (case["slot_mapping"] < 0).any()  # such a row is given all the same
+    assert (case["slot_mapping"] < 0).any()  # rows without a slot are returned too
     assert_close("kv_out", rows[:, : fmt.head_dim].contiguous(), expected, BFLOAT16_ULP)
     assert (rows[:, fmt.head_dim :] == 0).all()
 
@@ -197,7 +197,7 @@ def test_no_tokens(device):
     assert sparsemla.prepare_index_queries(**case)[0].shape == (0, 5, 128)
 
 
-def test_rows_are_what_the_formula_says(device):
+def test_rows_match_the_formula(device):
     case = fused_rope_rmsnorm_quant_case(
         Draw(0, device), BF16_576, num_tokens=2, dtype=torch.float32
     )
@@ -214,7 +214,7 @@ def test_rows_are_what_the_formula_says(device):
 
 @pytest.mark.parametrize("amax", [0.0, 1e-4, 0.0447, 1.0, 2.5, 448.0, 449.0])
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format()])
-def test_scales_are_those_of_the_format(device, fmt, amax):
+def test_scales_match_the_format(device, fmt, amax):
     case = fused_rope_rmsnorm_quant_case(Draw(0, device), fmt, dtype=torch.float32, num_tokens=3)
     # RMSNorm undone: a row of +-1 has mean square 1, and the weight sets its size.
     case["kv"] = torch.where(case["kv"] > 0, 1.0, -1.0)

@@ -38,7 +38,7 @@ def table_of(rows):
 
 
 class Recorder:
-    """A step that keeps what it was called with, as it was then."""
+    """A step that records copies of its arguments."""
 
     def __init__(self):
         self.calls, self.addresses = [], set()
@@ -320,7 +320,7 @@ FORMATS = (FP8_DS_MLA, INDEX_FP8)
 
 
 def write_contexts(caches, page_table, context_lens):
-    """Random rows for what each request has before the step."""
+    """Random rows for the tokens that each request has before the step."""
     for request, length in enumerate(context_lens):
         positions = torch.arange(length, device=page_table.device)
         slots = slots_of(page_table, torch.full_like(positions, request), positions, PAGE_SIZE)
@@ -421,7 +421,7 @@ def test_smaller_sizes_share_the_memory_of_the_largest():
     assert all_bytes < alone_bytes + (16 << 20)
 
 
-# A broken capture may leave PyTorch's random numbers unusable: it gets a process of its own.
+# A broken capture may leave PyTorch's random state unusable, so it runs in a subprocess.
 BROKEN_STEP = """
 import torch
 from sparsemla import DecodeRunner

@@ -1,4 +1,4 @@
-"""How Hopper's indexer kernel divides its work and memory, and what it takes; no GPU is needed."""
+"""Work split, memory layout and limits of Hopper's indexer kernel; no GPU is needed."""
 
 import dataclasses
 import itertools

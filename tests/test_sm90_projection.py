@@ -46,7 +46,7 @@ def test_refuses(x, weight):
 
 
 def test_outputs_come_back_in_order():
-    """What ``_store`` does to columns undoes what the kernel does to rows of weights."""
+    """``_store`` restores the order of columns that the kernel permutes as rows of weights."""
     row = torch.arange(128)
     row = (row & 0x61) | ((row & 0x18) >> 2) | ((row & 0x06) << 2)
     stored = row.reshape(4, 4, 4, 2).permute(0, 2, 1, 3).reshape(128)

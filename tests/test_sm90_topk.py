@@ -162,7 +162,7 @@ class Threads:
             self.values[name] = 4 * (words + self.cta * np.uint32(self.WORDS))
             words += int(count)
         assert words <= self.WORDS
-        self.away = {}  # those who wait at a label
+        self.away = {}  # threads waiting at each label
         lines = [line.strip() for line in re.split(r"[\n;]", ptx)]
         at = 0
         while at < len(lines):
@@ -267,7 +267,7 @@ class Threads:
         (1024, 8, 8, False, 1024, 600),
     ],
 )
-def test_the_best_find_their_places(columns, warps, ctas, bounded, num_cols, topk):
+def test_selected_columns_are_written_in_order(columns, warps, ctas, bounded, num_cols, topk):
     each = columns // (32 * warps)
     order = (warps, each // 4, 32, 4), (1, 3, 0, 2)
     for name, row in adversarial_scores(Draw(0, CPU), num_cols, topk).items():

@@ -1,4 +1,4 @@
-"""The tools that tests are made of find what they are for."""
+"""The testing tools detect the errors that they exist for."""
 
 import math
 
@@ -209,7 +209,7 @@ def test_embedded_tensors_keep_values_and_lose_strides():
     assert inner.stride(-1) == 1
 
 
-def test_adversarial_rows_are_what_they_are_called():
+def test_adversarial_rows_match_their_names():
     rows = adversarial_scores(Draw(9), 1000, 64)
     shared = rows["shared top 22 bits"].view(torch.int32) >> 10
     assert len(shared.unique()) == 1

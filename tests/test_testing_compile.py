@@ -1,4 +1,4 @@
-"""The compile-only driver reports what kernels need and refuses what does not fit."""
+"""The compile-only driver reports the resources of kernels and refuses kernels that do not fit."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def launch(n, grid=(3, 4), stages=1):
 """
 
 
-# A barrier is dead behind the wait, and a layout conversion behind that needs scratch.
+# The layout conversion after the last wait needs scratch and may take the barrier's memory.
 WITH_BARRIER = """
 import torch
 from triton.experimental import gluon
@@ -79,7 +79,7 @@ def test_report_of_a_kernel(tmp_path):
         ("launch(64, grid=(1, 65536))", "must have at most 65535 programs along the second"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, launch, message):
+def test_kernels_that_do_not_fit_are_refused(tmp_path, launch, message):
     done = compile_table(tmp_path, launch)
     assert done.returncode != 0
     assert message in done.stderr
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(tmp_path, launch, message):
     ("mode", "reused"),
     [("dead", True), ("invalidated", False), ("used", False), ("uninitialised", False)],
 )
-def test_memory_of_a_barrier_that_serves_something_else_is_found(tmp_path, mode, reused):
+def test_reused_barrier_memory_is_found(tmp_path, mode, reused):
     done = compile_table(tmp_path, f"launch({mode!r})", WITH_BARRIER)
     assert done.returncode == 0, done.stderr
     assert ("reused" in done.stdout) == reused, done.stdout

@@ -31,8 +31,8 @@ from sparsemla.verify.matrix import MATRIX
 from sparsemla.verify.properties import CACHE_WRITERS, OVERWRITING
 from sparsemla.weights import HeadWeight
 
-# What each tolerance must refuse at least: one element off by this part of its size, and all
-# elements off by this factor.
+# Smallest errors that each tolerance must refuse: one element off by this part of its size, or
+# all elements off by this factor.
 REFUSED = {
     SPARSE_DECODE_OUT: (0.05, 1.01),
     INDEXER_SCORES: (0.05, 1.003),
@@ -117,7 +117,7 @@ def head(x):
 
 
 def tile(x):
-    """The last columns, those of a tile of 64 at most, hold what is in front of them."""
+    """The last tile of at most 64 columns repeats the columns before it."""
     width = min(64, x.shape[-1] // 2)
     x[..., -width:] = x[..., -2 * width : -width].clone()
 
@@ -181,7 +181,7 @@ def test_corrupted_results_are_refused(name):
 
 
 def changed(**changes):
-    """Arguments of which each named one is replaced by a function of it."""
+    """A change of arguments: each named one is replaced by a function of itself."""
 
     def change(arguments):
         return arguments | {name: how(arguments[name]) for name, how in changes.items()}
@@ -248,7 +248,7 @@ PREFILL = "sparse_prefill, 512 dims, 16 heads"
 SCORES = "indexer_scores, ragged, fp8"
 PAGED = "indexer_scores_paged, 2 queries"
 
-# What an op computes when it does something slightly else than it was told.
+# Slightly wrong ops, each imitated by the reference on changed arguments.
 SLIPS = {
     "sink left out": [(name, changed(attn_sink=without)) for name in (SPARSE, DENSE, PREFILL)],
     "one key too many": [

@@ -171,7 +171,7 @@ def test_merge(device, num_parts, width, topk, dtype):
     assert ids[2].tolist() == merge_by_hand(*row, topk)
 
 
-def test_merged_parts_select_what_the_row_selects(device):
+def test_merged_parts_select_the_same_as_the_whole_row(device):
     scores = Draw(9, device).integers(0, 50, 3, 900).float()
     starts = (0, 1, 300, 780, 900)
     parts = [

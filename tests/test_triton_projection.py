@@ -110,7 +110,7 @@ def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
 
 @pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
 def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
-    """Those of ``_quantise``, whose division is good to two units in the last place.
+    """Codes of ``_quantise``, which divides with an error of up to 2 ulp.
 
     float64 holds what a multiply-add rounds.
     """
@@ -125,7 +125,7 @@ def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
     inverse, rest = (torch.tensor(part) for part in parts)
     assert torch.equal(fma(top, inverse, top * rest), top / 448)
 
-    # Every mantissa of the largest value, and the others down to what any scale rounds to 0.
+    # Every mantissa of the largest value, and other values small enough to round to 0 at any scale.
     top = torch.cat([top[(top >= 1) & (top < 2)], top[-1:]])
     assert len(top) == 129
     for largest, scale in zip(top, top / 448, strict=True):

@@ -44,7 +44,7 @@ def table(rope_dim, dtype=torch.float32):
 
 
 def marked_cache(fmt, page_size, num_pages=4):
-    """One layer of a cache whose every byte is 0xAB."""
+    """One layer of a cache filled with bytes 0xAB."""
     layers = PagedCache.allocate(fmt, num_pages, page_size, num_layers=2)
     whole_bytes(layers.data).fill_(0xAB)
     if layers.scales is not None:

@@ -63,7 +63,7 @@ def adversarial_rows(n):
 
 def check(scores, topk, schedule=None, starts=None, ends=None):
     out = torch.full((scores.shape[0], topk + 3), -7, dtype=torch.int32)
-    view = out[:, 1:-2]  # strided rows; what lies beside them stays
+    view = out[:, 1:-2]  # strided rows; the columns beside them stay as they are
     if schedule is None:
         dispatch.load("select_topk", "triton")(
             scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view

@@ -1,4 +1,4 @@
-"""``sparsemla verify`` passes what is right, and fails, names and records what is wrong."""
+"""``sparsemla verify`` passes right ops, and fails, names and records wrong ones."""
 
 import json
 import subprocess
@@ -118,7 +118,7 @@ def test_right_ops_pass(device):
     assert report.ops[1].properties["batch_invariant"].checked > 0
 
 
-def test_the_report_says_what_was_tested(command):
+def test_the_report_lists_the_tested_ops(command):
     result, report = command(
         "--quick", "--op", "to_slots", "--op", "select_topk", "--device", "cpu"
     )
@@ -240,7 +240,7 @@ def test_a_kernel_that_depends_on_the_batch_fails(spoil):
     assert any("alone" in failure for failure in op.failures)
 
 
-def test_a_branch_whose_products_depend_on_the_batch_fails(monkeypatch):
+def test_a_branch_that_depends_on_the_batch_fails(monkeypatch):
     products = branch.project_heads
 
     def depending(*args, batch_invariant, **kwargs):

@@ -247,7 +247,7 @@ OVERRIDDEN = {name: pair for name, pair in overridden().items() if name not in H
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_signatures_are_those_of_vllm(name):
+def test_signatures_match_vllm(name):
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in OVERRIDDEN[name]
@@ -855,7 +855,7 @@ INDEXED = {
 
 @pytest.mark.parametrize("neox", [True, False], ids=["halves", "pairs"])
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_indexer_selects_what_the_definition_does(config, mla_layer, name, neox):
+def test_the_indexer_selects_the_same_as_the_reference(config, mla_layer, name, neox):
     assert type(mla_layer.indexer) is indexer.SparseMLAIndexer
     batch = Batch(Draw(0), **INDEXED[name])
     cache, chosen, (hidden, qr, positions, rope) = index_step(config, mla_layer, batch, neox)
@@ -947,7 +947,7 @@ def test_the_indexer_keeps_the_names_of_weights(mla_layer):
     ],
     ids=str,
 )
-def test_what_the_indexer_does_not_do_is_refused(
+def test_unsupported_indexer_features_are_refused(
     config, mla_layer, monkeypatch, where, name, value
 ):
     monkeypatch.setattr(getattr(config, where), name, value)
@@ -957,7 +957,7 @@ def test_what_the_indexer_does_not_do_is_refused(
 
 @pytest.fixture(params=["auto", "fp8_ds_mla"])
 def whole_model(request, model_config, plain_vllm, monkeypatch):
-    """vLLM's model as both plugins make it, on a platform that has nothing of its own.
+    """vLLM's model as both plugins make it, on a platform without implementations.
 
     Instead of vLLM's compiled op, torch writes the latent rows. vLLM has no dense prefill here.
     """

@@ -274,7 +274,7 @@ VALID = {
 }
 
 RECORDS = {"CacheFormat", "Explanation", "Plan", "PrefillChunk", "Problem", "RowFields"}
-"""What the package makes and takes apart, without checks of its own."""
+"""Classes that the package constructs and unpacks without checks."""
 
 WRONG = {
     "None": None,

@@ -16,11 +16,11 @@ import torch
 
 INF = float("inf")
 FLOAT32 = 2.0**-24
-"""Half the distance of float32 numbers near 1: what one rounding changes, relatively."""
+"""Half the distance of float32 numbers near 1: the relative error of one rounding."""
 TINY = 1e-37
-"""GPUs take subnormal float32 numbers, those below 1.2e-38, for 0: of a few terms of a sum."""
+"""GPUs flush subnormal float32 numbers, below 1.2e-38, to 0: the error of a few terms."""
 SUM = 2.0**-18
-"""Relative to the sum of magnitudes, what some hundred float32 additions in any order change."""
+"""Error of some hundred float32 additions in any order, relative to the sum of magnitudes."""
 
 MANTISSA = {torch.float8_e4m3fn: 3, torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 LEAST = {torch.float8_e4m3fn: -6, torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
@@ -252,7 +252,7 @@ def quantized(fmt, rows, mode):
     return Rows(rounded(fp8, torch.float8_e4m3fn), scales, bf16)
 
 
-# --- what writes caches --------------------------------------------------------------------------
+# --- cache writers -------------------------------------------------------------------------------
 
 
 class Near(NamedTuple):
@@ -400,7 +400,7 @@ def keys_of_request(cache, table_row, length):
 
 
 def gather_dequant(cache, page_table, seq_lens, workspace_starts, seq_starts, out):
-    """The workspace after the op, float64, from what it held before."""
+    """The workspace after the op, float64, given its contents before."""
     result, table = f64(out).copy(), ints(page_table)
     for b, length in enumerate(ints(seq_lens)):
         first = 0 if seq_starts is None else int(seq_starts[b])
@@ -521,7 +521,7 @@ def attend(result, at, q, keys, values, softmax_scale, sink):
     p = weights / np.sum(weights)
     out, terms = p @ values.value, p @ abs(values.value)
     sway = p @ loose
-    # To first order, and what the exponential of a larger error adds.
+    # To first order, plus the exponential's growth for larger errors.
     shaken = ((p * loose) @ abs(values.value) + 2 * sway * abs(out)) * np.exp(2 * np.max(loose))
     if values.error is not None:
         shaken += p @ values.error

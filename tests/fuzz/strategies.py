@@ -69,7 +69,7 @@ INDEX_FORMATS = st.sampled_from(
 
 
 def cases(**parts):
-    """Dictionaries of a seed and of what the parts draw."""
+    """Dictionaries of a seed and the values that the parts draw."""
     return st.fixed_dictionaries({"seed": SEEDS, **parts})
 
 
@@ -131,7 +131,7 @@ def embedded(tensor):
 
 
 def outside(num_rows, dtype):
-    """Indices that name none of so many rows, some of which do when their high bits are lost."""
+    """Indices out of range; some fall into it when their high bits are lost."""
     ids = [-1, -7, -(2**31), 2**31 - 1, num_rows, num_rows + 5]
     if dtype == torch.int64:
         ids += [2**32, 2**32 + 1, -(2**32) + 1, 2**58, 2**62, -(2**63), 2**63 - 1]
@@ -197,7 +197,7 @@ def attention_scale(draw, cache, magnitude):
 def tables(draw, lengths, page_size, num_pages, dtype, holes):
     """Page tables of requests ``[B, W]``: garbage behind the last page, and holes if asked for."""
     beyond = outside(num_pages, dtype)
-    if dtype == torch.int64 and page_size > 2:  # whose slot is a row's, in 64 bits
+    if dtype == torch.int64 and page_size > 2:  # wraps to the slot of a row in 64 bits
         beyond.append(-(-(2**64) // page_size))
     width = max([-(-n // page_size) for n in lengths], default=0) + draw.number(0, 2)
     free, rows = draw.shuffled(range(num_pages)), []
@@ -453,7 +453,7 @@ def whole_numbers(draw, *shape, high=2):
 
 
 def index_values(draw, *shape, whole, dtype):
-    """Queries or keys: normal values, or small integers, whose products every order sums alike."""
+    """Queries or keys: normal values, or small integers, which sum exactly in any order."""
     if whole:
         return draw.give(whole_numbers(draw, *shape).to(dtype))
     return draw.normal(*shape, dtype=dtype)
@@ -612,7 +612,7 @@ def select_topk(draw, shape):
 def page_tables(draw, num_rows, num_columns, page_size, dtype):
     """Tables of two requests of any ids, perhaps too narrow, and the request of each row."""
     width = draw.number(0, -(-num_columns // page_size) + 1)
-    limit = 2**31 // page_size  # a page whose slots int32 cannot hold
+    limit = 2**31 // page_size  # slots from this page on overflow int32
     ids = [-1, -(2**31), 0, 1, 5, 2**31 - 1]
     ids += [page for page in (limit - 1, limit, limit + 1) if page < 2**31]
     if dtype == torch.int64:
@@ -717,7 +717,7 @@ def gather_dequant(draw, shape):
     }
 
 
-# --- what writes caches --------------------------------------------------------------------------
+# --- cache writers -------------------------------------------------------------------------------
 
 MAX_POSITIONS = 40
 

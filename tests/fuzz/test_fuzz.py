@@ -456,9 +456,9 @@ def check_topk(backend, shape, arguments, chosen):
 
 
 def positions_of(slots, table_row, page_size, visible, topk):
-    """Positions of the slots of a selection; of those without a slot, none is told."""
+    """Positions of the slots of a selection; ids without a slot are left out."""
     places = {definitions.slot_of(table_row, i, page_size): i for i in range(visible)}
-    if visible <= topk:  # all are chosen, and those without a slot are -1 where they stand
+    if visible <= topk:  # all are chosen, in order, with -1 for ids without a slot
         wanted = [definitions.slot_of(table_row, i, page_size) for i in range(visible)]
         assert list(slots) == wanted + [-1] * (topk - visible)
         return list(range(visible)) + [-1] * (topk - visible)
@@ -488,7 +488,7 @@ def check_selection(scores, positions, topk, slack):
 
 
 def check_topk_of_requests(arguments, chosen):
-    """A request alone selects what it selects in the batch."""
+    """A request selects the same keys alone and in the batch."""
     starts = ints(arguments["input_row_offsets"])
     for b in range(len(starts) - 1):
         at = slice(int(starts[b]), int(starts[b + 1]))
@@ -557,7 +557,7 @@ def test_gather_dequant(backend, shape):
     check_bits("rows on other pages", other, arguments["out"])
 
 
-# --- what writes caches --------------------------------------------------------------------------
+# --- cache writers -------------------------------------------------------------------------------
 
 
 def check_rounded(name, got, near, dtype):
@@ -852,7 +852,7 @@ def expanded(backend, arguments, num_merges):
     state = definitions.dense_prefill(
         query, keys, values, ints(plan.input_row_offsets), ends, scale, True
     )
-    # Each merge of a piece of context rounds what there is.
+    # Each merged piece of context rounds the output again.
     rounding = 1.02 * 2.0**-8 * (2.1 + 2.1 * num_merges)
     return Near(state.out, rounding * state.terms + state.shaken)
 

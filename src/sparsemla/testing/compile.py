@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -158,17 +158,6 @@ def compile_launch(launch: Launch, target: Target) -> list[Compiled]:
                 f"third axis, got grid {kernel.grid}"
             )
     return kernels
-
-
-def compile_everywhere(
-    launches: Mapping[str, Launch], targets: Sequence[Target] = TARGETS
-) -> dict[tuple[str, str], list[Compiled]]:
-    """:func:`compile_launch` of each launch for each target, keyed by (launch, target)."""
-    return {
-        (name, target.name): compile_launch(launch, target)
-        for name, launch in launches.items()
-        for target in targets
-    }
 
 
 @contextmanager
