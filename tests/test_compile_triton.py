@@ -101,7 +101,7 @@ def table(name):
 
 sm_90 = next(target for target in TARGETS if target.name == "sm_90")
 fused, index = table("quant")["fused"], table("quant")["index_step"]
-project, select = table("projection")["project"], table("hopper_topk")["select"]
+project, select = table("projection")["project"], table("sm90_topk")["select"]
 for launches in (
     [fused(FP8_DS_MLA, tokens=n) for n in (1, 17, 32)],
     [index(INDEX_FP8, tokens=n) for n in (1, 17, 32)],
