@@ -27,7 +27,7 @@ def decode_workspace_size(
     Each split of the keys leaves a float32 output and an lse for each row; one split needs nothing.
 
     Args:
-        batch: requests, B.
+        batch: requests, B; without ``num_splits``, the most of a call.
         query_len: query tokens of a request, S.
         num_heads: query heads, H.
         num_splits: the count given to the op; None for the most it may choose on ``device``.
@@ -49,9 +49,14 @@ def decode_workspace_size(
     ):
         check_integer(f"decode_workspace_size: {name}", size, least)
     check_device("decode_workspace_size: device", device)
-    if num_splits is None:
-        num_splits = most_splits(batch, query_len * num_heads, device)
-    return _workspace_bytes(batch * query_len * num_heads, num_splits, value_dim)
+    rows = query_len * num_heads
+    if num_splits is not None:
+        return _workspace_bytes(batch * rows, num_splits, value_dim)
+    # Fewer requests are split more, so the largest batch need not have the largest workspace.
+    return max(
+        _workspace_bytes(count * rows, most_splits(count, rows, device), value_dim)
+        for count in range(batch + 1)
+    )
 
 
 def most_splits(batch: int, rows: int, device: torch.device | str | None) -> int:

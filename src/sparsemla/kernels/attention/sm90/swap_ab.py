@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.attention.cache import Rows
+from sparsemla.kernels.common.paged import Rows
 from sparsemla.kernels.attention.sm90.tiles import group_of_program, is_slot, rows_of_group
 
 
