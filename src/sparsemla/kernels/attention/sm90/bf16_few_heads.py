@@ -118,7 +118,7 @@ class SharedMemory(NamedTuple):
 
 
 class GroupResults(NamedTuple):
-    """:class:`Results` whose pointers begin with the split and the first token of the group."""
+    """:class:`Results` with pointers to the split and to the first token of the group."""
 
     out: Tensor
     out_token: int
@@ -133,10 +133,12 @@ class GroupResults(NamedTuple):
 @gluon.jit
 def copy_piece(source, valid, to, memory, bar, phase, START: gl.constexpr, WIDTH: gl.constexpr):
     """Copy dims ``START .. START + WIDTH`` of a tile once the piece is empty; 0 for no slot."""
-    mbarrier.wait(memory.empty.index(bar), phase)
+    full = memory.full.index(bar)
+    empty = memory.empty.index(bar)
+    mbarrier.wait(empty, phase)
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))
     async_load(to, source + dim[None, :], mask=valid)
-    async_copy.mbarrier_arrive(memory.full.index(bar), increment_count=False)
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
