@@ -247,6 +247,7 @@ ROWS = "attention/sm90/bf16.py"
 ROWS_FP8 = "attention/sm90/fp8.py"
 FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
+SWAP_AB = "attention/sm90/swap_ab.py"
 INDEXER = "indexer/sm90.py"
 
 # The wait for the validity of keys has no mutant: it is stored while the keys are copied, and the
@@ -368,6 +369,13 @@ GPU_MUTANTS = (
         "sparse_prefill",
     ),
     hopper(
+        "the last key is skipped",
+        SWAP_AB,
+        "used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))",
+        "used = gl.maximum(used, gl.max(gl.where(valid, at, 0), 0))",
+        "sparse_decode",
+    ),
+    hopper(
         "the mask is dropped",
         FEW_HEADS_FP8,
         '    s = gl.where(seen, s, float("-inf"))\n',
@@ -375,25 +383,18 @@ GPU_MUTANTS = (
         "sparse_decode",
     ),
     hopper(
-        "the last key is skipped",
-        FEW_HEADS_FP8,
-        "used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))",
-        "used = gl.maximum(used, gl.max(gl.where(valid, at, 0), 0))",
-        "sparse_decode",
-    ),
-    hopper(
         "no wait for copies",
         FEW_HEADS_FP8,
-        "        mbarrier.wait(full.index(where), (tile + i) // TILES & 1)\n",
+        "        mbarrier.wait(memory.full.index(stage), (first_tile + i) // STAGES & 1)\n",
         "",
         "sparse_decode",
         "dense_decode",
     ),
     hopper(
-        "values are not rescaled",
+        "O is not rescaled",
         FEW_HEADS_FP8,
-        "flying = start_values(x, y, 0, weights.index(z), sums[0] * shrink)",
-        "flying = start_values(x, y, 0, weights.index(z), sums[0] * (shrink * 0 + 1))",
+        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * rescale)",
+        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * (rescale * 0 + 1))",
         "sparse_decode",
         "dense_decode",
     ),

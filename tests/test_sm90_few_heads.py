@@ -29,7 +29,7 @@ def places(layout, warp, lane):
         yield tuple(sum(base[axis] for base in own + thread) for axis in range(2))
 
 
-@pytest.mark.parametrize("layout", [kernel.key_dims(64), kernel.key_dims(128), kernel.value_dims()])
+@pytest.mark.parametrize("layout", [kernel.k_layout(64), kernel.k_layout(128), kernel.v_layout()])
 def test_each_code_is_read_by_one_thread(layout):
     threads = [(warp, lane) for warp in range(8) for lane in range(32)]
     read = [place for thread in threads for place in places(layout, *thread)]
@@ -37,8 +37,8 @@ def test_each_code_is_read_by_one_thread(layout):
     assert sorted(read) == [(key, dim) for key in range(keys) for dim in range(dims)]
 
 
-def test_a_thread_has_pairs_of_keys_side_by_side():
-    first = list(places(kernel.value_dims(), 1, 9))[:8]
+def test_a_thread_holds_pairs_of_neighbouring_keys():
+    first = list(places(kernel.v_layout(), 1, 9))[:8]
     keys = [key for key, _ in first]
     dims = [dim for _, dim in first]
     assert keys == [keys[0]] * 4 + [keys[0] + 1] * 4
@@ -47,7 +47,7 @@ def test_a_thread_has_pairs_of_keys_side_by_side():
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_and_scales_have_room(fmt, num_rows):
+def test_query_rows_and_scales_fit(fmt, num_rows):
     heads, words = kernel.plan_shared(num_rows, fmt)
     assert heads >= num_rows
     assert 4 * words >= fmt.num_scales * (fmt.scale_dtype.itemsize if fmt.scale_block else 0)
@@ -57,12 +57,12 @@ def test_rows_and_scales_have_room(fmt, num_rows):
     ("page", "row", "itemsize", "elements"),
     [(64 * 656, 656, 1, 16), (584, 576, 1, 8), (37376, 576, 1, 16), (292, 288, 2, 4)],
 )
-def test_rows_begin_at_multiples(page, row, itemsize, elements):
+def test_alignment_of_rows(page, row, itemsize, elements):
     assert kernel.alignment(page, row, itemsize) == elements
 
 
-def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
-    def attend(q, q_strides, cache, main, results, shape, softmax_scale, num_groups, **extra):
+def test_results_of_head_tiles_return_to_their_heads(monkeypatch):
+    def launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups, **extra):
         assert (num_groups, shape) == (15, (16, 16, 5, 2))
         assert main.keys_token == 0
         assert (results.out_token, results.lse_token) == (16 * 512, 16)
@@ -73,7 +73,7 @@ def test_tiles_of_heads_are_put_back_in_their_places(monkeypatch):
         out.copy_(outs.mean(0))
         lse.copy_(lses.mean(0))
 
-    monkeypatch.setattr(decode, "attend_columns_fp8", attend)
+    monkeypatch.setattr(kernel, "launch", launch)
     monkeypatch.setattr(decode, "merge_splits", merge)
     q = torch.randn(80, 3, 1, 576, dtype=torch.bfloat16).permute(1, 2, 0, 3)
     out, lse = torch.empty(3, 1, 80, 512, dtype=q.dtype), torch.empty(3, 1, 80)

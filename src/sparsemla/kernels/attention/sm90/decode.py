@@ -8,9 +8,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
-from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8
+from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
 from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
-from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 
 
@@ -59,7 +58,7 @@ def sparse_decode(
         extra = None
         if extra_cache is not None and extra_topk_indices is not None:
             extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
-        launch = attend_columns_fp8 if few else fp8.launch
+        launch = fp8_few_heads.launch if few else fp8.launch
         launch(
             q,
             q_strides,
@@ -110,7 +109,7 @@ def dense_decode(
     outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     launch = bf16.launch
     if cache.format.fp8_dim:
-        launch = attend_columns_fp8 if query_len * num_heads <= FEW_HEADS else fp8.launch
+        launch = fp8_few_heads.launch if query_len * num_heads <= FEW_HEADS else fp8.launch
     launch(
         q,
         q.stride()[:3],

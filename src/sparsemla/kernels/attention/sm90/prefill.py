@@ -6,9 +6,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS
-from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8
+from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
 from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
-from sparsemla.kernels.attention.sm90.fp8_few_heads import attend_columns_fp8
 
 
 def sparse_prefill(
@@ -42,7 +41,7 @@ def sparse_prefill(
     )
     few = num_heads <= FEW_HEADS
     if kv.format.fp8_dim:
-        launch = attend_columns_fp8 if few else fp8.launch
+        launch = fp8_few_heads.launch if few else fp8.launch
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
     launch(
