@@ -140,8 +140,8 @@ class SharedMemory(NamedTuple):
     starts: gl.shared_memory_descriptor
     """int64 [2, KEYS]: where the e4m3 and bfloat16 parts of rows begin. The producer's own."""
     p: gl.shared_memory_descriptor
-    """float16 [1 or 2, KEYS, N]: P times its key's ``bound``; then, if value dims are bfloat16, P
-    in bfloat16. By and for the consumers, as all below."""
+    """float16 [1 or 2, KEYS, N]: P times its key's factor and ``P_RANGE``; then, if there are
+    bfloat16 value dims, P as bfloat16. By and for the consumers, as all below."""
     v_factors: gl.shared_memory_descriptor
     """float16 [blocks, KEYS]: ``scale / bound`` of each block of dims."""
     m: gl.shared_memory_descriptor
@@ -337,8 +337,14 @@ def copy_scales(to, rows, page, row, valid, L: gl.constexpr):
 def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
     """Copy the tiles of a stream, in their stored format, to stages that are empty."""
     rows = keys.rows
-    UNIT: gl.constexpr = alignment(L.fp8_strides[0], L.fp8_strides[1], 1)
     MIXED: gl.constexpr = L.fp8_dim < L.head_dim
+    UNIT: gl.constexpr = alignment(L.fp8_strides[0], L.fp8_strides[1], 1)
+    PAGE: gl.constexpr = L.fp8_strides[0] // UNIT
+    ROW: gl.constexpr = L.fp8_strides[1] // UNIT
+    if MIXED:
+        BF16_UNIT: gl.constexpr = alignment(L.bf16_strides[0], L.bf16_strides[1], 2)
+        BF16_PAGE: gl.constexpr = L.bf16_strides[0] // BF16_UNIT
+        BF16_ROW: gl.constexpr = L.bf16_strides[1] // BF16_UNIT
     GROUPS: gl.constexpr = KEYS // COPY_KEYS
     k_groups = reinterpret(memory.k, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 512], CODES)
     at = keys.begin + gl.arange(0, KEYS, SLOTS)
@@ -350,14 +356,9 @@ def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
         valid = is_slot(slots, rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
         starts = memory.starts.index(0)
-        PAGE: gl.constexpr = L.fp8_strides[0] // UNIT
-        ROW: gl.constexpr = L.fp8_strides[1] // UNIT
         store_starts(starts, page, row, valid, PAGE, ROW)
         if MIXED:
-            BF16_UNIT: gl.constexpr = alignment(L.bf16_strides[0], L.bf16_strides[1], 2)
             bf16_starts = memory.starts.index(1)
-            BF16_PAGE: gl.constexpr = L.bf16_strides[0] // BF16_UNIT
-            BF16_ROW: gl.constexpr = L.bf16_strides[1] // BF16_UNIT
             store_starts(bf16_starts, page, row, valid, BF16_PAGE, BF16_ROW)
         stage = (first_tile + i) % STAGES
         mbarrier.wait(memory.empty.index(stage), (first_tile + i) // STAGES & 1 ^ 1)
