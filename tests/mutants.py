@@ -172,7 +172,7 @@ CPU_MUTANTS = (
         RAGGED,
     ),
     portable(
-        "products below zero count",
+        "negative logits count",
         "indexer/triton.py",
         "dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]",
         "dots = dots * w[None, :]",
@@ -406,16 +406,17 @@ GPU_MUTANTS = (
         "indexer_scores",
     ),
     hopper(
-        "products below zero count",
+        "negative logits count",
         INDEXER,
-        "x = by_lane(gl.maximum(dots, 0.0, propagate_nan=NAN_TOO), L)",
-        "x = by_lane(dots, L)",
+        "x = split_by_lane(gl.maximum(acc, 0.0, propagate_nan=PROPAGATE_NAN), T)",
+        "x = split_by_lane(acc, T)",
         "indexer_scores",
     ),
     hopper(
         "no wait for keys",
         INDEXER,
-        "                mbarrier.wait(full.index(slot), parity)\n                if TURNS:",
+        "                mbarrier.wait(smem.keys_full.index(stage), parity)\n"
+        "                if TURNS:",
         "                if TURNS:",
         "indexer_scores",
         "indexer_scores_paged",
@@ -424,7 +425,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for queries",
         INDEXER,
-        "            mbarrier.wait(q_full.index(q_slot), parity)\n",
+        "            mbarrier.wait(smem.q_full.index(q_stage), parity)\n",
         "",
         "indexer_scores",
         "indexer_scores_paged",

@@ -1,4 +1,4 @@
-"""Work split, memory layout and limits of Hopper's indexer kernel; no GPU is needed."""
+"""Tiling of Hopper's indexer kernel and the problems that it takes; no GPU is needed."""
 
 import dataclasses
 import itertools
@@ -26,9 +26,9 @@ SCORES = Problem(
 
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
-def test_sums_are_in_one_thread_once(tokens, keys):
-    """All four parts of a sum; each thread has sums of its own, but for a spare bit."""
-    layout = sm90.sums_layout(tokens, keys)
+def test_partial_sums_of_a_score_are_in_one_thread(tokens, keys):
+    """All four of them, and each in no other thread, except for a spare bit."""
+    layout = sm90.partials_layout(tokens, keys)
     places = []
     bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
     for bits in itertools.product((0, 1), repeat=len(bases)):
@@ -46,24 +46,26 @@ def test_sums_are_in_one_thread_once(tokens, keys):
 @pytest.mark.parametrize("dim", [16, 32, 96, 128])
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 100, 128, 256])
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4096])
-def test_a_group_fits_a_product(query_len, heads, dim):
-    tokens, block_h, block_d = sm90.plan(query_len, heads, dim)
+def test_a_group_fits_an_mma(query_len, heads, dim):
+    tokens, block_h, block_d = sm90.choose_groups(query_len, heads, dim)
     assert block_h >= heads
     assert block_d >= dim
-    assert tokens * block_h <= sm90.MAX_COLUMNS
+    assert tokens * block_h <= sm90.MAX_HEADS
     assert tokens == 1 or tokens < 2 * query_len
 
 
 @pytest.mark.parametrize("page_size", [0, 64, 192])
 @pytest.mark.parametrize("heads", [1, 32, 64, 256])
 @pytest.mark.parametrize("query_len", [1, 2, 4096])
-def test_consumers_come_back_to_their_own_tiles(query_len, heads, page_size):
-    layout = sm90.layout_of(sm90.plan(query_len, heads, 128), heads, True, False, page_size)
-    assert layout.ring % sm90.CONSUMERS.value == 0
-    assert layout.ring & (layout.ring - 1) == 0
-    assert layout.keys % sm90.COPY.value == 0
-    # Sums of a tile's products are in registers, 64 keys of 256 columns at most.
-    assert layout.keys * layout.tokens * layout.block_h <= 64 * sm90.MAX_COLUMNS
+def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
+    tiling = sm90.choose_tiling(
+        sm90.choose_groups(query_len, heads, 128), heads, True, False, page_size
+    )
+    assert tiling.stages % sm90.CONSUMERS.value == 0
+    assert tiling.stages & (tiling.stages - 1) == 0
+    assert tiling.keys % sm90.COPY_KEYS.value == 0
+    # The accumulator of a tile fits the registers: at most 64 keys by 256 heads.
+    assert tiling.keys * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,38 @@
-"""Indexer scores on Hopper: keys on M of an FP8 product, the heads of a few query tokens on N.
+"""Indexer scores on Hopper: swap-AB FP8 MMAs, keys on M and the heads of some query tokens on N.
 
-As many programs as there are multiprocessors divide the tiles of keys, of all groups of query
-tokens, evenly among them; each finds its share from the tokens' ranges. In a program two
-warpgroups take turns with the tiles: the scores of one tile are summed over the heads while the
-other's are multiplied. A warp copies queries and keys ahead of them, and two more write the columns
-that no token sees.
+``score[t, n] = scale[n] * sum_h w[t, h] * relu(<q[t, h], k[n]>)`` for the keys that token t sees,
+-inf for all others. A *group* is the query tokens of one request whose heads fit N, 256 at most. A
+*tile* is 64 keys, or 128 paged keys where a group has up to 128 heads. The grid is one CTA a
+multiprocessor. Each CTA computes from the ranges of the tokens how many tiles all groups have, and
+takes an equal share of them. So a share may begin or end within a group.
 
-An element of the product costs a thread one maximum and one multiply-add, and a token's heads lie
-in four lanes, which put their sums together once for a tile.
+In a CTA, the tiles of a share alternate between two consumer warpgroups. An element of the
+accumulator costs a thread one maximum and one multiply-add with the head weight. The heads of a
+token are spread over four lanes, whose partial sums are added once a tile. With 256 heads on N, the
+consumers take turns with the tensor cores: one sums over the heads while the other's MMA runs.
+Smaller MMAs wait for memory, and turns would only delay them.
+
+Time line of two tiles with 256 heads:
+
+    producer    copy keys and scales up to 512 keys ahead; Q and head weights a group ahead
+    consumer 0  QK MMA, tile n         | ReLU, sum over heads, store | QK MMA, tile n + 2
+    consumer 1  sum of n - 1, store    | QK MMA, tile n + 1          | ReLU, sum over heads
+    filler      -inf in the tiles that no token sees, and the ends of ragged requests' tokens
+
+Barriers:
+
+    barrier     number    arrivals                            waits       guards
+    q_full      2         2, producer: TMA and head weights   consumers   Q, head weights of a group
+    q_empty     2         2, both consumers                   producer    the same, for reuse
+    keys_full   1 a stage 1, producer's TMA; with scales      consumer    keys, scales of a tile
+                          32 more, its cp.async copies
+    keys_empty  1 a stage 1, the tile's consumer              producer    the same, for reuse
+    turn        2         1, the other consumer               consumer    the tensor cores
+    warm        1         1, TMA of a page that is not there  all         the descriptor of the keys
+
+The number of stages is a multiple of the number of consumers, so each stage belongs to one of them.
+Warps: consumers 2 x 4, producer 1, filler 2; the last two are limited to 56 registers a thread.
+Shared memory for 256 heads of 128 dims, in KiB: Q 2 x 32, keys 64, head weights 2, scales 2.
 """
 
 from __future__ import annotations
@@ -37,40 +62,52 @@ from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer import triton as portable
 from sparsemla.kernels.topk.sm90 import SELECTION
 
-COPY = gl.constexpr(64)
-"""Keys that are copied at once: a page holds a multiple of them."""
+COPY_KEYS = gl.constexpr(64)
+"""Keys of one TMA copy; a page holds a multiple of them."""
 CONSUMERS = gl.constexpr(2)
-MAX_COLUMNS = 256
-RING_KEYS = 512
-"""Keys on their way, 64 KiB: fewer do not fill the memory, twice as many are slower again.
+MAX_HEADS = 256
+"""Most heads of a group, the longest N of an MMA."""
+PIPELINE_KEYS = 512
+"""Keys in flight, 64 KiB: fewer do not saturate memory, twice as many are slower again.
 
-Their tiles are a multiple of the consumers: each waits for its own places, by parity, and sees
-every lap of them.
+Their number of tiles is a multiple of the consumers, so that a consumer sees every phase of the
+barriers of its stages.
 """
 
 MINUS_INF = gl.constexpr(float("-inf"))
-NAN_TOO = gl.constexpr(PropagateNan.ALL)
+PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FILL = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 FILL_AT_ONCE = gl.constexpr(4096)
-GROUPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Queries(NamedTuple):
-    """Query tokens: ``query_len`` of each request, or those between its offsets.
+    """Query tokens, their ranges of keys, and their scores. Strides are in elements.
 
-    A token sees the keys between its start and its end, or up to its end: one of its own, or what
-    its request's length leaves to it. Tokens with up to ``skip`` keys are left out. ``first`` is
-    what offsets are counted from. ``rows``: where the ends of ragged requests' tokens are written,
-    and their requests ``rows_request`` behind.
+    Args:
+        head_weights: ``[T, HI]`` or ``[B, S, HI]``, with the strides of a request and a token.
+        row_starts: first key of each token; None if it is 0.
+        row_ends: end of each token's keys, or length of each request's.
+        ends_request: stride of ``row_ends``.
+        offsets: first tokens of ragged requests; None if each request has ``query_len`` tokens.
+        skip: tokens with at most so many keys get no scores.
+        search_steps: iterations of the binary search for the request of a group.
+        rows: int32 ``[2, T]``, output: ends and requests of ragged requests' tokens.
+        out: ``[T, num_keys]`` or ``[B, S, num_keys]``, with the strides of a request and a token.
+        num_keys: columns of ``out``.
+        first: the token from which ``offsets`` count.
+        rows_request: stride of ``rows``.
+        num_requests: B.
+        query_len: tokens of a request; of all requests if they are ragged.
 
-    The last ones, which change from batch to batch, are arguments of their own in a launch.
+    The last four change from batch to batch. They are separate arguments of the kernel, so that it
+    is not compiled again for every alignment.
     """
 
-    weights: Tensor
-    weights_request: int
-    weights_token: int
+    head_weights: Tensor
+    head_weights_request: int
+    head_weights_token: int
     row_starts: Tensor | None
     row_ends: Tensor
     ends_request: int
@@ -89,7 +126,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Scales of the keys, and the pages that a table names; contiguous keys are one page."""
+    """Scales of the keys, and the page table; contiguous keys are a single page."""
 
     scales: Tensor | None
     scale_page: int
@@ -100,18 +137,26 @@ class Keys(NamedTuple):
     num_pages: int
 
 
-class Layout(NamedTuple):
-    """Constants of a kernel.
+class GroupShape(NamedTuple):
+    """Tokens of a group, padded heads of a token, padded dims of a head."""
+
+    tokens: int
+    block_h: int
+    block_d: int
+
+
+class Tiling(NamedTuple):
+    """Compile-time constants.
 
     Args:
         tokens: query tokens of a group.
         heads: of a token.
         block_h: heads, padded.
         block_d: dims, padded.
-        parts: products of a tile, each with the heads of as many tokens.
-        keys: of a tile, which is copied in one piece or two.
-        ring: tiles of keys on their way.
-        own_ends: each token has an end of its own, otherwise each request.
+        mmas: MMAs of a tile, each with the heads of as many tokens.
+        keys: of a tile, which takes one TMA copy or two.
+        stages: tiles in flight.
+        own_ends: ``row_ends`` has an entry for each token, otherwise for each request.
         causal: the last token of a request sees all of its keys, the one before it one less.
         page_size: keys of a page, 0 if they are contiguous.
     """
@@ -120,33 +165,55 @@ class Layout(NamedTuple):
     heads: int
     block_h: int
     block_d: int
-    parts: int
+    mmas: int
     keys: int
-    ring: int
+    stages: int
     own_ends: bool
     causal: bool
     page_size: int
 
 
 class Group(NamedTuple):
-    """Request of a group of tokens, its first token, and the token that ends the request."""
+    """Request of a group, its first token, and the end of the request's tokens."""
 
     request: int
     first: int
     stop: int
 
 
+class Share(NamedTuple):
+    """Share of a CTA: its first group, the tiles of it that earlier CTAs take, its own tiles."""
+
+    group: int
+    skipped: int
+    tiles: int
+
+
+class SharedMemory(NamedTuple):
+    """Shared memory of a CTA. The module's docstring has the table of the barriers."""
+
+    q: Tensor  # [2, N, D] e4m3; producer writes by TMA, consumers read in the QK MMA
+    head_weights: Tensor  # [2, N] float32; producer writes, consumers read
+    keys: Tensor  # [stages, keys, D] e4m3; producer writes by TMA, consumers read in the QK MMA
+    scales: Tensor  # [stages, keys] float32; producer writes by cp.async, consumers read
+    q_full: Tensor  # barriers, as all of the following
+    q_empty: Tensor
+    keys_full: Tensor
+    keys_empty: Tensor
+    turn: Tensor
+
+
 @triton.constexpr_function
-def tile_layout(block_d, rank):
+def operand_layout(block_d, rank):
     return gl.NVMMASharedLayout(block_d, 8, rank)
 
 
 @triton.constexpr_function
-def sums_layout(tokens, keys):
-    """Sums ``[keys, tokens, 4]``, all four in one thread.
+def partials_layout(tokens, keys):
+    """Partial sums ``[keys, tokens, 4]``, all four of a score in one thread.
 
-    The four lanes that have the same keys in a product have tokens of their own here, or the upper
-    eight keys.
+    Four lanes of an MMA's accumulator share keys. Here, each of them has tokens of its own, or the
+    upper eight keys.
     """
     bits = [[0, 1 << bit, 0] for bit in range(tokens.bit_length() - 1)]
     bits += [[8, 0, 0], [0, 0, 0]]
@@ -161,44 +228,45 @@ def sums_layout(tokens, keys):
 
 
 @gluon.jit
-def offset_of(queries, request):
-    """First token of a request, counted from the first of all, where the first request begins."""
+def first_token_of(queries, request):
+    """First token of a request, counted from ``queries.first``; 0 for the first request."""
     offset = gl.load(queries.offsets + request) - queries.first
     offset = gl.minimum(gl.maximum(offset, 0), queries.query_len).to(gl.int32)
     return gl.where(request > 0, offset, 0)
 
 
 @gluon.jit
-def find_group(queries, group, L: gl.constexpr):
-    """Where the tokens of groups are.
+def locate_group(queries, group, T: gl.constexpr):
+    """The request and the tokens of a group, or of a tensor of groups.
 
-    Ragged requests: the groups of request b are numbered from ``offsets[b] // tokens + b``, which
-    leaves room for all of them without a sum; tokens behind the last request form one more.
+    Ragged requests: the groups of request b are numbered from ``offsets[b] // tokens + b``. These
+    numbers need no prefix sum over requests; some have no tokens. Tokens behind the last request
+    form one more request.
     """
     if queries.offsets is None:
-        groups = gl.cdiv(queries.query_len, L.tokens)
+        groups = gl.cdiv(queries.query_len, T.tokens)
         request = group // groups
-        first = group % groups * L.tokens
+        first = group % groups * T.tokens
         stop = gl.where(request < queries.num_requests, queries.query_len, 0)
     else:
         request = group * 0
         last = request + queries.num_requests
         for _ in range(queries.search_steps):
             middle = (request + last + 1) // 2
-            before = offset_of(queries, middle) // L.tokens + middle <= group
+            before = first_token_of(queries, middle) // T.tokens + middle <= group
             request = gl.where(before, middle, request)
             last = gl.where(before, last, middle - 1)
-        opens = offset_of(queries, request)
-        first = opens + (group - (opens // L.tokens + request)) * L.tokens
+        begin_token = first_token_of(queries, request)
+        first = begin_token + (group - (begin_token // T.tokens + request)) * T.tokens
         real = request < queries.num_requests
-        closes = offset_of(queries, gl.where(real, request + 1, request))
-        stop = gl.where(real, closes, queries.query_len)
+        end_token = first_token_of(queries, gl.where(real, request + 1, request))
+        stop = gl.where(real, end_token, queries.query_len)
     return Group(request, first, stop)
 
 
 @gluon.jit
-def seen_by(queries, group, token, L: gl.constexpr):
-    """First key that a token of a group sees, and the one behind its last."""
+def visible_keys(queries, group, token, T: gl.constexpr):
+    """Range of the keys that a token of a group sees: the first one, and the end."""
     real = token < group.stop
     if queries.row_starts is not None:
         start = gl.load(queries.row_starts + token, mask=real, other=0)
@@ -208,51 +276,51 @@ def seen_by(queries, group, token, L: gl.constexpr):
         start = token * 0
         real = real & (group.request < queries.num_requests)
         if queries.offsets is not None:  # tokens before the first request see nothing
-            opens = gl.load(queries.offsets + group.request + token * 0, mask=real)
-            real = real & (token >= opens - queries.first)
+            begin_token = gl.load(queries.offsets + group.request + token * 0, mask=real)
+            real = real & (token >= begin_token - queries.first)
         at = queries.row_ends + group.request.to(gl.int64) * queries.ends_request + token * 0
-        if L.own_ends:
+        if T.own_ends:
             at += token
         end = gl.maximum(gl.load(at, mask=real, other=0), 0)
-        if L.causal:
+        if T.causal:
             if queries.offsets is None:
                 end -= queries.query_len - 1 - token
             else:
-                closes = gl.load(queries.offsets + group.request + 1 + token * 0, mask=real)
-                end -= closes - queries.first - 1 - token
+                end_token = gl.load(queries.offsets + group.request + 1 + token * 0, mask=real)
+                end -= end_token - queries.first - 1 - token
     end = gl.where(real, gl.minimum(gl.maximum(end, 0), queries.num_keys), 0)
     return start, end.to(gl.int32)
 
 
 @gluon.jit
-def tiles_of(queries, group, L: gl.constexpr):
-    """First tile, and number of tiles, of the keys that any token of a group sees."""
-    TOKENS: gl.constexpr = L.tokens
-    if queries.row_starts is not None or L.own_ends:
+def visible_tiles(queries, group, T: gl.constexpr):
+    """First tile and number of tiles with keys that any token of a group sees."""
+    TOKENS: gl.constexpr = T.tokens
+    if queries.row_starts is not None or T.own_ends:
         low = group.first * 0 + queries.num_keys
         high = group.first * 0
         for t in gl.static_range(TOKENS):
-            start, end = seen_by(queries, group, group.first + t, L)
+            start, end = visible_keys(queries, group, group.first + t, T)
             low = gl.where(start < end, gl.minimum(low, start), low)
             high = gl.where(start < end, gl.maximum(high, end), high)
     else:
         low = group.first * 0
         last = gl.minimum(group.first + TOKENS, group.stop) - 1
-        _, high = seen_by(queries, group, last, L)
+        _, high = visible_keys(queries, group, last, T)
         high = gl.where((last >= group.first) & (high > queries.skip), high, 0)
-    first_tile = low // L.keys
-    return first_tile, gl.maximum((high + L.keys - 1) // L.keys - first_tile, 0)
+    first_tile = low // T.keys
+    return first_tile, gl.maximum((high + T.keys - 1) // T.keys - first_tile, 0)
 
 
 @triton.constexpr_function
-def some_groups(L):
-    """Groups to look at at a time."""
-    return 1024 if L.page_size == 0 else 128
+def groups_at_once(T):
+    """Groups whose tiles are counted at a time."""
+    return 1024 if T.page_size == 0 else 128
 
 
 @triton.constexpr_function
-def groups_layout(at_once):
-    """Each warp has all of 128 groups, so that their sums need no barrier."""
+def counts_layout(at_once):
+    """Layout of the counts; each warp has all of 128 groups, so that sums need no barrier."""
     return gl.BlockedLayout([4 if at_once == 128 else 1], [32], [4], [0])
 
 
@@ -262,17 +330,17 @@ def add(a, b):
 
 
 @gluon.jit
-def tiles_from(queries, base, num_groups, L: gl.constexpr):
-    """Numbers of tiles of the groups from ``base`` on."""
-    AT_ONCE: gl.constexpr = some_groups(L)
-    index = base + gl.arange(0, AT_ONCE, groups_layout(AT_ONCE))
-    _, tiles = tiles_of(queries, find_group(queries, index, L), L)
+def count_tiles(queries, base, num_groups, T: gl.constexpr):
+    """Numbers of tiles of some groups from ``base`` on."""
+    AT_ONCE: gl.constexpr = groups_at_once(T)
+    index = base + gl.arange(0, AT_ONCE, counts_layout(AT_ONCE))
+    _, tiles = visible_tiles(queries, locate_group(queries, index, T), T)
     return gl.where(index < num_groups, tiles, 0)
 
 
 @gluon.jit
-def pass_groups(tiles, begin, passed, behind, before):
-    """Count groups that end before a program begins, and the tiles up to the last of them."""
+def count_finished_groups(tiles, begin, passed, behind, before):
+    """Count the groups that end at or before tile ``begin``, and their tiles."""
     ends = gl.associative_scan(tiles, 0, add) + before
     done = ends <= begin
     passed += gl.sum(done.to(gl.int32), 0)
@@ -281,121 +349,127 @@ def pass_groups(tiles, begin, passed, behind, before):
 
 
 @gluon.jit
-def share_of_program(queries, num_groups, L: gl.constexpr):
-    """Group where the program begins, its tiles that others do, and how many tiles to do."""
-    AT_ONCE: gl.constexpr = some_groups(L)
-    some = tiles_from(queries, 0, num_groups, L)  # mostly all there are
+def partition_tiles(queries, num_groups, T: gl.constexpr):
+    """The share of this CTA."""
+    AT_ONCE: gl.constexpr = groups_at_once(T)
+    some = count_tiles(queries, 0, num_groups, T)  # in most launches, of all groups
     total = gl.sum(some, 0)
     for base in range(AT_ONCE, num_groups, AT_ONCE):
-        total += gl.sum(tiles_from(queries, base, num_groups, L), 0)
+        total += gl.sum(count_tiles(queries, base, num_groups, T), 0)
     each = gl.cdiv(total, gl.num_programs(0))
     begin = gl.minimum(gl.program_id(0) * each, total)
-    passed, behind, before = pass_groups(some, begin, 0, 0, 0)
+    passed, behind, before = count_finished_groups(some, begin, 0, 0, 0)
     for base in range(AT_ONCE, num_groups, AT_ONCE):
-        some = tiles_from(queries, base, num_groups, L)
-        passed, behind, before = pass_groups(some, begin, passed, behind, before)
-    return passed, begin - behind, gl.minimum(each, total - begin)
+        some = count_tiles(queries, base, num_groups, T)
+        passed, behind, before = count_finished_groups(some, begin, passed, behind, before)
+    return Share(passed, begin - behind, gl.minimum(each, total - begin))
 
 
 @gluon.jit
-def copy_queries(q, queries, group, q_tile, w_tile, full, L: gl.constexpr):
-    """Start to copy the heads of a group's tokens; store their weights."""
-    TOKENS: gl.constexpr = L.tokens
-    BLOCK_H: gl.constexpr = L.block_h
-    BLOCK_D: gl.constexpr = L.block_d
+def copy_queries(q, queries, group, q_tile, w_tile, full, T: gl.constexpr):
+    """Start the TMA copy of a group's heads; store their head weights."""
+    TOKENS: gl.constexpr = T.tokens
+    BLOCK_H: gl.constexpr = T.block_h
+    BLOCK_D: gl.constexpr = T.block_d
     mbarrier.expect(full, TOKENS * BLOCK_H * BLOCK_D)
     shape: gl.constexpr = [1, TOKENS, BLOCK_H, BLOCK_D]
-    to = reinterpret(q_tile, gl.float8e4nv, shape, tile_layout(BLOCK_D, 4))
+    to = reinterpret(q_tile, gl.float8e4nv, shape, operand_layout(BLOCK_D, 4))
     request = group.request if queries.offsets is None else 0
     tma_load(q, [request, group.first, 0, 0], full, to)
     i = gl.arange(0, TOKENS * BLOCK_H, LANES)
     token = group.first + i // BLOCK_H
     head = i % BLOCK_H
-    at = queries.weights + token.to(gl.int64) * queries.weights_token + head
+    at = queries.head_weights + token.to(gl.int64) * queries.head_weights_token + head
     if queries.offsets is None:
-        at += group.request.to(gl.int64) * queries.weights_request
-    w = gl.load(at, mask=(token < group.stop) & (head < L.heads), other=0.0)
+        at += group.request.to(gl.int64) * queries.head_weights_request
+    w = gl.load(at, mask=(token < group.stop) & (head < T.heads), other=0.0)
     w_tile.store(w.to(gl.float32))
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def page_ids(keys, request, n, L: gl.constexpr):
-    """What the table says of a request's keys."""
-    column = n // L.page_size
+def page_ids(keys, request, n, T: gl.constexpr):
+    """Pages of keys of a request, -1 behind the page table."""
+    column = n // T.page_size
     at = keys.page_table + request.to(gl.int64) * keys.table_request + column
     return gl.load(at, mask=column < keys.table_width, other=-1)
 
 
 @gluon.jit
-def copy_keys(k, keys, page, row, count, key_place, scale_place, full, L: gl.constexpr):
-    """Start to copy keys from a row of a page, zeros without one, and their scales."""
-    tma_load(k, [page, row, 0], full, key_place)
+def copy_keys(k, keys, page, row, num_scales, key_tile, scale_tile, full, T: gl.constexpr):
+    """Start to copy keys from a row of a page, and their scales. A missing page yields zeros."""
+    tma_load(k, [page, row, 0], full, key_tile)
     if keys.scales is not None:
-        i = gl.arange(0, COPY, LANES)
+        i = gl.arange(0, COPY_KEYS, LANES)
         at = keys.scales + page.to(gl.int64) * keys.scale_page + (row + i) * keys.scale_row
-        async_load(scale_place, at, mask=i < count)
+        async_load(scale_tile, at, mask=i < num_scales)
 
 
 @gluon.jit
-def places_of(key_ring, L: gl.constexpr):
-    """The ring, as the pieces in which its tiles are copied."""
-    shape: gl.constexpr = [L.ring * L.keys // COPY, 1, COPY, L.block_d]
-    return reinterpret(key_ring, gl.float8e4nv, shape, tile_layout(L.block_d, 3))
+def copies_of(keys, T: gl.constexpr):
+    """The stages of the keys, as the tiles of single TMA copies."""
+    shape: gl.constexpr = [T.stages * T.keys // COPY_KEYS, 1, COPY_KEYS, T.block_d]
+    return reinterpret(keys, gl.float8e4nv, shape, operand_layout(T.block_d, 3))
 
 
 @gluon.jit
-def place_of(count, SIZE: gl.constexpr):
-    """Place in a ring of a power of two, and the parity of the pass through it."""
-    return count & (SIZE - 1), (count & SIZE) // SIZE
+def stage_of(step, STAGES: gl.constexpr):
+    """Stage and parity of a step in a pipeline whose number of stages is a power of two."""
+    return step & (STAGES - 1), (step & STAGES) // STAGES
 
 
 @gluon.jit
-def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
-    """The warp that copies."""
-    index, skip, left = work
-    q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, _ = memory
-    COPIES: gl.constexpr = L.keys // COPY
+def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
+    """The warp that copies Q, head weights, keys and scales."""
+    index, skip, left = share
+    COPIES: gl.constexpr = T.keys // COPY_KEYS
     AT_ONCE: gl.constexpr = 32 // COPIES
-    key_places = places_of(key_ring, L)
-    scale_places = reinterpret(scale_ring, gl.float32, [L.ring * COPIES, COPY], PLAIN)
+    key_copies = copies_of(smem.keys, T)
+    scale_copies = reinterpret(smem.scales, gl.float32, [T.stages * COPIES, COPY_KEYS], PLAIN)
     lane = gl.arange(0, 32, LANES)
-    count = left * 0
-    item = left * 0
+    num_tiles = left * 0
+    num_groups = left * 0
     while left > 0:
-        group = find_group(queries, index, L)
-        first_tile, tiles = tiles_of(queries, group, L)
+        group = locate_group(queries, index, T)
+        first_tile, tiles = visible_tiles(queries, group, T)
         tiles = gl.minimum(tiles - skip, left)
         if tiles > 0:
-            slot, parity = place_of(item, 2)
-            mbarrier.wait(q_empty.index(slot), parity ^ 1)
+            stage, parity = stage_of(num_groups, 2)
+            mbarrier.wait(smem.q_empty.index(stage), parity ^ 1)
             copy_queries(
-                q, queries, group, q_tiles.index(slot), w_tiles.index(slot), q_full.index(slot), L
+                q,
+                queries,
+                group,
+                smem.q.index(stage),
+                smem.head_weights.index(stage),
+                smem.q_full.index(stage),
+                T,
             )
-            item += 1
+            num_groups += 1
             first_tile += skip
             last_tile = first_tile + tiles
-            if L.page_size > 0:
-                n = (first_tile * COPIES + lane) * COPY
-                following = page_ids(keys, group.request, n, L)
+            if T.page_size > 0:
+                n = (first_tile * COPIES + lane) * COPY_KEYS
+                following = page_ids(keys, group.request, n, T)
             for base in range(first_tile, last_tile, AT_ONCE):
-                if L.page_size > 0:
-                    # Pages of 32 copies at a time: loads that a loop carries are waited for.
+                if T.page_size > 0:
+                    # A lane has the page of each of the next 32 copies. A load for every tile that
+                    # the loop carries along would be waited for.
                     real = (following >= 0) & (following < keys.num_pages)
                     pages = gl.where(real, following, -1).to(gl.int32)
-                    n = ((base + AT_ONCE) * COPIES + lane) * COPY
-                    following = page_ids(keys, group.request, n, L)
+                    n = ((base + AT_ONCE) * COPIES + lane) * COPY_KEYS
+                    following = page_ids(keys, group.request, n, T)
                 for tile in range(base, gl.minimum(base + AT_ONCE, last_tile)):
-                    slot, parity = place_of(count, L.ring)
-                    mbarrier.wait(empty.index(slot), parity ^ 1)
-                    mbarrier.expect(full.index(slot), L.keys * L.block_d)
+                    stage, parity = stage_of(num_tiles, T.stages)
+                    mbarrier.wait(smem.keys_empty.index(stage), parity ^ 1)
+                    mbarrier.expect(smem.keys_full.index(stage), T.keys * T.block_d)
                     for i in gl.static_range(COPIES):
-                        row = tile * L.keys + i * COPY
-                        if L.page_size > 0:
+                        row = tile * T.keys + i * COPY_KEYS
+                        if T.page_size > 0:
                             mine = lane == (tile - base) * COPIES + i
                             page = gl.sum(gl.where(mine, pages, 0), 0)
-                            row = row % L.page_size
-                            num_scales = gl.where(page < 0, 0, COPY)
+                            row = row % T.page_size
+                            num_scales = gl.where(page < 0, 0, COPY_KEYS)
                         else:
                             page = tile * 0
                             num_scales = queries.num_keys - row
@@ -405,14 +479,16 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
                             page,
                             row,
                             num_scales,
-                            key_places.index(slot * COPIES + i),
-                            scale_places.index(slot * COPIES + i),
-                            full.index(slot),
-                            L,
+                            key_copies.index(stage * COPIES + i),
+                            scale_copies.index(stage * COPIES + i),
+                            smem.keys_full.index(stage),
+                            T,
                         )
                     if keys.scales is not None:
-                        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-                    count += 1
+                        async_copy.mbarrier_arrive(
+                            smem.keys_full.index(stage), increment_count=False
+                        )
+                    num_tiles += 1
         left -= gl.maximum(tiles, 0)
         skip = 0
         index += 1
@@ -420,18 +496,18 @@ def produce(q, k, queries, keys, work, memory, L: gl.constexpr):
 
 @gluon.jit
 def halves(x):
-    """Both halves of the last dim."""
+    """The two halves of the last dim."""
     HALF: gl.constexpr = x.shape[2] // 2
     return gl.split(x.reshape(x.shape[0], x.shape[1], 2, HALF).permute(0, 1, 3, 2))
 
 
 @gluon.jit
-def add_products(total, x, w):
-    """``total + sum(x * w)`` over the last dim, one multiply-add after the other."""
+def add_weighted(total, x, w):
+    """``total + sum(x * w)`` over the last dim, as a chain of multiply-adds."""
     if x.shape[2] > 1:
         x0, x1 = halves(x)
-        w0, w1 = halves(w)
-        total = add_products(add_products(total, x0, w0), x1, w1)
+        w_0, w_1 = halves(w)
+        total = add_weighted(add_weighted(total, x0, w_0), x1, w_1)
     elif total is None:
         total = x * w
     else:
@@ -440,130 +516,134 @@ def add_products(total, x, w):
 
 
 @gluon.jit
-def by_lane(x, L: gl.constexpr):
-    """Columns of a product as ``[rows, tokens * 4, heads of a lane]``."""
-    TOKENS: gl.constexpr = x.shape[1] // L.block_h
-    x = x.reshape(x.shape[0], TOKENS, L.block_h // 8, 4, 2).permute(0, 1, 3, 2, 4)
-    return x.reshape(x.shape[0], TOKENS * 4, L.block_h // 4)
+def split_by_lane(x, T: gl.constexpr):
+    """Columns of an accumulator as ``[rows, tokens * 4, heads of a lane]``."""
+    TOKENS: gl.constexpr = x.shape[1] // T.block_h
+    x = x.reshape(x.shape[0], TOKENS, T.block_h // 8, 4, 2).permute(0, 1, 3, 2, 4)
+    return x.reshape(x.shape[0], TOKENS * 4, T.block_h // 4)
 
 
 @gluon.jit
-def weigh(dots, w, L: gl.constexpr):
-    """``sum_h w[t, h] * relu(dots)`` over the heads of each lane, ``[keys, tokens, 4]``."""
-    x = by_lane(gl.maximum(dots, 0.0, propagate_nan=NAN_TOO), L)
-    w = by_lane(w[None, :].broadcast_to(L.keys, w.shape[0]), L)
-    return add_products(None, x, w).reshape(L.keys, dots.shape[1] // L.block_h, 4)
+def sum_heads_of_lanes(acc, w, T: gl.constexpr):
+    """``sum_h w[t, h] * relu(acc)`` over the heads of each lane: partials ``[keys, tokens, 4]``."""
+    x = split_by_lane(gl.maximum(acc, 0.0, propagate_nan=PROPAGATE_NAN), T)
+    w = split_by_lane(w[None, :].broadcast_to(T.keys, w.shape[0]), T)
+    return add_weighted(None, x, w).reshape(T.keys, acc.shape[1] // T.block_h, 4)
 
 
 @gluon.jit
-def start_product(keys, q_tile, PART: gl.constexpr, DOTS: gl.constexpr):
-    """Start to multiply a tile of keys with the heads of a part of the tokens."""
-    WIDTH: gl.constexpr = DOTS.instr_shape[1]
+def load_head_weights(smem, stage, MMA: gl.constexpr, ACC: gl.constexpr):
+    """The head weights of an MMA, as the columns of its accumulator."""
+    WIDTH: gl.constexpr = ACC.instr_shape[1]
+    weights = smem.head_weights.index(stage).slice(MMA * WIDTH, WIDTH)
+    return weights.load(gl.SliceLayout(0, ACC))
+
+
+@gluon.jit
+def qk_mma(keys, q_tile, MMA: gl.constexpr, ACC: gl.constexpr):
+    """Issue a QK MMA: a tile of keys times the heads of some tokens."""
+    WIDTH: gl.constexpr = ACC.instr_shape[1]
     KEYS: gl.constexpr = keys.shape[0]
-    dots = gl.zeros([KEYS, WIDTH], gl.float32, DOTS)
-    heads = q_tile.slice(PART * WIDTH, WIDTH).permute((1, 0))
-    return warpgroup_mma(keys, heads, dots, use_acc=False, is_async=True)
+    acc = gl.zeros([KEYS, WIDTH], gl.float32, ACC)
+    heads = q_tile.slice(MMA * WIDTH, WIDTH).permute((1, 0))
+    return warpgroup_mma(keys, heads, acc, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def both(low, high):
-    """Sums of the tokens of two parts."""
+def join_tokens(low, high):
+    """Partial sums of the tokens of two MMAs."""
     KEYS: gl.constexpr = low.shape[0]
     TOKENS: gl.constexpr = 2 * low.shape[1]
     return gl.join(low, high).permute(0, 3, 1, 2).reshape(KEYS, TOKENS, 4)
 
 
 @triton.constexpr_function
-def takes_turns(L):
-    """Whether only one consumer multiplies at a time.
-
-    Narrow products wait for memory: taking turns would only delay them.
-    """
-    return L.tokens * L.block_h == 256
+def takes_turns(T):
+    """Whether the consumers take turns with the tensor cores: only with the longest N."""
+    return T.tokens * T.block_h == 256
 
 
 @gluon.jit
-def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
-    """One of the warpgroups that score: every other tile is its own."""
-    index, skip, left = work
-    q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn = memory
-    KEYS: gl.constexpr = L.keys
-    PARTS: gl.constexpr = L.parts
-    TURNS: gl.constexpr = takes_turns(L)
-    WIDTH: gl.constexpr = L.tokens * L.block_h // PARTS
-    DOTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    SUMS: gl.constexpr = sums_layout(L.tokens, KEYS)
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SUMS))
-    TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+def consumer(queries, keys, share, smem, T: gl.constexpr, INDEX: gl.constexpr):
+    """A warpgroup that scores every other tile of the share."""
+    index, skip, left = share
+    KEYS: gl.constexpr = T.keys
+    MMAS: gl.constexpr = T.mmas
+    TURNS: gl.constexpr = takes_turns(T)
+    WIDTH: gl.constexpr = T.tokens * T.block_h // MMAS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    PARTIALS: gl.constexpr = partials_layout(T.tokens, KEYS)
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PARTIALS))
+    TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, PARTIALS))
     in_tile = 0
-    if KEYS > COPY:
-        in_tile = gl.arange(0, KEYS, ROWS)  # may have pages of their own
-    count = left * 0
-    item = left * 0
+    if KEYS > COPY_KEYS:
+        in_tile = gl.arange(0, KEYS, ROWS)  # keys of a tile may lie in different pages
+    num_tiles = left * 0
+    num_groups = left * 0
     while left > 0:
-        group = find_group(queries, index, L)
-        first_tile, tiles = tiles_of(queries, group, L)
+        group = locate_group(queries, index, T)
+        first_tile, tiles = visible_tiles(queries, group, T)
         tiles = gl.minimum(tiles - skip, left)
         if tiles > 0:
-            token = group.first + gl.arange(0, L.tokens, TOKENS)
-            start, end = seen_by(queries, group, token, L)
+            token = group.first + gl.arange(0, T.tokens, TOKENS)
+            start, end = visible_keys(queries, group, token, T)
             real = token < group.stop
             out = queries.out + token.to(gl.int64) * queries.out_token
             if queries.offsets is None:
                 out += group.request.to(gl.int64) * queries.out_request
-            mine = (WHO + count) & 1
+            mine = (INDEX + num_tiles) & 1
             base = (first_tile + skip + mine) * KEYS
-            if L.page_size > 0:
-                following = page_ids(keys, group.request, base + in_tile, L)
-            q_slot, parity = place_of(item, 2)
-            mbarrier.wait(q_full.index(q_slot), parity)
-            w0 = w_tiles.index(q_slot).slice(0, WIDTH).load(gl.SliceLayout(0, DOTS))
-            if PARTS == 2:
-                w1 = w_tiles.index(q_slot).slice(WIDTH, WIDTH).load(gl.SliceLayout(0, DOTS))
+            if T.page_size > 0:
+                following = page_ids(keys, group.request, base + in_tile, T)
+            q_stage, parity = stage_of(num_groups, 2)
+            mbarrier.wait(smem.q_full.index(q_stage), parity)
+            w_0 = load_head_weights(smem, q_stage, 0, ACC)
+            if MMAS == 2:
+                w_1 = load_head_weights(smem, q_stage, 1, ACC)
             for i in range(mine, tiles, CONSUMERS):
                 n = base + gl.arange(0, KEYS, ROWS)
                 inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
                 base += CONSUMERS * KEYS
-                if L.page_size > 0:
+                if T.page_size > 0:
                     real_page = (following >= 0) & (following < keys.num_pages)
-                    if KEYS > COPY:
+                    if KEYS > COPY_KEYS:
                         real_page = real_page[:, None]
                     inside = inside & real_page
-                    following = page_ids(keys, group.request, base + in_tile, L)
-                slot, parity = place_of(count + i, L.ring)
-                mbarrier.wait(full.index(slot), parity)
+                    following = page_ids(keys, group.request, base + in_tile, T)
+                stage, parity = stage_of(num_tiles + i, T.stages)
+                mbarrier.wait(smem.keys_full.index(stage), parity)
                 if TURNS:
-                    _, parity = place_of(count + i, 2)
-                    mbarrier.wait(turn.index(WHO), parity ^ (1 - WHO))
-                d0 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 0, DOTS)
-                if PARTS == 2:
-                    d1 = start_product(key_ring.index(slot), q_tiles.index(q_slot), 1, DOTS)
+                    _, parity = stage_of(num_tiles + i, 2)
+                    mbarrier.wait(smem.turn.index(INDEX), parity ^ (1 - INDEX))
+                acc_0 = qk_mma(smem.keys.index(stage), smem.q.index(q_stage), 0, ACC)
+                if MMAS == 2:
+                    acc_1 = qk_mma(smem.keys.index(stage), smem.q.index(q_stage), 1, ACC)
                 scale = gl.full([KEYS], 1.0, gl.float32, ROWS)
                 if keys.scales is not None:
-                    scale = scale_ring.index(slot).load(ROWS)
-                if PARTS == 2:
-                    d0, d1 = warpgroup_mma_wait(1, deps=[d0, d1])
+                    scale = smem.scales.index(stage).load(ROWS)
+                if MMAS == 2:
+                    acc_0, acc_1 = warpgroup_mma_wait(1, deps=[acc_0, acc_1])
                     if TURNS:
-                        mbarrier.arrive(turn.index(1 - WHO), count=1)
-                    low = weigh(d0, w0, L)
-                    d1 = warpgroup_mma_wait(0, deps=[d1])
-                    mbarrier.arrive(empty.index(slot), count=1)
-                    sums = both(low, weigh(d1, w1, L))
+                        mbarrier.arrive(smem.turn.index(1 - INDEX), count=1)
+                    low = sum_heads_of_lanes(acc_0, w_0, T)
+                    acc_1 = warpgroup_mma_wait(0, deps=[acc_1])
+                    mbarrier.arrive(smem.keys_empty.index(stage), count=1)
+                    partials = join_tokens(low, sum_heads_of_lanes(acc_1, w_1, T))
                 else:
-                    d0 = warpgroup_mma_wait(0, deps=[d0])
+                    acc_0 = warpgroup_mma_wait(0, deps=[acc_0])
                     if TURNS:
-                        mbarrier.arrive(turn.index(1 - WHO), count=1)
-                    mbarrier.arrive(empty.index(slot), count=1)
-                    sums = weigh(d0, w0, L)
-                scores = gl.sum(gl.convert_layout(sums, SUMS), 2) * scale[:, None]
+                        mbarrier.arrive(smem.turn.index(1 - INDEX), count=1)
+                    mbarrier.arrive(smem.keys_empty.index(stage), count=1)
+                    partials = sum_heads_of_lanes(acc_0, w_0, T)
+                scores = gl.sum(gl.convert_layout(partials, PARTIALS), 2) * scale[:, None]
                 gl.store(
                     out[None, :] + n[:, None],
                     gl.where(inside, scores, MINUS_INF),
                     mask=(n < queries.num_keys)[:, None] & real[None, :],
                 )
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
-            count += tiles
-            item += 1
+            mbarrier.arrive(smem.q_empty.index(q_stage), count=1)
+            num_tiles += tiles
+            num_groups += 1
         left -= gl.maximum(tiles, 0)
         skip = 0
         index += 1
@@ -571,34 +651,34 @@ def consume(queries, keys, work, memory, L: gl.constexpr, WHO: gl.constexpr):
 
 @gluon.jit
 def fill_columns(row, begin, end):
-    """-inf in columns of a row."""
+    """Store -inf in the columns ``[begin, end)`` of a row."""
     for base in range(begin, end, 256):
         n = base + gl.arange(0, 256, FILL)
         gl.store(row + n, MINUS_INF, mask=n < end)
 
 
 @gluon.jit
-def fill(queries, num_groups, L: gl.constexpr):
-    """Write the columns of tiles that no token of a group sees; of ragged requests, the ends."""
+def filler(queries, num_groups, T: gl.constexpr):
+    """The warps that store -inf in tiles that no token sees, and the ends of ragged requests."""
     blocks = gl.cdiv(queries.num_keys, FILL_AT_ONCE)
     if queries.rows is not None:
         blocks = 1
     for unit in range(gl.program_id(0), num_groups * blocks, gl.num_programs(0)):
-        group = find_group(queries, unit // blocks, L)
+        group = locate_group(queries, unit // blocks, T)
         if queries.rows is not None:
-            token = group.first + gl.arange(0, L.tokens, FILL)
-            _, end = seen_by(queries, group, token, L)
+            token = group.first + gl.arange(0, T.tokens, FILL)
+            _, end = visible_keys(queries, group, token, T)
             real = token < group.stop
             gl.store(queries.rows + token, end, mask=real)
             gl.store(queries.rows + queries.rows_request + token, group.request, mask=real)
         else:
-            first_tile, tiles = tiles_of(queries, group, L)
+            first_tile, tiles = visible_tiles(queries, group, T)
             begin = unit % blocks * FILL_AT_ONCE
             end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
-            low = gl.minimum(first_tile * L.keys, end)
-            high = gl.maximum((first_tile + tiles) * L.keys, begin)
+            low = gl.minimum(first_tile * T.keys, end)
+            high = gl.maximum((first_tile + tiles) * T.keys, begin)
             out = queries.out + group.request.to(gl.int64) * queries.out_request
-            for token in range(group.first, gl.minimum(group.first + L.tokens, group.stop)):
+            for token in range(group.first, gl.minimum(group.first + T.tokens, group.stop)):
                 row = out + token.to(gl.int64) * queries.out_token
                 fill_columns(row, begin, low)
                 fill_columns(row, high, end)
@@ -618,70 +698,75 @@ def score(
     rows_request,
     num_requests,
     query_len,
-    L: gl.constexpr,
+    T: gl.constexpr,
 ):
     """Scores of groups of query tokens, ``q [B, S, HI, DI]`` against ``k [pages, rows, DI]``."""
     queries = Queries(*queries, first, rows_request, num_requests, query_len)
-    N: gl.constexpr = L.tokens * L.block_h
-    D: gl.constexpr = L.block_d
-    RING: gl.constexpr = L.ring
-    KEYS: gl.constexpr = L.keys
-    q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, N, D], tile_layout(D, 2))
-    w_tiles = gl.allocate_shared_memory(gl.float32, [2, N], PLAIN)
-    key_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, KEYS, D], tile_layout(D, 2))
-    scale_ring = gl.allocate_shared_memory(gl.float32, [RING, KEYS], PLAIN)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    N: gl.constexpr = T.tokens * T.block_h
+    D: gl.constexpr = T.block_d
+    STAGES: gl.constexpr = T.stages
+    KEYS: gl.constexpr = T.keys
+    smem = SharedMemory(
+        gl.allocate_shared_memory(gl.float8e4nv, [2, N, D], operand_layout(D, 2)),
+        gl.allocate_shared_memory(gl.float32, [2, N], PLAIN),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], operand_layout(D, 2)),
+        gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+    )
     warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(warm.index(0), count=1)
     for i in gl.static_range(2):
-        if takes_turns(L):  # memory of barriers that nobody waits for serves something else, too
-            mbarrier.init(turn.index(i), count=1)
-        mbarrier.init(q_full.index(i), count=2)
-        mbarrier.init(q_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(RING):
-        mbarrier.init(full.index(i), count=1 if keys.scales is None else 33)
-        mbarrier.init(empty.index(i), count=1)
-    # Nothing is copied from a page that is not there, but the descriptor of the keys comes in.
-    mbarrier.expect(warm.index(0), COPY * D)
-    tma_load(k, [-1, 0, 0], warm.index(0), places_of(key_ring, L).index(0))
+        if takes_turns(T):  # the compiler reuses the memory of barriers without a wait
+            mbarrier.init(smem.turn.index(i), count=1)
+        mbarrier.init(smem.q_full.index(i), count=2)
+        mbarrier.init(smem.q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(smem.keys_full.index(i), count=1 if keys.scales is None else 33)
+        mbarrier.init(smem.keys_empty.index(i), count=1)
+    # A copy from a page that does not exist moves no keys, but fetches the descriptor of the keys.
+    mbarrier.expect(warm.index(0), COPY_KEYS * D)
+    tma_load(k, [-1, 0, 0], warm.index(0), copies_of(smem.keys, T).index(0))
     gdc_launch_dependents()
     gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
-    work = share_of_program(queries, num_groups, L)
+    share = partition_tiles(queries, num_groups, T)
     mbarrier.wait(warm.index(0), 0)
-    mbarrier.invalidate(warm.index(0))  # its memory serves something else from here on
-    memory = (q_tiles, w_tiles, key_ring, scale_ring, q_full, q_empty, full, empty, turn)
+    mbarrier.invalidate(warm.index(0))  # the compiler reuses its memory from here on
     gl.warp_specialize(
         [
-            (consume, (queries, keys, work, memory, L, 0)),
-            (consume, (queries, keys, work, memory, L, 1)),
-            (produce, (q, k, queries, keys, work, memory, L)),
-            (fill, (queries, num_groups, L)),
+            (consumer, (queries, keys, share, smem, T, 0)),
+            (consumer, (queries, keys, share, smem, T, 1)),
+            (producer, (q, k, queries, keys, share, smem, T)),
+            (filler, (queries, num_groups, T)),
         ],
         [4, 1, 2],
         [224, 56, 56],
     )
 
 
-def plan(query_len: int, heads: int, dim: int) -> tuple[int, int, int]:
-    """Tokens of a group, padded heads and padded dims."""
+def choose_groups(query_len: int, heads: int, dim: int) -> GroupShape:
+    """The shape of groups for requests of about ``query_len`` tokens."""
     block_h = max(16, next_power_of_2(heads))
-    tokens = max(1, min(MAX_COLUMNS // block_h, next_power_of_2(query_len)))
-    return tokens, block_h, max(32, next_power_of_2(dim))
+    tokens = max(1, min(MAX_HEADS // block_h, next_power_of_2(query_len)))
+    return GroupShape(tokens, block_h, max(32, next_power_of_2(dim)))
 
 
-def layout_of(
-    groups: tuple[int, int, int], heads: int, own_ends: bool, causal: bool, page_size: int
-) -> Layout:
-    """What groups of tokens, as planned, are compiled for."""
+def choose_tiling(
+    groups: GroupShape, heads: int, own_ends: bool, causal: bool, page_size: int
+) -> Tiling:
+    """The compile-time constants for groups of this shape."""
     tokens, block_h, block_d = groups
-    # Registers have room for longer tiles, each of which costs as much beside its products.
-    keys = 2 * COPY.value if page_size > 0 and tokens * block_h <= MAX_COLUMNS // 2 else COPY.value
-    parts, ring = min(2, tokens), RING_KEYS // keys
-    return Layout(tokens, heads, block_h, block_d, parts, keys, ring, own_ends, causal, page_size)
+    # Long tiles amortise the fixed cost of a tile; registers have room for them below 256 heads.
+    keys = (
+        2 * COPY_KEYS.value
+        if page_size > 0 and tokens * block_h <= MAX_HEADS // 2
+        else COPY_KEYS.value
+    )
+    mmas, stages = min(2, tokens), PIPELINE_KEYS // keys
+    return Tiling(tokens, heads, block_h, block_d, mmas, keys, stages, own_ends, causal, page_size)
 
 
 def launch(
@@ -690,19 +775,19 @@ def launch(
     queries: Queries,
     keys: Keys,
     num_groups: int,
-    layout: Layout,
+    tiling: Tiling,
 ) -> None:
-    """Start :func:`score`."""
-    d = layout.block_d
-    q_box, k_box = [1, layout.tokens, layout.block_h, d], [1, COPY.value, d]
+    """Launch :func:`score`, one CTA a multiprocessor."""
+    d = tiling.block_d
+    q_box, k_box = [1, tiling.tokens, tiling.block_h, d], [1, COPY_KEYS.value, d]
     score[(num_multiprocessors(q.device),)](
-        TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, tile_layout(d, 4)),
-        TensorDescriptor(k, list(k.shape), list(k.stride()), k_box, tile_layout(d, 3)),
+        TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, operand_layout(d, 4)),
+        TensorDescriptor(k, list(k.shape), list(k.stride()), k_box, operand_layout(d, 3)),
         queries[:-4],
         keys,
         num_groups,
         *queries[-4:],
-        layout,
+        tiling,
         num_warps=4,
         launch_pdl=True,
     )
@@ -722,11 +807,11 @@ def indexer_scores(
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
-    groups = plan(num_tokens, *q.shape[1:])
+    groups = choose_groups(num_tokens, *q.shape[1:])
     queries = Queries(
-        weights=weights,
-        weights_request=0,
-        weights_token=weights.stride(0),
+        head_weights=weights,
+        head_weights_request=0,
+        head_weights_token=weights.stride(0),
         row_starts=row_starts,
         row_ends=row_ends,
         ends_request=0,
@@ -743,13 +828,13 @@ def indexer_scores(
         num_requests=1,
         query_len=num_tokens,
     )
-    layout = layout_of(groups, q.shape[1], own_ends=True, causal=False, page_size=0)
+    tiling = choose_tiling(groups, q.shape[1], own_ends=True, causal=False, page_size=0)
     no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
-    launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, layout.tokens), layout)
+    launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, tiling.tokens), tiling)
 
 
-def pages_of(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
-    """Keys of a cache, and what goes with them."""
+def paged_keys(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
+    """The keys of a cache, their scales and the page table."""
     fp8, scales, _ = cache.stored()
     strides = page_and_row(scales)
     table = page_table, page_table.stride(0), page_table.shape[1]
@@ -770,11 +855,11 @@ def indexer_scores_paged(
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
-    groups = plan(query_len, heads, dim)
+    groups = choose_groups(query_len, heads, dim)
     queries = Queries(
-        weights=weights,
-        weights_request=weights.stride(0),
-        weights_token=weights.stride(1),
+        head_weights=weights,
+        head_weights_request=weights.stride(0),
+        head_weights_token=weights.stride(1),
         row_starts=None,
         row_ends=seq_lens,
         ends_request=seq_lens.stride(0),
@@ -792,10 +877,10 @@ def indexer_scores_paged(
         query_len=query_len,
     )
     own_ends = seq_lens.dim() == 2
-    layout = layout_of(groups, heads, own_ends, not own_ends, cache.page_size)
-    num_groups = batch * cdiv(query_len, layout.tokens)
-    k, keys = pages_of(cache, page_table)
-    launch(q, k, queries, keys, num_groups, layout)
+    tiling = choose_tiling(groups, heads, own_ends, not own_ends, cache.page_size)
+    num_groups = batch * cdiv(query_len, tiling.tokens)
+    k, keys = paged_keys(cache, page_table)
+    launch(q, k, queries, keys, num_groups, tiling)
 
 
 def scorer(
@@ -808,18 +893,18 @@ def scorer(
     topk: int,
     causal: bool,
 ) -> portable.Scorer:
-    """What scores the tokens of ragged requests."""
+    """The function that scores slices of the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
     num_requests = page_table.shape[0]
-    groups = plan(max(1, num_tokens // max(1, num_requests)), heads, dim)
-    layout = layout_of(groups, heads, False, causal, cache.page_size)
-    k, keys = pages_of(cache, page_table)
+    groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)
+    tiling = choose_tiling(groups, heads, False, causal, cache.page_size)
+    k, keys = paged_keys(cache, page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
         queries = Queries(
-            weights=weights[some],
-            weights_request=0,
-            weights_token=weights.stride(0),
+            head_weights=weights[some],
+            head_weights_request=0,
+            head_weights_token=weights.stride(0),
             row_starts=None,
             row_ends=seq_lens,
             ends_request=seq_lens.stride(0),
@@ -836,8 +921,8 @@ def scorer(
             num_requests=num_requests,
             query_len=scores.shape[0],
         )
-        num_groups = scores.shape[0] // layout.tokens + num_requests + 1
-        launch(q[None, some], k, queries, keys, num_groups, layout)
+        num_groups = scores.shape[0] // tiling.tokens + num_requests + 1
+        launch(q[None, some], k, queries, keys, num_groups, tiling)
 
     return score_tokens
 

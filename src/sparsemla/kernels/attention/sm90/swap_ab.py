@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.common.paged import Rows
 from sparsemla.kernels.attention.sm90.tiles import group_of_program, is_slot, rows_of_group
+from sparsemla.kernels.common.paged import Rows
 
 
 class Queries(NamedTuple):
