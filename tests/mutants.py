@@ -284,7 +284,7 @@ GPU_MUTANTS = (
     hopper(
         "l of one warpgroup is left out",
         ROWS,
-        "    l = l + smem.l.index(1 - HALF).load(SCORE_ROWS)\n",
+        "    l = l + smem.l.index(1 - HALF).load(S_ROWS)\n",
         "",
         "sparse_prefill",
     ),

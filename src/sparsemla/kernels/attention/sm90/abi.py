@@ -1,4 +1,4 @@
-"""What every Hopper attention kernel takes: a numbering of query rows, lists of keys, results."""
+"""Arguments that all Hopper attention kernels take: query rows, lists of keys, results."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Shape(NamedTuple):
-    """How the query rows are numbered.
+class QueryRows(NamedTuple):
+    """How query rows are numbered. The rows of a *group* share their keys.
 
-    The rows of a group share keys: the heads of a token for selected keys, ``group_tokens`` groups
-    a request; all tokens and heads of a request, one group, where it attends to all of its keys.
+    With selected keys, a group is the heads of one token, and a request has ``group_tokens``
+    groups. Where a request attends to all of its keys, its tokens and heads are one group.
     """
 
     num_heads: int
     num_rows: int
+    """Rows of a group."""
     group_tokens: int
     num_splits: int
 
 
-class Stream(NamedTuple):
-    """A list of keys: slots of a cache; or a page table, if all keys of a request are meant.
-
-    ``lengths``: keys of a request that count. ``shift``: :mod:`.fp8`.
-    """
+class KeyList(NamedTuple):
+    """The keys of each group: slots of a cache, or a page table. Strides are in elements."""
 
     keys: Tensor
+    """Slots ``[request, token, key]``, or pages ``[request, page]``."""
     keys_request: int
     keys_token: int
     num_keys: int
     lengths: Tensor | None
+    """How many keys of a request count, or None for all."""
     num_slots: int
     shift: int = 0
+    """Distance of a second cache from the first, in words; see :mod:`.fp8`."""
 
 
 class Results(NamedTuple):
-    """What is written, and the sinks, which are part of it. Strides are in elements."""
+    """Outputs, and the sinks, which are applied to them. Strides are in elements."""
 
     out: Tensor
     out_split: int

@@ -53,24 +53,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
+    KeyList,
+    QueryRows,
     Results,
-    Shape,
-    Stream,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    O_LAYOUT,
+    O_ROWS,
     PLAIN,
-    SCORE_ROWS,
-    SCORES,
-    SUM_ROWS,
-    SUMS,
+    S_LAYOUT,
+    S_ROWS,
     TILE,
-    end_of,
-    heads_of,
-    place_of,
-    store_limits,
+    end_of_valid_slots,
+    locate_tile,
+    rows_of_tile,
+    store_key_limits,
     to_bf16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
@@ -80,7 +80,7 @@ from sparsemla.kernels.common.paged import cache_arguments
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-# 64 columns of SUMS, the rows of a warp each in one piece.
+# 64 columns of O_LAYOUT, the rows of a warp each in one piece.
 STORE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
@@ -140,8 +140,8 @@ def copy_queries(
 
     Strides count 8 elements, which tells the compiler that the copies are aligned.
     """
-    begin, _, request, first = place_of(tile, shape)
-    token, head, real = heads_of(begin, shape, COPY_ROWS)
+    begin, _, request, first = locate_tile(tile, shape)
+    token, head, real = rows_of_tile(begin, shape, COPY_ROWS)
     rows = 8 * (request * q_request + (first + token) * q_token + head * q_head)
     dims = START + gl.arange(0, DIM, COPY_COLS)
     async_load(to, q + rows[:, None] + dims[None, :], mask=real[:, None])
@@ -186,15 +186,15 @@ def scale_pairs(x, alpha):
 @gluon.jit
 def rescale(x, alpha):
     """Multiply the rows of half of O by ``alpha``."""
-    return x * gl.convert_layout(alpha, SUM_ROWS)[:, None]
+    return x * gl.convert_layout(alpha, O_ROWS)[:, None]
 
 
 @gluon.jit
 def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
     """Base-2 scores of a block, -inf of keys that do not count."""
-    seen = valid.load(gl.SliceLayout(0, SCORES))[None, :] != 0
+    seen = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :] != 0
     if CAUSAL:
-        keys = at + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        keys = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
         seen = seen & (keys[None, :] < limit[:, None])
     return gl.where(seen, s * scale_log2, float("-inf"))
 
@@ -203,10 +203,10 @@ def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
 def consumer_left(
     num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-    m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-    l = gl.zeros([64], gl.float32, SCORE_ROWS)
+    acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+    acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+    m = gl.full([64], LOWEST, gl.float32, S_ROWS)
+    l = gl.zeros([64], gl.float32, S_ROWS)
     tile = gl.program_id(0)
     phase = 0
     turn = 0
@@ -214,7 +214,7 @@ def consumer_left(
     mbarrier.wait(smem.bar.index(Q_FULL), 0)
     fence_async_shared()
     mbarrier.wait(smem.bar.index(FULL_0L), 0)
-    s = gl.zeros([64, 64], gl.float32, SCORES)
+    s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     keys = smem.kv_left.index(zero).permute((1, 0))
     s = warpgroup_mma(smem.q.index(zero), keys, s, use_acc=False, is_async=True)
     mbarrier.wait(smem.bar.index(FULL_0R), 0)
@@ -225,7 +225,7 @@ def consumer_left(
         s = warpgroup_mma(smem.q_rope, smem.k_rope.index(zero).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     num_pairs, first = load_key_range(smem, 0)
-    limit = smem.limits.load(SCORE_ROWS)
+    limit = smem.limits.load(S_ROWS)
     i = 0
     while tile < num_tiles:
         if i + 1 == num_pairs:
@@ -242,7 +242,7 @@ def consumer_left(
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
         p_bf16 = to_bf16(p)
-        own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, SUMS, 2))
+        own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
         values = smem.kv_left.index(zero)
         acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
@@ -250,7 +250,7 @@ def consumer_left(
         mbarrier.arrive(smem.bar.index(EMPTY_0L), count=1)
 
         mbarrier.wait(smem.bar.index(M_1), phase)
-        m = smem.m.load(SCORE_ROWS)
+        m = smem.m.load(S_ROWS)
         alpha = gl.exp2(m_0 - m)
         smem.k_rope.index(zero).store(scale_pairs(p_bf16, alpha[:, None]))
         fence_async_shared()
@@ -276,17 +276,17 @@ def consumer_left(
                 mbarrier.wait(smem.bar.index(FULL_0L), phase)
         else:
             mbarrier.wait(smem.bar.index(FULL_0L), phase)
-        next_s = gl.zeros([64, 64], gl.float32, SCORES)
+        next_s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
         keys = smem.kv_left.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero), keys, next_s, use_acc=False, is_async=True)
         acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[next0, next1, next_s])
         mbarrier.arrive(smem.bar.index(EMPTY_1L), count=1)
         if done:
             store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 0)
-            acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-            acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-            m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-            l = gl.zeros([64], gl.float32, SCORE_ROWS)
+            acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+            acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+            m = gl.full([64], LOWEST, gl.float32, S_ROWS)
+            l = gl.zeros([64], gl.float32, S_ROWS)
             if more:
                 mbarrier.wait(smem.bar.index(FULL_0R), phase)
         else:
@@ -303,7 +303,7 @@ def consumer_left(
             i = 0
             if more:
                 num_pairs, first = load_key_range(smem, turn)
-                limit = smem.limits.load(SCORE_ROWS)
+                limit = smem.limits.load(S_ROWS)
 
 
 @gluon.jit
@@ -313,17 +313,17 @@ def consumer_right(
     phase = 0
     turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-        acc1 = gl.zeros([64, 128], gl.float32, SUMS)
-        m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-        l = gl.zeros([64], gl.float32, SCORE_ROWS)
+        acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+        acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+        m = gl.full([64], LOWEST, gl.float32, S_ROWS)
+        l = gl.zeros([64], gl.float32, S_ROWS)
         mbarrier.wait(smem.bar.index(Q_FULL), turn)
         fence_async_shared()
         num_pairs, first = load_key_range(smem, turn)
-        limit = smem.limits.load(SCORE_ROWS)
+        limit = smem.limits.load(S_ROWS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
-            s = gl.zeros([64, 64], gl.float32, SCORES)
+            s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             mbarrier.wait(smem.bar.index(FULL_1R), phase)
             keys = smem.kv_right.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero + 1), keys, s, use_acc=False, is_async=True)
@@ -342,7 +342,7 @@ def consumer_right(
             scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL)
             m_1 = gl.max(scores, 1)
             mbarrier.wait(smem.bar.index(M_0), phase)
-            m_1 = gl.maximum(m_1, smem.m.load(SCORE_ROWS))
+            m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
             smem.m.store(m_1)
             mbarrier.arrive(smem.bar.index(M_1), count=1)
             p = gl.exp2(scores - m_1[:, None])
@@ -352,7 +352,7 @@ def consumer_right(
             acc0 = rescale(acc0, alpha)
             acc1 = rescale(acc1, alpha)
             p_bf16 = to_bf16(p)
-            own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, SUMS, 2))
+            own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
             values = smem.kv_right.index(zero + 1)
             acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
             acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
@@ -379,9 +379,9 @@ def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.const
     smem.l.index(HALF).store(l)
     mbarrier.arrive(smem.bar.index(ROW_SUMS), count=1)
     mbarrier.wait(smem.bar.index(ROW_SUMS), turn)
-    l = l + smem.l.index(1 - HALF).load(SCORE_ROWS)
-    begin, split, request, first = place_of(tile, shape)
-    token, head, real = heads_of(begin, shape, SCORE_ROWS)
+    l = l + smem.l.index(1 - HALF).load(S_ROWS)
+    begin, split, request, first = locate_tile(tile, shape)
+    token, head, real = rows_of_tile(begin, shape, S_ROWS)
     if HALF == 0:
         lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
         lse_rows = (first + token) * results.lse_token + head
@@ -415,7 +415,7 @@ def store_out_columns(values, out, begin, first, results, shape):
 def store_out_rows(values, out, begin, first, results, shape):
     """Store columns of the tile's rows."""
     LAYOUT: gl.constexpr = values.type.layout
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT))
+    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, LAYOUT))
     rows = (first + token) * results.out_token + head * results.out_head
     dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     gl.store(out + rows[:, None] + dims[None, :], values, mask=real[:, None])
@@ -578,7 +578,7 @@ def producer(
     phase = 1
     turn = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin, split, request, token = place_of(tile, shape)
+        begin, split, request, token = locate_tile(tile, shape)
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
         mbarrier.wait(smem.bar.index(Q_EMPTY), turn)
         turn = turn ^ 1
@@ -587,7 +587,7 @@ def producer(
         if ROPE > 0:
             copy_queries(tile, smem.q_rope, q, q_request, q_token, q_head, shape, 512, ROPE)
         async_copy.mbarrier_arrive(smem.bar.index(Q_FULL), increment_count=False)
-        end = store_limits(smem.limits, stream, shape, begin, request, CAUSAL)
+        end = store_key_limits(smem.limits, stream, shape, begin, request, CAUSAL)
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
         first = split * steps * 64
         last = gl.minimum(first + steps * 64, end)
@@ -615,7 +615,7 @@ def producer(
             phase = phase ^ 1
             # While the first pair is on its way, find the end of the list's valid slots.
             if not PAGED:
-                last = end_of(keys, first, last, rows.num_slots, 2048)
+                last = end_of_valid_slots(keys, first, last, rows.num_slots, 2048)
             num_pairs = store_key_range(smem, first, last)
             key_0 = load_keys(keys, at + 128, last, L, PAGED)
             key_1 = load_keys(keys, at + 192, last, L, PAGED)
@@ -655,7 +655,7 @@ def _attend(
         CAUSAL: a query token sees no later keys.
         MIXED: tiles hold rows of several tokens, which see different numbers of keys.
     """
-    shape = Shape(num_heads, num_rows, group_tokens, num_splits)
+    shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
     ROPE: gl.constexpr = L.head_dim - 512
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
@@ -691,9 +691,9 @@ def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
-    stream: Stream,
+    stream: KeyList,
     results: Results,
-    shape: Shape,
+    shape: QueryRows,
     softmax_scale: float,
     *,
     num_groups: int,

@@ -53,9 +53,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
+    KeyList,
+    QueryRows,
     Results,
-    Shape,
-    Stream,
 )
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
@@ -403,9 +403,9 @@ def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
-    stream: Stream,
+    stream: KeyList,
     results: Results,
-    shape: Shape,
+    shape: QueryRows,
     softmax_scale: float,
     *,
     num_groups: int,

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
 from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
-from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
+from sparsemla.kernels.attention.sm90.abi import KeyList, QueryRows, Results
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 
 
@@ -49,7 +49,7 @@ def sparse_decode(
             extra_topk_indices = extra_topk_indices.expand(-1, tiles, -1)
     batch, query_len, num_heads = q.shape[:3]
     results = _results(outs, lses, attn_sink, num_splits)
-    shape = Shape(num_heads, num_heads, query_len, num_splits)
+    shape = QueryRows(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
     q_strides = q.stride()[:3]
@@ -77,8 +77,8 @@ def sparse_decode(
     merge_splits(*whole, attn_sink, out, lse)
 
 
-def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Stream:
-    return Stream(slots, *slots.stride()[:2], slots.shape[2], lengths, cache.num_slots)
+def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
+    return KeyList(slots, *slots.stride()[:2], slots.shape[2], lengths, cache.num_slots)
 
 
 def _results(outs: Tensor, lses: Tensor, attn_sink: Tensor | None, num_splits: int) -> Results:
@@ -114,7 +114,7 @@ def dense_decode(
         q,
         q.stride()[:3],
         cache,
-        Stream(
+        KeyList(
             page_table,
             page_table.stride(0),
             0,
@@ -123,7 +123,7 @@ def dense_decode(
             cache.num_slots,
         ),
         _results(outs, lses, attn_sink, num_splits),
-        Shape(num_heads, query_len * num_heads, 1, num_splits),
+        QueryRows(num_heads, query_len * num_heads, 1, num_splits),
         softmax_scale,
         num_groups=batch,
         paged=True,

@@ -72,9 +72,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
+    KeyList,
+    QueryRows,
     Results,
-    Shape,
-    Stream,
 )
 from sparsemla.kernels.attention.sm90.chunks import (
     BF16_KEYS,
@@ -98,24 +98,24 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    O_LAYOUT,
+    O_ROWS,
     PLAIN,
-    SCORE_ROWS,
-    SCORES,
-    SUM_ROWS,
-    SUMS,
+    S_LAYOUT,
+    S_ROWS,
     TILE,
-    end_of,
-    heads_of,
-    place_of,
-    store_limits,
+    end_of_valid_slots,
+    locate_tile,
+    rows_of_tile,
+    store_key_limits,
     to_bf16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
 from sparsemla.kernels.common.paged import cache_arguments
 
-SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
-Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, SCORES, 2))
+SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, S_LAYOUT))
+Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, S_LAYOUT, 2))
 COPY_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ROWS_IN_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # all 64 rows, in every warp
@@ -251,9 +251,9 @@ def load_block_slots(
 @gluon.jit
 def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
     """Find the blocks of a tile's split, and store how many keys each row sees."""
-    begin, split, request, token = place_of(tile, shape)
+    begin, split, request, token = locate_tile(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
-    end = store_limits(limits, main, shape, begin, request, CAUSAL)
+    end = store_key_limits(limits, main, shape, begin, request, CAUSAL)
     num_blocks = gl.cdiv(end, 64)
     if EXTRA is None:
         total = num_blocks
@@ -261,7 +261,7 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
         extra_keys = keys
     else:
         extra_keys = extra.keys + request * extra.keys_request + token * extra.keys_token
-        extra_end = store_limits(limits, extra, shape, begin, request, False)
+        extra_end = store_key_limits(limits, extra, shape, begin, request, False)
         # Triton 3.6 fails where the list is known to be one block, as a width of 1 is.
         num_blocks += opaque_zero(split)
         total = num_blocks + gl.cdiv(extra_end, 64)
@@ -279,15 +279,19 @@ def end_of_valid_blocks(blocks, main, extra, EXTRA: gl.constexpr, PAGED: gl.cons
     last = blocks.last
     if not PAGED:
         if EXTRA is None:
-            end = end_of(blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024)
+            end = end_of_valid_slots(
+                blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+            )
             last = gl.cdiv(end, 64)
         else:
             begin = gl.maximum(blocks.first - blocks.num_main, 0) * 64
-            end = end_of(blocks.extra_keys, begin, blocks.extra_end, extra.num_slots, 1024)
+            end = end_of_valid_slots(
+                blocks.extra_keys, begin, blocks.extra_end, extra.num_slots, 1024
+            )
             if end > begin:
                 last = blocks.num_main + gl.cdiv(end, 64)
             else:
-                end = end_of(
+                end = end_of_valid_slots(
                     blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
                 )
                 last = gl.cdiv(end, 64)
@@ -510,8 +514,8 @@ def load_q(
     TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Load dims ``START .. START + WIDTH`` of a tile's query rows."""
-    begin, _, request, first = place_of(tile, shape)
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
+    begin, _, request, first = locate_tile(tile, shape)
+    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
     rows = (
         request * queries.request_stride
         + (first + token) * queries.token_stride
@@ -572,7 +576,7 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
     stage = step % 2
     low = smem.kv.index(2 * stage + zero)
     high = smem.kv.index(2 * stage + 1 + zero)
-    s = gl.zeros([64, 64], gl.float32, SCORES)
+    s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     if L.rope_bf16:
         ROPE_CHUNK: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
         stages, rope_stage, index, phase = chunk_buffer(step, smem, ROPE_CHUNK, L)
@@ -603,7 +607,7 @@ def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
     """Set S of keys that are invalid, or that a row must not see, to -inf."""
     if MIXED:
         keys = first_key + gl.arange(0, 64, SCORE_KEYS)
-        limit = smem.limits.index(turn % RANGE_STAGES).load(SCORE_ROWS)
+        limit = smem.limits.index(turn % RANGE_STAGES).load(S_ROWS)
         s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
     if not all_valid:
         valid = smem.valid.index(step % VALID_STAGES).load(SCORE_KEYS) != 0
@@ -616,7 +620,7 @@ def update_m(m, s, max_logits):
     """The next m of each row, which may lag as long as ``max_logits`` are not wanted."""
     # Pairs first: a shorter chain of maxima.
     top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
-    top = gl.convert_layout(gl.max(top, 1), SCORE_ROWS)
+    top = gl.convert_layout(gl.max(top, 1), S_ROWS)
     return gl.where(top > m + (RESCALE_THRESHOLD if max_logits is None else 0.0), top, m)
 
 
@@ -640,8 +644,8 @@ def store_p(p, alpha, step, smem, L: gl.constexpr):
 @gluon.jit
 def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
     """Store lse and the largest logits of a tile; hand 1 / l to the PV warpgroups."""
-    begin, split, request, token = place_of(tile, shape)
-    row_token, head, real = heads_of(begin, shape, SCORE_ROWS, TOKENS)
+    begin, split, request, token = locate_tile(tile, shape)
+    row_token, head, real = rows_of_tile(begin, shape, S_ROWS, TOKENS)
     lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
     rows = (token + row_token) * results.lse_token + head
     gl.store(lse + rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
@@ -666,8 +670,8 @@ def qk_consumer(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
         q0, q1, q_rope = load_q_operands(tile, step, queries, shape, smem, L, TOKENS)
-        m = gl.full([64], LOWEST, gl.float32, SCORE_ROWS)
-        l = partial_row_sums(gl.zeros([64, 64], gl.float32, SCORES))
+        m = gl.full([64], LOWEST, gl.float32, S_ROWS)
+        l = partial_row_sums(gl.zeros([64, 64], gl.float32, S_LAYOUT))
         num_blocks, first_key = load_key_range(smem, turn)
         for i in range(num_blocks):
             zero = opaque_zero(i)
@@ -686,7 +690,7 @@ def qk_consumer(
             alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
             l = l * alpha[:, None] + partial_row_sums(p)
             step += 1
-        l = gl.convert_layout(gl.sum(l, 1), SCORE_ROWS)
+        l = gl.convert_layout(gl.sum(l, 1), S_ROWS)
         store_lse(tile, turn, m, l, results, shape, smem, TOKENS)
 
 
@@ -778,7 +782,7 @@ def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
 def rescale(acc0, acc1, smem):
     """Rescale O where the running maximum of any row rose."""
     if gl.max((smem.alpha.load(ROWS_IN_WARP) != 1.0).to(gl.int32), 0) != 0:
-        alpha = smem.alpha.load(SUM_ROWS)[:, None]
+        alpha = smem.alpha.load(O_ROWS)[:, None]
         acc0 *= alpha
         acc1 *= alpha
     return acc0, acc1
@@ -805,7 +809,7 @@ def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.
     x = gl.convert_layout(x, CHUNK_128)  # moves nothing
     if results.out.dtype.element_ty == gl.bfloat16:
         x = to_bf16(x)
-    token, head, real = heads_of(begin, shape, gl.SliceLayout(1, CHUNK_128), TOKENS)
+    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, CHUNK_128), TOKENS)
     rows = (first + token) * results.out_token + head * results.out_head
     dims = gl.arange(0, 128, gl.SliceLayout(0, CHUNK_128))
     gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
@@ -817,8 +821,8 @@ def store_out(
 ):
     """Store half of O, once QK has stored 1 / l."""
     mbarrier.wait(smem.bar.index(L_FULL + turn % 2), turn // 2 & 1)
-    inv_l = smem.inv_l.index(turn % 2).load(SUM_ROWS)
-    begin, split, request, token = place_of(tile, shape)
+    inv_l = smem.inv_l.index(turn % 2).load(O_ROWS)
+    begin, split, request, token = locate_tile(tile, shape)
     out = results.out + split.to(gl.int64) * results.out_split
     out += request * results.out_request + HALF * 256
     store_out_columns(acc0, inv_l, out, begin, token, results, shape, TOKENS)
@@ -840,8 +844,8 @@ def pv_consumer(
     ahead = -1
     turn = -1
     # Never reset: the first MMA of each tile overwrites O.
-    acc0 = gl.zeros([64, 128], gl.float32, SUMS)
-    acc1 = gl.zeros([64, 128], gl.float32, SUMS)
+    acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+    acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn += 1
         num_blocks = load_key_range(smem, turn)[0]
@@ -962,14 +966,14 @@ def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
-    stream: Stream,
+    stream: KeyList,
     results: Results,
-    shape: Shape,
+    shape: QueryRows,
     softmax_scale: float,
     *,
     num_groups: int,
     extra_cache: PagedCache | None = None,
-    extra: Stream | None = None,
+    extra: KeyList | None = None,
     paged: bool = False,
     causal: bool = False,
 ) -> None:

@@ -68,9 +68,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.attention.sm90.abi import (
+    KeyList,
+    QueryRows,
     Results,
-    Shape,
-    Stream,
 )
 from sparsemla.kernels.attention.sm90.chunks import WORDS2, decode_e8m0, in_order
 from sparsemla.kernels.attention.sm90.swap_ab import (
@@ -929,14 +929,14 @@ def launch(
     q: Tensor,
     q_strides: tuple[int, int, int],
     cache: PagedCache,
-    stream: Stream,
+    stream: KeyList,
     results: Results,
-    shape: Shape,
+    shape: QueryRows,
     softmax_scale: float,
     *,
     num_groups: int,
     extra_cache: PagedCache | None = None,
-    extra: Stream | None = None,
+    extra: KeyList | None = None,
     paged: bool = False,
     causal: bool = False,
 ) -> None:

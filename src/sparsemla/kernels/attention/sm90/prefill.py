@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
-from sparsemla.kernels.attention.sm90.abi import Results, Shape, Stream
+from sparsemla.kernels.attention.sm90.abi import KeyList, QueryRows, Results
 
 
 def sparse_prefill(
@@ -48,7 +48,7 @@ def sparse_prefill(
         q,
         (q.stride(0), 0, q.stride(1)),
         kv,
-        Stream(
+        KeyList(
             topk_indices,
             topk_indices.stride(0),
             0,
@@ -57,7 +57,7 @@ def sparse_prefill(
             kv.num_slots,
         ),
         results,
-        Shape(num_heads, num_heads, 1, 1),
+        QueryRows(num_heads, num_heads, 1, 1),
         softmax_scale,
         num_groups=num_tokens,
     )

@@ -1,4 +1,4 @@
-"""Device code that the Hopper attention kernels share: tiles of query rows, masks, layouts."""
+"""Device code that the Hopper attention kernels share: layouts, tiles of query rows, slots."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from triton.experimental.gluon import language as gl
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e30)
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
-SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+S_ROWS = gl.constexpr(gl.SliceLayout(1, S_LAYOUT))
+O_ROWS = gl.constexpr(gl.SliceLayout(1, O_LAYOUT))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def place_of(tile, shape):
-    """First row of a tile, its split, request and first token."""
+def locate_tile(tile, shape):
+    """The first row of a tile, its split, its request and the first token of its group."""
     num_tiles = gl.cdiv(shape.num_rows, 64)
     group = tile // num_tiles // shape.num_splits
     begin = tile % num_tiles * 64
@@ -29,8 +29,8 @@ def place_of(tile, shape):
 
 
 @gluon.jit
-def heads_of(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
-    """Token in the group, head, and whether there is one, of rows of perhaps several ``TOKENS``."""
+def rows_of_tile(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
+    """Token in the group, head and validity of a tile's rows, perhaps of several ``TOKENS``."""
     row = begin + gl.arange(0, 64, LAYOUT)
     real = row < shape.num_rows
     if TOKENS:
@@ -51,14 +51,14 @@ def to_bf16(x):
 
 
 @gluon.jit
-def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
-    """How many keys each row sees, into shared memory; returns how many any of them sees."""
+def store_key_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
+    """Store how many keys each row sees, and return the largest count."""
     length = stream.num_keys
     if stream.lengths is not None:
         length = gl.load(stream.lengths + request).to(gl.int32)
     end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
     if CAUSAL:
-        token, _, real = heads_of(begin, shape, SCORE_ROWS)
+        token, _, real = rows_of_tile(begin, shape, S_ROWS)
         query_len = shape.num_rows // shape.num_heads
         limit = gl.minimum(end, length - query_len + 1 + token.to(gl.int32))
         limits.store(limit)
@@ -67,8 +67,8 @@ def store_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def end_of(keys, first, last, num_slots, CHUNK: gl.constexpr):
-    """One past the last valid slot of part of a list: an unused tail costs no block."""
+def end_of_valid_slots(keys, first, last, num_slots, CHUNK: gl.constexpr):
+    """One past the last valid slot in part of a list, so that an unused tail costs no block."""
     end = first
     for start in range(first, last, CHUNK):
         at = start + gl.arange(0, CHUNK, LIST)
@@ -80,7 +80,7 @@ def end_of(keys, first, last, num_slots, CHUNK: gl.constexpr):
 
 @gluon.jit
 def is_slot(slots, num_slots):
-    """Whether entries of a list name a row."""
+    """Whether entries of a list are slots of the cache."""
     return (slots >= 0) & (slots < num_slots)
 
 
@@ -99,7 +99,7 @@ def locate(slots, L: gl.constexpr):
 
 @gluon.jit
 def group_of_program(shape):
-    """The program's split, its request and the first token of its group."""
+    """The split of this CTA, its request and the first token of its group."""
     group = gl.program_id(0) // shape.num_splits
     split = (gl.program_id(0) % shape.num_splits).to(gl.int64)
     request = (group // shape.group_tokens).to(gl.int64)
@@ -108,7 +108,7 @@ def group_of_program(shape):
 
 @gluon.jit
 def rows_of_group(shape, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Token in the group, head, and whether there is one, of the rows of a group."""
+    """Token in the group, head and validity of a group's rows."""
     row = gl.arange(0, N, LAYOUT)
     token = (row // shape.num_heads).to(gl.int64)
     return token, (row % shape.num_heads).to(gl.int64), row < shape.num_rows
