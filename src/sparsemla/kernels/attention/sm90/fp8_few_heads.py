@@ -446,7 +446,7 @@ def load_v(codes, v_factors, STEP: gl.constexpr, L: gl.constexpr, ACC: gl.conste
 
 @gluon.jit
 def order_dims(acc):
-    """O in the order of its dims: :func:`load_v` puts them on M in another."""
+    """O in the order of its dims. :func:`load_v` permutes the dims on M."""
     N: gl.constexpr = acc.shape[1]
     return acc.reshape(2, 2, 8, 2, 8, N).permute(2, 4, 0, 1, 3, 5).reshape(512, N)
 
@@ -471,7 +471,7 @@ def needs_rounding(stage, memory):
 
 @gluon.jit
 def round_k(x, rows, stage, memory, START: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
-    """Codes times the mantissa of their key's scale, rounded to bfloat16: float16 holds that."""
+    """Codes times the mantissa of their key's scale, rounded to bfloat16, which float16 holds."""
     scale = load_scale(rows, stage, memory, START, L, gl.SliceLayout(1, ACC))
     bits = scale.to(gl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
     mantissa = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
@@ -604,7 +604,7 @@ def softmax_step(
 ):
     """Online softmax of a tile: store P and m; return l, the largest S and the factor of O.
 
-    m counts ``log2_bound`` in, so P times ``p_factor`` is at most 1.
+    m is the maximum of ``s + log2_bound``, so that P times ``p_factor`` is at most 1.
     """
     N: gl.constexpr = s.shape[1]
     m = memory.m.load(gl.SliceLayout(0, s.type.layout))
