@@ -174,8 +174,8 @@ CPU_MUTANTS = (
     portable(
         "negative logits count",
         "indexer/triton.py",
-        "dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]",
-        "dots = dots * w[None, :]",
+        "logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]",
+        "logits = logits * w[None, :]",
         RAGGED,
     ),
     portable(
@@ -209,8 +209,8 @@ CPU_MUTANTS = (
     portable(
         "parts of a projection are not rescaled",
         "projection/triton.py",
-        "(sums[step] * shrink[:, None] + tl.sum(y, axis=0),)",
-        "(sums[step] + tl.sum(y, axis=0),)",
+        "(acc[step] * alpha[:, None] + tl.sum(y, axis=0),)",
+        "(acc[step] + tl.sum(y, axis=0),)",
         PARTS,
     ),
     portable(

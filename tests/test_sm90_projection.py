@@ -1,4 +1,4 @@
-"""Which products Hopper's kernel takes, and where its sums are; no GPU is needed."""
+"""Problems that Hopper's projection takes, and the order of its outputs; no GPU is needed."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ def wide(inputs):
     ("outputs", "inputs"), [(512, 128), (128, 512), (256, 512), (128, 256), (384, 128)]
 )
 def test_takes(outputs, inputs):
-    assert sm90._takes(wide(inputs), weight(outputs, inputs))
+    assert sm90._supports(wide(inputs), weight(outputs, inputs))
     one = wide(inputs)[:, :1].expand(-1, 2, -1)
-    assert sm90._takes(one, weight(outputs, inputs, (256, 128)))
+    assert sm90._supports(one, weight(outputs, inputs, (256, 128)))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_takes(outputs, inputs):
     ids=["rows", "block", "bfloat16", "inputs", "outputs", "large", "stride", "start"],
 )
 def test_refuses(x, weight):
-    assert not sm90._takes(x, weight)
+    assert not sm90._supports(x, weight)
 
 
 def test_outputs_come_back_in_order():
-    """``_store`` restores the order of columns that the kernel permutes as rows of weights."""
+    """``_store`` undoes the permutation of the weights' rows."""
     row = torch.arange(128)
     row = (row & 0x61) | ((row & 0x18) >> 2) | ((row & 0x06) << 2)
     stored = row.reshape(4, 4, 4, 2).permute(0, 2, 1, 3).reshape(128)

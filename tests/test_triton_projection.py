@@ -1,4 +1,4 @@
-"""The portable per-head products against the reference."""
+"""The portable per-head GEMMs against the reference."""
 
 import pytest
 import torch
@@ -158,14 +158,14 @@ def test_a_token_alone_gives_the_bits_it_gives_among_others(scale_block, num_par
 
 def test_parts_are_merged_in_a_workspace():
     case = project_heads_case(
-        Draw(2, DEVICE), num_tokens=projection.FEW + 6, rows=80, cols=192, num_parts=3
+        Draw(2, DEVICE), num_tokens=projection.FEW_TOKENS + 6, rows=80, cols=192, num_parts=3
     )
     case = {"attn_sink": None} | case
     results = []
-    size = merge_workspace_size(projection.FEW + 6, 3, 192)
+    size = merge_workspace_size(projection.FEW_TOKENS + 6, 3, 192)
     memory = torch.full((size + 16,), 77, dtype=torch.uint8, device=DEVICE)
     for workspace in (None, memory[:size]):
-        out = torch.empty(projection.FEW + 6, 3, 80, dtype=torch.bfloat16, device=DEVICE)
+        out = torch.empty(projection.FEW_TOKENS + 6, 3, 80, dtype=torch.bfloat16, device=DEVICE)
         dispatch.load("project_heads", "triton")(**case, workspace=workspace, out=out)
         results.append(out)
     assert_equal("out", *results)

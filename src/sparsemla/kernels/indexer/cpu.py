@@ -1,9 +1,9 @@
-"""The lightning indexer on the CPU: exact products, chunked in rows and columns.
+"""The lightning indexer on the CPU: exact dot products, in blocks of rows and columns.
 
-Equal keys must get equal scores, wherever they stand and whatever is computed beside them. How a
-product of matrices orders its sums depends on shapes, places and threads, so sums are made in
-float64: products of e4m3 are multiples of 2^-18 below 2^18, of which float64 adds up billions
-without rounding. Heads are added one to another in an order of our own.
+Equal keys must get equal scores, whatever their positions and the other keys of the batch. The
+order of a GEMM's additions depends on shapes, positions and threads, so the GEMM is in float64:
+products of e4m3 values are multiples of 2^-18 below 2^18, and float64 adds up billions of them
+without rounding. Heads are added in a fixed order.
 """
 
 import torch
@@ -14,13 +14,13 @@ from sparsemla.kernels.common import cpu
 from sparsemla.kernels.topk.cpu import select_topk
 
 KEYS_AT_ONCE = 2048
-"""Keys that are converted to float64 at a time."""
+"""Keys that are dequantised to float64 at a time."""
 
 TILE = 1 << 19
-"""Products of a query and a key that exist at a time: 4 MiB of float64, which stay in a cache."""
+"""Logits of a block: 4 MiB of float64, which stay in the cache."""
 
 SELECTED_AT_ONCE = 1 << 20
-"""Scores of a token that are selected from at a time: selecting takes some 25 bytes for each."""
+"""Scores of a token in one selection, which takes about 25 bytes for each of them."""
 
 
 def indexer_scores(
@@ -39,7 +39,9 @@ def indexer_scores(
         live = rows.nonzero()
         if live.numel() == 0:
             continue
-        at = slice(int(live[0]), int(live[-1]) + 1)  # rows that see none of these keys stay out
+        at = slice(
+            int(live[0]), int(live[-1]) + 1
+        )  # without the leading and trailing rows that see none of these keys
         scales = None if key_scales is None else key_scales[part]
         scores = _scores(q[at], weights[at], keys[part].double(), scales)
         columns = torch.arange(part.start, part.stop)
@@ -114,8 +116,8 @@ def _select(
 ) -> None:
     """The best of the keys before ``ends [m]`` for ``m`` query tokens of one request.
 
-    Keys come in pieces, and the best so far compete with those of the next. They stand before it,
-    so that a tie still goes to the lower position.
+    Each selection is from the best keys so far and the next piece of keys. The best so far come
+    first, so that ties still go to the lower position.
     """
     ends, num_tokens = ends.clamp_min(0), q.shape[0]
     longest = int(ends.max())

@@ -1,10 +1,10 @@
-"""The lightning indexer for any GPU: scores of contiguous and of paged keys, and the best of them.
+"""The lightning indexer for any GPU: scores of contiguous and of paged keys, and their top-k.
 
-A program takes a few query tokens of one request and a run of keys. It keeps the tokens' heads as
-one matrix ``[tokens * heads, dims]`` and streams tiles of keys against it: ``keys @ queries^T``,
-ReLU, weights, and the sum over the heads, all in float32. Keys are the rows of the product, so that
-the sum over heads stays within a few lanes. e4m3 goes into the tensor cores as it is where they
-take it, else as float16, which holds every e4m3 value.
+A program handles a few query tokens of one request and a chunk of keys. It keeps the heads of the
+tokens as one matrix ``[tokens * heads, dims]`` and streams tiles of keys: swap-AB MMAs
+``keys @ queries^T``, then ReLU, head weights and the sum over heads, all in float32. With keys on
+M, the sum over heads stays within a few lanes. Tensor cores without e4m3 get float16, which holds
+every e4m3 value.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _load_rows(rows, valid, DIM: tl.constexpr, BLOCK_D: tl.constexpr, DECODE: tl.constexpr):
-    """Rows ``[R, BLOCK_D]`` at pointers ``rows [R]``, as tensor cores take them; else zeros."""
-    d = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (d < DIM)[None, :]
+def _load_rows(rows, valid, T: tl.constexpr):
+    """MMA operand ``[R, block_d]`` from pointers ``rows [R]``; zeros for invalid rows."""
+    d = tl.arange(0, T.block_d)
+    mask = valid[:, None] & (d < T.dim)[None, :]
     x = tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
-    if DECODE:
+    if T.decode:
         x = decode_e4m3(x, False).to(tl.float16)
     return x
 
@@ -47,22 +47,18 @@ def _load_queries(
     stride_q,
     stride_head,
     stride_weights,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    DECODE: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """Heads ``[TOKENS * BLOCK_H, BLOCK_D]`` of the tokens [first, end) and their weights."""
-    i = tl.arange(0, TOKENS * BLOCK_H)
+    """Heads ``[tokens * block_h, block_d]`` of the tokens [first, end), and their head weights."""
+    BLOCK_H: tl.constexpr = T.block_h
+    i = tl.arange(0, T.tokens * BLOCK_H)
     token = first + i // BLOCK_H
     head = i % BLOCK_H
-    valid = (token < end) & (head < HEADS)
+    valid = (token < end) & (head < T.heads)
     token = token.to(tl.int64)
     rows = q + token * stride_q + head * stride_head
     w = tl.load(weights + token * stride_weights + head, mask=valid, other=0.0)
-    return _load_rows(rows, valid, DIM, BLOCK_D, DECODE), w.to(tl.float32)
+    return _load_rows(rows, valid, T), w.to(tl.float32)
 
 
 @triton.jit
@@ -70,14 +66,14 @@ def _score(keys, queries, w, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
     """``sum_h w[t, h] * relu(<queries[t, h], keys[n]>)``, ``[N, TOKENS]`` float32."""
     N: tl.constexpr = keys.shape[0]
     COLUMNS: tl.constexpr = queries.shape[0]
-    dots = dot(keys, tl.trans(queries), tl.zeros([N, COLUMNS], tl.float32), UPCAST)
-    dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-    return tl.sum(tl.reshape(dots, [N, TOKENS, COLUMNS // TOKENS]), 2)
+    logits = dot(keys, tl.trans(queries), tl.zeros([N, COLUMNS], tl.float32), UPCAST)
+    logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+    return tl.sum(tl.reshape(logits, [N, TOKENS, COLUMNS // TOKENS]), 2)
 
 
 @triton.jit
-def _fill(out, stride_out, token, valid, begin, end, BLOCK_N: tl.constexpr):
-    """-inf in the columns [begin, end) of some tokens."""
+def _fill_columns(out, stride_out, token, valid, begin, end, BLOCK_N: tl.constexpr):
+    """Store -inf in the columns [begin, end) of some tokens."""
     for base in range(begin, end, BLOCK_N):
         n = base + tl.arange(0, BLOCK_N)
         at = out + (token * stride_out)[None, :] + n[:, None]
@@ -85,8 +81,8 @@ def _fill(out, stride_out, token, valid, begin, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _tiles(start, end, valid, chunk_begin, chunk_end, BLOCK_N: tl.constexpr):
-    """The part of a chunk of columns, in whole tiles, that holds the keys of any token."""
+def _visible_tiles(start, end, valid, chunk_begin, chunk_end, BLOCK_N: tl.constexpr):
+    """The range of whole tiles in a chunk of columns that have keys of any token."""
     some = valid & (start < end)
     low = tl.min(tl.where(some, start, chunk_end), 0) // BLOCK_N * BLOCK_N
     high = tl.cdiv(tl.max(tl.where(some, end, 0), 0), BLOCK_N) * BLOCK_N
@@ -111,18 +107,12 @@ def _ragged_kernel(
     stride_weights,
     stride_key,
     stride_out,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """CHUNK columns of the scores of TOKENS tokens, over contiguous keys."""
+    """Score ``T.tokens`` tokens against ``T.chunk`` contiguous keys."""
+    TOKENS: tl.constexpr = T.tokens
+    BLOCK_N: tl.constexpr = T.block_n
+    CHUNK: tl.constexpr = T.chunk
     first = tl.program_id(0) // num_chunks * TOKENS
     begin = tl.program_id(0) % num_chunks * CHUNK
     last = tl.minimum(begin + CHUNK, num_keys)
@@ -132,8 +122,8 @@ def _ragged_kernel(
     start = tl.minimum(tl.maximum(start, 0), num_keys).to(tl.int32)
     end = tl.load(row_ends + token, mask=valid, other=0)
     end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
-    low, high = _tiles(start, end, valid, begin, last, BLOCK_N)
-    _fill(out, stride_out, token, valid, begin, low, BLOCK_N)
+    low, high = _visible_tiles(start, end, valid, begin, last, BLOCK_N)
+    _fill_columns(out, stride_out, token, valid, begin, low, BLOCK_N)
     if low < high:
         queries, w = _load_queries(
             q,
@@ -143,35 +133,30 @@ def _ragged_kernel(
             stride_q,
             stride_head,
             stride_weights,
-            HEADS,
-            DIM,
-            BLOCK_D,
-            TOKENS,
-            BLOCK_H,
-            DECODE,
+            T,
         )
-        for base in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        for base in tl.range(low, high, BLOCK_N, num_stages=T.stages):
             n = base + tl.arange(0, BLOCK_N)
             rows = keys + n.to(tl.int64) * stride_key
-            tile = _load_rows(rows, n < num_keys, DIM, BLOCK_D, DECODE)
-            score = _score(tile, queries, w, TOKENS, UPCAST)
+            tile = _load_rows(rows, n < num_keys, T)
+            score = _score(tile, queries, w, TOKENS, T.upcast)
             if key_scales is not None:
                 score *= tl.load(key_scales + n, mask=n < num_keys, other=0.0)[:, None]
             inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
             at = out + (token * stride_out)[None, :] + n[:, None]
             mask = (n < num_keys)[:, None] & valid[None, :]
             tl.store(at, tl.where(inside, score, MINUS_INF), mask=mask)
-    _fill(out, stride_out, token, valid, high, last, BLOCK_N)
+    _fill_columns(out, stride_out, token, valid, high, last, BLOCK_N)
 
 
 @triton.jit
 def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS: tl.constexpr):
-    """The request of a group of up to TOKENS tokens, and the group's place in it.
+    """Request of a group of TOKENS tokens, its first token, and index of the group in the request.
 
-    Groups of request b are numbered from ``offsets[b] // TOKENS + b``, which leaves room for all
-    of them without a prefix sum; offsets count from ``first_token`` and end at ``num_tokens``.
-    Tokens behind the last request form one more, number ``num_requests``; those before the first
-    count as its own.
+    Groups of request b are numbered from ``offsets[b] // TOKENS + b``. These numbers need no prefix
+    sum over requests; some have no tokens. Offsets count from ``first_token`` and end at
+    ``num_tokens``. Tokens behind the last request form one more request, ``num_requests``. Tokens
+    before the first request belong to it.
     """
     BLOCK: tl.constexpr = 128
     before = group * 0
@@ -233,23 +218,17 @@ def _paged_kernel(
     KEY_ROW: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
     SCALE_ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """CHUNK columns of the scores of up to TOKENS tokens of one request, over paged keys.
+    """Score up to ``T.tokens`` tokens of one request against ``T.chunk`` paged keys.
 
-    Requests have ``query_len`` tokens each, or those between their ``input_row_offsets``. In the
-    second case the lengths and requests of the rows are written too, and columns that the selection
-    of the best ``skip`` will not look at are left as they are.
+    Requests have ``query_len`` tokens each, or the tokens between ``input_row_offsets``. In the
+    second case, the kernel also stores the end and the request of each token, and it leaves columns
+    undefined that a selection of the best ``skip`` does not read.
     """
+    TOKENS: tl.constexpr = T.tokens
+    BLOCK_N: tl.constexpr = T.block_n
+    CHUNK: tl.constexpr = T.chunk
     group = tl.program_id(0) // num_chunks
     begin = tl.program_id(0) % num_chunks * CHUNK
     last = tl.minimum(begin + CHUNK, num_keys)
@@ -268,19 +247,19 @@ def _paged_kernel(
         else:
             end = tl.load(seq_lens) - (query_len - 1 - token)
     else:
-        request, first, place = _find_request(
+        request, first, group_in_request = _find_request(
             input_row_offsets, group, num_requests, first_token, num_tokens, TOKENS
         )
         real = request < num_requests
-        opens = tl.load(input_row_offsets + request) - first_token
-        closes = tl.load(input_row_offsets + request + 1, mask=real, other=0) - first_token
-        first += place * TOKENS
-        stop = tl.where(real, tl.minimum(closes, num_tokens), num_tokens).to(tl.int32)
+        begin_token = tl.load(input_row_offsets + request) - first_token
+        end_token = tl.load(input_row_offsets + request + 1, mask=real, other=0) - first_token
+        first += group_in_request * TOKENS
+        stop = tl.where(real, tl.minimum(end_token, num_tokens), num_tokens).to(tl.int32)
         token = first + tl.arange(0, TOKENS)
         end = tl.load(seq_lens + request, mask=real, other=0)
         if CAUSAL:
-            end = end - (closes - 1 - token)
-        end = tl.where(real & (token >= opens), end, token * 0)
+            end = end - (end_token - 1 - token)
+        end = tl.where(real & (token >= begin_token), end, token * 0)
     valid = token < stop
     end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
     if row_ends is not None:
@@ -288,7 +267,7 @@ def _paged_kernel(
         tl.store(row_ends + token, end, mask=once)
         tl.store(request_ids + token, token * 0 + request, mask=once)
     end = tl.where(end > skip, end, 0)
-    low, high = _tiles(token * 0, end, valid, begin, last, BLOCK_N)
+    low, high = _visible_tiles(token * 0, end, valid, begin, last, BLOCK_N)
     token = token.to(tl.int64)
     if low < high:
         queries, w = _load_queries(
@@ -299,25 +278,18 @@ def _paged_kernel(
             stride_q,
             stride_head,
             stride_weights,
-            HEADS,
-            DIM,
-            BLOCK_D,
-            TOKENS,
-            BLOCK_H,
-            DECODE,
+            T,
         )
         table_row = page_table + request.to(tl.int64) * stride_table
-        # The keys wait for the page ids: two loads, each as many stages ahead of the next step.
-        for base in tl.range(low, high, BLOCK_N, num_stages=2 * STAGES - 1):
+        # Loads of keys depend on loads of page ids, so the two of them need twice the stages.
+        for base in tl.range(low, high, BLOCK_N, num_stages=2 * T.stages - 1):
             n = base + tl.arange(0, BLOCK_N)
             column = n // PAGE_SIZE
             page = tl.load(table_row + column, mask=(n < last) & (column < table_width), other=-1)
             exists = (page >= 0) & (page < num_pages)
             page = page.to(tl.int64)
-            tile = _load_rows(
-                keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW, exists, DIM, BLOCK_D, DECODE
-            )
-            score = _score(tile, queries, w, TOKENS, UPCAST)
+            tile = _load_rows(keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW, exists, T)
+            score = _score(tile, queries, w, TOKENS, T.upcast)
             if key_scales is not None:
                 scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
                 score *= tl.load(scales, mask=exists, other=0.0)[:, None]
@@ -326,22 +298,27 @@ def _paged_kernel(
             mask = (n < last)[:, None] & valid[None, :]
             tl.store(at, tl.where(inside, score, MINUS_INF), mask=mask)
     if input_row_offsets is None:
-        _fill(out, stride_out, token, valid, high, last, BLOCK_N)
+        _fill_columns(out, stride_out, token, valid, high, last, BLOCK_N)
 
 
-class Plan(NamedTuple):
+class ScoreTiles(NamedTuple):
     """Tiles of the score kernels.
 
     Args:
+        heads: of a token.
+        dim: of a head.
         tokens: query tokens of a program.
         block_h: heads of a token, padded.
         block_d: dims, padded.
         block_n: keys of a tile.
         chunk: keys of a program.
-        stages: tiles of keys on their way at a time.
-        decode: e4m3 goes through float16.
+        stages: tiles of keys in flight.
+        decode: e4m3 is decoded to float16.
+        upcast: MMAs take float32, in Triton's interpreter.
     """
 
+    heads: int
+    dim: int
     tokens: int
     block_h: int
     block_d: int
@@ -349,25 +326,10 @@ class Plan(NamedTuple):
     chunk: int
     stages: int
     decode: bool
-
-    def arguments(self, heads: int, dim: int) -> dict[str, object]:
-        """The plan as a kernel takes it."""
-        return {
-            "HEADS": heads,
-            "DIM": dim,
-            "BLOCK_D": self.block_d,
-            "TOKENS": self.tokens,
-            "BLOCK_H": self.block_h,
-            "BLOCK_N": self.block_n,
-            "CHUNK": self.chunk,
-            "STAGES": self.stages,
-            "DECODE": self.decode,
-            "UPCAST": INTERPRETED,
-            "num_warps": 4,
-        }
+    upcast: bool = INTERPRETED
 
 
-def plan(
+def choose_tiles(
     num_tokens: int,
     query_len: int,
     num_keys: int,
@@ -375,38 +337,36 @@ def plan(
     dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Plan:
-    """The plan for tokens that come about ``query_len`` a request, and up to ``num_keys`` keys."""
-    shared = (56 if torch.version.hip else 96) << 10  # bytes that a program may fill with tiles
+) -> ScoreTiles:
+    """Tiles for requests of about ``query_len`` tokens and up to ``num_keys`` keys."""
+    shared = (56 if torch.version.hip else 96) << 10  # bytes of tiles of a program
     fp8 = dtype == torch.float8_e4m3fn
     decode = fp8 and not has_fp8(device)
     block_h = max(16, next_power_of_2(heads))
     block_d = max(32, next_power_of_2(dim))
     row_bytes = block_d * (1 if fp8 and not decode else 2)
-    # Tokens of one request share the keys: up to 128 columns of products, or 64 where keys pass
-    # through registers.
+    # Tokens of one request share the keys: N of up to 128, or 64 if keys pass through registers.
     widest = 64 if decode else 128
     tokens = max(1, min(widest // block_h, next_power_of_2(query_len)))
     columns = tokens * block_h
     while tokens > 1 and columns * row_bytes > 32 << 10:
         tokens, columns = tokens // 2, columns // 2
-    # 64 accumulators a thread, so that several programs share a multiprocessor: one multiplies
-    # while another sums.
+    # 64 accumulators a thread, so that several programs share a multiprocessor: one sums over heads
+    # while another's MMA runs.
     block_n = 8192 // max(64, columns)
     room = shared - columns * row_bytes
     while block_n > 16 and 2 * block_n * row_bytes > room:
         block_n //= 2
-    # One token's heads are done with a tile sooner than memory brings the next.
+    # The heads of one token take less time for a tile than its load, so loads start earlier.
     stages = 3 if columns <= 64 and 3 * block_n * row_bytes <= room else 2
-    # Eight programs for each multiprocessor even out the work; a long run of keys pays for the
-    # loading of the queries.
+    # Eight programs a multiprocessor balance the load; long chunks amortise the loads of queries.
     tiles = cdiv(num_tokens, tokens) * cdiv(num_keys, block_n)
     chunk = block_n * max(1, min(32, tiles // (8 * num_multiprocessors(device))))
-    return Plan(tokens, block_h, block_d, block_n, chunk, stages, decode)
+    return ScoreTiles(heads, dim, tokens, block_h, block_d, block_n, chunk, stages, decode)
 
 
-def _typed(x: Tensor, decode: bool) -> Tensor:
-    """e4m3 as bytes where the hardware does not know it."""
+def _as_operand(x: Tensor, decode: bool) -> Tensor:
+    """e4m3 as bytes for GPUs without it."""
     return x.view(torch.uint8) if decode else x
 
 
@@ -425,12 +385,12 @@ def indexer_scores(
     num_keys = keys.shape[0]
     if num_tokens == 0 or num_keys == 0:
         return
-    how = plan(num_tokens, num_tokens, num_keys, heads, dim, q.dtype, q.device)
-    num_chunks = cdiv(num_keys, how.chunk)
-    _ragged_kernel[(cdiv(num_tokens, how.tokens) * num_chunks,)](
-        _typed(q, how.decode),
+    tiles = choose_tiles(num_tokens, num_tokens, num_keys, heads, dim, q.dtype, q.device)
+    num_chunks = cdiv(num_keys, tiles.chunk)
+    _ragged_kernel[(cdiv(num_tokens, tiles.tokens) * num_chunks,)](
+        _as_operand(q, tiles.decode),
         weights,
-        _typed(keys, how.decode),
+        _as_operand(keys, tiles.decode),
         key_scales,
         row_starts,
         row_ends,
@@ -443,7 +403,8 @@ def indexer_scores(
         weights.stride(0),
         keys.stride(0),
         out.stride(0),
-        **how.arguments(heads, dim),
+        T=tiles,
+        num_warps=4,
     )
 
 
@@ -474,10 +435,10 @@ def indexer_scores_paged(
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
-    how = plan(batch * query_len, query_len, max_seq_len, heads, dim, q.dtype, q.device)
-    num_chunks = cdiv(max_seq_len, how.chunk)
-    _paged_kernel[(batch * cdiv(query_len, how.tokens) * num_chunks,)](
-        _typed(q, how.decode),
+    tiles = choose_tiles(batch * query_len, query_len, max_seq_len, heads, dim, q.dtype, q.device)
+    num_chunks = cdiv(max_seq_len, tiles.chunk)
+    _paged_kernel[(batch * cdiv(query_len, tiles.tokens) * num_chunks,)](
+        _as_operand(q, tiles.decode),
         weights,
         page_table=page_table,
         seq_lens=seq_lens,
@@ -504,8 +465,9 @@ def indexer_scores_paged(
         stride_out_request=out.stride(0),
         LENS_OF_TOKENS=seq_lens.dim() == 2,
         CAUSAL=True,
-        **_paged_arguments(cache, how.decode),
-        **how.arguments(heads, dim),
+        **_paged_arguments(cache, tiles.decode),
+        T=tiles,
+        num_warps=4,
     )
 
 
@@ -538,8 +500,9 @@ def indexer_topk(
 
 
 Scorer = Callable[[slice, Tensor, Tensor], None]
-"""Writes the scores of the tokens in a slice, and int32 ``[2, tokens]``: how many keys each sees,
-and its request. Rows with no more than ``topk`` keys need no scores."""
+"""``(tokens, scores, rows)``: stores the scores of a slice of the tokens, and the number of keys
+and the request of each token in ``rows``, int32 ``[2, tokens]``. Tokens with at most ``topk`` keys
+need no scores."""
 
 
 def scorer(
@@ -552,7 +515,7 @@ def scorer(
     topk: int,
     causal: bool,
 ) -> Scorer:
-    """What scores the tokens of ragged requests."""
+    """The function that scores slices of the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
     num_requests, table_width = page_table.shape
     num_keys = table_width * cache.page_size
@@ -560,11 +523,11 @@ def scorer(
 
     def score(tokens: slice, scores: Tensor, rows: Tensor) -> None:
         count = scores.shape[0]
-        how = plan(count, query_len, num_keys, heads, dim, q.dtype, q.device)
-        num_chunks = cdiv(num_keys, how.chunk)
-        _paged_kernel[((count // how.tokens + num_requests + 1) * num_chunks,)](
-            _part(_typed(q, how.decode), tokens),
-            _part(weights, tokens),
+        tiles = choose_tiles(count, query_len, num_keys, heads, dim, q.dtype, q.device)
+        num_chunks = cdiv(num_keys, tiles.chunk)
+        _paged_kernel[((count // tiles.tokens + num_requests + 1) * num_chunks,)](
+            _rows_of(_as_operand(q, tiles.decode), tokens),
+            _rows_of(weights, tokens),
             page_table=page_table,
             seq_lens=seq_lens,
             input_row_offsets=input_row_offsets,
@@ -590,8 +553,9 @@ def scorer(
             stride_out_request=0,
             LENS_OF_TOKENS=False,
             CAUSAL=causal,
-            **_paged_arguments(cache, how.decode),
-            **how.arguments(heads, dim),
+            **_paged_arguments(cache, tiles.decode),
+            T=tiles,
+            num_warps=4,
         )
 
     return score
@@ -640,11 +604,11 @@ def select_in_chunks(
             page_table=page_table if as_slots else None,
             request_ids=rows[1, :count] if as_slots else None,
             page_size=page_size if as_slots else None,
-            out=_part(out, tokens),
+            out=_rows_of(out, tokens),
         )
 
 
-def _part(x: Tensor, rows: slice) -> Tensor:
+def _rows_of(x: Tensor, rows: slice) -> Tensor:
     """``x[rows]``, without a call of torch in the common case of all rows."""
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
 

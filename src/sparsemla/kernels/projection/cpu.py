@@ -1,4 +1,4 @@
-"""Per-head products on the CPU."""
+"""Per-head GEMMs on the CPU."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def project_heads(
     if lses is not None:
         parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
         merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
-    # torch's products are free to add up in another order for another count of tokens.
+    # torch may add up in another order for another number of tokens.
     for tokens in cpu.blocks(len(x), 1 if batch_invariant else len(x)):
         _project(x[tokens], weight, out[tokens])
 
@@ -34,7 +34,7 @@ def _project(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     if weight.scale is None:
         out.copy_(torch.bmm(heads, weight.data.transpose(1, 2)).transpose(0, 1))
         return
-    # float32 copies of weights and activations exist for a few heads at a time.
+    # Only a few heads at a time have float32 copies of weights and activations.
     head_bytes = 4 * (weight.data[0].numel() + heads[0].numel() + out[:, 0].numel())
     for part in cpu.blocks(x.shape[1], cpu.WORKSPACE_BYTES // head_bytes):
         activations = _fake_quantize(heads[part].float(), weight.scale_block[1])
@@ -44,7 +44,7 @@ def _project(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
 
 
 def _fake_quantize(x: Tensor, block: int) -> Tensor:
-    """``x`` through e4m3, one scale ``max(amax, 1e-4) / 448`` for each block of the last dim."""
+    """Round ``x`` to e4m3 with a scale ``max(amax, 1e-4) / 448`` for each block of the last dim."""
     dim = x.shape[-1]
     groups = torch.nn.functional.pad(x, (0, -dim % block)).unflatten(-1, (-1, block))
     scales = fp8_scales(groups.abs().amax(-1, keepdim=True).clamp_min_(1e-4))

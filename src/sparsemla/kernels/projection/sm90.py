@@ -1,10 +1,24 @@
-"""Per-head products on Hopper: many tokens, e4m3 weights in blocks of 128.
+"""Per-head GEMMs on Hopper for many tokens and e4m3 weights with scale blocks of 128.
 
-A program keeps the weights of some outputs of a head in shared memory, and walks over blocks of the
-head's tokens. Activations go through a ring there into the registers in which the matrix
-instruction takes its left operand: a thread quantises what it multiplies, and a row's largest value
-is four threads' affair. Two programs share a multiprocessor, so that one quantises while the other
-multiplies or waits. All else is the portable kernels'.
+``out[t, h] = W[h] x[t, h]`` for W_UK or W_UV, with activations quantised on the way. A CTA keeps
+the codes of 128 or 256 outputs of a head in shared memory and walks blocks of 64 tokens. Per step
+of 128 inputs, which share a scale:
+
+1. cp.async copies the activations two steps ahead, into a pipeline of three stages of 16 KiB.
+2. Each thread loads bfloat16 pairs in the layout of the MMA's A operand, so the codes never leave
+   registers; the amax of a row is a reduction over four threads.
+3. One MMA a block of outputs multiplies the codes by the weights in shared memory, and the
+   accumulator is scaled by both scales. With several steps, the results add up in registers.
+
+Idealised time line of the two CTAs of a multiprocessor, for one block of outputs:
+
+    CTA 0  copy step 2 | quantise 0 | MMA 0, scale  | copy step 3 | quantise 1 | MMA 1, scale
+    CTA 1  MMA, scale  | copy       | quantise      | MMA, scale  | copy       | quantise
+
+All four warps do the same, so there are no producers and no mbarriers: ``wait_group`` waits for a
+step's copies, and the compiler adds the barrier between the threads that copy and load a row.
+
+Other problems go to the portable kernels.
 """
 
 from __future__ import annotations
@@ -32,21 +46,21 @@ from sparsemla.kernels.projection.triton import INVERSE, INVERSE_REST
 from sparsemla.weights import HeadWeight
 
 TOKENS = gl.constexpr(64)
-"""Tokens of a block: the rows of one matrix instruction."""
+"""Tokens of a block, M of an MMA."""
 INPUTS = gl.constexpr(128)
-"""Inputs of a step, which share a scale."""
+"""Inputs of a step; they share a scale."""
 OUTPUTS = gl.constexpr(128)
-"""Outputs of a matrix instruction."""
-RING = gl.constexpr(3)
-"""Steps whose activations are on their way or in use, 16 KiB each."""
-MOST_STEPS = 4
-"""Of 16 KiB of weights each: two programs have room beside each other."""
-AT_ONCE = 2
-"""Most blocks of outputs for which inputs of one step are quantised once; more are slower."""
-FEW = 4096
-"""Most tokens times heads for which the portable kernel is as fast."""
+"""Outputs of a block, N of an MMA."""
+STAGES = gl.constexpr(3)
+"""Stages of activations, 16 KiB each."""
+MAX_STEPS = 4
+"""Most steps of 16 KiB of weights, so that two CTAs fit a multiprocessor."""
+MAX_BLOCKS = 2
+"""Most blocks of outputs of a CTA, for which the inputs are quantised once; more are slower."""
+FEW_ROWS = 4096
+"""Up to so many tokens times heads, the portable kernel is as fast."""
 
-# Four bytes are two inputs of a token: [64, 64], in the threads whose operands they become.
+# Pairs of inputs [64, 64], in the threads that hold them in the MMA's A operand.
 PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
@@ -56,16 +70,16 @@ PAIRS = gl.constexpr(
         [64, 64],
     )
 )
-COPIED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-# Eight rows of four threads have 256 bytes in as many banks as there are.
-STAGE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-LOADED = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+# Free of bank conflicts: eight rows of four threads read 256 bytes from all banks.
+STAGE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+WEIGHT_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-CODES_BY_FOUR = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-OPERAND = gl.constexpr(gl.DotOperandLayout(0, SUMS, 4))
-# The sums' threads, once outputs are in order: eight neighbours in a thread.
-STORED = gl.constexpr(
+CODE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC, 4))
+# The accumulator after its outputs are back in order: eight neighbours a thread.
+STORE = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -77,8 +91,8 @@ STORED = gl.constexpr(
 
 
 @gluon.jit
-def _larger(a, b):
-    """The larger magnitude of each half of two pairs of bfloat16, with some sign."""
+def _max_abs(a, b):
+    """The larger magnitude in each half of two bfloat16 pairs; the sign is arbitrary."""
     return gl.inline_asm_elementwise(
         "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1
     )
@@ -95,9 +109,9 @@ def _halves(pairs):
 def _quantise(pairs):
     """e4m3 codes ``[64, 128]`` of a block's pairs of inputs, and ``scale [64]``.
 
-    The codes and scales of the portable kernels' ``_quantise``, which says why they are exact.
+    The results equal those of the portable ``_quantise``, whose docstring explains the rounding.
     """
-    low, high = _halves(gl.reduce(pairs, 1, _larger))
+    low, high = _halves(gl.reduce(pairs, 1, _max_abs))
     amax = gl.maximum(gl.maximum(gl.abs(low), gl.abs(high)), 1e-4)
     scale = gl.fma(amax, gl.full_like(amax, INVERSE), amax * INVERSE_REST)
     inverse = gl.inline_asm_elementwise(
@@ -123,14 +137,14 @@ def _quantise(pairs):
 
 
 @gluon.jit
-def _store(out, token_stride, sums, first, num_tokens):
-    """Sums of a block of tokens, whose outputs have changed places as the weights' rows have."""
-    sums = sums.to(gl.bfloat16).reshape([TOKENS, 4, 4, 4, 2]).permute((0, 1, 3, 2, 4))
-    sums = gl.convert_layout(sums.reshape([TOKENS, OUTPUTS]), STORED)
-    token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, STORED))
-    output = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, STORED))
+def _store(out, token_stride, acc, first, num_tokens):
+    """Store an accumulator; undoes the permutation of outputs that the weights' rows have."""
+    acc = acc.to(gl.bfloat16).reshape([TOKENS, 4, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    acc = gl.convert_layout(acc.reshape([TOKENS, OUTPUTS]), STORE)
+    token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, STORE))
+    output = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, STORE))
     out += (token.to(gl.int64) * token_stride)[:, None] + output[None, :]
-    gl.store(out, sums, mask=(token < num_tokens)[:, None])
+    gl.store(out, acc, mask=(token < num_tokens)[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -155,10 +169,10 @@ def _blocks_kernel(
     SCALE_N: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """Every so many blocks of tokens; ``BLOCKS`` blocks of outputs, one of ``SHARES`` of a head.
+    """Project the tokens of a head to ``BLOCKS`` blocks of outputs, one of ``SHARES`` of the head.
 
-    ``x`` and ``weight`` are in words of 4 bytes, their strides in pieces of 16, so that the
-    compiler knows copies to be aligned.
+    The CTAs of a share take blocks of tokens in turn. ``x`` and ``weight`` point to words of 4
+    bytes; their strides count 16 bytes, so that the compiler knows the alignment of copies.
     """
     shares = num_heads * SHARES
     share = gl.program_id(0) % shares
@@ -167,10 +181,10 @@ def _blocks_kernel(
     begin = gl.program_id(0) // shares * TOKENS
     stride = gl.num_programs(0) // shares * TOKENS
 
-    # Rows of weights change places, so that a thread's sums are of eight neighbouring outputs.
-    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LOADED))
+    # Permute the rows of the weights, so that a thread accumulates eight adjacent outputs.
+    row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, WEIGHT_COPY))
     row = (row & 0x61) | ((row & 0x18) >> 2) | ((row & 0x06) << 2)
-    word = gl.arange(0, INPUTS // 4, layout=gl.SliceLayout(0, LOADED))
+    word = gl.arange(0, INPUTS // 4, layout=gl.SliceLayout(0, WEIGHT_COPY))
     weight += 4 * (head * weight_head_stride + first_row * weight_row_stride)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STEPS * BLOCKS, OUTPUTS, INPUTS], CODES)
     for step in gl.static_range(STEPS):
@@ -178,71 +192,71 @@ def _blocks_kernel(
             at = 4 * (block * OUTPUTS + row) * weight_row_stride
             at = weight + at[:, None] + (step * (INPUTS // 4) + word)[None, :]
             target = weights.index(step * BLOCKS + block)
-            async_load(reinterpret(target, gl.int32, [OUTPUTS, INPUTS // 4], CODES_BY_FOUR), at)
-    if EARLY:  # as in kernels/common/early.py: weights are no kernel's results, activations are
+            async_load(reinterpret(target, gl.int32, [OUTPUTS, INPUTS // 4], CODE_WORDS), at)
+    if EARLY:  # see kernels/common/early.py: an earlier kernel may write x, but not the weights
         gdc_wait()
         gdc_launch_dependents()
 
     x += 4 * head * x_head_stride
     out += head * out_head_stride + first_row
     scale += head * scale_head_stride
-    in_block = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPIED))
-    pair = gl.arange(0, INPUTS // 2, layout=gl.SliceLayout(0, COPIED))[None, :]
-    ring = gl.allocate_shared_memory(gl.int32, [RING, TOKENS, INPUTS // 2], STAGE)
-    fetched = begin - stride
-    for ahead in gl.static_range(RING - 1):
+    in_block = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY))
+    pair = gl.arange(0, INPUTS // 2, layout=gl.SliceLayout(0, COPY))[None, :]
+    stages = gl.allocate_shared_memory(gl.int32, [STAGES, TOKENS, INPUTS // 2], STAGE_LAYOUT)
+    copied = begin - stride
+    for ahead in gl.static_range(STAGES - 1):
         if ahead % STEPS == 0:
-            fetched += stride
-            token = gl.minimum(fetched + in_block, num_tokens - 1).to(gl.int64)
+            copied += stride
+            token = gl.minimum(copied + in_block, num_tokens - 1).to(gl.int64)
             at = x + (4 * token * x_token_stride)[:, None] + pair
-        if fetched < num_tokens:
-            async_load(ring.index(ahead), at + ahead % STEPS * (INPUTS // 2))
+        if copied < num_tokens:
+            async_load(stages.index(ahead), at + ahead % STEPS * (INPUTS // 2))
         async_copy.commit_group()
-    async_copy.wait_group(RING - 2)
+    async_copy.wait_group(STAGES - 2)
     fence_async_shared()
     barrier()
 
-    place = 0
+    stage = 0
     for first in range(begin, num_tokens, stride):
-        total = gl.zeros([TOKENS, OUTPUTS], gl.float32, SUMS)
+        total = gl.zeros([TOKENS, OUTPUTS], gl.float32, ACC)
         for step in gl.static_range(STEPS):
-            async_copy.wait_group(RING - 2)
-            pairs = ring.index(place).load(PAIRS)
-            if (step + RING - 1) % STEPS == 0:
-                fetched += stride
-                token = gl.minimum(fetched + in_block, num_tokens - 1).to(gl.int64)
+            async_copy.wait_group(STAGES - 2)
+            pairs = stages.index(stage).load(PAIRS)
+            if (step + STAGES - 1) % STEPS == 0:
+                copied += stride
+                token = gl.minimum(copied + in_block, num_tokens - 1).to(gl.int64)
                 at = x + (4 * token * x_token_stride)[:, None] + pair
-            if fetched < num_tokens:  # where the step before this one was
-                free = ring.index(gl.where(place == 0, RING - 1, place - 1))
-                async_load(free, at + (step + RING - 1) % STEPS * (INPUTS // 2))
+            if copied < num_tokens:  # into the stage of the previous step
+                free = stages.index(gl.where(stage == 0, STAGES - 1, stage - 1))
+                async_load(free, at + (step + STAGES - 1) % STEPS * (INPUTS // 2))
             async_copy.commit_group()
-            place = gl.where(place == RING - 1, 0, place + 1)
+            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             codes, x_scale = _quantise(pairs)
-            x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, SUMS))
-            flying = ()
+            x_scale = gl.convert_layout(x_scale, gl.SliceLayout(1, ACC))
+            in_flight = ()
             for block in gl.static_range(BLOCKS):
-                sums = gl.zeros([TOKENS, OUTPUTS], gl.float32, SUMS)
+                acc = gl.zeros([TOKENS, OUTPUTS], gl.float32, ACC)
                 tile = weights.index(step * BLOCKS + block).permute((1, 0))
-                sums = warpgroup_mma(codes, tile, sums, use_acc=False, is_async=True)
-                flying = flying + (sums,)
+                acc = warpgroup_mma(codes, tile, acc, use_acc=False, is_async=True)
+                in_flight = in_flight + (acc,)
             for block in gl.static_range(BLOCKS):
                 row_scale = (first_row + block * OUTPUTS) // SCALE_N * scale_row_stride + step
                 factor = (x_scale * gl.load(scale + row_scale))[:, None]
-                sums = warpgroup_mma_wait(BLOCKS - 1 - block, deps=(flying[block],)) * factor
+                acc = warpgroup_mma_wait(BLOCKS - 1 - block, deps=(in_flight[block],)) * factor
                 if STEPS > 1:
-                    total += sums
+                    total += acc
                 else:
-                    _store(out + block * OUTPUTS, out_token_stride, sums, first, num_tokens)
+                    _store(out + block * OUTPUTS, out_token_stride, acc, first, num_tokens)
         if STEPS > 1:
             _store(out, out_token_stride, total, first, num_tokens)
 
 
-def _takes(x: Tensor, weight: HeadWeight) -> bool:
-    """Whether there are whole blocks, and all rows start at multiples of 16 bytes."""
+def _supports(x: Tensor, weight: HeadWeight) -> bool:
+    """Whether all blocks are whole, and all rows start at multiples of 16 bytes."""
     _, outputs, inputs = weight.data.shape
     if weight.scale is None or weight.scale_block[0] % 128 or weight.scale_block[1] != 128:
         return False
-    if outputs % OUTPUTS.value or inputs % INPUTS.value or inputs > MOST_STEPS * INPUTS.value:
+    if outputs % OUTPUTS.value or inputs % INPUTS.value or inputs > MAX_STEPS * INPUTS.value:
         return False
     starts = x.data_ptr() | weight.data.data_ptr()
     strides = [2 * x.stride(0), 2 * x.stride(1), *weight.data.stride()[:2]]
@@ -263,9 +277,9 @@ def project_heads(
     num_tokens, num_heads, inputs = x.shape[-3:]
     few = batch_invariant or portable.is_few(num_tokens, num_heads, x.device)
     if lses is not None and not few:
-        x, lses = portable.merged(x, lses, attn_sink, workspace), None
-    small = batch_invariant or num_tokens * num_heads <= FEW
-    if lses is not None or small or not _takes(x, weight):
+        x, lses = portable.merge_parts(x, lses, attn_sink, workspace), None
+    small = batch_invariant or num_tokens * num_heads <= FEW_ROWS
+    if lses is not None or small or not _supports(x, weight):
         portable.project_heads(
             x=x,
             weight=weight,
@@ -276,12 +290,12 @@ def project_heads(
         )
         return
     steps, blocks = inputs // INPUTS.value, weight.data.shape[1] // OUTPUTS.value
-    at_once = gcd(blocks, AT_ONCE) if steps == 1 else 1
-    shares = blocks // at_once
-    turns = max(1, 2 * num_multiprocessors(x.device) // (num_heads * shares))
-    turns = min(turns, cdiv(num_tokens, TOKENS.value))
+    blocks_of_cta = gcd(blocks, MAX_BLOCKS) if steps == 1 else 1
+    shares = blocks // blocks_of_cta
+    ctas_of_share = max(1, 2 * num_multiprocessors(x.device) // (num_heads * shares))
+    ctas_of_share = min(ctas_of_share, cdiv(num_tokens, TOKENS.value))
     data, scale = weight.data.view(torch.int32), weight.scale
-    _blocks_kernel[(turns * num_heads * shares,)](
+    _blocks_kernel[(ctas_of_share * num_heads * shares,)](
         x.view(torch.int32),
         data,
         scale,
@@ -297,7 +311,7 @@ def project_heads(
         out.stride(0),
         out.stride(1),
         STEPS=steps,
-        BLOCKS=at_once,
+        BLOCKS=blocks_of_cta,
         SHARES=shares,
         SCALE_N=weight.scale_block[0],
         num_warps=4,

@@ -1,9 +1,10 @@
-"""Per-head products in Triton: bfloat16, or e4m3 weights with activations quantised on the way.
+"""Per-head GEMMs in Triton: bfloat16, or e4m3 weights with activations quantised on the way.
 
-Few tokens stream the weights: a program loads its share of a head's matrix before it looks at the
-activations, which may still be computed, and takes ``weight @ x^T``, so that the matrix
-instruction's long side lies along N. Its activations may be the parts of a split attention, merged
-on the way. Many tokens take ``x @ weight^T``, and keep the activations.
+``_few_kernel``, for few tokens, streams the weights. A program loads its share of a head's matrix
+before the activations, which an earlier kernel may still compute, and issues ``weight @ x^T``: the
+few tokens are N of the MMA. Its activations may be the partial results of a split attention, which
+it merges first. ``_many_kernel`` issues ``x @ weight^T`` and keeps the activations of a block of
+tokens.
 
 Shapes: T tokens, H heads, K inputs, N outputs, S parts.
 """
@@ -28,19 +29,19 @@ MAX = tl.constexpr(FP8_MAX)
 INVERSE = tl.constexpr(torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
 INVERSE_REST = tl.constexpr(1 / FP8_MAX - torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
 
-FEW = 64
-"""Most tokens for which the weights, and not the activations, stay where they are, off Hopper."""
+FEW_TOKENS = 64
+"""Most tokens of ``_few_kernel`` on GPUs other than Hopper."""
 
 INVARIANT_TOKENS = 16
-"""Tokens for which tiles are chosen where bits must not depend on how many there are."""
+"""Tokens that determine the tiles if results must not depend on the number of tokens."""
 
-PARTS = 32
-"""Parts of one vector that a program has on their way as it merges."""
+MAX_PARTS = 32
+"""Most parts of a vector that a program loads at a time."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Outputs, tokens and inputs of a program's step; how many warps; how many steps in flight."""
+    """Outputs, tokens and inputs of a step, warps of a program, and pipeline stages."""
 
     outputs: int
     tokens: int
@@ -50,32 +51,34 @@ class Tiles:
 
 
 def is_few(num_tokens: int, num_heads: int, device: torch.device) -> bool:
-    """Whether the weights, and not the activations, stay where they are; measured on an H200."""
+    """Whether ``_few_kernel`` is the faster one; measured on an H200."""
     if not describe(device).is_hopper:
-        return num_tokens <= FEW
+        return num_tokens <= FEW_TOKENS
     return num_tokens * num_heads <= 8192
 
 
-def _few(num_tokens: int, weight: HeadWeight, num_parts: int, device: torch.device) -> Tiles:
+def _tiles_of_few(
+    num_tokens: int, weight: HeadWeight, num_parts: int, device: torch.device
+) -> Tiles:
     num_heads, outputs, inputs = weight.data.shape
     step = 128 if weight.scale is None else weight.scale_block[1]
     step = max(32, next_power_of_2(min(step, inputs)))
     rows = min(128, max(16, next_power_of_2(outputs)))
     tokens = next_power_of_2(num_tokens)
-    if not describe(device).is_hopper:  # less shared memory, and less of its own for each thread
+    if not describe(device).is_hopper:  # less shared memory, and fewer registers for each thread
         return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
     processors = num_multiprocessors(device)
     codes = weight.scale is not None
-    # All parts of a vector at once, as long as all programs are.
+    # One token a program, with all of its parts at once, if all programs run at once.
     if num_parts and num_heads * num_tokens <= (2 if codes else 1) * processors:
         return Tiles(rows, 1, step, warps=4)
     tokens = max(tokens, 16 if num_parts else 8)
     tokens = min(tokens, 32 if codes and inputs <= 128 else 64)
     blocks = num_heads * cdiv(outputs, rows)
-    # Half of the multiprocessors can draw all that memory gives.
+    # Half of the multiprocessors saturate memory.
     while tokens > 16 and 2 * blocks * cdiv(num_tokens, tokens) < processors:
         tokens //= 2
-    if inputs > 128:  # a program has all of them
+    if inputs > 128:  # a program holds all inputs of its outputs
         if tokens == 8:
             rows = min(rows, 64)
         elif codes and not num_parts and blocks * cdiv(num_tokens, 16) <= 2 * processors:
@@ -83,18 +86,18 @@ def _few(num_tokens: int, weight: HeadWeight, num_parts: int, device: torch.devi
     return Tiles(rows, tokens, step, warps=4 if tokens < (16 if inputs > 128 else 32) else 8)
 
 
-def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
+def _tiles_of_many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
     inputs = weight.data.shape[2]
     if weight.scale is None:
         step = min(128 if inputs <= 128 else 64, max(16, next_power_of_2(inputs)))
     else:
         step = max(32, next_power_of_2(weight.scale_block[1]))
-        if not has_fp8(device):  # codes are decoded by hand, in registers
+        if not has_fp8(device):  # codes are decoded in registers, by integer instructions
             return Tiles(64, 64, step, warps=8, stages=2)
     if inputs <= step:
         rows = 128 if num_tokens <= 128 else 64
         return Tiles(rows, 128, step, warps=8 if num_tokens <= 256 else 4, stages=3)
-    # A step's product and the sum are both in registers.
+    # Registers hold the accumulator of a step and the total.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
     return Tiles(128, tokens, step, warps, stages=3)
 
@@ -103,9 +106,9 @@ def _many(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
 def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
     """e4m3 codes of bfloat16 values ``x [rows, dims]`` and ``scale [rows]``.
 
-    Activations hit ties of e4m3 often, so that both divisions have to be rounded correctly. As
-    products with an inverse in two parts they are, for bfloat16 values up to 2**117 (a test tries
-    them); above, quotients may differ in their last bit and codes do not.
+    Activations often hit ties of e4m3, so both divisions have to be rounded correctly.
+    Multiplications by an inverse in two parts achieve this for bfloat16 values up to 2**117 (a test
+    tries them). Above, quotients may differ in the last bit, but codes do not.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
@@ -125,10 +128,10 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _row_scales(
+def _load_row_scales(
     scale, first, row, stride, N: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_N: tl.constexpr
 ):
-    """Scales of a block of rows from the first on, or the one that they share."""
+    """Scales of a block of weight rows, or the single scale that they share."""
     if SCALE_N % BLOCK_N == 0:
         scales = tl.load(scale + first // SCALE_N * stride)
     else:
@@ -137,8 +140,8 @@ def _row_scales(
 
 
 @triton.jit
-def _typed(codes, NATIVE: tl.constexpr):
-    """Weights as operands: bfloat16 as they are, e4m3 codes as what the GPU multiplies."""
+def _as_operand(codes, NATIVE: tl.constexpr):
+    """Weights as MMA operands: e4m3 where the GPU has it, bfloat16 otherwise."""
     if codes.dtype != tl.uint8:
         operand = codes
     elif NATIVE:
@@ -149,7 +152,7 @@ def _typed(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _merged(
+def _merge_parts(
     x,
     at,
     part_stride,
@@ -165,14 +168,18 @@ def _merged(
     K: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The steps' inputs, each part weighted by ``exp(its lse - the lse of all)``, in bfloat16."""
+    """Inputs of all steps in bfloat16: ``sum_s exp(lses[s] - lse) * x[s]`` over the parts.
+
+    An online softmax over the parts: m and l are the running maximum and sum, and alpha rescales
+    the accumulators.
+    """
     in_block = tl.arange(0, BLOCK_S)
     k = tl.arange(0, BLOCK_K)
     m = tl.full([BLOCK_T], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_T], tl.float32)
-    sums = ()
+    acc = ()
     for _ in tl.static_range(STEPS):
-        sums = sums + (tl.zeros([BLOCK_T, BLOCK_K], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_T, BLOCK_K], tl.float32),)
     UNROLL: tl.constexpr = 4 if BLOCK_S == 1 else 1
     for first in tl.range(0, num_parts, BLOCK_S, loop_unroll_factor=UNROLL):
         part = (first + in_block).to(tl.int64)[:, None]
@@ -180,25 +187,25 @@ def _merged(
         state = tl.load(lses[None, :] + part * lse_part_stride, mask=listed, other=float("-inf"))
         state *= LOG2E
         m_new = tl.maximum(m, tl.max(state, axis=0))
-        shrink = tl.exp2(m - m_new)
+        alpha = tl.exp2(m - m_new)
         weight = tl.exp2(state - m_new[None, :])
-        more = ()
+        new_acc = ()
         for step in tl.static_range(STEPS):
-            # Loaded without a look at the weight: a part without keys may hold NaN.
+            # The load does not wait for the weight; the select drops NaNs of parts without keys.
             real = listed[:, :, None] & ((k < STEP) & (step * STEP + k < K))[None, None, :]
             y = x + (part * part_stride)[:, :, None] + at[None, :, :] + step * STEP
             y = tl.load(y, mask=real, other=0.0)
             y = tl.where(weight[:, :, None] > 0, y, 0.0) * weight[:, :, None]
-            more = more + (sums[step] * shrink[:, None] + tl.sum(y, axis=0),)
-        sums = more
-        l = l * shrink + tl.sum(weight, axis=0)
+            new_acc = new_acc + (acc[step] * alpha[:, None] + tl.sum(y, axis=0),)
+        acc = new_acc
+        l = l * alpha + tl.sum(weight, axis=0)
         m = m_new
     if sink is not None:
         l += tl.exp2(sink * LOG2E - tl.where(l == 0, 0.0, m))
     inverse = 1.0 / tl.where(l == 0, 1.0, l)
     merged = ()
     for step in tl.static_range(STEPS):
-        merged = merged + ((sums[step] * inverse[:, None]).to(tl.bfloat16),)
+        merged = merged + ((acc[step] * inverse[:, None]).to(tl.bfloat16),)
     return merged
 
 
@@ -236,6 +243,7 @@ def _few_kernel(
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Project up to BLOCK_T tokens of one head to BLOCK_N outputs, after a merge of their parts."""
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
     NUM_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -255,17 +263,19 @@ def _few_kernel(
         tiles = tiles + (tl.load(weight + step * STEP + k[None, :], mask=inside, other=0),)
         if scale is not None:
             at = scale + head * scale_head_stride + step
-            a_scale = _row_scales(at, first, row[:, None], scale_row_stride, N, BLOCK_N, SCALE_N)
+            a_scale = _load_row_scales(
+                at, first, row[:, None], scale_row_stride, N, BLOCK_N, SCALE_N
+            )
             scales = scales + (a_scale,)
-    wait_for_inputs(EARLY)  # weights are no kernel's results, activations are
-    let_next_begin(EARLY)  # what is behind would take the room of weights on their way
+    wait_for_inputs(EARLY)  # an earlier kernel may write activations, but no weights
+    let_next_begin(EARLY)  # earlier, the next kernel would compete with the loads of the weights
 
     at = (token * x_token_stride + head * x_head_stride)[:, None] + k[None, :]
     if lses is not None:
         sink = None
         if attn_sink is not None:
             sink = tl.load(attn_sink + head)
-        inputs = _merged(
+        inputs = _merge_parts(
             x,
             at,
             x_part_stride,
@@ -289,7 +299,7 @@ def _few_kernel(
 
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for step in tl.static_range(STEPS):
-        a = _typed(tiles[step], NATIVE)
+        a = _as_operand(tiles[step], NATIVE)
         if scale is None:
             total = dot(a, tl.trans(inputs[step]), total, UPCAST)
         else:
@@ -327,7 +337,7 @@ def _many_kernel(
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Tokens of one head; all outputs if one step holds the inputs, else a block of them."""
+    """Project tokens of one head: to all outputs if one step holds the inputs, else to a block."""
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
     ONCE: tl.constexpr = K <= STEP
@@ -352,10 +362,10 @@ def _many_kernel(
             row = first + tl.arange(0, BLOCK_N)
             inside = (row < N)[:, None] & (k < K)[None, :]
             at = weight + row.to(tl.int64)[:, None] * weight_row_stride + k[None, :]
-            a = _typed(tl.load(at, mask=inside, other=0), NATIVE)
+            a = _as_operand(tl.load(at, mask=inside, other=0), NATIVE)
             total = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
             if scale is not None:
-                a_scale = _row_scales(
+                a_scale = _load_row_scales(
                     scale, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
                 )
                 total *= b_scale[:, None] * a_scale
@@ -369,13 +379,13 @@ def _many_kernel(
         for step in range((K + STEP - 1) // STEP):
             inside = ((k < STEP) & (step * STEP + k < K))[None, :]
             at = step * STEP + k[None, :]
-            a = _typed(tl.load(weight + at, mask=(row < N)[:, None] & inside, other=0), NATIVE)
+            a = _as_operand(tl.load(weight + at, mask=(row < N)[:, None] & inside, other=0), NATIVE)
             b = tl.load(x + at, mask=live[:, None] & inside, other=0.0)
             if scale is None:
                 total = dot(b, tl.trans(a), total, UPCAST)
             else:
                 at = scale + step
-                a_scale = _row_scales(
+                a_scale = _load_row_scales(
                     at, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
                 )
                 b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
@@ -385,10 +395,10 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-def merged(
+def merge_parts(
     parts: Tensor, lses: Tensor, attn_sink: Tensor | None, workspace: Tensor | None
 ) -> Tensor:
-    """The parts of a split attention as one, in bfloat16."""
+    """The partial results of a split attention, merged into bfloat16."""
     if workspace is None:
         out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
         lse = torch.empty_like(lses[0])
@@ -416,14 +426,14 @@ def project_heads(
         return
     few = batch_invariant or is_few(num_tokens, num_heads, x.device)
     if lses is not None and not few:
-        x, lses = merged(x, lses, attn_sink, workspace), None
+        x, lses = merge_parts(x, lses, attn_sink, workspace), None
     num_parts = 0 if lses is None else lses.shape[0]
     if few:
-        tiles = _few(
+        tiles = _tiles_of_few(
             INVARIANT_TOKENS if batch_invariant else num_tokens, weight, num_parts, x.device
         )
     else:
-        tiles = _many(num_tokens, weight, x.device)
+        tiles = _tiles_of_many(num_tokens, weight, x.device)
     data, scale = weight.data, weight.scale
     outputs = data.shape[1]
     arguments = {
@@ -468,5 +478,5 @@ def project_heads(
         x_part_stride=0 if lses is None else x.stride(0),
         lse_part_stride=0 if lses is None else lses.stride(0),
         lse_token_stride=0 if lses is None else lses.stride(1),
-        BLOCK_S=min(next_power_of_2(num_parts), PARTS) if tiles.tokens == 1 else 1,
+        BLOCK_S=min(next_power_of_2(num_parts), MAX_PARTS) if tiles.tokens == 1 else 1,
     )
