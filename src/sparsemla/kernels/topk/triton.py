@@ -122,9 +122,9 @@ def _search_threshold(key, klo, khi, clo, low, up):
     """A key that ``low`` to ``up`` of the block's keys reach, else the largest that ``low`` reach.
 
     ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
-    the keys at two thirds of the interval. Returns the key, the number of keys that reach it, and
-    the number that reach the next larger key that was tried. The last is the number of keys above
-    the first one if more than ``up`` reach it, or if ``low == up``.
+    the keys at one and two thirds of the interval. Returns the key, the number of keys that reach
+    it, and the number that reach the next larger key that was tried. The last is the number of keys
+    above the first one if more than ``up`` reach it, or if ``low == up``.
     """
     chi = clo * 0
     while (klo + 1 < khi) & (clo > up):
@@ -937,7 +937,7 @@ def _merge_kernel(
         threshold, count, above = _search_threshold(key, lowest, highest, count, k, k)
         over = key > threshold
         equal = key == threshold
-        if count > k:  # of equal values, those with the lowest ids
+        if count > k:  # among equal values, the lowest ids
             rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)
             cut, _, _ = _search_threshold(
                 rank, lowest, lowest * 0, count - above, k - above, k - above

@@ -532,8 +532,7 @@ class Sm90ListSchedule(portable.ListSchedule):
     """The portable schedule, for CTAs whose warps may share a list.
 
     Args:
-        together: the warps of a slice fill one list. Many slices of eight warps would have more
-            lists than the finishing CTA reads at once.
+        together: the warps of a slice fill one list, where a row would have more than 32 lists.
     """
 
     together: bool = False

@@ -97,9 +97,9 @@ def search_threshold(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
 
     ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
     the keys at ``a <= b`` in between: first at the arguments, then around an interpolated position,
-    at last at two thirds of the interval. Returns the key, the number of keys that reach it, and
-    the number that reach the next larger key that was tried. The last is the number of keys above
-    the first one if more than ``up`` reach it, or if ``low == up``.
+    at last at one and two thirds of the interval. Returns the key, the number of keys that reach
+    it, and the number that reach the next larger key that was tried. The last is the number of keys
+    above the first one if more than ``up`` reach it, or if ``low == up``.
     """
     middle = 0.5 * (low + up)
     chi = clo * 0

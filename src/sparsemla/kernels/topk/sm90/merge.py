@@ -129,7 +129,7 @@ def _merge_kernel(
     if count > k:
         threshold, reached, above = _kth_largest(x, keys, live, least, count, k, W)
         chosen = keys >= threshold
-        if reached > k:  # of equal values, those with the lowest ids
+        if reached > k:  # among equal values, the lowest ids
             equal = keys == threshold
             rank = gl.where(equal, -1 - ids, DEAD_KEY)
             klo, most = ends_of(rank, DEAD_KEY + 1, 0, W)

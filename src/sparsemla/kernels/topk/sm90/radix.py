@@ -1,28 +1,25 @@
 """Exact selection of the k best of keys that lie in registers, by a radix search in shared memory.
 
-The keys of a CTA, or of a cluster of CTAs, are searched digit by digit, from the highest: each
-step counts the keys of a 2048-bin histogram in shared memory, finds the bin of the k-th best key
-and keeps its digit. Digits have 11, 11 and 10 bits, so three steps settle any key; the search stops
-early when all keys of a bin are wanted. Prefix sums over lanes, warps and CTAs then give each
-chosen key its position in the output, in the order of columns. CTAs of a cluster read each other's
-histograms and sums through distributed shared memory.
+The keys of a CTA, or of a cluster of CTAs, are searched digit by digit, from the highest: each step
+builds a histogram of 2048 bins in shared memory, finds the bin of the k-th best key and keeps its
+digit. Digits have 11, 11 and 10 bits, so three steps settle any key; the search stops early when
+all keys of a bin are wanted. Prefix sums over lanes, warps and CTAs then give each chosen key its
+position in the output, in the order of columns. CTAs of a cluster read each other's histograms and
+sums through distributed shared memory.
 
-The search is one block of PTX, because Gluon has no atomics on shared memory and no access to the
-shared memory of another CTA. Each phase below is a function that returns its text. They share these
-registers:
+The search is one block of PTX, for its atomics on shared memory and its loads from other CTAs. Each
+phase below is a function that returns its text. They share these registers:
 
-========  ==========================================================================
-``$i``    key ``i`` of a thread, flipped so that the best key is the smallest
-``bound`` digits found so far; from label CHOSEN on, the last key that is chosen
-``start`` ``bound``, with a zero for the digit that is sought
-``left``  keys that still precede the k-th best, among keys that start with ``bound``
-``count`` keys in the bin of the k-th best
-``before``  sum over earlier threads, warps or CTAs (exclusive)
-``upto``  sum over this and earlier lanes (inclusive)
-``mine``  this thread's, warp's or CTA's share of such a sum
-``own``   matches of a thread, then of earlier lanes: a byte for each four keys
-``all``   matches of the warp: a byte for each four keys
-========  ==========================================================================
+    $i      key i of a thread, flipped so that the best key is the smallest
+    bound   digits found so far; from label CHOSEN on, the last key that is chosen
+    start   bound, with a zero for the digit that is sought
+    left    keys that still precede the k-th best, among keys that start with bound
+    count   keys in the bin of the k-th best
+    before  sum over earlier threads, warps or CTAs (exclusive)
+    upto    sum over this and earlier lanes (inclusive)
+    mine    this thread's, warp's or CTA's share of such a sum
+    own     matches of a thread, then of earlier lanes: a byte for each four keys
+    all     matches of the warp: a byte for each four keys
 
 Each exchange between warps has a row of 32 words of its own in ``sums``, so that none of them waits
 for an earlier one to be read.
@@ -363,7 +360,7 @@ def _scan_cluster(search, step):
 
 @triton.constexpr_function
 def _publish_bin(search, step):
-    """The thread whose bin holds the k-th best key stores it for all threads.
+    """The thread whose bin holds the k-th best key stores the bin for all threads.
 
     For all other bins ``rank``, which may be negative and so a large unsigned number, is not below
     the count.
@@ -401,9 +398,9 @@ def _extend_bound(search, step):
 def _count_matches(search, compare, row):
     """Count the keys of which ``compare`` to ``bound`` holds, in the order of columns.
 
-    A thread's keys are groups of four neighbours, and a group of the next lane's follows one of
-    this lane's. So a byte for each group counts the matches of earlier lanes (``own``) and of the
-    warp (``all``); ``before`` has those of earlier warps and CTAs.
+    A thread's keys are groups of four neighbours, and each group is followed by a group of the next
+    lane. So a byte for each group counts the matches of earlier lanes (``own``) and of the warp
+    (``all``); ``before`` counts the matches of earlier warps and CTAs.
     """
     text = "".join(f"mov.b32 own{word}, 0;\n" for word in range(search.words))
     for i in range(search.keys):
@@ -427,7 +424,7 @@ def _count_matches(search, compare, row):
 
 @triton.constexpr_function
 def _rank_matches(search, compare, use):
-    """``rank``: matches before each key. ``use`` formats what is done with key ``{0}``."""
+    """``rank``: matches before each key. ``use`` is the instruction for key ``${0}``."""
     text = ""
     for i in range(search.keys):
         if i % 4 == 0:
@@ -461,7 +458,7 @@ def _find_bound(search):
 
 @triton.constexpr_function
 def _drop_late_ties(search, row):
-    """More keys equal the k-th best than are wanted: make those of later columns the worst."""
+    """More keys equal the k-th best than are wanted: turn later columns into the worst key."""
     use = "setp.gt.and.u32 drop, rank, left, is; @drop mov.b32 ${0}, -1;"
     return _count_matches(search, "eq", row) + _rank_matches(search, "eq", use)
 
