@@ -139,7 +139,8 @@ def dense(work: DecodeWork, num_splits: int | None) -> Schedule:
 
 ROWS_PER_KEY = ((64, 0.09), (math.inf, 0.25))
 """Up to so many heads: rows of a quantised cache that may be converted for each selected key, so
-that prefill over bfloat16 rows still finishes first. Measured on an H200; see docs/kernels/attention-fp8.md."""
+that prefill over bfloat16 rows still finishes first. Measured on an H200; see
+docs/kernels/attention-fp8.md."""
 TILES_AT_ONCE = 132
 """Tiles of 64 heads that an H200 works on at once, one a multiprocessor; fewer take as long."""
 LAUNCH_ROWS = 12288
