@@ -34,9 +34,9 @@ LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _row_offset(slot, L: tl.constexpr, STRIDES: tl.constexpr):
+def _row_offset(slot, L: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr):
     """Offset of the row of a slot, in elements."""
-    return slot // L.page_size * STRIDES[0] + slot % L.page_size * STRIDES[1]
+    return slot // L.page_size * PAGE + slot % L.page_size * ROW
 
 
 @triton.jit
@@ -112,13 +112,15 @@ def _store_fp8(
         scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
         x = _divide(x, scale, POW2)
         block = FIRST_BLOCK + tl.arange(0, x.shape[0])
-        target = rows.scales + _row_offset(slot, L, L.scales_strides) + block
+        target = (
+            rows.scales + _row_offset(slot, L, L.scales_strides[0], L.scales_strides[1]) + block
+        )
         stored = kept & (block < END_BLOCK)
         if rows.scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
             tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
             tl.store(target, scale, mask=stored)
-    target = rows.fp8 + _row_offset(slot, L, L.fp8_strides) + dim
+    target = rows.fp8 + _row_offset(slot, L, L.fp8_strides[0], L.fp8_strides[1]) + dim
     tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real)
 
 
@@ -441,14 +443,16 @@ def _fused_kernel(
         )
     plain = real & (dim < TAIL)
     if FP8_DIM < TAIL:
-        target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) - FP8_DIM
+        target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) - FP8_DIM
         tl.store(target + dim, x.to(tl.bfloat16), mask=kept & plain & (dim >= FP8_DIM))
     if kv_out is not None:
         tl.store(kv_out + token * kv_out_stride + dim, x.to(tl.bfloat16), mask=plain)
     if TAIL < D:
         y = y.to(tl.bfloat16)
         if FP8_DIM <= TAIL:
-            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) - FP8_DIM
+            target = (
+                rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) - FP8_DIM
+            )
             tl.store(target + tail, y, mask=kept & in_tail)
         if kv_out is not None:
             tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
@@ -763,7 +767,7 @@ def _index_kernel(
                 NATIVE,
             )
         else:
-            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides) + dim
+            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) + dim
             tl.store(target, x.to(tl.bfloat16), mask=kept & real)
 
 
