@@ -1,5 +1,6 @@
 """Triton decode kernels against the reference, in the interpreter where there is no GPU."""
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,8 @@ from sparsemla import (
     FP8_584,
     FP8_DS_MLA,
     bf16_format,
+    branch_workspace_size,
+    decode_branch,
     decode_workspace_size,
     dispatch,
     e4m3_format,
@@ -18,12 +21,15 @@ from sparsemla import (
 )
 from sparsemla.testing.cases import (
     Draw,
+    branch_case,
     dense_decode_case,
     embed,
+    mla_layer,
     sinks,
     sparse_decode_case,
 )
 from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
+from sparsemla.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 from sparsemla.kernels.attention.triton import decode
@@ -260,3 +266,24 @@ def test_no_parts_are_an_empty_state():
     merge(outs=outs, lses=lses, attn_sink=None, out=out, lse=lse)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("topk", [None, 20], ids=["dense", "sparse"])
+@pytest.mark.parametrize("own_workspace", [False, True])
+def test_a_branch_merges_splits_where_it_projects(monkeypatch, topk, own_workspace):
+    draw = Draw(24, DEVICE)
+    layer = mla_layer(draw, num_heads=3, with_sink=True)
+    case = branch_case(draw, layer, query_lens=[1, 2], seq_lens=[90, 70], topk=topk)
+    expected = reference.decode_branch(**copy.deepcopy(case))
+    monkeypatch.setattr(
+        dispatch, "kernel_of", lambda problem: dispatch.OPS[problem.op].kernel("triton")
+    )
+    monkeypatch.setattr(dispatch, "find", lambda op, *lead, **sizes: dispatch.load(op, "triton"))
+    workspace = None
+    if own_workspace:
+        columns = case["plan"].page_table.shape[1]
+        size = branch_workspace_size(3, 3, num_splits=3, max_pages_per_request=columns)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    with poisoned_empty():
+        out = decode_branch(**case, num_splits=3, workspace=workspace)
+    assert_close("out", out, expected, TOLERANCES["decode_branch"][0])
