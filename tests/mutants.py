@@ -70,7 +70,7 @@ TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
 WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
-GDC_WAIT = "    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results\n"
+GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
 CPU_MUTANTS = (
     portable(

@@ -152,3 +152,11 @@ def test_alignment_is_seen():
 
 def test_a_cache_without_rows_is_left_to_kernels_that_read_none():
     assert not PagedCache.allocate(FP8_DS_MLA, 0, 5).aligned
+
+
+def test_the_choice_of_a_kernel_is_logged_once(caplog):
+    problem = dataclasses.replace(HOPPER, device="cpu", capability=None, num_heads=12345)
+    with caplog.at_level("INFO", logger="sparsemla"):
+        dispatch.select(problem)
+        dispatch.select(problem)
+    assert caplog.messages == [str(explain(problem))]

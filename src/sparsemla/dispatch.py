@@ -8,6 +8,7 @@ in :mod:`sparsemla.reference`, which is slow and whose memory is not bounded.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -29,6 +30,8 @@ from sparsemla.kernels.common.registry import (
     no_refusal,
 )
 from sparsemla.kinds import check_kind
+
+LOGGER = logging.getLogger(__name__)
 
 FAMILIES = (quant, gather, indexer, topk, attention, projection)
 
@@ -172,12 +175,14 @@ def _kernel(op: str, tier: str) -> Kernel:
 
 @functools.cache
 def select(problem: Problem) -> Launch:
-    """The launcher of the kernel that ``problem`` gets.
+    """The launcher of the kernel that ``problem`` gets; the choice is logged once, at INFO.
 
     Raises:
         ValueError: there is no such op.
     """
-    return kernel_of(problem).load()
+    explanation = explain(problem)
+    LOGGER.info("%s", explanation)
+    return _kernel(problem.op, explanation.chosen).load()
 
 
 def load(op: str, tier: str) -> Launch:

@@ -169,7 +169,8 @@ def decode_branch(
         layer: weights and constants; e4m3 weights give block-scaled FP8 products. The weights are
             read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step (:func:`plan_batch`).
-        topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
+            attention.
         topk_lengths: ``[T]``, entries that count.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
@@ -367,7 +368,8 @@ def prefill_branch(
         cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
         layer: weights and constants; the weights are read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step.
-        topk_indices: int32 or int64 ``[T, K]``, slots in ``cache``; None for dense attention.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
+            attention.
         topk_lengths: ``[T]``, entries that count.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
             step too. True with a selection, which alone decides what a token sees.

@@ -115,7 +115,7 @@ def sparse_decode(
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
         cache: rows of any format.
-        topk_indices: int32 or int64 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
+        topk_indices: int32, int64 or uint32 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[B]``, entries of each row of the request that count; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
@@ -238,8 +238,10 @@ def dense_decode(
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32.
         cache: rows of any format, any page size.
-        page_table: int32 or int64 ``[B, W]``; entries past a request's length are never used.
-        seq_lens: int32 or int64 ``[B]``, keys of each request, this step's included; 0 is legal.
+        page_table: int32, int64 or uint32 ``[B, W]``; entries past a request's length are never
+            used.
+        seq_lens: int32, int64 or uint32 ``[B]``, keys of each request, this step's included; 0 is
+            legal.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         causal: mask later tokens of the same step.
         attn_sink: float32 ``[H]``, a logit without a value.

@@ -34,12 +34,15 @@ def to_slots(
     ==============================================  ====================================
 
     Args:
-        topk_indices: int32 or int64 ``[T, K]``, positions in the token's request, -1 for none.
-        page_table: int32 or int64 ``[B, W]``.
-        request_ids: int32 or int64 ``[T]``, the request of each token.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, positions in the token's request, -1 for
+            none.
+        page_table: int32, int64 or uint32 ``[B, W]``.
+        request_ids: int32, int64 or uint32 ``[T]``, the request of each token.
         page_size: tokens of a page.
-        workspace_starts: int32 or int64 ``[num_prefills]``, first workspace row of each prefill.
-        prefill_request_ids: int32 or int64 ``[T]``, number of the token's prefill, -1 for decodes.
+        workspace_starts: int32, int64 or uint32 ``[num_prefills]``, first workspace row of each
+            prefill.
+        prefill_request_ids: int32, int64 or uint32 ``[T]``, number of the token's prefill, -1 for
+            decodes.
         validate: read request_ids and refuse values out of range.
         out: int32 ``[T, K]``, written.
 
@@ -108,11 +111,11 @@ def gather_dequant(
 
     Args:
         cache: rows of any format, any page size.
-        page_table: int32 or int64 ``[B, W]``.
-        seq_lens: int32 or int64 ``[B]``, rows to gather for each request; 0 is legal.
-        workspace_starts: int32 or int64 ``[B]``, first row of each request in ``out``.
+        page_table: int32, int64 or uint32 ``[B, W]``.
+        seq_lens: int32, int64 or uint32 ``[B]``, rows to gather for each request; 0 is legal.
+        workspace_starts: int32, int64 or uint32 ``[B]``, first row of each request in ``out``.
         out: bfloat16 ``[rows, head_dim]``, written.
-        seq_starts: int32 or int64 ``[B]``, first position of each request; default 0.
+        seq_starts: int32, int64 or uint32 ``[B]``, first position of each request; default 0.
         validate: read the values and refuse lengths and page ids out of range.
 
     Returns:

@@ -33,7 +33,7 @@ def indexer_scores(
             (:func:`prepare_index_queries`); may be negative.
         keys: ``[N, DI]`` of q's dtype.
         key_scales: float32 ``[N]``, or None for 1.
-        row_starts, row_ends: int32 or int64 ``[M]``; clamped to [0, N].
+        row_starts, row_ends: int32, int64 or uint32 ``[M]``; clamped to [0, N].
         out: float32 ``[M, N]``, written; rows may be strided.
 
     Returns:
@@ -101,8 +101,9 @@ def indexer_scores_paged(
         q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[B, S, HI]``, with every factor folded in.
         cache: indexer keys, any page size.
-        page_table: int32 or int64 ``[B, W]``.
-        seq_lens: int32 or int64: ``[B, S]``, the length of each row; or ``[B]``, keys of each
+        page_table: int32, int64 or uint32 ``[B, W]``.
+        seq_lens: int32, int64 or uint32: ``[B, S]``, the length of each row; or ``[B]``, keys of
+            each
             request, of which row ``j`` sees ``seq_lens[b] - S + 1 + j``.
         max_seq_len: columns of the result; longer rows are cut.
         validate: read page_table and seq_lens and refuse values out of range.
@@ -189,10 +190,11 @@ def indexer_topk(
         q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
         cache: indexer keys, any page size; this step's keys are already in it.
-        input_row_offsets: int32 or int64 ``[B + 1]``, first query token of each request. Tokens
+        input_row_offsets: int32, int64 or uint32 ``[B + 1]``, first query token of each request.
+            Tokens
             before the first, and behind the last, belong to no request and get -1.
-        seq_lens: int32 or int64 ``[B]``, keys of each request, this step's included.
-        page_table: int32 or int64 ``[B, W]``.
+        seq_lens: int32, int64 or uint32 ``[B]``, keys of each request, this step's included.
+        page_table: int32, int64 or uint32 ``[B, W]``.
         topk: k, any positive number.
         causal: the mask: causal, or none.
         as_slots: give the slots of the cache where the chosen keys lie, as :func:`to_slots` would,

@@ -41,7 +41,7 @@ def sparse_prefill(
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
         kv: bfloat16 rows ``[S, D]``, of which the first 512 dims (all, if D is less) are the value;
             or a cache of any format, read where it lies.
-        topk_indices: int32 or int64 ``[T, K]``: rows of ``kv``, or slots of the cache.
+        topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[T]``, entries of each row that count; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
@@ -207,8 +207,8 @@ def dense_prefill(
         q: ``[T, H, D]`` bfloat16, float16 or float32.
         k: ``[S, H, D]`` of q's dtype.
         v: ``[S, H, V]`` of q's dtype.
-        input_row_offsets: int32 or int64 ``[B + 1]``, from 0 to T.
-        kv_row_offsets: int32 or int64 ``[B + 1]``, from 0 to S.
+        input_row_offsets: int32, int64 or uint32 ``[B + 1]``, from 0 to T.
+        kv_row_offsets: int32, int64 or uint32 ``[B + 1]``, from 0 to S.
         softmax_scale: factor of the scores.
         causal: mask later keys.
         validate: read the offsets and refuse those that do not ascend from 0 to T (S).

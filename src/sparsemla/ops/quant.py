@@ -48,8 +48,8 @@ def fused_rope_rmsnorm_quant(
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         kv_norm_weight: ``[N]`` bfloat16, float16 or float32.
         cache: where the rows go; ``head_dim`` of its format is D.
-        positions: int32 or int64 ``[T]``.
-        slot_mapping: int32 or int64 ``[T]``; no slot may occur twice.
+        positions: int32, int64 or uint32 ``[T]``.
+        slot_mapping: int32, int64 or uint32 ``[T]``; no slot may occur twice.
         eps: RMSNorm epsilon.
         interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
         scale_mode: ``pow2`` or ``exact`` scales.
@@ -164,8 +164,9 @@ def append_index_keys(
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         cache: where the keys go; ``head_dim`` of its format is DI.
-        positions: int32 or int64 ``[T]``.
-        slot_mapping: int32 or int64 ``[T]``; negative writes nothing; no slot may occur twice.
+        positions: int32, int64 or uint32 ``[T]``.
+        slot_mapping: int32, int64 or uint32 ``[T]``; negative writes nothing; no slot may occur
+            twice.
         eps: LayerNorm epsilon.
         interleaved: False for DeepSeek-V3.2's indexer, True for GLM's.
         rope_first: rotate the first R dims (V3.2, GLM), or the last (V4).
@@ -258,7 +259,7 @@ def prepare_index_queries(
         q: ``[T, HI, DI]`` bfloat16, float16 or float32.
         weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
-        positions: int32 or int64 ``[T]``.
+        positions: int32, int64 or uint32 ``[T]``.
         format: the format of the key cache; the queries are quantised alike, or left in bfloat16.
         interleaved, rope_first, hadamard: as in :func:`append_index_keys`.
         scale_mode: ``pow2`` or ``exact`` scales.
@@ -363,8 +364,9 @@ def fused_indexer_rope_quant(
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32, of the keys' LayerNorm.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         cache: where the keys go; ``head_dim`` of its format is DI.
-        positions: int32 or int64 ``[T]``.
-        slot_mapping: int32 or int64 ``[T]``; negative writes no key; no slot may occur twice.
+        positions: int32, int64 or uint32 ``[T]``.
+        slot_mapping: int32, int64 or uint32 ``[T]``; negative writes no key; no slot may occur
+            twice.
         eps: LayerNorm epsilon.
         interleaved, rope_first, hadamard, scale_mode, validate: as in :func:`append_index_keys`.
         out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.

@@ -32,10 +32,11 @@ def select_topk(
     Args:
         scores: float32 or bfloat16 ``[R, N]``, N at most 2**30; rows may be strided.
         topk: k, any positive number.
-        row_starts: int32 or int64 ``[R]``, first column of each row; default 0.
-        row_ends: int32 or int64 ``[R]``, end of each row; default N.
-        page_table: int32 or int64 ``[B, W]``; with it, columns become slots as in :func:`to_slots`.
-        request_ids: int32 or int64 ``[R]``, the request of each row, with ``page_table``.
+        row_starts: int32, int64 or uint32 ``[R]``, first column of each row; default 0.
+        row_ends: int32, int64 or uint32 ``[R]``, end of each row; default N.
+        page_table: int32, int64 or uint32 ``[B, W]``; with it, columns become slots as in
+            :func:`to_slots`.
+        request_ids: int32, int64 or uint32 ``[R]``, the request of each row, with ``page_table``.
         page_size: tokens of a page, with ``page_table``.
         out: int32 ``[R, topk]``, written.
 
@@ -97,7 +98,8 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
 
     Args:
         values: float32 or bfloat16 ``[P, R, C]``, scores of C candidates of R rows from P parts.
-        indices: int32 or int64 ``[P, R, C]``, their positions, below 2**31 and distinct in a row;
+        indices: int32, int64 or uint32 ``[P, R, C]``, their positions, below 2**31 and distinct in
+            a row;
             a negative one is no candidate, and its value is not looked at.
         topk: k, any positive number.
         out: int32 ``[R, topk]``, written.

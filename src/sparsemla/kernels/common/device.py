@@ -1,4 +1,4 @@
-"""What launchers ask a device. The answer is kept: torch takes microseconds for each question."""
+"""Properties of a device that launchers need, cached: a query of torch takes microseconds."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,14 +7,14 @@ import torch
 
 
 class Device(NamedTuple):
-    """A device as launchers see it. The interpreter, which runs on the CPU, has the defaults.
+    """Properties of a GPU; the defaults are those of Triton's interpreter on the CPU.
 
     Args:
-        multiprocessors: their number.
-        max_shared: shared memory that a program may use on an NVIDIA GPU, bytes.
-        has_fp8: the device converts e4m3 by itself.
-        is_hopper: matrix products take both operands from shared memory (sm_90).
-        overlaps: a kernel may begin before the one in front of it has ended (from sm_90 on).
+        multiprocessors: number of multiprocessors.
+        max_shared: most shared memory of a program on an NVIDIA GPU, in bytes.
+        has_fp8: the GPU has instructions that convert e4m3 (from sm_89 on).
+        is_hopper: MMAs read both operands from shared memory (sm_90).
+        overlaps: the GPU has programmatic dependent launch (from sm_90 on).
     """
 
     multiprocessors: int = 1
@@ -26,7 +26,7 @@ class Device(NamedTuple):
 
 @functools.cache
 def describe(device: torch.device) -> Device:
-    """What torch says of a device."""
+    """Query torch once for each device."""
     if device.type == "cpu":
         return Device()
     found: Any = torch.cuda.get_device_properties(device)

@@ -1,8 +1,8 @@
-"""Kernels that begin while the one in front of them still runs (programmatic dependent launch).
+"""Programmatic dependent launch: a kernel begins while the one before it still runs.
 
-Such a kernel may do what needs nobody's results, and waits before the rest. The ones behind it may
-begin as soon as all of its programs have; they wait for its end, and it for the end of those in
-front of it, so that the results of every kernel before are there after the wait.
+Before its wait, a kernel may only do work that reads nothing an earlier kernel writes. It lets the
+next kernel begin as soon as all of its own programs have begun. A wait ends when the kernel before
+has ended, which itself waited in the same way, so after the wait all earlier results are visible.
 """
 
 import torch
@@ -13,15 +13,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import describe
 
 RESIDENT = 16
-"""Programs of one warp that a multiprocessor has room for, of up to 128 registers a thread."""
+"""One-warp programs that fit on a multiprocessor, with up to 128 registers a thread."""
 
 
 def begins_early(device: torch.device, num_programs: int = 0) -> dict[str, bool]:
     """Launch options of a kernel with a constant ``EARLY`` that calls both functions below.
 
-    A kernel of one-warp programs says how many they are. Where not all run at once nothing can
-    overlap before the last of them has begun, and that each lets the next kernel begin halves the
-    rate at which they do: such a kernel is launched behind the one in front of it.
+    Args:
+        device: the GPU.
+        num_programs: the grid of a kernel of one-warp programs. If they do not all fit on the GPU
+            at once, the next kernel cannot begin before the last of them has, and letting it begin
+            halves the rate at which programs start; such a kernel is launched without overlap.
     """
     found = describe(device)
     early = found.overlaps and num_programs <= RESIDENT * found.multiprocessors
@@ -30,13 +32,13 @@ def begins_early(device: torch.device, num_programs: int = 0) -> dict[str, bool]
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """The kernel behind this one may begin, up to its own wait."""
+    """Let the next kernel begin, up to its own wait."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Wait for the end of the kernels in front of this one."""
+    """Wait until all earlier kernels have ended."""
     if EARLY:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""What moved in Gluon between Triton 3.6 and 3.9, under one name each."""
+"""Names of Gluon that changed between Triton 3.6 and 3.9."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """A shared memory tile as one of another dtype, shape and layout over the same bytes."""
+    """View a shared memory tile with another dtype, shape and layout over the same bytes."""
     if RENAMED:
         same = tile.reinterpret(dtype, shape, layout)
     else:
@@ -30,7 +30,7 @@ def reinterpret(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def opaque_zero(x):
-    """0, which the compiler does not know: it would keep a descriptor for every constant index."""
+    """A 0 that the compiler cannot fold: it would keep a descriptor for every constant index."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )

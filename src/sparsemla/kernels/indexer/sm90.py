@@ -731,7 +731,7 @@ def score(
     mbarrier.expect(warm.index(0), COPY_KEYS * D)
     tma_load(k, [-1, 0, 0], warm.index(0), copies_of(smem.keys, T).index(0))
     gdc_launch_dependents()
-    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
+    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     share = partition_tiles(queries, num_groups, T)
     mbarrier.wait(warm.index(0), 0)
     mbarrier.invalidate(warm.index(0))  # the compiler reuses its memory from here on

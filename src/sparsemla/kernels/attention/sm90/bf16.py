@@ -674,7 +674,7 @@ def _attend(
         mbarrier.init(smem.bar.index(b), count=arrivals(b))
     fence_async_shared()
     gdc_launch_dependents()
-    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
+    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     gl.warp_specialize(
         [
             (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),

@@ -923,7 +923,7 @@ def _attend_fp8(
         mbarrier.init(bar.index(b), count=2)  # both PV warpgroups arrive
     fence_async_shared()
     gdc_launch_dependents()
-    gdc_wait()  # as in kernels/common/early.py: all above needs nobody's results
+    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     gl.warp_specialize(
         [
             (pv_consumer, (num_tiles, shape, results, smem, L, TOKENS, 0)),
