@@ -9,7 +9,7 @@ Shapes: T tokens, H heads, D dims of a row, N normalised dims, R rotated dims.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,14 @@ HEAD_DIMS = 1024
 
 LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """Products and sums round separately, as in the reference: equal rows give equal bytes."""
+
+
+class Scaling(NamedTuple):
+    """Constants of the scales: least magnitude and scale of a block; powers of two only."""
+
+    min_amax: float
+    min_scale: float
+    pow2: bool
 
 
 @triton.jit
@@ -74,19 +82,19 @@ def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constex
 
 
 @triton.jit
-def _scale_of(amax, MIN_AMAX: tl.constexpr, MIN_SCALE: tl.constexpr, POW2: tl.constexpr):
+def _scale_of(amax, S: tl.constexpr):
     """The scale of blocks of largest magnitude ``amax``, for which NaN does not count."""
-    amax = tl.maximum(amax, MIN_AMAX)
+    amax = tl.maximum(amax, S.min_amax)
     scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-    if POW2:
-        return ceil_pow2(tl.maximum(scale, MIN_SCALE))
+    if S.pow2:
+        return ceil_pow2(tl.maximum(scale, S.min_scale))
     return tl.maximum(scale, TINY)
 
 
 @triton.jit
-def _divide(x, scale, POW2: tl.constexpr):
+def _divide(x, scale, S: tl.constexpr):
     """``x [rows, dims]`` divided by ``scale [rows]``, correctly rounded."""
-    if POW2:  # the reciprocal is exact
+    if S.pow2:  # the reciprocal is exact
         return x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     return tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
 
@@ -102,15 +110,13 @@ def _store_fp8(
     L: tl.constexpr,
     FIRST_BLOCK: tl.constexpr,
     END_BLOCK: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
-    POW2: tl.constexpr,
+    S: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Quantise ``x [blocks, dims]``, and store what is ``real`` of blocks up to ``END_BLOCK``."""
     if rows.scales is not None:
-        scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
-        x = _divide(x, scale, POW2)
+        scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
+        x = _divide(x, scale, S)
         block = FIRST_BLOCK + tl.arange(0, x.shape[0])
         target = (
             rows.scales + _row_offset(slot, L, L.scales_strides[0], L.scales_strides[1]) + block
@@ -301,9 +307,7 @@ def _fused_kernel(
     kv_out_stride,
     table_stride,
     L: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
-    POW2: tl.constexpr,
+    S: tl.constexpr,
     NATIVE: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -420,9 +424,7 @@ def _fused_kernel(
             L,
             0,
             (FP8_BODY + SCALE_BLOCK - 1) // SCALE_BLOCK,
-            MIN_AMAX,
-            MIN_SCALE,
-            POW2,
+            S,
             NATIVE,
         )
     if TAIL < FP8_DIM:
@@ -436,9 +438,7 @@ def _fused_kernel(
             L,
             TAIL // SCALE_BLOCK,
             (D + SCALE_BLOCK - 1) // SCALE_BLOCK,
-            MIN_AMAX,
-            MIN_SCALE,
-            POW2,
+            S,
             NATIVE,
         )
     plain = real & (dim < TAIL)
@@ -501,9 +501,7 @@ def fused_rope_rmsnorm_quant(
         kv_stride=kv.stride(0),
         kv_out_stride=0 if kv_out is None else kv_out.stride(0),
         table_stride=cos_sin_cache.stride(0),
-        MIN_AMAX=fmt.min_amax,
-        MIN_SCALE=fmt.min_scale,
-        POW2=scale_mode == "pow2",
+        S=Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2"),
         NATIVE=has_fp8(kv.device),
         rows=rows,
         L=layout,
@@ -584,10 +582,8 @@ def _quantise_heads(
     out_head_stride,
     weights_out_stride,
     table_stride,
-    MIN_AMAX: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
+    S: tl.constexpr,
     SCALED: tl.constexpr,
-    POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     D: tl.constexpr,
     START: tl.constexpr,
@@ -617,8 +613,8 @@ def _quantise_heads(
         x = tl.where(rotated, x * cos + other * (sin * sign), x)
         x = _hadamard(x, HEADS, DIMS, STAGES)
         if SCALED:
-            scale = _scale_of(tl.max(tl.abs(x), axis=1), MIN_AMAX, MIN_SCALE, POW2)
-            x = _divide(x, scale, POW2)
+            scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
+            x = _divide(x, scale, S)
             weight *= scale
         tl.store(target + dim, _as_stored(x, target, NATIVE), mask=live[:, None])
     else:
@@ -634,9 +630,9 @@ def _quantise_heads(
         if SCALED:
             amax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
             amax = tl.maximum(amax, tl.max(tl.abs(x), axis=1))
-            scale = _scale_of(amax, MIN_AMAX, MIN_SCALE, POW2)
-            first, second = _divide(first, scale, POW2), _divide(second, scale, POW2)
-            x = _divide(x, scale, POW2)
+            scale = _scale_of(amax, S)
+            first, second = _divide(first, scale, S), _divide(second, scale, S)
+            x = _divide(x, scale, S)
             weight *= scale
         _store_pairs(target + START, first, second, live[:, None], R, INTERLEAVED, NATIVE)
         tl.store(target + rest, _as_stored(x, target, NATIVE), mask=real)
@@ -670,10 +666,8 @@ def _index_kernel(
     k_stride,
     table_stride,
     L: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
+    S: tl.constexpr,
     SCALED: tl.constexpr,
-    POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     D: tl.constexpr,
     START: tl.constexpr,
@@ -708,10 +702,8 @@ def _index_kernel(
                 out_head_stride,
                 weights_out_stride,
                 table_stride,
-                MIN_AMAX,
-                MIN_SCALE,
+                S,
                 SCALED,
-                POW2,
                 NATIVE,
                 D,
                 START,
@@ -761,9 +753,7 @@ def _index_kernel(
                 L,
                 0,
                 1,
-                MIN_AMAX,
-                MIN_SCALE,
-                POW2,
+                S,
                 NATIVE,
             )
         else:
@@ -865,10 +855,8 @@ def _launch_index(
         positions=positions,
         num_positions=cos_sin_cache.shape[0],
         table_stride=cos_sin_cache.stride(0),
-        MIN_AMAX=fmt.min_amax,
-        MIN_SCALE=fmt.min_scale,
+        S=Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2"),
         SCALED=fmt.num_scales > 0,
-        POW2=scale_mode == "pow2",
         NATIVE=has_fp8(positions.device),
         D=dim,
         START=start,
