@@ -276,7 +276,7 @@ def test_a_branch_merges_splits_where_it_projects(monkeypatch, topk, own_workspa
     case = branch_case(draw, layer, query_lens=[1, 2], seq_lens=[90, 70], topk=topk)
     expected = reference.decode_branch(**copy.deepcopy(case))
     monkeypatch.setattr(
-        dispatch, "kernel_of", lambda problem: dispatch.OPS[problem.op].kernel("triton")
+        dispatch, "_cached_kernel", lambda op, *sizes: dispatch.OPS[op].kernel("triton")
     )
     monkeypatch.setattr(dispatch, "find", lambda op, *lead, **sizes: dispatch.load(op, "triton"))
     workspace = None
@@ -287,3 +287,15 @@ def test_a_branch_merges_splits_where_it_projects(monkeypatch, topk, own_workspa
     with poisoned_empty():
         out = decode_branch(**case, num_splits=3, workspace=workspace)
     assert_close("out", out, expected, TOLERANCES["decode_branch"][0])
+
+
+def test_a_workspace_too_small_for_the_chosen_splits_is_refused():
+    case = sparse_decode_case(Draw(25, DEVICE), format=FP8_DS_MLA, num_heads=3)
+    q = case["q"]
+    size = decode_workspace_size(*q.shape[:3], num_splits=3)
+    workspace = torch.empty(size - 16, dtype=torch.uint8, device=DEVICE)
+    out, lse = q.new_empty(*q.shape[:3], 512), q.new_empty(q.shape[:3], dtype=torch.float32)
+    extra = dict.fromkeys(["extra_cache", "extra_topk_indices", "extra_topk_lengths"])
+    launch = dispatch.load("sparse_decode", "triton")
+    with pytest.raises(ValueError, match=f"workspace must have at least {size} bytes for 3 splits"):
+        launch(**extra | case, schedule=(3,), workspace=workspace, out=out, lse=lse)

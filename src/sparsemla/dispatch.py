@@ -259,16 +259,27 @@ def schedule(
         num_keys: most keys that a query token attends to.
     """
     work = DecodeWork.of(q, cache.format, num_keys, num_multiprocessors(q.device))
-    # Traced code cannot call a function with a cache.
-    problem = _problem(
-        op,
-        q.device,
-        q.dtype,
-        cache.format.name,
-        q.shape[2],
-        extra_format=None if extra_cache is None else extra_cache.format.name,
-    )
-    return kernel_of(problem).schedule(work, num_splits)
+    extra_format = None if extra_cache is None else extra_cache.format.name
+    sizes = op, q.device, q.dtype, cache.format.name, q.shape[2], 0, extra_format
+    # Dynamo cannot call a function that has a cache.
+    if torch.compiler.is_compiling():
+        kernel = kernel_of(_problem(*sizes))
+    else:
+        kernel = _cached_kernel(*sizes)
+    return kernel.schedule(work, num_splits)
+
+
+@functools.cache
+def _cached_kernel(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_format: str,
+    num_heads: int,
+    topk: int,
+    extra_format: str | None,
+) -> Kernel:
+    return kernel_of(_problem(op, device, dtype, cache_format, num_heads, topk, extra_format))
 
 
 def most_splits(num_tiles: int, device: torch.device) -> int:

@@ -37,7 +37,7 @@ def sparse_decode(
     num_splits, *tiled = given_or_chosen(schedule, sm90_sparse, q, cache, num_keys)
     outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     whole = outs, lses
-    if tiled and tiled[0] < min(64, q.shape[2]):
+    if tiled and tiled[0] < 64:
         # A request has one token: its tiles of heads are like tokens that share a list.
         (head_tile,) = tiled
         tiles = q.shape[2] // head_tile
