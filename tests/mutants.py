@@ -90,14 +90,14 @@ CPU_MUTANTS = (
     portable(
         "values are not rescaled",
         "attention/triton/tiles.py",
-        "acc = dot(p, value, acc * shrink[:, None], UPCAST)",
+        "acc = dot(p, value, acc * alpha[:, None], UPCAST)",
         "acc = dot(p, value, acc, UPCAST)",
         DECODE,
     ),
     portable(
         "the sum of weights is not rescaled",
         "attention/triton/tiles.py",
-        "l * shrink + tl.sum(p, 1)",
+        "l * alpha + tl.sum(p, 1)",
         "l + tl.sum(p, 1)",
         DECODE,
     ),
@@ -139,7 +139,7 @@ CPU_MUTANTS = (
     portable(
         "parts are not rescaled when merged",
         "attention/triton/merge.py",
-        "        acc = acc * shrink + tl.sum(x, 0)\n",
+        "        acc = acc * alpha + tl.sum(x, 0)\n",
         "        acc = acc + tl.sum(x, 0)\n",
         MERGE,
     ),
@@ -477,7 +477,7 @@ GPU_MUTANTS = (
     hopper(
         "parts are not rescaled when merged",
         "attention/triton/merge.py",
-        "        acc = acc * shrink + tl.sum(x, 0)\n",
+        "        acc = acc * alpha + tl.sum(x, 0)\n",
         "        acc = acc + tl.sum(x, 0)\n",
         "merge_states",
         "sparse_decode",

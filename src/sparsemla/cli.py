@@ -47,7 +47,7 @@ def fail(message: object) -> NoReturn:
 
 
 def missing_package(error: ModuleNotFoundError) -> NoReturn:
-    """Say how to install what the demo needs; anything else is a bug and stays one."""
+    """Say how to install the demo's packages; any other error is a bug and is raised."""
     package = (error.name or "").partition(".")[0]
     if package not in DEMO_PACKAGES:
         raise error
@@ -108,7 +108,7 @@ def demo(
     console.print(
         f"{report.num_prompt} tokens were prefilled, {report.num_tokens - report.num_prompt} "
         f"decoded. Cache bytes are those of one layer. Everything else is compared with the first "
-        f"column: error of what attention puts out, share of equal tokens among those chosen.\n"
+        f"column: error of attention's output, share of equal tokens among those chosen.\n"
         f"The two largest logits of a position are at least {report.smallest_margin:.3f} "
         f"apart; {OURS} moves a logit by at most {largest:.3f}.",
         highlight=False,
@@ -220,7 +220,9 @@ def bench(
     peers: Annotated[
         Path | None, typer.Option(help="A folder that holds vllm/ of an unpacked vLLM wheel.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: what is here.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; default: the GPU, if there is one.")
+    ] = None,
     commit: Annotated[
         str | None, typer.Option(help="Recorded in the rows; default: the checkout's.")
     ] = None,

@@ -307,7 +307,7 @@ def _problem(
     page_size: int = 0,
     out_dtype: torch.dtype | None = None,
 ) -> Problem:
-    """The problem on a device, whose capability is looked up."""
+    """The problem on a device, with the device's compute capability."""
     capability = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

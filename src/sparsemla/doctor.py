@@ -78,7 +78,7 @@ class Gpu:
 
     Args:
         target: the compiler's name, such as ``sm_90`` or ``gfx942``.
-        capability: what ``torch.cuda.get_device_capability`` says there.
+        capability: of ``torch.cuda.get_device_capability``.
         name: the driver's name; None for a GPU that is not here.
     """
 
@@ -136,7 +136,7 @@ def explain_lines(
     num_heads: int = 0,
     topk: int = 0,
 ) -> list[str]:
-    """Which tier an op or each op of a branch gets, why not another, and what was proven there.
+    """Which tier an op or each op of a branch gets, why not another, and how far that is proven.
 
     Raises:
         ValueError: an argument that names nothing.
@@ -198,7 +198,7 @@ def version_lines() -> list[str]:
 
 
 def device_lines() -> list[str]:
-    """For the CPU and each GPU a line, and what was proven on it."""
+    """For the CPU and each GPU a line, and how far it is proven."""
     lines = [f"cpu           {platform.machine()}, {torch.get_num_threads()} threads"]
     lines += [_PROOF + proof for proof in proofs(None)]
     for index in range(torch.cuda.device_count()):
@@ -253,7 +253,7 @@ def _check(device: str, tier: str) -> str:
         }
         try:
             dispatch.load("sparse_decode", name)(q=q, cache=cache, out=out, lse=lse, **arguments)
-        except Exception as error:  # whatever is wrong with a tier is what doctor reports
+        except Exception as error:  # any failure of a tier is reported
             return f"fails: {type(error).__name__}: {error}"
         outs.append(out.float())
     distance = (outs[0] - outs[1]).abs().max().item() / outs[1].abs().max().item()

@@ -1,6 +1,6 @@
 """Which GPUs and versions of Triton were tried, and how: the table of docs, explain and doctor.
 
-The table says what was proven, not what is allowed: dispatch offers the portable kernels to every
+The table lists proofs, not permissions: dispatch offers the portable kernels to every
 GPU from sm_80 on and to gfx942.
 """
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 
 
 class Proof(Enum):
-    """What was done for a GPU with a version of Triton; each includes what follows it."""
+    """How far a GPU is proven with a version of Triton; each includes the ones below it."""
 
     RUN = "run"
     """``sparsemla verify`` passed on the GPU."""

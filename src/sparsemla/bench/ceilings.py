@@ -22,7 +22,7 @@ class Ceilings:
         copy_gbps: 2 GiB read and 2 GiB written, both counted.
         bf16_tflops: bfloat16 matmul, 8192^3.
         fp8_tflops: e4m3 matmul, 8192^3; 0 where the device has none.
-        launch_us: what a replay of one tiny kernel takes; a row near it is bound by the launch.
+        launch_us: time of a replay of one tiny kernel; a row near it is bound by the launch.
     """
 
     copy_gbps: float

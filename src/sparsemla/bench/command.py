@@ -43,7 +43,7 @@ def bench(
         json: where the rows go; other workloads' rows that are in the file stay.
         plot: folder for bar and line plots.
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
-        device: ``cuda`` or ``cpu``; default what the machine has.
+        device: ``cuda`` or ``cpu``; default the GPU, if there is one.
         commit: recorded in the rows; default the checkout's.
         table: a JSON file whose rows replace the table of ``docs/results.md``.
         full: measure every size of the whole decode step and of top-k, not only some.

@@ -55,7 +55,7 @@ CACHE_ROWS = Tolerance(rel=0.14, cos=1e-3, size=2**-3)
 
 
 class Unavailable(Exception):
-    """A peer is not here; the message says what is missing."""
+    """A peer is not installed; the message names the missing part."""
 
 
 class Peer(ABC):
@@ -105,7 +105,7 @@ class Torch(Peer):
 
 
 class Sparsemla(Peer):
-    """This package, doing the same another way: what a user may choose between."""
+    """This package's other way to do the same, which a user may choose."""
 
     name = "sparsemla"
 
@@ -460,7 +460,7 @@ class VLLM(Peer):
         return format.name if format is FP8_DS_MLA else "auto"
 
     def _whole_cache_write(self, inputs: Inputs) -> Side:
-        """Its cache write together with what has to run before it, by as few kernels as it has.
+        """Its cache write and the kernels that must run before it, as few as it has.
 
         The one that rotates and writes takes one scale for all rows, so no 656-byte record.
         """
@@ -624,13 +624,13 @@ def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str
     for kind in PEERS:
         try:
             found.append(kind(directories))
-        except Exception as error:  # whatever keeps a peer from loading is the reason given
+        except Exception as error:  # any failure to load is reported as the reason
             missing[kind.name] = " ".join(str(error).split())
     return found, missing
 
 
 def versions(directory: Path | None = None) -> dict[str, str]:
-    """Versions of what takes part: of packages in ``directory``, installed, or imported."""
+    """Versions of the packages that take part: in ``directory``, installed, or imported."""
     found = {}
     for name in ("sparsemla", "torch", "triton", "flash_mla", "deep_gemm", "vllm", "tilelang"):
         path = sys.path if directory is None else [str(directory), *sys.path]

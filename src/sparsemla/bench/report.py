@@ -32,13 +32,13 @@ class Row:
         op, case, selection, shape: the workload; selection is empty where there is none.
         ours_us: median of this package, in microseconds.
         ours_spread_us: 10th and 90th percentile.
-        ours_timed: ``graph`` or ``launch``: what was timed.
+        ours_timed: ``graph`` or ``launch``, the timed unit.
         tflops, gbps: this package's rates; the bytes are unique ones.
         floor_us: the least time that the measured ceilings allow.
         percent_of_floor: ``100 * floor_us / ours_us``.
         peer, peer_us, peer_spread_us, peer_timed: the other side, timed in turn with this one.
         ratio: ``peer_us / ours_us``; above 1 this package is faster.
-        note: what the peer does differently.
+        note: how the peer's work differs.
         commit, date, versions: of the run.
     """
 
@@ -147,7 +147,7 @@ def _rounded(value: object) -> object:
 
 
 def ceiling_line(report: Report) -> str:
-    """The device and what it was measured to do."""
+    """The device and its measured rates."""
     ceilings = report.ceilings
     fp8 = f", FP8 matmul {ceilings.fp8_tflops:.0f} TFLOP/s" if ceilings.fp8_tflops else ""
     return (
@@ -227,7 +227,7 @@ def _line(words: Sequence[str]) -> str:
 
 
 def write_table(document: Path, report: Report | None) -> None:
-    """Rewrite what stands between the markers of a document.
+    """Rewrite the text between the markers of a document.
 
     Raises:
         ValueError: the document has no markers.
@@ -292,7 +292,7 @@ def _groups(rows: Sequence[Row], axis: str) -> dict[str, Series]:
     for row in rows:
         if axis not in row.shape:
             continue
-        # A case is the shape, and words for what else it is.
+        # A case is the shape, and words for its other properties.
         rest = [word for word in row.case.split(", ") if not word.startswith(f"{axis} ")]
         title = ", ".join(rest + ([row.selection] if row.selection else []))
         series = groups.setdefault(title, {})

@@ -129,7 +129,7 @@ def _sides(
 
 
 def _gate(side: Side, timer: Timer) -> Prepared:
-    """The side, ready to be timed, after what will be timed has computed the right thing.
+    """The side, ready to be timed, after the timed run itself has given a right result.
 
     Raises:
         AssertionError: it has not.

@@ -57,7 +57,7 @@ class Line:
 
 
 def record(peers: Sequence[Peer], timer: Timer) -> list[Line]:
-    """The lines of :data:`STEPS`, this package first; what is wrong or refuses has none."""
+    """The lines of :data:`STEPS`, this package first; a side that is wrong or refuses has none."""
     lines = []
     for step in STEPS:
         inputs = step.build(timer.device)
@@ -125,7 +125,7 @@ def save(path: Path, lines: Sequence[Line]) -> None:
 
 
 def load(path: Path) -> list[Line]:
-    """Read what :func:`save` has written.
+    """Read the file that :func:`save` writes.
 
     Raises:
         ValueError: the file holds something else.

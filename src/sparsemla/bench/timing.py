@@ -1,8 +1,8 @@
 """Times of competitors on one machine, taken in turn.
 
 On a GPU each side is captured into a CUDA graph of its own and the graph's replays are timed, so
-that launching from Python costs neither side anything; what cannot be captured is launched, and the
-result says so. Before each run the L2 cache is overwritten.
+that launching from Python costs neither side anything. Work that cannot be captured is launched,
+and the result says so. Before each run the L2 cache is overwritten.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Timer:
             return lambda: took
         self.flush()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The flush keeps the GPU busy while the host queues what follows.
+        # The flush keeps the GPU busy while the host queues the run.
         begin.record()
         side.run()
         end.record()

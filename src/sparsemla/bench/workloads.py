@@ -1,6 +1,6 @@
 """What is measured: shapes as data, and for each op its inputs, its work and its correctness gate.
 
-A workload's ``flop`` is what the op has to compute and ``unique_bytes`` what it has to move at
+A workload's ``flop`` is the op's arithmetic and ``unique_bytes`` the bytes that it must move at
 least: each input that is used read once, however often it is selected, and each output written
 once. Selections are ``random`` (each token's own, in no order) or ``overlapping`` (runs of 64
 tokens share 7 of 8 positions, in ascending order, as a trained indexer and ``select_topk`` leave
@@ -74,8 +74,8 @@ class Side:
         name: who it is.
         run: computes and returns the results.
         check: raises AssertionError if results are wrong.
-        reset: undoes what a run does to its own inputs; called before the run that is checked.
-        note: what a reader of the time has to know.
+        reset: restores inputs that a run overwrites; called before the run that is checked.
+        note: a remark for the reader of the time.
     """
 
     name: str
@@ -642,7 +642,7 @@ class IndexerTopk(Workload):
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
         if inputs["q"].is_cuda:
-            side.run()  # compiled, and what stays allocated is there
+            side.run()  # compiles, and allocates the memory that stays
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             side.run()

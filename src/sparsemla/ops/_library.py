@@ -118,7 +118,7 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
             function(*arguments)(**dict(zip(parameters, arguments, strict=True)))
 
         def on_device(lead: Tensor, *flat: object) -> None:
-            # Forward only: autograd would record whatever torch functions a kernel calls.
+            # Forward only: autograd would record the torch functions that a kernel calls.
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     return on_device(lead, *flat)

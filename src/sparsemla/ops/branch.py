@@ -116,7 +116,7 @@ def _padded(size: int) -> int:
 
 
 class _Scratch:
-    """Memory for what a branch computes on the way: pieces of a workspace, or new tensors."""
+    """Memory for intermediate results of a branch: pieces of a workspace, or new tensors."""
 
     def __init__(self, workspace: Tensor | None, device: torch.device) -> None:
         self.workspace = workspace
@@ -174,7 +174,7 @@ def decode_branch(
         topk_lengths: ``[T]``, entries that count.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. True with a selection, which alone decides what a token sees.
+            step too. True with a selection, which decides alone.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
         num_splits: pieces a token's keys are cut into, worked on side by side; default from shapes
@@ -372,7 +372,7 @@ def prefill_branch(
             attention.
         topk_lengths: ``[T]``, entries that count.
         causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. True with a selection, which alone decides what a token sees.
+            step too. True with a selection, which decides alone.
         workspace_rows: context rows that the dense form expands at a time, at least one a request.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.

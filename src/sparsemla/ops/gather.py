@@ -106,7 +106,7 @@ def gather_dequant(
 
     ``out[workspace_starts[b] + i] = row of position seq_starts[b] + i`` for ``i < seq_lens[b]``;
     bfloat16 parts are copied bit for bit, e4m3 ones become ``bfloat16(float32(fp8) * scale)``. Rows
-    of ``out`` that no request covers stay as they are, and what would lie outside is left out; a
+    of ``out`` that no request covers stay as they are, and rows outside of it are left out; a
     page id out of range gives a zero row.
 
     Args:

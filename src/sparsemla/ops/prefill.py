@@ -34,8 +34,8 @@ def sparse_prefill(
         z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)     max_logits = max_j z_j
         out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
 
-    There is no causal mask: what a token may see is what its indices say. An index is valid iff
-    ``0 <= i < rows`` and it stands before ``topk_lengths``; no other row is ever read.
+    There is no causal mask: a token attends to the rows that its indices name. An index is valid
+    iff ``0 <= i < rows`` and it stands before ``topk_lengths``; no other row is ever read.
 
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.

@@ -26,12 +26,12 @@ def project_heads(
     one scale ``s = max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
     inputs, and each block's float32 sum is multiplied with both scales.
 
-    With ``lses``, the vectors are what :func:`merge_states` makes of the parts ``x``, in bfloat16.
+    With ``lses``, the vectors are :func:`merge_states` of the parts ``x``, rounded to bfloat16.
 
     Args:
         x: bfloat16 ``[T, H, K]``; with lses, the parts, float32 ``[S, T, H, K]``; may be strided.
-        weight: ``[H, N, K]``. It is read before the kernel in front of this one has ended: whoever
-            has just written it waits for that first.
+        weight: ``[H, N, K]``. The op may read it before the kernel ahead has ended, so code that
+            has just written it must synchronise first.
         lses: float32 ``[S, T, H]``, natural logarithms; a part whose lse is -inf has no weight.
         attn_sink: float32 ``[H]``, with lses: a logit without a value.
         batch_invariant: give a token the same bits whichever tokens stand beside it; slower for

@@ -27,7 +27,7 @@ def select_topk(
 
     The order is total: larger score first, then lower column; NaN comes after -inf; -0 equals +0.
     So the set is the same on every run and every device. Row ``r`` competes with the ``n`` columns
-    ``row_starts[r] <= c < row_ends[r]`` (clamped to the row); what lies outside is never looked at.
+    ``row_starts[r] <= c < row_ends[r]`` (clamped to the row); other columns are never read.
 
     Args:
         scores: float32 or bfloat16 ``[R, N]``, N at most 2**30; rows may be strided.

@@ -43,7 +43,7 @@ def verify(
 
     Each op is compared with its definition on many shapes and on poisoned inputs.
 
-    Exit code 1: something is wrong, and the report says what.
+    Exit code 1: a case failed, and the report names it.
     """
     import torch
     from rich.console import Console
@@ -129,7 +129,7 @@ def _unwritable(path: Path) -> str | None:
 
 
 def op_line(report: OpReport) -> str:
-    """An op's tier and cases, and for each result the worst difference and what is allowed."""
+    """An op's tier and cases, and for each result the worst and the allowed difference."""
     errors = [
         f"{result} {worst:.1e} ({_allowed(report.tolerance[result], report.share[result])})"
         for result, worst in report.worst.items()

@@ -11,7 +11,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import RowFields
 
 WORKSPACE_BYTES = 64 << 20
-"""What a kernel may hold beside its arguments, whatever the context; a few such buffers exist."""
+"""Bytes of a temporary buffer, of any context length; a kernel holds a few such buffers."""
 
 KEY_BYTES = 4 << 20
 """Keys that each thread gathers at a time: enough rows to make up for the cost of a call."""
@@ -117,7 +117,7 @@ def attend(
         _refine_small(lse, q, keys, valid, softmax_scale)
     if valid is not None:
         lse.masked_fill_(~valid.any(-1), -torch.inf)
-    # The flash kernel takes what is not finite for a key of no weight, or for no key at all.
+    # The flash kernel ignores keys of no weight even where they are not finite.
     for row in _nonfinite_rows(q, keys, values):
         pieces = q[row], keys[row], values[row], _of_row(valid, row)
         out[row], lse[row] = _attend_exactly(*pieces, softmax_scale)

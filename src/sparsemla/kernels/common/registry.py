@@ -1,4 +1,4 @@
-"""How a family of kernels registers: its ops, their kernels, and what each kernel refuses."""
+"""How a family of kernels registers: its ops, their kernels, and each kernel's refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DecodeWork:
 
 
 Schedule = tuple[int, ...]
-"""The number of splits, then what only the kernel that chose the schedule reads."""
+"""The number of splits, then values that only the kernel itself reads."""
 
 
 def no_refusal(problem: Problem) -> str | None:
@@ -82,7 +82,7 @@ def no_refusal(problem: Problem) -> str | None:
 
 
 def one_split(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """The schedule of a kernel that does not split keys, whatever its caller asks for."""
+    """The schedule of a kernel that never splits keys."""
     return (1,)
 
 
@@ -114,7 +114,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Op:
-    """An op, what it writes, and its kernels.
+    """An op, its outputs, and its kernels.
 
     Args:
         outputs: the arguments that the op writes.

@@ -196,7 +196,7 @@ def gather_dequant(
     seq_starts: Tensor | None,
     out: Tensor,
 ) -> None:
-    # One program for a tile of the workspace, whatever the lengths: those that no request owns
+    # One program for each tile of the workspace, for any lengths: programs that no request owns
     # leave at once, and a captured graph stays right when lengths change.
     widths = _gather_widths(cache.format)
     rows, layout = cache_arguments(cache)

@@ -574,8 +574,8 @@ def select_in_chunks(
 ) -> None:
     """Score and select from as many tokens at a time as ``max_workspace_bytes`` has room for.
 
-    A single token is always processed, whatever its scores take: four bytes for each column of its
-    page table row.
+    A single token is always processed, even if its scores exceed the bound: four bytes for each
+    column of its page table row.
 
     Args:
         score: scores a slice of the tokens.

@@ -113,7 +113,7 @@ def _store_fp8(
     S: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Quantise ``x [blocks, dims]``, and store what is ``real`` of blocks up to ``END_BLOCK``."""
+    """Quantise ``x [blocks, dims]``, and store its ``real`` dims of blocks up to ``END_BLOCK``."""
     if rows.scales is not None:
         scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
         x = _divide(x, scale, S)

@@ -19,7 +19,7 @@ HEAD_STEP, DIM_STEP = 16, 32
 
 
 class Stream(NamedTuple):
-    """A cache and what each query row selected from it: slots ``[R, K]``, lengths ``[R]``."""
+    """A cache and each query row's selection from it: slots ``[R, K]``, lengths ``[R]``."""
 
     cache: PagedCache
     slots: Tensor
@@ -130,14 +130,14 @@ class _Source(NamedTuple):
         picked = self.buffer.resize_(where.numel(), shape[2])
         torch.index_select(self.rows, 0, where.reshape(-1), out=picked)
         picked = picked.view(shape)
-        if not valid.all():  # what is masked must still be finite
+        if not valid.all():  # masked rows must be finite too
             picked.masked_fill_(~valid[..., None], 0)
         return picked, valid.expand(shape[:2])
 
 
 def _gather(sources: list[_Source], rows: slice) -> tuple[Tensor, Tensor | None]:
     """Keys ``[R, K, D]`` of all sources and which are valid ``[R, K]``, None if all are."""
-    # Where a stream follows, a tail stays: what is behind it must not move.
+    # With another stream behind it, a tail stays: rows behind the tail must not move.
     last = sources[-1]
     gathered = [source.gather(rows, cut_tail=source is last) for source in sources]
     keys, valids = zip(*gathered, strict=True)

@@ -584,7 +584,7 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
         keys = view_bf16(stages, rope_stage).permute((1, 0))
         s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
     mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)
-    # For what the PV warpgroups stored. A fence here costs less than one beside their stores.
+    # For the stores of the PV warpgroups. A fence here costs less than one beside their stores.
     fence_async_shared()
     keys = low.slice(0, 128, dim=1).permute((1, 0))
     s = warpgroup_mma(q0, keys, s, use_acc=L.rope_bf16, is_async=True)

@@ -102,12 +102,12 @@ def _merge(
         at = (part * outs_part)[:, None] + d[None, :]
         x = tl.load(outs + at, mask=real[:, None] & (d < V)[None, :], other=0.0).to(tl.float32)
         m_new = tl.maximum(m, tl.max(state))
-        shrink = tl.exp2(m - m_new)
+        alpha = tl.exp2(m - m_new)
         weight = tl.exp2(state - m_new)
         # What a part without keys holds does not count: it may be NaN.
         x = tl.where((state > float("-inf"))[:, None], x * weight[:, None], 0.0)
-        acc = acc * shrink + tl.sum(x, 0)
-        l = l * shrink + tl.sum(weight)
+        acc = acc * alpha + tl.sum(x, 0)
+        l = l * alpha + tl.sum(weight)
         m = m_new
     empty = l == 0
     lse += request * lse_request + token * lse_token + head

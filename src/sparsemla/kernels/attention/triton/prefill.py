@@ -242,12 +242,12 @@ def _dense_prefill(
                 seen = at[None, :] < (limit[:, None] if CAUSAL else limit)
                 s = tl.where(seen, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
-            shrink = tl.exp2(m - m_new)
+            alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[:, None])
-            l = l * shrink + tl.sum(p, 1)
+            l = l * alpha + tl.sum(p, 1)
             m = m_new
             value = load_dims(v + rows * v_token, there, 0, VALUE, VALUE_DIM)
-            acc = dot(p.to(value.dtype), value, acc * shrink[:, None], UPCAST)
+            acc = dot(p.to(value.dtype), value, acc * alpha[:, None], UPCAST)
 
     store_state(
         out,
@@ -289,7 +289,7 @@ def dense_prefill(
     num_requests = input_row_offsets.shape[0] - 1
     if num_tokens == 0 or num_heads == 0:
         return
-    # 192 dims are 128 and 64: the widest power of two, and what is left.
+    # 192 dims are 128 and 64: the widest power of two, and the remainder.
     main = max(next_power_of_2(head_dim + 1) // 2, 16)
     rest = block_of(head_dim - main) if head_dim > main else 0
     value = block_of(value_dim)

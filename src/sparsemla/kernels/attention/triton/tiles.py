@@ -81,7 +81,7 @@ def load_rows(
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """bfloat16 dims ``START .. START + DIM`` of cache rows; what is not valid is 0 and not read."""
+    """bfloat16 dims ``START .. START + DIM`` of cache rows; invalid rows are 0 and not read."""
     d = START + tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
@@ -170,7 +170,7 @@ def load_queries(q, rows, mask, L: tl.constexpr):
 
 
 @triton.jit
-def product(q, keys, UPCAST: tl.constexpr):
+def qk_product(q, keys, UPCAST: tl.constexpr):
     """``q @ keys^T``; ``q`` as :func:`load_query` gives it."""
     s = tl.zeros([q[0].shape[0], keys.shape[0]], tl.float32)
     for i in tl.static_range(len(q)):
@@ -179,19 +179,18 @@ def product(q, keys, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def weigh(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
-    """Weights of keys, bfloat16, and what the maximum m and the sum l of weights become.
+def softmax_step(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
+    """One step of online softmax: P in bfloat16, alpha, which rescales O, and the new m and l.
 
-    ``s`` are base-2 scores of other dims of the same keys. ``shrink`` is what earlier sums shrink
-    by. A masked key has weight 0.
+    ``s`` is the base-2 S of other dims of the same keys. P of a masked key is 0.
     """
-    # Scaled one by one, the products are independent: neither waits for the other.
-    s += product(q, keys, UPCAST) * scale_log2
+    # Scaled one by one, the MMAs are independent: neither waits for the other.
+    s += qk_product(q, keys, UPCAST) * scale_log2
     s = tl.where(seen, s, float("-inf"))
-    highest = tl.maximum(m, tl.max(s, 1))
-    shrink = tl.exp2(m - highest)
-    p = tl.exp2(s - highest[:, None])
-    return p.to(tl.bfloat16), shrink, highest, l * shrink + tl.sum(p, 1)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[:, None])
+    return p.to(tl.bfloat16), alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -223,18 +222,18 @@ def attend_tile(
     if L.rest_block > 0:
         REST: tl.constexpr = L.head_dim - L.value_dim
         rest = load_rows(rows, page, row, valid, L, L.value_dim, REST, L.rest_block, NATIVE)
-        s = product(q_rest, rest, UPCAST) * scale_log2
+        s = qk_product(q_rest, rest, UPCAST) * scale_log2
     if BRANCH:
         # Where one product feeds another, Triton lets every warpgroup compute all of the first. A
         # branch, which LLVM removes, hides the second: the scores are shared out. Constants would
         # take shared memory here.
-        shrink = m * 0.0 + 1.0
+        alpha = m * 0.0 + 1.0
         p = (tl.zeros_like(s) + (m * 0.0)[:, None]).to(tl.bfloat16)
         if some:
-            p, shrink, m, l = weigh(q_value, value, s, seen, scale_log2, m, l, UPCAST)
+            p, alpha, m, l = softmax_step(q_value, value, s, seen, scale_log2, m, l, UPCAST)
     else:
-        p, shrink, m, l = weigh(q_value, value, s, seen, scale_log2, m, l, UPCAST)
-    acc = dot(p, value, acc * shrink[:, None], UPCAST)
+        p, alpha, m, l = softmax_step(q_value, value, s, seen, scale_log2, m, l, UPCAST)
+    acc = dot(p, value, acc * alpha[:, None], UPCAST)
     return m, l, acc
 
 

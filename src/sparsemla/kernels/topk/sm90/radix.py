@@ -315,7 +315,7 @@ def _scan_cta(search, step):
 def _scan_cluster(search, step):
     """The same over the histograms of all CTAs; only the first warp of each CTA goes on.
 
-    It adds up what the warps of all CTAs counted, finds the warp in whose bins the k-th best key
+    It adds up the counts of all warps of all CTAs, finds the warp in whose bins the k-th best key
     is, and then spreads the bins of this warp over its own lanes.
     """
     text = _load_bins(search, step, "bin", "bins", "shared")
