@@ -45,7 +45,7 @@ CHUNK_64 = gl.constexpr(
 # reads at once into different banks.
 RAW_128 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 RAW_64 = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
-WORDS2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 # Four e4m3 codes times four float32 scales, rounded to bfloat16 once.
 DEQUANTIZE = gl.constexpr("""{
@@ -78,7 +78,7 @@ def chunk_width(fp8_dim, start):
 
 
 @gluon.jit
-def in_order(x, WIDTH: gl.constexpr):
+def permute_to_operand(x, WIDTH: gl.constexpr):
     """Permute dims so that they already lie where an MMA expects its A operand.
 
     A thread holds a neighbouring quarter of each ``WIDTH`` dims (16 in :data:`CHUNK_128` and

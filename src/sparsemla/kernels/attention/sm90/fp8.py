@@ -87,12 +87,12 @@ from sparsemla.kernels.attention.sm90.chunks import (
     DEQUANTIZE,
     RAW_64,
     RAW_128,
-    WORDS2,
+    UNSWIZZLED,
     chunk_start,
     chunk_width,
     decode_e8m0,
-    in_order,
     num_chunks,
+    permute_to_operand,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
@@ -528,7 +528,7 @@ def load_q(
 @gluon.jit
 def to_operand(x):
     """Permute dims from the order in memory to the registers of an MMA's A operand."""
-    return gl.convert_layout(in_order(x, 16), Q_OPERAND)
+    return gl.convert_layout(permute_to_operand(x, 16), Q_OPERAND)
 
 
 @gluon.jit
@@ -889,7 +889,7 @@ def _attend_fp8(
         raw_rope = gl.allocate_shared_memory(gl.uint8, [1, 64, 64], RAW_64)
     elif L.rope_bf16:
         raw_rope = gl.allocate_shared_memory(gl.uint8, [2, 64, 128], RAW_128)
-    scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], WORDS2)
+    scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], UNSWIZZLED)
     valid = gl.allocate_shared_memory(gl.int8, [VALID_STAGES, 64], PLAIN)
     alpha = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
     inv_l = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)

@@ -72,7 +72,7 @@ from sparsemla.kernels.attention.sm90.abi import (
     QueryRows,
     Results,
 )
-from sparsemla.kernels.attention.sm90.chunks import WORDS2, decode_e8m0, in_order
+from sparsemla.kernels.attention.sm90.chunks import UNSWIZZLED, decode_e8m0, permute_to_operand
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
     Queries,
@@ -409,7 +409,7 @@ def load_k(codes, WIDTH: gl.constexpr, ACC: gl.constexpr):
     x = gl.inline_asm_elementwise(
         DEQUANTISE, "=r,=r,r", [codes.load(k_layout(WIDTH))], dtype=gl.float16, is_pure=True, pack=4
     )
-    return gl.convert_layout(in_order(x, WIDTH), gl.DotOperandLayout(0, ACC, 2))
+    return gl.convert_layout(permute_to_operand(x, WIDTH), gl.DotOperandLayout(0, ACC, 2))
 
 
 @gluon.jit
@@ -424,7 +424,7 @@ def load_v(codes, v_factors, STEP: gl.constexpr, L: gl.constexpr, ACC: gl.conste
         BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
         x = x.reshape(MMA_KEYS // 2, 2, BLOCKS, 512 // BLOCKS)
         LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
-        pairs = reinterpret(v_factors, gl.int32, [BLOCKS, 64], WORDS2)
+        pairs = reinterpret(v_factors, gl.int32, [BLOCKS, 64], UNSWIZZLED)
         factor = pairs.slice(STEP * MMA_KEYS // 2, MMA_KEYS // 2, dim=1)
         factor = factor.permute((1, 0)).load(LAYOUT)
         x, factor = gl.broadcast(x, factor[:, None, :, None])
@@ -464,7 +464,7 @@ def needs_rounding(stage, memory):
     """
     WORDS: gl.constexpr = memory.scales.shape[2]
     ALL: gl.constexpr = gl.BlockedLayout([WORDS, 4], [1, 32], [1, 8], [1, 0])
-    words = reinterpret(memory.scales, gl.int32, [STAGES, WORDS, KEYS], WORDS2)
+    words = reinterpret(memory.scales, gl.int32, [STAGES, WORDS, KEYS], UNSWIZZLED)
     bits = words.index(stage).load(ALL)
     return gl.reduce(gl.reduce(bits, 0, bitwise_or), 0, bitwise_or) & 0x7FFFFF != 0
 
@@ -554,7 +554,9 @@ def load_v_scales(rows, stage, memory, L: gl.constexpr):
             words = words.slice(0, BLOCKS, dim=1)
         scales = words.load(LAYOUT).to(gl.float32, bitcast=True)
     else:
-        codes = reinterpret(memory.scales, gl.uint8, [STAGES, KEYS, BLOCKS], WORDS2).index(stage)
+        codes = reinterpret(memory.scales, gl.uint8, [STAGES, KEYS, BLOCKS], UNSWIZZLED).index(
+            stage
+        )
         scales = decode_e8m0(codes.load(LAYOUT).to(gl.int32))
     NUM: gl.constexpr = num_blocks(L.fp8_dim, L.scale_block)
     if NUM < BLOCKS:
@@ -727,12 +729,12 @@ def store_queries(queries, scale_log2, memory, shape, L: gl.constexpr, N: gl.con
     up = gl.minimum(268 - exponent, 253)
     factor = (up << 23).to(gl.float32, bitcast=True)[:, None]
     memory.row_factors.store(((254 - up) << 23).to(gl.float32, bitcast=True) * scale_log2)
-    memory.q.index(0).store(in_order((low * factor).to(gl.float16), WIDTH))
-    memory.q.index(1).store(in_order((high * factor).to(gl.float16), WIDTH))
+    memory.q.index(0).store(permute_to_operand((low * factor).to(gl.float16), WIDTH))
+    memory.q.index(1).store(permute_to_operand((high * factor).to(gl.float16), WIDTH))
     if MIXED:
         memory.q_rope.index(0).store((rope * factor).to(gl.bfloat16))
     elif L.fp8_dim > 512:
-        memory.q_rope.index(0).store(in_order((rope * factor).to(gl.float16), 64))
+        memory.q_rope.index(0).store(permute_to_operand((rope * factor).to(gl.float16), 64))
     fence_async_shared()
 
 
@@ -828,9 +830,9 @@ def allocate(L: gl.constexpr, N: gl.constexpr, SCALE_WORDS: gl.constexpr):
         k_rope = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 64], ROPE_FP8)
     NUM_P: gl.constexpr = 2 if L.fp8_dim < 512 else 1
     p = gl.allocate_shared_memory(gl.float16, [NUM_P, KEYS, N], p_layout(N))
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, SCALE_WORDS], WORDS2)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, SCALE_WORDS], UNSWIZZLED)
     BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
-    v_factors = gl.allocate_shared_memory(gl.float16, [BLOCKS, KEYS], WORDS2)
+    v_factors = gl.allocate_shared_memory(gl.float16, [BLOCKS, KEYS], UNSWIZZLED)
     starts = gl.allocate_shared_memory(gl.int64, [2, KEYS], PLAIN)
     limits = gl.allocate_shared_memory(gl.int32, [N], PLAIN)
     m = gl.allocate_shared_memory(gl.float32, [N], PLAIN)
