@@ -27,7 +27,7 @@ for an earlier one to be read.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import triton
 from triton.experimental import gluon
@@ -37,8 +37,9 @@ DIGITS = (11, 11, 10)
 """Bits of the digits of a key, from the highest."""
 
 
-class Search(NamedTuple):
-    """Sizes of a search.
+@dataclass(frozen=True)
+class Search:
+    """Sizes of a search; Triton 3.6 would make a named tuple a plain one between these functions.
 
     Args:
         keys: of a thread.
