@@ -505,12 +505,5 @@ def _conversion_pays_off(
 
 @functools.cache
 def _workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
-    """The largest workspace of a decode of at most ``max_tokens`` tokens, in bytes.
-
-    Fewer tokens are cut into more splits, so the largest batch need not have the largest workspace.
-    """
-    sizes = (
-        decode_workspace_size(tokens, 1, num_heads, device=device)
-        for tokens in range(1, max_tokens + 1)
-    )
-    return max(sizes)
+    """:func:`decode_workspace_size`, computed once for all layers."""
+    return decode_workspace_size(max_tokens, 1, num_heads, device=device)
