@@ -276,7 +276,7 @@ def test_a_branch_merges_splits_where_it_projects(monkeypatch, topk, own_workspa
     case = branch_case(draw, layer, query_lens=[1, 2], seq_lens=[90, 70], topk=topk)
     expected = reference.decode_branch(**copy.deepcopy(case))
     monkeypatch.setattr(
-        dispatch, "_cached_kernel", lambda op, *sizes: dispatch.OPS[op].kernel("triton")
+        dispatch, "_cached_kernel_of", lambda problem: dispatch.OPS[problem.op].kernel("triton")
     )
     monkeypatch.setattr(dispatch, "find", lambda op, *lead, **sizes: dispatch.load(op, "triton"))
     workspace = None

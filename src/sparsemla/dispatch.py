@@ -265,21 +265,11 @@ def schedule(
     if torch.compiler.is_compiling():
         kernel = kernel_of(_problem(*sizes))
     else:
-        kernel = _cached_kernel(*sizes)
+        kernel = _cached_kernel_of(problem_of(*sizes))
     return kernel.schedule(work, num_splits)
 
 
-@functools.cache
-def _cached_kernel(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_format: str,
-    num_heads: int,
-    topk: int,
-    extra_format: str | None,
-) -> Kernel:
-    return kernel_of(_problem(op, device, dtype, cache_format, num_heads, topk, extra_format))
+_cached_kernel_of = functools.cache(kernel_of)
 
 
 def most_splits(num_tiles: int, device: torch.device) -> int:

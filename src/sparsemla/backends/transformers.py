@@ -2,7 +2,7 @@
 
 :func:`enable` replaces the attention of a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model and the cache
 that the model keeps between steps: paged latent caches and the ops of this package take their
-place. Weights, ``generate`` and everything outside of attention remain those of transformers.
+place. Weights, ``generate`` and all other layers stay as they are in transformers.
 transformers expands keys and values for each head and masks a ``[tokens, context]`` score matrix;
 this backend stores one latent row per token and attends to the selected rows only.
 
