@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.dispatch import Launch
 from sparsemla.formats import CacheFormat, get_format
 from sparsemla.weights import HeadWeight
 
 _LIBRARY = torch.library.Library("sparsemla", "DEF")
-
-Launch = Callable[..., object]
 
 
 @dataclass(frozen=True)
