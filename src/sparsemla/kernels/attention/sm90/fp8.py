@@ -154,7 +154,6 @@ class QuantizedRows(NamedTuple):
 
     words: Tensor
     scales: Tensor | None
-    num_slots: int
 
 
 class RowLayout(NamedTuple):
@@ -959,7 +958,7 @@ def _arguments(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
         start = fp8.storage_offset() // scales.itemsize  # codes are bytes
         row_layout = row_layout._replace(scales_at=scales.storage_offset() - start)
         scales = None
-    return QuantizedRows(fp8.view(int32), scales, cache.num_slots), row_layout
+    return QuantizedRows(fp8.view(int32), scales), row_layout
 
 
 def launch(
