@@ -21,6 +21,8 @@ from sparsemla import (
 from sparsemla.bench import command, cpu, peers, report, run, timing, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
+from sparsemla.bench.peers import sglang
+from sparsemla.bench.peers.tilelang import largest_bucket
 from sparsemla.testing.compare import assert_close
 
 CPU = torch.device("cpu")
@@ -267,7 +269,7 @@ def test_peers_that_are_absent_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     found, missing = peers.find_peers(tmp_path)
     assert [peer.name for peer in found] == ["torch", "sparsemla"]
-    assert set(missing) == {"FlashMLA", "DeepGEMM", "vLLM", "TileLang"}
+    assert set(missing) == {each.name for each in peers.PEERS}
     assert missing["FlashMLA"] == "flash_mla is not installed"
     (tmp_path / "vllm-1.2.3.dist-info").mkdir()
     (tmp_path / "vllm-1.2.3.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 1.2.3\n")
@@ -345,6 +347,78 @@ def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     assert outcome.rows[0].note == ("heads padded to 64" if padded else "")
     assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None
     assert peer.supports(workloads.Gather(1, 1)) is not None
+
+
+@pytest.mark.parametrize("workload", [SMALL[2], SMALL[8]], ids=lambda w: f"{w.op}-{w.variant}")
+def test_sgl_flash_mla_gets_the_inputs_in_its_layout(workload, timer, monkeypatch):
+    schedules = []
+
+    def decode(q, cache, ids, lens, sink, tiles, splits, extra, extra_ids, extra_lens, dims, *rest):
+        schedules.append((tiles, splits))
+        more = {} if sink is None else {"attn_sink": sink, "topk_length": lens}
+        if extra is not None:
+            more |= {"extra_k_cache": extra, "extra_indices_in_kvcache": extra_ids}
+            more["extra_topk_length"] = extra_lens
+        scale, given = rest
+        assert given is None
+        out = FlashMLALike().flash_mla_with_kvcache(
+            q, cache, None, None, dims, None, None, scale, False, True, ids, **more
+        )
+        return *out, "tiles", "splits"
+
+    library = SimpleNamespace(sparse_decode_fwd=decode)
+    monkeypatch.setattr(torch.ops, "flash_mla_legacy", library, raising=False)
+    peer = object.__new__(peers.SglFlashMLA)
+    peer.module = sglang._Legacy()
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert [found.peer for found in outcome.rows] == ["sgl_flash_mla"]
+    assert schedules[0] == (None, None)
+    assert set(schedules[1:]) == {("tiles", "splits")}
+    assert peer.supports(SMALL[0]) is not None
+
+
+def test_fa3_gets_the_inputs_in_its_layout(timer, monkeypatch):
+    def schedule(batch, num_queries, topk, heads, kv_heads, dim, value_dim, dtype, counts, *rest):
+        assert (num_queries, kv_heads, dim, value_dim) == (1, 1, 64, 512)
+        return (batch, topk, heads)
+
+    def forward(rope, k, v, _k_new, _v_new, nope, _out, starts, *rest):
+        *_, counts, one, topk, slots = rest[:7]
+        scale, causal = rest[15:17]
+        assert (one, causal) == (1, True)
+        assert rest[21] == (len(rope), topk, rope.shape[1])
+        assert starts.tolist() == list(range(len(rope) + 1))
+        assert counts.tolist() == [topk] * len(rope)
+        rows = torch.cat([v, k], -1)[:, 0, 0]
+        q = torch.cat([nope, rope], -1)
+        return ops.sparse_prefill(q, rows, slots, softmax_scale=scale)
+
+    library = SimpleNamespace(get_scheduler_metadata=schedule, fwd=forward)
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", library, raising=False)
+    workload = workloads.SparseDecode(3, 1, 4, 200, 128, format=BF16_576)
+    peer = object.__new__(peers.FA3)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert [found.peer for found in outcome.rows] == ["FA3"]
+    for other in (SMALL[2], SMALL[6], SMALL[8]):  # FP8, two tokens a request, a second cache
+        assert peer.supports(other) is not None
+
+
+def test_sglang_triton_gets_the_inputs_in_its_layout(timer):
+    def prefill(q, kv, ids, scale, union=0, topk_length=None):
+        assert (union == 0) == (topk_length is not None)
+        return ops.sparse_prefill(q, kv, ids, softmax_scale=scale, topk_lengths=topk_length)[0]
+
+    peer = object.__new__(peers.SGLangTriton)
+    peer.module = SimpleNamespace(sparse_mla_prefill=prefill)
+    names = "SGLang Triton", "SGLang Triton, union of 2", "SGLang Triton, union of 4"
+    for heads, sides in ((4, (0, 2)), (8, (0, 1, 2)), (32, (0,))):
+        workload = workloads.SparsePrefill(5, 300, heads, 576, 128)
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+        assert outcome.failures == outcome.refusals == {}
+        assert {found.peer for found in outcome.rows} == {names[i] for i in sides}
+    assert peer.supports(workloads.SparsePrefill(5, 300, 64, 576, 128)) is not None
 
 
 def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
@@ -705,5 +779,5 @@ def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
 def test_scores_in_the_bucket_of_the_threshold_are_counted():
     # Eight float16 of [2, 2.5), which agree in their upper 8 bits, below two of [3, 3.5).
     row = torch.tensor([2.0, 2.4, 2.1, 2.3, 2.2, 2.49, 2.05, 2.15, 3.0, 3.1, -2.0, 1.9])
-    assert peers.largest_bucket(row[None], 5) == 8
-    assert peers.largest_bucket(torch.stack([row, row - 2]), 2) == 2
+    assert largest_bucket(row[None], 5) == 8
+    assert largest_bucket(torch.stack([row, row - 2]), 2) == 2

@@ -10,7 +10,8 @@ from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, ops
 from sparsemla.bench import run, step, timeline
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings
-from sparsemla.bench.peers import Torch, Unavailable
+from sparsemla.bench.peers import Torch
+from sparsemla.bench.peers.base import Unavailable
 from sparsemla.bench.timing import Timer
 
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsemla.bench.ceilings import Ceilings
-from sparsemla.bench.peers import Peer, versions
+from sparsemla.bench.peers import versions
+from sparsemla.bench.peers.base import Peer
 from sparsemla.bench.report import Row
 from sparsemla.bench.step import step_workloads
 from sparsemla.bench.timing import Prepared, Results, Timer, Timing

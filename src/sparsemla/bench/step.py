@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsemla import ops, reference
-from sparsemla.bench.peers import CACHE_ROWS, VLLM, DeepGEMM, FlashMLA, Peer, Unavailable
+from sparsemla.bench.peers.base import Peer, Unavailable
+from sparsemla.bench.peers.deep_gemm import DeepGEMM
+from sparsemla.bench.peers.flash_mla import FlashMLA
+from sparsemla.bench.peers.vllm import CACHE_ROWS, VLLM
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import (
     INDEX_DIM,

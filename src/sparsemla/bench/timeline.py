@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.profiler
 
-from sparsemla.bench.peers import Peer
+from sparsemla.bench.peers.base import Peer
 from sparsemla.bench.report import OKABE_ITO
 from sparsemla.bench.step import DecodeStep
 from sparsemla.bench.timing import Prepared, Timer

@@ -928,11 +928,13 @@ def all_workloads() -> list[Workload]:
         *(SparseDecode(*shape) for shape in decode),
         # One token of a request has no neighbour to share with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
+        *(SparseDecode(batch, 1, 64, 32768, 2048) for batch in (1, 16)),
         *(
-            SparseDecode(128, 1, heads, 32768, 2048, format=fmt)
-            for fmt in (BF16_576, e4m3_format())
-            for heads in (128, 16)
+            SparseDecode(batch, 1, heads, 32768, 2048, format=BF16_576)
+            for batch in (1, 8, 32, 128)
+            for heads in (8, 16, 32, 64, 128)
         ),
+        *(SparseDecode(128, 1, heads, 32768, 2048, format=e4m3_format()) for heads in (128, 16)),
         *(
             WindowedDecode(128, 1, heads, 128, 128, extra_context=32768, extra_topk=topk)
             for heads in (128, 64)

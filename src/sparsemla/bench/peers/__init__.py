@@ -1,0 +1,76 @@
+"""Other people's kernels, where they are installed, on the inputs of a workload.
+
+Looked for, first match: under a directory that holds ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
+as their wheels lay them out (the extension modules load without their packages' dependencies);
+among the files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. TileLang
+ships kernels as examples only; two files of its ``examples/deepseek_v32``,
+``sparse_mla_fwd_pipelined.py`` and ``topk_selector.py``, are taken from ``DIR/deepseek_v32``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from sparsemla.bench.peers.base import Peer
+from sparsemla.bench.peers.deep_gemm import DeepGEMM
+from sparsemla.bench.peers.fa3 import FA3
+from sparsemla.bench.peers.flash_mla import FlashMLA
+from sparsemla.bench.peers.own import Sparsemla, Torch
+from sparsemla.bench.peers.sglang import SGLangTriton, SglFlashMLA
+from sparsemla.bench.peers.tilelang import TileLang
+from sparsemla.bench.peers.vllm import VLLM
+
+PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, TileLang)
+
+
+def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that are here, and why each other one is not.
+
+    Args:
+        directory: where to look before the installed packages.
+    """
+    directories = [] if directory is None else [directory.resolve()]
+    # Extensions load without their packages, whose imports take long and change global state.
+    for name in ("vllm", "sgl_flash_mla", "sglang"):
+        package = importlib.util.find_spec(name)
+        if package is not None and package.submodule_search_locations:
+            directories.append(Path(package.submodule_search_locations[0]).parent)
+    found: list[Peer] = [Torch(), Sparsemla()]
+    missing = {}
+    for kind in PEERS:
+        try:
+            found.append(kind(directories))
+        except Exception as error:  # any failure to load is reported as the reason
+            missing[kind.name] = " ".join(str(error).split())
+    return found, missing
+
+
+def versions(directory: Path | None = None) -> dict[str, str]:
+    """Versions of the packages that take part: in ``directory``, installed, or imported."""
+    found = {}
+    for name in (
+        "sparsemla",
+        "torch",
+        "triton",
+        "flash_mla",
+        "deep_gemm",
+        "vllm",
+        "tilelang",
+        "sgl_flash_mla",
+        "sglang",
+    ):
+        path = sys.path if directory is None else [str(directory), *sys.path]
+        package = next(iter(metadata.distributions(name=name, path=path)), None)
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if package is not None:
+            found[name] = package.version
+        elif isinstance(version, str):
+            found[name] = version
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found

@@ -1,0 +1,85 @@
+"""torch's kernels, and this package's other way to compute the same."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsemla import ops
+from sparsemla.bench.peers.base import Peer, side
+from sparsemla.bench.timing import Results
+from sparsemla.bench.workloads import (
+    CHUNK_ROWS,
+    PAGE_SIZE,
+    CachedPrefill,
+    DenseDecode,
+    HeadProducts,
+    Inputs,
+    SelectTopk,
+    Side,
+    Workload,
+)
+from sparsemla.cache import PagedCache
+from sparsemla.formats import BF16_576
+from sparsemla.testing.compare import UNQUANTIZED_PROJECTION
+
+
+class Torch(Peer):
+    """``torch.topk`` and ``torch.bmm`` in bfloat16, which are everywhere."""
+
+    name = "torch"
+
+    def supports(self, workload: Workload) -> str | None:
+        ours = isinstance(workload, (SelectTopk, HeadProducts))
+        return None if ours else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, HeadProducts):
+            return [self._products(workload, inputs)]
+
+        def run() -> Results:
+            return (inputs["scores"].topk(inputs["topk"], dim=-1, sorted=False).indices,)
+
+        return [side("torch.topk", workload, inputs, run)]
+
+    @staticmethod
+    def _products(workload: HeadProducts, inputs: Inputs) -> Side:
+        x = inputs["x"].transpose(0, 1).contiguous()  # [H, T, K]
+        weights = [w.dequantize().bfloat16().transpose(1, 2) for w in inputs["weights"]]
+
+        def run() -> Results:
+            return tuple(torch.bmm(x, weight).transpose(0, 1) for weight in weights)
+
+        def check(got: Results) -> None:
+            workload.check_within(UNQUANTIZED_PROJECTION, inputs, got)
+
+        return Side("torch.bmm", run, check, note="bfloat16 weights")
+
+
+class Sparsemla(Peer):
+    """This package's other way to do the same, which a user may choose."""
+
+    name = "sparsemla"
+
+    def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, CachedPrefill):
+            return None
+        quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
+        return None if quantised else "has one way only"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, CachedPrefill):
+            other, name = workload.converted, "sparsemla through a workspace"
+            if workload.converts(inputs["q"].device):
+                other, name = workload.in_place, "sparsemla in place"
+            return [side(name, workload, inputs, lambda: other(inputs))]
+        slots = torch.arange(inputs["cache"].num_slots, device=inputs["q"].device)
+        cache = PagedCache.allocate(
+            BF16_576, inputs["cache"].num_pages, PAGE_SIZE, device=slots.device
+        )
+        for some in slots.split(CHUNK_ROWS):
+            cache.write(some, inputs["cache"].read(some))
+
+        def dense() -> Results:
+            return ops.dense_decode(**inputs | {"cache": cache})
+
+        return [side("sparsemla bfloat16", workload, inputs, dense)]

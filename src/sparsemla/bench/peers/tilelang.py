@@ -1,0 +1,75 @@
+"""TileLang's DeepSeek-V3.2 examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparsemla.bench.peers.base import Peer, Unavailable, installed, module_from, side
+from sparsemla.bench.timing import Results
+from sparsemla.bench.workloads import Inputs, SelectTopk, Side, SparsePrefill, Workload
+
+
+class TileLang(Peer):
+    """TileLang's DeepSeek-V3.2 examples."""
+
+    name = "TileLang"
+    LIST = 4096
+    """Keys of the threshold's bucket that its selection has room for; it does not count them."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        installed("tilelang")
+        files = {"sparse_mla_fwd_pipelined": "attention", "topk_selector": "selector"}
+        self.modules = {
+            use: module_from(path)
+            for root in directories
+            for file, use in files.items()
+            if (path := root / "deepseek_v32" / f"{file}.py").is_file()
+        }
+        if not self.modules:
+            raise Unavailable("DIR/deepseek_v32 holds none of its examples")
+
+    def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, SparsePrefill) and "attention" in self.modules:
+            return None if workload.head_dim == 576 else "its example takes a head_dim of 576"
+        if isinstance(workload, SelectTopk) and "selector" in self.modules:
+            return None
+        return "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, SelectTopk):
+            scores, topk = inputs["scores"], inputs["topk"]
+            if (crowd := largest_bucket(scores, topk)) > self.LIST:
+                raise ValueError(
+                    f"it would write past its list of {self.LIST} keys: {crowd} of a row share the "
+                    "threshold's bucket"
+                )
+            ends = torch.full((len(scores),), scores.shape[1], device=scores.device).int()
+            starts, select = torch.zeros_like(ends), self.modules["selector"].tl_topk
+
+            def selector() -> Results:
+                return (select(scores, starts, ends, topk),)
+
+            return [side(self.name, workload, inputs, selector)]
+        q, kv = inputs["q"][None], inputs["kv"][None, :, None]
+        indices, first = inputs["topk_indices"][None, :, None], kv.shape[1]
+        # Its causal mask is by position: tokens that come after every key see all of them.
+        position = torch.full((1,), first, dtype=torch.int32, device=q.device)
+        interface = self.modules["attention"].sparse_mla_fwd_interface
+        kernel = interface(
+            q, kv, indices, first, 1, sm_scale=inputs["softmax_scale"], return_kernel=True
+        )
+
+        def attention() -> Results:
+            return (kernel(q, kv, indices, position)[0][0],)
+
+        return [side(self.name, workload, inputs, attention)]
+
+
+def largest_bucket(scores: Tensor, topk: int) -> int:
+    """Most scores of a row that agree with its threshold in the upper 8 bits of their float16."""
+    upper = scores.half().view(torch.uint8)[..., 1::2]
+    threshold = scores.topk(topk).values[:, -1:].half().view(torch.uint8)[..., 1::2]
+    return int((upper == threshold).sum(1).max())
