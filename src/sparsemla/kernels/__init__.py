@@ -1,1 +1,1 @@
-"""Implementations, one package a family of ops, one module a tier (``cpu``, ``triton``)."""
+"""Implementations: one package per family of ops, one module per tier (``cpu``, ``triton``)."""

@@ -28,7 +28,7 @@ def _cpu() -> ModuleType:
 
 
 def refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels do not take a problem."""
+    """Why the Hopper kernels refuse a problem, or None."""
     if problem.dtype != torch.bfloat16:
         return f"needs bfloat16 queries, got {problem.dtype}"
     if problem.out_dtype not in (None, torch.bfloat16):

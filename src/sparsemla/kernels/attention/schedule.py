@@ -1,9 +1,9 @@
-"""What the attention kernels cost, and the schedules that follow.
+"""Costs of the attention kernels, and the schedules with the lowest cost.
 
-A decode has few query rows, so its keys are split over CTAs and the partial results merged. A
-kernel's time is counted in steps, which the constants below state for each Hopper kernel; the
-schedule is the one with the smallest count. The unit is a step of 64 query rows over 64 keys of an
-e4m3 cache, 2.7 us on an H200. The portable kernels use the same counts: nobody measured others.
+A decode has few query rows, so its keys are split over CTAs and the partial results are merged. A
+kernel's time is counted in steps by the constants below, measured for each Hopper kernel; the
+schedule has the smallest count. The unit is a step of 64 query rows over 64 keys of an e4m3 cache,
+2.7 us on an H200. The portable kernels use the same counts, without measurements of their own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.registry import DecodeWork, Problem, Schedule
 
 FEW_HEADS = 32
-"""Most query rows that the kernels for few heads take."""
+"""Most query rows of the few-heads kernels."""
 MAX_SPLITS = 64
-"""Most splits that are chosen for a caller who leaves it open."""
+"""Most splits of a schedule, unless the caller gives a number."""
 
 
 class Cost(NamedTuple):
@@ -39,9 +39,9 @@ class Cost(NamedTuple):
 BF16 = Cost(64, 128, 3, 1)
 FP8 = Cost(64, 64, 3, 1)
 FEW = Cost(64, 128, 2, 1.35)
-"""Both kernels for few heads, which take all rows of a group."""
+"""Both few-heads kernels; a tile has all rows of a group."""
 FP8_16_HEADS = Cost(16, 128, 2, 1.1)
-"""The FP8 kernel for few heads, where each tile of 16 heads is a CTA of its own."""
+"""The FP8 few-heads kernel with a CTA for each tile of 16 heads."""
 
 
 def most_splits(num_tiles: int, multiprocessors: int) -> int:
@@ -55,9 +55,9 @@ def most_splits(num_tiles: int, multiprocessors: int) -> int:
 def _fastest(
     kernels: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
 ) -> Schedule:
-    """Splits and rows of a tile with the smallest count of steps; the fewest splits of equals.
+    """Splits and rows per tile with the smallest count of steps; ties go to fewer splits.
 
-    A multiprocessor works on one CTA at a time. A merge costs a step, and another for every 4096
+    A multiprocessor runs one CTA at a time. A merge costs one step, and one more for every 4096
     partial rows.
     """
     most = most_splits(num_groups * -(-group_rows // 64), slots)
@@ -70,7 +70,7 @@ def _fastest(
             time = waves * (kernel.start + kernel.step * -(-steps // splits))
             if splits > 1:
                 time += 1 + num_groups * group_rows * splits / 4096
-            # Tiles of fewer heads have no sinks, which the merge applies.
+            # Kernels with smaller tiles leave the sinks to the merge, so they need several splits.
             if time < least and (splits > 1 or kernel.tile == 64):
                 best, least = (splits, kernel.tile), time
     return best
@@ -79,7 +79,7 @@ def _fastest(
 def _schedule(
     kernels: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
 ) -> Schedule:
-    """:func:`_fastest`, or in traced code one formula that serves all sizes.
+    """:func:`_fastest`, or in traced code one formula for all sizes.
 
     A search would make torch.compile trace a graph for each batch size.
     """
@@ -97,7 +97,7 @@ def given_or_chosen(
     cache: PagedCache,
     num_keys: int,
 ) -> Sequence[int]:
-    """The schedule that a caller gave its kernel, or else the kernel's own choice."""
+    """The caller's schedule, or else the kernel's own choice."""
     if given is not None:
         return given
     multiprocessors = num_multiprocessors(q.device)
@@ -105,7 +105,7 @@ def given_or_chosen(
 
 
 def sm90_sparse(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """Splits, and heads of a tile: tiles of 16 go to the kernel for few heads."""
+    """Splits, and heads per tile: tiles of 16 go to the few-heads kernel."""
     tiles = work.query_len == 1 and work.num_heads % 16 == 0 and work.num_heads > FEW_HEADS
     if num_splits is None and tiles and work.format.fp8_dim:
         return _sparse(work, (FP8, FP8_16_HEADS))
@@ -127,7 +127,7 @@ def _sparse(work: DecodeWork, kernels: tuple[Cost, ...]) -> Schedule:
 
 
 def dense(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """Splits of a dense decode, whose tokens and heads share the keys of their request."""
+    """Splits of a dense decode: tokens and heads of a request share its keys."""
     if num_splits is not None:
         return (num_splits,)
     group_rows = work.query_len * work.num_heads
@@ -138,13 +138,13 @@ def dense(work: DecodeWork, num_splits: int | None) -> Schedule:
 
 
 ROWS_PER_KEY = ((64, 0.09), (math.inf, 0.25))
-"""Up to so many heads: rows of a quantised cache that may be converted for each selected key, so
-that prefill over bfloat16 rows still finishes first. Measured on an H200; see
+"""For up to this many heads, the largest ratio of converted rows to selected keys at which prefill
+over bfloat16 rows is faster, conversion included. Measured on an H200; see
 docs/kernels/attention-fp8.md."""
 TILES_AT_ONCE = 132
-"""Tiles of 64 heads that an H200 works on at once, one a multiprocessor; fewer take as long."""
+"""Tiles of 64 heads that an H200 runs at once, one per multiprocessor; fewer take as long."""
 LAUNCH_ROWS = 12288
-"""Rows that are converted in the time of the conversion's launch."""
+"""Number of rows converted in the time of the conversion's launch."""
 
 
 def sm90_converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:

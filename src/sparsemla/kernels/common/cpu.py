@@ -1,4 +1,4 @@
-"""What the CPU kernels share: dequantised rows, attention over a block of keys, merging by LSE."""
+"""Functions of all CPU kernels: dequantised rows, attention over a block of keys, merge by LSE."""
 
 import functools
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ WORKSPACE_BYTES = 64 << 20
 """Bytes of a temporary buffer, of any context length; a kernel holds a few such buffers."""
 
 KEY_BYTES = 4 << 20
-"""Keys that each thread gathers at a time: enough rows to make up for the cost of a call."""
+"""Keys that each thread gathers at a time: enough rows to amortise a call."""
 
 
 SMALL_LSE = 2.0
-"""Below this the error of the flash kernel's LSE shows: 3e-5, beside 2^-15 of the LSE allowed."""
+"""Below this LSE, the flash kernel's error of 3e-5 is not small against the allowed 2^-15 of it."""
 
 
 def blocks(total: int, size: int) -> Iterator[slice]:
@@ -68,7 +68,7 @@ def read_rows(cache: PagedCache, slots: Tensor) -> Tensor:
 
 
 def flat_rows(cache: PagedCache) -> Tensor | None:
-    """All rows ``[num_slots, head_dim]`` as a view, where they are bfloat16 and evenly spaced."""
+    """All rows ``[num_slots, head_dim]`` as a view, if they are bfloat16 and evenly spaced."""
     if cache.format.fp8_dim:
         return None
     rows = cache.data
@@ -80,7 +80,7 @@ def flat_rows(cache: PagedCache) -> Tensor | None:
 
 
 def valid_slots(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Tensor:
-    """Which of ``slots [R, K]`` name a row and stand before ``lengths [R]``: bool ``[R, K]``."""
+    """Mask ``[R, K]``: which ``slots [R, K]`` exist and lie within ``lengths [R]``."""
     valid = (slots >= 0) & (slots < cache.num_slots)
     if lengths is not None:
         valid &= torch.arange(slots.shape[1]) < lengths[:, None]
@@ -94,9 +94,9 @@ def attend(
 
     Args:
         q: bfloat16 or float32.
-        keys: of q's dtype, finite where ``valid`` has one row for all of M.
-        values: of q's dtype, as keys.
-        valid: bool ``[R, K]`` or ``[R or 1, M, K]``, or None if every key counts.
+        keys: of q's dtype; must be finite if ``valid`` has one row for all of M.
+        values: of q's dtype; like keys.
+        valid: bool ``[R, K]`` or ``[R or 1, M, K]``, or None if every key is valid.
         softmax_scale: factor of the scores.
 
     Returns:
@@ -117,7 +117,7 @@ def attend(
         _refine_small(lse, q, keys, valid, softmax_scale)
     if valid is not None:
         lse.masked_fill_(~valid.any(-1), -torch.inf)
-    # The flash kernel ignores keys of no weight even where they are not finite.
+    # The flash kernel ignores keys with weight 0 even if they are not finite.
     for row in _nonfinite_rows(q, keys, values):
         pieces = q[row], keys[row], values[row], _of_row(valid, row)
         out[row], lse[row] = _attend_exactly(*pieces, softmax_scale)
@@ -129,7 +129,7 @@ def _of_row(valid: Tensor | None, row: int) -> Tensor | None:
 
 
 def _nonfinite_rows(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
-    """Which of R rows hold NaN or infinities; and perhaps one whose finite values overflow."""
+    """Indices of rows with NaN or infinities; may include a row with overflow of finite values."""
     total = q.sum((1, 2)) + keys.sum((1, 2))
     if values is not keys:
         total += values.sum((1, 2))
@@ -139,7 +139,7 @@ def _nonfinite_rows(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
 def _logits(q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float) -> Tensor:
     """float64 ``[M, K]`` of ``q [M, D]`` and ``keys [K, D]``, -inf where not valid.
 
-    The width K may depend on the rows beside this one; no float32 result feels that.
+    K may depend on the neighbouring rows; float64 keeps this below the float32 rounding.
     """
     logits = (q.double() @ keys.double().T) * softmax_scale
     return logits if valid is None else logits.masked_fill_(~valid, -torch.inf)
@@ -148,13 +148,13 @@ def _logits(q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float)
 def _attend_exactly(
     q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` of one row ``q [M, D]`` as it is defined, where it holds NaN or infinities."""
+    """:func:`attend` for one row ``q [M, D]`` with NaN or infinities, by its definition."""
     logits = _logits(q, keys, valid, softmax_scale)
     lse = logits.logsumexp(-1)
     probs = (logits - lse[:, None]).exp_()  # [M, K]
     if valid is None:
         return probs @ values.double(), lse
-    # A weight of 0 does not make NaN vanish: it is for those of M to whom the key is valid.
+    # 0 * NaN is NaN: a NaN value reaches all queries of M for which its key is valid.
     finite = values.isfinite()
     spoilt = valid.float() @ (~finite).float() > 0  # [M, D]
     out = probs.masked_fill_(~valid, 0) @ values.double().masked_fill(~finite, 0)
@@ -166,8 +166,8 @@ def _refine_small(
 ) -> None:
     """Compute again, from float64 products, the rows with an LSE near 0.
 
-    For bfloat16 the flash kernel takes exponentials with a relative error of 3e-5, which all of
-    them share: out does not feel it, and neither does an LSE that is not small.
+    For bfloat16 the flash kernel's exponentials share a relative error of 3e-5. It cancels out in
+    out, and it is below the rounding of an LSE that is not small.
     """
     for row in (lse.abs() < SMALL_LSE).any(-1).nonzero()[:, 0].tolist():
         lse[row] = _logits(q[row], keys[row], _of_row(valid, row), softmax_scale).logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Properties of a device that launchers need, cached: a query of torch takes microseconds."""
+"""Properties of a device for launchers, cached: torch takes microseconds per query."""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Device(NamedTuple):
-    """Properties of a GPU; the defaults are those of Triton's interpreter on the CPU.
+    """Properties of a GPU; the defaults describe Triton's interpreter on the CPU.
 
     Args:
         multiprocessors: number of multiprocessors.

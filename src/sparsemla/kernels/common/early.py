@@ -17,12 +17,12 @@ RESIDENT = 16
 
 
 def begins_early(device: torch.device, num_programs: int = 0) -> dict[str, bool]:
-    """Launch options of a kernel with a constant ``EARLY`` that calls both functions below.
+    """Launch options for a kernel that has a constant ``EARLY`` and calls both functions below.
 
     Args:
         device: the GPU.
         num_programs: the grid of a kernel of one-warp programs. If they do not all fit on the GPU
-            at once, the next kernel cannot begin before the last of them has, and letting it begin
+            at once, the next kernel cannot begin before the last program has, and the permission
             halves the rate at which programs start; such a kernel is launched without overlap.
     """
     found = describe(device)

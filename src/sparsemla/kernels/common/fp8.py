@@ -1,4 +1,4 @@
-"""e4m3 and power-of-two scales in Triton, on hardware that has them and on hardware that has not.
+"""e4m3 and power-of-two scales in Triton, with and without hardware support.
 
 Kernels get e4m3 and e8m0 tensors as uint8 pointers, because a GPU before sm_89 has no fp8 type.
 """
@@ -30,7 +30,7 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
     """float32 values of uint8 e4m3 codes, exact."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    # The bits are those of a float16 whose exponent bias is 15 instead of 7.
+    # Read the bits as float16: its exponent bias is 15 instead of 7.
     bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 7)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -51,7 +51,7 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
     # Normal values (at least 2^-6): keep 3 mantissa bits, rounded to nearest even; a carry runs
     # into the exponent as it should.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below that the step is 2^-9; adding 2^14 leaves the rounded multiple in the low mantissa bits.
+    # Subnormals are multiples of 2^-9; adding 2^14 leaves the multiple in the low mantissa bits.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(magnitude >= 0x3C800000, normal, subnormal)
@@ -68,7 +68,7 @@ def decode_e8m0(code):
 
 @triton.jit
 def ceil_pow2(x):
-    """Smallest power of two that is not below a positive float32."""
+    """The smallest power of two at or above a positive float32."""
     bits = x.to(tl.uint32, bitcast=True)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
     return (exponent << 23).to(tl.float32, bitcast=True)

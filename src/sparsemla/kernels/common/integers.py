@@ -1,6 +1,6 @@
 """Integers of launchers.
 
-Triton has functions of these names for kernels; on the host a call of one takes microseconds.
+Triton's functions of these names take microseconds per call on the host.
 """
 
 
@@ -10,5 +10,5 @@ def cdiv(x: int, y: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below ``n``; 0 for 0."""
+    """The smallest power of two at or above ``n``; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0

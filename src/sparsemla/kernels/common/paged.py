@@ -72,10 +72,10 @@ def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layo
 
 
 def block_of(dim: int) -> int:
-    """Width of the tile that holds ``dim`` dims: a power of two that a matrix product takes."""
+    """Width of a tile for ``dim`` dims: a power of two that an MMA takes."""
     return max(next_power_of_2(dim), 16)
 
 
 def page_and_row(view: Tensor | None) -> tuple[int, ...]:
-    """Strides between pages and between rows of a part of a cache, in elements; 0 without it."""
+    """Strides of pages and rows in a field of a cache, in elements; 0 if there is no field."""
     return (0, 0) if view is None else view.stride()[:2]

@@ -1,4 +1,4 @@
-"""How a family of kernels registers: its ops, their kernels, and each kernel's refusals."""
+"""The registration of a family of kernels: its ops, their kernels, and each kernel's refusals."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Launch = Callable[..., object]
 
 @dataclass(frozen=True)
 class Problem:
-    """What dispatch looks at. It never looks at a tensor's values.
+    """The properties of a call by which dispatch chooses; it never looks at a tensor's values.
 
     Args:
         op: the op's name.
         device: ``cpu`` or ``cuda``.
         capability: CUDA compute capability, None on a CPU.
         dtype: dtype of the op's first tensor.
-        cache_format: name of the cache's format, or None where the op takes no cache.
-        num_heads: query or indexer heads, 0 where there are none.
-        topk: width of the selection, 0 where there is none.
+        cache_format: name of the cache's format, or None if the op takes no cache.
+        num_heads: query or indexer heads, 0 for ops without heads.
+        topk: width of the selection, 0 without one.
         extra_format: name of the second cache's format, or None without one.
         aligned: whether rows of queries and keys start at multiples of 16 bytes.
         head_dim: dims of an indexer head, 0 for other ops.
-        page_size: of the cache of an indexer's keys, 0 for other ops.
-        out_dtype: dtype of the result, None for the only one that the op has.
+        page_size: page size of the indexer cache, 0 for other ops.
+        out_dtype: dtype of the result, None if the op has no choice.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """The sizes of a decode, from which a kernel chooses its schedule.
+    """The sizes of a decode; a kernel chooses its schedule by them.
 
     Args:
         batch: requests.
@@ -56,7 +56,7 @@ class DecodeWork:
         num_heads: query heads.
         num_keys: most keys that a query token attends to.
         format: the cache's format.
-        multiprocessors: of the GPU, 0 on a CPU.
+        multiprocessors: number of the GPU's multiprocessors, 0 on a CPU.
     """
 
     batch: int
@@ -77,17 +77,17 @@ Schedule = tuple[int, ...]
 
 
 def no_refusal(problem: Problem) -> str | None:
-    """Of a kernel that takes every problem of its tier."""
+    """No refusal: for kernels that take every problem of their tier."""
     return None
 
 
 def one_split(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """The schedule of a kernel that never splits keys."""
+    """The schedule of kernels that never split keys."""
     return (1,)
 
 
 def never_converts(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:
-    """Of a kernel that nobody measured over converted rows."""
+    """False: for kernels without a measurement over converted rows."""
     return False
 
 
@@ -100,7 +100,7 @@ class Kernel:
         load: returns the launcher, which takes the arguments of the op's operator by name and
             writes the outputs in place. Loading imports Triton, so it happens at the first call.
         refuse: why the kernel does not take a problem of its tier, or None.
-        schedule: how a decode is split, given the count that its caller asks for, or None.
+        schedule: the schedule of a decode, given the caller's ``num_splits`` or None.
         converts_first: whether the kernel is faster after its caller has converted the rows of a
             quantised cache to bfloat16; see :func:`sparsemla.dispatch.converts_first`.
     """
@@ -118,8 +118,8 @@ class Op:
 
     Args:
         outputs: the arguments that the op writes.
-        kernels: its implementations; tiers decide which is preferred.
-        only_kernels: arguments that say how to compute, which the definition does not take.
+        kernels: its implementations; the order of tiers decides between them.
+        only_kernels: arguments of the kernels that the definition lacks, such as a workspace.
         dtype: usual dtype of the first tensor.
     """
 

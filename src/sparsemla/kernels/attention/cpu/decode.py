@@ -86,7 +86,7 @@ def dense_decode(
 def _page_keys(
     cache: PagedCache, page_table: Tensor, request: int, part: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Keys ``[1, n, D]`` of some positions, and which exist ``[1, n]``, None if all do."""
+    """Keys ``[1, n, D]`` of some positions, and whether they exist ``[1, n]``, None if all do."""
     positions = torch.arange(part.start, part.stop)
     requests = torch.full_like(positions, request)
     slots = slots_of(page_table, requests, positions, cache.page_size)

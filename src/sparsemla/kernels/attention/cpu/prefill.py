@@ -47,7 +47,7 @@ def dense_prefill(
         keys, values = _pad_alike(k[start:stop].to(dtype), v[start:stop].to(dtype))
         for rows in cpu.blocks(last - first, cpu.WORKSPACE_BYTES // (4 * max(stop - start, 1))):
             at = slice(first + rows.start, first + rows.stop)
-            ahead = stop - start - (last - first)  # query i sees the keys up to ahead + i
+            ahead = stop - start - (last - first)  # query i sees keys up to ahead + i
             seen = min(ahead + rows.stop, stop - start) if causal else stop - start
             if seen <= 0:
                 continue

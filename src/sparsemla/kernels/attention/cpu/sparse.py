@@ -1,4 +1,4 @@
-"""Attention of query rows over their own selection of cache rows, on the CPU."""
+"""Attention of query rows over their selections of cache rows, on the CPU."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ FLASH_KEYS = 512
 """Keys that torch's flash kernel takes at a time."""
 
 FLASH_HEADS = 32
-"""Heads of a row, at most, that the flash kernel does not share out to several threads."""
+"""Most heads of a row that the flash kernel computes on a single thread."""
 
 HEAD_STEP, DIM_STEP = 16, 32
-"""Heads and dims come in multiples of this: then all buffers begin at multiples of 64 bytes."""
+"""Heads and dims are padded to multiples of this, so that buffers are aligned to 64 bytes."""
 
 
 class Stream(NamedTuple):
@@ -35,10 +35,10 @@ def sparse_attention(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Attend ``q [R, H, D]`` to the union of the streams; write ``out [R, H, V]`` and the rest.
+    """Attend ``q [R, H, D]`` to the union of the streams; write ``out [R, H, V]``, LSE and maximum.
 
-    Rows of a quantised cache are dequantised once for a block of query rows, however many of them
-    selected it; then each row's keys are gathered once for all its heads.
+    Rows of a quantised cache are dequantised once per block of query rows, even if several of them
+    select the same row; then each query row's keys are gathered once for all its heads.
     """
     dtype = torch.bfloat16 if q.dtype == out.dtype == torch.bfloat16 else torch.float32
     width = sum(stream.slots.shape[1] for stream in streams)
@@ -64,12 +64,12 @@ def sparse_attention(
 def _attend(
     q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`cpu.attend` with bits that do not depend on how many rows there are.
+    """:func:`cpu.attend` with bits that do not depend on the number of rows.
 
-    Products of matrices cut their sums by where their operands begin and by how many threads they
-    get. So rows, and the flash kernel's buffers of each thread, are padded to multiples of 64
-    bytes. And no row is computed alone: the kernel gives a thread to each of several rows, but a
-    single one runs on the caller's thread, where its products take all.
+    The order of additions in a GEMM depends on the alignment of its operands and on its number of
+    threads. So rows, and the flash kernel's buffers per thread, are padded to multiples of 64
+    bytes. And no row is computed alone: the kernel gives each of several rows one thread, but a
+    single row runs on the caller's thread, where GEMMs use all threads.
     """
     (num_rows, num_heads, head_dim), pad = q.shape, torch.nn.functional.pad
     if head_dim % DIM_STEP:
@@ -84,10 +84,10 @@ def _attend(
 
 
 class _Source(NamedTuple):
-    """bfloat16 rows, and where in them each entry of a selection stands.
+    """bfloat16 rows, and the index of each entry of a selection among them.
 
-    ``valid`` is None if every entry counts. ``buffer`` holds the gathered keys: memory that is
-    touched for the first time costs as much as the gathering.
+    ``valid`` is None if every entry is valid. ``buffer`` holds the gathered keys and is reused,
+    because the first touch of new memory costs as much as the gathering.
     """
 
     rows: Tensor
@@ -114,10 +114,10 @@ class _Source(NamedTuple):
         return _Source(read, where, None if valid.all() else valid, buffer)
 
     def gather(self, rows: slice, *, cut_tail: bool) -> tuple[Tensor, Tensor]:
-        """Keys ``[R, K, D]`` and which are valid ``[R, K]``, without a tail that is dead in all.
+        """Keys ``[R, K, D]`` and their validity ``[R, K]``, without a tail invalid in all rows.
 
-        The width that is left is a multiple of the flash kernel's block of keys, so that a row's
-        result does not depend on the rows beside it.
+        The remaining width is a multiple of the flash kernel's block of keys, so that a row's
+        result does not depend on its neighbours.
         """
         where, valid = self.where[rows], torch.ones(1, dtype=torch.bool)
         if self.valid is not None:
@@ -136,8 +136,8 @@ class _Source(NamedTuple):
 
 
 def _gather(sources: list[_Source], rows: slice) -> tuple[Tensor, Tensor | None]:
-    """Keys ``[R, K, D]`` of all sources and which are valid ``[R, K]``, None if all are."""
-    # With another stream behind it, a tail stays: rows behind the tail must not move.
+    """Keys ``[R, K, D]`` of all sources and their validity ``[R, K]``, None if all are valid."""
+    # A tail before another stream stays, so that the other stream's keys do not move.
     last = sources[-1]
     gathered = [source.gather(rows, cut_tail=source is last) for source in sources]
     keys, valids = zip(*gathered, strict=True)

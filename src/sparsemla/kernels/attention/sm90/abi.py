@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class QueryRows(NamedTuple):
-    """How query rows are numbered. The rows of a *group* share their keys.
+    """The numbering of query rows. The rows of a *group* share their keys.
 
     With selected keys, a group is the heads of one token, and a request has ``group_tokens``
-    groups. Where a request attends to all of its keys, its tokens and heads are one group.
+    groups. In dense attention, the tokens and heads of a request are one group.
     """
 
     num_heads: int
@@ -30,14 +30,14 @@ class KeyList(NamedTuple):
     keys_token: int
     num_keys: int
     lengths: Tensor | None
-    """How many keys of a request count, or None for all."""
+    """Number of valid keys of each request, or None for all."""
     num_slots: int
     shift: int = 0
     """Distance of a second cache from the first, in words; see :mod:`.fp8`."""
 
 
 class Results(NamedTuple):
-    """Outputs, and the sinks, which are applied to them. Strides are in elements."""
+    """Outputs, and the sinks that the kernel applies. Strides are in elements."""
 
     out: Tensor
     out_split: int

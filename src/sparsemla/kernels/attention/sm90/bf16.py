@@ -1,12 +1,12 @@
 """Attention on Hopper over bfloat16 rows, for 64 query rows that share their keys.
 
-The schedule is FlashMLA's for dense decode, for all of sparse and dense, prefill and decode: a
+Sparse and dense attention, prefill and decode all use the schedule of FlashMLA's dense decode: a
 persistent CTA of two consumer warpgroups and a producer warpgroup. O has 64 x 512 float32, which is
 more than the registers of one warpgroup, so *left* accumulates its left 256 columns and *right* its
-right 256. Keys come in pairs of blocks of 64: left computes S and P of the even block, right those
-of the odd one, and each hands its P to the other through shared memory. While one warpgroup runs
-its softmax, the other one's MMAs keep the tensor cores busy. m passes from left to right within a
-pair and back, so each block costs one rescale per half of O.
+right 256. Keys come in pairs of blocks of 64: left computes S and P of the even block, right
+computes S and P of the odd block, and each hands its P to the other through shared memory. While
+one warpgroup runs its softmax, the other one's MMAs keep the tensor cores busy. m passes from left
+to right within a pair and back, so each block costs one rescale per half of O.
 
 Time line of a pair (even block 0, odd block 1; O_l, V_l and O_r, V_r are halves of O and V):
 
@@ -20,14 +20,14 @@ Barriers (one each; L and R are the halves of a block's 512 value dims):
     barrier        arrivals             waits       guards
     FULL_0L .. 1R  128 copies' threads  both        a half of a block has arrived
     EMPTY_0L .. 1R 1, its last reader   producer    a half of a block may be overwritten
-    VALID_0, 1     1, producer          left; right which keys of a block count
+    VALID_0, 1     1, producer          left; right validity of a block's keys
     M_0            1, left              right       m after the even block
     M_1            1, right             left        m after the odd block
-    P_0; P_1       1, left; right       right; left P of a block, where the block's RoPE dims were
+    P_0; P_1       1, left; right       right; left P of a block, stored over its RoPE dims
     ROW_SUMS       2, both              both        l of both halves, at the end of a tile
     Q_FULL         128 copies' threads  both        the tile's queries
     Q_EMPTY        2, both              producer    the last QK MMA of the tile is done
-    KEY_RANGE      1, producer          both        how many keys the tile has, and where they begin
+    KEY_RANGE      1, producer          both        number of the tile's pairs, and its first key
 
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
 way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
@@ -120,14 +120,14 @@ class SharedMemory(NamedTuple):
     """Block ``b`` of a pair, 0 or 1, is the first index of keys and of ``valid``."""
 
     q: object  # [2, 64, 256] left and right half of the queries
-    q_rope: object  # [64, 64] their dims behind the value's
+    q_rope: object  # [64, 64] RoPE dims of the queries
     kv_left: object  # [2, 64, 256] left half of the keys, which are the values too
     kv_right: object  # [2, 64, 256] right half
-    k_rope: object  # [2, 64, 64] dims behind the value's, then P of the block
+    k_rope: object  # [2, 64, 64] RoPE dims of the keys, then P of the block
     m: object  # [64] the running maximum on its way between the warpgroups
     l: object  # [2, 64] each warpgroup's sum of P, at the end of a tile
-    valid: object  # [2, 64] which keys count
-    limits: object  # [64] how many keys each query row sees, under a causal mask
+    valid: object  # [2, 64] validity of the keys
+    limits: object  # [64] number of keys that each query row sees under a causal mask
     key_range: object  # [2, 1] pairs of blocks, first key
     bar: object  # the barriers
 
@@ -157,7 +157,7 @@ def load_key_range(smem, turn):
 
 @gluon.jit
 def store_key_range(smem, first, last):
-    """Store what :func:`load_key_range` loads; returns the number of pairs."""
+    """Store the range for :func:`load_key_range`; returns the number of pairs."""
     # At least one: a loop that may be skipped makes the compiler serialise the MMAs.
     num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
     smem.key_range.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
@@ -191,7 +191,7 @@ def rescale(x, alpha):
 
 @gluon.jit
 def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
-    """Base-2 scores of a block, -inf of keys that do not count."""
+    """Base-2 scores of a block, -inf for invalid and masked keys."""
     seen = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :] != 0
     if CAUSAL:
         keys = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
@@ -265,7 +265,7 @@ def consumer_left(
         next1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
         phase = phase ^ 1
         i += 1
-        # S of the next pair, which may be of the next tile. After the last pair of all, these MMAs
+        # S of the next pair, possibly of the next tile. After the very last pair, these MMAs
         # read stale keys and nothing reads S.
         done = i == num_pairs
         more = tile + gl.num_programs(0) < num_tiles
@@ -429,7 +429,7 @@ def load_keys(keys, at, last, L: gl.constexpr, PAGED: gl.constexpr):
 
 @gluon.jit
 def key_rows(rows, key, at, L: gl.constexpr, PAGED: gl.constexpr):
-    """Offsets of the keys' rows, in elements, and which keys count."""
+    """Offsets of the keys' rows, in elements, and the keys' validity."""
     key = key.to(gl.int64)
     if PAGED:
         page = key
@@ -491,7 +491,7 @@ def load_page(rows, keys, at, last, L: gl.constexpr):
 def copy_half_block(
     pages, page, row, half, rope, empty, full, phase, START: gl.constexpr, ROPE: gl.constexpr
 ):
-    """Copy half of a block once it is empty, with one half the RoPE dims; zeros without a page.
+    """Copy half of a block once it is empty, with ROPE also the RoPE dims; zeros without a page.
 
     The phase needs 128 arrivals, so it cannot end before all bytes are expected.
     """
@@ -532,7 +532,7 @@ def prefetch_blocks(rows, page_0, page_1, at, shape, L: gl.constexpr):
 def copy_paged_blocks(
     rows, pages, keys, first, last, shape, smem, phase, L: gl.constexpr, ROPE: gl.constexpr
 ):
-    """Copy the pairs whose 128 keys all exist, each block from one page, by TMA."""
+    """Copy the pairs of 128 existing keys by TMA, each block from one page."""
     ones = gl.full([64], 1, gl.int8, COPY_ROWS)
     at = first
     page_0 = load_page(rows, keys, at, last, L)
@@ -574,7 +574,7 @@ def producer(
     num_tiles, q, q_request, q_token, q_head, rows, pages, stream, shape, smem,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Copy the queries and keys of the CTA's tiles, each part once its place is empty."""
+    """Copy the queries and keys of the CTA's tiles, each half block once its stage is empty."""
     phase = 1
     turn = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -597,7 +597,7 @@ def producer(
                 rows, pages, keys, first, last, shape, smem, phase, L, ROPE,
             )  # fmt: skip
             if (at < last) | (at == first):
-                # Rows behind the last key may hold NaN: the last pair is copied row by row.
+                # Rows after the last key may hold NaN, so the last pair is copied row by row.
                 rest_at = at + gl.arange(0, 64, COPY_ROWS)
                 key_0 = load_keys(keys, rest_at, last, L, PAGED)
                 key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
@@ -613,7 +613,7 @@ def producer(
                 rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
             )  # fmt: skip
             phase = phase ^ 1
-            # While the first pair is on its way, find the end of the list's valid slots.
+            # Find the end of the list's valid slots during the copy of the first pair.
             if not PAGED:
                 last = end_of_valid_slots(keys, first, last, rows.num_slots, 2048)
             num_pairs = store_key_range(smem, first, last)
@@ -631,7 +631,7 @@ def producer(
 
 @gluon.constexpr_function
 def arrivals(b):
-    """Arrivals that a barrier waits for; a thread's copies arrive when they have landed."""
+    """Number of arrivals of a barrier's phase; a thread's copies arrive when they have landed."""
     if b < EMPTY_0L.value or b == Q_FULL.value:
         return 128
     return 2 if b in (ROW_SUMS.value, Q_EMPTY.value) else 1
@@ -651,7 +651,7 @@ def _attend(
     Args:
         pages: a TMA descriptor of the cache if every block lies within a page, or None.
         L: the cache's layout.
-        PAGED: the keys are those of a request, found through its page table.
+        PAGED: a group attends to all keys of its request, through the page table.
         CAUSAL: a query token sees no later keys.
         MIXED: tiles hold rows of several tokens, which see different numbers of keys.
     """
@@ -707,8 +707,8 @@ def launch(
         q_strides: of a request, a token and a head, in elements.
         cache: bfloat16 rows.
         stream: the keys of each group.
-        results: where results go.
-        shape: how the query rows are numbered.
+        results: the outputs.
+        shape: the numbering of the query rows.
         softmax_scale: factor of the scores.
         num_groups: groups of query rows that share keys.
         paged: ``stream`` is a page table.

@@ -2,9 +2,8 @@
 
 A CTA attends to one split of the keys of one group of query rows: the heads of a token. Both MMAs
 are transposed (swap-AB), ``S^T = K Q^T`` and ``O^T = V^T P^T``. Keys and value dims lie on M; the
-rows lie on N, where they are padded to 16 or 32, and not to the 64 that M would take. The cache
-serves as K and V at once: the QK MMA reads a tile as [keys, dims], the PV MMA reads the same bytes
-transposed.
+rows lie on N, padded to 16 or 32; on M they would be padded to 64. The cache serves as K and V at
+once: the QK MMA reads a tile as [keys, dims], the PV MMA reads the same bytes transposed.
 
 Two consumer warpgroups take alternate tiles of 64 keys. Each has its own m, l and O, so nothing
 orders them in the loop: the softmax of one runs under the MMAs of the other. After the last tile
@@ -19,7 +18,7 @@ last MMA that reads it is done::
     consumer 1          QK i+1   softmax i+1   PV i+1   QK i+3   softmax i+3   PV i+3
 
 ========  ======  =================================  =============  ================================
-barrier   number  arrivals                           who waits      what it guards
+barrier   number  arrivals                           waits          guards
 ========  ======  =================================  =============  ================================
 full      2 x 3   128: each producer thread, when    the consumer   a piece of the consumer's stage
                   its copies of the piece have
@@ -238,7 +237,7 @@ def attend(
     CONSUMER: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """m, l and both halves of O over every other tile, from ``CONSUMER`` on."""
+    """m, l and both halves of O over every second tile, from ``CONSUMER`` on."""
     m = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
     l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
     acc_left = gl.zeros([256, N], gl.float32, ACC)
@@ -276,7 +275,7 @@ def consumer(
     N: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    """One of two consumer warpgroups: attend to every other tile, then merge with the other."""
+    """One of two consumer warpgroups: attend to every second tile, then merge with the other."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     m, l, acc_left, acc_right = attend(keys, scale_log2, memory, L, N, CONSUMER, ACC)

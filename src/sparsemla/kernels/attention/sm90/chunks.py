@@ -19,9 +19,9 @@ COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 CODES_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
 BF16_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_BF16))
 
-# Registers of a chunk, keys by dims. A thread holds 4 neighbouring dims of each 16, of two keys: as
-# many as one k-step of an MMA takes from it. When O leaves in this order, a thread stores 16 bytes
-# of float32 beside those of three other threads.
+# Registers of a chunk, keys by dims. A thread holds 4 neighbouring dims of each 16 for two keys,
+# as many as it contributes to one k-step of an MMA. When O is stored in this order, four threads
+# store 16 adjacent bytes of float32 each.
 CHUNK_128 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64]],
@@ -79,10 +79,10 @@ def chunk_width(fp8_dim, start):
 
 @gluon.jit
 def permute_to_operand(x, WIDTH: gl.constexpr):
-    """Permute dims so that they already lie where an MMA expects its A operand.
+    """Permute dims to the order of an MMA's A operand.
 
     A thread holds a neighbouring quarter of each ``WIDTH`` dims (16 in :data:`CHUNK_128` and
-    :data:`CHUNK_64`). The MMA wants pairs of dims from it, 8 apart within each 16. Both operands of
+    :data:`CHUNK_64`). The MMA takes pairs of dims, 8 apart within each 16. Both operands of
     an MMA are permuted alike, so that its result does not change and no register moves.
     """
     BLOCKS: gl.constexpr = x.shape[1] // WIDTH

@@ -38,7 +38,7 @@ def sparse_decode(
     outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     whole = outs, lses
     if tiled and tiled[0] < 64:
-        # A request has one token: its tiles of heads are like tokens that share a list.
+        # A request has one token: its tiles of heads take the place of tokens that share a list.
         (head_tile,) = tiled
         tiles = q.shape[2] // head_tile
         q = q.squeeze(1).unflatten(1, (tiles, head_tile))
@@ -82,7 +82,7 @@ def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyLi
 
 
 def _results(outs: Tensor, lses: Tensor, attn_sink: Tensor | None, num_splits: int) -> Results:
-    """Partial results; the sink is part of the merge, if there is one."""
+    """Outputs of the kernel; with several splits, the merge applies the sink."""
     sink = attn_sink if num_splits == 1 else None
     return Results(outs, *outs.stride()[:4], lses, *lses.stride()[:3], None, 0, sink)
 

@@ -2,7 +2,7 @@
 
 A persistent CTA takes one tile of 64 query rows after the other and walks the tile's keys in blocks
 of 64. Every key is dequantised once, to bfloat16 in shared memory, where the QK MMA and the PV MMA
-both read it. Four warpgroups share the work, and the 512 registers of four threads, one of each:
+both read it. Four warpgroups share the work and 512 registers, counted for one thread of each:
 
     producer    32       copies rows as the cache stores them, in chunks of 128 bytes
     QK         144       computes S, m, l and P, with half of Q in 64 registers
@@ -12,9 +12,9 @@ both read it. Four warpgroups share the work, and the 512 registers of four thre
 The PV warpgroups dequantise two blocks ahead of their MMAs, across the ends of tiles: the first
 blocks of the next tile are dequantised under the last MMAs of this one. So the running number of a
 block over all tiles of the CTA, its *step*, determines its stages and the phases of its barriers;
-*turn* is the running number of a tile. The PV loop starts two steps early, so that only one place
-in the code dequantises: instructions past the first 64 KB stall a launch that finds the caches
-cold, and the kernel has 73 KB, or 84 with an extra stream.
+*turn* is the running number of a tile. The PV loop starts two steps early, so that the code
+dequantises in one place only: instructions past the first 64 KB stall a launch with cold
+caches, and the kernel has 73 KB, or 84 with an extra stream.
 
 Time line of a step in cycles, at batch 128 and 128 heads; PV 1 does the same as PV 0:
 
@@ -24,9 +24,9 @@ Time line of a step in cycles, at batch 128 and 128 heads; PV 1 does the same as
     PV 0      O += P V of block n     | dequantise half of block n + 2    | wait
 
 Both MMAs start together and share the tensor cores, which are idle during the second half of the
-step. What bounds the kernel: two dequantised blocks are all that fits beside Q, so a block has two
-steps for 2100 cycles of dequantisation, 2150 of S, 1700 of P and 2000 of O, each stretched by the
-others. The MMAs alone need 2176 cycles a step, shared memory 3200.
+step. The kernel is bound by shared memory: only two dequantised blocks fit beside Q, so a block has
+two steps for 2100 cycles of dequantisation, 2150 of S, 1700 of P and 2000 of O, each stretched by
+the others. The MMAs alone need 2176 cycles a step, accesses to shared memory 3200.
 
 Barriers. A chunk of value dims has one stage; RoPE dims that are kept as bfloat16 have two:
 
@@ -161,8 +161,8 @@ class RowLayout(NamedTuple):
 
     All parts of a row are addressed from its codes, as the producer has no registers for a pointer
     to each part. ``strides`` are in words of four codes, ``scales_strides`` and ``scales_at`` in
-    scales, ``tail_at``, where the bfloat16 dims begin, in bfloat16 elements. Dims past the 512 of
-    the value are RoPE dims: ``rope_fp8`` and ``rope_bf16`` say how the cache keeps them, if any.
+    scales, ``tail_at``, the start of the bfloat16 dims, in bfloat16 elements. Dims past the 512 of
+    the value are RoPE dims: e4m3 if ``rope_fp8``, bfloat16 if ``rope_bf16``.
     """
 
     head_dim: int
@@ -181,9 +181,9 @@ class RowLayout(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks ``first .. last`` of a split; those of the extra stream follow those of the main one.
+    """Blocks ``first .. last`` of a split: first of the main stream, then of the extra stream.
 
-    ``main_end`` and ``extra_end``: where the split's part of each list of keys ends.
+    ``main_end`` and ``extra_end``: ends of the split's part in each list of keys.
     """
 
     main_keys: object
@@ -198,7 +198,7 @@ class KeyBlocks(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The first index is the stage; ``4 * 2`` is 2 entries a stage."""
 
-    limits: object  # [4, 64] by turn: how many keys each row sees; producer -> QK
+    limits: object  # [4, 64] by turn: number of keys that each row sees; producer -> QK
     key_range: object  # [4 * 2, 1] by turn: number of blocks, first key; producer -> all others
     q_high: object  # [1, 64, 256] dims 256 to 511 of Q; QK -> QK
     kv: object  # [2 * 2, 64, 256] left and right half of a dequantised block; PV -> QK, PV
@@ -206,7 +206,7 @@ class SharedMemory(NamedTuple):
     raw: object  # [chunks, 64, 128] bytes of value dims, one stage a chunk; producer -> PV
     raw_rope: object  # [1 or 2, 64, 64 or 128] bytes of RoPE dims; producer -> PV 0 or QK
     scales: object  # [2, words, 64] scales of a block's keys; producer -> PV
-    valid: object  # [4, 64] which keys of a block are valid; producer -> QK
+    valid: object  # [4, 64] validity of a block's keys; producer -> QK
     alpha: object  # [64] the factors that rescale O; QK -> PV
     inv_l: object  # [2, 64] by turn: 1 / l; QK -> PV
     full: object  # the barriers FULL
@@ -249,7 +249,7 @@ def load_block_slots(
 
 @gluon.jit
 def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
-    """Find the blocks of a tile's split, and store how many keys each row sees."""
+    """Find the blocks of a tile's split, and store the number of keys that each row sees."""
     begin, split, request, token = locate_tile(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
     end = store_key_limits(limits, main, shape, begin, request, CAUSAL)
@@ -261,7 +261,7 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
     else:
         extra_keys = extra.keys + request * extra.keys_request + token * extra.keys_token
         extra_end = store_key_limits(limits, extra, shape, begin, request, False)
-        # Triton 3.6 fails where the list is known to be one block, as a width of 1 is.
+        # Triton 3.6 fails if a list of one block is a constant, as for a width of 1.
         num_blocks += opaque_zero(split)
         total = num_blocks + gl.cdiv(extra_end, 64)
     blocks = gl.cdiv(total, shape.num_splits)
@@ -352,7 +352,7 @@ def stream_scale_offsets(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.cons
 
 @gluon.constexpr_function
 def num_value_chunks(fp8_dim, head_dim):
-    """Number of chunks of value dims. RoPE dims, if there are any, are the chunk after these."""
+    """Number of chunks of value dims; the next chunk has the RoPE dims, if there are any."""
     return sum(chunk_start(fp8_dim, c) < 512 for c in range(num_chunks(fp8_dim, head_dim)))
 
 
@@ -365,7 +365,7 @@ def value_chunks(fp8_dim, head_dim, half):
 
 @gluon.constexpr_function
 def copy_order(fp8_dim, head_dim):
-    """Chunks in the order of their copies: those of both halves in turn, RoPE dims last."""
+    """Chunks in the order of their copies: chunks of both halves in turn, RoPE dims last."""
     halves = [value_chunks(fp8_dim, head_dim, half) for half in range(2)]
     turns = [chunk for turn in zip_longest(*halves) for chunk in turn if chunk is not None]
     return tuple(turns) + tuple(range(len(turns), num_chunks(fp8_dim, head_dim)))
@@ -449,14 +449,14 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
 
 @gluon.jit
 def copy_block(step, slots, is_extra, rows, extra, smem, L: gl.constexpr, EXTRA: gl.constexpr):
-    """Copy a block of keys chunk by chunk, and store which keys are valid."""
+    """Copy a block of keys chunk by chunk, and store the keys' validity."""
     ORDER: gl.constexpr = copy_order(L.fp8_dim, L.head_dim)
     valid = slots >= 0
     first = stream_code_offsets(slots, extra, is_extra, L, EXTRA)
     smem.valid.index(step % VALID_STAGES).store(valid.to(gl.int8))
     mbarrier.arrive(smem.bar.index(VALID + step % VALID_STAGES), count=1)
     if L.scale_block > 0:
-        # Overwrites the scales of step - 2, all of whose chunks have been released.
+        # Overwrites the scales of step - 2: all chunks of that step have been released.
         copy_scales(smem.scales.index(step % 2), rows, slots, is_extra, extra, L, EXTRA)
     for j in gl.static_range(len(ORDER)):
         copy_chunk(step, smem, rows, first, valid, ORDER[j], L)
@@ -467,7 +467,7 @@ def producer(
     num_tiles, rows, main, extra, shape, smem,
     L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that copies keys."""
+    """The producer warpgroup: it copies keys."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
@@ -476,7 +476,7 @@ def producer(
         first = blocks.first
         slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED)
         copy_block(step, slots, first >= blocks.num_main, rows, extra, smem, L, EXTRA)
-        # Find the last valid key while the first block is on its way. Each tile has a block, as
+        # Find the last valid key during the copy of the first block. Each tile has a block, because
         # the compiler serialises the MMAs of a loop that may be skipped.
         last = end_of_valid_blocks(blocks, main, extra, EXTRA, PAGED)
         last = gl.maximum(last, first + 1)
@@ -583,7 +583,7 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
         keys = view_bf16(stages, rope_stage).permute((1, 0))
         s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
     mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)
-    # For the stores of the PV warpgroups. A fence here costs less than one beside their stores.
+    # Covers the stores of the PV warpgroups. A fence here costs less than in their code.
     fence_async_shared()
     keys = low.slice(0, 128, dim=1).permute((1, 0))
     s = warpgroup_mma(q0, keys, s, use_acc=L.rope_bf16, is_async=True)
@@ -616,7 +616,7 @@ def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
 
 @gluon.jit
 def update_m(m, s, max_logits):
-    """The next m of each row, which may lag as long as ``max_logits`` are not wanted."""
+    """The next m of each row, which may lag unless the caller wants ``max_logits``."""
     # Pairs first: a shorter chain of maxima.
     top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
     top = gl.convert_layout(gl.max(top, 1), S_ROWS)
@@ -664,7 +664,7 @@ def qk_consumer(
     num_tiles, queries, shape, results, smem, scale_log2,
     L: gl.constexpr, MIXED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that computes S and P."""
+    """The QK warpgroup: it computes S and P."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
@@ -779,7 +779,7 @@ def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def rescale(acc0, acc1, smem):
-    """Rescale O where the running maximum of any row rose."""
+    """Rescale O if the running maximum of any row rose."""
     if gl.max((smem.alpha.load(ROWS_IN_WARP) != 1.0).to(gl.int32), 0) != 0:
         alpha = smem.alpha.load(O_ROWS)[:, None]
         acc0 *= alpha
@@ -832,13 +832,13 @@ def store_out(
 def pv_consumer(
     num_tiles, shape, results, smem, L: gl.constexpr, TOKENS: gl.constexpr, HALF: gl.constexpr
 ):
-    """A warpgroup that dequantises a half of the value dims and accumulates that half of O.
+    """A PV warpgroup: it dequantises half of the value dims and accumulates the same half of O.
 
     Dequantisation is two steps ahead of the MMA, across the ends of tiles. The first tile has two
     extra iterations in front, which only dequantise.
     """
     step = -2
-    # The tile whose blocks are being dequantised: blocks that are left, and its turn.
+    # Dequantisation's own tile: its remaining blocks, and its turn.
     blocks_left = 0
     ahead = -1
     turn = -1
@@ -987,7 +987,7 @@ def launch(
         extra_rows, extra_layout = _arguments(extra_cache)
         distance = extra_rows.words.data_ptr() - rows.words.data_ptr()
         extra = extra._replace(shift=distance // 4)
-    # Up to 16 words of scales a row fit into shared memory beside all else.
+    # Shared memory has room for up to 16 words of scales per row.
     scale_words = triton.next_power_of_2(max(-(-layout.num_scales * layout.scale_bytes // 4), 1))
     _attend_fp8[(min(num_tiles, num_multiprocessors(q.device)),)](
         num_tiles,

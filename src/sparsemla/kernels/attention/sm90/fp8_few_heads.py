@@ -2,7 +2,7 @@
 
 A CTA attends to one split of the keys of one group of query rows: the heads of a token, or all
 rows of a request in dense decode. Both MMAs are transposed (swap-AB), ``S^T = K Q^T`` and
-``O^T = V^T P^T``. Keys and value dims lie on M; the rows lie on N, where they are padded to 16 or
+``O^T = V^T P^T``. Keys and value dims lie on M; the rows lie on N, which is padded to 16 or
 32. Eight consumer warps work on one tile of 128 keys while four producer warps copy the next one,
 in its stored format, to the other of two stages.
 
@@ -33,7 +33,7 @@ Time line, with cycles of a tile for 16 (32) rows at batch 128::
     stage 1     ................ tile i+1 lands ...... full ...........................
 
 =======  ======  ===================================  ============  ===============================
-barrier  number  arrivals                             who waits     what it guards
+barrier  number  arrivals                             waits         guards
 =======  ======  ===================================  ============  ===============================
 full     2       128: each producer thread, when its  all           codes, RoPE dims and scales of
                  copies of the tile have landed       consumers     a stage
@@ -43,7 +43,7 @@ empty    2       1: the consumers, when the tile's    the producer  the same sta
 
 Shared memory for the 656-byte format and 16 rows: codes 128 KiB, RoPE dims 32, Q 18, scales 4, P 4,
 the rest 4; 190 KiB in all. A consumer thread has 232 registers, of which O takes 32 (64), and a
-producer thread 40. docs/performance.md says what bounds the kernel.
+producer thread 40. docs/performance.md has the bound of the kernel.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ COPY_KEYS = gl.constexpr(16)
 """Keys that the producer copies at once."""
 MMA_KEYS = gl.constexpr(16)
 """Keys of a PV MMA: K of one instruction. Consecutive instructions then add to different
-accumulators; one that adds to the accumulators of the one before waits for it."""
+accumulators; with the same accumulators, each would wait for the previous one."""
 P_RANGE = gl.constexpr(32768.0)
 """Upper bound of P as it is stored in float16."""
 
@@ -138,7 +138,7 @@ class SharedMemory(NamedTuple):
     scales: gl.shared_memory_descriptor
     """int32 [STAGES, KEYS, words]: scales as stored. From the producer, to the consumers."""
     starts: gl.shared_memory_descriptor
-    """int64 [2, KEYS]: where the e4m3 and bfloat16 parts of rows begin. The producer's own."""
+    """int64 [2, KEYS]: starts of the e4m3 and bfloat16 parts of rows. The producer's own."""
     p: gl.shared_memory_descriptor
     """float16 [1 or 2, KEYS, N]: P times its key's factor and ``P_RANGE``; then, if there are
     bfloat16 value dims, P as bfloat16. By and for the consumers, as all below."""
@@ -147,7 +147,7 @@ class SharedMemory(NamedTuple):
     m: gl.shared_memory_descriptor
     """float32 [N]: running maximum. It is kept here as registers are short."""
     row_factors: gl.shared_memory_descriptor
-    """float32 [N]: the factor of S of each row; after the last tile, that of O."""
+    """float32 [N]: the factor of each row's S; after the last tile, the factor of its O."""
     limits: gl.shared_memory_descriptor
     """int32 [N]: keys that each row may attend to, if causal."""
     full: gl.shared_memory_descriptor
@@ -248,7 +248,7 @@ SCALE_AND_ROUND = gl.constexpr("""{
 
 @triton.constexpr_function
 def block_of(scale_block):
-    """Dims of a block, which one QK MMA takes: as many as share a scale, at most 128."""
+    """Dims of a block, for one QK MMA: the dims that share a scale, at most 128."""
     return 64 if scale_block == 64 else 128
 
 
@@ -273,7 +273,7 @@ def scale_words(fp8_dim, scale_block, itemsize):
 
 @triton.constexpr_function
 def alignment(page, row, itemsize):
-    """Elements, of at most 16 bytes, that the start of each row is a multiple of."""
+    """Alignment of row starts, in elements; at most 16 bytes."""
     return math.gcd(16 // itemsize, page, row)
 
 
@@ -300,7 +300,7 @@ def resolve_slots(entries, at, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
 
 @gluon.jit
 def store_starts(to, page, row, valid, PAGE: gl.constexpr, ROW: gl.constexpr):
-    """Store where rows begin, in the unit of the strides ``PAGE`` and ``ROW``; -1 for no slot."""
+    """Store the starts of rows, in the unit of the strides ``PAGE`` and ``ROW``; -1 for no slot."""
     start = page * PAGE + row * ROW
     reinterpret(to, gl.int64, [KEYS], PLAIN).store(gl.where(valid, start, -1))
 
@@ -416,8 +416,8 @@ def load_k(codes, WIDTH: gl.constexpr, ACC: gl.constexpr):
 def load_v(codes, v_factors, STEP: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
     """``MMA_KEYS`` keys of a tile as the left operand of the PV MMA.
 
-    The instructions that dequantise pair neighbouring keys where neighbouring dims were, so the
-    axes change places.
+    The dequantising instructions put neighbouring keys in the place of neighbouring dims, so the
+    axes are swapped.
     """
     x = codes.slice(STEP * MMA_KEYS, MMA_KEYS, dim=0).load(v_layout())
     if has_v_factors(L.fp8_dim, L.scale_block):
@@ -458,9 +458,9 @@ def bitwise_or(a, b):
 
 @gluon.jit
 def needs_rounding(stage, memory):
-    """Whether a float32 scale of a tile is no power of two.
+    """Whether a float32 scale of a tile is not a power of two.
 
-    Each warp looks at all of them, so that none waits for another.
+    Each warp checks all scales, so that no warp waits for another.
     """
     WORDS: gl.constexpr = memory.scales.shape[2]
     ALL: gl.constexpr = gl.BlockedLayout([WORDS, 4], [1, 32], [1, 8], [1, 0])
@@ -471,7 +471,7 @@ def needs_rounding(stage, memory):
 
 @gluon.jit
 def round_k(x, rows, stage, memory, START: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
-    """Codes times the mantissa of their key's scale, rounded to bfloat16, which float16 holds."""
+    """Codes times the mantissa of their key's scale, rounded to bfloat16; float16 holds these."""
     scale = load_scale(rows, stage, memory, START, L, gl.SliceLayout(1, ACC))
     bits = scale.to(gl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
     mantissa = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
@@ -525,7 +525,7 @@ def qk_mma(rows, stage, zero, memory, ROUND: gl.constexpr, L: gl.constexpr, ACC:
     for b in gl.static_range(BLOCKS):
         next_k = load_k(memory.k.index(stage).slice(b * WIDTH, WIDTH, dim=1), WIDTH, ACC)
         if b > 0 or HAS_ROPE:
-            # ``s`` waits too: the compiler would put the additions off and run out of registers.
+            # ``s`` waits too: the compiler would delay the additions and run out of registers.
             block_s, _, s = warpgroup_mma_wait(0, deps=[in_flight, k, s])
             if b > 0:
                 s += block_s * load_s_factor(rows, stage, memory, (b - 1) * WIDTH, ROUND, L, ACC)
@@ -591,7 +591,7 @@ def bound_scales(rows, stage, memory, L: gl.constexpr, LAYOUT: gl.constexpr):
 def mask_keys(
     entries, at, rows, memory, L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    """Which query rows attend to which of the keys at positions ``at``."""
+    """Mask of the keys at positions ``at`` that each query row attends to."""
     slots = resolve_slots(entries, at, rows.num_slots, L, PAGED)
     seen = is_slot(slots, rows.num_slots)[:, None]
     if CAUSAL:
@@ -677,7 +677,7 @@ def attend(
     LOGITS: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """Attend to the tiles of a stream, which follow ``first_tile`` tiles of another stream."""
+    """Attend to the tiles of a stream, after ``first_tile`` tiles of another stream."""
     rows = keys.rows
     l, max_logit, acc = state
     at = keys.begin + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
@@ -715,7 +715,7 @@ def exponent_of(x):
 
 @gluon.jit
 def store_queries(queries, scale_log2, memory, shape, L: gl.constexpr, N: gl.constexpr):
-    """Store Q as operands of the QK MMA, and the factor that S of each row takes."""
+    """Store Q as operands of the QK MMA, and the factor of each row's S."""
     WIDTH: gl.constexpr = block_of(L.scale_block)
     MIXED: gl.constexpr = L.fp8_dim < L.head_dim
     low = load_queries(queries, shape, 0, 256, N, QUERIES).to(gl.float32)
@@ -725,7 +725,7 @@ def store_queries(queries, scale_log2, memory, shape, L: gl.constexpr, N: gl.con
         ROPE: gl.constexpr = min(L.fp8_dim, 512)
         rope = load_queries(queries, shape, ROPE, 64, N, QUERIES).to(gl.float32)
         exponent = gl.maximum(exponent, exponent_of(rope))
-    # The largest of a row becomes 2^14 to 2^15, as far as float32 has such a factor.
+    # Scale the largest element of a row to 2^14..2^15, if float32 has such a factor.
     up = gl.minimum(268 - exponent, 253)
     factor = (up << 23).to(gl.float32, bitcast=True)[:, None]
     memory.row_factors.store(((254 - up) << 23).to(gl.float32, bitcast=True) * scale_log2)
@@ -757,7 +757,7 @@ def store_out(x, results, shape, START: gl.constexpr, END: gl.constexpr, LAYOUT:
 def store_results(
     l, max_logit, acc, memory, results, shape, L: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr
 ):
-    """Store the LSE, the largest logit and O over l, which the sink is part of."""
+    """Store the LSE, the largest logit and O / l; l includes the sink."""
     ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     m = memory.m.load(PER_ROW)
     l = gl.convert_layout(gl.sum(l, 0), PER_ROW)
@@ -806,7 +806,7 @@ def consumer(
     max_logit = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
     memory.m.store(max_logit)
     l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
-    # O of e4m3 values, and that of bfloat16 values if there are any.
+    # O of the e4m3 dims, and O of the bfloat16 value dims if there are any.
     acc = (gl.zeros([512, N], gl.float32, ACC),)
     if L.fp8_dim < 512:
         acc = (acc[0], gl.zeros([64, N], gl.float32, ACC))
@@ -890,7 +890,7 @@ def _attend_few_heads_fp8(
         extra_entries = entries
         extra_end = 0
         all_extra = 0
-    # Tiles of the extra stream follow those of the main stream.
+    # The main stream's tiles come first, then the extra stream's.
     split, request, _ = group_of_program(shape)
     tiles_per_split = gl.cdiv(all_tiles + all_extra, shape.num_splits)
     begin = split.to(gl.int32) * tiles_per_split
@@ -920,7 +920,7 @@ def _attend_few_heads_fp8(
 
 @functools.cache
 def plan_shared(num_rows: int, fmt: CacheFormat) -> tuple[int, int]:
-    """Padded rows of a CTA, and 32-bit words that the scales of a key take in shared memory."""
+    """Padded rows of a CTA, and 32-bit words of a key's scales in shared memory."""
     words = 1
     if fmt.scale_block:
         words = scale_words(fmt.fp8_dim, fmt.scale_block, fmt.scale_dtype.itemsize)
@@ -944,7 +944,7 @@ def launch(
 ) -> None:
     """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head.
 
-    The caches of both streams have one format.
+    The caches of both streams must have the same format.
     """
     rows, layout = cache_arguments(cache)
     extra_rows, extra_layout = None, None

@@ -27,7 +27,7 @@ class KeyRange(NamedTuple):
     rows: Rows
     """The cache."""
     entries: Tensor
-    """Slots of the keys; or the page table of a request that attends to all of its keys."""
+    """Slots of the keys; or, in dense attention, the page table of a request."""
     begin: int
     """Position of the split's first key."""
     end: int

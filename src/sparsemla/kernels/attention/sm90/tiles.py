@@ -30,7 +30,7 @@ def locate_tile(tile, shape):
 
 @gluon.jit
 def rows_of_tile(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
-    """Token in the group, head and validity of a tile's rows, perhaps of several ``TOKENS``."""
+    """Token in the group, head and validity of a tile's rows; ``TOKENS``: of several tokens."""
     row = begin + gl.arange(0, 64, LAYOUT)
     real = row < shape.num_rows
     if TOKENS:
@@ -52,7 +52,7 @@ def to_bf16(x):
 
 @gluon.jit
 def store_key_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
-    """Store how many keys each row sees, and return the largest count."""
+    """Store the number of keys that each row sees, and return the largest number."""
     length = stream.num_keys
     if stream.lengths is not None:
         length = gl.load(stream.lengths + request).to(gl.int32)

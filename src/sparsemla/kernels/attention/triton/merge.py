@@ -21,7 +21,7 @@ def partial_results(
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Where the splits of a decode store: ``[N, B, S, H, V]`` and ``[N, B, S, H]``.
+    """Outputs of the splits of a decode: ``[N, B, S, H, V]`` and ``[N, B, S, H]``.
 
     A single split stores into the results themselves; several store float32 outputs, followed by
     their lses, into the workspace.
@@ -50,7 +50,7 @@ def partial_results(
 def merge_splits(
     outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor | None, lse: Tensor | None
 ) -> None:
-    """Merge the results of several splits, unless the caller does so itself."""
+    """Merge the results of several splits, unless the caller merges them itself."""
     if outs.shape[0] > 1 and out is not None:
         launch_merge(outs, lses, attn_sink, out, lse)
 
@@ -81,7 +81,7 @@ def _merge(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Some dims of a (request, token, head): parts weighted by ``exp(their lse - that of all)``."""
+    """Some dims of a (request, token, head): ``sum_i exp(lses[i] - lse) outs[i]``."""
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -104,7 +104,7 @@ def _merge(
         m_new = tl.maximum(m, tl.max(state))
         alpha = tl.exp2(m - m_new)
         weight = tl.exp2(state - m_new)
-        # What a part without keys holds does not count: it may be NaN.
+        # A part without keys may hold NaN, which must not reach the result.
         x = tl.where((state > float("-inf"))[:, None], x * weight[:, None], 0.0)
         acc = acc * alpha + tl.sum(x, 0)
         l = l * alpha + tl.sum(weight)
@@ -127,7 +127,7 @@ def launch_merge(
     num_parts, batch, num_tokens, num_heads, value_dim = outs.shape
     if out.numel() == 0:
         return
-    # A program waits for memory most of its time: dims of few rows are dealt out to more of them.
+    # Programs mostly wait for memory: with few rows, split the dims over more programs.
     num_rows = batch * num_tokens * num_heads
     block = min(next_power_of_2(value_dim), 128 if num_rows <= 1024 else 256)
     _merge[(num_rows * cdiv(value_dim, block),)](

@@ -179,9 +179,9 @@ def _dense_prefill(
 ):
     """One head and tile of the query tokens of a request. Neighbours share keys.
 
-    Request ``b`` gets the tiles from ``input_row_offsets[b] // BLOCK_M + b`` on: always enough, and
-    known without a sum over the requests before it. Later tiles see more keys and start first.
-    Padding tokens behind the last request are one more, without keys.
+    The tiles of request ``b`` start at ``input_row_offsets[b] // BLOCK_M + b``: always enough, and
+    computed without a sum over earlier requests. Later tiles see more keys and start first.
+    Padding tokens after the last request form one more request, without keys.
     """
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -206,8 +206,8 @@ def _dense_prefill(
 
     query = begin + tl.arange(0, BLOCK_M)
     real = query < num_queries
-    end = num_keys  # of the keys that some query of the tile sees
-    whole = num_keys  # of the keys that all of them see
+    end = num_keys  # end of the keys that any query of the tile sees
+    whole = num_keys  # end of the keys that all queries of the tile see
     if CAUSAL:
         end = tl.minimum(end, num_keys - num_queries + begin + BLOCK_M)
         whole = tl.maximum(num_keys - num_queries + begin + 1, 0)
@@ -331,7 +331,7 @@ def dense_prefill(
 
 
 def _dense_tile(key_dims: int, value_dims: int, q: Tensor) -> Tile:
-    """The tile of dense prefill for key and value tiles of so many dims."""
+    """The tile of dense prefill for key and value tiles with these dims."""
     wide = q.dtype == torch.float32 or key_dims + value_dims > 384
     if q.device.type == "cpu" or wide:
         return Tile(16, 16, 8, 1)

@@ -1,7 +1,7 @@
-"""What the attention kernels share: rows of any cache format as tiles, online softmax, epilogue.
+"""Device code of all attention kernels: rows of any cache format as tiles, softmax, epilogue.
 
 A key is cut in two tiles of power-of-two width: its *value* dims, which are loaded once and serve
-both matrix products, and the *rest*, which only the scores see.
+both MMAs, and the *rest*, which only the QK MMA reads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparsemla.kernels.common.paged import Layout
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
-"""Start of a running maximum: finite, so that a masked score has weight 0 and not NaN."""
+"""Initial m: finite, so that P of a masked key is 0 and not NaN."""
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a step, and how it is compiled; ``branch``: :func:`attend_tile`."""
+    """Query rows and keys of a step, warps and stages; for ``branch`` see :func:`attend_tile`."""
 
     block_m: int
     block_n: int
@@ -33,25 +33,25 @@ class Tile(NamedTuple):
 
 
 SMALL_SHARED = 99 * 1024
-"""Shared memory of a program that every NVIDIA GPU since sm_80 gives, bytes."""
+"""Bytes of shared memory per program on every NVIDIA GPU since sm_80."""
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether matrix products take both operands from shared memory (sm_90)."""
+    """Whether MMAs read both operands from shared memory (sm_90)."""
     return describe(device).is_hopper
 
 
 def choose_tile(rows: int, layout: Layout, query_dtype: torch.dtype, device: torch.device) -> Tile:
-    """The tile for ``rows`` query rows that share keys. It depends on no batch size."""
+    """The tile for ``rows`` query rows that share keys. It does not depend on the batch size."""
     row_bytes = 2 * (layout.value_block + layout.rest_block)
     mixed = 0 < layout.fp8_dim < layout.value_dim
     if is_hopper(device) and rows > 16 and query_dtype == torch.bfloat16:
-        # Warpgroup products take 64 query rows, and keys, from shared memory: one tile of keys is
-        # read while the next arrives. The rest holds weights and slots.
-        block_n = 32 if mixed else 64  # putting both parts of a value together takes registers
+        # Warpgroup MMAs read 64 query rows, and keys, from shared memory: one tile of keys is
+        # read while the next arrives. The remaining shared memory holds P and slots.
+        block_n = 32 if mixed else 64  # joining both parts of a value takes registers
         if (64 + 2 * block_n) * row_bytes + 9728 <= describe(device).max_shared:
             return Tile(64, block_n, 8, 3, branch=True)
-    # Queries lie in registers, where 16 rows fit beside the sums; e4m3 decoded by bits needs more.
+    # Registers hold 16 query rows beside O; decoding e4m3 with integer instructions takes more.
     narrow = mixed or torch.version.hip or 2 * 32 * row_bytes > SMALL_SHARED - 16384
     return Tile(16, 16 if narrow else 32, 8 if layout.fp8_dim and not has_fp8(device) else 4, 3)
 
@@ -100,13 +100,13 @@ def load_rows(
         if L.fp8_dim <= START:
             x = tl.load(rows.bf16 + at[:, None] + (d - L.fp8_dim)[None, :], mask=mask, other=0)
         else:
-            # The tile's last dims: loaded once, and repeated along the tile for the selection.
+            # The tile's last dims: loaded once, and repeated along the tile for the select.
             N: tl.constexpr = valid.shape[0]
             LAST: tl.constexpr = START + DIM - L.fp8_dim
             last = rows.bf16 + at[:, None] + tl.arange(0, LAST)[None, :]
             last = tl.load(last, mask=valid[:, None], other=0)
             last = tl.broadcast_to(last[:, None, :], [N, BLOCK // LAST, LAST])
-            # Spelled as a shift, or the compiler selects after the conversion, value by value.
+            # Written as a shift; otherwise the compiler selects each value after its conversion.
             last = last.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             last = last.to(tl.float32, bitcast=True).reshape(N, BLOCK)
             x = tl.where((d < L.fp8_dim)[None, :], x, last)
@@ -133,7 +133,7 @@ def scaled(x, rows, page, row, valid, L: tl.constexpr, START: tl.constexpr, BLOC
 
 @triton.constexpr_function
 def dims_of_a_scale(scale_block, start, block):
-    """Largest power of two by which a tile splits into runs of dims with one scale each."""
+    """Largest power of two that divides a tile into runs of dims with one scale each."""
     if start // scale_block == (start + block - 1) // scale_block:
         return block
     return min(scale_block & -scale_block, start & -start or block, block)
@@ -184,7 +184,7 @@ def softmax_step(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
 
     ``s`` is the base-2 S of other dims of the same keys. P of a masked key is 0.
     """
-    # Scaled one by one, the MMAs are independent: neither waits for the other.
+    # Scaled separately, the two MMAs are independent: neither waits for the other.
     s += qk_product(q, keys, UPCAST) * scale_log2
     s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
@@ -212,10 +212,10 @@ def attend_tile(
     NATIVE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One step of online softmax: maximum m and sum l of base-2 weights, weighted values acc.
+    """One step of online softmax in base 2: the new m, l and O.
 
-    ``valid [N]`` says which rows are read, ``seen [M or 1, N]`` which keys a query attends to.
-    ``some`` is always true, but not to Triton.
+    ``valid [N]``: the rows to read. ``seen [M or 1, N]``: the keys that each query attends to.
+    ``some`` is always true, but the compiler cannot know it.
     """
     value = load_rows(rows, page, row, valid, L, 0, L.value_dim, L.value_block, NATIVE)
     s = tl.zeros([acc.shape[0], value.shape[0]], tl.float32)
@@ -224,9 +224,9 @@ def attend_tile(
         rest = load_rows(rows, page, row, valid, L, L.value_dim, REST, L.rest_block, NATIVE)
         s = qk_product(q_rest, rest, UPCAST) * scale_log2
     if BRANCH:
-        # Where one product feeds another, Triton lets every warpgroup compute all of the first. A
-        # branch, which LLVM removes, hides the second: the scores are shared out. Constants would
-        # take shared memory here.
+        # If one MMA feeds another, Triton lets every warpgroup compute all of the first. A branch,
+        # which LLVM removes, hides the second MMA, so each warpgroup computes its own part of S.
+        # Constants would take shared memory here.
         alpha = m * 0.0 + 1.0
         p = (tl.zeros_like(s) + (m * 0.0)[:, None]).to(tl.bfloat16)
         if some:
@@ -279,13 +279,13 @@ def attend_slots(
     """:func:`attend_tile` over the entries ``begin .. end`` of a list of slots."""
     stop = end
     if BRANCH:
-        # A loop that may be skipped has its sums set on a way around it, and for that the
-        # assembler makes warpgroup products wait for each other. So one step is always taken.
+        # If the loop may be skipped, its accumulators have values from two paths, and the assembler
+        # serialises the warpgroup MMAs. So at least one step is always taken.
         stop = tl.maximum(end, begin + 1)
     some = tl.zeros([BLOCK_N], tl.int32) + end > 0
     for start in range(begin, stop, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        # The nearest real entry instead of a mask, which the pipeline would have to carry along.
+        # Clamp to a real entry: the pipeline would have to carry a mask along.
         nearest = tl.maximum(tl.minimum(at, end - 1), 0)
         slots = tl.load(topk_indices + nearest, mask=some, other=-1)
         valid = is_slot(slots, rows.num_slots) & (at < end)
