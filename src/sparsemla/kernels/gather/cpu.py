@@ -44,7 +44,7 @@ def gather_dequant(
     for request, (first, length, start) in enumerate(
         zip(firsts, seq_lens.tolist(), workspace_starts.tolist(), strict=True)
     ):
-        # What would lie outside of the workspace is left out.
+        # Rows outside of the workspace are skipped.
         skipped, length = max(-start, 0), min(length, out.shape[0] - start)
         first, start = first + skipped, start + skipped
         for part in cpu.blocks(

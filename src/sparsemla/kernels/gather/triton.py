@@ -17,10 +17,10 @@ from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.common.slots import slot_of
 
 SLOTS_BLOCK = 1024
-"""Indices of a program: two 16-byte loads for each of 128 threads."""
+"""Indices of a program: two 16-byte loads per thread, with 128 threads."""
 
 GATHER_DIMS = 2048
-"""Dims of a program: four 16-byte loads of e4m3 for each thread of a warp, or eight of bfloat16."""
+"""Dims of a program: four 16-byte loads of e4m3 per thread of a warp, or eight of bfloat16."""
 
 REQUEST_BLOCK = 32
 """Requests that a gather program compares its rows with at once."""
@@ -51,7 +51,7 @@ def _slots_kernel(
     index = tl.load(indices + token * indices_stride + column, mask=within, other=-1)
     page_index = index // PAGE_SIZE
 
-    # The token's request or prefill has no page at all where its number is out of range.
+    # A request or prefill with a number out of range has no pages.
     request = tl.load(request_ids + token).to(tl.int64)
     cache_pages = tl.where((request >= 0) & (request < num_requests), table_width, 0)
     if prefill_ids is not None:
@@ -105,7 +105,7 @@ def to_slots(
 
 @triton.jit
 def _owners(row, seq_lens, workspace_starts, num_requests, BLOCK: tl.constexpr):
-    """The last request whose part of the workspace holds each row, or -1."""
+    """The last request that owns each row of the workspace, or -1."""
     owner = tl.full(row.shape, -1, tl.int32)
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
@@ -154,7 +154,7 @@ def _gather_kernel(
     page_index = position // L.page_size
     listed = covered & (position >= 0) & (page_index < table_width)
     page = tl.load(page_table + request * table_stride + page_index, mask=listed, other=-1)
-    # A covered row that is not found becomes zero.
+    # A row of a request without a valid page becomes zero.
     found = (page >= 0) & (page < rows.num_slots // L.page_size)
     page = page.to(tl.int64)
     offset = position % L.page_size
@@ -196,8 +196,8 @@ def gather_dequant(
     seq_starts: Tensor | None,
     out: Tensor,
 ) -> None:
-    # One program for each tile of the workspace, for any lengths: programs that no request owns
-    # leave at once, and a captured graph stays right when lengths change.
+    # One program per tile of the workspace, for any lengths: programs for tiles without a request
+    # exit at once, and a captured graph stays correct when lengths change.
     widths = _gather_widths(cache.format)
     rows, layout = cache_arguments(cache)
     _gather_kernel[(cdiv(out.shape[0], widths["ROWS"]),)](
@@ -222,7 +222,7 @@ def gather_dequant(
 
 @functools.cache
 def _gather_widths(fmt: CacheFormat) -> dict[str, int]:
-    """What the gather kernel is compiled for, of dims and tiles."""
+    """Compile-time dims and tiles of the gather kernel."""
     block = fmt.scale_block or fmt.fp8_dim
     block_dims = next_power_of_2(block)
     num_blocks = next_power_of_2(cdiv(fmt.fp8_dim, block)) if block else 0

@@ -1,4 +1,4 @@
-"""Indexer scores and the selection from them."""
+"""Indexer scores, and selections by these scores."""
 
 from types import ModuleType
 
@@ -26,7 +26,7 @@ def _cpu() -> ModuleType:
 
 
 def refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels do not take a problem."""
+    """Why the Hopper kernels refuse a problem, or None."""
     if problem.dtype != torch.float8_e4m3fn:
         return f"needs float8_e4m3fn queries, got {problem.dtype}"
     if problem.num_heads > 256 or problem.head_dim > 128:

@@ -1,6 +1,6 @@
 """The lightning indexer on the CPU: exact dot products, in blocks of rows and columns.
 
-Equal keys must get equal scores, whatever their positions and the other keys of the batch. The
+Equal keys must get equal scores at any position and among any other keys of the batch. The
 order of a GEMM's additions depends on shapes, positions and threads, so the GEMM is in float64:
 products of e4m3 values are multiples of 2^-18 below 2^18, and float64 adds up billions of them
 without rounding. Heads are added in a fixed order.
@@ -20,7 +20,7 @@ TILE = 1 << 19
 """Logits of a block: 4 MiB of float64, which stay in the cache."""
 
 SELECTED_AT_ONCE = 1 << 20
-"""Scores of a token in one selection, which takes about 25 bytes for each of them."""
+"""Scores of a token in one selection; it takes about 25 bytes per score."""
 
 
 def indexer_scores(
@@ -41,7 +41,7 @@ def indexer_scores(
             continue
         at = slice(
             int(live[0]), int(live[-1]) + 1
-        )  # without the leading and trailing rows that see none of these keys
+        )  # skip leading and trailing rows that see none of these keys
         scales = None if key_scales is None else key_scales[part]
         scores = _scores(q[at], weights[at], keys[part].double(), scales)
         columns = torch.arange(part.start, part.stop)
@@ -114,14 +114,14 @@ def _select(
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
-    """The best of the keys before ``ends [m]`` for ``m`` query tokens of one request.
+    """Select the best keys before ``ends [m]`` for ``m`` query tokens of one request.
 
-    Each selection is from the best keys so far and the next piece of keys. The best so far come
-    first, so that ties still go to the lower position.
+    Each iteration selects from the best keys so far and the next piece of keys. The best keys so
+    far come first, so that ties still go to the lower position.
     """
     ends, num_tokens = ends.clamp_min(0), q.shape[0]
     longest = int(ends.max())
-    if longest <= topk:  # every key is chosen, whatever its score
+    if longest <= topk:  # every key is selected
         ids = torch.arange(topk, dtype=torch.int32)
         out.copy_(ids.where(ids < ends[:, None], -1))
         return

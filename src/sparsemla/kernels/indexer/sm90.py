@@ -1,15 +1,15 @@
-"""Indexer scores on Hopper: swap-AB FP8 MMAs, keys on M and the heads of some query tokens on N.
+"""Indexer scores on Hopper: swap-AB FP8 MMAs, keys on M and heads of some query tokens on N.
 
 ``score[t, n] = scale[n] * sum_h w[t, h] * relu(<q[t, h], k[n]>)`` for the keys that token t sees,
--inf for all others. A *group* is the query tokens of one request whose heads fit N, 256 at most. A
-*tile* is 64 keys, or 128 paged keys where a group has up to 128 heads. The grid is one CTA a
-multiprocessor. Each CTA computes from the ranges of the tokens how many tiles all groups have, and
-takes an equal share of them. So a share may begin or end within a group.
+-inf for all others. A *group* has as many query tokens of one request as fit N with their heads,
+256 at most. A *tile* has 64 keys, or 128 paged keys if a group has up to 128 heads. The grid has
+one CTA per multiprocessor. Each CTA computes the number of tiles of all groups from the tokens'
+ranges and takes an equal share. So a share may begin or end within a group.
 
 In a CTA, the tiles of a share alternate between two consumer warpgroups. An element of the
 accumulator costs a thread one maximum and one multiply-add with the head weight. The heads of a
-token are spread over four lanes, whose partial sums are added once a tile. With 256 heads on N, the
-consumers take turns with the tensor cores: one sums over the heads while the other's MMA runs.
+token are spread over four lanes; their partial sums are added once per tile. With 256 heads on N,
+the consumers take turns with the tensor cores: one sums over the heads while the other's MMA runs.
 Smaller MMAs wait for memory, and turns would only delay them.
 
 Time line of two tiles with 256 heads:
@@ -23,14 +23,14 @@ Barriers:
 
     barrier     number    arrivals                            waits       guards
     q_full      2         2, producer: TMA and head weights   consumers   Q, head weights of a group
-    q_empty     2         2, both consumers                   producer    the same, for reuse
+    q_empty     2         2, both consumers                   producer    their stage, for reuse
     keys_full   1 a stage 1, producer's TMA; with scales      consumer    keys, scales of a tile
                           32 more, its cp.async copies
-    keys_empty  1 a stage 1, the tile's consumer              producer    the same, for reuse
+    keys_empty  1 a stage 1, the tile's consumer              producer    their stage, for reuse
     turn        2         1, the other consumer               consumer    the tensor cores
-    warm        1         1, TMA of a page that is not there  all         the descriptor of the keys
+    warm        1         1, TMA of a page out of range       all         the descriptor of the keys
 
-The number of stages is a multiple of the number of consumers, so each stage belongs to one of them.
+The number of stages is a multiple of the number of consumers, so each stage has one consumer.
 Warps: consumers 2 x 4, producer 1, filler 2; the last two are limited to 56 registers a thread.
 Shared memory for 256 heads of 128 dims, in KiB: Q 2 x 32, keys 64, head weights 2, scales 2.
 """
@@ -70,8 +70,8 @@ MAX_HEADS = 256
 PIPELINE_KEYS = 512
 """Keys in flight, 64 KiB: fewer do not saturate memory, twice as many are slower again.
 
-Their number of tiles is a multiple of the consumers, so that a consumer sees every phase of the
-barriers of its stages.
+The number of their tiles is a multiple of the number of consumers, so that a consumer sees every
+phase of the barriers of its stages.
 """
 
 MINUS_INF = gl.constexpr(float("-inf"))
@@ -87,19 +87,19 @@ class Queries(NamedTuple):
 
     Args:
         head_weights: ``[T, HI]`` or ``[B, S, HI]``, with the strides of a request and a token.
-        row_starts: first key of each token; None if it is 0.
-        row_ends: end of each token's keys, or length of each request's.
+        row_starts: first key of each token; None for 0.
+        row_ends: end of each token's keys, or number of keys of each request.
         ends_request: stride of ``row_ends``.
         offsets: first tokens of ragged requests; None if each request has ``query_len`` tokens.
-        skip: tokens with at most so many keys get no scores.
+        skip: tokens with at most this many keys get no scores.
         search_steps: iterations of the binary search for the request of a group.
-        rows: int32 ``[2, T]``, output: ends and requests of ragged requests' tokens.
+        rows: int32 ``[2, T]``, output for ragged requests: end and request of each token.
         out: ``[T, num_keys]`` or ``[B, S, num_keys]``, with the strides of a request and a token.
         num_keys: columns of ``out``.
         first: the token from which ``offsets`` count.
         rows_request: stride of ``rows``.
         num_requests: B.
-        query_len: tokens of a request; of all requests if they are ragged.
+        query_len: tokens of a request; for ragged requests, tokens of all requests.
 
     The last four change from batch to batch. They are separate arguments of the kernel, so that it
     is not compiled again for every alignment.
@@ -150,14 +150,14 @@ class Tiling(NamedTuple):
 
     Args:
         tokens: query tokens of a group.
-        heads: of a token.
+        heads: heads of a token.
         block_h: heads, padded.
         block_d: dims, padded.
-        mmas: MMAs of a tile, each with the heads of as many tokens.
-        keys: of a tile, which takes one TMA copy or two.
+        mmas: MMAs of a tile; they share its tokens equally.
+        keys: keys of a tile, one or two TMA copies.
         stages: tiles in flight.
-        own_ends: ``row_ends`` has an entry for each token, otherwise for each request.
-        causal: the last token of a request sees all of its keys, the one before it one less.
+        own_ends: whether ``row_ends`` has an entry per token, instead of per request.
+        causal: the last token of a request sees all of its keys, its predecessor one less.
         page_size: keys of a page, 0 if they are contiguous.
     """
 
@@ -182,7 +182,7 @@ class Group(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Share of a CTA: its first group, the tiles of it that earlier CTAs take, its own tiles."""
+    """Share of a CTA: its first group, the group's tiles in earlier shares, its number of tiles."""
 
     group: int
     skipped: int
@@ -196,7 +196,7 @@ class SharedMemory(NamedTuple):
     head_weights: Tensor  # [2, N] float32; producer writes, consumers read
     keys: Tensor  # [stages, keys, D] e4m3; producer writes by TMA, consumers read in the QK MMA
     scales: Tensor  # [stages, keys] float32; producer writes by cp.async, consumers read
-    q_full: Tensor  # barriers, as all of the following
+    q_full: Tensor  # this and the following fields are barriers
     q_empty: Tensor
     keys_full: Tensor
     keys_empty: Tensor
@@ -212,8 +212,8 @@ def operand_layout(block_d, rank):
 def partials_layout(tokens, keys):
     """Partial sums ``[keys, tokens, 4]``, all four of a score in one thread.
 
-    Four lanes of an MMA's accumulator share keys. Here, each of them has tokens of its own, or the
-    upper eight keys.
+    Four lanes of an MMA's accumulator have the same keys. In this layout, each of them has its own
+    tokens, or two of them have the upper eight keys.
     """
     bits = [[0, 1 << bit, 0] for bit in range(tokens.bit_length() - 1)]
     bits += [[8, 0, 0], [0, 0, 0]]
@@ -239,9 +239,9 @@ def first_token_of(queries, request):
 def locate_group(queries, group, T: gl.constexpr):
     """The request and the tokens of a group, or of a tensor of groups.
 
-    Ragged requests: the groups of request b are numbered from ``offsets[b] // tokens + b``. These
-    numbers need no prefix sum over requests; some have no tokens. Tokens behind the last request
-    form one more request.
+    Ragged requests: the groups of request b are numbered from ``offsets[b] // tokens + b``. This
+    numbering needs no prefix sum over requests, but some groups have no tokens. Tokens after the
+    last request form one more request.
     """
     if queries.offsets is None:
         groups = gl.cdiv(queries.query_len, T.tokens)
@@ -275,7 +275,7 @@ def visible_keys(queries, group, token, T: gl.constexpr):
     else:
         start = token * 0
         real = real & (group.request < queries.num_requests)
-        if queries.offsets is not None:  # tokens before the first request see nothing
+        if queries.offsets is not None:  # tokens before the first request see no keys
             begin_token = gl.load(queries.offsets + group.request + token * 0, mask=real)
             real = real & (token >= begin_token - queries.first)
         at = queries.row_ends + group.request.to(gl.int64) * queries.ends_request + token * 0
@@ -314,7 +314,7 @@ def visible_tiles(queries, group, T: gl.constexpr):
 
 @triton.constexpr_function
 def groups_at_once(T):
-    """Groups whose tiles are counted at a time."""
+    """Number of groups in one step of the counting of tiles."""
     return 1024 if T.page_size == 0 else 128
 
 
@@ -389,7 +389,7 @@ def copy_queries(q, queries, group, q_tile, w_tile, full, T: gl.constexpr):
 
 @gluon.jit
 def page_ids(keys, request, n, T: gl.constexpr):
-    """Pages of keys of a request, -1 behind the page table."""
+    """Pages of keys of a request, -1 past the end of the page table."""
     column = n // T.page_size
     at = keys.page_table + request.to(gl.int64) * keys.table_request + column
     return gl.load(at, mask=column < keys.table_width, other=-1)
@@ -414,13 +414,13 @@ def copies_of(keys, T: gl.constexpr):
 
 @gluon.jit
 def stage_of(step, STAGES: gl.constexpr):
-    """Stage and parity of a step in a pipeline whose number of stages is a power of two."""
+    """Stage and parity of a step in a pipeline; STAGES must be a power of two."""
     return step & (STAGES - 1), (step & STAGES) // STAGES
 
 
 @gluon.jit
 def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
-    """The warp that copies Q, head weights, keys and scales."""
+    """The producer warp: it copies Q, head weights, keys and scales."""
     index, skip, left = share
     COPIES: gl.constexpr = T.keys // COPY_KEYS
     AT_ONCE: gl.constexpr = 32 // COPIES
@@ -453,8 +453,8 @@ def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
                 following = page_ids(keys, group.request, n, T)
             for base in range(first_tile, last_tile, AT_ONCE):
                 if T.page_size > 0:
-                    # A lane has the page of each of the next 32 copies. A load for every tile that
-                    # the loop carries along would be waited for.
+                    # Each lane loads the page of one of the next 32 copies. With a load per tile,
+                    # every iteration would wait for it.
                     real = (following >= 0) & (following < keys.num_pages)
                     pages = gl.where(real, following, -1).to(gl.int32)
                     n = ((base + AT_ONCE) * COPIES + lane) * COPY_KEYS
@@ -565,7 +565,7 @@ def takes_turns(T):
 
 @gluon.jit
 def consumer(queries, keys, share, smem, T: gl.constexpr, INDEX: gl.constexpr):
-    """A warpgroup that scores every other tile of the share."""
+    """A consumer warpgroup: it scores every second tile of the share."""
     index, skip, left = share
     KEYS: gl.constexpr = T.keys
     MMAS: gl.constexpr = T.mmas
@@ -659,7 +659,7 @@ def fill_columns(row, begin, end):
 
 @gluon.jit
 def filler(queries, num_groups, T: gl.constexpr):
-    """The warps that store -inf in tiles that no token sees, and the ends of ragged requests."""
+    """The filler warps: they store -inf in tiles that no token sees, and the tensor ``rows``."""
     blocks = gl.cdiv(queries.num_keys, FILL_AT_ONCE)
     if queries.rows is not None:
         blocks = 1
@@ -727,7 +727,7 @@ def score(
     for i in gl.static_range(STAGES):
         mbarrier.init(smem.keys_full.index(i), count=1 if keys.scales is None else 33)
         mbarrier.init(smem.keys_empty.index(i), count=1)
-    # A copy from a page that does not exist moves no keys, but fetches the descriptor of the keys.
+    # A copy from a page out of range moves no keys, but fetches the descriptor of the keys.
     mbarrier.expect(warm.index(0), COPY_KEYS * D)
     tma_load(k, [-1, 0, 0], warm.index(0), copies_of(smem.keys, T).index(0))
     gdc_launch_dependents()

@@ -82,7 +82,7 @@ def _fill_columns(out, stride_out, token, valid, begin, end, BLOCK_N: tl.constex
 
 @triton.jit
 def _visible_tiles(start, end, valid, chunk_begin, chunk_end, BLOCK_N: tl.constexpr):
-    """The range of whole tiles in a chunk of columns that have keys of any token."""
+    """The range of tiles in a chunk of columns with keys that any of the tokens sees."""
     some = valid & (start < end)
     low = tl.min(tl.where(some, start, chunk_end), 0) // BLOCK_N * BLOCK_N
     high = tl.cdiv(tl.max(tl.where(some, end, 0), 0), BLOCK_N) * BLOCK_N
@@ -153,10 +153,10 @@ def _ragged_kernel(
 def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS: tl.constexpr):
     """Request of a group of TOKENS tokens, its first token, and index of the group in the request.
 
-    Groups of request b are numbered from ``offsets[b] // TOKENS + b``. These numbers need no prefix
-    sum over requests; some have no tokens. Offsets count from ``first_token`` and end at
-    ``num_tokens``. Tokens behind the last request form one more request, ``num_requests``. Tokens
-    before the first request belong to it.
+    Groups of request b are numbered from ``offsets[b] // TOKENS + b``. This numbering needs no
+    prefix sum over requests, but some groups have no tokens. Offsets count from ``first_token`` and
+    end at ``num_tokens``. Tokens after the last request form one more request, ``num_requests``.
+    Tokens before the first request belong to it.
     """
     BLOCK: tl.constexpr = 128
     before = group * 0
@@ -223,8 +223,8 @@ def _paged_kernel(
     """Score up to ``T.tokens`` tokens of one request against ``T.chunk`` paged keys.
 
     Requests have ``query_len`` tokens each, or the tokens between ``input_row_offsets``. In the
-    second case, the kernel also stores the end and the request of each token, and it leaves columns
-    undefined that a selection of the best ``skip`` does not read.
+    second case, the kernel also stores the end and the request of each token, and it skips columns
+    that a selection of the best ``skip`` keys does not read.
     """
     TOKENS: tl.constexpr = T.tokens
     BLOCK_N: tl.constexpr = T.block_n
@@ -281,7 +281,7 @@ def _paged_kernel(
             T,
         )
         table_row = page_table + request.to(tl.int64) * stride_table
-        # Loads of keys depend on loads of page ids, so the two of them need twice the stages.
+        # Loads of keys depend on loads of page ids, so the pipeline needs twice the stages.
         for base in tl.range(low, high, BLOCK_N, num_stages=2 * T.stages - 1):
             n = base + tl.arange(0, BLOCK_N)
             column = n // PAGE_SIZE
@@ -305,16 +305,16 @@ class ScoreTiles(NamedTuple):
     """Tiles of the score kernels.
 
     Args:
-        heads: of a token.
-        dim: of a head.
+        heads: heads of a token.
+        dim: dims of a head.
         tokens: query tokens of a program.
         block_h: heads of a token, padded.
         block_d: dims, padded.
         block_n: keys of a tile.
         chunk: keys of a program.
         stages: tiles of keys in flight.
-        decode: e4m3 is decoded to float16.
-        upcast: MMAs take float32, in Triton's interpreter.
+        decode: whether e4m3 is decoded to float16.
+        upcast: whether MMAs take float32, as in Triton's interpreter.
     """
 
     heads: int
@@ -351,22 +351,22 @@ def choose_tiles(
     columns = tokens * block_h
     while tokens > 1 and columns * row_bytes > 32 << 10:
         tokens, columns = tokens // 2, columns // 2
-    # 64 accumulators a thread, so that several programs share a multiprocessor: one sums over heads
-    # while another's MMA runs.
+    # 64 accumulators per thread, so that several programs share a multiprocessor: one sums over
+    # heads while another one's MMA runs.
     block_n = 8192 // max(64, columns)
     room = shared - columns * row_bytes
     while block_n > 16 and 2 * block_n * row_bytes > room:
         block_n //= 2
-    # The heads of one token take less time for a tile than its load, so loads start earlier.
+    # With the heads of one token, a tile's MMA takes less time than its load: load further ahead.
     stages = 3 if columns <= 64 and 3 * block_n * row_bytes <= room else 2
-    # Eight programs a multiprocessor balance the load; long chunks amortise the loads of queries.
+    # Eight programs per multiprocessor balance the load; long chunks amortise the loads of queries.
     tiles = cdiv(num_tokens, tokens) * cdiv(num_keys, block_n)
     chunk = block_n * max(1, min(32, tiles // (8 * num_multiprocessors(device))))
     return ScoreTiles(heads, dim, tokens, block_h, block_d, block_n, chunk, stages, decode)
 
 
 def _as_operand(x: Tensor, decode: bool) -> Tensor:
-    """e4m3 as bytes for GPUs without it."""
+    """``x``; e4m3 as bytes if ``decode``, for GPUs without e4m3."""
     return x.view(torch.uint8) if decode else x
 
 
@@ -572,7 +572,7 @@ def select_in_chunks(
     row_bytes: int,
     out: Tensor,
 ) -> None:
-    """Score and select from as many tokens at a time as ``max_workspace_bytes`` has room for.
+    """Score and select in chunks of tokens that fit ``max_workspace_bytes``.
 
     A single token is always processed, even if its scores exceed the bound: four bytes for each
     column of its page table row.
@@ -622,14 +622,14 @@ def _tokens_at_once(
     row_bytes: int,
     device: torch.device,
 ) -> int:
-    """Tokens of a chunk whose scores and candidate lists fit the bound; at least 1.
+    """Tokens per chunk, so that scores and candidate lists fit the bound; at least 1.
 
-    Only the last chunk may have fewer.
+    Only the last chunk may have fewer tokens.
     """
     count = num_tokens
     while count > 1:
-        # Fewer rows may be spread over more programs, whose lists take more memory. So the bound is
-        # checked in a loop, and for the last chunk as well.
+        # Fewer rows may be spread over more programs with more lists, which take more memory. So a
+        # loop checks the bound, also for the last chunk.
         last = num_tokens % count or count
         sizes = (count, last)
         schedules = (selection.schedule_lists(rows, num_keys, topk, device) for rows in sizes)

@@ -24,7 +24,7 @@ def project_heads(
     if lses is not None:
         parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
         merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
-    # torch may add up in another order for another number of tokens.
+    # The order of torch's additions may depend on the number of tokens.
     for tokens in cpu.blocks(len(x), 1 if batch_invariant else len(x)):
         _project(x[tokens], weight, out[tokens])
 
@@ -34,7 +34,7 @@ def _project(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     if weight.scale is None:
         out.copy_(torch.bmm(heads, weight.data.transpose(1, 2)).transpose(0, 1))
         return
-    # Only a few heads at a time have float32 copies of weights and activations.
+    # Make float32 copies of weights and activations for a few heads at a time.
     head_bytes = 4 * (weight.data[0].numel() + heads[0].numel() + out[:, 0].numel())
     for part in cpu.blocks(x.shape[1], cpu.WORKSPACE_BYTES // head_bytes):
         activations = _fake_quantize(heads[part].float(), weight.scale_block[1])

@@ -1,13 +1,13 @@
 """Per-head GEMMs on Hopper for many tokens and e4m3 weights with scale blocks of 128.
 
-``out[t, h] = W[h] x[t, h]`` for W_UK or W_UV, with activations quantised on the way. A CTA keeps
-the codes of 128 or 256 outputs of a head in shared memory and walks blocks of 64 tokens. Per step
-of 128 inputs, which share a scale:
+``out[t, h] = W[h] x[t, h]`` for W_UK or W_UV, with activations quantised in the kernel. A CTA keeps
+the codes of 128 or 256 outputs of a head in shared memory and walks blocks of 64 tokens. For each
+step of 128 inputs, which share a scale:
 
 1. cp.async copies the activations two steps ahead, into a pipeline of three stages of 16 KiB.
 2. Each thread loads bfloat16 pairs in the layout of the MMA's A operand, so the codes never leave
    registers; the amax of a row is a reduction over four threads.
-3. One MMA a block of outputs multiplies the codes by the weights in shared memory, and the
+3. One MMA per block of outputs multiplies the codes by the weights in shared memory, and the
    accumulator is scaled by both scales. With several steps, the results add up in registers.
 
 Idealised time line of the two CTAs of a multiprocessor, for one block of outputs:
@@ -56,11 +56,11 @@ STAGES = gl.constexpr(3)
 MAX_STEPS = 4
 """Most steps of 16 KiB of weights, so that two CTAs fit a multiprocessor."""
 MAX_BLOCKS = 2
-"""Most blocks of outputs of a CTA, for which the inputs are quantised once; more are slower."""
+"""Most blocks of outputs per CTA; they share quantised inputs. More blocks are slower."""
 FEW_ROWS = 4096
-"""Up to so many tokens times heads, the portable kernel is as fast."""
+"""Tokens times heads up to which the portable kernel is as fast."""
 
-# Pairs of inputs [64, 64], in the threads that hold them in the MMA's A operand.
+# Pairs of inputs [64, 64], in the same threads as in the MMA's A operand.
 PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]],
@@ -78,7 +78,7 @@ CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 CODE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC, 4))
-# The accumulator after its outputs are back in order: eight neighbours a thread.
+# The accumulator with its outputs back in order: eight neighbours per thread.
 STORE = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
@@ -109,7 +109,7 @@ def _halves(pairs):
 def _quantise(pairs):
     """e4m3 codes ``[64, 128]`` of a block's pairs of inputs, and ``scale [64]``.
 
-    The results equal those of the portable ``_quantise``, whose docstring explains the rounding.
+    The results equal the portable kernel's ``_quantise``; its docstring explains the rounding.
     """
     low, high = _halves(gl.reduce(pairs, 1, _max_abs))
     amax = gl.maximum(gl.maximum(gl.abs(low), gl.abs(high)), 1e-4)
@@ -138,7 +138,7 @@ def _quantise(pairs):
 
 @gluon.jit
 def _store(out, token_stride, acc, first, num_tokens):
-    """Store an accumulator; undoes the permutation of outputs that the weights' rows have."""
+    """Store an accumulator and undo the permutation of its outputs."""
     acc = acc.to(gl.bfloat16).reshape([TOKENS, 4, 4, 4, 2]).permute((0, 1, 3, 2, 4))
     acc = gl.convert_layout(acc.reshape([TOKENS, OUTPUTS]), STORE)
     token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, STORE))
@@ -169,7 +169,7 @@ def _blocks_kernel(
     SCALE_N: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """Project the tokens of a head to ``BLOCKS`` blocks of outputs, one of ``SHARES`` of the head.
+    """Project the tokens of a head to ``BLOCKS`` blocks, one of ``SHARES`` shares of its outputs.
 
     The CTAs of a share take blocks of tokens in turn. ``x`` and ``weight`` point to words of 4
     bytes; their strides count 16 bytes, so that the compiler knows the alignment of copies.

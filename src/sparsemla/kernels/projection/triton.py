@@ -1,9 +1,9 @@
-"""Per-head GEMMs in Triton: bfloat16, or e4m3 weights with activations quantised on the way.
+"""Per-head GEMMs in Triton, with bfloat16 weights, or e4m3 weights and quantised activations.
 
 ``_few_kernel``, for few tokens, streams the weights. A program loads its share of a head's matrix
 before the activations, which an earlier kernel may still compute, and issues ``weight @ x^T``: the
-few tokens are N of the MMA. Its activations may be the partial results of a split attention, which
-it merges first. ``_many_kernel`` issues ``x @ weight^T`` and keeps the activations of a block of
+few tokens are N of the MMA. Its activations may be partial results of attention splits, which it
+merges first. ``_many_kernel`` issues ``x @ weight^T`` and keeps the activations of a block of
 tokens.
 
 Shapes: T tokens, H heads, K inputs, N outputs, S parts.
@@ -33,7 +33,7 @@ FEW_TOKENS = 64
 """Most tokens of ``_few_kernel`` on GPUs other than Hopper."""
 
 INVARIANT_TOKENS = 16
-"""Tokens that determine the tiles if results must not depend on the number of tokens."""
+"""Number of tokens that the tiles are chosen for if results must not depend on the real number."""
 
 MAX_PARTS = 32
 """Most parts of a vector that a program loads at a time."""
@@ -51,7 +51,7 @@ class Tiles:
 
 
 def is_few(num_tokens: int, num_heads: int, device: torch.device) -> bool:
-    """Whether ``_few_kernel`` is the faster one; measured on an H200."""
+    """Whether ``_few_kernel`` is faster than ``_many_kernel``; measured on an H200."""
     if not describe(device).is_hopper:
         return num_tokens <= FEW_TOKENS
     return num_tokens * num_heads <= 8192
@@ -65,11 +65,11 @@ def _tiles_of_few(
     step = max(32, next_power_of_2(min(step, inputs)))
     rows = min(128, max(16, next_power_of_2(outputs)))
     tokens = next_power_of_2(num_tokens)
-    if not describe(device).is_hopper:  # less shared memory, and fewer registers for each thread
+    if not describe(device).is_hopper:  # less shared memory, and fewer registers per thread
         return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
     processors = num_multiprocessors(device)
     codes = weight.scale is not None
-    # One token a program, with all of its parts at once, if all programs run at once.
+    # One token per program, with all of its parts at once, if all programs run at once.
     if num_parts and num_heads * num_tokens <= (2 if codes else 1) * processors:
         return Tiles(rows, 1, step, warps=4)
     tokens = max(tokens, 16 if num_parts else 8)
@@ -78,7 +78,7 @@ def _tiles_of_few(
     # Half of the multiprocessors saturate memory.
     while tokens > 16 and 2 * blocks * cdiv(num_tokens, tokens) < processors:
         tokens //= 2
-    if inputs > 128:  # a program holds all inputs of its outputs
+    if inputs > 128:  # a program holds all inputs at once
         if tokens == 8:
             rows = min(rows, 64)
         elif codes and not num_parts and blocks * cdiv(num_tokens, 16) <= 2 * processors:
@@ -108,7 +108,7 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
 
     Activations often hit ties of e4m3, so both divisions have to be rounded correctly.
     Multiplications by an inverse in two parts achieve this for bfloat16 values up to 2**117 (a test
-    tries them). Above, quotients may differ in the last bit, but codes do not.
+    tries all). For larger values, quotients may differ in the last bit, but codes do not.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
@@ -131,7 +131,7 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
 def _load_row_scales(
     scale, first, row, stride, N: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_N: tl.constexpr
 ):
-    """Scales of a block of weight rows, or the single scale that they share."""
+    """Scales of a block of weight rows, or their single common scale."""
     if SCALE_N % BLOCK_N == 0:
         scales = tl.load(scale + first // SCALE_N * stride)
     else:
@@ -141,7 +141,7 @@ def _load_row_scales(
 
 @triton.jit
 def _as_operand(codes, NATIVE: tl.constexpr):
-    """Weights as MMA operands: e4m3 where the GPU has it, bfloat16 otherwise."""
+    """Weights as MMA operands: e4m3 if the GPU has it, else bfloat16."""
     if codes.dtype != tl.uint8:
         operand = codes
     elif NATIVE:
@@ -191,7 +191,7 @@ def _merge_parts(
         weight = tl.exp2(state - m_new[None, :])
         new_acc = ()
         for step in tl.static_range(STEPS):
-            # The load does not wait for the weight; the select drops NaNs of parts without keys.
+            # The load does not wait for the weight; the select drops NaNs in parts without keys.
             real = listed[:, :, None] & ((k < STEP) & (step * STEP + k < K))[None, None, :]
             y = x + (part * part_stride)[:, :, None] + at[None, :, :] + step * STEP
             y = tl.load(y, mask=real, other=0.0)
@@ -398,7 +398,7 @@ def _many_kernel(
 def merge_parts(
     parts: Tensor, lses: Tensor, attn_sink: Tensor | None, workspace: Tensor | None
 ) -> Tensor:
-    """The partial results of a split attention, merged into bfloat16."""
+    """Merge the partial results of attention splits into bfloat16."""
     if workspace is None:
         out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
         lse = torch.empty_like(lses[0])

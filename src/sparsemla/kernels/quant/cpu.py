@@ -150,7 +150,7 @@ def fused_indexer_rope_quant(
 
 
 def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """Refuse positions without a row in the table: here nothing has to be waited for."""
+    """Refuse positions without a row in the table; on a CPU, reading the values costs no wait."""
     outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
     if outside.any():
         raise ValueError(
@@ -160,7 +160,7 @@ def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
 
 
 def _check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
-    """Refuse slots behind the last before anything is written, for the same reason."""
+    """Refuse slots past the last one before anything is written; see :func:`_check_positions`."""
     outside = slot_mapping >= cache.num_slots
     if outside.any():
         raise ValueError(
@@ -170,7 +170,7 @@ def _check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
 
 
 def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":
-    """Blocks whose float32 temporaries, a few for each value, fit the workspace."""
+    """Blocks of tokens with float32 temporaries, a few per value, that fit the workspace."""
     return list(cpu.blocks(num_tokens, cpu.WORKSPACE_BYTES // (16 * values_per_token + 1)))
 
 
@@ -182,7 +182,7 @@ def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
     pairs = pairs.contiguous()
-    if pairs.storage_offset() % 2:  # one vector is contiguous wherever it begins
+    if pairs.storage_offset() % 2:  # a single vector counts as contiguous at any offset
         pairs = pairs.clone()
     rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
     return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)

@@ -1,8 +1,8 @@
 """The ops that write caches, in Triton: each is one launch that reads its inputs once.
 
-A program is one warp, so that nothing waits for another one: it writes the row of a token, or
-rotates some of its heads. Every load that does not need the result of another one comes first,
-because a step of few tokens is as long as its chain of loads.
+A program is one warp, so that no warp waits for another: it writes the row of a token, or rotates
+some of its heads. Independent loads come first, because a step of few tokens takes as long as its
+chain of dependent loads.
 
 Shapes: T tokens, H heads, D dims of a row, N normalised dims, R rotated dims.
 """
@@ -27,14 +27,14 @@ TINY = tl.constexpr(FLOAT32_TINY)
 MAX = tl.constexpr(FP8_MAX)
 
 HEAD_DIMS = 1024
-"""Query elements of a program: four 16-byte loads in flight for each thread of its warp."""
+"""Query elements of a program: four 16-byte loads in flight per thread of its warp."""
 
 LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """Products and sums round separately, as in the reference: equal rows give equal bytes."""
 
 
 class Scaling(NamedTuple):
-    """Constants of the scales: least magnitude and scale of a block; powers of two only."""
+    """Lower bounds of a block's amax and scale; whether scales are powers of two."""
 
     min_amax: float
     min_scale: float
@@ -49,7 +49,7 @@ def _row_offset(slot, L: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def _cos_sin(table, position, num_positions, stride, pair, rotated, R: tl.constexpr):
-    """Cosines and sines of ``pair``: 1 and 0 where not ``rotated``, or where no row is known."""
+    """Cosines and sines of ``pair``; 1 and 0 if not ``rotated`` or without a row in the table."""
     known = rotated & (position >= 0) & (position < num_positions)
     row = table + position * stride
     cos = tl.load(row + pair, mask=known, other=1.0).to(tl.float32)
@@ -59,13 +59,13 @@ def _cos_sin(table, position, num_positions, stride, pair, rotated, R: tl.conste
 
 @triton.constexpr_function
 def _run(rope_dim, start):
-    """Rotated dims, or pairs of halves, that lie one after the other and aligned."""
+    """Length of aligned runs of consecutive rotated dims, or of pairs of halves."""
     return math.gcd(rope_dim // 2, start, 16)
 
 
 @triton.jit
 def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of ``dim [rows, dims]``, of which R rotate from ``START`` on: partner, pair, sine's sign."""
+    """Partner, pair and sine's sign of ``dim [rows, dims]``; R dims from ``START`` on rotate."""
     r = dim - START
     if INTERLEAVED:
         is_first = r % 2 == 0
@@ -83,7 +83,7 @@ def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constex
 
 @triton.jit
 def _scale_of(amax, S: tl.constexpr):
-    """The scale of blocks of largest magnitude ``amax``, for which NaN does not count."""
+    """The scale of blocks with the largest magnitude ``amax``, NaN ignored."""
     amax = tl.maximum(amax, S.min_amax)
     scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if S.pow2:
@@ -154,7 +154,7 @@ def _load_rotation(
     INTERLEAVED: tl.constexpr,
     ADJACENT: tl.constexpr,
 ):
-    """What RoPE of dims of a latent row takes: cosines, sines, and the partners as loaded.
+    """Inputs of RoPE for dims of a latent row: cosines, sines, and the partners as loaded.
 
     ADJACENT partners come from the row itself, by ``pair [rows, dims / 2]``.
     """
@@ -194,7 +194,7 @@ def _rotated(x, rotation, rstd, N: tl.constexpr, ADJACENT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(row, live, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both dims of the pairs of R dims at ``row [rows, 1]``: float32 ``[rows, PAIRS]`` each."""
+    """Both dims of each pair among R dims at ``row [rows, 1]``: float32 ``[rows, PAIRS]`` each."""
     if INTERLEAVED:
         dim = tl.arange(0, 2 * PAIRS)[None, :]
         x = tl.load(row + dim, mask=live & (dim < R), other=0.0)
@@ -209,7 +209,7 @@ def _load_pairs(row, live, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl
 @triton.jit
 def _rotate_pairs(first, second, table, position, num_positions, stride, R: tl.constexpr):
     """RoPE of pairs ``[rows, PAIRS]``."""
-    # Without a barrier the compiler puts loads of heads behind these, which wait for the position.
+    # Without a barrier the compiler puts loads of heads after these, which wait for the position.
     tl.debug_barrier()
     # A table row for each row of pairs gives its loads the layout of the pairs.
     pair = tl.broadcast_to(tl.arange(0, first.shape[1])[None, :], first.shape)
@@ -221,7 +221,7 @@ def _rotate_pairs(first, second, table, position, num_positions, stride, R: tl.c
 def _store_pairs(
     row, first, second, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """Store pairs ``[rows, PAIRS]`` at ``row [rows, 1]``, as e4m3 where it points to bytes."""
+    """Store pairs ``[rows, PAIRS]`` at ``row [rows, 1]``, as e4m3 if it points to bytes."""
     PAIRS: tl.constexpr = first.shape[1]
     if INTERLEAVED:
         x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * PAIRS])
@@ -236,7 +236,7 @@ def _store_pairs(
 
 @triton.jit
 def _as_stored(x, target, NATIVE: tl.constexpr):
-    """float32 ``x`` in the dtype that ``target`` points to, where bytes are e4m3."""
+    """float32 ``x`` in the dtype that ``target`` points to; bytes mean e4m3."""
     if target.dtype.element_ty == tl.uint8:
         return encode_e4m3(x, NATIVE)
     return x.to(target.dtype.element_ty)
@@ -244,7 +244,7 @@ def _as_stored(x, target, NATIVE: tl.constexpr):
 
 @triton.jit
 def _heads_of(program, num_heads, HEADS: tl.constexpr):
-    """The token and the heads of a program, and which heads there are."""
+    """The token and the heads of a program, and the mask of heads that exist."""
     programs = tl.cdiv(num_heads, HEADS)
     head = program % programs * HEADS + tl.arange(0, HEADS)
     return (program // programs).to(tl.int64), head.to(tl.int64), head < num_heads
@@ -358,7 +358,7 @@ def _fused_kernel(
     kept = (slot >= 0) & (slot < rows.num_slots)
     row = kv + token * kv_stride
 
-    # The body, and behind it the tail, which rotates; both in blocks of one scale.
+    # The body, then the rotated tail; both in blocks that share a scale.
     in_block = tl.arange(0, BLOCK_DIMS)[None, :]
     dim = tl.arange(0, NUM_BLOCKS)[:, None] * SCALE_BLOCK + in_block
     real = (in_block < SCALE_BLOCK) & (dim < BODY)
@@ -515,10 +515,10 @@ def fused_rope_rmsnorm_quant(
 def _fused_widths(
     fmt: CacheFormat, norm_dim: int, rope_dim: int, num_heads: int, interleaved: bool
 ) -> dict[str, int]:
-    """What the fused kernel is compiled for, of dims and tiles."""
+    """Compile-time dims and tiles of the fused kernel."""
     start = fmt.head_dim - rope_dim
-    block = fmt.scale_block or 128  # without scales any width will do
-    # Quantised dims are a tail where its blocks of one scale are its own.
+    block = fmt.scale_block or 128  # any width works without scales
+    # Rotated quantised dims are a tail if they share no scale with other dims.
     own_blocks = fmt.fp8_dim == fmt.head_dim and start % block == 0
     tail = start if own_blocks else max(fmt.fp8_dim, start)
     body = max(tail, norm_dim)
@@ -605,7 +605,7 @@ def _quantise_heads(
     if STAGES > 0:
         dim = tl.arange(0, DIMS)[None, :]
         x = tl.load(source + dim, mask=live[:, None], other=0.0).to(tl.float32)
-        rows = tl.broadcast_to(dim, [HEADS, DIMS])  # the layout of x, for the loads of the table
+        rows = tl.broadcast_to(dim, [HEADS, DIMS])  # gives loads of the table the layout of x
         partner, pair, sign = _partners(rows, START, R, INTERLEAVED)
         rotated = (rows >= START) & (rows < START + R)
         cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
@@ -618,7 +618,7 @@ def _quantise_heads(
             weight *= scale
         tl.store(target + dim, _as_stored(x, target, NATIVE), mask=live[:, None])
     else:
-        # The rotated dims in pairs, and the rest, so that threads do not work on both.
+        # Rotated dims in pairs, separate from the rest, so that no thread works on both.
         FIRST: tl.constexpr = R if START == 0 else 0
         rest = FIRST + tl.arange(0, REST_DIMS)[None, :]
         real = live[:, None] & (rest < FIRST + D - R)

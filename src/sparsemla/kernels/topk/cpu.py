@@ -9,7 +9,7 @@ from sparsemla.cache import slots_of, to_int32
 from sparsemla.kernels.common import cpu
 
 OUTSIDE = torch.iinfo(torch.int32).min
-"""Key of a column outside the row; the key of NaN, the lowest inside, is one above."""
+"""Key of a column outside the row, one below the key of NaN, the lowest key in a row."""
 
 
 def select_topk(
@@ -58,7 +58,7 @@ def _largest(keys: Tensor, topk: int) -> Tensor:
     """Columns ``[R, topk]``, ascending, of the largest keys; ties go to the lower column."""
     least = keys.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     chosen = keys >= least
-    if int(chosen.sum()) > keys.shape[0] * topk:  # some row has more ties than it may keep
+    if int(chosen.sum()) > keys.shape[0] * topk:  # a row has too many ties
         above = keys > least
         equal = chosen & ~above
         chosen = above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))

@@ -1,6 +1,6 @@
-"""Exact, deterministic top-k of long rows, in one pass over memory where the row allows it.
+"""Exact, deterministic top-k of long rows, in one pass over memory for most rows.
 
-1. A sample of the row yields a threshold that slightly more than k columns should reach.
+1. From a sample of the row, estimate a threshold that slightly more than k columns should reach.
 2. One pass over the row appends the columns that reach it, with their values, to lists of
    candidates. Each warp has its own part of the row and its own list, so no warp waits for another.
 3. A search in registers finds the k-th largest of the candidates, at most ``capacity`` of them.
@@ -38,7 +38,7 @@ MINUS_INF_KEY = tl.constexpr(-(1 << 31) + 0x7FFFFF)
 END_KEY = tl.constexpr(0x7F800001)
 """One above the key of +inf."""
 SIGMAS = tl.constexpr(3.0)
-"""Margin of a threshold in standard deviations, against lists that are too short or too long."""
+"""Standard deviations between a threshold's rank and both limits of a list's length."""
 
 
 class Pages(NamedTuple):
@@ -55,7 +55,7 @@ NO_PAGES = Pages(None, None, 0, 0, 0)
 
 
 def pages_of(page_table: Tensor | None, request_ids: Tensor | None) -> Pages:
-    """The page table of a selection whose row r belongs to request ``request_ids[r]``."""
+    """The page table of a selection; its row r belongs to request ``request_ids[r]``."""
     if page_table is None or request_ids is None:
         return NO_PAGES
     return Pages(page_table, request_ids, *page_table.shape, page_table.stride(0))
@@ -93,7 +93,7 @@ def _log2(n):
 
 @triton.jit
 def _as_output(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
-    """Positions as the output has them: unchanged, or as slots."""
+    """The output for positions: the positions themselves, or their slots."""
     if PAGE_SIZE > 0:
         request = tl.load(pages.request_ids + row).to(tl.int64)
         width = tl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
@@ -106,7 +106,7 @@ def _as_output(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _columns_to_alignment(x):
-    """Values before the next address that is aligned for a load of four."""
+    """Number of values before the next address aligned for a load of four."""
     SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     return ((4 * SIZE - x.to(tl.int64) % (4 * SIZE)) % (4 * SIZE)).to(tl.int32) // SIZE
 
@@ -123,8 +123,8 @@ def _search_threshold(key, klo, khi, clo, low, up):
 
     ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
     the keys at one and two thirds of the interval. Returns the key, the number of keys that reach
-    it, and the number that reach the next larger key that was tried. The last is the number of keys
-    above the first one if more than ``up`` reach it, or if ``low == up``.
+    it, and the number that reach the next larger key tried. The last number counts the keys above
+    the returned key if more than ``up`` keys reach the returned key, or if ``low == up``.
     """
     chi = clo * 0
     while (klo + 1 < khi) & (clo > up):
@@ -182,7 +182,7 @@ def _estimate_threshold(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.c
 
 @triton.jit
 def _load_quads(x, at, group, end):
-    """Four neighbours a thread, NaN for groups at or behind ``end``, which cuts no group."""
+    """Four neighbours per thread, NaN for groups from ``end`` on; ``end`` cuts no group."""
     return tl.load(x + at, mask=group < end, other=float("nan"))
 
 
@@ -198,7 +198,7 @@ def _split_quads(x):
 
 @triton.jit
 def _pack(a, b, c, d):
-    """Four flags in one int32, one a byte."""
+    """Four flags in one int32, one per byte."""
     low = a.to(tl.int32) + (b.to(tl.int32) << 8)
     return low + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24)
 
@@ -238,16 +238,16 @@ def _collect_candidates(
 
     Each warp has its own part of the slice and its own list, so warps do not wait for each other.
     Returns the number of candidates of each part. A list is complete only if it has at most
-    ``limit`` entries; up to a tile behind the limit may be overwritten.
+    ``limit`` entries; up to a tile after the limit may be overwritten.
     """
     THREADS: tl.constexpr = WARPS * LANES
-    PLANE: tl.constexpr = 4 * LANES  # columns of one load of a warp, four neighbours a lane
+    PLANE: tl.constexpr = 4 * LANES  # columns of one load of a warp, four neighbours per lane
     TILE: tl.constexpr = 4 * PLANE
     tl.static_assert(PLANE < 256)
-    key = tl.maximum(key, MINUS_INF_KEY)  # keys below it belong to NaN
+    key = tl.maximum(key, MINUS_INF_KEY)  # lower keys belong to NaN
     value = _value(key)
     over = _value(key + 1)
-    # Aligned groups of four; the few columns before and behind them are handled on their own.
+    # Aligned groups of four; the few columns before and after them are handled separately.
     head = tl.minimum(_columns_to_alignment(x), size)
     groups = x + head
     end = (size - head) // 4 * 4
@@ -272,7 +272,7 @@ def _collect_candidates(
     d = _load_quads(groups, at + 3 * PLANE, group + 3 * PLANE, end)
     stop = end
     for base in range(TILE, share + TILE, TILE):
-        # Prefetch the next tile; there is none behind the last.
+        # Prefetch the next tile, if there is one.
         stop = tl.where(base < share, end, 0)
         at += TILE
         group += TILE
@@ -289,7 +289,7 @@ def _collect_candidates(
         xb = _split_quads(b)
         xc = _split_quads(c)
         xd = _split_quads(d)
-        # One prefix sum for all four planes, a byte each.
+        # One prefix sum for all four planes, one byte each.
         hits_0 = _pack(xa[0] >= value_a, xb[0] >= value_b, xc[0] >= value_c, xd[0] >= value_d)
         hits_1 = _pack(xa[1] >= value_a, xb[1] >= value_b, xc[1] >= value_c, xd[1] >= value_d)
         hits_2 = _pack(xa[2] >= value_a, xb[2] >= value_b, xc[2] >= value_c, xd[2] >= value_d)
@@ -307,13 +307,13 @@ def _collect_candidates(
         in_b = in_a + (total >> 8 & 0xFF)
         in_c = in_b + (total >> 16 & 0xFF)
         added = in_c + (total >> 24 & 0xFF)
-        # Once a list is full, tiles are written behind its limit, where nobody reads.
+        # Once a list is full, tiles are written after its limit and never read.
         to_a = tl.where(count + added <= limit, count, limit)
         to_b = to_a + in_a
         to_c = to_a + in_b
         to_d = to_a + in_c
         # The condition is never true. It hides from the compiler that the thresholds are the same
-        # as above: to compare again is cheaper than to keep sixteen predicates.
+        # as above, because a second comparison is cheaper than keeping sixteen predicates.
         value_a = tl.where(limit < 0, 0.0, value_a)
         value_b = tl.where(limit < 0, 0.0, value_b)
         value_c = tl.where(limit < 0, 0.0, value_c)
@@ -351,12 +351,12 @@ def _exact_threshold(x, size, k, CAPACITY: tl.constexpr):
     clo = size
     khi = size * 0 + END_KEY
     chi = size * 0
-    # Eight rows of lanes, so that each thread adds up several counts before the reduction.
+    # Eight rows of lanes: each thread adds up several counts before the reduction.
     LANES: tl.constexpr = CAPACITY // 16
     lane = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     while (klo + 1 < khi) & (clo > CAPACITY):
         span = khi.to(tl.int64) - klo
-        a = klo + 1  # a plateau of equal values at the threshold is known after one pass
+        a = klo + 1  # one pass is enough for a plateau of equal values at the threshold
         b = (klo + tl.maximum(span // 3, 1)).to(tl.int32)
         c = (klo + tl.maximum(2 * span // 3, 1)).to(tl.int32)
         counts_a = tl.zeros([LANES], tl.int32)
@@ -385,9 +385,9 @@ def _exact_threshold(x, size, k, CAPACITY: tl.constexpr):
 def _store_chosen(
     out, ids, key, threshold, above, level, ties, pages, row, PAGE_SIZE: tl.constexpr
 ):
-    """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
+    """Store the ids of keys above the threshold, and of the first ``ties`` keys equal to it.
 
-    ``above`` and ``level``: keys of either kind in earlier blocks. Returns both with this block.
+    ``above`` and ``level`` count both kinds in earlier blocks. Returns both counts with this block.
     """
     over = key > threshold
     equal = key == threshold
@@ -509,7 +509,7 @@ def _select_row(
         )
 
 
-# Arguments without specialization: one compiled kernel serves all shapes.
+# Arguments are not specialised: one compiled kernel serves all shapes.
 RUNTIME = (
     "num_rows",
     "num_cols",
@@ -670,7 +670,7 @@ def _select_kernel(
 
 @dataclass(frozen=True)
 class ListSchedule:
-    """How a selection by lists of candidates is spread over the device.
+    """The distribution of a selection by lists of candidates over the device.
 
     Args:
         slices: programs that share the pass over a row, a power of two. A row of one slice is
@@ -680,8 +680,8 @@ class ListSchedule:
         programs: rows in progress at a time.
         num_warps: warps of a collecting program, each with a list of its own.
         finish_warps: warps of the program that finishes a row of several slices.
-        registers: bound on the registers of a thread; NVIDIA's compiler takes more without need.
-        lanes: threads of a warp, as the kernels count them.
+        registers: bound on the registers of a thread; without it NVIDIA's compiler wastes some.
+        lanes: threads of a warp.
     """
 
     slices: int
@@ -710,7 +710,7 @@ class ListSchedule:
 
     @property
     def tile(self) -> int:
-        """Columns of one iteration of a warp; a list has room for as many behind its limit."""
+        """Columns of one iteration of a warp; a list has room for a tile after its limit."""
         return 16 * self.lanes
 
     @property
@@ -732,8 +732,8 @@ class ListSchedule:
 
 
 LIST_BYTES = 149 << 20
-"""Bound on the bytes of all lists at a time; more rows are processed in chunks. 264 rows fit, as
-many as an H200 has in progress."""
+"""Bound on the bytes of all lists at a time; more rows are processed in chunks. 264 rows fit, the
+number that an H200 processes at a time."""
 
 
 AnySchedule = TypeVar("AnySchedule", bound=ListSchedule)
@@ -741,7 +741,7 @@ AnySchedule = TypeVar("AnySchedule", bound=ListSchedule)
 
 def schedule_lists(num_rows: int, num_cols: int, topk: int, device: torch.device) -> ListSchedule:
     """The schedule for rows of this size; it depends on shapes only."""
-    # Twice k candidates leave room for the error of the sample. Registers hold 8192 of them; for a
+    # Twice k candidates leave room for the error of the sample. Registers hold 8192; for a
     # larger k, counting passes find the exact threshold of every row.
     long = num_cols > 1 << 17 and topk > 512
     capacity = min(8192, max(2048, triton.next_power_of_2(2 * topk)))
@@ -762,7 +762,7 @@ def schedule_lists(num_rows: int, num_cols: int, topk: int, device: torch.device
 
 
 def within_list_bytes(schedule: AnySchedule, num_cols: int) -> AnySchedule:
-    """The schedule, with no more rows in progress than ``LIST_BYTES`` has room for."""
+    """The schedule, with at most as many rows in progress as fit ``LIST_BYTES``."""
     bound = max(1, LIST_BYTES // max(1, schedule.list_bytes(num_cols) // schedule.programs))
     return schedule if schedule.programs <= bound else replace(schedule, programs=bound)
 
@@ -792,8 +792,8 @@ class Selection(NamedTuple):
 
     Args:
         select_topk: launcher; see :func:`sparsemla.ops.topk.select_topk`.
-        schedule_lists: ``(num_rows, num_cols, topk, device)`` to the schedule of a selection, which
-            knows the memory that its lists take.
+        schedule_lists: maps ``(num_rows, num_cols, topk, device)`` to the schedule of a selection;
+            the schedule has the size of the lists.
     """
 
     select_topk: Callable[..., None]
@@ -814,7 +814,7 @@ def launch_in_chunks(
     page_size: int | None,
     out: Tensor,
 ) -> None:
-    """Launch a schedule for as many rows at a time as its lists have room for."""
+    """Launch a schedule in chunks of rows with lists that fit ``LIST_BYTES``."""
     num_rows = scores.shape[0]
     at_once = schedule.programs if schedule.slices > 1 else num_rows
     for first in range(0, num_rows, at_once):
@@ -918,7 +918,7 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Select the best candidates of a row; one block holds those of all parts."""
+    """Select the best candidates of a row; one block holds the candidates of all parts."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     part = (j // width).to(tl.int64)
@@ -953,7 +953,7 @@ def _merge_kernel(
     chosen = tl.load(out + i, mask=i < count, other=0x7FFFFFFF)
     before = tl.load(out + i - 1, mask=(i > 0) & (i < count), other=-1)
     tl.debug_barrier()
-    # Ids already ascend if the parts are consecutive and in order.
+    # Ids ascend already if the parts are consecutive and in order.
     if tl.max((before > chosen).to(tl.int32), 0) > 0:
         chosen = tl.sort(chosen)
     tl.store(out + i, tl.where(i < count, chosen, -1), mask=i < k)

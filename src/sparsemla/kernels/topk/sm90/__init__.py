@@ -1,4 +1,4 @@
-"""Exact top-k on Hopper: rows that fit are held in registers, others yield lists of candidates."""
+"""Exact top-k on Hopper: in registers for rows that fit, by lists of candidates for others."""
 
 from sparsemla.kernels.topk.sm90.launch import SELECTION, merge_topk, select_topk
 

@@ -1,9 +1,9 @@
 """Selections by lists of candidates, for rows that registers do not hold.
 
-The algorithm is that of the portable kernel (:mod:`sparsemla.kernels.topk.triton`):
+The algorithm is the same as in the portable kernel (:mod:`sparsemla.kernels.topk.triton`):
 
-1. ``_load_sample``, ``_estimate_threshold``: a sample of the row yields a threshold, a value and a
-   column, that slightly more than k columns should reach.
+1. ``_load_sample``, ``_estimate_threshold``: estimate a threshold, a value and a column, from a
+   sample of the row; slightly more than k columns should reach it.
 2. ``collect`` (:mod:`.collect`): one pass over the row lists the candidates that reach it.
 3. ``rank_best`` (:mod:`.radix`): a radix search ranks the k best candidates in registers.
 
@@ -60,7 +60,7 @@ from sparsemla.kernels.topk.sm90.radix import cluster_line_layout, rank_best
 from sparsemla.kernels.topk.triton import Pages
 
 SIGMAS = gl.constexpr(4.5)
-"""Margin of a threshold in standard deviations, against lists that are too short or too long."""
+"""Standard deviations between a threshold's rank and both limits of a list's length."""
 
 
 NEIGHBOURS = gl.constexpr(16)
@@ -204,9 +204,9 @@ def _store_chosen(
     PAGE_SIZE: gl.constexpr,
     W: gl.constexpr,
 ):
-    """Store the ids of keys above the threshold, and of the first ``ties`` that equal it.
+    """Store the ids of keys above the threshold, and of the first ``ties`` keys equal to it.
 
-    ``above`` and ``level``: keys of either kind in earlier blocks. Returns both with this block.
+    ``above`` and ``level`` count both kinds in earlier blocks. Returns both counts with this block.
     """
     over = key > threshold
     equal = key == threshold
@@ -281,7 +281,7 @@ def _select_row(
         if not MUST_COLLECT:
             tries += 1
             lengths = gl.load(counts + each)
-            # Loads entries behind the lists as well: to wait for the lengths first is slower.
+            # Also loads entries after the ends of the lists: waiting for the lengths is slower.
             of_list = gl.load(counts + j // SHARE)
             entry = gl.load(lists + (j // SHARE * pitch + j % SHARE)).to(gl.int64)
             live = j % SHARE < of_list
@@ -295,7 +295,7 @@ def _select_row(
                 ratio = gl.fdiv(middle, gl.maximum(count, 1).to(gl.float32))
                 factor = gl.where(tries == 0, 1.0, ratio)
                 at, values = _load_sample(x, size, SAMPLE, W)
-                if MUST_COLLECT and W < 16:  # sixteen warps have enough loads in flight without it
+                if MUST_COLLECT and W < 16:  # sixteen warps have enough loads in flight anyway
                     prefetch_tiles(x, size, 0, 1, PREFETCHED_BY_MANY, W, False)
                 key, column = _estimate_threshold(at, values, size, k, factor, CAPACITY, W)
             else:
@@ -529,10 +529,10 @@ def _select_kernel(
 
 @dataclass(frozen=True)
 class Sm90ListSchedule(portable.ListSchedule):
-    """The portable schedule, for CTAs whose warps may share a list.
+    """The portable schedule, for CTAs with warps that may share a list.
 
     Args:
-        together: the warps of a slice fill one list, where a row would have more than 32 lists.
+        together: the warps of a slice fill one list, so that a row has at most 32 lists.
     """
 
     together: bool = False
@@ -589,7 +589,7 @@ def schedule_lists(
     elif num_rows <= processors:
         warps = 16 if num_cols > 1 << 16 or capacity > 4096 else 8
         schedule = Sm90ListSchedule(1, capacity, sample, num_rows, warps, registers=2048 // warps)
-    # Several CTAs a multiprocessor: some wait for memory while others search in registers.
+    # Several CTAs per multiprocessor: some wait for memory while others search in registers.
     elif num_cols >= 1 << 16 or capacity > 4096:
         schedule = Sm90ListSchedule(
             1, capacity, sample, min(num_rows, 2 * processors), registers=128

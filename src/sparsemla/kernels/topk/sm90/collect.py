@@ -24,11 +24,11 @@ PREFETCHED = gl.constexpr(4)
 
 
 PREFETCHED_BY_MANY = gl.constexpr(2)
-"""The same with rows for all multiprocessors: L2 would evict more of them."""
+"""The number of these tiles if rows occupy all multiprocessors: L2 would evict more."""
 
 
 PLANE = gl.constexpr(256)
-"""Columns of one load of a warp, eight a thread."""
+"""Columns of one load of a warp, eight per thread."""
 
 
 PLANES = gl.constexpr(4)
@@ -53,7 +53,7 @@ def allocate_entries(any, CAPACITY: gl.constexpr):
 
 @gluon.jit
 def _append_shared(at, end, x, ids, mask):
-    """Append entries in shared memory; drops those at or behind ``end``."""
+    """Append entries in shared memory; drops entries from ``end`` on."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred is;
@@ -119,7 +119,7 @@ def _append_edge(
     W: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
-    """Append the columns ``ids``, one a thread, that reach ``value``; returns the new lengths."""
+    """Append the columns ``ids``, one per thread, that reach ``value``; returns the new lengths."""
     values = gl.load(x + ids, mask=mask, other=float("nan")).to(gl.float32)
     hits = (values >= value).to(gl.int32)
     before, added = _scan_warps(hits, W)
@@ -132,7 +132,7 @@ def _append_edge(
 
 @gluon.jit
 def _scan_warps(x, W: gl.constexpr):
-    """Exclusive prefix sum of one value a thread across each warp, and the sum of the warp."""
+    """Exclusive prefix sum of one value per thread across each warp, and the sum of the warp."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = gl.reshape(gl.convert_layout(x, LINE, assert_trivial=True), [W, 32])
     before = gl.associative_scan(rows, 1, add) - rows
@@ -144,7 +144,7 @@ def _scan_warps(x, W: gl.constexpr):
 
 @gluon.jit
 def _scan_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
-    """Entries that earlier warps add to the same list, and that all its warps add."""
+    """Numbers of entries that earlier warps, and all warps, add to the same list."""
     earlier = added * 0
     if TOGETHER:
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -159,7 +159,7 @@ def _scan_lists(added, W: gl.constexpr, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _load_plane(x, group, stop):
-    """Eight neighbours a thread, from ``x`` on; undefined for groups at or behind ``stop``."""
+    """Eight neighbours per thread, from ``x`` on; undefined for groups from ``stop`` on."""
     W: gl.constexpr = x.shape[0] // 32
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     at = x[:, None] + gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
@@ -168,7 +168,7 @@ def _load_plane(x, group, stop):
 
 @gluon.jit
 def _threshold_of_plane(value, over, before_cut, left):
-    """The threshold for eight columns; NaN, which no score reaches, behind the end."""
+    """The threshold for eight columns; after the end NaN, which no score reaches."""
     return gl.where(left > 0, gl.where(before_cut > 0, value, over), float("nan"))
 
 
@@ -350,7 +350,7 @@ def _append_hits(lists, shared, shared_end, to, x, hits, first_id, ab, cd):
         lists: end of the list of each thread's warp.
         shared, shared_end: its copy in shared memory.
         to: length of the list.
-        x: each thread's first column, whose id is ``first_id``.
+        x: each thread's first column; its id is ``first_id``.
         hits, ab, cd: as in :func:`_hit_positions`.
     """
     if shared is None:
@@ -453,16 +453,16 @@ def collect(
     """Append (value bits, id) of the columns of a slice that reach a threshold, in column order.
 
     Each warp has its own part of the slice and its own list, so warps do not wait for each other;
-    or all warps fill one list TOGETHER. Stores the number of candidates of each list in ``counts``.
-    A list is complete only if it has at most ``limit`` entries; up to a tile behind the limit may
-    be overwritten. With ``shared``, its first SHARE entries are also stored there.
+    with TOGETHER, all warps fill one list. Stores the number of candidates per list in ``counts``.
+    A list is complete only if it has at most ``limit`` entries; up to a tile after the limit may
+    be overwritten. With ``shared``, its first SHARE entries are also stored in shared memory.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     THREAD: gl.constexpr = gl.SliceLayout(1, L)
-    key = gl.maximum(key, MINUS_INF_KEY)  # keys below it belong to NaN
+    key = gl.maximum(key, MINUS_INF_KEY)  # lower keys belong to NaN
     value = value_of_key(key)
     over = value_of_key(key + 1)
-    # Aligned groups of eight; the few columns before and behind them are handled on their own.
+    # Aligned groups of eight; the few columns before and after them are handled separately.
     head, end, share, begin = _partition(x, size, index, slices, W, TOGETHER)
     SIZE: gl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     groups = gl.multiple_of(x + head, 8 * SIZE)
@@ -497,11 +497,11 @@ def collect(
             on = i * PLANE
             level = _threshold_of_plane(value, over, column - (begin + on), stop - (group + on))
             hits = hits << 8 | _hits(tile[i], level)
-            # Prefetch the next tile into the registers of the plane that has just been compared.
+            # Load the next tile into the registers of the plane just compared.
             following += (_load_plane(source + (STEP + on), group + (STEP + on), stop),)
         ab, cd, added = _hit_positions(hits)
         earlier, added = _scan_lists(added, W, TOGETHER)
-        # Once a list is full, tiles are written behind its limit, where nobody reads.
+        # Once a list is full, tiles are written after its limit and never read.
         to = gl.where(count + added <= limit, count + earlier, limit)
         _append_hits(lists + to, shared, shared_end, to, source, hits, first_id, ab, cd)
         count += added

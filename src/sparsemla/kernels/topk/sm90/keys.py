@@ -55,7 +55,7 @@ def add(a, b):
 
 @gluon.jit
 def to_all_threads(x, W: gl.constexpr):
-    """One value a warp; every thread gets all of them."""
+    """One value per warp; every thread gets all values."""
     return gl.convert_layout(x, gl.BlockedLayout([W], [32], [W], [0]))
 
 
@@ -73,7 +73,7 @@ def max_all(x, W: gl.constexpr):
 
 @gluon.jit
 def exclusive_sum_of_warps(x, W: gl.constexpr):
-    """Exclusive prefix sum of one value a warp, and the sum over the CTA."""
+    """Exclusive prefix sum of one value per warp, and the sum over the CTA."""
     GRID: gl.constexpr = gl.BlockedLayout([1, W], [1, 32], [W, 1], [1, 0])
     every = gl.convert_layout(x, gl.SliceLayout(0, GRID))
     row = gl.arange(0, W, gl.SliceLayout(1, GRID))
@@ -98,8 +98,8 @@ def search_threshold(key, klo, khi, clo, a, b, low, up, W: gl.constexpr):
     ``clo >= low`` keys reach ``klo``, and fewer than ``low`` reach ``khi``. Each iteration counts
     the keys at ``a <= b`` in between: first at the arguments, then around an interpolated position,
     at last at one and two thirds of the interval. Returns the key, the number of keys that reach
-    it, and the number that reach the next larger key that was tried. The last is the number of keys
-    above the first one if more than ``up`` reach it, or if ``low == up``.
+    it, and the number that reach the next larger key tried. The last number counts the keys above
+    the returned key if more than ``up`` keys reach the returned key, or if ``low == up``.
     """
     middle = 0.5 * (low + up)
     chi = clo * 0
@@ -165,7 +165,7 @@ def exclusive_sum(x, W: gl.constexpr):
 
 @gluon.jit
 def as_output(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
-    """Positions as the output has them: unchanged, or as slots."""
+    """The output for positions: the positions themselves, or their slots."""
     if PAGE_SIZE > 0:
         request = gl.load(pages.request_ids + row).to(gl.int64)
         width = gl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
@@ -201,7 +201,7 @@ def row_range(row_starts, row_ends, row, num_cols):
     return start, end
 
 
-# Arguments without specialization: one compiled kernel serves all shapes.
+# Arguments are not specialised: one compiled kernel serves all shapes.
 RUNTIME = (
     "num_rows",
     "num_cols",

@@ -25,7 +25,7 @@ from sparsemla.kernels.topk.sm90.keys import (
 
 @gluon.jit
 def _kth_largest(values, keys, live, least, count, k, W: gl.constexpr):
-    """The k-th largest of ``count > k`` live keys; how many keys reach it, and how many exceed it.
+    """The k-th largest of ``count > k`` live keys, and how many keys reach it and exceed it.
 
     ``least`` is the smallest live key. The first two keys to try assume an exponential
     distribution of the values above it.
@@ -45,7 +45,7 @@ def _kth_largest(values, keys, live, least, count, k, W: gl.constexpr):
 
 @gluon.jit
 def _from_lane(x, step):
-    """``x`` of the lane whose number differs in the bit ``step``."""
+    """``x`` of the lane with the number ``lane ^ step``."""
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;",
         "=r,r,r",
@@ -58,7 +58,7 @@ def _from_lane(x, step):
 
 @gluon.jit
 def _ordered(x, other, i, step):
-    """The smaller of two at positions without the bit ``step``, the larger at those with it."""
+    """The smaller of two at positions without the bit ``step``, the larger at all others."""
     return gl.where((i & step) == 0, gl.minimum(x, other), gl.maximum(x, other))
 
 
@@ -104,7 +104,7 @@ def _merge_kernel(
 ):
     """Select the k best candidates of a row from a group of PARTS parts.
 
-    With ``out_values``, they are candidates of another merge; otherwise, the sorted result.
+    With ``out_values``, the results are candidates of another merge; otherwise, sorted ids.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -155,7 +155,7 @@ def _merge_kernel(
         line = gl.load(out + i, mask=i < total, other=0x7FFFFFFF)
         before = gl.load(out + i - 1, mask=(i > 0) & (i < total), other=-1)
         barrier()  # and read
-        # Ids already ascend if the parts are consecutive and in order.
+        # Ids ascend already if the parts are consecutive and in order.
         if gl.max((before > line).to(gl.int32), 0) > 0:
             line = _sort(line, i)
         gl.store(out + i, gl.where(i < total, line, -1), mask=i < k)

@@ -21,8 +21,8 @@ phase below is a function that returns its text. They share these registers:
     own     matches of a thread, then of earlier lanes: a byte for each four keys
     all     matches of the warp: a byte for each four keys
 
-Each exchange between warps has a row of 32 words of its own in ``sums``, so that none of them waits
-for an earlier one to be read.
+Each exchange between warps has its own row of 32 words in ``sums``, so that no exchange waits
+until an earlier one has been read.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Search:
         keys: of a thread.
         warps: of a CTA.
         ctas: of the cluster.
-        bounded: a lower bound of the keys is known. Keys are then counted from the best one on, and
+        bounded: a lower bound of the keys is known. Keys are then counted from the best key, and
             digits begin at the highest bit of the distance between best and bound: close keys fall
             into different bins from the first step on. One histogram serves all steps.
         bins: of a thread, out of the ``2 ** DIGITS[0]`` of a histogram.
-        wide: bins of a vector load or store.
+        wide: bins per vector load or store.
         words: registers for a thread's counts of matches, a byte for each four keys.
     """
 
@@ -82,7 +82,7 @@ def _first_bin(search, step):
 
 @triton.constexpr_function
 def _digit_shift(search, step):
-    """Bits below the digit of a step: a register where the range of the keys decides."""
+    """Bits below the digit of a step: a register if they depend on the range of the keys."""
     return "shift" if search.bounded else 32 - sum(DIGITS[: step + 1])
 
 
@@ -94,7 +94,7 @@ def _suffix(search):
 
 @triton.constexpr_function
 def _registers(search, name, first):
-    """Neighbouring registers as the operand of such a load or store."""
+    """Neighbouring registers as the operand of a vector load or store."""
     names = [f"{name}{i}" for i in range(first, first + search.wide)]
     return "{" + ", ".join(names) + "}" if search.wide > 1 else names[0]
 
@@ -199,7 +199,7 @@ def _scan_bins(search):
 
 @triton.constexpr_function
 def _exchange_in_cta(row, leader, value):
-    """``before``: sum of ``value`` over earlier warps, each of which has it in lane ``leader``.
+    """``before``: sum of ``value``, from lane ``leader`` of each warp, over earlier warps.
 
     Lane i of ``more`` is left with the value of warp i.
     """
@@ -241,7 +241,7 @@ def _exchange_in_cluster(search, row):
 
 @triton.constexpr_function
 def _flip_keys(search):
-    """Turn keys into unsigned numbers, of which the smallest is the best."""
+    """Turn keys into unsigned numbers; the best key is the smallest."""
     return "".join(f"xor.b32 ${i}, ${i}, 0x7fffffff;\n" for i in range(search.keys))
 
 
@@ -269,7 +269,7 @@ def _count_from_best(search, row):
 
 @triton.constexpr_function
 def _count_digits(search, step):
-    """The histogram of the next digit, of the keys that start with ``bound``.
+    """The histogram of the next digit over the keys that start with ``bound``.
 
     All other keys are counted in the word behind the bins.
     """
@@ -314,10 +314,10 @@ def _scan_cta(search, step):
 
 @triton.constexpr_function
 def _scan_cluster(search, step):
-    """The same over the histograms of all CTAs; only the first warp of each CTA goes on.
+    """:func:`_scan_cta` over the histograms of all CTAs; only the first warp of each CTA goes on.
 
-    It adds up the counts of all warps of all CTAs, finds the warp in whose bins the k-th best key
-    is, and then spreads the bins of this warp over its own lanes.
+    It adds up the counts of all warps of all CTAs, finds the warp with the k-th best key in its
+    bins, and then spreads the bins of that warp over its own lanes.
     """
     text = _load_bins(search, step, "bin", "bins", "shared")
     text += "".join(f"add.u32 bin0, bin0, bin{i};\n" for i in range(1, search.bins))
@@ -361,10 +361,9 @@ def _scan_cluster(search, step):
 
 @triton.constexpr_function
 def _publish_bin(search, step):
-    """The thread whose bin holds the k-th best key stores the bin for all threads.
+    """The thread that has the bin of the k-th best key stores the bin for all threads.
 
-    For all other bins ``rank``, which may be negative and so a large unsigned number, is not below
-    the count.
+    For all other bins, ``rank`` is at least the count: a negative rank is a large unsigned number.
     """
     text = "sub.u32 rank, left, before;\n"
     for i in range(search.bins):
@@ -397,7 +396,7 @@ def _extend_bound(search, step):
 
 @triton.constexpr_function
 def _count_matches(search, compare, row):
-    """Count the keys of which ``compare`` to ``bound`` holds, in the order of columns.
+    """Count the matches, keys for which ``compare`` with ``bound`` holds, in the order of columns.
 
     A thread's keys are groups of four neighbours, and each group is followed by a group of the next
     lane. So a byte for each group counts the matches of earlier lanes (``own``) and of the warp
@@ -459,7 +458,7 @@ def _find_bound(search):
 
 @triton.constexpr_function
 def _drop_late_ties(search, row):
-    """More keys equal the k-th best than are wanted: turn later columns into the worst key."""
+    """With too many keys equal to the k-th best, turn the later ones into the worst key."""
     use = "setp.gt.and.u32 drop, rank, left, is; @drop mov.b32 ${0}, -1;"
     return _count_matches(search, "eq", row) + _rank_matches(search, "eq", use)
 

@@ -55,7 +55,7 @@ def _held_kernel(
     PAGE_SIZE: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """Select the ids of a row of at most COLUMNS columns, each of which is in a register."""
+    """Select the ids of a row of at most COLUMNS columns, with all columns in registers."""
     if EARLY:
         gdc_launch_dependents()
     L: gl.constexpr = cluster_layout(WARPS, CTAS)
@@ -65,7 +65,7 @@ def _held_kernel(
     warp = gl.arange(0, ALL, gl.SliceLayout(1, L))
     lane = gl.arange(0, COLUMNS // ALL, gl.SliceLayout(0, L))
     column = warp[:, None] * (COLUMNS // ALL) + lane[None, :]
-    # Loads start before the range of the row is known; none is needed if all columns are chosen.
+    # Loads start before the range of the row is known. Up to k columns are all chosen, unread.
     if FOURS:
         first = scores + gl.multiple_of(row * stride_scores, 4)
         within = column // 4 * 4 < num_cols
@@ -88,7 +88,7 @@ def _held_kernel(
 
 
 class RegisterSchedule(NamedTuple):
-    """Columns of a row, padded, and the CTAs that hold them."""
+    """Columns of a row, padded, and the number of CTAs that share them."""
 
     columns: int
     ctas: int
@@ -138,7 +138,7 @@ def launch(
         CTAS=ctas,
         FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
         PAGE_SIZE=page_size,
-        # If all rows run at once; see kernels/common/early.py.
+        # Only if all rows run at once; see kernels/common/early.py.
         EARLY=num_rows <= num_multiprocessors(scores.device),
         num_warps=warps,
         num_ctas=ctas,
