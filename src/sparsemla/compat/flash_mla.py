@@ -102,7 +102,7 @@ def flash_mla_with_kvcache(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: an argument of the wrong shape or device, or one that FlashMLA does not accept
+        ValueError: an argument of the wrong shape or device, or an argument that FlashMLA refuses
             in this mode.
 
     Source: FlashMLA ``flash_mla_with_kvcache``.
@@ -277,7 +277,7 @@ def flash_mla_sparse_fwd(
 def _caches(
     check: Checker, name: str, k_cache: Tensor, is_fp8: bool, heads: str
 ) -> list[PagedCache]:
-    """Check ``k_cache``; returns a cache per key head. ``heads`` is their letter in the shape."""
+    """Check ``k_cache``; returns a cache per key head. ``heads``: the letter of their number."""
     head_dim, value_dim = check.dims["head_dim"], check.dims["head_dim_v"]
     shape = f"{name}_blocks {name}_block_size {heads}"
     if is_fp8:

@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("sparsemla", "DEF")
 
 @dataclass(frozen=True)
 class _Record:
-    """How an argument that torch does not know becomes several that it does, and back."""
+    """How an argument of a class that torch does not know is split into tensors, and joined."""
 
     fields: dict[str, Any]
     split: Callable[[Any], tuple[Any, ...]]
@@ -74,12 +74,12 @@ _RECORDS: dict[object, _Record] = {
 def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., None]]:
     """Make ``torch.ops.sparsemla.<name>`` of a function ``_<name>`` that finds the kernel.
 
-    The function's parameters are the operator's. It returns the launcher for its arguments, which
-    is then called with them, by name. A cache or a weight becomes several arguments of the torch
-    operator: ``cache`` is ``cache_data``, ``cache_scales`` and ``cache_format``.
+    The operator has the function's parameters. The function returns the launcher for its arguments;
+    the operator then calls it with them, by name. A cache or a weight becomes several arguments of
+    the torch operator: ``cache`` is ``cache_data``, ``cache_scales`` and ``cache_format``.
 
     Args:
-        mutates: the parameters that the kernel writes; of a cache, all of its tensors.
+        mutates: the parameters that the kernel writes; for a cache, all of its tensors.
     """
 
     def register(function: Callable[..., Launch]) -> Callable[..., None]:
@@ -121,7 +121,7 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     return on_device(lead, *flat)
-            # Triton launches on the current GPU, which need not be the tensors'.
+            # Triton launches on the current GPU; the tensors may be on another one.
             if lead.is_cuda and lead.device.index != torch.cuda.current_device():
                 with torch.cuda.device(lead.device):
                     return launch((lead, *flat))

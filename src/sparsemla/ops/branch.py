@@ -1,4 +1,4 @@
-"""A layer's whole attention: from projected query and latent to the output of each head."""
+"""The attention of a layer: from projected query and latent to the output of each head."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from sparsemla.plan import Plan
 from sparsemla.weights import MLALayer
 
 WORKSPACE_ROWS = 16384
-"""Rows of context that a dense prefill expands to keys and values at a time, by default."""
+"""Default number of context rows that a dense prefill expands at a time."""
 
 
 def branch_workspace_size(
@@ -43,18 +43,18 @@ def branch_workspace_size(
     Args:
         max_tokens: most tokens of a step, padding included.
         num_heads: query heads, H.
-        num_splits: the count given to the op; None for the most it may choose on ``device``.
+        num_splits: the op's ``num_splits``; None for the most that it may choose on ``device``.
         max_pages_per_request: columns of the plan's page table, for dense attention; a selection
             needs none.
         kv_lora_rank: L.
         qk_rope_head_dim: R.
-        device: where the op will run; default the current CUDA device, or the CPU without one.
+        device: device of the op; default the current CUDA device, or the CPU without one.
 
     Returns:
         The size of a uint8 tensor, enough for every number of keys.
 
     Raises:
-        TypeError, ValueError: a size that is no integer or too small, or a device that is none.
+        TypeError, ValueError: a size that is not an integer or too small, or an unknown device.
 
     >>> branch_workspace_size(4, 16, num_splits=8)
     1124352
@@ -84,9 +84,9 @@ def branch_workspace_size(
 def _workspace_bytes(
     num_tokens: int, num_heads: int, latent: int, rope: int, num_splits: int, table_bytes: int
 ) -> int:
-    """Bytes of all that :func:`decode_branch` takes of a workspace.
+    """Bytes of all intermediate results of :func:`decode_branch`.
 
-    ``table_bytes`` are those of a row of the page table, 0 with a selection.
+    ``table_bytes``: bytes of a row of the page table, 0 with a selection.
     """
     pieces = (
         _query_bytes(num_tokens, num_heads, latent, rope),
@@ -106,7 +106,7 @@ def _splits_bytes(num_splits: int, num_tokens: int, num_heads: int, latent: int)
 
 
 def _query_bytes(num_tokens: int, num_heads: int, latent: int, rope: int) -> int:
-    """Bytes of the queries in the latent space, and later of merged splits in the same place."""
+    """Bytes of the queries in the latent space; merged splits later reuse their memory."""
     query = 2 * num_tokens * num_heads * (latent + rope)
     return max(query, merge_workspace_size(num_tokens, num_heads, latent))
 
@@ -171,15 +171,15 @@ def decode_branch(
         plan: positions, slots and page tables of the step (:func:`plan_batch`).
         topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
             attention.
-        topk_lengths: ``[T]``, entries that count.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
-        causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. True with a selection, which decides alone.
+        causal: for dense attention; without it, a token also sees the later tokens of its request
+            in this step. Must be True with a selection, which needs no mask.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
-        num_splits: pieces a token's keys are cut into, worked on side by side; default from shapes
-            and multiprocessors. With a count given, a token's result is the same bits in any batch,
-            and the products are :func:`project_heads` with ``batch_invariant``.
+        num_splits: number of splits of a token's keys, computed in parallel; default from shapes
+            and multiprocessors. With a given number, a token gets the same bits in any batch, and
+            the projections are :func:`project_heads` with ``batch_invariant``.
         workspace: uint8, at least :func:`branch_workspace_size`; with it and ``out``, nothing is
             allocated on a GPU. Default new tensors.
         out: bfloat16 ``[T, H, V]``, written.
@@ -234,7 +234,7 @@ def decode_branch(
     query = room[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
     attended = _Attended.empty(scratch, layer, plan.num_tokens, schedule[0])
     if topk_indices is None:
-        # Ahead of launches that begin early, which these would keep apart.
+        # torch's kernels come first: between dependent launches they would prevent the overlap.
         table, lengths = _requests_of_tokens(plan, causal, scratch)
         _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
         _dense_decode(
@@ -271,9 +271,9 @@ def decode_branch(
 
 
 def _requests_of_tokens(plan: Plan, causal: bool, scratch: _Scratch) -> tuple[Tensor, Tensor]:
-    """Page table ``[T, W]`` and lengths ``[T]`` of each token as a request of its own.
+    """Page table ``[T, W]`` and lengths ``[T]`` for requests of one token each.
 
-    It ends with the token itself, or without a causal mask with the token's request.
+    Such a request ends with its token, or without a causal mask with the token's whole request.
     """
     ids, lens = plan.request_ids, plan.positions if causal else plan.seq_lens
     table = scratch.take(len(ids), plan.page_table.shape[1], dtype=plan.page_table.dtype)
@@ -288,12 +288,12 @@ def _requests_of_tokens(plan: Plan, causal: bool, scratch: _Scratch) -> tuple[Te
 
 @dataclass(frozen=True)
 class _Attended:
-    """Where attention leaves the latents that the GEMM with W_UV reads, and merges if it must.
+    """The latents from attention, possibly of several splits, which the GEMM with W_UV reads.
 
     Args:
         layer: the layer.
-        out: bfloat16 ``[T, 1, H, L]``, of a single split.
-        lse: float32 ``[T, 1, H]``, of a single split.
+        out: bfloat16 ``[T, 1, H, L]``, with a single split.
+        lse: float32 ``[T, 1, H]``, with a single split.
         splits: float32 partial results of N splits, as uint8: latents ``[N, T, H, L]``, then
             lses ``[N, T, H]``.
         shape: N, T, H, L.
@@ -319,11 +319,11 @@ class _Attended:
 
     @property
     def attn_sink(self) -> Tensor | None:
-        """The sink that attention applies; the merge of several splits applies it otherwise."""
+        """The sink for attention; with several splits None, because the merge applies the sink."""
         return self.layer.attn_sink if self.splits is None else None
 
     def project(self, out: Tensor, room: Tensor, batch_invariant: bool) -> Tensor:
-        """The heads' outputs ``[T, H, V]``; merged latents may take the queries' room."""
+        """The heads' outputs ``[T, H, V]``; ``room`` is a workspace for merged latents."""
         weight = self.layer.w_uv
         if self.splits is None:
             latents = cast("Tensor", self.out).squeeze(1)
@@ -355,12 +355,12 @@ def prefill_branch(
     validate: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a prefill: sparse in the absorbed form, or dense with keys and values a head.
+    """Attention of a prefill: sparse in the absorbed form, or dense with keys and values per head.
 
-    The sparse form is that of :func:`decode_branch` with :func:`sparse_prefill`. The dense form
-    expands latents, ``k = concat(W_UK^T latent, k_rope)`` and ``v = W_UV latent``, attends to the
-    step's own tokens causally and to the context before them piece by piece, and merges by LSE; no
-    more than ``workspace_rows`` context rows are expanded at a time.
+    Sparse attention is computed as in :func:`decode_branch`, with :func:`sparse_prefill`. Dense
+    attention expands latents, ``k = concat(W_UK^T latent, k_rope)`` and ``v = W_UV latent``,
+    attends to the step's own tokens causally and to the context before them piece by piece, and
+    merges by LSE; it expands at most ``workspace_rows`` context rows at a time.
 
     Args:
         q: bfloat16 ``[T, H, P + R]``.
@@ -370,10 +370,10 @@ def prefill_branch(
         plan: positions, slots and page tables of the step.
         topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
             attention.
-        topk_lengths: ``[T]``, entries that count.
-        causal: of dense attention; without it, a token sees the later tokens of its request in this
-            step too. True with a selection, which decides alone.
-        workspace_rows: context rows that the dense form expands at a time, at least one a request.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        causal: for dense attention; without it, a token also sees the later tokens of its request
+            in this step. Must be True with a selection, which needs no mask.
+        workspace_rows: context rows that dense attention expands at a time, at least one a request.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
         out: bfloat16 ``[T, H, V]``, written.
@@ -447,7 +447,7 @@ def _check(
 def _check_selection(
     check: Checker, topk_indices: Tensor | None, topk_lengths: Tensor | None, causal: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The selection, or none, as kernels take it."""
+    """Check the selection and return it as kernels take it; None without one."""
     check.kind("causal", causal, bool)
     if topk_indices is None:
         check.absent("topk_lengths", topk_lengths, "without topk_indices")
@@ -495,7 +495,7 @@ def _absorb(
     """Write the step's rows, and the query ``[T, H, L + R]`` in the latent space."""
     latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
     q_nope = q[..., : layer.qk_nope_head_dim]
-    # The product first: its weights come in while the kernel in front still runs.
+    # The GEMM comes first: it loads its weights while the previous kernel still runs.
     project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)
     _write(q, kv, cache, layer, plan, rope)
 

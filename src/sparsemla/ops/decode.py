@@ -27,12 +27,12 @@ def decode_workspace_size(
     Each split of the keys leaves a float32 output and an lse for each row; one split needs nothing.
 
     Args:
-        batch: requests, B; without ``num_splits``, the most of a call.
+        batch: requests, B; without ``num_splits``, the largest batch.
         query_len: query tokens of a request, S.
         num_heads: query heads, H.
-        num_splits: the count given to the op; None for the most it may choose on ``device``.
+        num_splits: the op's ``num_splits``; None for the most that it may choose on ``device``.
         value_dim: the format's ``value_dim``.
-        device: where the op will run; default the current CUDA device, or the CPU without one.
+        device: device of the op; default the current CUDA device, or the CPU without one.
 
     Returns:
         The size of a uint8 tensor, enough for every number of keys.
@@ -60,15 +60,15 @@ def decode_workspace_size(
 
 
 def most_splits(batch: int, rows: int, device: torch.device | str | None) -> int:
-    """The most splits that an op may choose for requests of so many rows, (token, head) pairs."""
+    """The most splits that an op may choose for requests of ``rows`` (token, head) pairs."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Rows of a request may share keys or not; fewer CTAs are split more.
+    # Rows of a request may share keys or not; with fewer CTAs, keys are split more.
     return dispatch.most_splits(batch * -(-rows // 64), torch.device(device))
 
 
 def _workspace_bytes(num_rows: int, num_splits: int | None, value_dim: int) -> int:
-    """Bytes of ``num_splits`` partial results; 0 of a count that is left to the kernel."""
+    """Bytes of ``num_splits`` partial results; 0 if the kernel chooses the number."""
     if num_splits is None or num_splits == 1:
         return 0
     return 4 * num_splits * num_rows * (value_dim + 1)
@@ -77,7 +77,7 @@ def _workspace_bytes(num_rows: int, num_splits: int | None, value_dim: int) -> i
 def _check_splits(
     check: Checker, q: Tensor, cache: PagedCache, num_splits: int | None, workspace: Tensor | None
 ) -> Sequence[int] | None:
-    """The schedule that a caller asks for. A kernel that chooses checks the workspace itself."""
+    """The caller's schedule, or None. A kernel that chooses checks the workspace itself."""
     if num_splits is not None:
         check.positive("num_splits", num_splits)
     num_rows = math.prod(q.shape[:3])
@@ -109,22 +109,21 @@ def sparse_decode(
         z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)
         out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
 
-    A slot is valid iff ``0 <= slot < cache.num_slots`` and it stands before ``topk_lengths``;
-    nothing else is ever read. A slot listed twice counts twice.
+    A slot is valid iff ``0 <= slot < cache.num_slots`` and it is among the first ``topk_lengths``
+    entries; no other row is ever read. A duplicate slot counts twice.
 
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
         cache: rows of any format.
         topk_indices: int32, int64 or uint32 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
-        topk_lengths: ``[B]``, entries of each row of the request that count; default all.
+        topk_lengths: ``[B]``, leading entries to use of each row of the request; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
         extra_cache: a second cache of equal dims, any format and page size, in the same softmax.
         extra_topk_indices: ``[B, S, K2]``, slots in ``extra_cache``.
         extra_topk_lengths: ``[B]``.
-        num_splits: pieces a row's keys are cut into, worked on side by side; default from shapes
-            and multiprocessors. With a count given, a request's result is the same bits in any
-            batch.
+        num_splits: number of splits of a row's keys, computed in parallel; default from shapes and
+            multiprocessors. With a given number, a request gets the same bits in any batch.
         workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
         out: ``[B, S, H, V]`` of q's dtype, written.
         lse: float32 ``[B, S, H]``, written.
@@ -228,12 +227,12 @@ def dense_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query token over every key of its request.
+    """Attention of each query token over all keys of its request.
 
-    The formula is that of :func:`sparse_decode` with the keys ``0 .. seq_lens[b] - 1``; with
-    ``causal``, query token ``j`` of ``S`` sees the keys ``k <= seq_lens[b] - S + j`` (aligned at
-    the end), so a request shorter than ``S`` has empty leading rows. Keys on a page whose id is
-    out of range are left out.
+    The formula is in :func:`sparse_decode`; the keys are ``0 .. seq_lens[b] - 1``. With ``causal``,
+    query token ``j`` of ``S`` sees the keys ``k <= seq_lens[b] - S + j`` (aligned at the end), so a
+    request shorter than ``S`` has empty leading rows. A page id out of range masks the keys of its
+    page.
 
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32.
@@ -245,10 +244,9 @@ def dense_decode(
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         causal: mask later tokens of the same step.
         attn_sink: float32 ``[H]``, a logit without a value.
-        validate: read the values of page_table and seq_lens and refuse those out of range.
-        num_splits: pieces a row's keys are cut into, worked on side by side; default from shapes
-            and multiprocessors. With a count given, a request's result is the same bits in any
-            batch.
+        validate: read page_table and seq_lens and refuse values out of range.
+        num_splits: number of splits of a row's keys, computed in parallel; default from shapes and
+            multiprocessors. With a given number, a request gets the same bits in any batch.
         workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
         out: ``[B, S, H, V]`` of q's dtype, written.
         lse: float32 ``[B, S, H]``, written.
@@ -334,8 +332,8 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of key sets, from the attention over each.
 
-    ``lse = ln sum_i exp(lses[i])`` and ``out = sum_i exp(lses[i] - lse) outs[i]``. A part whose lse
-    is -inf has no weight, whatever its out holds.
+    ``lse = ln sum_i exp(lses[i])`` and ``out = sum_i exp(lses[i] - lse) outs[i]``. If the lse of a
+    part is -inf, its out is ignored, even NaN.
 
     Args:
         outs: ``[N, T, H, V]`` bfloat16, float16 or float32, partial outputs without the sink.

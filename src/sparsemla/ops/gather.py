@@ -47,7 +47,7 @@ def to_slots(
         out: int32 ``[T, K]``, written.
 
     Returns:
-        int32 ``[T, K]``, each result where its index stood.
+        int32 ``[T, K]``, each result at the place of its index.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
@@ -105,8 +105,8 @@ def gather_dequant(
     """Dequantise the rows of requests into one bfloat16 workspace.
 
     ``out[workspace_starts[b] + i] = row of position seq_starts[b] + i`` for ``i < seq_lens[b]``;
-    bfloat16 parts are copied bit for bit, e4m3 ones become ``bfloat16(float32(fp8) * scale)``. Rows
-    of ``out`` that no request covers stay as they are, and rows outside of it are left out; a
+    bfloat16 dims are copied bit for bit, e4m3 dims become ``bfloat16(float32(fp8) * scale)``. Rows
+    of ``out`` that no request covers keep their values, and rows outside of ``out`` are skipped; a
     page id out of range gives a zero row.
 
     Args:

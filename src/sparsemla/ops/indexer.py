@@ -1,4 +1,4 @@
-"""The lightning indexer: scores of all keys for each query token, and the best of them."""
+"""The lightning indexer: scores of all keys for each query token, and the best keys."""
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def indexer_scores_paged(
     """Scores of the paged keys of each request (decode).
 
     ``out[b, s, n]`` is the score of :func:`indexer_scores` for the key at position ``n`` of request
-    ``b``, for ``n`` below the row's length, -inf elsewhere (also where a page id is out of range).
+    ``b``, for ``n`` below the row's length, -inf elsewhere and for page ids out of range.
 
     Args:
         q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
@@ -103,8 +103,7 @@ def indexer_scores_paged(
         cache: indexer keys, any page size.
         page_table: int32, int64 or uint32 ``[B, W]``.
         seq_lens: int32, int64 or uint32: ``[B, S]``, the length of each row; or ``[B]``, keys of
-            each
-            request, of which row ``j`` sees ``seq_lens[b] - S + 1 + j``.
+            each request: row ``j`` then has the length ``seq_lens[b] - S + 1 + j``.
         max_seq_len: columns of the result; longer rows are cut.
         validate: read page_table and seq_lens and refuse values out of range.
         out: float32 ``[B, S, max_seq_len]``, written; rows may be strided.
@@ -191,23 +190,22 @@ def indexer_topk(
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
         cache: indexer keys, any page size; this step's keys are already in it.
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, first query token of each request.
-            Tokens
-            before the first, and behind the last, belong to no request and get -1.
+            Tokens before the first request or after the last get -1.
         seq_lens: int32, int64 or uint32 ``[B]``, keys of each request, this step's included.
         page_table: int32, int64 or uint32 ``[B, W]``.
         topk: k, any positive number.
-        causal: the mask: causal, or none.
-        as_slots: give the slots of the cache where the chosen keys lie, as :func:`to_slots` would,
-            instead of positions.
-        max_workspace_bytes: bound on the scores, and on a GPU the lists of the selection with them,
-            that exist at any time. On a GPU one token is the least: 4 bytes for each key that the
-            page table has room for, and up to 18 MB of lists. The CPU takes a token's keys in
-            pieces, ``max(topk, 2048)`` at the least, and has buffers of some 40 MiB beside them.
+        causal: mask later keys.
+        as_slots: return the slots of the selected keys, as :func:`to_slots` would, instead of
+            positions.
+        max_workspace_bytes: bound on the memory of the scores at any time, on a GPU including the
+            lists of the selection. A GPU processes at least one token: 4 bytes for each key that
+            the page table has room for, and up to 18 MB of lists. The CPU processes at least
+            ``max(topk, 2048)`` keys of a token, with buffers of some 40 MiB in addition.
         validate: read the offsets, lengths and page ids and refuse values out of range.
         out: int32 ``[T, topk]``, written.
 
     Returns:
-        int32 ``[T, topk]``, positions in the request, ascending, then -1; or the slots of these.
+        int32 ``[T, topk]``, ascending positions in the request, then -1; or their slots.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.

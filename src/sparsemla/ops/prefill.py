@@ -34,20 +34,21 @@ def sparse_prefill(
         z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)     max_logits = max_j z_j
         out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
 
-    There is no causal mask: a token attends to the rows that its indices name. An index is valid
-    iff ``0 <= i < rows`` and it stands before ``topk_lengths``; no other row is ever read.
+    There is no causal mask: a token attends to exactly its selected rows. An index ``i`` is valid
+    iff ``0 <= i < rows`` and it is among the first ``topk_lengths`` entries; no other row is ever
+    read.
 
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
-        kv: bfloat16 rows ``[S, D]``, of which the first 512 dims (all, if D is less) are the value;
-            or a cache of any format, read where it lies.
+        kv: bfloat16 rows ``[S, D]``, with the value in the first 512 dims (all, if D is less); or a
+            cache of any format, read in place.
         topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
-        topk_lengths: ``[T]``, entries of each row that count; default all.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
-        max_logits: float32 ``[T, H]``, written if given; nothing else computes it.
+        max_logits: float32 ``[T, H]``, computed and written if given.
 
     Returns:
         out, and lse: natural logarithm, without the sink. A row without a valid index gets 0 and
@@ -129,26 +130,26 @@ def prefill_workspace_rows(
     max_rows: int = 1 << 18,
     device: torch.device | str | None = None,
 ) -> int | None:
-    """Rows of a bfloat16 workspace that :func:`sparse_prefill` is faster with, or None.
+    """Rows of the bfloat16 workspace with which :func:`sparse_prefill` is faster, or None.
 
-    A row of a quantised cache is converted anew by each token that selects it. Many tokens finish
-    earlier if :func:`gather_dequant` converts the contexts of their requests once, and attention
-    reads the workspace; a few tokens of long requests do where the cache is read in place. Which of
-    the two is known from measurements, not from the device: see :mod:`sparsemla.dispatch`. The
-    answer is ``workspace_rows`` of :func:`plan_batch`, whose chunks then fit; a workspace takes
-    ``2 * head_dim`` bytes a row, and all layers share it.
+    In place, each token dequantises every row that it selects. Many tokens finish earlier if
+    :func:`gather_dequant` converts the contexts of their requests once and attention reads the
+    workspace; a few tokens of long requests finish earlier in place. Measurements decide, not the
+    device: see :mod:`sparsemla.dispatch`. Pass the result to :func:`plan_batch` as
+    ``workspace_rows``: its chunks then fit the workspace. A workspace takes ``2 * head_dim`` bytes
+    a row, and all layers share it.
 
     Args:
         query_lens: ``[P]`` host integers, new tokens of each prefill.
         seq_lens: ``[P]`` host integers, context and new tokens.
-        cache_format: of the cache.
+        cache_format: the format of the cache.
         num_heads: query heads of this rank.
         topk: most keys that a token selects.
-        max_rows: of the workspace, unless one request alone needs more.
-        device: where the op will run; default the current CUDA device, or the CPU without one.
+        max_rows: most rows of the workspace, unless one request alone needs more.
+        device: device of the op; default the current CUDA device, or the CPU without one.
 
     Raises:
-        TypeError: cache_format is no format.
+        TypeError: cache_format is not a CacheFormat.
         ValueError: query_lens and seq_lens are of different lengths.
 
     >>> from sparsemla import BF16_576
@@ -211,7 +212,7 @@ def dense_prefill(
         kv_row_offsets: int32, int64 or uint32 ``[B + 1]``, from 0 to S.
         softmax_scale: factor of the scores.
         causal: mask later keys.
-        validate: read the offsets and refuse those that do not ascend from 0 to T (S).
+        validate: read the offsets and refuse them unless they ascend from 0 to T (S).
         out: ``[T, H, V]`` of q's dtype, written.
         lse: float32 ``[T, H]``, written.
 

@@ -23,19 +23,21 @@ def project_heads(
     """Multiply each head's vector with the head's matrix.
 
     ``out[t, h] = weight[h] @ x[t, h]``. With e4m3 weights the activations are quantised on the way,
-    one scale ``s = max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
-    inputs, and each block's float32 sum is multiplied with both scales.
+    with one scale ``max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
+    inputs, and each block's float32 sum is multiplied by both scales.
 
-    With ``lses``, the vectors are :func:`merge_states` of the parts ``x``, rounded to bfloat16.
+    With ``lses``, the parts ``x`` are merged first, as by :func:`merge_states`, and rounded to
+    bfloat16.
 
     Args:
         x: bfloat16 ``[T, H, K]``; with lses, the parts, float32 ``[S, T, H, K]``; may be strided.
-        weight: ``[H, N, K]``. The op may read it before the kernel ahead has ended, so code that
-            has just written it must synchronise first.
-        lses: float32 ``[S, T, H]``, natural logarithms; a part whose lse is -inf has no weight.
+        weight: ``[H, N, K]``. The op may read it before the previous kernel has ended, so
+            synchronise after a kernel that writes it.
+        lses: float32 ``[S, T, H]``, natural logarithms; an lse of -inf makes the op ignore its
+            part.
         attn_sink: float32 ``[H]``, with lses: a logit without a value.
-        batch_invariant: give a token the same bits whichever tokens stand beside it; slower for
-            many tokens.
+        batch_invariant: give a token the same bits alone and in any batch; slower for many
+            tokens.
         workspace: uint8, with lses: at least :func:`merge_workspace_size`, room for the merged
             vectors; default a new one.
         out: bfloat16 ``[T, H, N]``, written; may be a slice of a wider buffer.
@@ -90,7 +92,7 @@ def merge_workspace_size(num_tokens: int, num_heads: int, dim: int) -> int:
         dim: K.
 
     Raises:
-        TypeError, ValueError: a size that is no integer, or negative.
+        TypeError, ValueError: a size that is not an integer, or negative.
     """
     for name, size in {"num_tokens": num_tokens, "num_heads": num_heads, "dim": dim}.items():
         check_integer(f"merge_workspace_size: {name}", size)

@@ -38,8 +38,8 @@ def fused_rope_rmsnorm_quant(
         out    = RoPE(q_rope, p)            kv_out = x
 
     in float32 up to the one rounding into each result. DeepSeek-V3 has N + R = D; in DeepSeek-V4
-    the norm covers all dims and the rotation the last ones (N = D). A slot that is negative writes
-    nothing into the cache. NaN stays NaN and does not change its block's scale.
+    the norm covers all dims and the rotation the last R (N = D). A negative slot writes nothing
+    into the cache. NaN stays NaN and does not change its block's scale.
 
     Args:
         q_rope: ``[T, H, R]`` bfloat16, float16 or float32; may be a strided slice.
@@ -47,7 +47,7 @@ def fused_rope_rmsnorm_quant(
             slice of a fused projection.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         kv_norm_weight: ``[N]`` bfloat16, float16 or float32.
-        cache: where the rows go; ``head_dim`` of its format is D.
+        cache: the cache to write; ``head_dim`` of its format is D.
         positions: int32, int64 or uint32 ``[T]``.
         slot_mapping: int32, int64 or uint32 ``[T]``; no slot may occur twice.
         eps: RMSNorm epsilon.
@@ -157,20 +157,20 @@ def append_index_keys(
     """Normalise, rotate, quantise and store indexer keys.
 
     For each token ``cache[slot] = quantise(Hadamard(RoPE(LayerNorm(k))))``, LayerNorm over all
-    dims, RoPE on the first R (or last R), the Hadamard transform only if asked for, all in float32.
+    dims, RoPE on the first or last R, the Hadamard transform only with ``hadamard``, in float32.
 
     Args:
         k: ``[T, DI]`` bfloat16, float16 or float32; may be a strided slice.
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
-        cache: where the keys go; ``head_dim`` of its format is DI.
+        cache: the indexer cache to write; ``head_dim`` of its format is DI.
         positions: int32, int64 or uint32 ``[T]``.
         slot_mapping: int32, int64 or uint32 ``[T]``; negative writes nothing; no slot may occur
             twice.
         eps: LayerNorm epsilon.
         interleaved: False for DeepSeek-V3.2's indexer, True for GLM's.
         rope_first: rotate the first R dims (V3.2, GLM), or the last (V4).
-        hadamard: apply the orthogonal Walsh-Hadamard transform; queries must do the same.
+        hadamard: apply the orthogonal Walsh-Hadamard transform, to queries and keys alike.
         scale_mode: ``pow2`` or ``exact`` scales.
         validate: read positions and slot_mapping and refuse values out of range.
 
@@ -260,7 +260,7 @@ def prepare_index_queries(
         weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         positions: int32, int64 or uint32 ``[T]``.
-        format: the format of the key cache; the queries are quantised alike, or left in bfloat16.
+        format: the format of the key cache and of the queries, which may be bfloat16.
         interleaved, rope_first, hadamard: as in :func:`append_index_keys`.
         scale_mode: ``pow2`` or ``exact`` scales.
         out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.
@@ -363,7 +363,7 @@ def fused_indexer_rope_quant(
             projection.
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32, of the keys' LayerNorm.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
-        cache: where the keys go; ``head_dim`` of its format is DI.
+        cache: the indexer cache to write; ``head_dim`` of its format is DI.
         positions: int32, int64 or uint32 ``[T]``.
         slot_mapping: int32, int64 or uint32 ``[T]``; negative writes no key; no slot may occur
             twice.

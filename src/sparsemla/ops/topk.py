@@ -41,7 +41,7 @@ def select_topk(
         out: int32 ``[R, topk]``, written.
 
     Returns:
-        int32 ``[R, topk]``: ``column - row_starts[r]`` in ascending order, then -1 where
+        int32 ``[R, topk]``: ``column - row_starts[r]`` in ascending order, then -1 if
         ``n < topk``; or the slot of each.
 
     Raises:
@@ -89,23 +89,22 @@ def _select_topk(
 
 
 def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:
-    """The ``topk`` best of the candidates that several parts of a row have offered, exactly.
+    """The exact ``topk`` best of candidates from several parts of a row.
 
-    A context that is split between devices is selected from part by part: each part gives its own
-    ``topk`` best, with their scores and their positions in the whole row, and the best of all
-    candidates are the best of the row. The order is that of :func:`select_topk`: larger value
-    first, then lower index; NaN comes after -inf.
+    If a context is split between devices, each device selects the ``topk`` best of its part, with
+    their scores and their positions in the whole row. The best of all candidates are the best of
+    the row. The order is the same as in :func:`select_topk`: larger value first, then lower index;
+    NaN comes after -inf.
 
     Args:
         values: float32 or bfloat16 ``[P, R, C]``, scores of C candidates of R rows from P parts.
         indices: int32, int64 or uint32 ``[P, R, C]``, their positions, below 2**31 and distinct in
-            a row;
-            a negative one is no candidate, and its value is not looked at.
+            a row; a negative index marks an entry without a candidate, and its value is ignored.
         topk: k, any positive number.
         out: int32 ``[R, topk]``, written.
 
     Returns:
-        int32 ``[R, topk]``: indices in ascending order, then -1 where there are fewer than
+        int32 ``[R, topk]``: indices in ascending order, then -1 if a row has fewer than
         ``topk`` candidates.
 
     Raises:

@@ -37,7 +37,7 @@ def select_topk(
 
 
 def merge_topk(values: Tensor, indices: Tensor, topk: int) -> Tensor:
-    """:func:`select_topk` over the union of the candidates; negative ids are no candidates."""
+    """:func:`select_topk` over the union of the candidates; negative ids are ignored."""
     num_rows = values.shape[1]
     out = torch.full((num_rows, topk), -1, dtype=torch.int32, device=values.device)
     for row in range(num_rows):
