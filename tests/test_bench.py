@@ -565,7 +565,7 @@ def test_report_round_trip(tmp_path):
     assert {"op", "case", "ours_us", "peer", "peer_us", "ratio", "floor_us", "run"} <= set(first)
     for text in ("{}", "[]", "# a page"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"h200\.json is no benchmark report"):
+        with pytest.raises(ValueError, match=r"h200\.json is not a benchmark report"):
             report.load(path)
 
 

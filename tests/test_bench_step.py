@@ -170,7 +170,7 @@ def test_the_step_of_the_peers_passes_the_same_gate(indexer, timer, monkeypatch)
 def test_other_files_hold_no_lines(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is no time line"):
+    with pytest.raises(ValueError, match=r"other\.json is not a time line"):
         timeline.load(path)
 
 

@@ -1,4 +1,4 @@
-"""``python -m sparsemla.bench``: the benchmark where the command's packages are not installed."""
+"""``python -m sparsemla.bench``: the benchmark without the command's packages."""
 
 import argparse
 import sys

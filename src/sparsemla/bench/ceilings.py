@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: floors come from these, not from a datasheet."""
+"""The best measured rates of the device: floors come from these, not from a datasheet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Ceilings:
     """Rates of a device.
 
     Args:
-        copy_gbps: 2 GiB read and 2 GiB written, both counted.
+        copy_gbps: rate of a copy of 2 GiB, reads and writes both counted.
         bf16_tflops: bfloat16 matmul, 8192^3.
-        fp8_tflops: e4m3 matmul, 8192^3; 0 where the device has none.
+        fp8_tflops: e4m3 matmul, 8192^3; 0 if the device has none.
         launch_us: time of a replay of one tiny kernel; a row near it is bound by the launch.
     """
 
@@ -31,7 +31,7 @@ class Ceilings:
     launch_us: float
 
     def floor_us(self, flop: float, num_bytes: float, unit: str) -> float:
-        """The longer of computing and moving: no implementation runs much faster.
+        """The longer of the times for arithmetic and for memory: no implementation is much faster.
 
         >>> round(Ceilings(4275, 665, 1243, 3).floor_us(665e6, 4275e3, "bf16"), 6)
         1.0
@@ -57,7 +57,7 @@ def _copy_and_launch(timer: Timer, copy_bytes: int) -> tuple[float, float]:
     target, small = torch.empty_like(source), source[:8].clone()
 
     def copy() -> Results:
-        # A kernel that reads and writes as much: a graph hands a copy to the slower copy engine.
+        # A kernel that reads and writes as many bytes: in a graph, a copy runs on a slower engine.
         return (torch.neg(source, out=target),)
 
     def launch() -> Results:
@@ -67,7 +67,7 @@ def _copy_and_launch(timer: Timer, copy_bytes: int) -> tuple[float, float]:
 
 
 def _matmuls(timer: Timer, size: int) -> tuple[float, float | None]:
-    """bfloat16, and e4m3 where the device has it; operands are random, which zeros are not."""
+    """bfloat16, and e4m3 if the device has it; random operands, because zeros run faster."""
     device = timer.device
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""What ``sparsemla bench`` and ``python -m sparsemla.bench`` do."""
+"""The function of ``sparsemla bench`` and ``python -m sparsemla.bench``."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def bench(
     Args:
         write: takes each line of output.
         op: measure this op only.
-        json: where the rows go; other workloads' rows that are in the file stay.
+        json: file to add the rows to; its rows of other workloads stay.
         plot: folder for bar and line plots.
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
         device: ``cuda`` or ``cpu``; default the GPU, if there is one.
-        commit: recorded in the rows; default the checkout's.
-        table: a JSON file whose rows replace the table of ``docs/results.md``.
+        commit: commit to record in the rows; default the checkout's.
+        table: a JSON file; its rows replace the table of ``docs/results.md``.
         full: measure every size of the whole decode step and of top-k, not only some.
-        launches: a JSON file for when each kernel of some decode steps begins and ends; nothing
+        launches: a JSON file for begin and end of each kernel of some decode steps; nothing
             else is measured, and without a GPU the file is only read.
 
     Returns:
@@ -143,7 +143,7 @@ def _plot(write: Callable[[str], object], found: report.Report, plot: Path | Non
 def _ending_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process: Python waits for a call of torch, a minute long on one thread."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler:  # somebody's own, or ignored
+    if handler is not signal.default_int_handler:  # replaced by the program, or ignored
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)

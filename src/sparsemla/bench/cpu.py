@@ -1,9 +1,9 @@
-"""Sparse attention on the CPU beside dense attention under a mask, the fastest that torch has.
+"""Sparse attention on the CPU beside torch's fastest dense attention under a mask.
 
 Both compute the same: 8 heads over a bfloat16 latent cache, each query token with its own random
 selection of 512 keys. Dense attention scores every key and masks. It comes in four variants: as
 GEMMs with a softmax between them and as ``scaled_dot_product_attention``, each in bfloat16 and in
-float32. Which one is fastest depends on the CPU: without bfloat16 instructions, float32 is. Masks
+float32. The fastest variant depends on the CPU: without bfloat16 instructions, float32 wins. Masks
 and float32 copies exist before the clock starts.
 """
 
@@ -34,12 +34,12 @@ CASES = (
 """Name, query tokens and context."""
 
 TOLERANCE = 0.02
-"""Largest error of a token's head, relative to its norm. Roundings of two sides cause 0.004; a
-single key of 512 that is missing causes 0.04."""
+"""Largest error of a token's head, relative to its norm. Rounding on both sides causes 0.004; a
+single missing key of 512 causes 0.04."""
 PROBED_TOKENS = 64
 """Query tokens that every dense variant computes; on all tokens the slowest takes a minute."""
 NEARLY = 1.5
-"""Variants that take up to this multiple of the fastest one's time are measured on all tokens."""
+"""Variants within this multiple of the fastest one's time are measured on all tokens."""
 SECONDS = 20.0
 """Time to repeat a case, after :data:`MIN_REPEATS`."""
 MIN_REPEATS, MAX_REPEATS = 3, 30
@@ -139,7 +139,7 @@ def _check(case: str, name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def _checked(case: str, name: str, side: Side, expected: Tensor) -> float:
-    """Seconds of a side's second run, after its first one was right."""
+    """Seconds of a side's second run, after a check of its first run."""
     _check(case, name, side(), expected)
     return _seconds(side)
 

@@ -18,9 +18,9 @@ END = "<!-- table: end -->"
 NO_MEASUREMENTS = "No measurements have been committed yet."
 AXES = ("context", "batch", "heads")
 RUN = ("commit", "date", "versions")
-"""Attributes of a row that all rows of a run share. A file has them once."""
+"""Attributes that all rows of a run share; a file has them once."""
 OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442")
-"""Colours that readers with any kind of colour vision tell apart."""
+"""Colours that remain distinct for readers with any kind of colour vision."""
 HEADER = ("op", "case", "us", "rate", "% of floor", "peer", "peer us", "ratio")
 
 
@@ -29,17 +29,17 @@ class Row:
     """One workload, this package, and one peer or none.
 
     Args:
-        op, case, selection, shape: the workload; selection is empty where there is none.
+        op, case, selection, shape: the workload; selection is empty if there is none.
         ours_us: median of this package, in microseconds.
         ours_spread_us: 10th and 90th percentile.
         ours_timed: ``graph`` or ``launch``, the timed unit.
-        tflops, gbps: this package's rates; the bytes are unique ones.
-        floor_us: the least time that the measured ceilings allow.
+        tflops, gbps: this package's rates; bytes that are read repeatedly count once.
+        floor_us: the shortest time that the measured ceilings allow.
         percent_of_floor: ``100 * floor_us / ours_us``.
-        peer, peer_us, peer_spread_us, peer_timed: the other side, timed in turn with this one.
+        peer, peer_us, peer_spread_us, peer_timed: the peer, timed in turn with this package.
         ratio: ``peer_us / ours_us``; above 1 this package is faster.
-        note: how the peer's work differs.
-        commit, date, versions: of the run.
+        note: differences in the peer's work.
+        commit, date, versions: properties of the run.
     """
 
     op: str
@@ -105,7 +105,7 @@ def load(path: Path) -> Report:
     """Read a report.
 
     Raises:
-        ValueError: the file holds none.
+        ValueError: the file is not a report.
     """
     text = path.read_bytes()
     try:
@@ -113,11 +113,11 @@ def load(path: Path) -> Report:
         rows = [_row(values, document["runs"]) for values in document["rows"]]
         return Report(document["device"], Ceilings(**document["ceilings"]), rows)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no benchmark report: {error}") from error
+        raise ValueError(f"{path} is not a benchmark report: {error}") from error
 
 
 def _row(values: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Row:
-    """A row from JSON, which knows no tuples."""
+    """A row from JSON, with lists converted to tuples."""
     pairs = ("ours_spread_us", "peer_spread_us")
     run = runs[values.pop("run")]
     return Row(**values | run | {name: values[name] and tuple(values[name]) for name in pairs})
@@ -127,7 +127,7 @@ def merged(old: Report, new: Report) -> Report:
     """``new`` and the workloads of ``old`` that it has not measured.
 
     Raises:
-        ValueError: they come from different devices.
+        ValueError: the reports come from different devices.
     """
     if old.device != new.device:
         raise ValueError(f"reports are of {old.device} and of {new.device}")
@@ -184,7 +184,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def _spread(median: float, tails: tuple[float, float] | None) -> str:
-    """``median +-`` the larger distance of a tail, in per cent."""
+    """``median ±`` the larger distance of a tail, in per cent."""
     if tails is None:
         return f"{median:.1f}"
     widest = max(median - tails[0], tails[1] - median)
@@ -242,7 +242,7 @@ def write_table(document: Path, report: Report | None) -> None:
 
 
 def plot(report: Report, directory: Path) -> list[Path]:
-    """Bars of each op, and lines of time against context, batch and heads where they vary.
+    """Plot bars of each op, and lines of time against a varying context, batch or head count.
 
     Returns:
         The PNG files written.
@@ -287,7 +287,7 @@ Series = dict[str, dict[int, float]]
 
 
 def _groups(rows: Sequence[Row], axis: str) -> dict[str, Series]:
-    """Rows that differ in ``axis`` alone, where there are three of them or more."""
+    """Groups of three or more rows that differ only in ``axis``."""
     groups: dict[str, Series] = {}
     for row in rows:
         if axis not in row.shape:
@@ -339,7 +339,7 @@ def _draw_lines(axes: Axes, title: str, axis: str, series: Series) -> None:
 
 
 def _color(name: str, names: Sequence[str]) -> str:
-    """The same for the floor and for this package in every plot."""
+    """The colour of a line; the floor and this package have the same colour in every plot."""
     fixed = {"floor": "#999999", "sparsemla": OKABE_ITO[0]}
     if name in fixed:
         return fixed[name]

@@ -23,7 +23,7 @@ from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads, top
 
 @dataclass(frozen=True)
 class Stamp:
-    """Where a row comes from."""
+    """The origin of a row."""
 
     commit: str
     date: str
@@ -31,18 +31,18 @@ class Stamp:
 
     @classmethod
     def now(cls, commit: str | None = None, peers: Path | None = None) -> Stamp:
-        """Today's, with the checkout's commit unless another is given."""
+        """The stamp of a run now, with the given commit or the checkout's."""
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         return cls(commit or _checkout(), date, versions(peers))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a workload.
+    """The outcome of a workload.
 
     Args:
         rows: times.
-        failures: sides with a wrong result, and this package if it has none, and why.
+        failures: sides with a wrong result, or this package without a result, and why.
         refusals: peers that did not run, and why.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def select_workloads(op: str | None, full: bool = False) -> list[Workload]:
-    """All workloads, or those of one op; with ``full``, every size of the step and of top-k.
+    """The workloads, of one op or of all; with ``full``, every size of the step and of top-k.
 
     Raises:
         ValueError: no workload measures this op.
@@ -75,7 +75,7 @@ def run_all(
     stamp: Stamp,
     done: Callable[[Workload, Outcome], None],
 ) -> None:
-    """Measure one workload after the other; ``done`` sees each outcome as soon as it is there."""
+    """Measure one workload after the other; ``done`` gets each outcome as soon as it exists."""
     for workload in workloads:
         done(workload, run_one(workload, peers, timer, ceilings, stamp))
         if timer.device.type == "cuda":
@@ -87,7 +87,7 @@ def run_one(
 ) -> Outcome:
     """Build, check and time one workload.
 
-    A side with a wrong result gets no time. If that side is this package, nobody gets one.
+    A side with a wrong result gets no time. If this package is wrong, no side gets a time.
     """
     failures: dict[str, str] = {}
     refusals: dict[str, str] = {}
@@ -95,7 +95,7 @@ def run_one(
         inputs = workload.build(timer.device)
         ours = workload.ours(inputs)
         prepared = [(ours, _gate(ours, timer))]
-    except Exception as error:  # a benchmark goes on, and its exit code tells
+    except Exception as error:  # the benchmark goes on, and its exit code reports the failure
         return Outcome([], {"sparsemla": _describe(error)}, {})
     for side in _sides(workload, inputs, peers, refusals):
         try:
@@ -130,10 +130,10 @@ def _sides(
 
 
 def _gate(side: Side, timer: Timer) -> Prepared:
-    """The side, ready to be timed, after the timed run itself has given a right result.
+    """Prepare a side for timing, and check a result of the prepared run.
 
     Raises:
-        AssertionError: it has not.
+        AssertionError: the result is wrong.
     """
     prepared = timer.prepare(side.run)
     for result in prepared.run():
@@ -147,7 +147,7 @@ def _gate(side: Side, timer: Timer) -> Prepared:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Fill with NaN, or with a number that no result is."""
+    """Fill with NaN, or with an integer that no result contains."""
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
     else:
@@ -189,7 +189,7 @@ def _row(
 
 
 def _describe(error: Exception) -> str:
-    """The first line of an error, and where it comes from if it is none of the gate's."""
+    """The first line of an error, with its origin unless the gate raised it."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, AssertionError):
         return text

@@ -1,8 +1,8 @@
-"""A layer's whole decode step, from projected q and latent rows to the outputs of the heads.
+"""The decode step of a layer, from projected q and latent rows to the outputs of the heads.
 
-This package's step is its ops in a row. The peers' is the same step put together from their
-kernels: norm, RoPE, cache writes and top-k of vLLM, scores of DeepGEMM, attention of FlashMLA, and
-torch's batched products in bfloat16, as vLLM takes them.
+This package's step is a sequence of its ops. The peers' step is the same sequence of their kernels:
+norm, RoPE, cache writes and top-k of vLLM, scores of DeepGEMM, attention of FlashMLA, and torch's
+batched GEMMs in bfloat16, as in vLLM.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PeerT = TypeVar("PeerT", bound=Peer)
 TOPK = 2048
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
 STEP_OUT = Tolerance(cos=1e-3, size=2**-2)
-"""Products of e4m3 activations, whose codes may round the other way, or RoPE in bfloat16."""
+"""Tolerance for e4m3 activations, which may round to a neighbouring code, and bfloat16 RoPE."""
 SHARED = 0.98
-"""Least share of a selection that the definition selects too: roundings decide on the others."""
+"""Least share of a selection that the definition selects too; rounding decides the others."""
 
 
 @dataclass(frozen=True)
 class DecodeStep(Workload):
-    """One token for each request; ``indexer`` is 1 if the step selects its rows itself."""
+    """One token per request; ``indexer`` is 1 if the step includes the selection of rows."""
 
     batch: int
     heads: int
@@ -63,7 +63,7 @@ class DecodeStep(Workload):
 
     @property
     def flop(self) -> float:
-        """Attention and products; the indexer's are FP8 and counted at half."""
+        """Attention and GEMMs; FP8 operations of the indexer count half."""
         attention = 2.0 * TOPK * (LATENT + ROPE + LATENT)
         products = 2.0 * LATENT * (NOPE + VALUE)
         scores = self.indexer * self.context * INDEX_HEADS * INDEX_DIM
@@ -149,9 +149,9 @@ class DecodeStep(Workload):
         )
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        """Outputs of the rows that a side has selected, and whether they are the right ones.
+        """Check a side's selection, and its outputs for the rows that it selected.
 
-        ``inputs["layer"]`` is the definition's: e4m3 weights stand for products of e4m3.
+        The definition uses ``inputs["layer"]``: with e4m3 weights, its GEMMs are FP8.
         """
         out = results[0]
         slots = results[1] if self.indexer else inputs["topk_indices"]
@@ -216,7 +216,7 @@ def step_workloads(full: bool = False) -> list[Workload]:
 
 
 class StepOfPeers(Peer):
-    """The step from kernels of vLLM, DeepGEMM and FlashMLA; needs the three of them."""
+    """The step from kernels of vLLM, DeepGEMM and FlashMLA; needs all three packages."""
 
     name = "vLLM, DeepGEMM, FlashMLA"
 
@@ -368,12 +368,12 @@ class StepOfPeers(Peer):
 
 
 def _given(inputs: Inputs) -> tuple[Callable[[], Tensor], Callable[[], None]]:
-    """The selection of the inputs, in the place of an indexer."""
+    """The selection in the inputs, instead of an indexer's."""
     return lambda: inputs["topk_indices"], lambda: None
 
 
 def with_step(found: list[Peer], missing: dict[str, str]) -> tuple[list[Peer], dict[str, str]]:
-    """What :func:`find_peers` gives, and the step from it if all that it needs is there."""
+    """The results of :func:`find_peers`, with the step if all its packages are installed."""
     try:
         return [*found, StepOfPeers(found)], missing
     except Unavailable as error:
@@ -388,7 +388,7 @@ def _one(found: list[Peer], kind: type[PeerT]) -> PeerT:
 
 
 def _layer(draw: torch.Generator, heads: int, positions: int) -> MLALayer:
-    """A layer with weights in e4m3 whose products are of order 1."""
+    """A layer with weights in e4m3, scaled for outputs of order 1."""
     device = draw.device
 
     return MLALayer(
@@ -401,7 +401,7 @@ def _layer(draw: torch.Generator, heads: int, positions: int) -> MLALayer:
 
 
 def _part(plan: Plan, some: Tensor) -> Plan:
-    """The plan of some requests of one token each, which writes nothing."""
+    """The plan of some requests of one token each, without cache writes."""
     return replace(
         plan,
         positions=plan.positions[some],
@@ -413,7 +413,7 @@ def _part(plan: Plan, some: Tensor) -> Plan:
 
 
 def _latent_rows(kv: Tensor, layer: MLALayer, plan: Plan) -> Tensor:
-    """Rows as the cache has them, but for the quantisation."""
+    """The rows that the cache stores, before quantisation."""
     rows = PagedCache.allocate(BF16_576, 1, PAGE_SIZE, device=kv.device)
     slots = torch.arange(len(kv), device=kv.device)
     reference.fused_rope_rmsnorm_quant(

@@ -35,7 +35,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of a step: when it began after the first one, and how long it took."""
+    """A kernel of a step: its begin after the step's begin, and its duration."""
 
     name: str
     start_us: float
@@ -52,12 +52,12 @@ class Line:
 
     @property
     def us(self) -> float:
-        """From the first launch's begin to the last one's end."""
+        """Time from the begin of the first launch to the end of the last."""
         return max(launch.start_us + launch.us for launch in self.launches)
 
 
 def record(peers: Sequence[Peer], timer: Timer) -> list[Line]:
-    """The lines of :data:`STEPS`, this package first; a side that is wrong or refuses has none."""
+    """The lines of :data:`STEPS`, this package first, without sides that are wrong or refuse."""
     lines = []
     for step in STEPS:
         inputs = step.build(timer.device)
@@ -111,7 +111,7 @@ def _short(name: str) -> str:
 
 
 def text_lines(lines: Sequence[Line]) -> list[str]:
-    """One line for each launch, under one for each side."""
+    """A heading for each side, then a line for each launch."""
     text = []
     for line in lines:
         text.append(f"{line.case}: {line.side}, {len(line.launches)} launches, {line.us:.1f} us")
@@ -128,7 +128,7 @@ def load(path: Path) -> list[Line]:
     """Read the file that :func:`save` writes.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file does not hold lines.
     """
     text = path.read_bytes()
     try:
@@ -137,7 +137,7 @@ def load(path: Path) -> list[Line]:
             for one in json.loads(text)
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no time line: {error}") from error
+        raise ValueError(f"{path} is not a time line: {error}") from error
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
@@ -176,7 +176,7 @@ def _draw(axes: Axes, case: str, lines: Sequence[Line]) -> None:
 
 
 def _lanes(launches: Sequence[Launch]) -> list[int]:
-    """For each launch the first lane that those before it have left.
+    """For each launch, the first lane without an earlier launch that still runs.
 
     >>> _lanes([Launch("a", 0, 4), Launch("b", 1, 2), Launch("c", 5, 1)])
     [0, 1, 0]

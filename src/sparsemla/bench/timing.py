@@ -1,7 +1,7 @@
-"""Times of competitors on one machine, taken in turn.
+"""Times of several implementations on one machine, measured in turn.
 
 On a GPU each side is captured into a CUDA graph of its own and the graph's replays are timed, so
-that launching from Python costs neither side anything. Work that cannot be captured is launched,
+that launches from Python cost no side anything. Work that cannot be captured is launched,
 and the result says so. Before each run the L2 cache is overwritten.
 """
 
@@ -36,10 +36,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Something that can be run again and again.
+    """A function that is ready for repeated runs.
 
     Args:
-        run: runs it and returns where its results are.
+        run: runs the function and returns its results; they may share memory between runs.
         how: ``graph`` if a run is the replay of a graph.
     """
 
@@ -80,8 +80,8 @@ class Timer:
             with torch.cuda.graph(graph, stream=stream):
                 results = function()
         except RuntimeError:
-            # Host work that depends on values cannot be captured; a capture that fails leaves its
-            # stream behind as the current one. A fault of the GPU itself comes up again here.
+            # Host work that depends on values cannot be captured. A failed capture leaves its
+            # stream current. An error of the GPU itself is raised again here.
             torch.cuda.set_stream(current)
             torch.cuda.synchronize(self.device)
             return Prepared(function, "launch")
@@ -93,7 +93,7 @@ class Timer:
         return Prepared(replay, "graph")
 
     def interleaved(self, sides: list[Prepared]) -> list[Timing]:
-        """The sides' times, run in turn, each turn in another order."""
+        """The sides' times; the sides run in turn, in a new order each time."""
         longest = max(median(self._samples([side], 3)[0]) for side in sides)
         repeats = min(max(int(1e3 * self.budget_ms / max(longest, 1.0)), 10), 200)
         return [

@@ -1,10 +1,10 @@
-"""What is measured: shapes as data, and for each op its inputs, its work and its correctness gate.
+"""The workloads: shapes as data, and for each op its inputs, its work and its correctness gate.
 
-A workload's ``flop`` is the op's arithmetic and ``unique_bytes`` the bytes that it must move at
-least: each input that is used read once, however often it is selected, and each output written
-once. Selections are ``random`` (each token's own, in no order) or ``overlapping`` (runs of 64
-tokens share 7 of 8 positions, in ascending order, as a trained indexer and ``select_topk`` leave
-them).
+A workload's ``flop`` counts the op's arithmetic and ``unique_bytes`` the bytes that it must move at
+least: each selected input read once, even if several tokens select it, and each output written
+once. Selections are ``random`` (drawn per token, unordered) or ``overlapping`` (runs of 64 tokens
+share 7 of 8 positions, in ascending order, like selections of a trained indexer by
+``select_topk``).
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ Selection = Literal["random", "overlapping"]
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM = 64, 128
 RUN = 64
-"""Tokens whose selections overlap."""
+"""Number of consecutive tokens with overlapping selections."""
 CHUNK_ROWS = 1 << 18
 """Cache rows that are made at a time."""
 PER_REQUEST = ("q", "topk_", "extra_topk_")
-"""How the inputs of a decode begin that have a row for each request."""
+"""Prefixes of the names of decode inputs with one row per request."""
 CHUNK_DRAWS = 1 << 26
 """Random numbers that exist at a time while selections are drawn."""
 
 
 @dataclass
 class Side:
-    """One competitor on the inputs of a workload.
+    """One implementation on the inputs of a workload.
 
     Args:
-        name: who it is.
+        name: name of the implementation.
         run: computes and returns the results.
         check: raises AssertionError if results are wrong.
         reset: restores inputs that a run overwrites; called before the run that is checked.
@@ -94,7 +94,7 @@ class Workload(ABC):
 
     @property
     def label(self) -> str:
-        """How selections are drawn, where there are any."""
+        """The kind of selection, or an empty string."""
         return ""
 
     @property
@@ -107,7 +107,7 @@ class Workload(ABC):
 
     @property
     def variant(self) -> str:
-        """What the case is besides its shape, in words; empty for the op's common form."""
+        """Properties of the case other than its shape, in words; empty for the common case."""
         return ""
 
     @property
@@ -118,7 +118,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def flop(self) -> float:
-        """Floating-point operations; 0 where moving bytes is all there is to do."""
+        """Floating-point operations; 0 for ops that only move bytes."""
 
     @abstractmethod
     def build(self, device: torch.device) -> Inputs:
@@ -126,7 +126,7 @@ class Workload(ABC):
 
     @abstractmethod
     def unique_bytes(self, inputs: Inputs) -> int:
-        """The fewest bytes that can be moved."""
+        """The fewest bytes that the op must move."""
 
     @abstractmethod
     def run(self, inputs: Inputs) -> Results:
@@ -137,11 +137,11 @@ class Workload(ABC):
         """Compare results with the reference on some rows.
 
         Raises:
-            AssertionError: they differ.
+            AssertionError: the results differ.
         """
 
     def ours(self, inputs: Inputs) -> Side:
-        """This package as a competitor."""
+        """This package's side."""
         return Side("sparsemla", lambda: self.run(inputs), lambda got: self.check(inputs, got))
 
 
@@ -200,7 +200,7 @@ class SparsePrefill(Workload):
 class CachedPrefill(Workload):
     """A chunk of one request's tokens over its paged cache, in place or converted first.
 
-    Ours is what :func:`prefill_workspace_rows` says; the selection lies as both ways take it.
+    This package follows :func:`prefill_workspace_rows`. One selection serves both variants.
     """
 
     tokens: int
@@ -245,7 +245,7 @@ class CachedPrefill(Workload):
         return rows * self.format.bytes_per_token + self.tokens * per_token
 
     def converts(self, device: torch.device) -> bool:
-        """Whether ours converts the context first."""
+        """Whether this package converts the context first."""
         rows = prefill_workspace_rows(
             [self.tokens],
             [self.context],
@@ -285,7 +285,7 @@ class CachedPrefill(Workload):
 
 @dataclass(frozen=True)
 class SparseDecode(Workload):
-    """A few tokens for each request over a cache, that of 656 bytes a token if none is named."""
+    """A few tokens per request over a cache, by default with 656 bytes per token."""
 
     batch: int
     query_len: int
@@ -326,7 +326,7 @@ class SparseDecode(Workload):
     def _selected(
         self, draw: torch.Generator, context: int, topk: int
     ) -> tuple[PagedCache, Tensor]:
-        """A cache, and the slots ``[B, S, topk]`` that are selected in it."""
+        """A cache and the selected slots ``[B, S, topk]``."""
         cache, table = _paged(draw, self.format, self.batch, context)
         # Tokens of a request are neighbours; tokens of two requests share nothing.
         positions = _select(draw, self.batch * self.query_len, context, topk, self.selection)
@@ -354,9 +354,9 @@ class SparseDecode(Workload):
 
 @dataclass(frozen=True)
 class WindowedDecode(SparseDecode):
-    """DeepSeek-V4: a window of ``context`` tokens, selected whole, and a second, compressed cache.
+    """DeepSeek-V4: a window of ``context`` tokens, all selected, and a second, compressed cache.
 
-    Both hold 584 bytes a token; there is a sink for each head, and a length for each selection.
+    Both caches have 584 bytes per token; there is a sink per head, and a length per selection.
     """
 
     format: CacheFormat = FP8_584
@@ -393,7 +393,7 @@ class WindowedDecode(SparseDecode):
 
 @dataclass(frozen=True)
 class DenseDecode(Workload):
-    """A few tokens for each request over all of a cache, bfloat16 if none is named."""
+    """A few tokens per request over all of their keys, by default in a bfloat16 cache."""
 
     batch: int
     query_len: int
@@ -555,7 +555,7 @@ class SelectTopk(Workload):
         return (ops.select_topk(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        """Values are compared, not ids: the others break ties as they like."""
+        """Compare values, not ids, because peers break ties differently."""
         some = _some(self.batch, 64, inputs["scores"].device)
         scores = inputs["scores"][some]
         ids = results[0][some].long().sort().values
@@ -569,7 +569,7 @@ class SelectTopk(Workload):
 class IndexerTopk(Workload):
     """Scores of a causal prefill or a decode over paged keys, and the best keys of each token.
 
-    The row's note says how much memory a run takes beside its inputs and its result.
+    The row's note has the memory of a run without its inputs and its result.
     """
 
     batch: int
@@ -615,7 +615,7 @@ class IndexerTopk(Workload):
         return (ops.indexer_topk(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        """Scores of the chosen keys are compared: sums of another order have other ties."""
+        """Compare scores of the chosen keys, because another order of additions changes ties."""
         some = _some(self.batch * self.query_len, 4, inputs["q"].device)
         for token in some.tolist():
             request, place = divmod(token, self.query_len)
@@ -726,7 +726,7 @@ class IndexWrite(Workload):
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
         num_slots = self.NUM_PAGES * PAGE_SIZE
-        width = INDEX_DIM + self.heads  # keys and head weights come out of one product
+        width = INDEX_DIM + self.heads  # one GEMM gives keys and head weights
         projected = torch.randn(
             self.tokens, width, generator=draw, device=device, dtype=torch.bfloat16
         )
@@ -804,11 +804,10 @@ class Gather(Workload):
 
 @dataclass(frozen=True)
 class HeadProducts(Workload):
-    """Products of e4m3 weights with bfloat16 vectors of each head, of some layers in a row.
+    """Per-head GEMMs of e4m3 weights with bfloat16 vectors, for several layers in sequence.
 
-    Each layer has weights of its own, which no cache holds: what a launch costs that the next one
-    overlaps is counted as in a model. The vectors are the same, as in a model they have just been
-    written.
+    Each layer has its own weights, which are in no cache, and launches overlap as in a model. The
+    layers share their vectors, which a model has just written, so these are in the cache.
     """
 
     tokens: int
@@ -926,7 +925,7 @@ def all_workloads() -> list[Workload]:
         ),
         *(CachedPrefill(4096, n, 128, 2048, e4m3_format()) for n in (32768, 131072)),
         *(SparseDecode(*shape) for shape in decode),
-        # One token of a request has no neighbour to share with.
+        # A single token of a request has no neighbours to overlap with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
         *(SparseDecode(batch, 1, 64, 32768, 2048) for batch in (1, 16)),
         *(
@@ -963,9 +962,9 @@ def all_workloads() -> list[Workload]:
 
 
 def topk_table() -> list[Workload]:
-    """``select_topk`` over all sizes of rows that it is made for, in the order of their size.
+    """``select_topk`` over all supported sizes of rows, in ascending order.
 
-    Peers that count scores in 32 bits may fault at the largest: nothing comes after it.
+    Peers that count scores in 32 bits may fault at the largest size, so it comes last.
     """
     shapes = [
         (batch, context)
@@ -977,7 +976,7 @@ def topk_table() -> list[Workload]:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """A source of its own: the default one is bound to whatever graph is being captured."""
+    """A new generator: the default one is bound to the graph during a capture."""
     return torch.Generator(device).manual_seed(0)
 
 
@@ -991,7 +990,7 @@ def _rows(draw: torch.Generator, num_rows: int, dims: int) -> Tensor:
 
 
 def _head_weight(draw: torch.Generator, heads: int, outputs: int, inputs: int) -> HeadWeight:
-    """Weights in e4m3 whose products are of order 1."""
+    """Weights in e4m3, scaled for outputs of order 1."""
     shape = heads, outputs, inputs
     data = torch.randn(shape, generator=draw, device=draw.device).mul_(64).to(torch.float8_e4m3fn)
     blocks = -(-outputs // 128), -(-inputs // 128)
@@ -1046,7 +1045,7 @@ def _draw_distinct(draw: torch.Generator, num_rows: int, limit: int, count: int)
 
 
 def _some(num_rows: int, count: int, device: torch.device) -> Tensor:
-    """Up to ``count`` rows from the first to the last."""
+    """Up to ``count`` evenly spaced rows, from the first to the last."""
     steps = torch.linspace(0, num_rows - 1, min(count, num_rows), device=device)
     return steps.long()
 
@@ -1064,7 +1063,7 @@ def _check_attention(
     tolerances: tuple[Tolerance, Tolerance],
     name: str,
 ) -> None:
-    """Outputs, and lse where a side returns it; no output of any row is NaN."""
+    """Check outputs, and lse if a side returns it; no output of any row may be NaN."""
     if not bool(results[0].isfinite().all()):
         raise AssertionError(f"{name}: an output is not finite")
     for label, result, wanted, tolerance in zip(
@@ -1074,7 +1073,7 @@ def _check_attention(
 
 
 def _check_scores(results: Results, some: Tensor, inputs: Inputs, op: str) -> None:
-    """Scores where there is one: not every side writes the others."""
+    """Check the scores of visible keys; not every side writes the other columns."""
     (expected,) = run_reference(op, inputs)
     got = results[0][some].masked_fill(expected == -torch.inf, -torch.inf)
     assert_close(op, got, expected, INDEXER_SCORES, score_sizes(op, inputs))
