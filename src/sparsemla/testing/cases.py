@@ -559,7 +559,7 @@ def _stream(
 
 
 def _valid_nan_beyond(indices: Tensor, lengths: Tensor, is_nan: Tensor) -> Tensor:
-    """Selections in which the first entry after the length is the id of a NaN row."""
+    """Selections with the id of a NaN row as the first entry after the length."""
     column = torch.arange(indices.shape[1], device=indices.device)
     nan_row = int(is_nan.nonzero()[0]) if bool(is_nan.any()) else -1
     return indices.where(column != lengths[:, None], nan_row)

@@ -49,7 +49,7 @@ MAX_GRID_YZ = 65535
 SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 BRANCHED_ARRIVAL = re.compile(r"^\s*/\*\w+\*/\s+SYNCS\.ARRIVE", re.MULTILINE)
-"""In SASS, a barrier arrival without a predicate, which one thread reaches by a branch."""
+"""In SASS, a barrier arrival without a predicate, reached by a single thread through a branch."""
 
 BARRIERS = re.compile(
     r"^ *(%\S+) = ttg\.local_alloc : \(\) -> (!ttg\.memdesc<(\d+x)*i64,.*?>)", re.M
@@ -331,7 +331,7 @@ def _assembler_log(ptx: str, target: Target) -> str:
 
 
 def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
-    """Pairs of launch and target that a Python file lists.
+    """Pairs of launch and target from a Python file.
 
     Args:
         path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, a list of

@@ -22,10 +22,10 @@ from sparsemla.testing.compile import TARGETS, Target, believe
 
 
 def older_target(name: str) -> Target:
-    """The target with this name, which must be older than the current GPU.
+    """The target with this name; it must be older than the current GPU.
 
     Raises:
-        ValueError: the name is not that of an NVIDIA GPU older than the current one.
+        ValueError: no older NVIDIA GPU has this name.
     """
     current = torch.cuda.get_device_capability()
     older = {t.name: t for t in TARGETS if not t.is_hip and t.capability < current}
@@ -46,7 +46,7 @@ def acting_as(name: str) -> Iterator[None]:
         name: ``sm_80`` or ``sm_89``.
 
     Raises:
-        ValueError: the name is not that of an NVIDIA GPU older than the current one.
+        ValueError: no older NVIDIA GPU has this name.
     """
     target = older_target(name)
 

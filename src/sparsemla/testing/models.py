@@ -1,8 +1,8 @@
-"""A small transformers model whose next token depends on attention, by a clear margin.
+"""A small transformers model with next tokens that depend on attention, by a clear margin.
 
 With random weights the two best logits often differ by less than the rounding error, so two correct
 implementations of attention disagree after some dozen tokens. A trained model has wide margins,
-because its heads find the tokens that they look for. One head of this model is built to do that.
+because its heads attend to the tokens that matter. One head of this model is built to do so.
 """
 
 from __future__ import annotations

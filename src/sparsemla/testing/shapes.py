@@ -51,7 +51,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "half-split behind": {"rope_first": False},
     "hadamard": {"hadamard": True},
 }
-"""How indexers rotate."""
+"""RoPE options of indexers."""
 
 DECODE_SIZES = (
     (512, 64, 2),

@@ -1,4 +1,4 @@
-"""The command ``verify``. What it needs is imported when it runs."""
+"""The command ``verify``; it imports its packages when it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def verify(
     json: Annotated[
         Path | None,
         typer.Option(
-            help="Where the report goes; default: nowhere, but "
+            help="File for the report; default: none, but "
             "benchmarks/verify-<gpu>.json for a full run in a checkout."
         ),
     ] = None,
@@ -27,7 +27,7 @@ def verify(
         str | None, typer.Option(help="cuda or cpu; default: cuda if there is a GPU.")
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="Recorded in the report; default: the checkout's.")
+        str | None, typer.Option(help="Commit to record in the report; default: the checkout's.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
     beside: Annotated[
@@ -36,7 +36,7 @@ def verify(
     ] = 0,
     acting_as: Annotated[
         str | None,
-        typer.Option("--as", help="An older GPU (sm_80, sm_89), whose code is run on this one."),
+        typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
     ] = None,
 ) -> None:
     """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
@@ -115,12 +115,12 @@ def verify(
 
 
 def _in_checkout() -> bool:
-    """Whether the current directory is the checkout that this file belongs to."""
+    """Whether the current directory is the checkout of this file."""
     return Path("src/sparsemla/verify/command.py").resolve() == Path(__file__).resolve()
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why no report can go there, or None after its folder has been made."""
+    """Why the path is not writable, or None; creates the folder of the path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -146,7 +146,7 @@ def op_line(report: OpReport) -> str:
 
 
 def _allowed(limits: Mapping[str, float] | str, share: float) -> str:
-    """A tolerance as a reader sees it, and how much of it the worst element takes."""
+    """A tolerance as text, with the share of it that the worst element reaches."""
     if isinstance(limits, str):
         return limits
     names = [name for name in ("abs", "rel", "size") if name in limits]

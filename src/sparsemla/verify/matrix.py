@@ -1096,7 +1096,7 @@ def _branch(op: str) -> list[Case]:
     decode = op == "decode_branch"
     uniform = _batches((1, 1), (1, 70), (1, 129)) if decode else _batches((20, 150), (20, 20))
     mixed = {"query_lens": [1, 1, 9, 30], "seq_lens": [65, 1, 9, 100]}
-    # More tokens than the projection kernel for few tokens takes.
+    # More tokens than the projection kernel for few tokens supports.
     many = {"query_lens": [1] * 70, "seq_lens": list(range(1, 71))}
     empty = {"query_lens": [2, 0, 0], "seq_lens": [70, 0, 0]}
     list_of: list[Case] = []

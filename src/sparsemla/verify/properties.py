@@ -44,7 +44,7 @@ CACHE_WRITERS = (
 )
 
 OVERWRITING = (*CACHE_WRITERS, "gather_dequant")
-"""Ops that overwrite arguments; every run needs a copy of them."""
+"""Ops that overwrite arguments; each run gets copies of its arguments."""
 
 PER_REQUEST = {
     "sparse_decode": (

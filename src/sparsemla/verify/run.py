@@ -87,7 +87,7 @@ class Report:
     """The report of a run: environment and results.
 
     Attributes:
-        commit: the given commit, or that of the package's checkout, or None.
+        commit: the given commit, or the commit of the package's checkout, or None.
         dirty: whether the checkout had changes; None if the commit was given or is unknown.
         date: UTC, ISO 8601.
         torch, triton, python: versions; triton is None if it is not installed.
@@ -246,7 +246,7 @@ def check_choice(
     """Check that the device is available, the ops exist, and the GPU to emulate is older.
 
     Raises:
-        ValueError: one of these is not so; the message has the expected and the actual value.
+        ValueError: a check fails; the message has the expected and the actual value.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
