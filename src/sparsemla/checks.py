@@ -117,7 +117,7 @@ class Checker:
             )
 
     def number(self, name: str, value: object) -> None:
-        """Check a real number. Tensors are refused: reading one would synchronise."""
+        """Check a real number. Tensors are refused, because reading one would synchronise."""
         check_number(f"{self.op}: {name}", value)
 
     def kind(self, name: str, value: object, kind: type) -> None:
@@ -220,7 +220,7 @@ class Checker:
             raise ValueError(f"{self.op}: hadamard needs a power-of-two dimension, got {dim}")
 
     def absent(self, name: str, value: object, when: str) -> None:
-        """Check that an argument was not given."""
+        """Check that an argument is None."""
         if value is not None:
             raise ValueError(f"{self.op}: {name} must be None {when}, got {type(value).__name__}")
 
@@ -229,7 +229,7 @@ class Checker:
         check_integer(f"{self.op}: {name}", value, 1, below)
 
     def validates(self, validate: object) -> bool:
-        """Check ``validate``, by which the caller asks for checks of values."""
+        """Check and return the flag ``validate``, which asks for checks of values."""
         self.kind("validate", validate, bool)
         return bool(validate)
 
@@ -238,14 +238,14 @@ class Checker:
         self.dims[letter] = size
 
     def sizes(self, shape: str) -> list[int]:
-        """The sizes of a shape; all of its letters must be bound."""
+        """The sizes of a shape; each of its letters must be bound."""
         return [int(dim) if dim.isdigit() else self.dims[dim] for dim in shape.split()]
 
     def values(self, name: str, tensor: Tensor, low: int, high: int) -> None:
         """Check ``low <= value < high`` for all values; this synchronises with the device.
 
         Raises:
-            ValueError: a value outside; the message has the first one and its index.
+            ValueError: a value is out of range; the message has the first one and its index.
         """
         wrong = (tensor < low) | (tensor >= high)
         if bool(wrong.any()):

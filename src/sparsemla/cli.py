@@ -1,4 +1,4 @@
-"""The ``sparsemla`` command. What a subcommand needs is imported when it runs."""
+"""The ``sparsemla`` command. Each subcommand imports its packages when it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fail(message: object) -> NoReturn:
 
 
 def missing_package(error: ModuleNotFoundError) -> NoReturn:
-    """Say how to install the demo's packages; any other error is a bug and is raised."""
+    """Exit with the command that installs a package of the demo; re-raise any other error."""
     package = (error.name or "").partition(".")[0]
     if package not in DEMO_PACKAGES:
         raise error
@@ -70,9 +70,9 @@ def read_text(path: Path) -> bytes:
 @app.command()
 def demo(
     text: Annotated[
-        Path | None, typer.Option(help="A text file; default: one that ships with the package.")
+        Path | None, typer.Option(help="A text file; default: a text in the package.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("sparsemla-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("sparsemla-demo"),
     tokens: Annotated[
         int, typer.Option(min=2, help="Bytes of the text; transformers' memory grows as n^2.")
     ] = 2080,
@@ -107,8 +107,8 @@ def demo(
     largest = report.comparisons[OURS].max_difference
     console.print(
         f"{report.num_prompt} tokens were prefilled, {report.num_tokens - report.num_prompt} "
-        f"decoded. Cache bytes are those of one layer. Everything else is compared with the first "
-        f"column: error of attention's output, share of equal tokens among those chosen.\n"
+        f"decoded. Cache bytes are per layer. All other rows compare with the first column: "
+        f"error of attention's output, share of selected tokens that are equal.\n"
         f"The two largest logits of a position are at least {report.smallest_margin:.3f} "
         f"apart; {OURS} moves a logit by at most {largest:.3f}.",
         highlight=False,
@@ -118,7 +118,7 @@ def demo(
             draw_selections(picture, content, *selection_masks(report))
     except OSError as error:
         fail(f"cannot write {picture}: {error.strerror}")
-    console.print(f"Which tokens the last queries selected: {picture}", highlight=False)
+    console.print(f"Tokens that the last queries selected: {picture}", highlight=False)
 
 
 @app.command()
@@ -171,7 +171,7 @@ def _write(text: str) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Versions and devices of this machine, which tiers work on it, and why the others do not."""
+    """Versions and devices of this machine, its working tiers, and why the others do not work."""
     from sparsemla.doctor import device_lines, tier_table, version_lines
 
     console = Console()
@@ -191,10 +191,10 @@ def explain(
     heads: Annotated[int, typer.Option(min=0, help="Query or indexer heads.")] = 0,
     topk: Annotated[int, typer.Option(min=0, help="Width of the selection.")] = 0,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the op's first tensor; default: the usual one.")
+        str | None, typer.Option(help="Dtype of the op's first tensor; default: the usual one.")
     ] = None,
 ) -> None:
-    """Say which tier a problem gets, why not another one, and how far the GPU is proven."""
+    """Show the tier of a problem, why each other tier refuses, and how far the GPU is proven."""
     from sparsemla.doctor import explain_lines
 
     try:
@@ -215,7 +215,7 @@ def explain(
 @app.command()
 def bench(
     op: Annotated[str | None, typer.Option(help="Measure this op only.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Where the rows go; others in it stay.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for bar and line plots.")] = None,
     peers: Annotated[
         Path | None, typer.Option(help="A folder that holds vllm/ of an unpacked vLLM wheel.")
@@ -224,14 +224,14 @@ def bench(
         str | None, typer.Option(help="cuda or cpu; default: the GPU, if there is one.")
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="Recorded in the rows; default: the checkout's.")
+        str | None, typer.Option(help="Commit to record in the rows; default: the checkout's.")
     ] = None,
     table: Annotated[
         Path | None, typer.Option(help="Only rewrite docs/results.md from this JSON file.")
     ] = None,
     full: Annotated[bool, typer.Option(help="Every size of the step and of top-k.")] = False,
     launches: Annotated[
-        Path | None, typer.Option(help="Only when kernels of decode steps begin and end, as JSON.")
+        Path | None, typer.Option(help="JSON file: only trace when decode steps' kernels run.")
     ] = None,
 ) -> None:
     """Time every op beside every peer that is installed, each result checked first.

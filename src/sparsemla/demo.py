@@ -48,7 +48,7 @@ DECODE_TOKENS = 32
 
 
 def shipped_text() -> bytes:
-    """The text that comes with the package."""
+    """The text in the package."""
     return resources.files("sparsemla").joinpath("data/demo.txt").read_bytes()
 
 
@@ -305,7 +305,7 @@ def selection_masks(report: Report) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _overlap(theirs: Tensor, ours: Tensor) -> float:
-    """Share of equal entries of two masks ``[m, n]`` with equally many entries per row."""
+    """Share of common entries of two masks ``[m, n]`` with the same number of entries per row."""
     total = int(theirs.sum())
     return int((theirs & ours).sum()) / total if total else math.nan
 

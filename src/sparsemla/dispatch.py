@@ -1,8 +1,8 @@
-"""Which kernel a problem gets, and why each other one refused.
+"""The choice of a kernel for a problem, and why each other kernel refuses.
 
 A family of kernels registers its ops in its package's ``OPS``; :data:`OPS` is all of them. A tier
 is one row of :data:`TIERS`, fastest first. Every op also has the tier ``reference``, its definition
-in :mod:`sparsemla.reference`, which is slow and whose memory is not bounded.
+in :mod:`sparsemla.reference`, which is slow and does not bound its memory.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: i
     """Whether ``sparse_prefill`` is faster after its caller has upconverted the cache's rows.
 
     Args:
-        problem: of ``sparse_prefill``.
+        problem: a problem of ``sparse_prefill``.
         num_tokens: query tokens.
-        num_keys: keys that are selected, of all tokens together.
-        num_rows: rows that would be converted.
+        num_keys: selected keys of all tokens together.
+        num_rows: rows to convert.
 
     >>> hopper = Problem("sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=128)
     >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 512)]
@@ -131,7 +131,7 @@ def op_named(name: str) -> Op:
 
 
 def explain(problem: Problem) -> Explanation:
-    """Why ``problem`` gets the implementation it gets.
+    """The tier that ``problem`` gets, and the refusals of the others.
 
     >>> print(explain(Problem("sparse_decode", "cpu")))
     sparse_decode: cpu
@@ -149,7 +149,7 @@ def explain(problem: Problem) -> Explanation:
 
 
 def _refusal(tier: Tier, op: Op, problem: Problem) -> str | None:
-    """Why a tier does not take a problem, first for its device and then for the kernel."""
+    """Why a tier refuses a problem: first by the device, then by the kernel."""
     kernel = op.kernel(tier.name)
     if kernel is None:
         return "not implemented"
@@ -251,11 +251,11 @@ def schedule(
     num_splits: int | None,
     extra_cache: PagedCache | None,
 ) -> Schedule:
-    """How a decode of queries ``[B, S, H, D]`` is split by the kernel that it gets.
+    """The schedule that the kernel of a decode chooses for queries ``[B, S, H, D]``.
 
     Args:
         op: ``sparse_decode`` or ``dense_decode``.
-        q, cache, extra_cache, num_splits: as the op takes them.
+        q, cache, extra_cache, num_splits: the op's arguments.
         num_keys: most keys that a query token attends to.
     """
     work = DecodeWork.of(q, cache.format, num_keys, num_multiprocessors(q.device))
@@ -273,7 +273,7 @@ _cached_kernel_of = functools.cache(kernel_of)
 
 
 def most_splits(num_tiles: int, device: torch.device) -> int:
-    """The most splits that a kernel chooses for so many tiles of 64 query rows."""
+    """The most splits that a kernel chooses for ``num_tiles`` tiles of 64 query rows."""
     return attention.schedule.most_splits(num_tiles, num_multiprocessors(device))
 
 

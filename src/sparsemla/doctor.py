@@ -1,4 +1,4 @@
-"""What this machine has, which tiers work on it, and which tier a problem gets."""
+"""Devices and packages of this machine, its working tiers, and the tier that a problem gets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Gpu:
     Args:
         target: the compiler's name, such as ``sm_90`` or ``gfx942``.
         capability: of ``torch.cuda.get_device_capability``.
-        name: the driver's name; None for a GPU that is not here.
+        name: the driver's name; None for a GPU that this machine lacks.
     """
 
     target: str
@@ -97,7 +97,7 @@ class Gpu:
 
 
 def parse_gpu(device: str, capability: str | None) -> Gpu | None:
-    """The GPU of a compute capability or target; if None, this machine's first one.
+    """The GPU with a compute capability or target; if None, this machine's first one.
 
     >>> parse_gpu("cuda", "9.0")
     Gpu(target='sm_90', capability=(9, 0), name=None)
@@ -136,10 +136,10 @@ def explain_lines(
     num_heads: int = 0,
     topk: int = 0,
 ) -> list[str]:
-    """Which tier an op or each op of a branch gets, why not another, and how far that is proven.
+    """The tier of an op or of each op of a branch, the refusals of other tiers, and the proofs.
 
     Raises:
-        ValueError: an argument that names nothing.
+        ValueError: an unknown op, device, GPU, format or dtype.
     """
     if op not in (known := (*dispatch.OPS, *BRANCHES)):
         raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}")
@@ -166,7 +166,7 @@ def explain_lines(
 
 
 def proofs(gpu: Gpu | None) -> list[str]:
-    """What was proven on a GPU, or with None on this machine's CPU."""
+    """The proofs for a GPU, or with None for this machine's CPU."""
     rows: tuple[Support, ...] = (cpu_support(platform.machine()),)
     if gpu is not None:
         rows = gpu_support(gpu.target, gpu.name)
@@ -174,7 +174,7 @@ def proofs(gpu: Gpu | None) -> list[str]:
 
 
 def _triton_version() -> str | None:
-    """The version that is imported; packages for ROCm have other names."""
+    """The version of the imported Triton; its packages for ROCm have other names."""
     try:
         return str(importlib.import_module("triton").__version__)
     except ImportError:
@@ -198,7 +198,7 @@ def version_lines() -> list[str]:
 
 
 def device_lines() -> list[str]:
-    """For the CPU and each GPU a line, and how far it is proven."""
+    """A line for the CPU and for each GPU, with its proofs."""
     lines = [f"cpu           {platform.machine()}, {torch.get_num_threads()} threads"]
     lines += [_PROOF + proof for proof in proofs(None)]
     for index in range(torch.cuda.device_count()):
@@ -210,7 +210,7 @@ def device_lines() -> list[str]:
 
 
 def tier_table() -> Table:
-    """For each device and tier: how many ops it takes, and whether it computes attention right."""
+    """For each device and tier: the number of ops it takes, and whether its attention is right."""
     table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         capability = None if device == "cpu" else Gpu.here().capability

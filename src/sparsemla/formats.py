@@ -54,7 +54,7 @@ class RowFields(NamedTuple):
 
 
 def ceil_pow2(x: Tensor) -> Tensor:
-    """Smallest power of two that is at least ``x``, for positive float32 ``x``.
+    """The smallest power of two at or above ``x``, for positive float32 ``x``.
 
     >>> ceil_pow2(torch.tensor([1.0, 1.5, 2.0]))
     tensor([1., 2., 2.])
@@ -87,7 +87,7 @@ class CacheFormat:
 
     Args:
         name: name of the format; :func:`get_format` returns the format for this name.
-        head_dim: dims of a row, which is the key.
+        head_dim: dims of a row; the row is the key.
         value_dim: leading dims of the row that are also the value.
         fp8_dim: leading dims stored as e4m3; the others are bfloat16.
         scale_block: dims per scale; 0 stores no scales, and each scale is 1.

@@ -213,7 +213,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _check_quantization(path: Path, quantization: object) -> None:
-    """Refuse what :func:`_dequantized_weights` does not read."""
+    """Refuse quantised weights that :func:`_dequantized_weights` does not read."""
     if quantization is None:
         return
     if not isinstance(quantization, dict):
@@ -230,7 +230,7 @@ def _check_quantization(path: Path, quantization: object) -> None:
 
 
 def _check_generation(path: Path) -> None:
-    """Refuse what transformers does not take, and what is not greedy."""
+    """Refuse options that transformers does not take or that are not greedy."""
     generation = _read_object(path)
     for name in ("num_beams", "num_return_sequences"):
         if (value := generation.get(name)) not in (None, 1):
@@ -244,8 +244,8 @@ def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | 
         return CheckpointTokenizer(directory)
     if config.get("vocab_size") != 256:
         raise CheckpointError(
-            f"{directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and its vocabulary "
-            f"is not that of bytes: vocab_size must be 256, got {config.get('vocab_size')}"
+            f"{directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and its tokens are "
+            f"not bytes: vocab_size must be 256, got {config.get('vocab_size')}"
         )
     return ByteTokenizer()
 

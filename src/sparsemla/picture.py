@@ -47,7 +47,7 @@ def draw_selections(path: Path, text: bytes, theirs: list[Tensor], ours: list[Te
     for layer_idx, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         _draw_layer(axes[layer_idx], mine[-num_queries:], other[-num_queries:])
         axes[layer_idx].set_ylabel(f"layer {layer_idx}\nquery")
-    axes[0].set_title(f"What the last {num_queries} of {len(text)} tokens selected", loc="left")
+    axes[0].set_title(f"Selections of the last {num_queries} of {len(text)} tokens", loc="left")
     legend = {
         "both": BOTH,
         "transformers only (enlarged)": THEIRS_ONLY,
@@ -66,7 +66,7 @@ def draw_selections(path: Path, text: bytes, theirs: list[Tensor], ours: list[Te
     counts = ours[-1][-num_queries:, first:].sum(0)
     _draw_text(axes[-1], text[first:], counts)
     axes[-1].set_title(
-        f"the text from byte {first}; shade: how many of those queries selected the byte in "
+        f"the text from byte {first}; shade: number of these queries that selected the byte in "
         f"layer {len(ours) - 1}",
         loc="left",
     )

@@ -24,7 +24,7 @@ class Yarn:
         beta_fast: pairs with at least this many turns in the original context keep their frequency.
         beta_slow: pairs with at most this many turns divide their frequency by ``factor``.
         mscale: numerator of the cos/sin table's factor, see :func:`yarn_mscale`.
-        mscale_all_dim: its denominator, which also scales the softmax.
+        mscale_all_dim: denominator of this factor; it also scales the softmax.
 
     Raises:
         TypeError: a parameter that is not a number.

@@ -1,4 +1,4 @@
-"""Which GPUs and versions of Triton were tried, and how: the table of docs, explain and doctor.
+"""The table of GPUs and versions of Triton that were tried, for the docs, explain and doctor.
 
 The table lists proofs, not permissions: dispatch offers the portable kernels to every
 GPU from sm_80 on and to gfx942.
@@ -18,12 +18,12 @@ BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 
 
 class Proof(Enum):
-    """How far a GPU is proven with a version of Triton; each includes the ones below it."""
+    """The proof for a GPU with a version of Triton; each proof includes all below it."""
 
     RUN = "run"
     """``sparsemla verify`` passed on the GPU."""
     RUN_ON_H200 = "code run on an H200"
-    """The GPU's code passed ``sparsemla verify --as`` on an H200, whose driver translated it."""
+    """An H200 passed ``sparsemla verify --as``: its driver translated the GPU's code."""
     COMPILED = "compiled"
     """Every launch compiled; registers and shared memory were checked."""
     UNTESTED = "untested"
@@ -36,7 +36,7 @@ class Support:
     Args:
         target: the compiler's name, such as ``sm_90``, or ``cpu``.
         devices: names of devices; on a GPU as the driver spells them.
-        proofs: one for each of :data:`TRITON_VERSIONS`; empty where Triton is not used.
+        proofs: one for each of :data:`TRITON_VERSIONS`; empty for a CPU.
         evidence: a sentence.
     """
 
@@ -46,7 +46,7 @@ class Support:
     evidence: str
 
     def on(self, triton: str) -> Proof:
-        """What was done with a version of Triton, such as ``3.7.1``.
+        """The proof for a version of Triton, such as ``3.7.1``.
 
         >>> gpu_support("sm_80")[0].on("3.6.0")
         <Proof.RUN_ON_H200: 'code run on an H200'>
@@ -55,7 +55,7 @@ class Support:
         return dict(zip(TRITON_VERSIONS, self.proofs, strict=False)).get(minor, Proof.UNTESTED)
 
     def line(self, triton: str | None) -> str:
-        """The row as one line, for one version of Triton; None where none is installed.
+        """The row as one line, for one version of Triton; None if no Triton is installed.
 
         >>> print(gpu_support("gfx942")[0].line("3.6.0"))
         gfx942 (MI300X), Triton 3.6.0: compiled. Every launch compiles; none was run.
@@ -97,7 +97,7 @@ TABLE = (
 
 
 def gpu_support(target: str, device: str | None = None) -> tuple[Support, ...]:
-    """The rows of a GPU, or one that says that there is no evidence.
+    """The rows of a GPU, or a row without evidence.
 
     Args:
         target: the compiler's name, such as ``sm_90``.
@@ -134,7 +134,7 @@ def cpu_support(machine: str) -> Support:
 
 
 def markdown() -> str:
-    """The table of the documents, which stands between :data:`BEGIN` and :data:`END`."""
+    """The table that a document shows between :data:`BEGIN` and :data:`END`."""
     head = ("target", "device", *(f"Triton {version}" for version in TRITON_VERSIONS), "evidence")
     lines = [head, ["---"] * len(head)]
     for row in TABLE:

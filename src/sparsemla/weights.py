@@ -27,7 +27,7 @@ class HeadWeight:
         scale_block: ``(n, k)``, the block that shares a scale.
 
     Raises:
-        TypeError: data or scale is no tensor, or of another dtype.
+        TypeError: data or scale is not a tensor, or has another dtype.
         ValueError: shapes that do not fit, or a scale that is missing or superfluous.
     """
 
@@ -71,7 +71,7 @@ class HeadWeight:
             scale_block: ``(n, k)``, or None for one scale for all matrices.
 
         Raises:
-            TypeError: data is no tensor of floats.
+            TypeError: data is not a tensor of floats.
             ValueError: data has another rank, or scale_block is not two positive counts.
 
         Source: ``dynamic_per_batched_tensor_quant`` of vLLM, which takes one scale.
@@ -156,7 +156,7 @@ class MLALayer:
         attn_sink: float32 ``[H]`` or None.
 
     Raises:
-        TypeError: weights that are no HeadWeight, or an argument of another kind or dtype.
+        TypeError: weights that are not HeadWeights, or an argument of another kind or dtype.
         ValueError: shapes or devices that disagree, or a last dimension that is not contiguous.
     """
 
@@ -170,7 +170,7 @@ class MLALayer:
     attn_sink: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # Check now what a branch would otherwise refuse after it has written its rows.
+        # Check now: a branch would refuse a wrong layer only after it has written its rows.
         check = Checker("MLALayer")
         check.kind("w_uk", self.w_uk, HeadWeight)
         check.kind("w_uv", self.w_uv, HeadWeight)
@@ -229,7 +229,7 @@ def projection_weight(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The weight of a linear layer without a bias: its outputs for the unit vectors.
+    """The weight of a linear layer without a bias, from its outputs for the unit vectors.
 
     With it :func:`absorb_kv_b_proj` supports layers of any quantisation, at the cost of one GEMM
     with an identity matrix.
@@ -244,7 +244,7 @@ def projection_weight(
         ``[N, K]`` of project's output dtype.
 
     Raises:
-        TypeError: project returns no tensor.
+        TypeError: project does not return a tensor.
         ValueError: project returns another number of rows.
 
     Source: ``get_and_maybe_dequant_weights`` of vLLM.
@@ -295,8 +295,8 @@ def absorb_kv_b_proj(
     """``w_uk`` and ``w_uv`` of a ``kv_b_proj`` weight.
 
     Row ``h * (P + V) + i`` of the weight is row ``i`` of head ``h``: W_UK for the first ``P`` rows,
-    W_UV for the others. e4m3 codes with scales of blocks, or one for all, are kept as they are:
-    where the ``block`` x ``block`` scales of the unsplit matrix straddle heads or the W_UK/W_UV
+    W_UV for the others. e4m3 codes with scales per block, or a single scale, keep their bits:
+    if the ``block`` x ``block`` scales of the unsplit matrix straddle heads or the W_UK/W_UV
     border (GLM's P = 192, V = 256), the scales are repeated for finer blocks of
     ``gcd(block, P, V)`` rows, which no border cuts. Other codes become bfloat16;
     :meth:`HeadWeight.quantize` converts them to e4m3. :func:`projection_weight` gives the weight of
@@ -306,7 +306,7 @@ def absorb_kv_b_proj(
         weight: ``[H * (P + V), L]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
         weight_scale_inv: for codes, factors of any float dtype, per block
             ``[ceil(H * (P + V) / block), ceil(L / block)]``, per row ``[H * (P + V)]`` or
-            ``[H * (P + V), 1]``, or one for all ``[]`` or ``[1]``.
+            ``[H * (P + V), 1]``, or a single factor ``[]`` or ``[1]``.
         num_heads: H.
         qk_nope_head_dim: P.
         v_head_dim: V.
@@ -316,7 +316,7 @@ def absorb_kv_b_proj(
         ``w_uk [H, L, P]`` and ``w_uv [H, V, L]``.
 
     Raises:
-        TypeError: weights that are no tensor of floats or codes, or scales that are none of floats.
+        TypeError: a weight that is not a tensor of floats or codes, or scales that are not floats.
         ValueError: the shapes do not fit, or scales are missing or superfluous.
     """
     check = Checker("absorb_kv_b_proj")

@@ -76,7 +76,7 @@ NOT_SERVED = {
 
 
 def refuse(model_type: object) -> str | None:
-    """Why models of this type are not served; None if they are."""
+    """Why models of this type are refused; None if they are supported."""
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return None
     reason = NOT_SERVED.get(str(model_type))
@@ -99,7 +99,7 @@ class LatentCache(Cache):
     """The model's cache between steps: pages of latent rows and of indexer keys.
 
     Row ``b`` of the batch owns the pages ``page_table[b]`` of every layer. Padding takes no slot:
-    the n-th real token of a row is at position n of the row's slots, in whatever column it came.
+    the n-th real token of a row is at position n of the row's slots, independent of its column.
 
     Args:
         latents: one cache per layer, on the layer's device.
@@ -387,7 +387,7 @@ class _Step:
 
 
 def _plan_on(plan: Plan, device: torch.device) -> Plan:
-    """A copy of a plan without prefill chunks, whose tensors are on ``device``."""
+    """A copy of a plan without prefill chunks, with its tensors on ``device``."""
     moved: dict[str, Any] = {}
     for item in fields(plan):
         value = getattr(plan, item.name)
@@ -442,7 +442,7 @@ class PagedAttention:
         self._weights = [_absorb(attention) for attention in self._attentions]
         self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        # Instance attributes hide the class's methods; disable() restores those of other wrappers.
+        # Instance attributes hide the class's methods; disable() restores earlier ones.
         places = [(module, "forward") for module in (base, *self._attentions)]
         generates: Any = model if isinstance(model, GenerationMixin) else None
         if generates is not None:
@@ -454,7 +454,7 @@ class PagedAttention:
         if generates is not None:
             prepare = generates.prepare_inputs_for_generation
             step = functools.partial(_prepare_step, prepare)
-            # With the wrapped signature: generate() reads it.
+            # Keep the wrapped signature, which generate() reads.
             generates.prepare_inputs_for_generation = functools.update_wrapper(step, prepare)
             generates.create_masks_for_generate = _mask_for_generate
         for layer_idx, attention in enumerate(self._attentions):
@@ -483,7 +483,7 @@ class PagedAttention:
                 finds the pages full raises an index error. None for pages that grow.
 
         Raises:
-            TypeError: batch_size or max_length is no integer.
+            TypeError: batch_size or max_length is not an integer.
             ValueError: batch_size is negative, or max_length below 1.
         """
         check_integer("batch_size", batch_size)
@@ -582,8 +582,7 @@ class PagedAttention:
             )
         if past.batch_size != batch_size:
             raise ValueError(
-                f"past_key_values must hold {batch_size} rows, those of the batch, "
-                f"got {past.batch_size}"
+                f"past_key_values must hold {batch_size} rows, as the batch, got {past.batch_size}"
             )
         return past
 
@@ -715,8 +714,7 @@ def enable(
     attention output of padding is finite and meaningless.
 
     The up-projections of keys and values are copied, as bfloat16 or as FP8 codes with their scales:
-    call ``enable`` again after a change to those weights. Attention runs in bfloat16 whatever the
-    model's dtype.
+    call ``enable`` again after a change to those weights. Attention always runs in bfloat16.
 
     The layers may be on several devices, as ``from_pretrained(device_map=...)`` puts them: each
     layer's pages are on the device of its weights, and a step's plan is copied once per device.
@@ -724,21 +722,21 @@ def enable(
     Args:
         model: with or without its language model head; ``generate`` over a static cache needs
             the model with the head.
-        cache_format: of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. Default
+        cache_format: format of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. Default
             bfloat16.
-        index_format: of the indexer keys; default e4m3 with a scale for each row with an FP8
+        index_format: format of the indexer keys; default e4m3 with a scale per row with an FP8
             ``cache_format``, else bfloat16.
         page_size: tokens of a page.
         record_selections: record each step's selection in :attr:`PagedAttention.selections`.
 
     Returns:
-        The handle, whose ``disable`` restores the model.
+        The handle; its method ``disable`` restores the model.
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: another architecture, a model that is enabled already, a layer whose attention
-            is offloaded or on several devices, or a format or head size that does not fit. The
-            model's forward raises ValueError for 4D masks, packed sequences, caches of another
+        ValueError: another architecture, a model that is enabled already, a layer with its
+            attention offloaded or on several devices, or a format or head size that does not fit.
+            The model's forward raises ValueError for 4D masks, packed sequences, caches of another
             kind, ``output_attentions`` and training.
 
     Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32`` and
@@ -783,7 +781,7 @@ def enable(
 
 
 def _check_device(layer_idx: int, attention: nn.Module) -> None:
-    """Refuse a layer whose attention is spread over devices, or offloaded."""
+    """Refuse a layer if its attention is offloaded or on several devices."""
     devices = sorted({str(parameter.device) for parameter in attention.parameters()})
     if len(devices) > 1:
         raise ValueError(
