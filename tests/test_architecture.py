@@ -103,7 +103,7 @@ def test_only_the_top_imports_the_top(module):
         assert not [name for name in imports(module) if below(name, top)]
 
 
-def test_every_module_has_a_place():
+def test_every_module_belongs_to_a_layer():
     placed = [f"sparsemla.{name}" for name in ON_TOP] + list(LAYERS)
     assert [name for name in MODULES if name != "sparsemla" and not below(name, placed)] == []
 
@@ -121,7 +121,7 @@ def test_triton_is_imported_by_kernels_only():
             assert not [name for name in imports(module) if below(name, ["triton"])], module
 
 
-def test_callers_never_meet_an_assert():
+def test_library_code_has_no_asserts():
     for module, path in MODULES.items():
         if not below(module, ["sparsemla.kernels"]):
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -230,7 +230,7 @@ def test_importing_the_package_loads_nothing_heavy():
     assert result.stdout.split() == []
 
 
-def test_messages_of_the_package_are_silent_unless_a_program_wants_them(capfd):
+def test_log_is_silent_unless_the_program_configures_logging(capfd):
     logger = logging.getLogger("sparsemla")
     assert [type(handler) for handler in logger.handlers] == [logging.NullHandler]
     logger.warning("not for a program that has not configured logging")
@@ -252,7 +252,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_module_can_be_the_first_that_is_imported():
+def test_every_module_can_be_imported_first():
     """No module relies on another one having been imported before it."""
     needs_packages = ("backends", "demo", "generate", "picture", "testing", "kernels", "bench")
     prefixes = [f"sparsemla.{name}" for name in needs_packages]

@@ -110,7 +110,7 @@ def test_tokens_do_not_depend_on_the_batch(workload):
 
 
 @given(st.lists(st.tuples(st.sampled_from("take release publish find"), st.integers(0, 7))))
-def test_no_page_is_lost_or_handed_out_twice(operations):
+def test_no_page_is_lost_or_allocated_twice(operations):
     pool = PagePool(6, page_size=2)
     held, published = [], {}
     for operation, number in operations:
@@ -151,7 +151,7 @@ def test_a_page_without_users_cannot_be_released():
         pool.release(pages)
 
 
-def test_free_pages_are_found_until_they_are_needed():
+def test_free_pages_stay_cached_until_they_are_reused():
     pool = PagePool(3, page_size=2)
     first, second = pool.take(2)
     pool.publish(first, b"first")
@@ -163,7 +163,7 @@ def test_free_pages_are_found_until_they_are_needed():
     assert pool.find([b"first", b"second"]) == [first]
 
 
-def test_pages_are_found_when_their_last_token_is_stored():
+def test_pages_are_cached_once_they_are_full():
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
     batcher = echo_batcher(num_pages=8, page_size=2, max_requests=1, max_step_tokens=3)
     batcher.submit(prompt, 1)
@@ -201,7 +201,7 @@ def test_requests_wait_while_the_pool_is_full():
     assert [request.num_evictions for request in requests] == [0, 0, 0]
 
 
-def test_the_youngest_gives_way_and_loses_nothing():
+def test_youngest_request_is_preempted_and_loses_no_tokens():
     batcher = echo_batcher(num_pages=6, max_requests=2)
     old, young, last = (batcher.submit([number] * 5, 7) for number in range(3))
     while not young.num_evictions:
@@ -214,7 +214,7 @@ def test_the_youngest_gives_way_and_loses_nothing():
         assert request.tokens == continued(request.prompt, 7)
 
 
-def test_a_long_prompt_does_not_hold_up_decodes():
+def test_long_prompt_does_not_delay_decodes():
     batcher = echo_batcher(num_pages=20, max_requests=2, max_step_tokens=4)
     short = batcher.submit([1], 6)
     batcher.step()
@@ -242,7 +242,7 @@ def test_requests_that_cannot_be_served_are_refused(prompt, new_tokens, message)
     assert not batcher.waiting
 
 
-def test_all_requests_must_be_able_to_decode():
+def test_step_limit_below_the_number_of_requests_is_refused():
     with pytest.raises(ValueError, match="max_step_tokens must be at least max_requests, 8"):
         echo_batcher(4, max_requests=8, max_step_tokens=7)
 
@@ -251,7 +251,7 @@ def tiny_batcher(num_pages, device="cpu", **limits):
     return Batcher(TinyModel(num_pages, 16, device), PagePool(num_pages, 16), **limits)
 
 
-def test_a_model_gives_the_tokens_it_gives_alone():
+def test_batched_requests_get_the_same_tokens_as_alone():
     prompts = [list(PREFACE[start : start + 40]) for start in (0, 10, 20)]
     batcher = tiny_batcher(num_pages=9)
     together = [batcher.submit(prompt, 16) for prompt in prompts]
@@ -264,7 +264,7 @@ def test_a_model_gives_the_tokens_it_gives_alone():
         assert request.tokens == alone.tokens
 
 
-def test_a_known_prefix_is_not_computed_again():
+def test_cached_prefix_is_not_computed_again():
     batcher = tiny_batcher(num_pages=16)
     first = batcher.submit(list(PREFACE), 4)
     run_to_the_end(batcher)

@@ -188,7 +188,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),
     ],
 )
-def test_a_row_for_another_way_to_do_the_same(workload, name, timer):
+def test_quantised_prefill_has_a_row_for_the_other_variant(workload, name, timer):
     outcome = run.run_one(workload, [peers.Sparsemla()], timer, CEILINGS, STAMP)
     assert outcome.failures == outcome.refusals == {}
     (found,) = outcome.rows
@@ -202,7 +202,7 @@ def test_a_row_for_each_peer_with_the_ratio(timer):
     assert found.ratio == pytest.approx(found.peer_us / found.ours_us)
 
 
-def test_a_wrong_peer_gets_no_time(timer):
+def test_wrong_peer_is_not_timed(timer):
     workload = workloads.SelectTopk(5, 300, 32)
     outcome = run.run_one(workload, [Wrong(), Broken(), peers.Torch()], timer, CEILINGS, STAMP)
     assert [found.peer for found in outcome.rows] == ["torch.topk"]
@@ -214,7 +214,7 @@ def test_a_wrong_peer_gets_no_time(timer):
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op}-{w.label}")
-def test_a_wrong_result_of_ours_stops_the_clock_for_all(workload, timer, monkeypatch):
+def test_no_side_is_timed_if_our_result_is_wrong(workload, timer, monkeypatch):
     right = type(workload).run
 
     def run_wrongly(self, inputs):
@@ -229,7 +229,7 @@ def test_a_wrong_result_of_ours_stops_the_clock_for_all(workload, timer, monkeyp
     assert set(outcome.failures) == {"sparsemla"}
 
 
-def test_outputs_that_nobody_writes_do_not_pass(timer):
+def test_unwritten_outputs_fail_the_gate(timer):
     kept = torch.zeros(4)
     side = workloads.Side(
         "idle", lambda: (kept,), lambda got: assert_close("x", got[0], torch.zeros(4), LOOSE)
@@ -253,7 +253,7 @@ def test_sides_take_turns():
     assert {timed.count(name) for name in "abc"} == {10}
 
 
-def test_ceilings_are_measured_and_make_floors():
+def test_floors_come_from_measured_ceilings():
     found = measure(timing.Timer(CPU, budget_ms=1), copy_bytes=1 << 16, size=16)
     assert found.copy_gbps > 0
     assert found.bf16_tflops > 0
@@ -265,7 +265,7 @@ def test_ceilings_are_measured_and_make_floors():
     assert replace(CEILINGS, fp8_tflops=0).floor_us(6e9, 0, "fp8") == pytest.approx(10)
 
 
-def test_peers_that_are_absent_say_why(tmp_path, monkeypatch):
+def test_absent_peers_have_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     found, missing = peers.find_peers(tmp_path)
     assert [peer.name for peer in found] == ["torch", "sparsemla"]
@@ -277,7 +277,7 @@ def test_peers_that_are_absent_say_why(tmp_path, monkeypatch):
     assert peers.versions(tmp_path)["vllm"] == "1.2.3"
 
 
-def test_a_peer_whose_library_does_not_load_is_absent(tmp_path):
+def test_peer_with_a_broken_library_is_absent(tmp_path):
     library = tmp_path / "vllm" / "_flashmla_C.abi3.so"
     library.parent.mkdir()
     library.write_text("not a library")
@@ -582,7 +582,7 @@ def test_a_file_has_a_line_for_each_row_and_each_run_once(tmp_path):
     assert text.count("2.11.0") == text.count("2.12.0") == 1
 
 
-def test_merging_replaces_what_was_measured_again():
+def test_merge_replaces_remeasured_workloads():
     old = report.Report("H200", CEILINGS, [row(case="a", ours_us=1.0), row(case="b", ours_us=1.0)])
     new = report.Report("H200", CEILINGS, [row(case="b", ours_us=2.0), row(case="c", ours_us=2.0)])
     rows = report.merged(old, new).rows
@@ -612,7 +612,7 @@ def test_table_of_a_document(tmp_path):
         report.write_table(document, None)
 
 
-def test_the_page_has_the_table_that_its_measurements_make(tmp_path):
+def test_results_page_matches_its_measurements(tmp_path):
     root = Path(__file__).resolve().parent.parent
     page, data = root / "docs" / "results.md", root / "benchmarks" / "h200.json"
     copy = tmp_path / "results.md"
@@ -633,7 +633,7 @@ def test_table_command(tmp_path, monkeypatch, capsys):
     assert "torch.topk" in document.read_text()
 
 
-def test_lines_join_cases_that_differ_in_the_axis_alone():
+def test_lines_join_cases_that_differ_only_in_the_axis():
     rows = [
         row(
             case=f"batch 8, context {n}, topk 64{words}",
@@ -660,7 +660,7 @@ def test_plots(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_sides_of_a_plot_have_colors_that_can_be_told_apart():
+def test_plot_colors_are_distinct():
     names = [
         "floor",
         "sparsemla",
@@ -676,7 +676,7 @@ def test_sides_of_a_plot_have_colors_that_can_be_told_apart():
     assert set(colors[1:]) == set(report.OKABE_ITO)
 
 
-def test_arguments_that_do_not_go_together(monkeypatch, capsys, tmp_path):
+def test_conflicting_arguments_are_refused(monkeypatch, capsys, tmp_path):
     for arguments, message in (
         (["--device", "cpu", "--op", "select_topk"], "need the device cuda"),
         (["--device", "tpu"], "device must be cpu or"),
@@ -711,7 +711,7 @@ def small_comparison(monkeypatch):
         monkeypatch.setattr(cpu, name, value)
 
 
-def test_dense_attention_comes_in_the_fastest_of_four_variants(small_comparison, monkeypatch):
+def test_comparison_uses_the_fastest_dense_variant(small_comparison, monkeypatch):
     clock = iter(range(10**9))
     speeds = {"GEMMs, bfloat16": 40.0, "SDPA, bfloat16": 9.0, "GEMMs, float32": 3.0}
 
@@ -751,7 +751,7 @@ def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, 
         list(cpu.compare())
 
 
-def test_the_exit_code_tells_of_failures(monkeypatch, tmp_path, timer, capsys):
+def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
     """The measuring command, on a CPU in the place of a GPU."""
     chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
     monkeypatch.setattr(command, "select_workloads", lambda op, full: chosen)

@@ -35,14 +35,14 @@ def timer():
 
 
 @pytest.mark.parametrize("indexer", [0, 1])
-def test_a_step_passes_its_gate(indexer, timer):
+def test_step_passes_its_gate(indexer, timer):
     outcome = run.run_one(step.DecodeStep(3, 4, 200, indexer), [], timer, CEILINGS, STAMP)
     assert outcome.failures == outcome.refusals == {}
     assert outcome.rows[0].case == f"batch 3, heads 4, context 200, indexer {indexer}"
 
 
 @pytest.mark.parametrize("place", ["out", "slots", "twice"])
-def test_a_wrong_step_gets_no_time(place, timer, monkeypatch):
+def test_wrong_step_is_not_timed(place, timer, monkeypatch):
     right = step.DecodeStep.run
 
     def run_wrongly(self, inputs):
@@ -72,7 +72,7 @@ def test_work_of_a_step():
     assert small.unique_bytes(small.build(torch.device("cpu"))) == expected
 
 
-def test_all_sizes_on_request_only():
+def test_full_grid_only_on_request():
     few, all_of_them = (
         run.select_workloads("decode_step"),
         run.select_workloads("decode_step", True),
@@ -167,14 +167,14 @@ def test_the_step_of_the_peers_passes_the_same_gate(indexer, timer, monkeypatch)
 
 
 @pytest.mark.parametrize("text", ['{"rows": []}', "[1]", "# a page"])
-def test_other_files_hold_no_lines(tmp_path, text):
+def test_files_without_lines_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.json is not a time line"):
         timeline.load(path)
 
 
-def test_lines_go_to_a_file_and_into_a_picture(tmp_path, capsys, monkeypatch):
+def test_lines_are_saved_and_plotted(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "launches.json"
@@ -197,5 +197,5 @@ def test_lines_go_to_a_file_and_into_a_picture(tmp_path, capsys, monkeypatch):
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT"),
     ],
 )
-def test_names_of_kernels(name, short):
+def test_kernel_names_are_shortened(name, short):
     assert timeline._short(name) == short

@@ -58,7 +58,7 @@ def check(branch, make, tolerance=BRANCH_OUT, **only_op):
 @by_topk
 @by_batch
 @by_format
-def test_every_batch(device, branch, batch, topk, fmt):
+def test_batches_match_the_reference(device, branch, batch, topk, fmt):
     query_lens, seq_lens = batch
 
     def make():
@@ -85,7 +85,7 @@ LAYERS = {
 @by_branch
 @by_topk
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS.keys())
-def test_every_layer(device, branch, topk, options):
+def test_layers_match_the_reference(device, branch, topk, options):
     def make():
         draw = Draw(1, device)
         layer = mla_layer(draw, **options)
@@ -154,7 +154,7 @@ def test_padding_tokens_write_nothing(device, branch, topk):
 
 
 @pytest.mark.parametrize("workspace_rows", [1, 2, 3, 7, 64, 100, 1000])
-def test_context_in_pieces(device, workspace_rows):
+def test_prefill_context_in_pieces(device, workspace_rows):
     def make():
         draw = Draw(5, device)
         return branch_case(
@@ -169,7 +169,7 @@ def test_context_in_pieces(device, workspace_rows):
 
 
 @pytest.mark.parametrize("workspace_rows", [2, 8, 30, 100000])
-def test_no_more_context_is_gathered_than_the_workspace_holds(device, workspace_rows, monkeypatch):
+def test_gathered_context_fits_the_workspace(device, workspace_rows, monkeypatch):
     draw = Draw(6, device)
     case = branch_case(draw, mla_layer(draw), query_lens=[1, 2, 3], seq_lens=[80, 2, 40])
     gathered = []
@@ -344,7 +344,7 @@ def test_causal_false_is_refused_with_a_selection(device, branch):
     "block",
     [pytest.param(None, id="bf16"), pytest.param((128, 128), id="fp8", marks=pytest.mark.slow)],
 )
-def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(device, topk, num_splits, block):
+def test_request_gets_the_same_bits_alone_and_in_a_batch(device, topk, num_splits, block):
     draw = Draw(18, device)
     query_lens, seq_lens = [1, 3] + [1] * 30, [66, 5, *range(1, 31)]
     layer = mla_layer(draw, num_heads=3, block=block)
@@ -380,7 +380,7 @@ class Allocations(TorchDispatchMode):
 @by_topk
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
-def test_nothing_is_allocated_with_a_workspace(device, topk, num_splits, causal):
+def test_no_allocations_with_a_workspace(device, topk, num_splits, causal):
     if topk is not None and not causal:
         return
 
@@ -439,7 +439,7 @@ def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
 
 @pytest.mark.parametrize("topk", [None, 16], ids=["dense", "sparse"])
 @pytest.mark.parametrize("num_padded_tokens", [None, 45])
-def test_a_mixed_batch_in_two_branches(device, topk, num_padded_tokens):
+def test_mixed_batch_in_both_branches(device, topk, num_padded_tokens):
     def make():
         draw = Draw(21, device)
         layer = mla_layer(draw, num_heads=3)
@@ -471,7 +471,7 @@ def test_a_mixed_batch_in_two_branches(device, topk, num_padded_tokens):
     assert_rows_close("cache", case["cache"], whole["cache"])
 
 
-def test_entries_behind_the_keys_that_exist_do_not_count_if_clamped(device):
+def test_clamped_lengths_exclude_entries_past_the_keys(device):
     draw = Draw(22, device)
     layer = mla_layer(draw, num_heads=3)
     query_lens, seq_lens = [1, 3], [5, 70]

@@ -40,7 +40,7 @@ def restored(fmt, rows):
 
 @by_format
 @given(page_size=st.integers(1, 70), num_pages=st.integers(1, 5), seed=st.integers(0, 9))
-def test_written_rows_are_read_again(fmt, page_size, num_pages, seed):
+def test_written_rows_are_read_back(fmt, page_size, num_pages, seed):
     draw = Draw(seed)
     cache = PagedCache.allocate(fmt, num_pages, page_size)
     slots = draw.permutation(cache.num_slots)
@@ -53,7 +53,7 @@ def test_written_rows_are_read_again(fmt, page_size, num_pages, seed):
 
 @by_format
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_writes_touch_their_slots_and_nothing_else(fmt, dtype):
+def test_writes_change_only_their_slots(fmt, dtype):
     draw = Draw(1)
     cache = PagedCache.allocate(fmt, 3, 5)
     everywhere = torch.arange(15)
@@ -68,7 +68,7 @@ def test_writes_touch_their_slots_and_nothing_else(fmt, dtype):
 
 
 @by_format
-def test_writing_nothing(fmt):
+def test_write_of_no_rows(fmt):
     cache = PagedCache.allocate(fmt, 2, 4)
     cache.write(torch.empty(0, dtype=torch.int64), torch.empty(0, fmt.head_dim))
     cache.write(torch.tensor([-1, -7]), torch.ones(2, fmt.head_dim))
@@ -77,7 +77,7 @@ def test_writing_nothing(fmt):
 
 @by_format
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
-def test_layers_share_pages_and_nothing_else(fmt, page_size):
+def test_layers_share_pages_but_no_rows(fmt, page_size):
     draw = Draw(2)
     whole = PagedCache.allocate(fmt, 3, page_size, num_layers=4)
     assert whole.num_layers == 4
@@ -92,7 +92,7 @@ def test_layers_share_pages_and_nothing_else(fmt, page_size):
         assert_equal(f"layer {layer}", view.read(slots), restored(fmt, rows[layer]))
 
 
-def test_pages_may_lie_apart():
+def test_pages_may_have_gaps():
     draw = Draw(3)
     for fmt in (FP8_DS_MLA, FP8_584, INDEX_FP8):
         stride = fmt.page_bytes(6) + 1152
@@ -114,7 +114,7 @@ def test_pages_need_no_padding():
     assert_equal("rows", cache.read(torch.arange(24)), restored(FP8_584, rows))
 
 
-def test_rows_of_a_contiguous_format_may_lie_apart():
+def test_rows_of_a_contiguous_format_may_have_gaps():
     memory = torch.zeros(3, 4, 800, dtype=torch.uint8)
     cache = PagedCache(memory[..., :656], FP8_DS_MLA)
     rows = Draw(4).normal(12, 576)
@@ -193,7 +193,7 @@ def test_negative_page_ids_have_no_slots():
     assert slots.tolist() == [-1, 20, 21, 22, 23] + [-1] * 13
 
 
-def test_nothing_has_a_slot_in_a_table_without_pages():
+def test_page_table_without_pages_gives_no_slots():
     table = torch.empty(2, 0, dtype=torch.int32)
     slots = slots_of(table, torch.tensor([[0], [1]]), torch.arange(-1, 2), 4)
     assert slots.dtype == torch.int64
@@ -223,7 +223,7 @@ def bytes_of(*shape):
     ],
 )
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576])
-def test_refused_writes_leave_the_cache_alone(fmt, slots, rows, error, message):
+def test_refused_writes_do_not_change_the_cache(fmt, slots, rows, error, message):
     cache = PagedCache.allocate(fmt, 3, 4)
     cache.write(torch.arange(12), torch.randn(12, 576))
     before = cache.data.clone()
@@ -239,7 +239,7 @@ def test_index_keys_of_other_dims_are_not_cut_to_fit(head_dim):
         cache.write(torch.arange(2), torch.ones(2, head_dim))
 
 
-def test_gradients_do_not_get_into_a_cache():
+def test_cache_does_not_keep_gradients():
     cache = PagedCache.allocate(BF16_576, 3, 4)
     cache.write(torch.arange(2), torch.ones(2, 576, requires_grad=True))
     assert not cache.data.requires_grad
@@ -354,7 +354,7 @@ def test_caches_that_do_not_match_their_format_are_refused(make, error, message)
         make()
 
 
-def test_caches_are_told_apart_by_identity():
+def test_caches_compare_by_identity():
     caches = [PagedCache.allocate(BF16_576, 2, 4) for _ in range(2)]
     assert caches.index(caches[1]) == 1
     assert len({*caches, caches[0]}) == 2
@@ -371,7 +371,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("fmt", UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_formats_that_no_op_reads_are_refused_at_once(fmt):
+def test_unregistered_formats_are_refused(fmt):
     with pytest.raises(
         ValueError, match=r"format must be a constant of sparsemla, .* got CacheFormat\(name="
     ):
@@ -379,7 +379,7 @@ def test_formats_that_no_op_reads_are_refused_at_once(fmt):
 
 
 @pytest.mark.parametrize("fmt", [*FORMATS, bf16_format(7, 3), e4m3_format(200, 100, 48)])
-def test_a_cache_of_a_format_made_anew_is_built(fmt):
+def test_equal_format_objects_are_accepted(fmt):
     again = dataclasses.replace(fmt)
     assert again is not fmt
     assert PagedCache.allocate(again, num_pages=2, page_size=4).format == fmt

@@ -207,7 +207,7 @@ def test_explain_knows_gpus_by_capability_and_by_target(name, target, capability
     assert f"proof: {target} (" in result.output
 
 
-def test_explain_says_where_nothing_was_tried():
+def test_explain_shows_untested_gpus():
     result = run("explain", "sparse_decode", "--device", "cuda", "--capability", "8.6")
     assert "sparse_decode: triton" in result.output
     assert "proof: sm_86, Triton" in result.output

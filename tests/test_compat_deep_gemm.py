@@ -136,7 +136,7 @@ def test_paged_is_compiled_whole(device):
     assert torch.equal(score(**arguments), deep_gemm.fp8_paged_mqa_logits(**arguments))
 
 
-def test_rows_of_one_request_may_be_told_by_indices(device):
+def test_indices_of_rows_of_one_request_are_ignored(device):
     case = indexer_scores_paged_case(Draw(5, device), own_lengths=True)
     arguments = paged_arguments(case)
     expected = deep_gemm.fp8_paged_mqa_logits(**arguments)
@@ -179,7 +179,7 @@ def test_pages_hold_values_then_scales(device, head_dim):
         assert_close("logits", logits[row], scores, INDEXER_SCORES)
 
 
-def test_the_schedule_has_their_shape_and_says_nothing(device):
+def test_schedule_has_deepgemms_shape_and_is_zero(device):
     lens = torch.tensor([[3, 4]], dtype=torch.int32, device=device)
     schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, deep_gemm.get_num_sms())
     assert schedule.shape == (deep_gemm.get_num_sms() + 1, 2)
@@ -220,7 +220,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", deep_gemm.__all__)
-def test_arguments_are_theirs_in_their_order(name):
+def test_signatures_match_deepgemm(name):
     parameters = inspect.signature(getattr(deep_gemm, name)).parameters
     assert [(p.name, p.default) for p in parameters.values()] == list(ARGUMENTS[name].items())
     assert {p.kind for p in parameters.values()} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}

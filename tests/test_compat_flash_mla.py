@@ -202,7 +202,7 @@ def test_key_heads_have_their_own_query_heads(device, key_heads):
     check_decode({**arguments, "attn_sink": sink}, expected, DENSE_DECODE_OUT)
 
 
-def test_the_default_scale_is_that_of_the_query(device):
+def test_default_scale_is_from_the_query_dims(device):
     case = dense_decode_case(Draw(7, device), format=BF16_576)
     arguments = {**dense_arguments(case, their_cache(case["cache"])), "softmax_scale": None}
     check_decode(arguments, run_reference("dense_decode", case), DENSE_DECODE_OUT)
@@ -273,7 +273,7 @@ def test_sparse_prefill_writes_into_out(device):
     assert out.isfinite().all()
 
 
-def test_schedules_are_made_of_any_arguments():
+def test_schedule_ignores_its_arguments():
     """Callers of older versions describe the batch."""
     lens = torch.tensor([5, 7], dtype=torch.int32)
     schedule, num_splits = flash_mla.get_mla_metadata(lens, 16, num_heads_k=1)
@@ -317,7 +317,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_theirs_in_their_order(name):
+def test_signatures_match_flashmla(name):
     parameters = inspect.signature(getattr(flash_mla, name)).parameters
     got = [(p.name, p.default) for p in parameters.values()]
     assert got == list(ARGUMENTS[name].items())

@@ -43,7 +43,7 @@ PAGE = 72
 INDEX_BF16 = bf16_format(128)
 
 
-def latent_writing(fmt=FP8_DS_MLA):
+def latent_write_arguments(fmt=FP8_DS_MLA):
     draw = Draw(0)
     dim = fmt.head_dim
     return {
@@ -57,12 +57,12 @@ def latent_writing(fmt=FP8_DS_MLA):
     }
 
 
-def in_place():
-    case = latent_writing()
+def in_place_arguments():
+    case = latent_write_arguments()
     return case | {"out": case["q_rope"]}
 
 
-def key_writing(fmt=INDEX_FP8):
+def key_write_arguments(fmt=INDEX_FP8):
     draw = Draw(1)
     return {
         "k": draw.normal(4, 128),
@@ -75,7 +75,7 @@ def key_writing(fmt=INDEX_FP8):
     }
 
 
-def query_preparing(fmt=INDEX_FP8):
+def query_arguments(fmt=INDEX_FP8):
     draw = Draw(2)
     return {
         "q": draw.normal(4, 3, 128),
@@ -86,12 +86,12 @@ def query_preparing(fmt=INDEX_FP8):
     }
 
 
-def index_step(fmt=INDEX_FP8):
-    queries, keys = query_preparing(fmt), key_writing(fmt)
+def index_step_arguments(fmt=INDEX_FP8):
+    queries, keys = query_arguments(fmt), key_write_arguments(fmt)
     return {"q": queries["q"], "weights": queries["weights"]} | keys
 
 
-def slot_making():
+def to_slots_arguments():
     draw = Draw(3)
     return {
         "topk_indices": draw.integers(-1, 10, 4, 6),
@@ -103,7 +103,7 @@ def slot_making():
     }
 
 
-def gathering():
+def gather_arguments():
     draw = Draw(4)
     cache, table = paged_requests(draw, FP8_DS_MLA, [9, 20], 8)
     return {
@@ -115,16 +115,16 @@ def gathering():
     }
 
 
-def decoding(fmt=FP8_DS_MLA, **options):
+def decode_arguments(fmt=FP8_DS_MLA, **options):
     return sparse_decode_case(Draw(5), format=fmt, with_sink=True, with_lengths=True, **options)
 
 
-def merging():
+def merge_arguments():
     draw = Draw(6)
     return {"outs": draw.normal(2, 4, 3, 16), "lses": draw.normal(2, 4, 3)}
 
 
-def branching(topk, **options):
+def branch_arguments(topk, **options):
     draw = Draw(7)
     layer = mla_layer(draw, **options)
     return branch_case(
@@ -132,26 +132,26 @@ def branching(topk, **options):
     )
 
 
-def in_a_workspace(case):
+def with_workspace(case):
     options = {"num_splits": 2, "max_pages_per_request": case["plan"].page_table.shape[1]}
     size = branch_workspace_size(*case["q"].shape[:2], **options)
     return case | {"num_splits": 2, "workspace": torch.zeros(size, dtype=torch.uint8)}
 
 
 CALLS = {
-    "fused_rope_rmsnorm_quant": latent_writing,
-    "fused_rope_rmsnorm_quant, scales apart": lambda: latent_writing(e4m3_format()),
-    "fused_rope_rmsnorm_quant, V4": lambda: latent_writing(FP8_584),
-    "fused_rope_rmsnorm_quant, in place": in_place,
-    "append_index_keys": key_writing,
+    "fused_rope_rmsnorm_quant": latent_write_arguments,
+    "fused_rope_rmsnorm_quant, scales apart": lambda: latent_write_arguments(e4m3_format()),
+    "fused_rope_rmsnorm_quant, V4": lambda: latent_write_arguments(FP8_584),
+    "fused_rope_rmsnorm_quant, in place": in_place_arguments,
+    "append_index_keys": key_write_arguments,
     "fused_rope_rmsnorm_quant, with rows": lambda: (
-        latent_writing() | {"kv_out": torch.zeros(4, 576).bfloat16()}
+        latent_write_arguments() | {"kv_out": torch.zeros(4, 576).bfloat16()}
     ),
-    "fused_indexer_rope_quant": index_step,
-    "prepare_index_queries": query_preparing,
-    "prepare_index_queries, bf16": lambda: query_preparing(INDEX_BF16),
-    "to_slots": slot_making,
-    "gather_dequant": gathering,
+    "fused_indexer_rope_quant": index_step_arguments,
+    "prepare_index_queries": query_arguments,
+    "prepare_index_queries, bf16": lambda: query_arguments(INDEX_BF16),
+    "to_slots": to_slots_arguments,
+    "gather_dequant": gather_arguments,
     "indexer_scores": lambda: indexer_scores_case(Draw(8)),
     "indexer_scores, bf16": lambda: indexer_scores_case(Draw(8), fp8=False),
     "indexer_scores_paged": lambda: indexer_scores_paged_case(Draw(9)),
@@ -170,16 +170,16 @@ CALLS = {
         "topk_indices": Draw(13).integers(-1, 30, 3, 9),
         "softmax_scale": 0.05,
     },
-    "sparse_decode": decoding,
-    "sparse_decode, two streams": lambda: decoding(
+    "sparse_decode": decode_arguments,
+    "sparse_decode, two streams": lambda: decode_arguments(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
     ),
     "sparse_decode, splits in a workspace": lambda: (
-        decoding() | {"num_splits": 2, "workspace": torch.empty(1 << 17, dtype=torch.uint8)}
+        decode_arguments() | {"num_splits": 2, "workspace": torch.empty(1 << 17, dtype=torch.uint8)}
     ),
     "dense_decode": lambda: dense_decode_case(Draw(14), format=BF16_576),
     "dense_prefill": lambda: dense_prefill_case(Draw(15)),
-    "merge_states": merging,
+    "merge_states": merge_arguments,
     "project_heads": lambda: {
         "x": Draw(16).normal(3, 2, 64).bfloat16(),
         "weight": head_weight(Draw(16), 2, 32, 64),
@@ -189,13 +189,13 @@ CALLS = {
         "x": Draw(16).normal(3, 2, 256).bfloat16(),
         "weight": head_weight(Draw(16), 2, 32, 256, (32, 128)),
     },
-    "decode_branch, sparse": lambda: branching(8, with_sink=True),
-    "decode_branch, dense": lambda: branching(None),
-    "decode_branch, fp8 weights": lambda: branching(8, block=(128, 128)),
-    "decode_branch, sparse in a workspace": lambda: in_a_workspace(branching(8)),
-    "decode_branch, dense in a workspace": lambda: in_a_workspace(branching(None)),
-    "prefill_branch, sparse": lambda: branching(8, with_sink=True),
-    "prefill_branch, dense": lambda: branching(None),
+    "decode_branch, sparse": lambda: branch_arguments(8, with_sink=True),
+    "decode_branch, dense": lambda: branch_arguments(None),
+    "decode_branch, fp8 weights": lambda: branch_arguments(8, block=(128, 128)),
+    "decode_branch, sparse in a workspace": lambda: with_workspace(branch_arguments(8)),
+    "decode_branch, dense in a workspace": lambda: with_workspace(branch_arguments(None)),
+    "prefill_branch, sparse": lambda: branch_arguments(8, with_sink=True),
+    "prefill_branch, dense": lambda: branch_arguments(None),
 }
 OPERATORS = [name for name in CALLS if "branch" not in name]
 
@@ -243,7 +243,7 @@ def with_gradients(case):
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.split(", ")[-1] != "in place"])
-def test_results_carry_no_gradients(call):
+def test_results_do_not_require_gradients(call):
     op = getattr(sparsemla, call.split(",")[0])
     plain, case = CALLS[call](), with_gradients(CALLS[call]())
     expected, got = tensors_of(plain, op(**plain)), tensors_of(case, op(**case))
@@ -278,7 +278,7 @@ def holds_fp8(args):
 
 
 @pytest.mark.parametrize("call", OPERATORS)
-def test_operators_keep_to_their_schemas(call):
+def test_operators_match_their_schemas(call):
     with Recorder() as recorder:
         getattr(sparsemla, call.split(",")[0])(**CALLS[call]())
     ((function, args, kwargs),) = recorder.calls
@@ -298,9 +298,9 @@ def test_every_operator_is_checked():
     assert registered == {call.split(",")[0] for call in OPERATORS}
 
 
-def test_a_compiled_step_rewrites_its_cache_each_time():
-    case = latent_writing()
-    other = latent_writing()
+def test_compiled_step_writes_the_cache_on_every_call():
+    case = latent_write_arguments()
+    other = latent_write_arguments()
     other["kv"] = other["kv"] * 2
     other["cache"] = case["cache"]
 
@@ -318,7 +318,7 @@ def test_a_compiled_step_rewrites_its_cache_each_time():
     assert_equal("second", second, step(other))
 
 
-def test_batch_sizes_may_be_symbolic():
+def test_one_compiled_graph_serves_all_batch_sizes():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -327,14 +327,14 @@ def test_batch_sizes_may_be_symbolic():
 
     compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
     for batch in (3, 5, 9, *range(10, 24)):
-        case = decoding(batch=batch)
+        case = decode_arguments(batch=batch)
         arguments = case["q"], case["cache"], case["topk_indices"].repeat(1, 1, 40)
         assert_equal("out", compiled(*arguments), run(*arguments))
     assert counter.frame_count <= 4
 
 
 def test_symbolic_traces():
-    case = decoding(batch=3)
+    case = decode_arguments(batch=3)
 
     def run(q, slots):
         return sparsemla.sparse_decode(q, case["cache"], slots, softmax_scale=0.05)[0]
@@ -345,7 +345,7 @@ def test_symbolic_traces():
 
 
 @pytest.mark.parametrize("fmt", [FP8_584, FP8_DS_MLA, e4m3_format()])
-def test_compiled_writes_to_a_layer_leave_the_others_alone(fmt):
+def test_compiled_writes_change_only_their_layer(fmt):
     # Pages of 64 rows are padded in the 584-byte format, and a layer's pages lie apart.
     def run(case):
         return sparsemla.fused_rope_rmsnorm_quant(**case)
@@ -358,7 +358,7 @@ def test_compiled_writes_to_a_layer_leave_the_others_alone(fmt):
         for part in whole.fields():
             if part is not None:
                 part.view(torch.uint8).fill_(7)
-        function(latent_writing(fmt) | {"cache": whole.layer(1)})
+        function(latent_write_arguments(fmt) | {"cache": whole.layer(1)})
         wholes.append(whole)
     for name, got, wanted in zip(
         ("fp8", "scales", "bf16"), wholes[1].fields(), wholes[0].fields(), strict=True

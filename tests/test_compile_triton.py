@@ -69,7 +69,7 @@ def test_spills_are_counted_by_launch_kernel_and_target():
     }
 
 
-def test_recorded_spills_are_of_launches_that_exist():
+def test_recorded_spills_belong_to_existing_launches():
     # A kernel that is gone must not leave room for another one.
     pairs = {
         (table.stem, launch, target)
@@ -82,7 +82,7 @@ def test_recorded_spills_are_of_launches_that_exist():
         assert spilled > 0
 
 
-def test_arrival_behind_a_branch_is_told_from_a_predicated_one():
+def test_branched_arrivals_differ_from_predicated_ones():
     # As in the machine code of one kernel, before and after it was mended.
     arrival = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38380], RZ ;"
     assert BRANCHED_ARRIVAL.search(f"   @P1 BRA 0x2130 ;\n        /*1c90*/           {arrival}")
@@ -113,7 +113,7 @@ for launches in (
 """
 
 
-def test_counts_share_a_kernel():
+def test_different_counts_share_a_kernel():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COUNTS, str(TABLES[0].parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -101,7 +101,9 @@ def test_sparse_decode_of_every_batch(device, batch, query_len):
 @pytest.mark.parametrize("with_lengths", [False, True], ids=["all", "lengths"])
 @pytest.mark.parametrize("with_extra_lengths", [False, True], ids=["all extra", "extra lengths"])
 @pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
-def test_extra_streams(device, extra, with_lengths, with_extra_lengths, with_sink):
+def test_sparse_decode_with_an_extra_stream(
+    device, extra, with_lengths, with_extra_lengths, with_sink
+):
     case = sparse_decode_case(
         Draw(4, device),
         format=FP8_584,
@@ -159,7 +161,7 @@ def test_requests_without_valid_slots(device, page_size, with_sink):
     assert (lse[0] > -math.inf).all()
 
 
-def test_lengths_beyond_the_selection_count_all(device):
+def test_lengths_beyond_the_selection_use_all_entries(device):
     case = sparse_decode_case(Draw(8, device), format=FP8_DS_MLA)
     expected = check("sparse_decode", case)
     lengths = torch.tensor([64, 65, 2**31 - 1], dtype=torch.int32, device=device)
@@ -167,7 +169,7 @@ def test_lengths_beyond_the_selection_count_all(device):
     assert_close("out", got[0], expected[0].float(), SPARSE_DECODE_OUT)
 
 
-def test_negative_lengths_count_nothing(device):
+def test_negative_lengths_select_no_keys(device):
     case = sparse_decode_case(
         Draw(8, device), format=FP8_584, topk=200, seq_len=300, extra=(FP8_584, 300, 200, 64)
     )
@@ -239,7 +241,7 @@ def test_one_exact_scale_among_powers_of_two(device):
     check("dense_decode", case)
 
 
-def test_zero_keys(device):
+def test_keys_of_zeros(device):
     case = sparse_decode_case(Draw(15, device), format=FP8_DS_MLA)
     slots = torch.arange(case["cache"].num_slots, device=device)
     case["cache"].write(slots, torch.zeros(len(slots), 576, device=device))
@@ -374,7 +376,7 @@ def test_one_query_ignores_the_causal_flag(device):
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), GARBAGE_PAGE, 2**31 - 1])
-def test_keys_on_missing_pages_are_left_out(device, page):
+def test_keys_on_missing_pages_are_masked(device, page):
     case = dense_decode_case(Draw(24, device), format=FP8_DS_MLA, seq_lens=[140, 30])
     case["page_table"][0, 1] = page
     case["page_table"][1, 0] = page
@@ -478,14 +480,14 @@ def test_merged_states(device, num_parts, with_sink, dtype):
     assert out.dtype == dtype
 
 
-def test_no_parts_are_an_empty_state(device):
+def test_merge_of_no_parts_is_empty(device):
     case = merge_states_case(Draw(31, device), 2)
     case["outs"], case["lses"] = case["outs"][:0], case["lses"][:0]
     _, lse = check("merge_states", case)
     assert (lse == -math.inf).all()
 
 
-def test_far_apart_states(device):
+def test_merge_of_states_with_distant_lses(device):
     lses = torch.tensor([[[3e4, -3e4]], [[-3e4, 3e4]]], device=device)
     outs = torch.stack([torch.full((1, 2, 16), 1.0), torch.full((1, 2, 16), 2.0)]).to(device)
     out, _ = check("merge_states", {"outs": outs, "lses": lses})
@@ -531,7 +533,7 @@ def test_decode_refuses_a_small_workspace_and_no_splits(device):
         sparsemla.sparse_decode(**case, num_splits=0)
 
 
-def test_no_tokens_merge_to_none(device):
+def test_merge_of_no_tokens(device):
     outs, lses = torch.zeros(2, 0, 3, 8, device=device), torch.zeros(2, 0, 3, device=device)
     out, lse = sparsemla.merge_states(outs, lses)
     assert out.shape == (0, 3, 8)
@@ -540,7 +542,7 @@ def test_no_tokens_merge_to_none(device):
 
 @pytest.mark.parametrize("num_heads", [1, 3, 8, 32, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_request_alone_has_the_bits_of_the_batch(device, dtype, num_heads):
+def test_request_gets_the_same_bits_alone_and_in_a_batch(device, dtype, num_heads):
     for seed, topk in enumerate((40, 200, 700)):
         both = {"with_sink": True, "with_lengths": True}
         check_alone(

@@ -91,7 +91,7 @@ def test_text_that_is_shorter_than_a_selection():
     assert all(math.isnan(overlap) for overlap in ours.prefill_overlap + ours.decode_overlap)
 
 
-def test_one_slow_step_does_not_show(monkeypatch):
+def test_decode_time_is_a_median(monkeypatch):
     clock = iter([0, 5, 10, 11, 20, 21, 30, 130])  # before and after the prefill and three steps
     monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     ids = torch.tensor([[1, 2, 3, 4]])

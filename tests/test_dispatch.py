@@ -58,7 +58,7 @@ def test_gpus_before_sm_80_get_the_definition(op):
 
 
 @pytest.mark.parametrize("op", ["sparse_decode", "dense_decode"])
-def test_tiers_that_do_not_split_have_one_split(op):
+def test_tiers_without_splits_have_one_split(op):
     cache = PagedCache.allocate(FP8_DS_MLA, num_pages=1, page_size=64)
     q = torch.empty(2, 1, 3, 576, dtype=torch.bfloat16)
     assert dispatch.schedule(op, q, cache, 2048, 4, None) == (1,)
@@ -66,7 +66,7 @@ def test_tiers_that_do_not_split_have_one_split(op):
     assert reference.schedule(DecodeWork.of(q, cache.format, 2048, 132), 4) == (1,)
 
 
-def test_a_tier_without_the_op_is_named():
+def test_load_refuses_a_tier_without_the_op():
     with pytest.raises(ValueError, match="tier must be one of triton, cpu, reference for to_slots"):
         dispatch.load("to_slots", "sm90")
 
@@ -91,7 +91,7 @@ def test_long_chunks_are_converted_first(monkeypatch):
     assert workspace_rows(monkeypatch, [8], [400]) is None
 
 
-def test_a_few_tokens_take_as_long_as_those_that_run_at_once(monkeypatch):
+def test_conversion_counts_whole_waves_of_tiles(monkeypatch):
     # H200, in place or converted: 90 or 93 us with 64 tokens, 168 or 153 with 80.
     assert workspace_rows(monkeypatch, [64], [32768]) is None
     assert workspace_rows(monkeypatch, [80], [32768]) == 32768
@@ -100,7 +100,7 @@ def test_a_few_tokens_take_as_long_as_those_that_run_at_once(monkeypatch):
     assert workspace_rows(monkeypatch, [144], [32768], num_heads=64) == 32768
 
 
-def test_nothing_is_converted_that_needs_no_conversion(monkeypatch):
+def test_bfloat16_caches_are_not_converted(monkeypatch):
     assert workspace_rows(monkeypatch, [4096], [32768], fmt=BF16_576) is None
     assert workspace_rows(monkeypatch, [], []) is None
     assert workspace_rows(monkeypatch, [0], [500]) is None
@@ -116,12 +116,12 @@ def test_a_workspace_holds_at_least_one_request(monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_what_was_not_measured_is_read_in_place(capability):
+def test_unmeasured_gpus_read_in_place(capability):
     problem = dataclasses.replace(HOPPER, op="sparse_prefill", capability=capability)
     assert not dispatch.converts_first(problem, 1, 1 << 30, 1)
 
 
-def test_a_format_is_not_its_name():
+def test_format_names_are_refused():
     with pytest.raises(TypeError, match="cache_format must be a CacheFormat, got str"):
         prefill_workspace_rows([1], [1], cache_format="fp8_ds_mla", num_heads=8, topk=64)
 
@@ -139,7 +139,7 @@ def test_allocated_caches_are_aligned(fmt):
     assert cache_of(fmt).aligned
 
 
-def test_alignment_is_seen():
+def test_misaligned_tensors_are_detected():
     q = torch.empty(2, 8, 576, dtype=torch.bfloat16)
     assert aligned(q, cache_of(FP8_DS_MLA), None)
     assert aligned(torch.empty(2, 8, 584, dtype=torch.bfloat16)[..., :576])
@@ -150,7 +150,7 @@ def test_alignment_is_seen():
     assert not apart.aligned
 
 
-def test_a_cache_without_rows_is_left_to_kernels_that_read_none():
+def test_empty_caches_are_not_aligned():
     assert not PagedCache.allocate(FP8_DS_MLA, 0, 5).aligned
 
 

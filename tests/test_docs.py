@@ -116,7 +116,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead, f"{page_id(page)} has dead links: {sorted(dead)}"
 
 
-def test_links_of_the_readme_work_outside_the_repository() -> None:
+def test_readme_links_are_absolute() -> None:
     links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
@@ -152,7 +152,7 @@ def test_the_figure_shows_the_measurements() -> None:
     assert figures["FIGURE"].read_text(encoding="utf-8") == drawn
 
 
-def test_the_parsers_find_what_they_look_for() -> None:
+def test_parsers_find_blocks_paths_and_links() -> None:
     text = (
         "See `docs/none.md` and `a/b` `x`.\n\n```python\ny = 1\n```\n\n```bash\nls `no.md`\n```\n"
     )

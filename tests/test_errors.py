@@ -1,4 +1,4 @@
-"""Public ops refuse bad arguments, name the argument and leave the cache alone."""
+"""Public ops check_refused bad arguments, name the argument and leave the cache alone."""
 
 import dataclasses
 import inspect
@@ -43,7 +43,7 @@ from sparsemla.testing.compare import assert_equal
 TABLE = cos_sin_table(rope_frequencies(64, 1e4), 100)
 
 
-def latent_writing():
+def latent_write_arguments():
     draw = Draw(0)
     return {
         "q_rope": draw.normal(4, 3, 64),
@@ -58,7 +58,7 @@ def latent_writing():
     }
 
 
-def key_writing():
+def key_write_arguments():
     draw = Draw(1)
     return {
         "k": draw.normal(4, 128),
@@ -71,7 +71,7 @@ def key_writing():
     }
 
 
-def query_preparing():
+def query_arguments():
     draw = Draw(2)
     return {
         "q": draw.normal(4, 3, 128),
@@ -83,12 +83,12 @@ def query_preparing():
     }
 
 
-def index_step():
-    queries, keys = query_preparing(), key_writing()
+def index_step_arguments():
+    queries, keys = query_arguments(), key_write_arguments()
     return {name: queries.pop(name) for name in ("q", "weights")} | keys | queries
 
 
-def slot_making():
+def to_slots_arguments():
     draw = Draw(3)
     return {
         "topk_indices": draw.integers(0, 10, 4, 6),
@@ -101,7 +101,7 @@ def slot_making():
     }
 
 
-def gathering():
+def gather_arguments():
     draw = Draw(4)
     cache, table = paged_requests(draw, FP8_DS_MLA, [9, 20], 8)
     return {
@@ -114,7 +114,7 @@ def gathering():
     }
 
 
-def merging():
+def merge_arguments():
     draw = Draw(5)
     return {
         "outs": draw.normal(2, 4, 3, 16),
@@ -125,7 +125,7 @@ def merging():
     }
 
 
-def branching(**more):
+def branch_arguments(**more):
     draw = Draw(6)
     layer = mla_layer(draw, with_sink=True)
     case = branch_case(
@@ -136,9 +136,9 @@ def branching(**more):
     return case | {"topk_lengths": lengths, "out": out} | more
 
 
-def decode_branching():
+def decode_branch_arguments():
     extra = sparse_decode_case(Draw(7), format=BF16_576, batch=4, topk=5, with_lengths=True)
-    return branching(
+    return branch_arguments(
         extra_cache=extra["cache"],
         extra_topk_indices=extra["topk_indices"][:, 0],
         extra_topk_lengths=extra["topk_lengths"],
@@ -151,13 +151,13 @@ def attention_outputs(case, *shape, value_dim=512):
 
 
 CALLS = {
-    "fused_rope_rmsnorm_quant": latent_writing,
-    "append_index_keys": key_writing,
-    "prepare_index_queries": query_preparing,
-    "fused_indexer_rope_quant": index_step,
-    "to_slots": slot_making,
-    "gather_dequant": gathering,
-    "merge_states": merging,
+    "fused_rope_rmsnorm_quant": latent_write_arguments,
+    "append_index_keys": key_write_arguments,
+    "prepare_index_queries": query_arguments,
+    "fused_indexer_rope_quant": index_step_arguments,
+    "to_slots": to_slots_arguments,
+    "gather_dequant": gather_arguments,
+    "merge_states": merge_arguments,
     "select_topk": lambda: {
         "scores": torch.zeros(3, 9),
         "topk": 4,
@@ -201,8 +201,8 @@ CALLS = {
         project_heads_case(Draw(15), rows=32, cols=64, num_parts=2, with_sink=True)
         | {"out": torch.empty(7, 3, 32).bfloat16()}
     ),
-    "decode_branch": decode_branching,
-    "prefill_branch": branching,
+    "decode_branch": decode_branch_arguments,
+    "prefill_branch": branch_arguments,
 }
 WRITERS = [
     "fused_rope_rmsnorm_quant",
@@ -219,7 +219,7 @@ def another_dtype(tensor):
     return torch.zeros_like(tensor, dtype=torch.float64)
 
 
-def columns_apart(tensor):
+def with_column_stride(tensor):
     return tensor.new_zeros(*tensor.shape, 2).to(tensor.dtype)[..., 0]
 
 
@@ -227,7 +227,7 @@ MUTATIONS = {
     "another dtype": another_dtype,
     "one dimension more": lambda tensor: tensor[None],
     "another device": lambda tensor: tensor.to("meta"),
-    "columns apart": columns_apart,
+    "columns apart": with_column_stride,
     "not a tensor": lambda tensor: [1, 2, 3],
 }
 TENSORS = [
@@ -238,7 +238,7 @@ TENSORS = [
 ]
 
 
-def state(case):
+def cache_bytes(case):
     """Bytes of every cache of a call."""
     caches = [value for value in case.values() if isinstance(value, PagedCache)]
     return [
@@ -246,24 +246,24 @@ def state(case):
     ]
 
 
-def refuse(op, case, *named, error=(TypeError, ValueError)):
+def check_refused(op, case, *named, error=(TypeError, ValueError)):
     """Check that a call is refused with a message that names the bad argument."""
-    before = state(case)
+    before = cache_bytes(case)
     with pytest.raises(error) as caught:
         getattr(sparsemla, op)(**case)
     assert type(caught.value) in (TypeError, ValueError)
     for name in named:
         assert name in str(caught.value)
-    for was, now in zip(before, state(case), strict=True):
+    for was, now in zip(before, cache_bytes(case), strict=True):
         assert torch.equal(was, now), "a refused call wrote to the cache"
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_calls_are_fine_without_mutations(op):
+def test_unchanged_calls_are_accepted(op):
     getattr(sparsemla, op)(**CALLS[op]())
 
 
-def test_every_public_op_is_called():
+def test_every_public_op_has_a_call():
     assert set(CALLS) == set(sparsemla.ops.__all__)
 
 
@@ -279,7 +279,7 @@ def test_wrong_tensors_are_refused(op, name, mutation):
     case[name] = MUTATIONS[mutation](case[name])
     first = next(iter(case)) == name
     # The device of the first tensor is the call's: the message names the next one.
-    refuse(op, case, op, *[] if mutation == "another device" and first else [name])
+    check_refused(op, case, op, *[] if mutation == "another device" and first else [name])
 
 
 # Sizes that nothing else has to agree with.
@@ -312,16 +312,16 @@ SIZES = [(op, name, dim) for op, name in TENSORS for dim in range(CALLS[op]()[na
 
 
 @pytest.mark.parametrize(("op", "name", "dim"), sorted({*SIZES} - FREE), ids=str)
-def test_sizes_that_disagree_are_refused(op, name, dim):
+def test_mismatched_sizes_are_refused(op, name, dim):
     case = CALLS[op]()
     tensor = case[name]
     # One of two tensors is wrong; which one, the op cannot know.
     case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
-    refuse(op, case, op, error=ValueError)
+    check_refused(op, case, op, error=ValueError)
 
 
 @pytest.mark.parametrize(("op", "name", "dim"), sorted(FREE), ids=str)
-def test_free_sizes_are_free(op, name, dim):
+def test_independent_sizes_are_accepted(op, name, dim):
     case = CALLS[op]()
     tensor = case[name]
     case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
@@ -365,7 +365,7 @@ def test_wrong_caches_are_refused(op, name, bad):
     case = CALLS[op]()
     make, error = BAD_CACHES[bad]
     case[name] = make(case[name])
-    refuse(op, case, op, error=(error, TypeError) if bad == "another row" else error)
+    check_refused(op, case, op, error=(error, TypeError) if bad == "another row" else error)
 
 
 def with_value(name, at, value):
@@ -376,7 +376,7 @@ def with_value(name, at, value):
     return change
 
 
-def setting(**values):
+def with_arguments(**values):
     return lambda case: case.update(values)
 
 
@@ -418,59 +418,59 @@ def test_values_out_of_range_are_refused_if_validated(op, name, change):
     getattr(sparsemla, op)(**case, validate=True)
     case = CALLS[op]()
     change(case)
-    refuse(op, case | {"validate": True}, op, name, error=ValueError)
+    check_refused(op, case | {"validate": True}, op, name, error=ValueError)
 
 
 OTHERS = [
-    ("fused_rope_rmsnorm_quant", "scale_mode", setting(scale_mode="up")),
-    ("fused_rope_rmsnorm_quant", "kv_norm_weight", setting(kv_norm_weight=torch.ones(577))),
-    ("append_index_keys", "scale_mode", setting(scale_mode="up")),
-    ("append_index_keys", "cos_sin_cache", setting(cos_sin_cache=torch.ones(100, 63))),
-    ("append_index_keys", "cos_sin_cache", setting(cos_sin_cache=torch.ones(100, 130))),
-    ("prepare_index_queries", "scale_mode", setting(scale_mode="up")),
-    ("prepare_index_queries", "format", setting(format=FP8_DS_MLA)),
-    ("prepare_index_queries", "format", setting(format=e4m3_format(128, 128, 32))),
-    ("prepare_index_queries", "format", setting(format="index_fp8")),
-    ("prepare_index_queries", "out", setting(format=bf16_format(128))),
-    ("to_slots", "page_size", setting(page_size=0)),
-    ("to_slots", "page_size", setting(page_size=2.0)),
-    ("to_slots", "prefill_request_ids", setting(workspace_starts=None)),
-    ("to_slots", "prefill_request_ids", setting(prefill_request_ids=None)),
-    ("select_topk", "topk", setting(topk=0)),
-    ("select_topk", "scores", setting(scores=torch.zeros(1, 1).expand(3, 2**30 + 1))),
-    ("select_topk", "request_ids", setting(page_table=None)),
-    ("select_topk", "request_ids", setting(request_ids=None)),
-    ("select_topk", "page_size", setting(page_size=None)),
-    ("select_topk", "page_size", setting(page_size=0)),
-    ("select_topk", "topk", setting(topk=-3)),
-    ("select_topk", "scores", setting(scores=torch.zeros(3, 9).half())),
-    ("merge_topk", "topk", setting(topk=0)),
-    ("merge_topk", "values", setting(values=torch.zeros(4, 5, 40).half())),
+    ("fused_rope_rmsnorm_quant", "scale_mode", with_arguments(scale_mode="up")),
+    ("fused_rope_rmsnorm_quant", "kv_norm_weight", with_arguments(kv_norm_weight=torch.ones(577))),
+    ("append_index_keys", "scale_mode", with_arguments(scale_mode="up")),
+    ("append_index_keys", "cos_sin_cache", with_arguments(cos_sin_cache=torch.ones(100, 63))),
+    ("append_index_keys", "cos_sin_cache", with_arguments(cos_sin_cache=torch.ones(100, 130))),
+    ("prepare_index_queries", "scale_mode", with_arguments(scale_mode="up")),
+    ("prepare_index_queries", "format", with_arguments(format=FP8_DS_MLA)),
+    ("prepare_index_queries", "format", with_arguments(format=e4m3_format(128, 128, 32))),
+    ("prepare_index_queries", "format", with_arguments(format="index_fp8")),
+    ("prepare_index_queries", "out", with_arguments(format=bf16_format(128))),
+    ("to_slots", "page_size", with_arguments(page_size=0)),
+    ("to_slots", "page_size", with_arguments(page_size=2.0)),
+    ("to_slots", "prefill_request_ids", with_arguments(workspace_starts=None)),
+    ("to_slots", "prefill_request_ids", with_arguments(prefill_request_ids=None)),
+    ("select_topk", "topk", with_arguments(topk=0)),
+    ("select_topk", "scores", with_arguments(scores=torch.zeros(1, 1).expand(3, 2**30 + 1))),
+    ("select_topk", "request_ids", with_arguments(page_table=None)),
+    ("select_topk", "request_ids", with_arguments(request_ids=None)),
+    ("select_topk", "page_size", with_arguments(page_size=None)),
+    ("select_topk", "page_size", with_arguments(page_size=0)),
+    ("select_topk", "topk", with_arguments(topk=-3)),
+    ("select_topk", "scores", with_arguments(scores=torch.zeros(3, 9).half())),
+    ("merge_topk", "topk", with_arguments(topk=0)),
+    ("merge_topk", "values", with_arguments(values=torch.zeros(4, 5, 40).half())),
     (
         "dense_prefill",
         "input_row_offsets",
-        setting(input_row_offsets=torch.empty(0).int(), kv_row_offsets=torch.empty(0).int()),
+        with_arguments(input_row_offsets=torch.empty(0).int(), kv_row_offsets=torch.empty(0).int()),
     ),
-    ("indexer_scores", "keys", setting(keys=torch.zeros(100, 128).bfloat16())),
-    ("indexer_scores_paged", "max_seq_len", setting(max_seq_len=0)),
-    ("indexer_topk", "topk", setting(topk=0)),
-    ("indexer_topk", "max_workspace_bytes", setting(max_workspace_bytes=0)),
-    ("indexer_topk", "q", setting(q=torch.zeros(11, 32, 128).bfloat16())),
-    ("sparse_decode", "extra_topk_indices", setting(extra_cache=None)),
-    ("sparse_decode", "extra_topk_indices", setting(extra_topk_indices=None)),
-    ("decode_branch", "extra_topk_indices", setting(extra_cache=None)),
-    ("decode_branch", "topk_lengths", setting(topk_indices=None, extra_cache=None)),
-    ("prefill_branch", "attn_sink", setting(topk_indices=None, topk_lengths=None)),
-    ("prefill_branch", "workspace_rows", setting(workspace_rows=0)),
-    ("project_heads", "weight", setting(weight=torch.ones(2, 32, 64).bfloat16())),
-    ("decode_branch", "layer", setting(layer=None)),
-    ("decode_branch", "plan", setting(plan=None)),
-    ("prefill_branch", "layer", setting(layer=None)),
-    ("prefill_branch", "plan", setting(plan=None)),
+    ("indexer_scores", "keys", with_arguments(keys=torch.zeros(100, 128).bfloat16())),
+    ("indexer_scores_paged", "max_seq_len", with_arguments(max_seq_len=0)),
+    ("indexer_topk", "topk", with_arguments(topk=0)),
+    ("indexer_topk", "max_workspace_bytes", with_arguments(max_workspace_bytes=0)),
+    ("indexer_topk", "q", with_arguments(q=torch.zeros(11, 32, 128).bfloat16())),
+    ("sparse_decode", "extra_topk_indices", with_arguments(extra_cache=None)),
+    ("sparse_decode", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
+    ("decode_branch", "extra_topk_indices", with_arguments(extra_cache=None)),
+    ("decode_branch", "topk_lengths", with_arguments(topk_indices=None, extra_cache=None)),
+    ("prefill_branch", "attn_sink", with_arguments(topk_indices=None, topk_lengths=None)),
+    ("prefill_branch", "workspace_rows", with_arguments(workspace_rows=0)),
+    ("project_heads", "weight", with_arguments(weight=torch.ones(2, 32, 64).bfloat16())),
+    ("decode_branch", "layer", with_arguments(layer=None)),
+    ("decode_branch", "plan", with_arguments(plan=None)),
+    ("prefill_branch", "layer", with_arguments(layer=None)),
+    ("prefill_branch", "plan", with_arguments(plan=None)),
 ]
 
 
-def with_plan(case, name, value):
+def with_plan_value(case, name, value):
     """A branch's arguments with ``value`` in all of one tensor of the plan."""
     tensor = torch.full_like(getattr(case["plan"], name), value)
     return case | {"plan": dataclasses.replace(case["plan"], **{name: tensor})}
@@ -490,7 +490,7 @@ def with_plan(case, name, value):
 def test_plans_out_of_range_are_refused_if_validated(branch, name, value):
     draw = Draw(6)
     case = branch_case(draw, mla_layer(draw), query_lens=[1, 3], seq_lens=[9, 5], format=FP8_DS_MLA)
-    refuse(branch, with_plan(case, name, value) | {"validate": True}, branch, name)
+    check_refused(branch, with_plan_value(case, name, value) | {"validate": True}, branch, name)
     getattr(sparsemla, branch)(**case, validate=True)
 
 
@@ -506,20 +506,20 @@ TABLE_READERS = [
 
 @pytest.mark.parametrize("position", [-1, 512, 10**6])
 @pytest.mark.parametrize("op", TABLE_READERS)
-def test_positions_without_a_row_are_refused_on_the_cpu(op, position):
+def test_cpu_refuses_positions_outside_the_rope_table(op, position):
     case = CALLS[op]()
     if "plan" in case:
-        case = with_plan(case, "positions", position)
+        case = with_plan_value(case, "positions", position)
     else:
         with_value("positions", 2, position)(case)
-    refuse(op, case, "positions", "cos_sin_cache", error=ValueError)
+    check_refused(op, case, "positions", "cos_sin_cache", error=ValueError)
 
 
 SLOT_WRITERS = ["fused_rope_rmsnorm_quant", "append_index_keys", "fused_indexer_rope_quant"]
 
 
 @pytest.mark.parametrize("op", SLOT_WRITERS)
-def test_slots_behind_the_last_are_refused_on_the_cpu_before_anything_is_written(op):
+def test_cpu_refuses_slots_out_of_range_before_it_writes(op):
     # More tokens than are written at a time, and the last one is wrong.
     case, count = CALLS[op](), 1500
     case["cache"] = PagedCache.allocate(case["cache"].format, 200, 8)
@@ -530,16 +530,16 @@ def test_slots_behind_the_last_are_refused_on_the_cpu_before_anything_is_written
     case["slot_mapping"][-1] = 1600
     names = ("out", "kv_out", "weights_out")
     outputs = {name: case[name].clone() for name in names if name in case}
-    refuse(op, case, op, "slot_mapping", "1600", error=ValueError)
+    check_refused(op, case, op, "slot_mapping", "1600", error=ValueError)
     for name, before in outputs.items():
         assert_equal(name, case[name], before)
 
 
-def test_rows_outside_of_a_workspace_are_left_out():
-    case = gathering() | {"out": torch.full((20, 576), 7.0).bfloat16()}
+def test_gather_skips_rows_outside_of_the_workspace():
+    case = gather_arguments() | {"out": torch.full((20, 576), 7.0).bfloat16()}
     case["workspace_starts"] = torch.tensor([-4, 9])
     sparsemla.gather_dequant(**case)
-    whole = gathering()
+    whole = gather_arguments()
     sparsemla.gather_dequant(**whole)
     assert_equal("the end of the first", case["out"][:5], whole["out"][4:9])
     assert_equal("between", case["out"][5:9], torch.full((4, 576), 7.0).bfloat16())
@@ -550,9 +550,9 @@ def test_rows_outside_of_a_workspace_are_left_out():
 
 
 @pytest.mark.parametrize("wrong", [-1, 2, 2**40, -(2**63)])
-def test_requests_that_do_not_exist_have_no_slots(wrong):
+def test_request_ids_out_of_range_have_no_slots(wrong):
     for tier in (sparsemla, sparsemla.reference):
-        case = slot_making()
+        case = to_slots_arguments()
         case["prefill_request_ids"].fill_(-1)
         case["request_ids"] = torch.tensor([0, wrong, 1, wrong])
         del case["out"]
@@ -593,10 +593,10 @@ def test_empty_tensors_may_have_any_strides(op):
 @pytest.mark.parametrize(
     ("op", "name", "change"), OTHERS, ids=[f"{op}-{name}" for op, name, _ in OTHERS]
 )
-def test_other_arguments_are_refused(op, name, change):
+def test_other_wrong_arguments_are_refused(op, name, change):
     case = CALLS[op]()
     change(case)
-    refuse(op, case, op, name)
+    check_refused(op, case, op, name)
 
 
 SCALARS = {
@@ -617,12 +617,12 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("op", "name"), TAKEN)
-def test_numbers_and_flags_are_nothing_else(op, name):
+def test_scalars_of_a_wrong_kind_are_refused(op, name):
     for value in SCALARS[name]:
-        refuse(op, CALLS[op]() | {name: value}, op, name, error=TypeError)
+        check_refused(op, CALLS[op]() | {name: value}, op, name, error=TypeError)
 
 
-def test_numbers_may_be_numpys():
+def test_numpy_scalars_are_accepted():
     case = CALLS["sparse_prefill"]()
     case["softmax_scale"] = np.float32(case["softmax_scale"])
     sparsemla.sparse_prefill(**case)
@@ -648,13 +648,13 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(("op", "name"), OUTPUTS)
-def test_outputs_that_overlap_themselves_are_refused(op, name):
+def test_self_overlapping_outputs_are_refused(op, name):
     case = CALLS[op]()
     shape = case[name].shape
     for dim in range(len(shape) - 1):
         case[name] = case[name].narrow(dim, 0, 1).expand(shape)
         if shape[dim] > 1:
-            refuse(op, case, op, name, error=ValueError)
+            check_refused(op, case, op, name, error=ValueError)
 
 
 INDEX_QUERIES = {  # the dim of the heads, in the queries and their weights
@@ -672,68 +672,70 @@ def test_index_queries_without_heads_are_refused(op):
     for name in ("q", "weights", "out", "weights_out"):
         if name in ("q", "weights") or "weights_out" in case:
             case[name] = case[name].narrow(INDEX_QUERIES[op], 0, 0)
-    refuse(op, case, op, "q must have at least one head", error=ValueError)
+    check_refused(op, case, op, "q must have at least one head", error=ValueError)
 
 
-def test_exponent_scales_are_powers_of_two():
-    case = latent_writing()
+def test_e8m0_scales_refuse_exact_mode():
+    case = latent_write_arguments()
     case["cache"] = PagedCache.allocate(FP8_584, 3, 8)
     case["kv"] = torch.ones(4, 512)
-    refuse("fused_rope_rmsnorm_quant", case | {"scale_mode": "exact"}, "scale_mode", "fp8_584")
+    check_refused(
+        "fused_rope_rmsnorm_quant", case | {"scale_mode": "exact"}, "scale_mode", "fp8_584"
+    )
 
 
 def test_hadamard_needs_a_power_of_two():
     fmt = bf16_format(96)
-    case = key_writing() | {"cache": PagedCache.allocate(fmt, 3, 8), "hadamard": True}
+    case = key_write_arguments() | {"cache": PagedCache.allocate(fmt, 3, 8), "hadamard": True}
     for name in ("k", "norm_weight", "norm_bias"):
         case[name] = case[name][..., :96].contiguous()
-    refuse("append_index_keys", case, "hadamard", error=ValueError)
-    case = query_preparing() | {"format": fmt, "hadamard": True, "out": None}
+    check_refused("append_index_keys", case, "hadamard", error=ValueError)
+    case = query_arguments() | {"format": fmt, "hadamard": True, "out": None}
     case["q"] = case["q"][..., :96].contiguous()
-    refuse("prepare_index_queries", case, "hadamard", error=ValueError)
+    check_refused("prepare_index_queries", case, "hadamard", error=ValueError)
 
 
 @pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill", "dense_decode"])
-def test_queries_must_have_the_dims_of_the_cache(op):
+def test_query_dims_must_match_the_cache(op):
     case = CALLS[op]()
     cache = PagedCache.allocate(BF16_576 if op == "sparse_decode" else BF16_512, 4, 64)
     case["kv" if op == "sparse_prefill" else "cache"] = cache
-    refuse(op, case, op, "q", error=ValueError)
+    check_refused(op, case, op, "q", error=ValueError)
 
 
-def test_streams_must_have_values_of_the_same_dims():
+def test_extra_cache_must_have_the_same_value_dim():
     case = CALLS["sparse_decode"]()
     case["extra_cache"] = PagedCache.allocate(bf16_format(512, 448), 4, 64)
-    refuse("sparse_decode", case, "extra_cache", error=ValueError)
+    check_refused("sparse_decode", case, "extra_cache", error=ValueError)
 
 
 @pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
-def test_branches_refuse_caches_with_other_values_than_the_latent(op):
-    case = branching(cache=PagedCache.allocate(bf16_format(576), 8, 8))
-    refuse(op, case, "cache", error=ValueError)
+def test_branches_refuse_caches_with_another_value_dim(op):
+    case = branch_arguments(cache=PagedCache.allocate(bf16_format(576), 8, 8))
+    check_refused(op, case, "cache", error=ValueError)
 
 
 @pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
-def test_branches_need_a_cache_with_the_pages_of_the_plan(op):
+def test_branches_refuse_another_page_size_than_the_plan(op):
     # Twice as many rows a page, and as many slots: every slot exists, in another place.
-    cache = PagedCache.allocate(FP8_DS_MLA, branching()["cache"].num_pages // 2, 16)
-    refuse(op, branching(cache=cache), "cache", "pages of 8 tokens", error=ValueError)
+    cache = PagedCache.allocate(FP8_DS_MLA, branch_arguments()["cache"].num_pages // 2, 16)
+    check_refused(op, branch_arguments(cache=cache), "cache", "pages of 8 tokens", error=ValueError)
 
 
-def test_branches_need_streams_of_the_same_dims():
+def test_branches_refuse_extra_caches_of_other_dims():
     for fmt in (BF16_512, bf16_format(576)):
-        case = decode_branching() | {"extra_cache": PagedCache.allocate(fmt, 4, 64)}
-        refuse("decode_branch", case, "extra_cache", error=ValueError)
+        case = decode_branch_arguments() | {"extra_cache": PagedCache.allocate(fmt, 4, 64)}
+        check_refused("decode_branch", case, "extra_cache", error=ValueError)
 
 
-def turned(weight):
+def with_transposed_strides(weight):
     return HeadWeight(weight.data.transpose(1, 2).contiguous().transpose(1, 2))
 
 
 LAYER_CHANGES = {
     "w_uv": [
         (head_weight(Draw(0), 4, 128, 500), ValueError),
-        (turned(head_weight(Draw(0), 4, 128, 512)), ValueError),
+        (with_transposed_strides(head_weight(Draw(0), 4, 128, 512)), ValueError),
         (HeadWeight(torch.empty(4, 128, 512, device="meta").bfloat16()), ValueError),
     ],
     "kv_norm_weight": [(torch.ones(500), ValueError), (torch.ones(512).int(), TypeError)],
@@ -752,14 +754,14 @@ LAYER_CHANGES = {
 
 
 @pytest.mark.parametrize("name", LAYER_CHANGES)
-def test_layers_whose_tensors_disagree_are_refused(name):
+def test_layers_with_mismatched_tensors_are_refused(name):
     layer = mla_layer(Draw(0))
     for value, error in LAYER_CHANGES[name]:
         with pytest.raises(error, match=name):
             dataclasses.replace(layer, **{name: value})
 
 
-def test_layers_of_other_kinds_are_refused():
+def test_layer_weights_of_a_wrong_kind_are_refused():
     layer = mla_layer(Draw(0))
     for name in ("w_uk", "w_uv"):
         with pytest.raises(TypeError, match=name):
@@ -777,7 +779,7 @@ UNSIGNED = [
 
 
 @pytest.mark.parametrize(("op", "name"), UNSIGNED)
-def test_unsigned_integers_are_taken(op, name):
+def test_uint32_equals_int32(op, name):
     signed, unsigned = CALLS[op](), CALLS[op]()
     unsigned[name] = unsigned[name].int().view(torch.uint32)
     getattr(sparsemla, op)(**signed)
@@ -785,12 +787,12 @@ def test_unsigned_integers_are_taken(op, name):
     for key in ("out", "lse", "max_logits", "weights_out"):
         if key in signed:
             assert_equal(key, unsigned[key], signed[key])
-    for was, now in zip(state(signed), state(unsigned), strict=True):
+    for was, now in zip(cache_bytes(signed), cache_bytes(unsigned), strict=True):
         assert_equal("cache", now, was)
 
 
 @pytest.mark.parametrize("op", [op for op, name in TENSORS if name == "topk_lengths"])
-def test_unsigned_lengths_beyond_int32_are_all_entries(op):
+def test_uint32_lengths_beyond_int32_select_all_entries(op):
     case = CALLS[op]()
     most = torch.full_like(case["topk_lengths"], -1).int().view(torch.uint32)  # 2^32 - 1
     out = getattr(sparsemla, op)(**CALLS[op]() | {"topk_lengths": most})
@@ -803,10 +805,10 @@ def test_unsigned_lengths_beyond_int32_are_all_entries(op):
     ("op", "name"),
     [(op, name) for op, name in TENSORS if name in ("slot_mapping", "prefill_request_ids")],
 )
-def test_where_negative_values_have_a_meaning_integers_are_signed(op, name):
+def test_unsigned_slots_and_request_ids_are_refused(op, name):
     case = CALLS[op]()
     case[name] = case[name].int().view(torch.uint32)
-    refuse(op, case, op, name, "int32 or int64", error=TypeError)
+    check_refused(op, case, op, name, "int32 or int64", error=TypeError)
 
 
 @pytest.mark.parametrize(
@@ -817,7 +819,7 @@ def test_where_negative_values_have_a_meaning_integers_are_signed(op, name):
         (2**31, ValueError, "select_topk: topk must be below 2147483648, got 2147483648"),
     ],
 )
-def test_ops_and_planners_check_integers_alike(topk, error, message):
+def test_ops_and_plans_have_the_same_integer_errors(topk, error, message):
     with pytest.raises(error, match=message):
         sparsemla.select_topk(torch.zeros(1, 4), topk)
     page_table = torch.zeros(1, 1, dtype=torch.int32)

@@ -55,7 +55,7 @@ def assert_same_fields(actual, expected):
 
 @by_format
 @given(page_size=st.integers(1, 70), num_rows=st.integers(1, 150), seed=st.integers(0, 9))
-def test_any_bits_survive_pack_and_unpack(fmt, page_size, num_rows, seed):
+def test_pack_and_unpack_keep_all_bits(fmt, page_size, num_rows, seed):
     fields = random_fields(fmt, num_rows, seed)
     data, scales = fmt.pack(fields, page_size)
     num_pages = -(-num_rows // page_size)
@@ -174,7 +174,7 @@ def test_amax_of_448_times_a_power_of_two_fills_the_range(exponent):
 
 
 @with_scales
-def test_zero_rows_are_zero_again(fmt):
+def test_zero_rows_stay_zero(fmt):
     stored = fmt.quantize(torch.zeros(2, fmt.head_dim))
     assert stored.scales.float().isfinite().all()
     assert (stored.scales.float() > 0).all()
@@ -182,7 +182,7 @@ def test_zero_rows_are_zero_again(fmt):
 
 
 @with_scales
-def test_nan_leaves_the_scale_to_the_others(fmt):
+def test_nan_does_not_change_the_scale(fmt):
     rows = Draw(4).normal(3, fmt.head_dim)
     expected = fmt.quantize(rows.index_fill(1, torch.tensor([1]), 0.0))
     stored = fmt.quantize(rows.index_fill(1, torch.tensor([1]), math.nan))
@@ -223,7 +223,7 @@ def test_exact_scales_map_the_largest_value_to_448(fmt):
 
 @with_scales
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_blocks_have_scales_of_their_own(fmt, dtype):
+def test_each_block_has_its_own_scale(fmt, dtype):
     rows = torch.full((1, fmt.head_dim), 2.0**-8)
     for block in range(fmt.num_scales):
         rows[0, block * fmt.scale_block : fmt.fp8_dim][: fmt.scale_block] *= 2.0 ** (2 * block % 9)
@@ -231,7 +231,7 @@ def test_blocks_have_scales_of_their_own(fmt, dtype):
     assert_equal("rows", restored, rows.bfloat16())
 
 
-def test_the_part_behind_the_codes_is_rounded_to_bfloat16_once():
+def test_unquantised_dims_are_rounded_to_bfloat16_once():
     rows = Draw(3).normal(9, 576)
     assert_equal("rope", FP8_DS_MLA.quantize(rows).bf16, rows[:, 512:].bfloat16())
     assert_equal("rope", FP8_584.quantize(rows[:, :512]).bf16, rows[:, 448:512].bfloat16())

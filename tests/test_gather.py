@@ -35,7 +35,7 @@ def test_slots(device, dtype, page_size, workspace):
     prefill=st.integers(-1, 1),
     request_id=st.integers(0, 1),
 )
-def test_each_slot_is_the_first_matching_case(page_size, index, prefill, request_id):
+def test_slots_follow_the_table_of_cases(page_size, index, prefill, request_id):
     table = torch.tensor([[5, -1, 9], [0, 3, -(2**31)]], dtype=torch.int32)
     page, offset = divmod(index, page_size)
     if index < 0 or page >= 3:
@@ -106,7 +106,7 @@ def test_gathered_rows(device, fmt, page_size):
 
 
 @by_format
-def test_gathered_pieces(device, fmt):
+def test_gather_from_later_positions(device, fmt):
     case = gather_dequant_case(
         Draw(4, device), fmt, seq_lens=[5, 33, 0], seq_starts=[60, 0, 9], page_size=8
     )

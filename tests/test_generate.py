@@ -48,7 +48,7 @@ def test_a_prompt_on_the_command_line(checkpoint, tmp_path):
     assert of_option.stdout.strip()
 
 
-def test_one_prompt(checkpoint):
+def test_exactly_one_prompt_is_required(checkpoint):
     expected = "either --prompt or --prompt-file must be given"
     assert_fails(run("--model", checkpoint), expected)
     both = run("--model", checkpoint, "--prompt", "a", "--prompt-file", __file__)
@@ -94,7 +94,7 @@ def test_a_hub_id_that_cannot_be_read(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["./lamp/none", "/lamp/none", "lamp", "./lamp"])
-def test_paths_are_no_hub_ids(monkeypatch, path):
+def test_paths_are_not_hub_ids(monkeypatch, path):
     monkeypatch.setattr(generate, "snapshot_download", lambda *args: pytest.fail("downloads"))
     assert_fails(run("--model", path, "--prompt", PROMPT), "is not a model directory")
 
@@ -107,7 +107,7 @@ def test_paths_are_no_hub_ids(monkeypatch, path):
         ("cuda:99", "device must be on this machine, got 'cuda:99' with"),
     ],
 )
-def test_devices_that_are_not_here(checkpoint, device, message):
+def test_missing_devices_are_refused(checkpoint, device, message):
     assert_fails(run("--model", checkpoint, "--prompt", PROMPT, "--device", device), message)
 
 

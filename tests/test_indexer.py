@@ -107,7 +107,7 @@ def test_strided_scores(device):
 
 
 @pytest.mark.parametrize("sizes", [(0, 10), (4, 0)], ids=["no queries", "no keys"])
-def test_scores_of_nothing(device, sizes):
+def test_scores_of_empty_inputs(device, sizes):
     case = indexer_scores_case(Draw(8, device), num_tokens=4, num_keys=10)
     for name in ("q", "weights", "row_starts", "row_ends"):
         case[name] = case[name][: sizes[0]]
@@ -117,7 +117,7 @@ def test_scores_of_nothing(device, sizes):
     assert scores.shape == sizes
 
 
-def test_fp8_scores_are_near_unquantised_ones(device):
+def test_fp8_scores_are_close_to_unquantised_scores(device):
     draw = Draw(9, device)
     q, keys = draw.normal(20, 64, 128), draw.normal(200, 128)
     weights = draw.normal(20, 64)
@@ -158,7 +158,7 @@ def test_paged_scores_of_every_head_count(device, num_heads):
     )
 
 
-def test_paged_scores_are_ragged_ones(device):
+def test_paged_scores_equal_ragged_scores(device):
     case = indexer_scores_paged_case(Draw(12, device), seq_lens=[130], exact=True)
     paged = sparsemla.indexer_scores_paged(**case)
     positions = torch.arange(130, device=device)
@@ -347,11 +347,11 @@ def peak_bytes(function):
     return peak
 
 
-def test_the_measure_of_memory_sees_temporaries():
+def test_peak_bytes_includes_temporaries():
     assert peak_bytes(lambda: torch.zeros(2**20).exp().sum()) == pytest.approx(8 << 20, rel=0.01)
 
 
-def test_selections_keep_to_their_workspace():
+def test_selections_fit_their_workspace():
     # Narrow keys and one head: scores dominate the memory.
     case = indexer_topk_case(
         Draw(23),
@@ -387,7 +387,7 @@ def test_one_row_of_scores_may_exceed_the_workspace():
 
 
 @pytest.mark.parametrize("limit", [3_999_999, 4_000_000])
-def test_a_million_keys_take_no_more_than_ten_thousand_beside_their_scores(limit):
+def test_memory_does_not_grow_with_the_context(limit):
     # Below four bytes for each key, the best of several pieces are merged.
     case = indexer_topk_case(Draw(27), query_lens=[1], seq_lens=[300], num_heads=4, topk=64)
     case["page_table"] = case["page_table"][:, :1].expand(1, 15625).contiguous()
@@ -442,7 +442,7 @@ def test_equal_keys_get_equal_scores(device, tokens, heads, threads, fp8):
 
 
 @by_format
-def test_selections_from_equal_keys_depend_on_nothing_else(device, fmt):
+def test_selections_from_equal_keys_are_deterministic(device, fmt):
     for seed, num_keys in enumerate((517, 2049, 4100)):
         draw = Draw(29 + seed, device)
         case = duplicated_keys(draw, num_keys=num_keys, fmt=fmt, query_lens=(5, 1, 9))
@@ -459,7 +459,7 @@ def test_selections_from_equal_keys_depend_on_nothing_else(device, fmt):
 
 
 @by_format
-def test_of_equal_keys_the_first_are_selected(device, fmt):
+def test_ties_go_to_the_lower_position(device, fmt):
     for seed, num_keys in enumerate((500, 2049, 4097)):
         draw = Draw(39 + seed, device)
         case = duplicated_keys(draw, num_keys=num_keys, fmt=fmt) | {"causal": False, "topk": 300}

@@ -16,14 +16,14 @@ def test_mutants_match_the_kernels_text(mutant):
     assert mutant.check
 
 
-def one_of_each_file_is_quick(all_mutants):
+def one_quick_mutant_per_file(all_mutants):
     quick = {mutant.file: mutant for mutant in reversed(all_mutants)}.values()
     for mutant in all_mutants:
         marks = () if mutant in quick else pytest.mark.slow
         yield pytest.param(mutant, marks=marks, id=f"{mutant.file}: {mutant.name}")
 
 
-@pytest.mark.parametrize("mutant", list(one_of_each_file_is_quick(mutants.CPU_MUTANTS)))
+@pytest.mark.parametrize("mutant", list(one_quick_mutant_per_file(mutants.CPU_MUTANTS)))
 def test_mutants_are_found(mutant):
     outcome = mutants.run(mutant, timeout=300)
     assert outcome.verdict == "found", outcome.output

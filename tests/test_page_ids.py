@@ -48,7 +48,7 @@ PAGED = {
 
 @pytest.mark.parametrize("page", WRAPPING)
 @pytest.mark.parametrize("name", PAGED)
-def test_pages_that_wrap_are_missing_pages(device, name, page):
+def test_pages_with_wrapping_slots_are_missing(device, name, page):
     op = name.split(",")[0]
     case = with_page(PAGED[name](Draw(0, device)), page)
     missing = with_page(case, -1)
@@ -76,7 +76,7 @@ def test_pages_with_slots_beyond_the_dtype_count_as_missing(device, page):
         assert slots[0, :64].tolist() == list(range(192, 256))
 
 
-def test_the_last_slots_of_32_bits(device):
+def test_slots_up_to_int32_max_are_valid(device):
     table = torch.tensor([[2**31 // 61, 2**31 // 61 - 1, 2**31 // 61 + 1]], device=device)
     ids = torch.arange(3 * 61, device=device)[None]
     request = torch.zeros(1, dtype=torch.long, device=device)
@@ -95,7 +95,7 @@ def test_slots_of_64_bits_do_not_wrap():
     ]
 
 
-def test_rows_of_a_workspace_that_do_not_fit_are_none(device):
+def test_workspace_rows_beyond_int32_are_minus_one(device):
     starts = torch.tensor([2**31 - 3, 2**32 + 5, -(2**40)], device=device)
     zeros = torch.zeros(3, dtype=torch.long, device=device)
     arguments = {

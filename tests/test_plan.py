@@ -167,7 +167,7 @@ def test_mixed_batch(convert):
     check_chunks(plan, query_lens, 30)
 
 
-def test_dtypes_and_views():
+def test_plan_tensors_have_their_dtypes_and_chunks_are_views():
     plan = plan_of([1, 5, 6], [9, 5, 12], workspace_rows=12)
     assert plan.prefill_request_ids is not None
     assert plan.workspace_starts is not None
@@ -187,7 +187,7 @@ def test_dtypes_and_views():
     assert second.workspace_starts.data_ptr() == plan.workspace_starts[1:].data_ptr()
 
 
-def test_sliced_page_table_of_an_engine():
+def test_page_table_may_be_a_slice():
     table = shuffled_pages(8, 16)
     plan = plan_batch([1, 9], [12, 30], table[2:4, :5], page_size=PAGE_SIZE, workspace_rows=None)
     check_invariants(plan, [1, 9], [12, 30])
@@ -199,7 +199,7 @@ def test_negative_page_gives_no_slot():
     assert plan.slot_mapping.tolist() == [4 * PAGE_SIZE + 7, -1, -1]
 
 
-def test_slots_beyond_int32():
+def test_slots_beyond_int32_are_int64():
     table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
     plan = plan_batch([1], [64], table, page_size=64, workspace_rows=None)
     assert plan.slot_mapping.tolist() == [2**37 - 1]
@@ -242,7 +242,7 @@ def test_non_uniform_decodes():
 
 
 @pytest.mark.parametrize("num_padded_tokens", [None, 8], ids=["implied", "given"])
-def test_padding_requests_of_a_decode_batch_bring_padding_tokens(num_padded_tokens):
+def test_padding_requests_of_a_decode_batch_add_padding_tokens(num_padded_tokens):
     query_lens, seq_lens = [2, 2, 0, 0], [9, 2, 0, 7]
     plan = plan_of(query_lens, seq_lens, decode_threshold=2, num_padded_tokens=num_padded_tokens)
     assert (plan.num_decodes, plan.decode_query_len, plan.num_decode_tokens) == (4, 2, 8)
@@ -269,7 +269,7 @@ def test_padding_request_may_have_a_length_beyond_the_table():
     assert plan.max_seq_len == 3
 
 
-def test_only_padding():
+def test_batch_of_padding_requests_only():
     plan = plan_of([0, 0], [0, 0])
     assert (plan.num_decodes, plan.num_tokens, plan.decode_query_len) == (2, 0, 0)
 
@@ -288,7 +288,7 @@ def batches(draw):
 
 
 @given(batch=batches(), uniform=st.booleans(), extra=st.integers(0, 3), persistent=st.booleans())
-def test_any_batch(batch, uniform, extra, persistent):
+def test_plans_of_random_batches_keep_the_invariants(batch, uniform, extra, persistent):
     query_lens, seq_lens, workspace_rows, decode_threshold = batch
     split = split_decodes_and_prefills(
         query_lens, decode_threshold=decode_threshold, require_uniform=uniform
@@ -319,7 +319,7 @@ def test_any_batch(batch, uniform, extra, persistent):
     decode_threshold=st.integers(1, 5),
     uniform=st.booleans(),
 )
-def test_split_of_any_lengths(lens, decode_threshold, uniform):
+def test_split_of_random_lengths_keeps_the_invariants(lens, decode_threshold, uniform):
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
         lens, decode_threshold=decode_threshold, require_uniform=uniform
     )
@@ -335,7 +335,7 @@ def test_split_of_any_lengths(lens, decode_threshold, uniform):
 
 
 @given(lens=st.lists(st.integers(0, 9), max_size=12), workspace_rows=st.integers(9, 30))
-def test_chunks_of_any_lengths(lens, workspace_rows):
+def test_chunks_of_random_lengths_are_greedy(lens, workspace_rows):
     bounds = split_prefill_chunks(lens, workspace_rows)
     assert [i for start, stop in bounds for i in range(start, stop)] == list(range(len(lens)))
     assert all(start < stop for start, stop in bounds)
@@ -386,7 +386,7 @@ def test_new_buffers_hold_padding():
     assert (buffers.prefill_request_ids == -1).all()
 
 
-def test_an_engine_may_keep_its_page_table_in_the_buffers():
+def test_page_table_may_be_a_view_of_the_buffers():
     buffers = PlanBuffers(4, 8, 3, "cpu")
     buffers.page_table.copy_(shuffled_pages(4, 3))
     expected = buffers.page_table[:2].clone()
@@ -402,7 +402,7 @@ def test_an_engine_may_keep_its_page_table_in_the_buffers():
     check_invariants(plan, [1, 1], [20, 9])
 
 
-def test_refused_batch_leaves_the_buffers_alone():
+def test_refused_batch_does_not_change_the_buffers():
     buffers = PlanBuffers(4, 64, 8, "cpu")
     plan = plan_of([1, 9], [12, 9], workspace_rows=9, buffers=buffers)
     with pytest.raises(ValueError, match="workspace_rows"):
@@ -527,7 +527,7 @@ ERROR_CASES = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), ERROR_CASES.values(), ids=ERROR_CASES)
-def test_errors(change, error, message):
+def test_plan_batch_refuses_wrong_arguments(change, error, message):
     arguments = {
         "query_lens": [1, 1],
         "seq_lens": [9, 9],
@@ -542,7 +542,7 @@ def test_errors(change, error, message):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_planning_never_waits_for_the_device():
+def test_plan_batch_does_not_synchronise():
     page_table = shuffled_pages(4, 4).cuda()
     buffers = PlanBuffers(8, 64, 8, "cuda")
     torch.cuda.synchronize()
@@ -570,7 +570,7 @@ def test_planning_never_waits_for_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_captured_graph_serves_the_next_plan():
+def test_captured_graph_replays_with_the_next_plan():
     num_slots = 4 * 4 * PAGE_SIZE
     cache = torch.zeros(num_slots + 1, dtype=torch.int64, device="cuda")
     page_table = shuffled_pages(4, 4).cuda()
@@ -610,7 +610,7 @@ def test_a_captured_graph_serves_the_next_plan():
         assert cache[:num_slots].count_nonzero() == num_tokens
 
 
-VIEWS = {
+MIXED_BATCHES = {
     "mixed": ([1, 1, 9, 20], [30, 9, 9, 30], {}),
     "padded tokens": ([1, 1, 9, 20], [30, 9, 9, 30], {"num_padded_tokens": 40}),
     "only decodes": ([2, 2, 0], [9, 2, 0], {"decode_threshold": 2}),
@@ -625,8 +625,8 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("workspace_rows", [None, 30])
-@pytest.mark.parametrize("batch", VIEWS.values(), ids=VIEWS.keys())
-def test_a_mixed_plan_is_a_plan_of_decodes_and_one_of_prefills(batch, workspace_rows):
+@pytest.mark.parametrize("batch", MIXED_BATCHES.values(), ids=MIXED_BATCHES.keys())
+def test_mixed_plan_splits_into_decodes_and_prefills(batch, workspace_rows):
     query_lens, seq_lens, options = batch
     plan = plan_of(query_lens, seq_lens, workspace_rows=workspace_rows, **options)
     split, first = plan.num_decodes, plan.num_decode_tokens
@@ -692,7 +692,7 @@ by_device_batch = pytest.mark.parametrize(
 )
 
 
-def device_lens(query_lens, seq_lens, dtype=torch.int32):
+def lengths_and_table(query_lens, seq_lens, dtype=torch.int32):
     table = shuffled_pages(len(query_lens), 2)
     return torch.tensor(query_lens).to(dtype), torch.tensor(seq_lens).to(dtype), table
 
@@ -700,19 +700,19 @@ def device_lens(query_lens, seq_lens, dtype=torch.int32):
 @by_device_batch
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_plans_on_the_device(batch, dtype, persistent):
+def test_plan_on_device_keeps_the_invariants(batch, dtype, persistent):
     query_lens, seq_lens, bounds = batch
     buffers = PlanBuffers(6, 20, 3, "cpu") if persistent else None
     if persistent:
         plan_on_device(
-            *device_lens([1] * 6, [5] * 6),
+            *lengths_and_table([1] * 6, [5] * 6),
             page_size=PAGE_SIZE,
             num_tokens=20,
             max_query_len=1,
             buffers=buffers,
         )
     plan = plan_on_device(
-        *device_lens(query_lens, seq_lens, dtype),
+        *lengths_and_table(query_lens, seq_lens, dtype),
         page_size=PAGE_SIZE,
         validate=True,
         buffers=buffers,
@@ -735,10 +735,10 @@ def test_plans_on_the_device(batch, dtype, persistent):
 
 
 @by_device_batch
-def test_lengths_on_the_device_are_not_read(batch):
+def test_plan_on_device_does_not_read_lengths(batch):
     query_lens, seq_lens, bounds = batch
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(tensor) for tensor in device_lens(query_lens, seq_lens)]
+        fake = [mode.from_tensor(tensor) for tensor in lengths_and_table(query_lens, seq_lens)]
         plan = plan_on_device(*fake, page_size=PAGE_SIZE, **bounds)
         assert plan.slot_mapping.shape == (bounds["num_tokens"],)
         assert plan.decodes.num_tokens + plan.prefills.num_tokens == plan.num_tokens
@@ -748,12 +748,12 @@ def test_lengths_on_the_device_are_not_read(batch):
                 fake[0].sum().item()
 
 
-def test_lengths_that_break_their_bounds_stay_inside_the_tensors():
-    lens = device_lens([5, 7], [16, 16])
+def test_lengths_beyond_their_bounds_are_clamped():
+    lens = lengths_and_table([5, 7], [16, 16])
     plan = plan_on_device(*lens, page_size=PAGE_SIZE, num_tokens=8, max_query_len=4)
     assert plan.input_row_offsets.tolist() == [0, 5, 8]
     assert plan.request_ids.tolist() == [0] * 5 + [1] * 3
-    lens = device_lens([-1, 2], [3, 99])
+    lens = lengths_and_table([-1, 2], [3, 99])
     plan = plan_on_device(*lens, page_size=PAGE_SIZE, num_tokens=2, max_query_len=2)
     assert plan.slot_mapping.tolist() == [-1, -1]  # beyond the page table
 
@@ -780,8 +780,8 @@ def test_lengths_that_break_their_bounds_stay_inside_the_tensors():
         ),
     ],
 )
-def test_errors_of_plans_on_the_device(change, error, message):
-    query_lens, seq_lens, table = device_lens([1, 1], [9, 3])
+def test_plan_on_device_refuses_wrong_arguments(change, error, message):
+    query_lens, seq_lens, table = lengths_and_table([1, 1], [9, 3])
     arguments = {"query_lens": query_lens, "seq_lens": seq_lens, "page_table": table}
     bounds = {"page_size": PAGE_SIZE, "num_tokens": 2, "max_query_len": 1}
     with pytest.raises(error, match=message):
@@ -792,9 +792,9 @@ def test_errors_of_plans_on_the_device(change, error, message):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", ["decodes", "mixed", "padding requests"])
-def test_planning_on_the_device_never_waits_for_it(name):
+def test_plan_on_device_does_not_synchronise(name):
     query_lens, seq_lens, bounds = DEVICE_BATCHES[name]
-    lens = [tensor.cuda() for tensor in device_lens(query_lens, seq_lens)]
+    lens = [tensor.cuda() for tensor in lengths_and_table(query_lens, seq_lens)]
     buffers = PlanBuffers(6, 20, 3, "cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -812,7 +812,7 @@ def test_planning_on_the_device_never_waits_for_it(name):
         check_invariants(dataclasses.replace(plan, max_seq_len=max(lens)), query_lens, seq_lens)
 
 
-def test_unsigned_page_tables():
+def test_uint32_page_tables_equal_int32():
     table = torch.tensor([[3, -1]], dtype=torch.int32)
     options = {"page_size": PAGE_SIZE, "workspace_rows": None}
     plan = plan_batch([2], [9], table.view(torch.uint32), **options)

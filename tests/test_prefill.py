@@ -109,7 +109,7 @@ def test_results_of_another_dtype_than_the_queries(device, dtype, out_dtype):
         assert_equal("out", out, same.to(out_dtype))
 
 
-def test_only_tiers_that_write_a_dtype_take_it():
+def test_tiers_refuse_output_dtypes_that_they_cannot_write():
     hopper = dispatch.Problem("sparse_prefill", "cuda", (9, 0), cache_format="bf16_576v512")
     assert dispatch.explain(hopper).chosen == "sm90"
     wide = dataclasses.replace(hopper, out_dtype=torch.float32)
@@ -197,7 +197,7 @@ def test_every_sink(device, sink):
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
-def test_logits_of_every_size(device, size):
+def test_logits_of_any_magnitude(device, size):
     case = sparse_prefill_case(Draw(9, device), with_sink=True)
     _, lse, _ = check(case | {"softmax_scale": size})
     assert lse.isfinite().all()
@@ -206,7 +206,7 @@ def test_logits_of_every_size(device, size):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("topk", [1, 20, 600])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_values_that_are_not_finite(dtype, topk, value):
+def test_non_finite_values(dtype, topk, value):
     case = sparse_prefill_case(Draw(23), topk=topk, num_rows=800, with_sink=True, dtype=dtype)
     case["q"][1, 3, 5] = value
     case["kv"][case["topk_indices"][2, topk // 2].item(), 7] = value
@@ -263,7 +263,7 @@ def test_exact_scales(device, num_heads):
     )
 
 
-def test_narrow_rows_are_all_value(device):
+def test_rows_below_512_dims_are_all_value(device):
     case = sparse_prefill_case(Draw(13, device), head_dim=128)
     assert check(case)[0].shape == (5, 8, 128)
 
@@ -288,7 +288,7 @@ def test_reruns_are_equal(device):
             assert_equal(name, got, expected)
 
 
-def test_a_token_does_not_depend_on_its_batch(device):
+def test_token_gets_the_same_bits_in_any_batch(device):
     case = sparse_prefill_case(Draw(16, device), num_tokens=7, with_sink=True)
     out, lse, _ = check(case)
     for token in range(7):
@@ -298,7 +298,7 @@ def test_a_token_does_not_depend_on_its_batch(device):
         assert_close("lse", got[1][0], lse[token], SPARSE_PREFILL_LSE)
 
 
-def test_quantised_rows_are_near_unquantised_ones(device):
+def test_quantised_rows_are_close_to_unquantised_rows(device):
     draw = Draw(17, device)
     rows = draw.normal(200, 576) / 10
     q = draw.normal(6, 8, 576, dtype=torch.bfloat16)

@@ -44,7 +44,7 @@ REQUIREMENTS = [
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
-def test_pins_lie_in_the_ranges(requirement):
+def test_pins_satisfy_the_ranges(requirement):
     if requirement.name != "sparsemla":
         assert pins()[requirement.name] in requirement.specifier
 
@@ -59,7 +59,7 @@ def test_triton_has_an_upper_bound():
     ]
 
 
-def test_the_project_has_its_addresses():
+def test_project_metadata_has_urls():
     assert set(METADATA["urls"]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 
 

@@ -118,7 +118,7 @@ def test_parts_of_a_split_attention(device, block, num_parts, num_tokens):
 
 
 @by_block
-def test_values_of_very_different_sizes(device, block):
+def test_inputs_of_very_different_magnitudes(device, block):
     draw = Draw(3, device)
     weight = head_weight(draw, 2, 64, 256, block)
     x = draw.normal(6, 2, 256)
@@ -129,7 +129,7 @@ def test_values_of_very_different_sizes(device, block):
     check_op("project_heads", {"x": x.bfloat16(), "weight": weight})
 
 
-def test_fp8_products_are_near_unquantised_ones(device):
+def test_fp8_projection_is_close_to_unquantised(device):
     draw = Draw(4, device)
     for rows, cols in PROJECTION_SHAPES.values():
         full = draw.normal(4, rows, cols) * cols**-0.5
@@ -143,7 +143,7 @@ def test_fp8_products_are_near_unquantised_ones(device):
         assert_close("out", out, expected, UNQUANTIZED_PROJECTION)
 
 
-def test_absorbed_weights_project_as_the_unsplit_one(device):
+def test_absorbed_weights_equal_the_unsplit_projection(device):
     heads, nope, value, latent = 3, 192, 256, 512
     draw = Draw(6, device)
     weight = draw.normal(heads * (nope + value), latent) * latent**-0.5

@@ -71,7 +71,7 @@ def test_latent_rows_of_every_format(device, fmt, interleaved):
     )
 
 
-def test_one_vector_at_an_odd_address(device):
+def test_rope_dims_at_an_odd_address(device):
     # Odd dims before the RoPE dims, of the row and of the query.
     fmt = e4m3_format(193, 128, 0)
     options = {"num_tokens": 1, "num_heads": 1, "norm_dim": 129, "dtype": torch.float32}
@@ -300,7 +300,7 @@ def test_keys_and_queries_in_one_launch(device, fmt, convention):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mode", ["pow2", "exact"])
-def test_folded_weights_carry_every_factor(device, dtype, mode):
+def test_head_weights_include_every_factor(device, dtype, mode):
     case = prepare_index_queries_case(
         Draw(2, device), INDEX_FP8, num_heads=64, dtype=dtype, scale_mode=mode
     )
@@ -314,7 +314,7 @@ def test_folded_weights_carry_every_factor(device, dtype, mode):
         assert_close("scales", scales.log2(), scales.log2().round(), Tolerance(1e-3, 1e-3))
 
 
-def test_hadamard_keeps_products(device):
+def test_hadamard_preserves_dot_products(device):
     scores = []
     for hadamard in (False, True):
         case = append_index_keys_case(

@@ -108,7 +108,7 @@ def test_interleaved_tables_are_converted():
     assert torch.equal(from_freqs_cis(freqs_cis), table)
 
 
-def test_complex_tables_are_converted_by_hand():
+def test_complex_tables_are_converted():
     freqs = rope_frequencies(8, 1e4)
     angles = torch.arange(5)[:, None] * freqs
     freqs_cis = torch.polar(torch.ones_like(angles), angles)  # as DeepSeek's inference code does
@@ -118,7 +118,7 @@ def test_complex_tables_are_converted_by_hand():
     torch.testing.assert_close(table, cos_sin_table(freqs, 5))
 
 
-def test_odd_dims_have_no_pairs():
+def test_odd_dims_are_refused():
     with pytest.raises(ValueError, match="dim must be even, got 63"):
         rope_frequencies(63, 1e4)
     with pytest.raises(ValueError, match="even last dimension"):

@@ -56,7 +56,7 @@ def recording_runner(query_len=1):
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4)])
-def test_the_smallest_size_that_holds_the_batch_runs(count, size):
+def test_smallest_fitting_batch_size_runs(count, size):
     step, runner = recording_runner()
     lens, tokens = torch.arange(1, count + 1), torch.arange(10, 10 + count)
     result = runner.run(lens, table_of([[1, 2]] * count), tokens=tokens[:, None])
@@ -65,7 +65,7 @@ def test_the_smallest_size_that_holds_the_batch_runs(count, size):
     assert torch.equal(result, tokens + lens)
 
 
-def test_rows_behind_the_batch_are_padding():
+def test_unused_rows_are_padding():
     step, runner = recording_runner()
     runner.run([20, 19, 18, 17], table_of([[9, 8, 7, 6]] * 4), tokens=torch.full((4, 1), 99))
     pages = table_of([[1, 2, 0], [3, 0, 0], [4, 5, 6]])
@@ -91,7 +91,7 @@ def test_several_query_tokens_a_request():
     assert plan.request_ids.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [0] * 3
 
 
-def test_the_step_is_built_with_padding_and_the_integers_of_the_longest_batch():
+def test_constructor_calls_the_step_with_padding_and_upper_bounds():
     step, runner = recording_runner()
     plan, tokens = step.calls[0]
     assert not tokens.any()
@@ -104,7 +104,7 @@ def test_the_step_is_built_with_padding_and_the_integers_of_the_longest_batch():
         assert (plan.num_prefills, plan.decode_query_len, plan.max_query_len) == (0, 1, 1)
 
 
-def test_buffers_stay_where_they_are():
+def test_buffers_keep_their_addresses():
     step, runner = recording_runner()
     for count in (1, 4, 2, 3):
         runner.run([5] * count, table_of([[1]] * count), tokens=torch.ones(count, 1).long())
@@ -203,7 +203,7 @@ RUN_ERRORS = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), RUN_ERRORS.values(), ids=RUN_ERRORS)
-def test_errors_of_a_run(change, error, message):
+def test_run_refuses_wrong_arguments(change, error, message):
     step, runner = recording_runner()
     calls = len(step.calls)
     batch = {
@@ -255,7 +255,7 @@ BUILD_ERRORS = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BUILD_ERRORS.values(), ids=BUILD_ERRORS)
-def test_errors_of_construction(change, error, message):
+def test_constructor_refuses_wrong_arguments(change, error, message):
     arguments = {"step": lambda plan, x: x, "inputs": {"x": torch.ones(1)}} | SETTINGS | change
     with pytest.raises(error, match=message):
         DecodeRunner(**arguments)
@@ -336,7 +336,7 @@ def shuffled_table(count, device):
 
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-def test_a_layer_runs_as_without_the_runner(device, sparse, query_len):
+def test_layer_gives_the_same_bits_without_the_runner(device, sparse, query_len):
     caches = poisoned_caches(device)
     weights = (
         cos_sin_table(rope_frequencies(64, 1e4), MAX_PAGES * PAGE_SIZE).to(device),
@@ -383,7 +383,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_replay_takes_no_memory_from_the_driver_and_never_waits():
+def test_replay_does_not_allocate_or_synchronise():
     page_table = torch.zeros(3, MAX_PAGES, dtype=torch.int32, device="cuda")
     weight = torch.randn(64, 64, device="cuda")
     x = torch.randn(3, 64, device="cuda")
@@ -446,7 +446,7 @@ except ValueError as error:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_step_that_cannot_be_captured_is_named_as_the_cause():
+def test_failed_capture_names_the_step():
     result = subprocess.run(
         [sys.executable, "-c", BROKEN_STEP], capture_output=True, text=True, check=True
     )

@@ -20,7 +20,7 @@ FORMATS = (
 )
 
 
-def places(layout, warp, lane):
+def positions_of(layout, warp, lane):
     """Row and column of each register of a thread."""
     bases = (*layout.lane_bases, *layout.warp_bases)
     thread = [base for i, base in enumerate(bases) if (warp * 32 + lane) >> i & 1]
@@ -32,13 +32,13 @@ def places(layout, warp, lane):
 @pytest.mark.parametrize("layout", [kernel.k_layout(64), kernel.k_layout(128), kernel.v_layout()])
 def test_each_code_is_read_by_one_thread(layout):
     threads = [(warp, lane) for warp in range(8) for lane in range(32)]
-    read = [place for thread in threads for place in places(layout, *thread)]
+    read = [place for thread in threads for place in positions_of(layout, *thread)]
     keys, dims = layout.shape
     assert sorted(read) == [(key, dim) for key in range(keys) for dim in range(dims)]
 
 
 def test_a_thread_holds_pairs_of_neighbouring_keys():
-    first = list(places(kernel.v_layout(), 1, 9))[:8]
+    first = list(positions_of(kernel.v_layout(), 1, 9))[:8]
     keys = [key for key, _ in first]
     dims = [dim for _, dim in first]
     assert keys == [keys[0]] * 4 + [keys[0] + 1] * 4
@@ -61,7 +61,7 @@ def test_alignment_of_rows(page, row, itemsize, elements):
     assert kernel.alignment(page, row, itemsize) == elements
 
 
-def test_results_of_head_tiles_return_to_their_heads(monkeypatch):
+def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
     def launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups, **extra):
         assert (num_groups, shape) == (15, (16, 16, 5, 2))
         assert main.keys_token == 0

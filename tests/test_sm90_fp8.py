@@ -24,7 +24,7 @@ def test_every_chunk_is_copied_once(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_each_pv_warpgroup_has_half_of_the_value(fmt):
+def test_each_pv_warpgroup_has_half_of_the_value_dims(fmt):
     for half in range(2):
         starts = [
             chunk_start(fmt.fp8_dim, chunk)

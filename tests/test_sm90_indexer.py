@@ -80,12 +80,12 @@ def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     ],
     ids=["dtype", "heads", "dims", "pages", "alignment", "GPU"],
 )
-def test_refuses(change, reason):
+def test_problems_that_the_kernel_refuses(change, reason):
     explained = explain(dataclasses.replace(SCORES, **change))
     assert explained.chosen == "triton"
     assert reason in dict(explained.refusals)["sm90"]
 
 
 @pytest.mark.parametrize("op", ["indexer_scores", "indexer_scores_paged", "indexer_topk"])
-def test_takes(op):
+def test_problems_that_the_kernel_takes(op):
     assert explain(dataclasses.replace(SCORES, op=op)).chosen == "sm90"

@@ -21,7 +21,7 @@ def wide(inputs):
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(512, 128), (128, 512), (256, 512), (128, 256), (384, 128)]
 )
-def test_takes(outputs, inputs):
+def test_problems_that_the_kernel_takes(outputs, inputs):
     assert sm90._supports(wide(inputs), weight(outputs, inputs))
     one = wide(inputs)[:, :1].expand(-1, 2, -1)
     assert sm90._supports(one, weight(outputs, inputs, (256, 128)))
@@ -41,11 +41,11 @@ def test_takes(outputs, inputs):
     ],
     ids=["rows", "block", "bfloat16", "inputs", "outputs", "large", "stride", "start"],
 )
-def test_refuses(x, weight):
+def test_problems_that_the_kernel_refuses(x, weight):
     assert not sm90._supports(x, weight)
 
 
-def test_outputs_come_back_in_order():
+def test_outputs_are_stored_in_order():
     """``_store`` undoes the permutation of the weights' rows."""
     row = torch.arange(128)
     row = (row & 0x61) | ((row & 0x18) >> 2) | ((row & 0x06) << 2)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def of_132_multiprocessors(monkeypatch):
+def with_132_multiprocessors(monkeypatch):
     monkeypatch.setattr(candidates, "num_multiprocessors", lambda device: 132)
 
 
@@ -32,29 +32,29 @@ def of_132_multiprocessors(monkeypatch):
 CROWDED = {(1 << 20, 2048), (1 << 20, 3000)}
 
 
-def sigmas(topk, num_cols, capacity, sample):
+def margin_in_sigmas(topk, num_cols, capacity, sample):
     """How far a threshold is from k and from the capacity, in standard deviations."""
     return (math.sqrt(capacity / topk) - 1) * math.sqrt(topk * sample / num_cols)
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS[3:])
 @pytest.mark.parametrize("topk", TOPK[:-1])
-def test_a_threshold_keeps_clear_of_k_and_of_the_list(topk, num_cols):
+def test_threshold_has_a_margin_to_k_and_to_the_capacity(topk, num_cols):
     capacity, sample = candidates._list_and_sample(num_cols, topk)
-    most = sigmas(topk, num_cols, 8192, candidates.MAX_SAMPLE)
+    most = margin_in_sigmas(topk, num_cols, 8192, candidates.MAX_SAMPLE)
     assert (most < candidates.FEW_SIGMAS) == ((num_cols, topk) in CROWDED)
     if (num_cols, topk) in CROWDED:  # the longest list, and a sample that no other row gets
         assert (capacity, sample) == (8192, 2 * candidates.MAX_SAMPLE)
     else:
         assert sample & (sample - 1) == capacity & (capacity - 1) == 0
         assert sample <= candidates.MAX_SAMPLE
-        assert sigmas(topk, num_cols, capacity, sample) >= candidates.FEW_SIGMAS
+        assert margin_in_sigmas(topk, num_cols, capacity, sample) >= candidates.FEW_SIGMAS
 
 
 @pytest.mark.parametrize("num_cols", COLUMNS)
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 132, 500, 8192])
 @pytest.mark.parametrize("topk", TOPK)
-def test_lists_have_room_and_memory_is_bounded(topk, num_rows, num_cols):
+def test_lists_fit_their_memory_bound(topk, num_rows, num_cols):
     schedule = candidates.schedule_lists(num_rows, num_cols, topk, CPU)
     assert schedule.num_lists <= schedule.capacity
     assert schedule.num_lists * schedule.limit(num_cols) >= min(num_cols, schedule.capacity)
@@ -294,7 +294,7 @@ def test_selected_columns_are_written_in_order(columns, warps, ctas, bounded, nu
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 64, 66, 67, 132, 133, 9999])
 @pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
 @pytest.mark.parametrize("topk", [1, 512, 2048])
-def test_programs_hold_a_row(num_rows, num_cols, topk):
+def test_registers_of_the_ctas_hold_a_row(num_rows, num_cols, topk):
     schedule = registers.schedule_registers(num_rows, num_cols, topk, 132)
     if schedule is None:
         assert num_rows > 132 or num_cols > registers.COLUMNS_OF_A_CTA

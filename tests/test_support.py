@@ -19,7 +19,7 @@ def test_every_gpu_has_a_proof_for_each_triton():
     assert support.TABLE[-1].target == "cpu"
 
 
-def test_the_versions_of_triton_are_those_that_the_package_accepts():
+def test_triton_versions_match_the_requirement():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (line,) = (line for line in pyproject.splitlines() if line.strip().startswith('"triton'))
     accepted = SpecifierSet(line.split('"')[1].split(";")[0].removeprefix("triton"))
@@ -27,7 +27,7 @@ def test_the_versions_of_triton_are_those_that_the_package_accepts():
     assert minors == list(support.TRITON_VERSIONS)
 
 
-def test_the_targets_are_those_that_are_compiled_for():
+def test_targets_match_the_compile_check():
     compile = pytest.importorskip("sparsemla.testing.compile")
     targets = {row.target for row in support.TABLE} - {"cpu"}
     assert targets == {target.name for target in compile.TARGETS}
@@ -62,7 +62,7 @@ def test_without_triton_every_version_is_named():
     assert "code run on an H200 on 3.6, compiled on 3.7" in row.line(None)
 
 
-def test_doctor_tells_what_was_proven_on_this_cpu(monkeypatch):
+def test_doctor_shows_the_proofs_for_this_cpu(monkeypatch):
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     assert doctor.proofs(None) == ["cpu (x86-64): The tests pass on Python 3.11, 3.12 and 3.13."]
     monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")

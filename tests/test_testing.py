@@ -63,7 +63,7 @@ def test_infinities_and_nan_at_the_same_places_are_equal():
         assert_close("x", x, torch.tensor([math.nan, -math.inf, math.inf, 1.0]), TIGHT)
 
 
-def test_an_element_passes_by_either_bound():
+def test_one_limit_is_enough_for_an_element():
     ones = torch.ones(100)
     assert_close("abs", ones + 1e-3, ones, Tolerance(2e-3, 0, 1))
     assert_close("rel", 1000 * ones + 1, 1000 * ones, Tolerance(0, 2e-3, 1))
@@ -71,7 +71,7 @@ def test_an_element_passes_by_either_bound():
         assert_close("x", ones + 1e-3, ones, Tolerance(1e-4, 1e-4, 1))
 
 
-def test_the_whole_tensor_counts_too():
+def test_cosine_of_the_whole_tensor_is_checked():
     expected = torch.full((1000,), 1e-4)
     with pytest.raises(AssertionError, match="cosine difference"):
         assert_close("x", expected * 0, expected, Tolerance(1e-3, 1e-3, 1e-3))
@@ -79,7 +79,7 @@ def test_the_whole_tensor_counts_too():
     assert cosine_difference(expected * 0, expected * 0) == 0
 
 
-def test_equality_is_that_of_bits():
+def test_assert_equal_compares_bits():
     with pytest.raises(AssertionError, match="1 of 2 elements differ"):
         assert_equal("x", torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     with pytest.raises(AssertionError, match="dtype"):
@@ -91,7 +91,7 @@ def test_equality_is_that_of_bits():
         assert_equal("x", codes, codes[[0, 0]])
 
 
-def test_few_may_differ():
+def test_assert_few_differ_limits_the_share():
     x = torch.zeros(1000)
     y = x.index_fill(0, torch.arange(10), 1)
     assert_few_differ("x", y, x)
@@ -116,13 +116,13 @@ def test_wrong_selections_are_found(ids, message):
         assert_selection("ids", torch.tensor([ids]), scores, 3)
 
 
-def test_near_ties_may_go_either_way():
+def test_selection_of_near_ties_may_differ():
     scores = torch.tensor([[1.0, 1.0 + 1e-7, -torch.inf]])
     for chosen in (0, 1):
         assert_selection("ids", torch.tensor([[chosen]]), scores, 1)
 
 
-def test_rows_that_were_written_elsewhere_are_found():
+def test_rows_in_wrong_slots_are_found():
     caches = [PagedCache.allocate(FP8_DS_MLA, 2, 4) for _ in range(2)]
     rows = Draw(0).normal(3, 576)
     caches[0].write(torch.tensor([0, 1, 2]), rows)
@@ -131,7 +131,7 @@ def test_rows_that_were_written_elsewhere_are_found():
         assert_rows_close("cache", *caches)
 
 
-def test_a_wrong_op_is_caught(monkeypatch):
+def test_check_op_finds_wrong_results(monkeypatch):
     case = sparse_prefill_case(Draw(1), with_sink=True, with_lengths=True)
     right = sparsemla.sparse_prefill
 
@@ -145,7 +145,7 @@ def test_a_wrong_op_is_caught(monkeypatch):
             check_op("sparse_prefill", case)
 
 
-def test_fresh_memory_is_poison_only_inside():
+def test_new_memory_is_poisoned_only_inside_the_block():
     with poisoned_empty():
         fresh = [
             torch.empty(3),
@@ -162,7 +162,7 @@ def test_fresh_memory_is_poison_only_inside():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_seed_means_the_same_inputs():
+def test_equal_seeds_give_equal_inputs():
     first, second, other = (sparse_decode_case(Draw(seed), format=FP8_DS_MLA) for seed in (3, 3, 4))
     for name in ("q", "topk_indices"):
         assert_equal(name, first[name], second[name])
@@ -183,7 +183,7 @@ def test_selections_mix_valid_and_invalid_ids():
     assert all(i < 0 or i >= 2000000 for i in invalid_ids(2000000))
 
 
-def test_rows_that_nobody_uses_are_nan():
+def test_unused_cache_rows_are_nan():
     cache = poisoned_cache(Draw(6), FP8_DS_MLA, 3, 4, torch.tensor([1, 5]))
     rows = cache.read(torch.arange(12))
     assert rows[[1, 5]].isfinite().all()
@@ -201,7 +201,7 @@ def test_page_tables_are_shuffled_and_end_in_garbage():
     assert (table[0] == GARBAGE_PAGE).all()
 
 
-def test_embedded_tensors_keep_values_and_lose_strides():
+def test_embedded_tensors_keep_values_but_not_strides():
     x = Draw(8).normal(2, 3, 4)
     inner = embed(x)
     assert_equal("x", inner.contiguous(), x)

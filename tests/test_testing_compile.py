@@ -65,7 +65,7 @@ def compile_table(tmp_path, launch, kernel=KERNEL):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_report_of_a_kernel(tmp_path):
+def test_report_lists_the_resources_of_a_kernel(tmp_path):
     done = compile_table(tmp_path, "launch(64)")
     assert done.returncode == 0, done.stderr
     for word in ("product", "sm_90", "(3, 4)", "shared", "spills    0", "wgmma.mma_async"):

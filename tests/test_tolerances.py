@@ -314,7 +314,7 @@ SLIPS = {
     ("name", "change"),
     [pytest.param(*slip, id=f"{what}, {slip[0]}") for what, all_ in SLIPS.items() for slip in all_],
 )
-def test_slips_are_refused(name, change):
+def test_slightly_wrong_ops_are_refused(name, change):
     op, case = CASES[name]
     tolerances = case.tolerances or TOLERANCES[op]
     arguments = case.build(Draw(2))

@@ -41,7 +41,7 @@ def test_adversarial_rows(device, name, num_cols, topk):
     assert ids[0].tolist() == select_by_hand(rows[0].tolist(), topk)
 
 
-def test_more_equal_scores_than_any_buffer_holds(device):
+def test_more_ties_than_a_list_holds(device):
     scores = torch.zeros(2, 40000, device=device)
     scores[0, -100:] = 1
     scores[1, ::2] = -0.0
@@ -69,7 +69,7 @@ def test_ragged_rows(device, dtype):
     check_op("select_topk", case | {"row_ends": None})
 
 
-def test_columns_outside_of_a_row_are_never_looked_at(device):
+def test_columns_outside_of_a_row_are_never_read(device):
     scores = Draw(3, device).normal(6, 200)
     starts = torch.full((6,), 20, device=device)
     ends = torch.tensor([20, 21, 60, 100, 19, 0], device=device)
@@ -83,7 +83,7 @@ def test_columns_outside_of_a_row_are_never_looked_at(device):
     assert expected[:, 0].tolist() == [-1, 0, 0, expected[3, 0].item(), -1, -1]
 
 
-def test_ends_beyond_the_row_are_cut(device):
+def test_ends_beyond_the_row_are_clamped(device):
     scores = Draw(4, device).normal(3, 50)
     ends = torch.tensor([50, 51, 2**31 - 1], dtype=torch.int32, device=device)
     check_op("select_topk", {"scores": scores, "topk": 60, "row_ends": ends})

@@ -186,7 +186,7 @@ def test_steps_of_several_tokens(model):
     ],
 )
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_selections_are_those_of_transformers(model_type, dtype, least):
+def test_selections_equal_transformers(model_type, dtype, least):
     # One layer: what attention rounds differently must not reach an indexer.
     num_layers = 2 if dtype == torch.float32 else 1
     model = make_model(model_type, index_topk=TOPK, num_hidden_layers=num_layers).to(dtype)
@@ -213,7 +213,7 @@ def test_selections_are_those_of_transformers(model_type, dtype, least):
 
 @pytest.mark.parametrize("given", ["position_ids", "no position_ids"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(model, side, given):
+def test_padding_does_not_change_results(model, side, given):
     ids = tokens(2, 40)
     padded, mask = ids.clone(), torch.ones_like(ids)
     hidden = slice(0, 11) if side == "left" else slice(29, 40)
@@ -294,7 +294,7 @@ def without_attention(model: Any) -> Any:
     ],
     ids=str,
 )
-def test_512_tokens_are_those_of_eager_attention(model_type, dtype, device):
+def test_512_tokens_equal_eager_attention(model_type, dtype, device):
     """Greedy, a batch with left padding, and a model that knows what to say next.
 
     Its two best logits lie 18 apart at least and 34 at the median; ours were off by 0.7 at most.
@@ -560,7 +560,7 @@ class TestContinuing:
 
     @pytest.mark.parametrize("max_length", [None, 64])
     @pytest.mark.parametrize("copied", [False, True])
-    def test_a_prefix_of_inference_mode(self, model, max_length, copied):
+    def test_prefix_computed_in_inference_mode(self, model, max_length, copied):
         ids = tokens(2, 30)
         arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5}
         with enable(model, page_size=8) as handle:
@@ -1023,7 +1023,7 @@ def test_fp8_projections_are_absorbed_with_their_scales(model):
         assert_close(changed(ids).logits, reference(ids).logits, rms=0.06)
 
 
-def test_backward_fails_loudly(model):
+def test_backward_raises_an_error(model):
     with torch.enable_grad(), enable(model):
         loss = model(tokens(1, 10)).logits.sum()
         with pytest.raises(NotImplementedError, match="no backward"):
@@ -1044,7 +1044,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match="must be a PreTrainedModel, got Linear"):
             enable(torch.nn.Linear(2, 2))
 
-    def test_a_second_time(self, model):
+    def test_enabling_twice(self, model):
         with enable(model), pytest.raises(ValueError, match="enabled already"):
             enable(model)
 
@@ -1064,7 +1064,7 @@ class TestRefusals:
         with pytest.raises((ValueError, TypeError), match=message):
             enable(model, **arguments)
 
-    def test_an_indexer_that_is_not_there(self):
+    def test_index_format_without_an_indexer(self):
         model = make_model("deepseek_v3", num_hidden_layers=1)
         with pytest.raises(ValueError, match="index_format must be None"):
             enable(model, index_format=INDEX_FP8)

@@ -155,7 +155,7 @@ def test_sparse_decode_of_empty_rows(num_splits):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_negative_lengths_count_nothing(num_splits):
+def test_negative_lengths_select_no_keys(num_splits):
     case = sparse_decode_case(
         Draw(12, DEVICE), format=FP8_584, num_heads=2, topk=200, extra=(FP8_584, 90, 200, 4)
     )
@@ -166,7 +166,7 @@ def test_negative_lengths_count_nothing(num_splits):
 
 
 @pytest.mark.parametrize("op", ["sparse_decode", "dense_decode"])
-def test_a_request_alone_gives_the_bits_it_gives_in_a_batch(op):
+def test_request_gets_the_same_bits_alone_and_in_a_batch(op):
     draw = Draw(5, DEVICE)
     if op == "sparse_decode":
         case = sparse_decode_case(draw, format=FP8_DS_MLA, num_heads=3, topk=200, with_lengths=True)
@@ -258,7 +258,7 @@ def test_merge_states(dtype, num_parts, value_dim):
         assert_close(name, got, wanted, tolerance)
 
 
-def test_no_parts_are_an_empty_state():
+def test_merge_of_no_parts_is_empty():
     outs, lses = torch.ones(0, 2, 3, 8, device=DEVICE), torch.ones(0, 2, 3, device=DEVICE)
     out = torch.full((2, 3, 8), math.nan, device=DEVICE)
     lse = torch.full((2, 3), math.nan, device=DEVICE)
@@ -270,7 +270,7 @@ def test_no_parts_are_an_empty_state():
 
 @pytest.mark.parametrize("topk", [None, 20], ids=["dense", "sparse"])
 @pytest.mark.parametrize("own_workspace", [False, True])
-def test_a_branch_merges_splits_where_it_projects(monkeypatch, topk, own_workspace):
+def test_branch_merges_splits_in_the_projection(monkeypatch, topk, own_workspace):
     draw = Draw(24, DEVICE)
     layer = mla_layer(draw, num_heads=3, with_sink=True)
     case = branch_case(draw, layer, query_lens=[1, 2], seq_lens=[90, 70], topk=topk)

@@ -64,7 +64,7 @@ def test_to_slots(page_size, prefills, dtype):
     assert torch.equal(out, reference.to_slots(**arguments))
 
 
-def test_to_slots_reads_slices_and_never_follows_wrong_ids():
+def test_to_slots_reads_slices_and_ignores_ids_out_of_range():
     table = torch.full((4, 9), INT_MAX, dtype=torch.int32)[:2, :3]
     table[:] = torch.arange(6).view(2, 3)
     indices = torch.full((4, 12), 5, dtype=torch.int32)[:, :5]

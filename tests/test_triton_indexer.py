@@ -197,7 +197,7 @@ def test_best_of_many_requests():
     assert torch.equal(best(inputs, 2, 1 << 20), reference.indexer_topk(**inputs, topk=2))
 
 
-def test_tokens_of_no_request_get_no_keys():
+def test_tokens_outside_of_all_requests_get_no_keys():
     """A batch padded for a captured graph: offsets end before the tokens do."""
     inputs = best_inputs(bf16_format(16), [3, 2], [40, 20])
     expected = reference.indexer_topk(**inputs, topk=8)
@@ -209,7 +209,7 @@ def test_tokens_of_no_request_get_no_keys():
         assert (out[5:] == -1).all()
 
 
-def test_lengths_past_the_page_table_are_cut():
+def test_lengths_past_the_page_table_are_clamped():
     inputs = best_inputs(bf16_format(16), [2], [32])
     inputs["seq_lens"][0] = INT_MAX
     out = best(inputs, 40, 1 << 20, causal=False)

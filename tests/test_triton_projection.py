@@ -94,7 +94,7 @@ def test_parts_of_a_split_attention(scale_block, num_parts, tokens):
     assert_close("out", out, expected, tolerance)
 
 
-def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
+def test_rows_of_zeros_and_of_huge_numbers_are_independent():
     weight = head_weight(1, 64, 128, (128, 128))
     x = torch.randn(4, 1, 128, device=DEVICE).bfloat16()
     x[1], x[2] = 0.0, x[2] * 1e30
@@ -109,7 +109,7 @@ def test_rows_of_zeros_and_of_huge_numbers_keep_apart():
 
 
 @pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
-def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
+def test_codes_equal_correctly_rounded_division(ulps):
     """Codes of ``_quantise``, which divides with an error of up to 2 ulp.
 
     float64 holds what a multiply-add rounds.
@@ -137,7 +137,7 @@ def test_quotients_as_products_with_an_inverse_in_two_parts(ulps):
 
 @pytest.mark.parametrize("num_parts", [None, 3])
 @pytest.mark.parametrize("scale_block", [None, (128, 64)])
-def test_a_token_alone_gives_the_bits_it_gives_among_others(scale_block, num_parts):
+def test_token_gets_the_same_bits_alone_and_in_a_batch(scale_block, num_parts):
     case = project_heads_case(
         Draw(1, DEVICE), num_tokens=70, rows=80, cols=192, block=scale_block, num_parts=num_parts
     )

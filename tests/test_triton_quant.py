@@ -140,7 +140,7 @@ def test_latent_rows_are_written_byte_for_byte(fmt, norm_dim, rope_dim, interlea
     assert_same_bytes(written, cache)
 
 
-def test_latent_rows_beside_no_heads():
+def test_latent_rows_without_query_heads():
     cache = marked_cache(FP8_DS_MLA, page_size=5)
     arguments = {
         "q_rope": torch.empty(7, 0, 64, dtype=torch.bfloat16),
@@ -160,7 +160,7 @@ def test_latent_rows_beside_no_heads():
 
 
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
-def test_latent_rows_of_any_numbers(scale_mode):
+def test_latent_rows_of_random_values(scale_mode):
     cache = marked_cache(e4m3_format(), page_size=64)
     arguments = {
         "q_rope": torch.randn(6, 2, 64),
@@ -257,7 +257,7 @@ def test_rows_before_quantisation(fmt, norm_dim, rope_dim, interleaved):
 
 
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, INDEX_FP8])
-def test_nan_leaves_the_scale_to_the_others(fmt):
+def test_nan_does_not_change_the_scale(fmt):
     cache = marked_cache(fmt, page_size=5)
     arguments = {
         "q_rope": torch.ones(2, 1, 64),
@@ -279,7 +279,7 @@ def test_nan_leaves_the_scale_to_the_others(fmt):
     torch.testing.assert_close(ours.fp8.float(), expected.fp8.float(), equal_nan=True)
 
 
-def test_slots_past_the_cache_and_unknown_positions_are_not_followed():
+def test_slots_and_positions_out_of_range_are_ignored():
     cache = marked_cache(FP8_DS_MLA, page_size=4)
     written, out = run(
         "fused_rope_rmsnorm_quant",
@@ -416,7 +416,7 @@ def test_index_keys_and_queries_in_one_launch(fmt, rope_dim, interleaved, rope_f
 
 
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
-def test_index_queries_of_any_numbers(scale_mode):
+def test_index_queries_of_random_values(scale_mode):
     arguments = {
         "q": torch.randn(33, 7, 128) * torch.randn(33, 7, 1).exp2(),
         "weights": torch.randn(33, 7),

@@ -113,7 +113,7 @@ def test_strided_rows_and_poison(dtype):
     check(scores, 30, small_schedule(2), starts, ends)
 
 
-def test_the_public_plan():
+def test_default_schedule():
     scores = torch.randn(2, 5000)
     scores[1] = torch.relu(scores[1] - 2.5)
     check(scores, 64)
@@ -137,7 +137,7 @@ def test_slots(slices):
     assert torch.equal(out, expected)
 
 
-def test_rows_are_taken_in_turns(monkeypatch):
+def test_more_rows_than_programs(monkeypatch):
     monkeypatch.setattr(kernels, "LIST_BYTES", 1)
     check(torch.randn(3, 2100), 9, starts=torch.tensor([0, 7, 9]), ends=torch.tensor([9, 2100, 30]))
 
@@ -166,9 +166,7 @@ def test_any_row(row, topk, slices):
 @pytest.mark.parametrize("num_rows", [1, 64, 200, 5000])
 @pytest.mark.parametrize("num_cols", [1, 5000, 131072, 1 << 20])
 @pytest.mark.parametrize("topk", [1, 512, 2048, 3000, 70000])
-def test_a_part_that_overflows_its_list_makes_its_row_too_long(
-    num_rows, num_cols, topk, monkeypatch
-):
+def test_list_limit_is_the_capacity_or_the_whole_part(num_rows, num_cols, topk, monkeypatch):
     monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 132)
     schedule = schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
     limit = schedule.limit(num_cols)
@@ -208,7 +206,7 @@ def test_merge_of_more_than_a_program_holds(monkeypatch):
     check_merge(**merge_topk_case(Draw(1, torch.device(DEVICE)), topk=30))
 
 
-def test_merge_of_indices_that_are_not_distinct():
+def test_merge_of_duplicate_indices():
     """What is selected is open; nothing hangs, and nothing else is written."""
     out = torch.full((1, 6), -7, dtype=torch.int32)
     kernels.merge_topk(

@@ -54,7 +54,7 @@ def command(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def spoil(monkeypatch):
+def wrap_kernels(monkeypatch):
     """Put another function around every implementation; it gets the launcher and the arguments."""
 
     def put(around):
@@ -99,7 +99,7 @@ def test_replayed_batches_have_requests_of_length_zero():
         assert any(some is not None and (some == 0).any() for some in lengths), op
 
 
-def test_right_ops_pass(device):
+def test_correct_ops_pass(device):
     seen = []
     report = run.verify(
         device,
@@ -135,7 +135,7 @@ def test_the_report_lists_the_tested_ops(command):
     assert report["ops"][0]["tier"] == "cpu"
 
 
-def test_no_report_is_left_behind_unasked(tmp_path):
+def test_no_report_is_written_by_default(tmp_path):
     result = subprocess.run(
         [
             sys.executable,
@@ -162,7 +162,7 @@ def test_no_report_is_left_behind_unasked(tmp_path):
 
 
 @pytest.mark.parametrize("checkout", [False, True])
-def test_the_report_of_a_full_run_in_a_checkout_has_a_place(monkeypatch, tmp_path, checkout):
+def test_full_run_in_a_checkout_writes_its_report(monkeypatch, tmp_path, checkout):
     """A quick run would replace a full report there."""
     from sparsemla.verify import command as module
     from sparsemla.verify import run
@@ -178,7 +178,7 @@ def test_the_report_of_a_full_run_in_a_checkout_has_a_place(monkeypatch, tmp_pat
         assert [path.name for path in tmp_path.iterdir()] == written
 
 
-def test_a_checkout_is_told_from_another_folder(monkeypatch, tmp_path):
+def test_checkout_is_detected(monkeypatch, tmp_path):
     from sparsemla.verify import command as module
 
     monkeypatch.chdir(Path(sparsemla.__file__).parents[2])
@@ -187,12 +187,12 @@ def test_a_checkout_is_told_from_another_folder(monkeypatch, tmp_path):
     assert not module._in_checkout()
 
 
-def test_a_wrong_kernel_fails(command, spoil):
+def test_a_wrong_kernel_fails(command, wrap_kernels):
     def wrong(launch, arguments):
         launch(**arguments)
         arguments["out"].view(-1)[0] += 0.5
 
-    spoil(wrong)
+    wrap_kernels(wrong)
     result, report = command("--quick", "--op", "merge_states", "--device", "cpu")
     (op,) = report["ops"]
     assert result.exit_code == 1
@@ -204,18 +204,18 @@ def test_a_wrong_kernel_fails(command, spoil):
     assert op["failures"][0].startswith(MATRIX["merge_states"][1].name)
 
 
-def test_a_kernel_that_raises_fails(command, spoil):
+def test_a_kernel_that_raises_fails(command, wrap_kernels):
     def raising(launch, arguments):
         raise RuntimeError("out of everything")
 
-    spoil(raising)
+    wrap_kernels(raising)
     result, report = command("--quick", "--op", "to_slots", "--device", "cpu")
     assert result.exit_code == 1
     assert report["ops"][0]["failed"] == 3
     assert "RuntimeError: out of everything" in report["ops"][0]["failures"][0]
 
 
-def test_a_kernel_of_varying_bits_fails(spoil):
+def test_kernel_with_varying_bits_fails(wrap_kernels):
     calls = []
 
     def varying(launch, arguments):
@@ -223,18 +223,18 @@ def test_a_kernel_of_varying_bits_fails(spoil):
         calls.append(None)
         arguments["out"] += 1e-7 * (len(calls) % 2)
 
-    spoil(varying)
+    wrap_kernels(varying)
     (op,) = run.verify("cpu", quick=True, ops=["indexer_scores"]).ops
     assert op.properties["repeatable"].failed > 0
     assert any("rerun" in failure for failure in op.failures)
 
 
-def test_a_kernel_that_depends_on_the_batch_fails(spoil):
+def test_a_kernel_that_depends_on_the_batch_fails(wrap_kernels):
     def depending(launch, arguments):
         launch(**arguments)
         arguments["lse"] += 1e-6 * len(arguments["q"])
 
-    spoil(depending)
+    wrap_kernels(depending)
     (op,) = run.verify("cpu", quick=True, ops=["dense_decode"]).ops
     assert op.properties["batch_invariant"].failed == op.properties["batch_invariant"].checked > 0
     assert any("alone" in failure for failure in op.failures)
@@ -254,14 +254,14 @@ def test_a_branch_that_depends_on_the_batch_fails(monkeypatch):
         check_alone("decode_branch", case.build(Draw(0)))
 
 
-def test_a_kernel_that_writes_elsewhere_fails(spoil):
+def test_kernel_that_writes_other_rows_fails(wrap_kernels):
     def straying(launch, arguments):
         launch(**arguments)
         cache = arguments["cache"]
         free = set(range(cache.num_slots)) - set(arguments["slot_mapping"].tolist())
         cache.write(torch.tensor([min(free)]), torch.ones(1, cache.format.head_dim))
 
-    spoil(straying)
+    wrap_kernels(straying)
     (op,) = run.verify("cpu", quick=True, ops=["append_index_keys"]).ops
     assert op.failed == op.cases
     assert any("other rows" in failure for failure in op.failures)
@@ -291,7 +291,7 @@ def test_large_cases_need_a_gpu():
     ]
 
 
-def test_overwritten_arguments_are_the_others_in_every_byte():
+def test_overwrite_copies_every_byte():
     first = sparse_decode_case(Draw(0), format=FP8_584, num_layers=2, strided=True)
     second = sparse_decode_case(Draw(1), format=FP8_584, num_layers=2, strided=True)
     overwrite(first, second)
@@ -301,7 +301,7 @@ def test_overwritten_arguments_are_the_others_in_every_byte():
     assert first["q"].data_ptr() != second["q"].data_ptr()
 
 
-def test_batches_of_other_shapes_are_not_overwritten():
+def test_overwrite_refuses_other_shapes():
     first, second = (
         dense_decode_case(Draw(0), format=FP8_584, seq_lens=lens) for lens in ([9], [9, 70])
     )
@@ -353,7 +353,7 @@ def test_no_op_begins_after_an_interrupt(monkeypatch):
     assert len(begun) < len(MATRIX)
 
 
-def test_the_default_dtype_of_torch_does_not_matter():
+def test_torchs_default_dtype_does_not_matter():
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # as vLLM does
     try:
@@ -391,7 +391,7 @@ def test_memory_that_a_repeated_call_does_not_write_is_poisoned(monkeypatch):
     assert "got nan" in found.failure
 
 
-def test_an_idle_device_is_no_proof():
+def test_rerun_beside_fails_if_a_busy_process_ends_early():
     calls = [beside.Call("same", "a case", lambda: lambda: {"out": torch.zeros(2)})]
     with pytest.raises(RuntimeError, match="ended early"):
         list(beside.rerun_beside(calls, "nowhere", 1))
@@ -416,7 +416,7 @@ def test_repeated_calls_are_in_the_report(command):
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942", "H100"])
-def test_a_cpu_acts_as_no_gpu(command, name):
+def test_acting_as_a_gpu_needs_a_gpu(command, name):
     result, report = command("--quick", "--op", "to_slots", "--device", "cpu", "--as", name)
     assert result.exit_code == 2
     assert report is None

@@ -58,7 +58,7 @@ def test_fp8_blocks_that_straddle_heads_keep_their_values(shape):
     assert_equal("w_uv", w_uv.dequantize(), per_head[:, nope:].contiguous())
 
 
-def test_scale_blocks_are_as_coarse_as_the_borders_allow():
+def test_scale_blocks_are_as_coarse_as_possible():
     for shape, fine in ((SHAPES["deepseek-v3"], 128), (SHAPES["glm-5"], 64)):
         heads, nope, value, latent = shape
         weight, scale = fp8_matrix(heads * (nope + value), latent)
@@ -99,7 +99,7 @@ def test_transposed_weights_have_the_same_values(block):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (48, 100), None], ids=str)
-def test_quantised_weights_are_near_what_they_were(block, dtype):
+def test_quantised_weights_are_close_to_the_originals(block, dtype):
     data = (Draw(4).normal(3, 200, 130) * 7).to(dtype)
     data[1, :128, :100] = 0
     weight = HeadWeight.quantize(data, block)
@@ -117,7 +117,7 @@ def test_quantised_weights_are_near_what_they_were(block, dtype):
     assert HeadWeight.quantize(data[:0], block).data.shape == (0, 200, 130)
 
 
-def test_one_scale_for_all_is_that_of_the_document():
+def test_single_scale_is_amax_over_448():
     data = Draw(5).normal(2, 128, 256).bfloat16()
     amax = data.abs().amax()
     codes = (data.float() * (448 / amax.float())).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -127,7 +127,7 @@ def test_one_scale_for_all_is_that_of_the_document():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
-def test_scales_of_other_dtypes_are_the_floats_that_they_are(dtype):
+def test_scales_of_other_dtypes_are_converted_to_float32(dtype):
     heads, nope, value, latent = SHAPES["glm-5"]
     codes, scale = fp8_matrix(heads * (nope + value), latent)
     scale = scale.to(dtype)
@@ -183,7 +183,7 @@ def test_codes_of_every_quantisation(shape, kind, scale_dtype):
         assert_equal("weight", weight.dequantize(), wanted)
 
 
-def test_layers_that_only_multiply_give_their_weight():
+def test_projection_weight_of_linear_layers():
     codes = torch.randint(-127, 128, (2 * 256, 512), dtype=torch.int8)
     scale, zero = torch.rand(2 * 256, 1) + 0.5, torch.randint(-9, 9, (2 * 256, 1))
 
@@ -207,7 +207,7 @@ def test_products_with_quantised_weights(device, block):
     assert_close("out", out, torch.einsum("hnk,thk->thn", data, x.float()), UNQUANTIZED_PROJECTION)
 
 
-def test_dims_of_a_layer_are_those_of_its_tensors():
+def test_layer_dims_come_from_its_tensors():
     layer = mla_layer(Draw(3), num_heads=3, latent=96, nope=40, rope=16, value=24)
     dims = layer.num_heads, layer.kv_lora_rank, layer.qk_nope_head_dim
     assert dims == (3, 96, 40)

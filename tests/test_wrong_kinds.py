@@ -87,7 +87,7 @@ def quantised_kv_b_proj():
     }
 
 
-def flash_decode():
+def flash_decode_arguments():
     return {
         "q": torch.zeros(2, 1, 4, 576).bfloat16(),
         "k_cache": torch.zeros(4, 8, 1, 576).bfloat16(),
@@ -98,7 +98,7 @@ def flash_decode():
     }
 
 
-def flash_sparse():
+def flash_sparse_arguments():
     return {
         "q": torch.zeros(3, 4, 576).bfloat16(),
         "kv": torch.zeros(9, 1, 576).bfloat16(),
@@ -107,7 +107,7 @@ def flash_sparse():
     }
 
 
-def mqa():
+def mqa_arguments():
     return {
         "q": torch.zeros(3, 4, 128).to(E4M3),
         "kv": (torch.zeros(9, 128).to(E4M3), torch.ones(9)),
@@ -117,7 +117,7 @@ def mqa():
     }
 
 
-def paged_mqa():
+def paged_mqa_arguments():
     return {
         "q": torch.zeros(2, 1, 4, 128).to(E4M3),
         "kv_cache": torch.zeros(4, 64, 1, 132, dtype=torch.uint8),
@@ -257,14 +257,16 @@ VALID = {
         "page_table": torch.zeros(1, 2, dtype=torch.int32),
         "x": torch.ones(1, 3),
     },
-    "flash_mla.flash_mla_with_kvcache": flash_decode,
-    "flash_mla.flash_mla_sparse_fwd": flash_sparse,
+    "flash_mla.flash_mla_with_kvcache": flash_decode_arguments,
+    "flash_mla.flash_mla_sparse_fwd": flash_sparse_arguments,
     "flash_mla.get_mla_metadata": dict,
     "flash_mla.FlashMLASchedMeta": dict,
-    "deep_gemm.fp8_mqa_logits": mqa,
-    "deep_gemm.fp8_fp4_mqa_logits": lambda: mqa() | {"q": (mqa()["q"], None)},
-    "deep_gemm.fp8_paged_mqa_logits": paged_mqa,
-    "deep_gemm.fp8_fp4_paged_mqa_logits": lambda: paged_mqa() | {"q": (paged_mqa()["q"], None)},
+    "deep_gemm.fp8_mqa_logits": mqa_arguments,
+    "deep_gemm.fp8_fp4_mqa_logits": lambda: mqa_arguments() | {"q": (mqa_arguments()["q"], None)},
+    "deep_gemm.fp8_paged_mqa_logits": paged_mqa_arguments,
+    "deep_gemm.fp8_fp4_paged_mqa_logits": lambda: (
+        paged_mqa_arguments() | {"q": (paged_mqa_arguments()["q"], None)}
+    ),
     "deep_gemm.get_paged_mqa_logits_metadata": lambda: {
         "context_lens": torch.ones(2, dtype=torch.int32),
         "block_kv": 64,
@@ -339,7 +341,7 @@ def test_every_public_callable_is_tried():
 
 
 @pytest.mark.parametrize("name", sorted(VALID))
-def test_the_right_kinds_are_taken(name):
+def test_correct_arguments_are_accepted(name):
     call(name, VALID[name]())
 
 
