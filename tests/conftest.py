@@ -12,12 +12,12 @@ if not torch.cuda.is_available():
 
 
 def _repair_interpreter():
-    """Make the interpreter round float32 to bfloat16 as a GPU does, where it cuts the bits off.
+    """Repair four differences between the interpreter and a GPU.
 
-    And let ``range`` take a kernel's argument, which Triton 3.6 reads in a way that numpy 2.4
-    refuses; Triton 3.9 has the same repair. And let what a scalar comparison gives be a bool where
-    it meets a block: it keeps the type of its operands, of which Triton 3.9 refuses a mask. And let
-    a maximum be that of the number and not NaN, as a GPU's is.
+    Casts from float32 to bfloat16 round instead of truncating. ``range`` takes a kernel's argument:
+    numpy 2.4 refuses the conversion of Triton 3.6; Triton 3.9 has the same repair. A scalar
+    comparison becomes a bool when it meets a block: otherwise it has the type of its operands, and
+    Triton 3.9 refuses such a mask. The maximum of a number and NaN is the number.
     """
     try:
         import triton.language as tl
@@ -72,7 +72,7 @@ def pytest_make_parametrize_id(val):
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
-    # Workers share the cores; waiting threads of one would hold up the others.
+    # Workers share the cores; waiting threads of one worker would delay the others.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 

@@ -1,4 +1,4 @@
-"""Wrong kernels, each of which a check must find.
+"""Mutants, wrong kernels that the checks must find.
 
 A mutant replaces one piece of text in a copy of the package and runs a check on the copy: tests, in
 Triton's interpreter, or ``verify`` on a GPU. It is found if the check fails, or hangs on a GPU. A
@@ -31,10 +31,10 @@ class Mutant:
     """One wrong kernel.
 
     Args:
-        name: what is wrong.
-        file: below ``sparsemla/kernels``.
-        old: text that the file has once.
-        new: what stands there instead.
+        name: the error.
+        file: path below ``sparsemla/kernels``.
+        old: text that occurs once in the file.
+        new: its replacement.
         check: arguments of pytest, or of ``verify`` on a GPU.
         gpu: whether only a GPU can tell.
     """
@@ -501,7 +501,7 @@ GPU_MUTANTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check said of a mutant: ``found``, ``survives`` or ``broken``; and its last lines."""
+    """A check's verdict on a mutant: ``found``, ``survives`` or ``broken``; and its last lines."""
 
     name: str
     file: str
@@ -513,7 +513,7 @@ def text_of(mutant: Mutant) -> str:
     """The mutant's file.
 
     Raises:
-        ValueError: it does not have the old text once.
+        ValueError: the old text does not occur exactly once.
     """
     path = PACKAGE / "kernels" / mutant.file
     text = path.read_text(encoding="utf-8")
@@ -577,7 +577,7 @@ def run_all(mutants: Iterable[Mutant], jobs: int, timeout: float) -> Iterator[Ou
 
 
 def right_passes(mutants: Iterable[Mutant], jobs: int, timeout: float) -> list[str]:
-    """Checks that fail on the package as it is."""
+    """Checks that fail without a mutant."""
     checks = list(dict.fromkeys((mutant.check, mutant.gpu) for mutant in mutants))
 
     def passes(one: tuple[str, bool]) -> bool:
@@ -595,7 +595,7 @@ def right_passes(mutants: Iterable[Mutant], jobs: int, timeout: float) -> list[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mutants and write a line for each; 1 if one is not found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", action="store_true", help="those that only a GPU can tell")
+    parser.add_argument("--gpu", action="store_true", help="mutants that only a GPU can tell")
     parser.add_argument("--json", type=Path, help="where to write all outcomes")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: 8, on a CPU 2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")

@@ -37,7 +37,7 @@ def read() -> dict[str, int]:
 
 
 def record(spilled: Mapping[str, int]) -> None:
-    """Raise the records that these bytes exceed."""
+    """Raise the records below these numbers of bytes."""
     known = read() if RECORDS.exists() else {}
     for kernel, count in spilled.items():
         if count > known.get(kernel, 0):

@@ -1,4 +1,4 @@
-"""The layers of the package, as an import graph that is read off the source."""
+"""The layers of the package, by the imports in its source."""
 
 import ast
 import inspect
@@ -20,7 +20,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# What the modules below a prefix may import from the package, by prefix; longest prefix first.
+# Imports from the package that are allowed below a prefix of modules; longest prefix first.
 LAYERS = {
     "sparsemla.kinds": (),
     "sparsemla.formats": ("kinds",),
@@ -253,7 +253,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_module_can_be_imported_first():
-    """No module relies on another one having been imported before it."""
+    """No module relies on an earlier import of another module."""
     needs_packages = ("backends", "demo", "generate", "picture", "testing", "kernels", "bench")
     prefixes = [f"sparsemla.{name}" for name in needs_packages]
     names = [name for name in MODULES if not below(name, prefixes)]

@@ -46,7 +46,7 @@ def continued(prompt, count):
 
 
 def check_pages(batcher):
-    """Each page is free, or its user count is right; pages still to be written have one user."""
+    """Each page is free or has the right user count; pages to be written have one user."""
     pool = batcher.pool
     lists = [request.pages for request in batcher.running]
     for page, users in enumerate(pool.users):
@@ -276,7 +276,7 @@ def test_cached_prefix_is_not_computed_again():
 
 
 def test_tokens_depend_on_the_rows_in_the_cache():
-    """Else the tests above would prove nothing."""
+    """Without this, the tests above would prove nothing."""
     batcher = tiny_batcher(num_pages=8)
     right = batcher.submit(list(PREFACE[:64]), 16)
     run_to_the_end(batcher)

@@ -85,7 +85,7 @@ def row(**changes):
 
 
 class Wrong(peers.Torch):
-    """A peer that is beside the point by one key."""
+    """A peer with one wrong key."""
 
     def prepare(self, workload, inputs):
         def select():
@@ -248,7 +248,7 @@ def test_sides_take_turns():
     ]
     timings = timing.Timer(CPU, budget_ms=0.001).interleaved(sides)
     assert [t.how for t in timings] == ["launch"] * 3
-    timed = "".join(order[9:])  # the first runs of each only tell how often to repeat
+    timed = "".join(order[9:])  # the first runs only determine the number of repeats
     assert timed.startswith("abcbcacab")
     assert {timed.count(name) for name in "abc"} == {10}
 
@@ -425,7 +425,7 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     def ragged(q, q_sf, kv, kv_sf, weights, starts, ends, max_seqlen_k, schedule):
         assert (q_sf, schedule) == (None, None)
         scores = ops.indexer_scores(q, weights, kv, kv_sf, starts, ends)
-        # Columns that no row sees are not written, and there are more of them.
+        # Columns that no row sees are not written, and the result has additional columns.
         scores = torch.nn.functional.pad(scores, (0, 7), value=torch.nan)
         return scores.masked_fill(scores == -torch.inf, torch.nan)
 
@@ -752,7 +752,7 @@ def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, 
 
 
 def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
-    """The measuring command, on a CPU in the place of a GPU."""
+    """The measuring command, on a CPU instead of a GPU."""
     chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
     monkeypatch.setattr(command, "select_workloads", lambda op, full: chosen)
     monkeypatch.setattr(command, "Timer", lambda device: timer)

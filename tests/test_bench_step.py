@@ -91,7 +91,7 @@ def test_the_step_of_the_peers_needs_all_of_them():
 
 
 class Fakes:
-    """What the peers' kernels compute, by this package's ops."""
+    """The peers' kernels, implemented by this package's ops."""
 
     @staticmethod
     def rms_norm(out, x, weight, eps):

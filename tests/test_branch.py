@@ -148,7 +148,7 @@ def test_padding_tokens_write_nothing(device, branch, topk):
     expected = getattr(reference, branch)(**make())
     assert_close("out", out[:5], expected[:5], BRANCH_OUT)
     assert out.isfinite().all()
-    # Of the pages' slots, only the context and this step's tokens are written.
+    # Only the context and this step's tokens are written; all other slots are still NaN.
     slots = torch.arange(case["cache"].num_slots, device=device)
     assert int(case["cache"].read(slots).isfinite().all(-1).sum()) == 66 + 3
 
@@ -184,7 +184,7 @@ def test_gathered_context_fits_the_workspace(device, workspace_rows, monkeypatch
     own, *context = gathered
     assert own == 6
     assert sum(context) >= 79 + 38
-    assert max(context) <= 3 * 79  # nor more than there is
+    assert max(context) <= 3 * 79  # the whole context
     assert max(context) <= max(workspace_rows, 3)  # one row a request at the least
 
 
@@ -325,7 +325,7 @@ def test_without_a_causal_mask_a_token_sees_its_whole_request(device, branch, ba
 
     out = check(branch, make)
     causal = getattr(sparsemla, branch)(**make() | {"causal": True})
-    last = make()["plan"].input_row_offsets[1:].long() - 1  # tokens that see as much either way
+    last = make()["plan"].input_row_offsets[1:].long() - 1  # tokens with the same keys either way
     assert_close("last tokens", out[last], causal[last].float(), BRANCH_OUT)
     assert not torch.equal(out, causal)
 

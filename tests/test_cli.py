@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line and exit code 2 where it cannot go on."""
+"""The command line: its output, and for errors one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fp8_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with e4m3 weights and block scales, spread over two files."""
+    """The checkpoint with e4m3 weights and block scales, in two files."""
     from safetensors.torch import load_file, save_file
 
     path = tmp_path_factory.mktemp("fp8_checkpoint")
@@ -155,7 +155,7 @@ def test_doctor():
 
 
 def explained(result: Any) -> str:
-    """What ``explain`` prints of tiers; the lines that follow say how far they are proven."""
+    """The lines of ``explain`` about tiers, without the following lines about proofs."""
     assert result.exit_code == 0, result.output
     lines, proofs = [], []
     for line in result.output.splitlines():
@@ -314,7 +314,7 @@ def test_seeds_beyond_64_bits(seed, tmp_path):
 
 @pytest.mark.parametrize("place", ["folder", "file/report.json"])
 def test_reports_that_cannot_be_written(tmp_path, monkeypatch, place):
-    """Refused before the work, of which there would be minutes."""
+    """The command refuses them before the verification, which would take minutes."""
     from sparsemla.verify import run as work
 
     monkeypatch.setattr(work, "verify", lambda *args, **kwargs: pytest.fail("it has begun"))
@@ -566,7 +566,7 @@ command.bench(lambda line: None, device="cpu")
 
 
 def test_bench_ends_at_once_when_it_is_interrupted():
-    """Also within a call of torch, which on one thread takes a minute."""
+    """Also during a call of torch that takes a minute on one thread."""
     process = subprocess.Popen(
         [sys.executable, "-c", ONE_LONG_CALL],
         stdout=subprocess.PIPE,
@@ -586,7 +586,7 @@ def test_bench_ends_at_once_when_it_is_interrupted():
 
 
 def test_exit_code_of_the_process(tmp_path):
-    """``main`` is what the installed command calls."""
+    """The installed command calls ``main``."""
     command = [sys.executable, "-c", "from sparsemla.cli import main; main()"]
     missing = tmp_path / "no.txt"
     failed = subprocess.run(

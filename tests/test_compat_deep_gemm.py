@@ -227,7 +227,7 @@ def test_signatures_match_deepgemm(name):
 
 
 KEYS = torch.zeros(100, 128).to(torch.float8_e4m3fn)
-# A change that spoils a good call, and the argument that the message names.
+# A change that makes a good call wrong, and the argument that the message names.
 REFUSED_RAGGED = {
     "bfloat16 queries": ({"q": torch.zeros(6, 32, 128).bfloat16()}, "q must have dtype"),
     "keys without scales": ({"kv": KEYS}, "kv must be a pair"),

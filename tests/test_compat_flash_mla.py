@@ -337,7 +337,7 @@ def a_dense_call():
 
 
 LENGTHS = torch.ones(3, dtype=torch.int32)
-# A change that spoils a good call, and the argument that the message names.
+# A change that makes a good call wrong, and the argument that the message names.
 REFUSED_SPARSE = {
     "causal": ({"causal": True}, "causal"),
     "a schedule of older versions": ({"num_splits": LENGTHS}, "num_splits"),

@@ -257,9 +257,9 @@ def test_every_public_op_is_compiled():
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operators that calls reach, with their arguments, and does not run them.
+    """Records the operators that calls reach, with their arguments, and does not run them.
 
-    Arguments that an operator has written already could not be seen to change.
+    If they ran, the arguments would hold the results, and opcheck would see no change.
     """
 
     def __init__(self):

@@ -70,7 +70,7 @@ def test_spills_are_counted_by_launch_kernel_and_target():
 
 
 def test_recorded_spills_belong_to_existing_launches():
-    # A kernel that is gone must not leave room for another one.
+    # The record of a removed kernel must not allow another kernel to spill.
     pairs = {
         (table.stem, launch, target)
         for table in TABLES
@@ -89,7 +89,7 @@ def test_branched_arrivals_differ_from_predicated_ones():
     assert not BRANCHED_ARRIVAL.search(f"   NOP ;\n        /*20f0*/      @!P0 {arrival}")
 
 
-# Launches that differ in counts alone, and must get one kernel: each costs a server a wait.
+# Launches that differ only in counts must share a kernel: each compilation delays a server.
 COUNTS = """
 import runpy, sys
 from functools import partial
@@ -121,7 +121,7 @@ def test_different_counts_share_a_kernel():
     assert done.stdout.split() == ["1"] * 4  # each a single kernel
 
 
-# Codes of values that are truncated to another type first may be one step off.
+# If values are truncated to another type first, their codes may be off by one step.
 CODES = """
 import re, runpy, sys
 from sparsemla.testing.compile import TARGETS, compile_launch

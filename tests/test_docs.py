@@ -1,4 +1,4 @@
-"""What the documentation says is run: code blocks, doctests and the paths it names."""
+"""The documentation is tested: its code blocks, doctests, paths and links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 
 
 def named_paths(text: str) -> set[str]:
-    """Words in backticks, outside of code blocks, that read as a path of the repository."""
+    """Words in backticks, outside of code blocks, that look like a path of the repository."""
     words = CODE_SPAN.findall(BLOCK.sub("", text))
     return {
         word

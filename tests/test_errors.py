@@ -282,7 +282,7 @@ def test_wrong_tensors_are_refused(op, name, mutation):
     check_refused(op, case, op, *[] if mutation == "another device" and first else [name])
 
 
-# Sizes that nothing else has to agree with.
+# Sizes that are independent of all other sizes.
 FREE = {
     ("fused_rope_rmsnorm_quant", "cos_sin_cache", 0),
     ("fused_rope_rmsnorm_quant", "kv_norm_weight", 0),
@@ -315,7 +315,7 @@ SIZES = [(op, name, dim) for op, name in TENSORS for dim in range(CALLS[op]()[na
 def test_mismatched_sizes_are_refused(op, name, dim):
     case = CALLS[op]()
     tensor = case[name]
-    # One of two tensors is wrong; which one, the op cannot know.
+    # One of two tensors is wrong; the op cannot know which one, so the message may name either.
     case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
     check_refused(op, case, op, error=ValueError)
 
@@ -717,7 +717,7 @@ def test_branches_refuse_caches_with_another_value_dim(op):
 
 @pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
 def test_branches_refuse_another_page_size_than_the_plan(op):
-    # Twice as many rows a page, and as many slots: every slot exists, in another place.
+    # Twice as many rows per page, and as many slots: every slot exists, but in another place.
     cache = PagedCache.allocate(FP8_DS_MLA, branch_arguments()["cache"].num_pages // 2, 16)
     check_refused(op, branch_arguments(cache=cache), "cache", "pages of 8 tokens", error=ValueError)
 

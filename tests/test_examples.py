@@ -1,4 +1,4 @@
-"""The examples of the backends run; tests/test_batching.py has those of examples/batching.py."""
+"""The examples of the backends run; tests/test_batching.py tests examples/batching.py."""
 
 from __future__ import annotations
 

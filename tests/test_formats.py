@@ -28,7 +28,7 @@ with_scales = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.num_
 
 
 def random_fields(fmt, num_rows, seed=0):
-    """Any bits at all: every e4m3 code, NaN's too, and scales that no quantiser makes."""
+    """Arbitrary bits: every e4m3 code, including NaN, and scales that no quantiser makes."""
     draw = Draw(seed)
     fp8 = scales = bf16 = None
     if fmt.fp8_dim:

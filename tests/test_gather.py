@@ -84,7 +84,7 @@ def test_slots_of_strided_selections(device):
 
 
 def check_gather(case):
-    """Gather into a workspace whose free rows must not change."""
+    """Gather into a workspace; rows without a request must not change."""
     out = case["out"]
     expected = out.clone()
     with poisoned_empty():

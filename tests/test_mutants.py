@@ -30,5 +30,5 @@ def test_mutants_are_found(mutant):
 
 
 def test_a_copy_without_a_mutant_passes():
-    # The checks of the others are tests of this suite, which has to pass, too.
+    # The other checks are tests of this suite, which must pass as well.
     assert mutants.right_passes(mutants.CPU_MUTANTS[:1], jobs=1, timeout=300) == []

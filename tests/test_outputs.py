@@ -1,4 +1,4 @@
-"""Outputs may be slices of larger tensors: the slice is written alike, and nothing beside it."""
+"""Outputs may be slices of larger tensors: the op writes the slice and nothing beside it."""
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ def plan_of(query_lens, seq_lens=None, *, workspace_rows=None, **kwargs):
 
 
 def check_invariants(plan: Plan, query_lens, seq_lens):
-    """What must hold for every plan, computed token by token."""
+    """Check the properties of every plan, computed token by token."""
     seq_lens = [s if q else 0 for q, s in zip(query_lens, seq_lens, strict=True)]
     request_ids = [b for b, q in enumerate(query_lens) for _ in range(q)]
     positions = [s - q + i for q, s in zip(query_lens, seq_lens, strict=True) for i in range(q)]

@@ -265,7 +265,7 @@ HEADS, INDEX_HEADS, TOPK = 3, 4, 8
 
 
 def layer_inputs(count, query_len, device):
-    """What a layer's projections would give for each request."""
+    """Random outputs of a layer's projections for each request."""
     shapes = {
         "q": (HEADS, 576),
         "kv": (576,),

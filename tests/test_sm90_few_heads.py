@@ -1,4 +1,4 @@
-"""How the few-heads FP8 kernel of SM90 divides dims and shared memory; no GPU is needed."""
+"""Layouts and shared memory of the few-heads FP8 kernel for SM90; no GPU is needed."""
 
 import pytest
 import torch

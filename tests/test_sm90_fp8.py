@@ -1,4 +1,4 @@
-"""How the Hopper kernel over FP8 rows cuts them into chunks; no GPU is needed."""
+"""Chunks of FP8 rows in the Hopper kernel; no GPU is needed."""
 
 import pytest
 

@@ -27,7 +27,7 @@ SCORES = Problem(
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 def test_partial_sums_of_a_score_are_in_one_thread(tokens, keys):
-    """All four of them, and each in no other thread, except for a spare bit."""
+    """Each of the four is in exactly one thread, except for a spare bit."""
     layout = sm90.partials_layout(tokens, keys)
     places = []
     bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]

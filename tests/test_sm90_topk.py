@@ -1,4 +1,4 @@
-"""How the Hopper top-k is spread over the device; no GPU is needed."""
+"""Schedules and PTX of the Hopper top-k; no GPU is needed."""
 
 import functools
 import math
@@ -28,12 +28,12 @@ def with_132_multiprocessors(monkeypatch):
     monkeypatch.setattr(candidates, "num_multiprocessors", lambda device: 132)
 
 
-# Columns and k for which no list of up to 8192 and sample of up to 4096 keep a threshold clear.
+# Columns and k without a sufficient margin for any list up to 8192 and any sample up to 4096.
 CROWDED = {(1 << 20, 2048), (1 << 20, 3000)}
 
 
 def margin_in_sigmas(topk, num_cols, capacity, sample):
-    """How far a threshold is from k and from the capacity, in standard deviations."""
+    """Standard deviations between a threshold and both k and the capacity."""
     return (math.sqrt(capacity / topk) - 1) * math.sqrt(topk * sample / num_cols)
 
 
@@ -63,7 +63,7 @@ def test_lists_fit_their_memory_bound(topk, num_rows, num_cols):
 
 
 class MergeOnTheCpu:
-    """What one launch of the kernel of merges does, by the definition."""
+    """A launch of the merge kernel, computed by the definition."""
 
     def __getitem__(self, grid):
         return functools.partial(self.merge, grid)
@@ -123,14 +123,14 @@ NONE, MANY = 0, -1
 
 
 class Threads:
-    """The threads of a cluster of programs, which carry out a block of PTX in lockstep.
+    """The threads of a cluster of CTAs, which run a block of PTX in lockstep.
 
-    Shared memory begins with anything. What one thread writes and another one looks at or writes,
-    with no barrier between, is a race, unless both add to it.
+    Shared memory is uninitialised. A word that one thread writes and another thread reads or writes
+    without a barrier in between is a race, unless both threads add to it.
     """
 
     WORDS = 1 << 14
-    """Of the shared memory of each program."""
+    """Words of the shared memory of each CTA."""
 
     def __init__(self, operands, ctas):
         """Take the ``operands``, uint32 ``[threads]`` by name."""
@@ -151,7 +151,7 @@ class Threads:
         self.barriers = 0
 
     def meet(self, words):
-        """All threads that look at these words have come so far."""
+        """Pass a barrier of all threads that access these words."""
         self.kind[words] = NONE
         self.afar[words] = False
         self.barriers += 1

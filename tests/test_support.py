@@ -1,4 +1,4 @@
-"""The table of what was proven where: its facts, its look-ups, and the document that shows it."""
+"""The table of supported GPUs: its facts, its look-ups, and the document that shows it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def results_of(op, arguments, tolerances):
 
 
 def smallest_vector(x):
-    """Place of the smallest vector above 2^-20 along the last dim, and of a usual element in it."""
+    """Index of the smallest vector above 2^-20 along the last dim, and of a typical element."""
     flat = finite(x).reshape(-1, x.shape[-1])
     means = flat.square().mean(-1).sqrt()
     row = int(means.where(means > 2**-20, math.inf).argmin())
@@ -93,7 +93,7 @@ def finite(x):
 
 
 def element(x, amount, sizes):
-    """A usual element of the smallest vector, nearer to 0 by a part of its size."""
+    """A typical element of the smallest vector, closer to 0 by a share of its size."""
     row, column = smallest_vector(x)
     flat = x.reshape(-1, x.shape[-1])
     if sizes is None:
@@ -123,14 +123,14 @@ def tile(x):
 
 
 def last_rows(x):
-    """The last tokens that hold anything are zeros."""
+    """The last non-zero tokens become zeros."""
     flat = x.flatten(1)
     live = (finite(flat) != 0).any(1).nonzero()
     x[int(live[-1]) :] = 0
 
 
 def swapped(x):
-    """The smallest vector that is not 0 and the next one that differs change places."""
+    """The smallest non-zero vector and the next different vector are swapped."""
     flat = x.reshape(-1, x.shape[-1])
     at = smallest_vector(x)[0]
     differ = (finite(flat) != finite(flat[at])).any(-1).roll(-at)
@@ -190,7 +190,7 @@ def changed(**changes):
 
 
 def doubled_scale(cache, slot=None):
-    """One tile of one row, by default of that with the largest scale, has the next scale."""
+    """One scale of one row, by default of the row with the largest scale, is doubled."""
     cache = copy.deepcopy(cache)
     scales = cache.fields().scales
     values = scales.float()

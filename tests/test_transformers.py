@@ -42,7 +42,7 @@ PAD = 255
 
 
 def make_model(model_type: str = "deepseek_v32", **overrides: Any) -> Any:
-    """A small float32 model, real attention geometry, whose logits have margins.
+    """A small float32 model with real attention geometry and clear margins between logits.
 
     Embeddings of unit standard deviation and tied output embeddings: each position predicts its
     own byte, clearly, and attention moves the logits without deciding between near ties.
@@ -118,8 +118,8 @@ def assert_close(got: Tensor, expected: Tensor, *, rms: float) -> None:
 
     Where two indexer scores agree to bfloat16 (to e4m3), one of TOPK tokens (some of them) may
     differ: with a selection, the mean over some positions is bounded by 0.04 (0.2). Without one
-    (all tokens, or the same tokens on both sides) what remains is the rounding of queries and
-    cached rows to bfloat16: 0.006, or that of rows to e4m3: 0.06.
+    (all tokens, or the same tokens on both sides) only roundings differ: of queries and cached rows
+    to bfloat16, 0.006, or of rows to e4m3, 0.06.
     """
     assert got.isfinite().all()
     error = (got - expected).pow(2).mean().sqrt() / expected.std()
@@ -187,7 +187,7 @@ def test_steps_of_several_tokens(model):
 )
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_selections_equal_transformers(model_type, dtype, least):
-    # One layer: what attention rounds differently must not reach an indexer.
+    # One layer, so that different roundings of attention reach no indexer.
     num_layers = 2 if dtype == torch.float32 else 1
     model = make_model(model_type, index_topk=TOPK, num_hidden_layers=num_layers).to(dtype)
     ids = tokens(1, 200)
@@ -295,9 +295,9 @@ def without_attention(model: Any) -> Any:
     ids=str,
 )
 def test_512_tokens_equal_eager_attention(model_type, dtype, device):
-    """Greedy, a batch with left padding, and a model that knows what to say next.
+    """Greedy generation by a model with wide margins, for a batch with left padding.
 
-    Its two best logits lie 18 apart at least and 34 at the median; ours were off by 0.7 at most.
+    Its two best logits differ by at least 18, at the median by 34; our logits differ by up to 0.7.
     Without attention 2 % of the tokens are right.
     """
     model: Any = copying_model(model_type, dtype=dtype).to(device)
@@ -361,7 +361,7 @@ def test_dense_models(overrides):
 
 
 class Calls(TorchDispatchMode):
-    """Names of the operators that ran, among those whose name begins with ``prefix``."""
+    """Names of the operators that ran and begin with ``prefix``."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -407,7 +407,7 @@ def test_indexers_of_other_sizes_are_quantised_too(model):
 
 
 class TestContinuing:
-    """What was computed once is not computed again."""
+    """Cached columns are not computed again."""
 
     @pytest.fixture
     def columns(self, model, monkeypatch):
@@ -440,7 +440,7 @@ class TestContinuing:
         assert torch.equal(turn.sequences, expected)
 
     def test_a_batch_whose_rows_ended_at_different_columns(self, model):
-        """Padding behind an answer was computed as tokens are, and is hidden by the next mask."""
+        """Padding after an answer was computed like tokens; the next mask hides it."""
         ids, more = tokens(2, 30), tokens(2, 12, seed=2)
         mask = torch.ones(2, 42, dtype=torch.long)
         mask[0, :4], mask[1, 25:30] = 0, 0
@@ -498,7 +498,7 @@ class TestContinuing:
 
     @pytest.mark.parametrize("max_length", [None, 64])
     def test_generate_after_padding(self, model, max_length):
-        """A turn that ends at once, then one whose only new column is that end."""
+        """A turn that ends at once, then a turn with this end as its only new column."""
         ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
         mask[1, 25:29] = 0
         options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
@@ -649,7 +649,7 @@ class TestCompiled:
     @torch.no_grad()
     @pytest.mark.parametrize("max_length", [None, 64])
     def test_masks_of_past_columns_break_the_graph(self, max_length):
-        """They are read on the host, which one graph cannot."""
+        """The host reads them, which breaks a graph."""
         model = make_model("deepseek_v3", num_hidden_layers=1)
         ids, mask = tokens(1, 9), torch.ones(1, 9)
         mask[0, 5:8] = 0
@@ -803,7 +803,7 @@ class TestSeveralDevices:
 
 
 def test_generate_with_guessed_tokens(model):
-    """Prompt lookup takes several tokens a step and crops those that were guessed wrong."""
+    """Prompt lookup takes several tokens per step and crops wrong guesses."""
     ids = tokens(1, 20).repeat(1, 2)
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
     expected = model.generate(ids, **arguments)
@@ -912,7 +912,7 @@ def test_cache_selects_repeats_crops_and_resets(model):
 
 @pytest.mark.parametrize("max_length", [None, 20])
 def test_an_empty_cache(model, max_length):
-    """It is selected, repeated, cropped and reset as any other, and then used."""
+    """It can be selected, repeated, cropped, reset and then used like any other cache."""
     ids = tokens(6, 20)
     with enable(model, page_size=8) as handle:
         expected = model(ids).logits

@@ -192,7 +192,7 @@ def test_best_as_slots(max_workspace_bytes):
 
 
 def test_best_of_many_requests():
-    """More than the search for a token's request looks at in one step."""
+    """More requests than one step of the search for a token's request covers."""
     inputs = best_inputs(bf16_format(16), [0] * 129 + [1], [3] * 130, page_size=2, heads=2)
     assert torch.equal(best(inputs, 2, 1 << 20), reference.indexer_topk(**inputs, topk=2))
 
@@ -228,7 +228,7 @@ def test_lengths_past_the_page_table_are_clamped():
 def test_workspace_stays_below_its_bound(
     topk, megabytes, num_tokens, num_keys, selection, scheduler, monkeypatch
 ):
-    """Of all chunks, on a GPU of 132 multiprocessors."""
+    """For all chunks, on a GPU with 132 multiprocessors."""
     monkeypatch.setattr(scheduler, "num_multiprocessors", lambda device: 132)
     chunks = []
 

@@ -15,7 +15,7 @@ from sparsemla.testing.compare import (
 pytest.importorskip("triton")
 from sparsemla.kernels.projection import triton as projection
 
-# log2(0) is -inf, as the merge of parts wants it; numpy, which interprets, warns of it.
+# The merge of parts uses log2(0) = -inf; numpy, in the interpreter, warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ def test_rows_of_zeros_and_of_huge_numbers_are_independent():
 def test_codes_equal_correctly_rounded_division(ulps):
     """Codes of ``_quantise``, which divides with an error of up to 2 ulp.
 
-    float64 holds what a multiply-add rounds.
+    float64 represents a multiply-add before its rounding.
     """
     values = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.isfinite()]

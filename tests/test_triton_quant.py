@@ -331,7 +331,7 @@ def index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard):
 
 
 def assert_close_codes(rows, wanted):
-    """Equal but for sums in another order, which now and then give the neighbouring code."""
+    """Check equality up to neighbouring codes, which another order of additions may give."""
     rows, wanted = rows.float(), wanted.float()
     torch.testing.assert_close(rows, wanted, rtol=0.13, atol=0.01 * wanted.abs().max().item())
     assert (rows != wanted).float().mean() < 0.02

@@ -97,13 +97,13 @@ def test_adversarial_rows(ragged, slices):
 
 @pytest.mark.parametrize("topk", [1, 100, 129, 400, 700])
 def test_any_k(topk):
-    """Also where a list cannot hold k entries, and where the row has fewer."""
+    """Including a k beyond the capacity of a list, and rows with fewer columns than k."""
     check(torch.randn(2, 400).round(decimals=1), topk, small_schedule(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_rows_and_poison(dtype):
-    """Rows at any address; nothing outside them is looked at."""
+    """Rows at any address; the kernel reads nothing outside of them."""
     storage = torch.full((4, 700), NAN, dtype=dtype)
     storage[:, 600:] = INF
     scores = storage[:, 3:604]
@@ -207,7 +207,7 @@ def test_merge_of_more_than_a_program_holds(monkeypatch):
 
 
 def test_merge_of_duplicate_indices():
-    """What is selected is open; nothing hangs, and nothing else is written."""
+    """The selection is arbitrary, but the kernel ends and writes nothing else."""
     out = torch.full((1, 6), -7, dtype=torch.int32)
     kernels.merge_topk(
         values=torch.ones(2, 1, 9), indices=torch.zeros(2, 1, 9).int(), topk=4, out=out[:, 1:5]

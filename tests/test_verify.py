@@ -1,4 +1,4 @@
-"""``sparsemla verify`` passes right ops, and fails, names and records wrong ones."""
+"""``sparsemla verify`` passes correct ops; it fails, names and records wrong ops."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def command(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wrap_kernels(monkeypatch):
-    """Put another function around every implementation; it gets the launcher and the arguments."""
+    """Wrap every implementation in a function of the launcher and the arguments."""
 
     def put(around):
         select = dispatch.select

@@ -1,6 +1,6 @@
 """Every public callable refuses wrong kinds by a TypeError or ValueError that names the argument.
 
-Arguments come from the signatures, so that a new callable, or a new argument, is tried by itself.
+Arguments come from the signatures, so that new callables and arguments are tried automatically.
 """
 
 import inspect
@@ -324,7 +324,7 @@ def find(name):
 
 
 def parameters(name):
-    """What is tried: the parameters of the signature, and the further arguments of the call."""
+    """The parameters to try: from the signature, and further arguments of the call."""
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     listed = inspect.signature(find(name)).parameters.items()
     names = {one for one, parameter in listed if parameter.kind not in kinds}
@@ -352,7 +352,7 @@ def test_wrong_kinds_are_refused_by_name(name, parameter):
     signature = inspect.signature(find(name)).parameters
     optional = parameter in signature and signature[parameter].default is None
     for kind, value in WRONG.items():
-        if value is None and optional:  # legal, and other arguments may have to go with it
+        if value is None and optional:  # legal, but other arguments may depend on it
             continue
         error = error_of(name, VALID[name]() | {parameter: value})
         if error is not None:

@@ -1,9 +1,9 @@
-"""What every op computes, written from its formula in float64 and from the bytes of the records.
+"""Definitions of all ops in float64, written from their formulas and from the bytes of the records.
 
-Nothing here comes from the package: formats are decoded from their byte layout, which stands here a
-second time on purpose, and each op is a loop over requests or tokens. A definition takes the
-arguments of its op and gives float64 arrays; those of sums give error bounds with them, which are
-the sums of the magnitudes of what is added, so that they hold where terms cancel.
+Nothing here comes from the package: formats are decoded by a second description of their byte
+layout, and each op is a loop over requests or tokens. A definition takes the arguments of its op
+and returns float64 arrays. Definitions with sums also return error bounds: the sums of the terms'
+magnitudes, which hold even if the terms cancel out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rounded(x, dtype):
 
 
 def half_step(x, dtype):
-    """What rounding to the dtype changes at most, at x."""
+    """The largest change of x by rounding to the dtype."""
     return np.maximum(
         np.abs(x) * 2.0 ** -(MANTISSA[dtype] + 1), 2.0 ** (LEAST[dtype] - MANTISSA[dtype] - 1)
     )
@@ -110,7 +110,7 @@ class Format(NamedTuple):
         return [rows[..., i : i + self.block] for i in range(0, self.fp8_dim, self.block)]
 
     def scale(self, amax, mode):
-        """The scale of a block whose largest magnitude is amax, computed in float32."""
+        """The scale of a block with the largest magnitude amax, computed in float32."""
         amax = np.maximum(np.float32(amax), np.float32(self.min_amax))
         scale = amax.astype(np.float32) / np.float32(448)
         if mode == "exact":
@@ -141,7 +141,7 @@ class Places(NamedTuple):
 
 
 def places(cache, slots):
-    """Where the records of slots stand, byte by byte."""
+    """Addresses of the records of slots, byte by byte."""
     data, size, name = cache.data, cache.data.shape[1], cache.format.name
     fmt = format_of(name)
     page, offset = np.divmod(np.asarray(slots, np.int64), size)
@@ -216,7 +216,7 @@ def dequantized(cache, slots):
 
 
 def store(cache, slots, rows):
-    """Write records as they are: codes, scales and bfloat16 values that the format can hold."""
+    """Write records bit by bit: codes, scales and bfloat16 values that the format can hold."""
     fmt, at = format_of(cache.format.name), places(cache, slots)
     data = storage(cache.data)
 
@@ -256,10 +256,10 @@ def quantized(fmt, rows, mode):
 
 
 class Near(NamedTuple):
-    """Values and how far off a float32 computation of them may be."""
+    """Values and the error bounds of their computation in float32."""
 
     value: np.ndarray
-    error: np.ndarray | None  # None where there is none
+    error: np.ndarray | None  # None for exact values
 
     def at(self, index):
         return Near(self.value[index], None if self.error is None else self.error[index])
@@ -369,7 +369,7 @@ NOWHERE = -1
 
 
 def slot_of(table_row, position, page_size):
-    """The slot of a position, -1 where there is none; a slot that int32 cannot hold is none."""
+    """The slot of a position; -1 without a page, or if the slot does not fit int32."""
     if position < 0 or position // page_size >= len(table_row):
         return NOWHERE
     page = int(table_row[position // page_size])
@@ -415,7 +415,7 @@ def gather_dequant(cache, page_table, seq_lens, workspace_starts, seq_starts, ou
 
 
 def best(scores, topk):
-    """Places of the topk largest, ascending: NaN is least, and of equals the first is larger."""
+    """Indices of the topk largest, ascending: NaN is smallest, and ties go to the lower index."""
     order = sorted(
         range(len(scores)), key=lambda i: (np.isnan(scores[i]), -np.nan_to_num(scores[i], nan=0), i)
     )
@@ -469,7 +469,7 @@ def indexer_scores(q, weights, keys, key_scales, row_starts, row_ends):
 
 
 def paged_scores(q, weights, cache, table_row, length):
-    """Scores of one token for the keys ``0 .. length - 1`` of its request, -inf where none is."""
+    """Scores of one token for keys ``0 .. length - 1`` of its request, -inf without a page."""
     slots = keys_of_request(cache, table_row, length)
     there = slots >= 0
     out = Near(np.full(length, -INF), np.zeros(length))
@@ -487,8 +487,8 @@ def paged_scores(q, weights, cache, table_row, length):
 
 
 class Attention(NamedTuple):
-    """Attention of rows ``[...]``; magnitudes of the weighted values; and what errors of queries,
-    keys and values change: ``shaken`` of out, ``sway`` of lse, ``most`` of the largest logit.
+    """Attention of rows ``[...]``, magnitudes of the weighted values, and the effect of errors of
+    queries, keys and values: ``shaken`` on out, ``sway`` on lse, ``most`` on the largest logit.
     """
 
     out: np.ndarray
@@ -638,9 +638,10 @@ def head_weights(data, scale, block):
 
 
 def through_e4m3(x, error, block):
-    """Activations ``[..., K]`` through e4m3, one scale a block; a value near a border, either way.
+    """Activations ``[..., K]`` rounded to e4m3, with one scale per block.
 
-    Gives the values and how far off those of a computation are whose inputs are off by ``error``.
+    Returns the values and their error bounds if the inputs have errors of up to ``error``; values
+    near a rounding border may go either way.
     """
     value, bound = np.empty_like(x), np.empty_like(x)
     for k in range(0, x.shape[-1], block):
@@ -661,7 +662,7 @@ def through_e4m3(x, error, block):
 
 
 def project_heads(near, weights, scale_block):
-    """``[T, H, N]`` of vectors ``[T, H or 1, K]``, through e4m3 where scales have a block."""
+    """``[T, H, N]`` from vectors ``[T, H or 1, K]``, rounded to e4m3 if scales have a block."""
     x, error = near
     if scale_block is not None:
         x, error = through_e4m3(x, error, scale_block)
@@ -677,7 +678,7 @@ def project_heads(near, weights, scale_block):
 
 
 def split_decodes(query_lens, threshold, uniform):
-    """How many leading requests decode."""
+    """The number of leading decode requests."""
     if max(query_lens, default=0) <= threshold and (not uniform or threshold <= 1):
         return len(query_lens)
     if query_lens and query_lens[0] > threshold:
@@ -689,7 +690,7 @@ def split_decodes(query_lens, threshold, uniform):
 
 
 def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_rows, padded):
-    """The fields of a plan, or None where the batch must be refused."""
+    """The fields of a plan, or None if the batch must be refused."""
     num_requests, num_tokens = len(query_lens), sum(query_lens)
     seq_lens = [n if m else 0 for m, n in zip(query_lens, seq_lens, strict=True)]
     decodes = split_decodes(query_lens, threshold, uniform)
@@ -751,7 +752,7 @@ def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_r
 
 
 def chunks_of(seq_lens, workspace_rows):
-    """``(first, behind the last)`` of runs of requests that fill the workspace greedily."""
+    """``(start, stop)`` of runs of requests that fill the workspace greedily."""
     chunks, start = [], 0
     while start < len(seq_lens):
         stop, total = start, 0

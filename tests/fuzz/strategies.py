@@ -1,8 +1,8 @@
-"""Arguments of the ops: hypothesis draws shapes and kinds, a seed of its own the values.
+"""Arguments of the ops: hypothesis draws shapes, kinds and a seed; the seed determines the values.
 
-A drawn case is a dictionary of plain values, which is printed where an example fails; the function
-of the same name makes the op's arguments of it. All is as dirty as it may be: rows that nothing
-names are NaN or huge, indices lie anywhere in the range of their dtype, tensors are slices of
+A drawn case is a dictionary of plain values, which hypothesis prints if an example fails. The
+function with the op's name turns it into the op's arguments. Inputs are as dirty as allowed:
+unreferenced rows are NaN or huge, indices take any value of their dtype, tensors are slices of
 larger ones, pages are shuffled, requests may be empty.
 """
 
@@ -131,7 +131,7 @@ def embedded(tensor):
 
 
 def outside(num_rows, dtype):
-    """Indices out of range; some fall into it when their high bits are lost."""
+    """Indices out of range; some would be in range without their high bits."""
     ids = [-1, -7, -(2**31), 2**31 - 1, num_rows, num_rows + 5]
     if dtype == torch.int64:
         ids += [2**32, 2**32 + 1, -(2**32) + 1, 2**58, 2**62, -(2**63), 2**63 - 1]
@@ -139,7 +139,7 @@ def outside(num_rows, dtype):
 
 
 def new_cache(draw, num_pages, *, fmt, page_size, layered, poison, **_):
-    """A cache of nothing but poison; of the middle one of three layers, if layered."""
+    """A cache full of poison; with ``layered``, the middle one of three layers."""
     fmt = get_format(fmt)
     layers = 3 if layered else None
     cache = PagedCache.allocate(fmt, num_pages, page_size, num_layers=layers, device=draw.device)
@@ -150,7 +150,7 @@ def new_cache(draw, num_pages, *, fmt, page_size, layered, poison, **_):
 
 
 def fill(draw, cache, slots, *, mode, magnitude=1.0, equal=False, whole=False, **_):
-    """Write random rows at slots: one row everywhere if equal, small integers if whole."""
+    """Write random rows to slots: the same row if ``equal``, small integers if ``whole``."""
     fmt = definitions.format_of(cache.format.name)
     rows = torch.randn(len(slots), fmt.head_dim, generator=draw.generator) * magnitude
     if whole:
@@ -195,7 +195,7 @@ def attention_scale(draw, cache, magnitude):
 
 
 def tables(draw, lengths, page_size, num_pages, dtype, holes):
-    """Page tables of requests ``[B, W]``: garbage behind the last page, and holes if asked for."""
+    """Page tables of requests ``[B, W]``: garbage after the last page, and holes if ``holes``."""
     beyond = outside(num_pages, dtype)
     if dtype == torch.int64 and page_size > 2:  # wraps to the slot of a row in 64 bits
         beyond.append(-(-(2**64) // page_size))
@@ -217,9 +217,9 @@ def pages_needed(lengths, page_size):
 def paged(
     draw, lengths, /, *, page_size, index_dtype, holes=False, num_more=2, filled=None, **parts
 ):
-    """A cache that holds requests of these lengths, and nothing else but poison; and its table.
+    """A cache with requests of these lengths, poison in all other rows, and its page table.
 
-    With filled, the positions from there on are poison too: they are yet to be written.
+    With ``filled``, positions from there on are poison as well: the op will write them.
     """
     num_pages = pages_needed(lengths, page_size) + num_more
     cache = new_cache(draw, num_pages, page_size=page_size, **parts)
@@ -584,7 +584,7 @@ def score_values(draw, *shape, kind):
     if kind == "special":
         values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 1e-40, -1e-45])
         return values[draw.below(len(values), *shape)]
-    if kind == "low bits":  # all of a power of two, and of neighbouring bits
+    if kind == "low bits":  # one power of two, with neighbouring low bits
         return (draw.below(9, *shape) + 0x3F800000).to(torch.int32).view(torch.float32)
     return torch.randn(shape, generator=draw.generator)
 
@@ -988,7 +988,7 @@ def branch(draw, shape):
 
 
 def _chosen(draw, shape, prefix, cache, used, num_tokens):
-    """Selections of a branch from the used slots of a cache, and their lengths."""
+    """Selections for a branch from the used slots of a cache, and their lengths."""
     dtype, topk = shape["index_dtype"], shape["topk"]
     lengths = [draw.number(0, topk + 3) for _ in range(num_tokens)] if shape["lengths"] else None
     indices = selections(draw, num_tokens, topk, used, cache.num_slots, dtype, lengths)

@@ -1,12 +1,13 @@
-"""Every op against its definition in float64, on arguments that nobody would choose.
+"""Every op against its definition in float64, on unusual arguments.
 
-``python -m pytest tests/fuzz`` takes fixed examples, the same each time. By hand,
-``--hypothesis-profile=long`` takes new ones for an hour, and ``--hypothesis-seed`` says which.
-Where there is a GPU, ``-m gpu`` runs on it; elsewhere the portable kernels run in the interpreter.
+``python -m pytest tests/fuzz`` runs fixed examples, the same each time. By hand,
+``--hypothesis-profile=long`` runs new examples for an hour; ``--hypothesis-seed`` selects them.
+On a machine with a GPU, ``-m gpu`` runs on the GPU; elsewhere the portable kernels run in the
+interpreter.
 
-A bound is what the roundings of the dtypes may change, relative to the magnitudes of the terms of a
-sum. What has no rounding is compared exactly: indices, bytes, masks, and what an op promises not to
-depend on.
+Bounds come from the roundings of the dtypes, relative to the magnitudes of the terms of a sum.
+Results without rounding are compared exactly: indices, bytes and masks. So are two results of an
+op that must not depend on a difference between two calls, such as other pages.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from strategies import E4M3, Draw
 
 
 class Backend(NamedTuple):
-    """Where ops run: a device, and the tier if it is not the device's own."""
+    """A device, and the tier unless dispatch chooses it."""
 
     name: str
     device: str
@@ -70,15 +71,15 @@ def backend(request):
     return request.param
 
 
-# To find a smaller example takes minutes, which only a run by hand has.
+# Shrinking an example takes minutes, so only runs by hand do it.
 PHASES = [p for p in Phase if p is not Phase.shrink or not settings.default.derandomize]
 
 SLOWER = 5
-"""One of so many examples is run where ops are slow."""
+"""Slow backends run one in this number of examples."""
 
 
 def fuzz(shapes, times=1):
-    """A test of drawn shapes on each backend; of so many times more, where an example is quick."""
+    """A test of drawn shapes on each backend; ``times`` multiplies the number of quick examples."""
 
     def decorate(test):
         @functools.wraps(test)
@@ -101,7 +102,7 @@ def draw_of(backend, shape):
 
 
 def check_near(name, got, wanted, bound):
-    """Elements are within the bound; NaN and infinities stand at the same places."""
+    """Check that elements are within the bound, with NaN and infinities at the same places."""
     got, wanted = f64(got) if isinstance(got, torch.Tensor) else got, np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, expected {wanted.shape}"
     special = ~np.isfinite(wanted)
@@ -118,7 +119,7 @@ def check_near(name, got, wanted, bound):
 
 
 def check_equal(name, got, wanted):
-    """Integers are the same."""
+    """Check that integers are equal."""
     got, wanted = np.asarray(ints(got), np.int64), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, expected {wanted.shape}"
     if not (got == wanted).all():
@@ -136,9 +137,9 @@ def check_bits(name, got, wanted):
 
 
 def called(op, arguments, outputs):
-    """Results of an op into memory of NaN; the same into slices that the caller gives.
+    """Call an op with new outputs and with given output slices; check that both are equal.
 
-    ``outputs`` name the arguments that results may be written to.
+    ``outputs``: names of the output arguments.
     """
     function = getattr(sparsemla, op)
     with poisoned_empty():
@@ -160,7 +161,7 @@ def called(op, arguments, outputs):
 
 
 def outside_of(view):
-    """The bytes of the memory around a view."""
+    """The bytes of the storage outside of a view."""
     whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage())
     inside = torch.zeros(whole.shape, dtype=torch.bool, device=view.device)
     inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
@@ -182,22 +183,22 @@ def threads(count):
 
 
 def product_rounding(backend, dtype):
-    """Of a score, relative to the magnitudes of its terms: on a GPU queries have 16 bits."""
+    """Rounding of a score, relative to its terms' magnitudes: on a GPU queries have 16 bits."""
     return SUM if backend is CPU or dtype == torch.bfloat16 else SUM + 2.0**-17
 
 
 def weight_rounding(backend, dtype):
-    """Of a key's weight: to bfloat16, except for other dtypes on the CPU."""
+    """Rounding of P: to bfloat16, except for other dtypes on the CPU."""
     return 2.0**-20 if backend is CPU and dtype != torch.bfloat16 else 1.02 * 2.0**-8
 
 
 def exp_rounding(backend, dtype):
-    """Of all weights of a row together: torch's CPU kernel for bfloat16 has a short exp."""
+    """Common error of P in a row: torch's CPU kernel for bfloat16 has a short exp."""
     return 2.0**-14 if backend is CPU and dtype == torch.bfloat16 else 2.0**-19
 
 
 def loose_query(backend, q):
-    """A query, and the rounding of its products as an error of it."""
+    """A query, with the rounding of its products as an error of the query."""
     value = f64(q)
     return Near(value, product_rounding(backend, q.dtype) * abs(value))
 
@@ -263,7 +264,7 @@ BATCHED = ("q", "topk_indices", "topk_lengths", "extra_topk_indices", "extra_top
 
 
 def check_alone(op, arguments, results, batched=BATCHED):
-    """With a count of splits given, a request has the same bits alone as in the batch."""
+    """With given splits, a request has the same bits alone and in the batch."""
     with threads(2):
         results = op(**arguments)
         for b in range(len(results[0])):
@@ -357,7 +358,7 @@ def check_merged(arguments, out, lse, dtype):
 
 
 def score_rounding(backend, dtype):
-    """Hopper's FP8 unit keeps 14 bits of a sum."""
+    """Rounding of scores: Hopper's FP8 MMA keeps 14 bits of a sum."""
     return 2.0**-12 if backend.name == "cuda" and dtype == E4M3 else SUM
 
 
@@ -376,7 +377,7 @@ def test_indexer_scores(backend, shape):
 
 
 def check_equal_keys(scores):
-    """Keys that are equal byte for byte have the same score, wherever they stand."""
+    """Check that keys with equal bytes have the same score at any position."""
     for row in f64(scores.flatten(0, -2)):
         seen = row[row > -INF]
         assert len(set(seen.tolist())) <= 1, f"equal keys have scores {sorted(set(seen.tolist()))}"
@@ -425,7 +426,7 @@ def test_indexer_topk(backend, shape):
 
 
 def check_topk(backend, shape, arguments, chosen):
-    """Each token's selection, by the float64 scores of the keys that it sees."""
+    """Check each token's selection against the float64 scores of its visible keys."""
     q, weights, table = (
         f64(arguments["q"]),
         f64(arguments["weights"]),
@@ -458,7 +459,7 @@ def check_topk(backend, shape, arguments, chosen):
 def positions_of(slots, table_row, page_size, visible, topk):
     """Positions of the slots of a selection; ids without a slot are left out."""
     places = {definitions.slot_of(table_row, i, page_size): i for i in range(visible)}
-    if visible <= topk:  # all are chosen, in order, with -1 for ids without a slot
+    if visible <= topk:  # all keys are selected, in order, with -1 for ids without a slot
         wanted = [definitions.slot_of(table_row, i, page_size) for i in range(visible)]
         assert list(slots) == wanted + [-1] * (topk - visible)
         return list(range(visible)) + [-1] * (topk - visible)
@@ -466,7 +467,7 @@ def positions_of(slots, table_row, page_size, visible, topk):
 
 
 def check_selection(scores, positions, topk, slack):
-    """Positions ascend, then -1; and nothing better was left out."""
+    """Check that positions ascend, then -1, and that no better key is missing."""
     ids = [i for i in positions if i >= 0]
     assert ids == sorted(set(ids)), f"positions do not ascend: {positions}"
     live = int((scores.value > -INF).sum())
@@ -480,15 +481,15 @@ def check_selection(scores, positions, topk, slack):
     assert value[best] - bound[best] <= value[worst] + bound[worst], (
         f"{best} with {value[best]} is left out, {worst} with {value[worst]} is chosen"
     )
-    if slack == 0.0:  # of equals the lower position
+    if slack == 0.0:  # ties go to the lower position
         least = min(value[i] for i in ids)
         equals = [i for i in range(len(value)) if value[i] == least]
         kept = [i for i in equals if i in set(ids)]
-        assert kept == equals[: len(kept)], f"of equals {equals} the later ones {kept} are chosen"
+        assert kept == equals[: len(kept)], f"of the ties {equals}, later ones {kept} are selected"
 
 
 def check_topk_of_requests(arguments, chosen):
-    """A request selects the same keys alone and in the batch."""
+    """Check that a request selects the same keys alone and in the batch."""
     starts = ints(arguments["input_row_offsets"])
     for b in range(len(starts) - 1):
         at = slice(int(starts[b]), int(starts[b + 1]))
@@ -561,7 +562,7 @@ def test_gather_dequant(backend, shape):
 
 
 def check_rounded(name, got, near, dtype):
-    """Values of a dtype are each the rounding of a number within the error."""
+    """Check that each value is the rounding of a number within the error."""
     low, high = (rounded(near.value + sign * near.error, dtype) for sign in (-1, 1))
     nan = np.isnan(near.value)
     assert (np.isnan(got) == nan).all(), f"{name}: NaN elsewhere"
@@ -575,7 +576,7 @@ def check_rounded(name, got, near, dtype):
 
 
 def scale_bounds(fmt, near, mode):
-    """Least and largest scale ``[..., blocks]`` that float32 may find; NaN does not count."""
+    """Smallest and largest scale ``[..., blocks]`` that float32 may give; NaN is ignored."""
     bounds = []
     for sign in (-1, 1):
         blocks = fmt.blocks(np.maximum(abs(near.value) + sign * near.error, 0))
@@ -587,7 +588,7 @@ def scale_bounds(fmt, near, mode):
 
 
 def check_records(cache, slots, near, mode, before):
-    """The records at slots are the rows quantised; every other byte is as it was."""
+    """Check that the slots hold the quantised rows and that no other byte has changed."""
     fmt = definitions.format_of(cache.format.name)
     kept = [i for i, slot in enumerate(slots) if slot >= 0]
     slots, near = [slots[i] for i in kept], Near(near.value[kept], near.error[kept])
@@ -659,7 +660,7 @@ def check_index_keys(arguments, before):
 
 
 def check_index_queries(arguments, fmt, queries, weights):
-    """The rotated queries, quantised by a scale that the weights carry."""
+    """Check the rotated, quantised queries; their scale is a factor of the head weights."""
     fmt, mode = definitions.format_of(fmt.name), arguments["scale_mode"]
     near = definitions.index_queries(arguments["q"], **index_rotation(arguments))
     factors = f64(arguments["weights"]) * (near.value.shape[1] * near.value.shape[2]) ** -0.5
@@ -752,7 +753,7 @@ def block_of(weight):
 
 
 def fp8_unit(backend, near, weight):
-    """What Hopper's FP8 unit may lose, which keeps 14 bits of a sum; others lose nothing."""
+    """Rounding of Hopper's FP8 MMA, which keeps 14 bits of a sum; 0 on other devices."""
     if backend.name != "cuda" or weight.scale is None:
         return 0.0
     zero = Near(abs(near.value), np.zeros_like(near.value))
@@ -760,7 +761,7 @@ def fp8_unit(backend, near, weight):
 
 
 def projected(backend, near, weight):
-    """A product that is rounded to bfloat16, and its error."""
+    """A projection rounded to bfloat16, and its error."""
     value, error = definitions.project_heads(near, weights_of(weight), block_of(weight))
     error = error + fp8_unit(backend, near, weight)
     return Near(value, error + 1.01 * half_step(abs(value) + error, torch.bfloat16))
@@ -782,7 +783,7 @@ def test_project_heads(backend, shape):
 
 
 def branch_query(backend, arguments):
-    """The rotated part of the queries, and the rest in the latent space; both are bfloat16."""
+    """The rotated RoPE dims and the latent dims of the queries, both bfloat16."""
     layer, plan = arguments["layer"], arguments["plan"]
     nope = layer.qk_nope_head_dim
     rope = definitions.rope_queries(
@@ -793,7 +794,7 @@ def branch_query(backend, arguments):
 
 
 def check_branch_rows(arguments, before):
-    """The step's rows are in the cache, and nothing else of it has changed."""
+    """Check that the cache has the step's rows and no other changes."""
     layer, plan = arguments["layer"], arguments["plan"]
     rows = definitions.latent_rows(
         arguments["kv"],
@@ -808,7 +809,7 @@ def check_branch_rows(arguments, before):
 
 
 def absorbed(backend, arguments):
-    """The branch in the absorbed form, on the rows that the op has stored."""
+    """The branch in the absorbed form, over the rows that the op has stored."""
     layer, plan, cache = (arguments[name] for name in ("layer", "plan", "cache"))
     nope, rope = branch_query(backend, arguments)
     query = definitions.joined([projected(backend, nope, layer.w_uk), rope])
@@ -835,7 +836,7 @@ def absorbed(backend, arguments):
 
 
 def expanded(backend, arguments, num_merges):
-    """The dense branch with keys and values for each head, of the rows that the op has stored."""
+    """The dense branch with keys and values per head, from the rows that the op has stored."""
     layer, plan, cache = (arguments[name] for name in ("layer", "plan", "cache"))
     query = definitions.joined(branch_query(backend, arguments))
     query = Near(query.value, query.error + SUM * abs(query.value))
@@ -858,7 +859,7 @@ def expanded(backend, arguments, num_merges):
 
 
 def check_branch(op, arguments, expected, options, real):
-    """A branch writes the step's rows, and gives the outputs of the tokens that are not padding."""
+    """Check a branch: the step's rows in the cache, and the outputs of tokens except padding."""
     before = definitions.memory(arguments["cache"])
     (out,) = called(op, {**arguments, **options}, ("out",))
     check_branch_rows(arguments, before)

@@ -6,7 +6,7 @@ import torch
 
 from sparsemla.kernels.topk.triton import merge_topk, select_topk
 
-# For these kernels sm_89 is sm_80: what it adds are FP8 conversions.
+# For these kernels sm_89 is like sm_80: it only adds FP8 conversions.
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 INT32 = {"dtype": torch.int32, "device": "meta"}
