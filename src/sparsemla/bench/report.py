@@ -236,7 +236,7 @@ def write_table(document: Path, report: Report | None) -> None:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{document} must contain {BEGIN} and, behind it, {END}")
+        raise ValueError(f"{document} must contain {BEGIN} and, after it, {END}")
     table = markdown(report) if report is not None and report.rows else NO_MEASUREMENTS
     document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 

@@ -117,7 +117,7 @@ class Timer:
         self._flush.zero_()
 
     def _once(self, side: Prepared) -> Callable[[], float]:
-        """Run ``side``; the function returned tells how long it took, once the device is done."""
+        """Run ``side``; returns a function that gives its time once the device is done."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             side.run()

@@ -166,7 +166,7 @@ def decode_branch(
         q: bfloat16 ``[T, H, P + R]``.
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
         cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
-        layer: weights and constants; e4m3 weights give block-scaled FP8 products. The weights are
+        layer: weights and constants; e4m3 weights give block-scaled FP8 GEMMs. The weights are
             read ahead, as :func:`project_heads` says.
         plan: positions, slots and page tables of the step (:func:`plan_batch`).
         topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense

@@ -47,7 +47,7 @@ def to_slots(
         out: int32 ``[T, K]``, written.
 
     Returns:
-        int32 ``[T, K]``, each result at the place of its index.
+        int32 ``[T, K]``, in the order of the indices.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.

@@ -132,12 +132,12 @@ def prefill_workspace_rows(
 ) -> int | None:
     """Rows of the bfloat16 workspace with which :func:`sparse_prefill` is faster, or None.
 
-    In place, each token dequantises every row that it selects. Many tokens finish earlier if
-    :func:`gather_dequant` converts the contexts of their requests once and attention reads the
-    workspace; a few tokens of long requests finish earlier in place. Measurements decide, not the
-    device: see :mod:`sparsemla.dispatch`. Pass the result to :func:`plan_batch` as
+    Without a workspace, each token dequantises every row that it selects. Many tokens finish
+    earlier if :func:`gather_dequant` converts the contexts of their requests once and attention
+    reads the workspace; a few tokens of long requests finish earlier without one. Measurements
+    decide, not the device: see :mod:`sparsemla.dispatch`. Pass the result to :func:`plan_batch` as
     ``workspace_rows``: its chunks then fit the workspace. A workspace takes ``2 * head_dim`` bytes
-    a row, and all layers share it.
+    per row, and all layers share it.
 
     Args:
         query_lens: ``[P]`` host integers, new tokens of each prefill.

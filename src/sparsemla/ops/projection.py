@@ -1,4 +1,4 @@
-"""Per-head products: queries into the latent space, attended latents out of it."""
+"""Per-head GEMMs: queries into the latent space, attended latents to the heads' outputs."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def project_heads(
 ) -> Tensor:
     """Multiply each head's vector with the head's matrix.
 
-    ``out[t, h] = weight[h] @ x[t, h]``. With e4m3 weights the activations are quantised on the way,
+    ``out[t, h] = weight[h] @ x[t, h]``. With e4m3 weights the activations are quantised as well,
     with one scale ``max(amax, 1e-4) / 448`` for each token, head and block of ``scale_block[1]``
     inputs, and each block's float32 sum is multiplied by both scales.
 
@@ -48,7 +48,7 @@ def project_heads(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
 
-    Source: MAX ``mla_decode_branch_fp8`` (its two batched products); DeepSeek-V3 (arXiv 2412.19437)
+    Source: MAX ``mla_decode_branch_fp8`` (its two batched GEMMs); DeepSeek-V3 (arXiv 2412.19437)
     section 3.3.2.
 
     >>> from sparsemla import HeadWeight

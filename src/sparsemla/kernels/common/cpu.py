@@ -61,7 +61,7 @@ def dequantize(fields: RowFields, scale_block: int) -> Tensor:
 def read_rows(cache: PagedCache, slots: Tensor) -> Tensor:
     """Dequantised bfloat16 rows ``[n, head_dim]`` of valid ``slots [n]``."""
     out = torch.empty(slots.shape[0], cache.format.head_dim, dtype=torch.bfloat16)
-    # Converting goes through temporaries several times the size of the rows.
+    # The conversion has temporaries several times the size of the rows.
     for part in blocks(slots.shape[0], WORKSPACE_BYTES // (16 * cache.format.head_dim)):
         out[part] = dequantize(cache.gather(slots[part]), cache.format.scale_block)
     return out
@@ -164,7 +164,7 @@ def _attend_exactly(
 def _refine_small(
     lse: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> None:
-    """Compute again, from float64 products, the rows with an LSE near 0.
+    """Recompute the LSE of rows near 0 from float64 scores.
 
     For bfloat16 the flash kernel's exponentials share a relative error of 3e-5. It cancels out in
     out, and it is below the rounding of an LSE that is not small.

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel begins while the one before it still runs.
 
 Before its wait, a kernel may only do work that reads nothing an earlier kernel writes. It lets the
-next kernel begin as soon as all of its own programs have begun. A wait ends when the kernel before
-has ended, which itself waited in the same way, so after the wait all earlier results are visible.
+next kernel begin as soon as all of its own programs have begun. A wait ends when the previous
+kernel has ended. That kernel has waited as well, so all earlier results are visible then.
 """
 
 import torch
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import describe
 
 RESIDENT = 16
-"""One-warp programs that fit on a multiprocessor, with up to 128 registers a thread."""
+"""One-warp programs that fit on a multiprocessor, with up to 128 registers per thread."""
 
 
 def begins_early(device: torch.device, num_programs: int = 0) -> dict[str, bool]:

@@ -31,7 +31,7 @@ Barriers:
     warm        1         1, TMA of a page out of range       all         the descriptor of the keys
 
 The number of stages is a multiple of the number of consumers, so each stage has one consumer.
-Warps: consumers 2 x 4, producer 1, filler 2; the last two are limited to 56 registers a thread.
+Warps: consumers 2 x 4, producer 1, filler 2; the last two are limited to 56 registers per thread.
 Shared memory for 256 heads of 128 dims, in KiB: Q 2 x 32, keys 64, head weights 2, scales 2.
 """
 
@@ -777,7 +777,7 @@ def launch(
     num_groups: int,
     tiling: Tiling,
 ) -> None:
-    """Launch :func:`score`, one CTA a multiprocessor."""
+    """Launch :func:`score`, one CTA per multiprocessor."""
     d = tiling.block_d
     q_box, k_box = [1, tiling.tokens, tiling.block_h, d], [1, COPY_KEYS.value, d]
     score[(num_multiprocessors(q.device),)](

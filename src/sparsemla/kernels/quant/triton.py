@@ -30,7 +30,7 @@ HEAD_DIMS = 1024
 """Query elements of a program: four 16-byte loads in flight per thread of its warp."""
 
 LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
-"""Products and sums round separately, as in the reference: equal rows give equal bytes."""
+"""Without fused multiply-adds, as in the reference, so that equal rows give equal bytes."""
 
 
 class Scaling(NamedTuple):

@@ -747,7 +747,7 @@ def schedule_lists(num_rows: int, num_cols: int, topk: int, device: torch.device
     capacity = min(8192, max(2048, triton.next_power_of_2(2 * topk)))
     capacity = 8192 if long else capacity
     sample = min(max(triton.next_power_of_2(num_cols) // 32, 1024), 8192 if long else 4096)
-    # Sixteen warps a multiprocessor hide the latency of memory.
+    # Sixteen warps per multiprocessor hide the latency of memory.
     processors = num_multiprocessors(device)
     slices = min(64, 4 * processors // max(num_rows, 1), num_cols // 4096)
     slices = 1 << (max(slices, 1).bit_length() - 1)

@@ -11,8 +11,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Copies from global memory, 16 bytes a thread: 8 lanes copy 128 bytes of a row, and a thread copies
-# the same rows of every chunk. Scales are copied in words of 4 bytes.
+# Copies from global memory, 16 bytes per thread: 8 lanes copy 128 bytes of a row, and a thread
+# copies the same rows of every chunk. Scales are copied in words of 4 bytes.
 COPY_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 COPY_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))

@@ -149,7 +149,7 @@ class Queries(NamedTuple):
 class QuantizedRows(NamedTuple):
     """A quantised cache as a kernel argument.
 
-    ``words``: its codes, four to a word. ``scales``: None if the codes' storage holds the scales.
+    ``words``: its codes, four per word. ``scales``: None if the codes' storage holds the scales.
     """
 
     words: Tensor
@@ -834,8 +834,8 @@ def pv_consumer(
 ):
     """A PV warpgroup: it dequantises half of the value dims and accumulates the same half of O.
 
-    Dequantisation is two steps ahead of the MMA, across the ends of tiles. The first tile has two
-    extra iterations in front, which only dequantise.
+    Dequantisation is two steps ahead of the MMA, across the ends of tiles. Before the first tile,
+    two extra iterations only dequantise.
     """
     step = -2
     # Dequantisation's own tile: its remaining blocks, and its turn.

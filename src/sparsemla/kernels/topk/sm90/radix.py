@@ -271,7 +271,7 @@ def _count_from_best(search, row):
 def _count_digits(search, step):
     """The histogram of the next digit over the keys that start with ``bound``.
 
-    All other keys are counted in the word behind the bins.
+    All other keys are counted in the word after the bins.
     """
     if search.bounded:
         text = f"""
@@ -474,7 +474,7 @@ def _store_ranks(search, row):
 def _search_ptx(keys, warps, ctas, bounded):
     """The search as PTX; operands: the results, the keys in their registers, k and the bound."""
     search = _search(keys, warps, ctas, bounded)
-    ties, chosen, best = range(len(DIGITS), len(DIGITS) + 3)  # rows of sums, behind the digits'
+    ties, chosen, best = range(len(DIGITS), len(DIGITS) + 3)  # rows of sums, after the digits'
     text = _declare(search) + _set_up(search)
     for step in range(1 if bounded else len(DIGITS)):
         text += _clear_bins(search, step)
