@@ -1,10 +1,10 @@
-"""Other people's kernels, where they are installed, on the inputs of a workload.
+"""Other implementations, if installed, on the inputs of a workload.
 
-Looked for, first match: under a directory that holds ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
-as their wheels lay them out (the extension modules load without their packages' dependencies);
-among the files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. TileLang
-ships kernels as examples only; two files of its ``examples/deepseek_v32``,
-``sparse_mla_fwd_pipelined.py`` and ``topk_selector.py``, are taken from ``DIR/deepseek_v32``.
+Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
+of unpacked wheels (the extension modules load without their packages' dependencies); among the
+files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. TileLang ships kernels
+as examples only; two files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py`` and
+``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, TileLang)
 
 
 def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that are here, and why each other one is not.
+    """The installed peers, and why each other peer is unavailable.
 
     Args:
-        directory: where to look before the installed packages.
+        directory: folder to search before the installed packages.
     """
     directories = [] if directory is None else [directory.resolve()]
-    # Extensions load without their packages, whose imports take long and change global state.
+    # Extensions load without their packages; imports of these take long and change global state.
     for name in ("vllm", "sgl_flash_mla", "sglang"):
         package = importlib.util.find_spec(name)
         if package is not None and package.submodule_search_locations:
@@ -51,7 +51,7 @@ def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str
 
 
 def versions(directory: Path | None = None) -> dict[str, str]:
-    """Versions of the packages that take part: in ``directory``, installed, or imported."""
+    """Versions of the packages measured: in ``directory``, installed, or imported."""
     found = {}
     for name in (
         "sparsemla",

@@ -1,4 +1,4 @@
-"""The interface of a peer, and how its files are found and loaded."""
+"""The interface of a peer, and functions that find and load its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unavailable(Exception):
 
 
 class Peer(ABC):
-    """A competitor on one machine."""
+    """Another implementation on one machine."""
 
     name: ClassVar[str]
 
@@ -30,13 +30,13 @@ class Peer(ABC):
 
     @abstractmethod
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
-        """Its kernels for a workload that it supports; inputs are brought into its layout here."""
+        """The peer's kernels for a supported workload, with inputs converted to its layout."""
 
 
 def side(
     name: str, workload: Workload, inputs: Inputs, run: Callable[[], Results], note: str = ""
 ) -> Side:
-    """A side that answers the workload's own question."""
+    """A side with the workload's own check."""
     return Side(name, run, lambda got: workload.check(inputs, got), note=note)
 
 
@@ -60,7 +60,7 @@ def module_from(path: Path) -> types.ModuleType:
     """A module made from one file.
 
     Raises:
-        Unavailable: the file is no module.
+        Unavailable: the file is not a module.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:

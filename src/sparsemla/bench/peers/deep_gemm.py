@@ -73,7 +73,7 @@ class DeepGEMM(Peer):
         return [side(self.name, workload, inputs, paged)]
 
     def _indexer_topk(self, workload: IndexerTopk, inputs: Inputs) -> list[Side]:
-        """Scores, all of them at a time, and then each of vLLM's selections, or torch's."""
+        """Scores of all tokens at once, then each of vLLM's selections, or torch's."""
         scores = self._scores_of_prefill if workload.query_len > 1 else self._scores_of_decode
         compute, starts, ends = scores(workload, inputs)
         topk, ops = workload.topk, torch.ops._C
@@ -117,7 +117,7 @@ class DeepGEMM(Peer):
     def _scores_of_prefill(
         self, workload: IndexerTopk, inputs: Inputs
     ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
-        """Scores over contiguous keys, which are there before the clock starts."""
+        """Scores over contiguous keys; these are gathered before the clock starts."""
         context, device = workload.context, inputs["q"].device
         slots = slots_of(
             inputs["page_table"],

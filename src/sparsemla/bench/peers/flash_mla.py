@@ -104,7 +104,7 @@ class FlashMLA(Peer):
         return side(self.name, workload, inputs, run)
 
     def _after_gather(self, workload: CachedPrefill, inputs: Inputs) -> Side:
-        """Its prefill over rows that vLLM's kernel has converted, or ours where that is absent."""
+        """Its prefill over rows converted by vLLM's kernel, or without vLLM by ours."""
         table, starts, rows = (inputs[n] for n in ("page_table", "workspace_starts", "workspace"))
         theirs = workload.format is FP8_DS_MLA and hasattr(torch.ops._C_cache_ops, VLLM.GATHER)
 
@@ -123,9 +123,9 @@ class FlashMLA(Peer):
 
 
 class _StandIn:
-    """A package of that name and a module in it, both empty, unless the package is imported.
+    """An empty package with an empty module, unless the package is imported.
 
-    FlashMLA's interface imports its extension as a module of vLLM, to have its ops registered.
+    FlashMLA's interface imports its extension as a module of vLLM, only to register its ops.
     """
 
     def __init__(self, package: str, module: str) -> None:

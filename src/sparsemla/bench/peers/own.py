@@ -1,4 +1,4 @@
-"""torch's kernels, and this package's other way to compute the same."""
+"""torch's kernels, and this package's alternative for the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsemla.testing.compare import UNQUANTIZED_PROJECTION
 
 
 class Torch(Peer):
-    """``torch.topk`` and ``torch.bmm`` in bfloat16, which are everywhere."""
+    """``torch.topk`` and ``torch.bmm`` in bfloat16, always available."""
 
     name = "torch"
 
@@ -56,7 +56,7 @@ class Torch(Peer):
 
 
 class Sparsemla(Peer):
-    """This package's other way to do the same, which a user may choose."""
+    """This package's alternative for the same result, which a user may choose."""
 
     name = "sparsemla"
 

@@ -17,7 +17,7 @@ class TileLang(Peer):
 
     name = "TileLang"
     LIST = 4096
-    """Keys of the threshold's bucket that its selection has room for; it does not count them."""
+    """Capacity of its list for keys in the threshold's bucket; it does not check the number."""
 
     def __init__(self, directories: list[Path]) -> None:
         installed("tilelang")
@@ -55,7 +55,7 @@ class TileLang(Peer):
             return [side(self.name, workload, inputs, selector)]
         q, kv = inputs["q"][None], inputs["kv"][None, :, None]
         indices, first = inputs["topk_indices"][None, :, None], kv.shape[1]
-        # Its causal mask is by position: tokens that come after every key see all of them.
+        # Its causal mask is by position: put the tokens after all keys, so that they see every key.
         position = torch.full((1,), first, dtype=torch.int32, device=q.device)
         interface = self.modules["attention"].sparse_mla_fwd_interface
         kernel = interface(
@@ -69,7 +69,7 @@ class TileLang(Peer):
 
 
 def largest_bucket(scores: Tensor, topk: int) -> int:
-    """Most scores of a row that agree with its threshold in the upper 8 bits of their float16."""
+    """Most scores of a row that share the upper 8 bits of their float16 with its threshold."""
     upper = scores.half().view(torch.uint8)[..., 1::2]
     threshold = scores.topk(topk).values[:, -1:].half().view(torch.uint8)[..., 1::2]
     return int((upper == threshold).sum(1).max())

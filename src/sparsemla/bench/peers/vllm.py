@@ -27,7 +27,7 @@ from sparsemla.testing.compare import Tolerance, assert_close
 
 # Both sides round a value to e4m3, by up to 2^-4 of it, and to bfloat16 before or after.
 CACHE_ROWS = Tolerance(rel=0.14, cos=1e-3, size=2**-3)
-"""e4m3 rows times their scales, against others or the rows they were made from."""
+"""Tolerance of e4m3 rows times their scales, against other such rows or unquantised rows."""
 
 
 class VLLM(Peer):
@@ -129,9 +129,9 @@ class VLLM(Peer):
         return format.name if format is FP8_DS_MLA else "auto"
 
     def _whole_cache_write(self, inputs: Inputs) -> Side:
-        """Its cache write and the kernels that must run before it, as few as it has.
+        """Its cache write and the fewest kernels that must run before it.
 
-        The one that rotates and writes takes one scale for all rows, so no 656-byte record.
+        The fused kernel rotates and writes with one scale for all rows: no 656-byte record.
         """
         ops, writes = torch.ops._C, torch.ops._C_cache_ops
         slots, positions = inputs["slot_mapping"], inputs["positions"]
@@ -196,7 +196,7 @@ class VLLM(Peer):
         def check(results: Results) -> None:
             expected = _empty_like(inputs["cache"])
             queries, folded = reference.fused_indexer_rope_quant(**inputs | {"cache": expected})
-            # A last bit doubles a scale and halves codes: only their products can be compared.
+            # A last bit may double a scale and halve its codes, so compare their products.
             weighted = results[0].float() * results[1].float()[..., None]
             assert_close("queries", weighted, queries.float() * folded[..., None], CACHE_ROWS)
             written = PagedCache(results[2], INDEX_FP8).read(slots)
