@@ -7,12 +7,19 @@ vLLM only inside these functions.
 
 BACKEND = "sparsemla.backends.vllm.attention.SparseMLABackend"
 
+NVIDIA_MODELS = {
+    "DeepseekV32ForCausalLM": "sparsemla.backends.vllm.nvidia:DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM": "sparsemla.backends.vllm.nvidia:DeepseekV32ForCausalLM",
+    "DeepseekV32MTPModel": "sparsemla.backends.vllm.nvidia:DeepseekV32MTP",
+}
+"""vLLM's NVIDIA classes with another selection."""
+
 GENERIC_MODELS = {
     "DeepseekV32ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM",
     "GlmMoeDsaForCausalLM": "vllm.model_executor.models.deepseek_v2:GlmMoeDsaForCausalLM",
     "DeepseekV32MTPModel": "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP",
 }
-"""vLLM's portable model classes; the NVIDIA classes of these models cannot replace the indexer."""
+"""vLLM's portable classes, for GPUs that cannot run the NVIDIA classes with another selection."""
 
 
 def register() -> None:
@@ -43,7 +50,8 @@ def register_indexer() -> None:
 
     from sparsemla.backends.vllm.indexer import OPERATOR, IdleIndexerOp, SparseMLAWrapper
 
-    for architecture, model in GENERIC_MODELS.items():
+    models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
+    for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)
     if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not SparseMLAWrapper:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(SparseMLAWrapper)
@@ -52,3 +60,19 @@ def register_indexer() -> None:
         # vLLM splits a compiled model at these ops. This one reads the step's metadata, so it
         # cannot be part of a piece that is captured.
         CompilationConfig._attention_ops.append(OPERATOR)
+
+
+def _nvidia_class_runs() -> bool:
+    """Whether the fused kernels of vLLM's NVIDIA classes write index keys that can be read here.
+
+    They convert to e4m3, which Triton compiles from sm_89 on. On sm_100 they write scales of
+    another format.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+
+    return (
+        current_platform.is_cuda()
+        and current_platform.has_device_capability(89)
+        and not mqa_logits_use_mx_scales()
+    )

@@ -47,7 +47,7 @@ from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_t
 OPERATOR = "vllm::sparsemla_indexer"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class IndexerMetadata(DeepseekV32IndexerMetadata):
     """Metadata of a batch for the indexer, which treats decodes and prefills alike.
 
@@ -55,7 +55,7 @@ class IndexerMetadata(DeepseekV32IndexerMetadata):
         query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
     """
 
-    query_start_loc: Tensor | None = None
+    query_start_loc: Tensor
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
@@ -157,7 +157,7 @@ class SparseMLAIndexer(nn.Module):
 
     def __init__(self, indexer: Indexer) -> None:
         super().__init__()
-        _refuse(indexer.vllm_config, indexer.head_dim)
+        refuse(indexer.vllm_config, indexer.head_dim)
         self.inner = indexer
         indexer.k_cache.get_attn_backend = _index_cache_backend
 
@@ -201,7 +201,7 @@ def _index_cache_backend() -> type[AttentionBackend]:
     return IndexerBackend
 
 
-def _refuse(config: VllmConfig, head_dim: int) -> None:
+def refuse(config: VllmConfig, head_dim: int) -> None:
     """Raise ValueError for settings that this indexer does not support."""
     parallel = config.parallel_config
     problems = {
@@ -240,12 +240,11 @@ def _indexer(
     """
     context = get_forward_context()
     layer_name = _resolve_layer_name(layer_name)
-    max_bytes = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
     q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     head_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not isinstance(context.attn_metadata, dict):
         # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
-        torch.empty(max_bytes, dtype=torch.uint8, device=q.device)
+        torch.empty(max_score_bytes(), dtype=torch.uint8, device=q.device)
         return
     metadata = context.attn_metadata[layer_name]
     cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
@@ -265,21 +264,47 @@ def _indexer(
         out=q_fp8[:tokens],
         weights_out=head_weights[:tokens],
     )
+    select_keys(q_fp8, head_weights, cache, metadata, topk, topk_indices_buffer)
+
+
+def select_keys(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    metadata: IndexerMetadata,
+    topk: int,
+    topk_indices_buffer: Tensor,
+) -> None:
+    """Select keys for the tokens of a batch, and nothing for the padding behind them.
+
+    Args:
+        q: e4m3 ``[T, H, 128]``.
+        weights: float32 ``[T, H]``, with the scales of the queries.
+        cache: the index cache, with this step's keys.
+        metadata: of the batch.
+        topk: number of keys that a token selects.
+        topk_indices_buffer: int32, its first T rows and ``topk`` columns are overwritten.
+    """
     page_table = metadata.block_table
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         # Not in a capture: the graph will be replayed with longer requests.
         page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
     indexer_topk(
-        q_fp8,
-        head_weights,
+        q,
+        weights,
         cache,
         input_row_offsets=metadata.query_start_loc,
         seq_lens=metadata.seq_lens,
         page_table=page_table,
         topk=topk,
-        max_workspace_bytes=max_bytes,
+        max_workspace_bytes=max_score_bytes(),
         out=topk_indices_buffer[: q.shape[0], :topk],
     )
+
+
+def max_score_bytes() -> int:
+    """The bound on the memory of the scores, by vLLM's variable."""
+    return envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
 
 
 def _fake_indexer(*args: object, **kwargs: object) -> None:

@@ -1,0 +1,150 @@
+"""The selection of this package inside vLLM's NVIDIA classes of DeepSeek-V3.2 and GLM-5.
+
+These classes prepare a step in two fused kernels, which write both caches and quantise the index
+queries. Then they call the function ``sparse_attn_indexer`` of their module for scores and top-k.
+The models below exchange this function and the class of the index cache; all else is vLLM's.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.models.deepseek_v32 import attention
+from vllm.models.deepseek_v32.nvidia import model, mtp
+from vllm.v1.attention.backend import AttentionBackend
+
+from sparsemla import INDEX_FP8, PagedCache
+from sparsemla.backends.vllm.indexer import (
+    IndexerBackend,
+    max_score_bytes,
+    refuse,
+    select_keys,
+)
+
+
+class IndexCache(DeepseekV32IndexerCache):
+    """vLLM's index cache, with the metadata of this package's indexer."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend that builds the metadata of each step."""
+        return IndexerBackend
+
+
+def sparse_attn_indexer(
+    hidden_states: Tensor,
+    k_cache_prefix: str,
+    kv_cache: Tensor,
+    q_quant: Tensor,
+    q_scale: Tensor | None,
+    k: Tensor | None,
+    weights: Tensor,
+    quant_block_size: int,
+    scale_fmt: str | None,
+    topk_tokens: int,
+    head_dim: int,
+    max_model_len: int,
+    total_seq_lens: int,
+    topk_indices_buffer: Tensor,
+    skip_k_cache_insert: bool,
+    use_pcp: bool,
+    pcp_shard_decode_requests: bool,
+    dense_mha_metadata_layer_name: str,
+    use_fp4_cache: bool = False,
+    dcp_rank: int = 0,
+    dcp_world_size: int = 1,
+    cp_kv_cache_interleave_size: int = 1,
+    skip_topk_buffer_clear: bool = False,
+    candidate_blocks: Tensor | None = None,
+    candidate_block_size: int = 0,
+    candidate_write: bool = False,
+    topk_backend: str = "auto",
+) -> Tensor:
+    """Scores and exact top-k of a step, with the signature of vLLM's function.
+
+    Only the following arguments matter here. Keys are in the cache already.
+
+    Args:
+        k_cache_prefix: name of the index cache in the metadata of a step.
+        kv_cache: uint8 ``[num_blocks, 64, 132]``, the index cache.
+        q_quant: e4m3 ``[T, H, 128]``, index queries.
+        weights: float32 ``[T, H]``, with the scales of the queries.
+        topk_tokens: number of keys that a token selects.
+        topk_indices_buffer: int32, its first T rows are overwritten.
+        dense_mha_metadata_layer_name: name of the attention layer, if it can be dense.
+
+    Returns:
+        ``topk_indices_buffer``.
+    """
+    context = get_forward_context()
+    if not isinstance(context.attn_metadata, dict):
+        # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
+        torch.empty(max_score_bytes(), dtype=torch.uint8, device=q_quant.device)
+    elif not _attention_is_dense(context, dense_mha_metadata_layer_name):
+        metadata = context.attn_metadata[k_cache_prefix]
+        cache = PagedCache(kv_cache, INDEX_FP8)
+        select_keys(q_quant, weights, cache, metadata, topk_tokens, topk_indices_buffer)
+    return topk_indices_buffer
+
+
+def _attention_is_dense(context: ForwardContext, layer_name: str) -> bool:
+    """Whether vLLM runs all of a step's tokens as dense attention, which reads no selection."""
+    metadata = context.attn_metadata.get(layer_name)
+    return (
+        getattr(getattr(metadata, "prefill", None), "use_dense_mha", False)
+        and metadata.num_decode_tokens == 0
+        and context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+    )
+
+
+class WithSelection(nn.Module):
+    """A model of vLLM, built with this package's selection.
+
+    Raises:
+        ValueError: the configuration is not supported.
+        RuntimeError: vLLM's class would run another selection.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        refuse(vllm_config, vllm_config.model_config.hf_text_config.index_head_dim)
+        attention.sparse_attn_indexer = sparse_attn_indexer
+        attention.DeepseekV32Indexer.indexer_cache_cls = IndexCache
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        check_selection(self)
+
+
+class DeepseekV32ForCausalLM(WithSelection, model.DeepseekV32ForCausalLM):
+    """vLLM's NVIDIA class of DeepSeek-V3.2 and GLM-5."""
+
+
+class DeepseekV32MTP(WithSelection, mtp.DeepseekV32MTP):
+    """Their layer for multi-token prediction."""
+
+
+def check_selection(built: nn.Module) -> None:
+    """Raise RuntimeError unless every layer with an indexer will call this package's function."""
+    layers = [
+        layer
+        for layer in built.modules()
+        if isinstance(layer, attention.DeepseekV32Attention) and layer.indexer is not None
+    ]
+    for layer in layers:
+        step = inspect.unwrap(type(layer)._sparse_indexer_and_attn)
+        called = step.__globals__.get("sparse_attn_indexer")
+        if (
+            "sparse_attn_indexer" not in step.__code__.co_names
+            or called is not sparse_attn_indexer
+            or not isinstance(layer.indexer.k_cache, IndexCache)
+        ):
+            raise RuntimeError(
+                f"sparsemla_indexer: the selection of {layer.layer_name} must be this package's, "
+                f"but vLLM's class calls {called}; remove sparsemla_indexer from VLLM_PLUGINS"
+            )
+    if not layers:
+        raise RuntimeError(
+            f"sparsemla_indexer: {type(built).__name__} must have layers of "
+            "vllm.models.deepseek_v32 with an indexer, got none; remove sparsemla_indexer from "
+            "VLLM_PLUGINS"
+        )
