@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,7 @@ class Mode:
         backend: vLLM's name of the attention backend.
         cache: the cache's dtype.
         graphs: whether steps are captured.
-        portable: exchange vLLM's class of the model for NVIDIA for the portable one, which the
-            plugin of the indexer does anyway.
+        portable: exchange vLLM's class of the model for NVIDIA for the portable one.
     """
 
     plugins: str
@@ -48,20 +48,25 @@ class Mode:
 
 BOTH = "sparsemla,sparsemla_indexer"
 MODES = {
-    "vllm": Mode("", "FLASHMLA_SPARSE", portable=True),
-    "attention": Mode("sparsemla", "CUSTOM", portable=True),
-    "attention, graphs": Mode("sparsemla", "CUSTOM", graphs=True, portable=True),
+    "vllm": Mode("", "FLASHMLA_SPARSE"),
+    "vllm, graphs": Mode("", "FLASHMLA_SPARSE", graphs=True),
+    "attention": Mode("sparsemla", "CUSTOM"),
+    "attention, graphs": Mode("sparsemla", "CUSTOM", graphs=True),
     "both": Mode(BOTH, "CUSTOM"),
     "both, graphs": Mode(BOTH, "CUSTOM", graphs=True),
-    "flashmla, bf16": Mode("sparsemla_indexer", "FLASHMLA_SPARSE", cache="bfloat16"),
-    "both, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16"),
+    "both, portable": Mode(BOTH, "CUSTOM", portable=True),
+    "vllm, bf16": Mode("", "FLASH_ATTN_MLA_SPARSE", cache="bfloat16"),
+    "attention, bf16": Mode("sparsemla", "CUSTOM", cache="bfloat16"),
+    "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
 }
 PAIRS = (
     ("attention", "vllm"),
-    ("attention, graphs", "vllm"),
+    ("attention, graphs", "vllm, graphs"),
     ("both", "vllm"),
-    ("both, graphs", "both"),
-    ("both, bf16", "flashmla, bf16"),
+    ("both, graphs", "vllm, graphs"),
+    ("both, portable", "both"),
+    ("attention, bf16", "vllm, bf16"),
+    ("both, bf16, graphs", "vllm, bf16"),
 )
 
 
@@ -112,9 +117,11 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
 
     if mode.portable:
         from vllm.model_executor.models.registry import ModelRegistry
+        from vllm.plugins import load_general_plugins
 
         from sparsemla.backends.vllm import GENERIC_MODELS
 
+        load_general_plugins()
         for architecture, name in GENERIC_MODELS.items():
             ModelRegistry.register_model(architecture, name)
     llm = LLM(
@@ -127,7 +134,8 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         max_num_batched_tokens=1024,
         max_num_seqs=8,
         block_size=64,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 30,  # and no measurement, so that several can serve at once
         enable_prefix_caching=False,
     )
     draw = np.random.default_rng(0)
@@ -177,17 +185,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
+    parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
     if arguments.serve:
         serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
     make_model(model)
-    for name in MODES:
+
+    def run(name: str) -> None:
+        (folder / f"{name}.json").unlink(missing_ok=True)
         command = [sys.executable, __file__, "--folder", str(folder), "--serve", name]
-        subprocess.run(command, check=True)
-    equal = [compare(name, base, folder) for name, base in PAIRS]
-    return int(not all(equal))
+        with (folder / f"{name}.log").open("w") as log:
+            done = subprocess.run(command, stdout=log, stderr=log, check=False)
+        if done.returncode:
+            sys.stdout.write(f"{name}: failed, see {log.name}\n")
+
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        list(pool.map(run, MODES))
+    served = {name for name in MODES if (folder / f"{name}.json").exists()}
+    equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
+    return int(served != set(MODES) or not all(equal))
 
 
 if __name__ == "__main__":
