@@ -1,0 +1,443 @@
+"""Time of a step in vLLM's engine: this package beside vLLM's own backends for Hopper.
+
+The model is a DeepSeek-V3.2 of few layers with the true dims of attention and indexer, small
+experts and random weights. Each side serves it in a process of its own. Contexts of decodes are not
+computed: vLLM's ``DecodeBenchConnector`` takes them as given, and the caches hold random rows.
+
+Needs vLLM 0.33 and a Hopper GPU. Run ``python examples/vllm_bench.py``; rows are written as they
+come. ``python benchmarks/engine.py`` makes the table and the figure of the docs of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+BATCHES = (1, 16, 64, 128)
+CONTEXTS = (8192, 32768, 131072)
+CHUNK = 8192
+"""Tokens of a step of a prefill."""
+LAYERS = 3
+VOCABULARY = 4096
+SETTLE, TIMED, PROFILED = 4, 20, 3
+"""Decode steps until the batch is complete and captured, to time, and to profile."""
+
+BOTH = "sparsemla,sparsemla_indexer"
+SIDES = {
+    "sparsemla, fp8": (BOTH, "CUSTOM", "fp8_ds_mla"),
+    "FLASHMLA_SPARSE, fp8": ("", "FLASHMLA_SPARSE", "fp8_ds_mla"),
+    "sparsemla, bf16": (BOTH, "CUSTOM", "bfloat16"),
+    "FLASH_ATTN_MLA_SPARSE, bf16": ("", "FLASH_ATTN_MLA_SPARSE", "bfloat16"),
+}
+"""Plugins, attention backend and cache of each side."""
+
+SELECTION = re.compile("top_?k|_(held|select|collect|finish|merge)_kernel|radix", re.IGNORECASE)
+"""Kernels that select keys: the last one of a layer ends its indexer."""
+PRODUCT = re.compile("gemm|gemv|nvjet|^Kernel2$", re.IGNORECASE)
+"""Kernels of cuBLAS."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side and one size.
+
+    Args:
+        side: of :data:`SIDES`.
+        kind: ``decode``, a step, or ``prefill``, a whole prompt.
+        heads, batch, context: the size.
+        layers: of the model.
+        wall_ms: time of it, the host's work included.
+        gpu_ms: time of its kernels.
+        indexer_ms, attention_ms: time of the kernels of scores and top-k, and of attention, in it.
+        kernels: the sixteen that take longest, in milliseconds.
+    """
+
+    side: str
+    kind: str
+    heads: int
+    batch: int
+    context: int
+    layers: int
+    wall_ms: float
+    gpu_ms: float
+    indexer_ms: float
+    attention_ms: float
+    kernels: dict[str, float]
+
+
+def split(launches: Sequence[tuple[str, float]]) -> tuple[float, float]:
+    """Times of indexer and attention among the launches of whole steps, in their order.
+
+    In each layer they lie between vLLM's ``_fused_q_kernel`` and the product with the values' part
+    of ``kv_b_proj``. The last kernel of a selection is the border between them.
+
+    >>> split([("_fused_q_kernel", 9.0), ("logits", 1.0), ("topk", 2.0), ("mla", 4.0), ("gemm", 8)])
+    (3.0, 4.0)
+    """
+    indexer = attention = 0.0
+    layer: list[tuple[str, float]] | None = None
+    for name, duration in launches:
+        if name == "_fused_q_kernel":
+            layer = []
+        elif layer is not None and PRODUCT.search(name):
+            ends = [place for place, (one, _) in enumerate(layer) if SELECTION.search(one)]
+            border = ends[-1] + 1 if ends else 0
+            indexer += sum(each for _, each in layer[:border])
+            attention += sum(each for _, each in layer[border:])
+            layer = None
+        elif layer is not None:
+            layer.append((name, duration))
+    return indexer, attention
+
+
+def short(name: str) -> str:
+    """A kernel's name without namespaces, template arguments and parameters.
+
+    >>> short("void deep_gemm::sm90_fp8_paged_mqa_logits<2u, 64u>(unsigned int)")
+    'sm90_fp8_paged_mqa_logits'
+    """
+    return re.split("[<(]", name.removeprefix("void "))[0].split("::")[-1]
+
+
+def model_config(heads: int, experts: int) -> dict[str, Any]:
+    """The configuration of the model, for transformers."""
+    return {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 7168,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "n_routed_experts": max(experts, 8),
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1 if experts else LAYERS,
+        "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "max_position_embeddings": 163840,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def fill(cache: Any) -> None:  # noqa: ANN401 - a tensor; torch is imported by children only
+    """Random rows in all blocks of a cache of vLLM; they repeat only after a long context."""
+    import torch
+
+    num_blocks, page_size, width = cache.shape
+    count = min(num_blocks, 2 * max(CONTEXTS) // page_size)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=cache.device, dtype=torch.bfloat16)
+
+    def bytes_of(values: torch.Tensor) -> torch.Tensor:
+        return values.contiguous().view(torch.uint8)
+
+    if cache.dtype != torch.uint8:
+        rows = normal(count, page_size, width).to(cache.dtype)
+    elif width == 132:  # the index cache has a page's scales behind its keys
+        keys = bytes_of(normal(count, page_size * 128).to(torch.float8_e4m3fn))
+        scales = bytes_of(2.0 ** torch.randint(-3, 3, (count, page_size), device=cache.device))
+        rows = torch.cat([keys, scales], dim=1).view(count, page_size, width)
+    else:  # fp8_ds_mla: 512 values, 4 scales, 64 rotated dims
+        values = bytes_of(normal(count, page_size, 512).to(torch.float8_e4m3fn))
+        scales = bytes_of(torch.rand(count, page_size, 4, device=cache.device) / 16)
+        rows = torch.cat([values, scales, bytes_of(normal(count, page_size, 64))], dim=2)
+    for first in range(0, num_blocks, count):
+        part = cache[first : first + count]
+        part.copy_(rows[: part.shape[0]])
+
+
+class Engine:
+    """vLLM's engine of one side in this process."""
+
+    def __init__(self, side: str, heads: int, experts: int, folder: Path) -> None:
+        from vllm import LLM
+        from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
+
+        scheduler = decode_bench_connector.DecodeBenchConnectorScheduler
+        matched = scheduler.get_num_new_matched_tokens
+
+        def only_contexts_of_decodes(self: Any, request: Any, computed: int) -> Any:  # noqa: ANN401
+            given = request.request_id.startswith("decode")
+            return matched(self, request, computed) if given else (0, False)
+
+        scheduler.get_num_new_matched_tokens = only_contexts_of_decodes
+        model = folder / f"model-{heads}-{experts}"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(model_config(heads, experts)))
+        _, backend, cache = SIDES[side]
+        self.side, self.heads, self.count = side, heads, 0
+        llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            kv_cache_dtype=cache,
+            attention_config={"backend": backend},
+            max_model_len=max(CONTEXTS) + 1024,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=max(BATCHES),
+            block_size=64,
+            gpu_memory_utilization=0.92,
+            enable_prefix_caching=False,
+            compilation_config={
+                "cudagraph_mode": "FULL_DECODE_ONLY",  # steps of prefills are too long for a graph
+                "cudagraph_capture_sizes": list(BATCHES),
+            },
+            kv_transfer_config={
+                "kv_connector": "DecodeBenchConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"startup_fill": True},
+            },
+        )
+        self.engine = llm.llm_engine
+        config = self.engine.vllm_config
+        self.tokens = config.cache_config.num_gpu_blocks * 64
+        for layer in config.compilation_config.static_forward_context.values():
+            if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.ndim == 3:
+                fill(layer.kv_cache)
+
+    def add(self, kind: str, length: int, new: int) -> str:
+        """A request with a prompt of that length; its name in the engine."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        self.count += 1
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        prompt = tokens_input([2 + at * 31 % (VOCABULARY - 2) for at in range(length)])
+        return self.engine.add_request(f"{kind}-{self.count}", prompt, params)
+
+    def steps(self, count: int) -> float:
+        """Run so many steps; milliseconds for each."""
+        import torch
+
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3 / count
+
+    def finish(self) -> int:
+        """Run until all requests are answered; the number of steps."""
+        count = 0
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+            count += 1
+        return count
+
+    def decode(self, batch: int, context: int) -> Row:
+        """Steps of a batch of requests with that context."""
+        names = [self.add("decode", context, 1000) for _ in range(batch)]
+        self.steps(SETTLE)
+        wall = self.steps(TIMED)
+        launches = self.profile(lambda: self.steps(PROFILED))
+        self.engine.abort_request(names, internal=True)
+        self.finish()
+        return self.row("decode", batch, context, wall, launches, PROFILED)
+
+    def prefill(self, length: int) -> Row:
+        """A prompt of that length, by itself, after one that compiled what it needs."""
+        import torch
+
+        self.add("prefill", length, 1)
+        self.finish()
+        self.add("prefill", length, 1)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.finish()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - began) * 1e3
+        self.add("prefill", length, 1)
+        return self.row("prefill", 1, length, wall, self.profile(self.finish), 1)
+
+    def profile(self, run: Any) -> list[tuple[str, float]]:  # noqa: ANN401
+        """Kernels in the order of their begin, and milliseconds."""
+        import torch
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        events = [
+            event
+            for event in profile.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+        ]
+        events.sort(key=lambda event: event.start_ns())
+        return [(short(event.name()), event.duration_ns() / 1e6) for event in events]
+
+    def row(
+        self,
+        kind: str,
+        batch: int,
+        context: int,
+        wall: float,
+        launches: list[tuple[str, float]],
+        repeats: int,
+    ) -> Row:
+        """The row of a size that was profiled ``repeats`` times."""
+        totals: dict[str, float] = {}
+        for name, duration in launches:
+            totals[name] = totals.get(name, 0.0) + duration / repeats
+        longest = sorted(totals, key=lambda name: -totals[name])[:16]
+        indexer, attention = split(launches)
+        return Row(
+            self.side,
+            kind,
+            self.heads,
+            batch,
+            context,
+            LAYERS,
+            wall,
+            sum(totals.values()),
+            indexer / repeats,
+            attention / repeats,
+            {name: totals[name] for name in longest},
+        )
+
+
+def measure(side: str, heads: int, experts: int, folder: Path, lines: Path) -> None:
+    """All rows of a side, a line of JSON each; nothing else uses the GPU meanwhile."""
+    os.environ |= {"VLLM_PLUGINS": SIDES[side][0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    import vllm  # before the lock, as this takes seconds
+
+    with (folder / "lock").open("w") as lock, lines.open("a") as out:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def write(values: dict[str, Any]) -> None:
+            out.write(json.dumps(values) + "\n")
+            out.flush()
+
+        began = time.perf_counter()
+        engine = Engine(side, heads, experts, folder)
+        import torch
+        import triton
+
+        versions = {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "device": torch.cuda.get_device_name(),
+        }
+        seconds = time.perf_counter() - began
+        write({"side": side, "heads": heads, "start_s": seconds, "versions": versions})
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                if batch * (context + 1024) <= engine.tokens:
+                    write(asdict(engine.decode(batch, context)))
+                else:
+                    write({"side": side, "heads": heads, "batch": batch, "context": context,
+                           "refused": f"the cache has {engine.tokens} tokens"})  # fmt: skip
+        for length in CONTEXTS:
+            write(asdict(engine.prefill(length)))
+
+
+def main() -> int:
+    """Measure every side in a process of its own; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/engine-h200.json"))
+    parser.add_argument("--folder", type=Path, default=Path("vllm-bench"), help="logs and configs")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
+    parser.add_argument("--experts", type=int, default=8, help="of a layer; 0: dense layers")
+    parser.add_argument("--seconds", type=float, default=480, help="after which nothing is started")
+    parser.add_argument("--measure", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    folder, out = arguments.folder, arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = folder / "rows.jsonl"
+    if arguments.measure:
+        (heads,) = arguments.heads
+        measure(arguments.measure, heads, arguments.experts, folder, lines)
+        return 0
+    lines.unlink(missing_ok=True)
+    began = time.monotonic()
+
+    def run(job: tuple[str, int]) -> bool:
+        side, heads = job
+        left = arguments.seconds - (time.monotonic() - began)
+        command = [sys.executable, __file__, "--measure", side, "--heads", str(heads)]
+        command += ["--experts", str(arguments.experts), "--folder", str(folder)]
+        with (folder / f"{side}, {heads} heads.log").open("w") as log:
+            try:
+                done = subprocess.run(
+                    command, stdout=log, stderr=log, check=False, timeout=max(left, 1)
+                )
+            except subprocess.TimeoutExpired:
+                sys.stdout.write(f"{side}, {heads} heads: out of time\n")
+                return False
+        write_report(out, read_lines(lines))
+        failed = f"failed, see {log.name}" if done.returncode else "done"
+        sys.stdout.write(f"{side}, {heads} heads: {failed}, {time.monotonic() - began:.0f} s\n")
+        sys.stdout.flush()
+        return done.returncode == 0
+
+    jobs = [(side, heads) for heads in arguments.heads for side in arguments.sides]
+    with ThreadPoolExecutor(2) as pool:  # one imports vLLM while the other measures
+        results = list(pool.map(run, jobs))
+    write_report(out, read_lines(lines))
+    return int(not all(results))
+
+
+def read_lines(lines: Path) -> list[dict[str, Any]]:
+    """What the children have written so far."""
+    return [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+
+
+def write_report(out: Path, values: list[dict[str, Any]]) -> None:
+    """The JSON file: starts, rows and refusals, a line each."""
+    parts = {
+        "starts": [each for each in values if "start_s" in each],
+        "rows": [each for each in values if "wall_ms" in each],
+        "refused": [each for each in values if "refused" in each],
+    }
+    body = ",\n".join(
+        f' "{name}": [\n' + ",\n".join(f"  {json.dumps(rounded(one))}" for one in each) + "\n ]"
+        for name, each in parts.items()
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(f"{{\n{body}\n}}\n")
+
+
+def rounded(value: Any) -> Any:  # noqa: ANN401
+    """Numbers with four digits."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
