@@ -69,6 +69,7 @@ NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
 WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
+POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
@@ -240,6 +241,27 @@ CPU_MUTANTS = (
         "return scores if key_scales is None else scores.mul_(key_scales)",
         "return scores",
         "tests/test_indexer.py -k test_scores_of_every_head_count and fp8 and not paged",
+    ),
+    portable(
+        "the older window takes part with its second series",
+        "pool/triton.py",
+        "tl.where(at < RATIO, 0, D)[:, None]",
+        "tl.where(at < RATIO, D, 0)[:, None]",
+        POOL,
+    ),
+    portable(
+        "rows of an earlier step are read from this one",
+        "pool/triton.py",
+        "in_ring = inside & (source < first)[:, None] & (ring >= 0)",
+        "in_ring = inside & (source < first)[:, None] & (ring >= 0) & (RING < 0)",
+        POOL,
+    ),
+    portable(
+        "the oldest row of a ring is not kept",
+        "pool/triton.py",
+        "if (ring < 0) | (token + RING < end):",
+        "if (ring < 0) | (token + RING <= end):",
+        "tests/test_triton_pool.py -k 21",
     ),
 )
 

@@ -26,22 +26,44 @@ LAYERS = {
     "sparsemla.formats": ("kinds",),
     "sparsemla.cache": ("kinds", "formats"),
     "sparsemla.rope": ("kinds", "formats", "cache"),
+    "sparsemla.pooling": ("kinds",),
     "sparsemla.weights": ("kinds", "formats", "checks"),
     "sparsemla.plan": ("kinds", "formats", "cache", "checks"),
     "sparsemla.runner": ("kinds", "plan"),
     "sparsemla.checks": ("kinds", "formats", "cache"),
-    "sparsemla.reference": ("formats", "cache", "plan", "rope", "weights", "reference"),
+    "sparsemla.reference": ("formats", "cache", "plan", "pooling", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("formats", "cache", "weights", "kernels.common"),
-    "sparsemla.kernels": ("formats", "cache", "weights", "kernels.common"),
+    "sparsemla.kernels": ("formats", "cache", "pooling", "weights", "kernels.common"),
     "sparsemla.dispatch": ("kinds", "formats", "cache", "reference", "kernels"),
-    "sparsemla.ops": ("kinds", "formats", "cache", "weights", "plan", "checks", "dispatch", "ops"),
-    "sparsemla._api": ("cache", "dispatch", "formats", "ops", "plan", "rope", "runner", "weights"),
+    "sparsemla.ops": (
+        "kinds",
+        "formats",
+        "cache",
+        "weights",
+        "plan",
+        "pooling",
+        "checks",
+        "dispatch",
+        "ops",
+    ),
+    "sparsemla._api": (
+        "cache",
+        "dispatch",
+        "formats",
+        "ops",
+        "plan",
+        "pooling",
+        "rope",
+        "runner",
+        "weights",
+    ),
     "sparsemla.compat": ("kinds", "formats", "cache", "checks", "ops", "compat"),
 }
 # Families of kernels that call another family's.
 FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.indexer", "sparsemla.kernels.topk"),
     ("sparsemla.kernels.projection", "sparsemla.kernels.attention"),
+    ("sparsemla.kernels.pool", "sparsemla.kernels.quant"),
 }
 ON_TOP = (
     "backends",
@@ -57,7 +79,18 @@ ON_TOP = (
     "verify",
     "__main__",
 )
-BELOW = ("kinds", "formats", "cache", "rope", "weights", "plan", "checks", "reference", "kernels")
+BELOW = (
+    "kinds",
+    "formats",
+    "cache",
+    "pooling",
+    "rope",
+    "weights",
+    "plan",
+    "checks",
+    "reference",
+    "kernels",
+)
 
 
 def imports(module):

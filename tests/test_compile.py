@@ -14,6 +14,7 @@ from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
     PagedCache,
+    Pooling,
     bf16_format,
     branch_workspace_size,
     e4m3_format,
@@ -30,6 +31,7 @@ from sparsemla.testing.cases import (
     merge_topk_case,
     mla_layer,
     paged_requests,
+    pool_windows_case,
     project_heads_case,
     sparse_decode_case,
     sparse_prefill_case,
@@ -91,6 +93,12 @@ def index_step_arguments(fmt=INDEX_FP8):
     return {"q": queries["q"], "weights": queries["weights"]} | keys
 
 
+def pool_arguments():
+    return pool_windows_case(
+        Draw(3), BF16_576, Pooling(4, overlap=True), steps=[(0, 4), (3, 5)], page_size=8
+    )
+
+
 def to_slots_arguments():
     draw = Draw(3)
     return {
@@ -150,6 +158,10 @@ CALLS = {
     "fused_indexer_rope_quant": index_step_arguments,
     "prepare_index_queries": query_arguments,
     "prepare_index_queries, bf16": lambda: query_arguments(INDEX_BF16),
+    "pool_windows": pool_arguments,
+    "pool_windows, with rows": lambda: (
+        pool_arguments() | {"kv_out": torch.zeros(11, 576).bfloat16(), "gate_bias": None}
+    ),
     "to_slots": to_slots_arguments,
     "gather_dequant": gather_arguments,
     "indexer_scores": lambda: indexer_scores_case(Draw(8)),

@@ -16,6 +16,7 @@ from sparsemla import (
     INDEX_FP8,
     HeadWeight,
     PagedCache,
+    Pooling,
     bf16_format,
     cos_sin_table,
     e4m3_format,
@@ -33,6 +34,7 @@ from sparsemla.testing.cases import (
     merge_topk_case,
     mla_layer,
     paged_requests,
+    pool_windows_case,
     project_heads_case,
     sinks,
     sparse_decode_case,
@@ -101,6 +103,12 @@ def to_slots_arguments():
     }
 
 
+def pool_arguments():
+    pooling = Pooling(4, overlap=True)
+    steps = [(0, 4), (3, 5)]
+    return pool_windows_case(Draw(3), BF16_576, pooling, steps=steps, with_rows=True)
+
+
 def gather_arguments():
     draw = Draw(4)
     cache, table = paged_requests(draw, FP8_DS_MLA, [9, 20], 8)
@@ -155,6 +163,7 @@ CALLS = {
     "append_index_keys": key_write_arguments,
     "prepare_index_queries": query_arguments,
     "fused_indexer_rope_quant": index_step_arguments,
+    "pool_windows": pool_arguments,
     "to_slots": to_slots_arguments,
     "gather_dequant": gather_arguments,
     "merge_states": merge_arguments,
@@ -289,6 +298,7 @@ FREE = {
     ("append_index_keys", "cos_sin_cache", 0),
     ("prepare_index_queries", "cos_sin_cache", 0),
     ("fused_indexer_rope_quant", "cos_sin_cache", 0),
+    ("pool_windows", "cos_sin_cache", 0),
     ("to_slots", "page_table", 0),
     ("to_slots", "page_table", 1),
     ("to_slots", "workspace_starts", 0),
@@ -386,6 +396,11 @@ VALUES = [
     ("fused_rope_rmsnorm_quant", "slot_mapping", with_value("slot_mapping", 1, 24)),
     ("append_index_keys", "positions", with_value("positions", 2, 100)),
     ("append_index_keys", "slot_mapping", with_value("slot_mapping", 1, 24)),
+    ("pool_windows", "positions", with_value("positions", 2, 300)),
+    ("pool_windows", "slot_mapping", with_value("slot_mapping", 1, 10**6)),
+    ("pool_windows", "ring_ids", with_value("ring_ids", 1, 3)),
+    ("pool_windows", "input_row_offsets", with_value("input_row_offsets", 0, 1)),
+    ("pool_windows", "input_row_offsets", with_value("input_row_offsets", 1, 10)),
     ("to_slots", "request_ids", with_value("request_ids", 0, 2)),
     ("to_slots", "request_ids", with_value("request_ids", 0, -1)),
     ("gather_dequant", "seq_lens", with_value("seq_lens", 0, 41)),
@@ -773,7 +788,7 @@ def test_layer_weights_of_a_wrong_kind_are_refused():
 UNSIGNED = [
     (op, name)
     for op, name in TENSORS
-    if name not in ("slot_mapping", "prefill_request_ids", "out")
+    if name not in ("slot_mapping", "ring_ids", "prefill_request_ids", "out")
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]
 

@@ -17,6 +17,8 @@ from sparsemla import (
     HeadWeight,
     MLALayer,
     PagedCache,
+    Pooling,
+    WindowState,
     Yarn,
 )
 from sparsemla.compat import deep_gemm, flash_mla
@@ -190,6 +192,20 @@ VALID = {
         "scale": torch.ones(2, 2),
         "block": 32,
     },
+    "sparsemla.Pooling": lambda: {"ratio": 4, "overlap": True},
+    "sparsemla.WindowState": lambda: {"rows": torch.zeros(1, 8, 2, 64)},
+    "sparsemla.WindowState.allocate": lambda: {
+        "pooling": Pooling(4),
+        "head_dim": 64,
+        "num_rings": 2,
+        "max_drafts": 1,
+        "device": None,
+    },
+    "sparsemla.WindowState.copy": lambda: {
+        "self": WindowState(torch.zeros(3, 8, 2, 64)),
+        "sources": torch.tensor([0, 1]),
+        "targets": torch.tensor([1, 2]),
+    },
     "sparsemla.plan_batch": plan_arguments,
     "sparsemla.plan_on_device": lambda: {
         "query_lens": torch.tensor([1, 10]),
@@ -306,7 +322,7 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, DecodeRunner):
+    for owner in (PagedCache, WindowState, DecodeRunner):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

@@ -27,6 +27,7 @@ from sparsemla.ops import (
     indexer_topk,
     merge_states,
     merge_topk,
+    pool_windows,
     prefill_branch,
     prepare_index_queries,
     project_heads,
@@ -48,6 +49,7 @@ from sparsemla.plan import (
     split_decodes_and_prefills,
     split_prefill_chunks,
 )
+from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import (
     Yarn,
     cos_sin_table,
@@ -79,9 +81,11 @@ __all__ = [
     "PagedCache",
     "Plan",
     "PlanBuffers",
+    "Pooling",
     "PrefillChunk",
     "Problem",
     "RowFields",
+    "WindowState",
     "Yarn",
     "absorb_kv_b_proj",
     "append_index_keys",
@@ -109,6 +113,7 @@ __all__ = [
     "mla_softmax_scale",
     "plan_batch",
     "plan_on_device",
+    "pool_windows",
     "prefill_branch",
     "prefill_workspace_rows",
     "prepare_index_queries",

@@ -4,6 +4,7 @@ from sparsemla.ops.branch import decode_branch, prefill_branch
 from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.ops.gather import gather_dequant, to_slots
 from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.ops.pool import pool_windows
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
 from sparsemla.ops.projection import project_heads
 from sparsemla.ops.quant import (
@@ -27,6 +28,7 @@ __all__ = [
     "indexer_topk",
     "merge_states",
     "merge_topk",
+    "pool_windows",
     "prefill_branch",
     "prepare_index_queries",
     "project_heads",

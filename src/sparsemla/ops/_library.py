@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.dispatch import Launch
 from sparsemla.formats import CacheFormat, get_format
+from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
 
 _LIBRARY = torch.library.Library("sparsemla", "DEF")
@@ -63,6 +64,12 @@ _RECORDS: dict[object, _Record] = {
         _join_optional_cache,
     ),
     CacheFormat: _Record({"name": str}, lambda format: (format.name,), get_format),
+    Pooling: _Record(
+        {"ratio": int, "overlap": bool},
+        lambda pooling: (pooling.ratio, pooling.overlap),
+        Pooling,
+    ),
+    WindowState: _Record({"rows": Tensor}, lambda state: (state.rows,), WindowState.unchecked),
     HeadWeight: _Record(
         {"data": Tensor, "scale": Tensor | None, "block_rows": int, "block_columns": int},
         _split_weight,

@@ -9,6 +9,7 @@ from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.reference.gather import gather_dequant, to_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.reference.pool import pool_windows
 from sparsemla.reference.prefill import dense_prefill, sparse_prefill
 from sparsemla.reference.projection import project_heads
 from sparsemla.reference.quant import (
@@ -32,6 +33,7 @@ __all__ = [
     "indexer_topk",
     "merge_states",
     "merge_topk",
+    "pool_windows",
     "prefill_branch",
     "prepare_index_queries",
     "project_heads",

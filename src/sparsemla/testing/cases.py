@@ -20,6 +20,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, ScaleMode, to_fp8
 from sparsemla.plan import Plan, plan_batch
+from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.weights import HeadWeight, MLALayer
 
@@ -363,6 +364,93 @@ def fused_indexer_rope_quant_case(
         "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
         **keys,
     }
+
+
+def pool_windows_case(
+    draw: Draw,
+    format: CacheFormat,
+    pooling: Pooling,
+    *,
+    steps: Sequence[tuple[int, int]] = ((0, 9), (5, 1), (2, 6), (0, 3), (127, 2), (250, 7)),
+    rope_dim: int = 64,
+    max_drafts: int = 0,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int32,
+    table_dtype: torch.dtype = torch.float32,
+    page_size: int = 4,
+    strided: bool = False,
+    interleaved: bool = True,
+    with_rows: bool = False,
+) -> Arguments:
+    """Arguments of ``pool_windows``.
+
+    Rings hold NaN where no earlier token of their request left a row. The second request has no
+    ring, and two tokens behind the requests belong to none.
+
+    Args:
+        draw: the source of random tensors.
+        format: of the cache.
+        pooling: the windows.
+        steps: each request's first position and number of tokens.
+        rope_dim: rotated dims.
+        max_drafts: rows of a ring beyond the window.
+        bias: whether gates have one.
+        dtype: of values and gates.
+        index_dtype: of positions, request ids and offsets.
+        table_dtype: of the RoPE table.
+        page_size: of the cache.
+        strided: make values and gates slices of one projection.
+        interleaved: pairs of RoPE.
+        with_rows: pass ``kv_out``.
+    """
+    dim = format.head_dim
+    width = pooling.width(dim)
+    counts = [count for _, count in steps]
+    num_tokens, batch = sum(counts) + 2, len(steps)
+    both = draw.normal(num_tokens, 2 * width, dtype=dtype)
+    values, gates = both.chunk(2, dim=1)
+    if not strided:
+        values, gates = values.contiguous(), gates.contiguous()
+    state = WindowState.allocate(
+        pooling, dim, num_rings=batch + 1, max_drafts=max_drafts, device=draw.device
+    )
+    state.rows.fill_(math.nan)
+    rings = draw.permutation(batch + 1)[:batch].tolist()
+    ring = state.rows.shape[1]
+    for (first, _), ring_id in zip(steps, rings, strict=True):
+        for position in range(max(0, first - ring), first):
+            state.rows[ring_id, position % ring] = draw.normal(2, width)
+    if batch > 1:
+        rings[1] = -1
+    positions = [first + i for first, count in steps for i in range(count)] + [3, 4]
+    requests = [b for b, count in enumerate(counts) for _ in range(count)] + [-1, batch]
+    offsets = [sum(counts[:b]) for b in range(batch)] + [num_tokens]
+    offsets[-1] = sum(counts)
+    cache = written_cache(draw, format, -(-num_tokens // page_size) + 1, page_size)
+    slots = draw.permutation(cache.num_slots)[:num_tokens]
+    slots[:1] = -1
+    arguments: Arguments = {
+        "values": values,
+        "gates": gates,
+        "norm_weight": draw.normal(dim, dtype=dtype),
+        "cos_sin_cache": _table(draw, rope_dim, table_dtype),
+        "state": state,
+        "cache": cache,
+        "pooling": pooling,
+        "gate_bias": draw.normal(pooling.ratio, width) if bias else None,
+        "positions": draw.tensor(positions, index_dtype),
+        "request_ids": draw.tensor(requests, index_dtype),
+        "input_row_offsets": draw.tensor(offsets, index_dtype),
+        "ring_ids": draw.tensor(rings),
+        "slot_mapping": slots.to(torch.int32),
+        "interleaved": interleaved,
+    }
+    if with_rows:
+        arguments["kv_out"] = torch.full(
+            (num_tokens, dim), -7, dtype=torch.bfloat16, device=draw.device
+        )
+    return arguments
 
 
 def to_slots_case(

@@ -108,6 +108,7 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "fused_indexer_rope_quant": (E4M3_STEP, FLOAT32_ULPS),
     "append_index_keys": (),
     "prepare_index_queries": (E4M3_STEP, FLOAT32_ULPS),
+    "pool_windows": (BFLOAT16_ULP,),
     "gather_dequant": (None,),
     "to_slots": (None,),
     "select_topk": (None,),
@@ -187,10 +188,12 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op's reference."""
     arguments = {name: value for name, value in arguments.items() if name != "out_dtype"}
-    if op != "fused_rope_rmsnorm_quant":
+    if op not in ("fused_rope_rmsnorm_quant", "pool_windows"):
         return _as_tuple(getattr(reference, op)(**arguments))
-    # The tolerances of this op expect results rounded to the op's dtypes.
+    # The tolerances of these ops expect results rounded to the op's dtypes.
     arguments = {name: value for name, value in arguments.items() if name != "kv_out"}
+    if op == "pool_windows":
+        return (reference.pool_windows(**arguments).bfloat16(),)
     queries, rows = reference.fused_rope_rmsnorm_quant(**arguments)
     return queries.to(arguments["q_rope"].dtype), rows.bfloat16()
 

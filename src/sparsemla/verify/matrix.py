@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import (
+    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -28,6 +29,7 @@ from sparsemla.formats import (
     bf16_format,
     e4m3_format,
 )
+from sparsemla.pooling import Pooling
 from sparsemla.testing import cases
 from sparsemla.testing.cases import Arguments, Draw, embed, mla_layer
 from sparsemla.testing.compare import (
@@ -191,6 +193,38 @@ def _index_queries() -> list[Case]:
         Case("bf16", build(make, bf16_format(128)), (BFLOAT16_ULP, FLOAT32_ULPS)),
         Case("64 heads, 70 tokens", build(make, INDEX_FP8, num_tokens=70, num_heads=64)),
         Case("exact scales", build(make, INDEX_FP8, scale_mode="exact")),
+    ]
+
+
+def _pool_windows() -> list[Case]:
+    make = cases.pool_windows_case
+    csa, hca = Pooling(4, overlap=True), Pooling(128)
+    options: dict[str, dict[str, Any]] = {
+        "with rows, strided": {"with_rows": True, "strided": True},
+        "no bias, float32": {"bias": False, "dtype": torch.float32},
+        "int64, bfloat16 table": {"index_dtype": torch.int64, "table_dtype": torch.bfloat16},
+        "half-split": {"interleaved": False},
+        "drafts": {"max_drafts": 7, "steps": [(127, 4), (3, 4), (0, 4), (130, 4)]},
+        "128 requests, one token": {
+            "steps": [(1 + 2 * i, 1) for i in range(128)],
+            "page_size": 64,
+        },
+        "a long step": {"steps": [(0, 290), (9, 291)], "page_size": 64},
+    }
+    return [
+        *(
+            Case(f"{name}, {fmt.name}", build(make, fmt, pooling), quick=fmt is FP8_584)
+            for name, pooling in (("ratio 4, overlap", csa), ("ratio 128", hca))
+            for fmt in (FP8_584, BF16_512, INDEX_FP8)
+        ),
+        Case("ratio 2", build(make, FP8_584, Pooling(2))),
+        Case("ratio 1", build(make, FP8_584, Pooling(1), bias=False)),
+        Case("ratio 3, overlap, 100 dims", build(make, bf16_format(100), Pooling(3, overlap=True))),
+        *(
+            Case(f"{kind}, {name}", build(make, FP8_584, pooling, **some))
+            for kind, pooling in (("ratio 4, overlap", csa), ("ratio 128", hca))
+            for name, some in options.items()
+        ),
     ]
 
 
@@ -1163,6 +1197,7 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "append_index_keys": tuple(_index_writes()),
     "fused_indexer_rope_quant": tuple(_index_steps()),
     "prepare_index_queries": tuple(_index_queries()),
+    "pool_windows": tuple(_pool_windows()),
     "to_slots": tuple(_to_slots()),
     "gather_dequant": tuple(_gather()),
     "indexer_scores": tuple(_indexer_scores()),

@@ -19,8 +19,10 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.plan import Plan, plan_batch
+from sparsemla.pooling import WindowState
 from sparsemla.testing.cases import Arguments
 from sparsemla.testing.compare import (
+    FLOAT32_ULPS,
     ROW_TOLERANCES,
     Tolerance,
     assert_equal,
@@ -39,6 +41,7 @@ CACHE_WRITERS = (
     "fused_rope_rmsnorm_quant",
     "append_index_keys",
     "fused_indexer_rope_quant",
+    "pool_windows",
     "decode_branch",
     "prefill_branch",
 )
@@ -103,8 +106,9 @@ def against_reference(
     with poisoned_empty():
         results = _name(op, op_arguments, run_op(op, op_arguments))
     expected = _name(op, reference_arguments, run_reference(op, reference_arguments))
-    limits = [*tolerances, *ROW_TOLERANCES.values()]
+    limits = [*tolerances, *ROW_TOLERANCES.values(), FLOAT32_ULPS]
     names = [*_result_names(op)[: len(tolerances)], *(f"cache.{field}" for field in ROW_TOLERANCES)]
+    names += ["state"]
     sizes = sizes_of(op, arguments)
     measured = []
     for name, tolerance in zip(names, limits, strict=True):
@@ -300,6 +304,8 @@ def _name(op: str, arguments: Arguments, results: tuple[Tensor, ...]) -> Results
         for field, rows in _cache(arguments).fields()._asdict().items():
             if rows is not None:
                 named[f"cache.{field}"] = rows
+    if isinstance(state := arguments.get("state"), WindowState):
+        named["state"] = state.rows
     return named
 
 
@@ -310,7 +316,10 @@ def _cache(arguments: Arguments) -> PagedCache:
 def _slots(arguments: Mapping[str, Any]) -> Tensor:
     """The slots that an op writes."""
     slots = arguments["plan"].slot_mapping if "plan" in arguments else arguments["slot_mapping"]
-    return slots[slots >= 0].long()
+    written = slots >= 0
+    if "pooling" in arguments:  # only tokens that close a window
+        written &= (arguments["positions"] + 1) % arguments["pooling"].ratio == 0
+    return slots[written].long()
 
 
 def _measure(

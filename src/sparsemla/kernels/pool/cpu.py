@@ -1,0 +1,120 @@
+"""Pooled windows on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsemla.cache import PagedCache
+from sparsemla.formats import ScaleMode
+from sparsemla.kernels.common import cpu
+from sparsemla.kernels.quant.cpu import fused_rope_rmsnorm_quant
+from sparsemla.pooling import Pooling, WindowState
+
+
+def pool_windows(
+    *,
+    values: Tensor,
+    gates: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    state: WindowState,
+    cache: PagedCache,
+    pooling: Pooling,
+    gate_bias: Tensor | None,
+    positions: Tensor,
+    request_ids: Tensor,
+    input_row_offsets: Tensor,
+    ring_ids: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    scale_mode: ScaleMode,
+    kv_out: Tensor | None,
+) -> None:
+    requests = request_ids.long()
+    known = (requests >= 0) & (requests < len(ring_ids)) & (positions >= 0)
+    requests = requests.where(known, 0)
+    tokens = torch.arange(len(positions))
+    rings = ring_ids.long()[requests]
+    rings = rings.where(known & (rings >= 0) & (rings < len(state.rows)), -1)
+    places = positions.long()
+    closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
+    pooled = torch.zeros(len(positions), norm_weight.shape[0])
+    firsts = input_row_offsets.long()[requests]
+    # A window takes its width in float32 four times over: values, gates, weights, products.
+    size = 4 * 4 * pooling.window * len(norm_weight) + 1
+    for part in cpu.blocks(len(closing), cpu.WORKSPACE_BYTES // size):
+        some = closing[part]
+        pooled[some] = _pool(
+            values, gates, gate_bias, state, pooling, some, places, firsts, rings, pooled.shape[1]
+        )
+    starts = torch.zeros_like(positions)
+    starts[closing] = positions[closing] + 1 - pooling.ratio
+    slots = torch.full_like(slot_mapping, -1)
+    slots[closing] = slot_mapping[closing]
+    no_queries = pooled.new_empty(len(positions), 0, cos_sin_cache.shape[1])
+    fused_rope_rmsnorm_quant(
+        q_rope=no_queries,
+        kv=pooled,
+        cos_sin_cache=cos_sin_cache,
+        kv_norm_weight=norm_weight,
+        cache=cache,
+        positions=starts,
+        slot_mapping=slots,
+        eps=eps,
+        interleaved=interleaved,
+        scale_mode=scale_mode,
+        out=no_queries,
+        kv_out=kv_out,
+    )
+    num_rows = state.rows.shape[1]
+    ends = input_row_offsets.long()[requests + 1]
+    kept = ((rings >= 0) & (tokens + num_rows >= ends)).nonzero()[:, 0]
+    state.rows[rings[kept], places[kept] % num_rows] = torch.stack(
+        [values[kept].float(), _biased(gates[kept], gate_bias, places[kept] % pooling.ratio)], 1
+    )
+
+
+def _pool(
+    values: Tensor,
+    gates: Tensor,
+    gate_bias: Tensor | None,
+    state: WindowState,
+    pooling: Pooling,
+    closing: Tensor,
+    places: Tensor,
+    firsts: Tensor,
+    rings: Tensor,
+    dim: int,
+) -> Tensor:
+    """The pools ``[n, D]`` of the windows that the tokens ``closing [n]`` close."""
+    before = torch.arange(pooling.window - 1, -1, -1)  # oldest token first
+    where = places[closing, None] - before  # [n, window]
+    source = closing[:, None] - before
+    in_step = (where >= 0) & (source >= firsts[closing, None])
+    in_ring = (where >= 0) & ~in_step & (rings[closing, None] >= 0)
+    source = source.where(in_step, 0)
+    ring = rings[closing, None].where(in_ring, 0).expand_as(where)
+    row = (where % state.rows.shape[1]).where(in_ring, 0)
+    biased = _biased(gates[source], gate_bias, where % pooling.ratio)
+    if len(state.rows):
+        kept = state.rows[ring, row]  # [n, window, 2, width]
+        found = kept[:, :, 0].where(in_ring[..., None], values[source].float())
+        biased = kept[:, :, 1].where(in_ring[..., None], biased)
+    else:
+        found = values[source].float()
+    present = (in_step | in_ring)[..., None]
+    found = found.where(present, 0)
+    biased = biased.where(present, -torch.inf)
+    if pooling.overlap:  # the older window takes part with its first series
+        found, biased = (
+            torch.cat([x[:, : pooling.ratio, :dim], x[:, pooling.ratio :, dim:]], 1)
+            for x in (found, biased)
+        )
+    return (biased.softmax(1) * found).sum(1)
+
+
+def _biased(gates: Tensor, gate_bias: Tensor | None, places: Tensor) -> Tensor:
+    """float32 gates, with the bias of their places in the window."""
+    return gates.float() if gate_bias is None else gates.float() + gate_bias[places]

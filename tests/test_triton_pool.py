@@ -1,0 +1,68 @@
+"""The portable kernels of pooled windows against the reference."""
+
+import pytest
+import torch
+
+from sparsemla import BF16_512, FP8_584, INDEX_FP8, Pooling, bf16_format, dispatch
+from sparsemla.testing.cases import Draw, pool_windows_case
+from sparsemla.testing.compare import (
+    BFLOAT16_ULP,
+    FLOAT32_ULPS,
+    assert_close,
+    assert_rows_close,
+    run_reference,
+)
+from sparsemla.testing.poison import poisoned_empty
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = bf16_format(96)
+CSA, HCA = Pooling(4, overlap=True), Pooling(128)
+STEPS = ((0, 5), (6, 3), (127, 2), (12, 1))
+
+
+def check_kernel(make):
+    actual, expected = make(), make()
+    rest = {"eps": 1e-6, "scale_mode": "pow2", "kv_out": actual.get("kv_out")}
+    with poisoned_empty():
+        dispatch.load("pool_windows", "triton")(**actual | rest)
+    (rows,) = run_reference("pool_windows", expected)
+    assert_rows_close("cache", actual["cache"], expected["cache"])
+    assert_close("state", actual["state"].rows, expected["state"].rows, FLOAT32_ULPS)
+    if rest["kv_out"] is not None:
+        assert_close("kv_out", rest["kv_out"].float(), rows.float(), BFLOAT16_ULP)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "pooling"),
+    [
+        (FP8_584, CSA),
+        (BF16_512, HCA),
+        (INDEX_FP8, CSA),
+        (SMALL, CSA),
+        (SMALL, HCA),
+        (SMALL, Pooling(1)),
+        (SMALL, Pooling(3, overlap=True)),
+        (SMALL, Pooling(20)),
+    ],
+    ids=lambda value: getattr(value, "name", None) or f"windows of {value.window}",
+)
+def test_windows_of_every_kind(fmt, pooling):
+    check_kernel(lambda: pool_windows_case(Draw(0, DEVICE), fmt, pooling, steps=STEPS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": False},
+        {"strided": True, "with_rows": True},
+        {"dtype": torch.float32, "index_dtype": torch.int64},
+        {"max_drafts": 3},
+        {"steps": ((0, 21),)},
+    ],
+    ids=str,
+)
+def test_windows_with_options(options):
+    options = {"steps": STEPS} | options
+    check_kernel(lambda: pool_windows_case(Draw(1, DEVICE), SMALL, CSA, **options))
