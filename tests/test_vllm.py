@@ -44,13 +44,16 @@ with warnings.catch_warnings():
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers import mla
+    from vllm.model_executor.layers import mla, sparse_attn_indexer
     from vllm.model_executor.layers.attention import sparse_mla_attention
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models.deepseek_v2 import Indexer
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.models.deepseek_v32 import attention as deepseek_v32
+    from vllm.models.deepseek_v32.common import kernels
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
+    from vllm.utils import deep_gemm
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backend import (
         AttentionCGSupport,
@@ -62,7 +65,8 @@ with warnings.catch_warnings():
     from vllm.v1.worker import workspace
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
-    from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, register
+    from sparsemla.backends import vllm as plugins
+    from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, nvidia, register
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
 from sparsemla import INDEX_FP8, PagedCache, dispatch, reference
@@ -955,9 +959,162 @@ def test_unsupported_indexer_features_are_refused(
         indexer.SparseMLAIndexer(mla_layer.indexer.inner)
 
 
-@pytest.fixture(params=["auto", "fp8_ds_mla"])
-def whole_model(request, model_config, plain_vllm, monkeypatch):
-    """vLLM's model as both plugins make it, on a platform without implementations.
+def selecting(config, batch, dense=False, decodes=0):
+    """One step of the selection as vLLM's NVIDIA class calls it.
+
+    Returns:
+        The cache, queries, weights, and what was selected.
+    """
+    draw = batch.draw
+    cache = batch.cache(INDEX_FP8)
+    q = draw.normal(batch.rows, 32, 128).to(torch.float8_e4m3fn)
+    weights = draw.normal(batch.rows, 32)
+    with set_current_vllm_config(config):
+        layer = nvidia.IndexCache(132, torch.uint8, f"index {id(batch)}", config.cache_config)
+    make = layer.get_attn_backend().get_builder_cls()
+    spec = layer.get_kv_cache_spec(config)
+    metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(0, batch.common())
+    prefill = SimpleNamespace(use_dense_mha=dense)
+    attends = SimpleNamespace(prefill=prefill, num_decode_tokens=decodes)
+    chosen = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+    parameters = inspect.signature(nvidia.sparse_attn_indexer).parameters
+    arguments = {name: None for name, each in parameters.items() if each.default is each.empty}
+    arguments |= {
+        "k_cache_prefix": layer.prefix,
+        "kv_cache": cache.data,
+        "q_quant": q,
+        "weights": weights,
+        "topk_tokens": TOPK,
+        "topk_indices_buffer": chosen,
+        "dense_mha_metadata_layer_name": LAYER,
+    }
+    with set_forward_context({layer.prefix: metadata, LAYER: attends}, config):
+        assert nvidia.sparse_attn_indexer(**arguments) is chosen
+    return cache, q, weights, chosen
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_the_nvidia_class_selects_the_same_as_the_reference(config, name):
+    batch = Batch(Draw(0), **INDEXED[name])
+    cache, q, weights, chosen = selecting(config, batch)
+    expected = reference.indexer_topk(
+        q,
+        weights,
+        cache,
+        input_row_offsets=torch.tensor([0, *batch.query_lens]).cumsum(0),
+        seq_lens=torch.tensor(batch.seq_lens),
+        page_table=batch.block_table,
+        topk=TOPK,
+    )
+    assert_equal("selection", chosen[: batch.rows], expected)
+    assert (chosen[batch.rows :] == 2**31 - 1).all()
+
+
+def test_the_nvidia_class_selects_nothing_where_attention_is_dense(config):
+    *_, chosen = selecting(config, Batch(Draw(0), [5], [5]), dense=True)
+    assert (chosen == 2**31 - 1).all()
+    *_, chosen = selecting(config, Batch(Draw(0), [1, 5], [9, 5]), dense=True, decodes=1)
+    assert chosen[5, :6].tolist() == [0, 1, 2, 3, 4, -1]
+
+
+def test_the_nvidia_class_calls_the_selection_with_vllms_signature():
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("capability", "models"),
+    [
+        ((8, 0), plugins.GENERIC_MODELS),
+        ((8, 9), plugins.NVIDIA_MODELS),
+        ((9, 0), plugins.NVIDIA_MODELS),
+        ((10, 0), plugins.GENERIC_MODELS),
+        ((12, 0), plugins.NVIDIA_MODELS),
+    ],
+    ids=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"],
+)
+def test_the_class_of_the_model_depends_on_the_gpu(plain_vllm, monkeypatch, capability, models):
+    platform = type(current_platform)
+    found = DeviceCapability(*capability)
+    monkeypatch.setattr(platform, "is_cuda", lambda self: True)
+    uncached = deep_gemm.mqa_logits_use_mx_scales.__wrapped__
+    monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uncached)
+    monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda cls, **_: found))
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
+    register_the_indexer()
+    for architecture, path in models.items():
+        model = ModelRegistry.models[architecture]
+        assert f"{model.module_name}:{model.class_name}" == path
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_the_rows_of_vllms_fused_kernel_are_read(config, dtype):
+    draw, tokens, fmt = Draw(0), 7, attention.FORMATS[dtype]
+    q, kv, k_pe, k = (draw.normal(tokens, n, dtype=torch.bfloat16) for n in (128, 512, 64, 128))
+    ones = torch.ones(512, dtype=torch.bfloat16)
+    cache = torch.zeros(2, PAGE_SIZE, fmt.bytes_per_token, dtype=torch.uint8)
+    if dtype == "auto":
+        cache = cache.view(torch.bfloat16)
+    index_cache = torch.zeros(2, PAGE_SIZE, 132, dtype=torch.uint8)
+    slots, rotated = torch.arange(tokens) + 60, torch.empty_like(k_pe)
+    kernels.fused_norm_rope(
+        torch.arange(tokens),
+        q,
+        ones[:128],
+        1e-6,
+        kv,
+        ones,
+        1e-6,
+        k_pe,
+        rotation(False).cos_sin_cache,
+        k,
+        ones[:128].float(),
+        0 * ones[:128].float(),
+        1e-6,
+        rotation(True).cos_sin_cache,
+        torch.zeros(tokens, TOPK, dtype=torch.int32),
+        slot_mapping=slots,
+        indexer_slot_mapping=slots,
+        indexer_k_cache=index_cache,
+        mla_kv_cache=cache,
+        mla_kv_cache_dtype=dtype,
+        k_pe_out=rotated,
+    )
+    rows = PagedCache(cache, fmt).read(slots).float()
+    kv = torch.nn.functional.rms_norm(kv.float(), (512,))
+    assert_close("latent rows", rows[:, :512], kv, KEYS)
+    assert_equal("rotated dims", rows[:, 512:], rotated.float())
+    k = torch.nn.functional.layer_norm(k.float(), (128,))
+    k[:, :64] = rotation(True).forward_native(torch.arange(tokens), k[:, None, :64])[0][:, 0]
+    assert_close("index keys", PagedCache(index_cache, INDEX_FP8).read(slots).float(), k, KEYS)
+
+
+def test_a_selection_that_was_not_exchanged_stops_the_start(build_model, monkeypatch):
+    _, model = build_model(True, "auto")
+    nvidia.check_selection(model)
+    with monkeypatch.context() as change:
+        change.setattr(deepseek_v32, "sparse_attn_indexer", sparse_attn_indexer.sparse_attn_indexer)
+        with pytest.raises(RuntimeError, match=r"layers\.0\..*vLLM's class calls <function"):
+            nvidia.check_selection(model)
+    with monkeypatch.context() as change:
+        change.setattr(deepseek_v32.DeepseekV32Attention, "_sparse_indexer_and_attn", register)
+        with pytest.raises(RuntimeError, match="must be this package's"):
+            nvidia.check_selection(model)
+    layer = model.model.layers[1].self_attn
+    with monkeypatch.context() as change:
+        change.setattr(layer.indexer, "k_cache", torch.nn.Module())
+        with pytest.raises(RuntimeError, match=r"layers\.1"):
+            nvidia.check_selection(model)
+    with pytest.raises(RuntimeError, match="with an indexer, got none"):
+        nvidia.check_selection(torch.nn.Linear(1, 1))
+
+
+@pytest.fixture
+def build_model(model_config, plain_vllm, monkeypatch):
+    """Makes vLLM's model with both plugins, on a platform without implementations.
 
     Instead of vLLM's compiled op, torch writes the latent rows. vLLM has no dense prefill here.
     """
@@ -982,23 +1139,34 @@ def whole_model(request, model_config, plain_vllm, monkeypatch):
     monkeypatch.setattr(attention.SparseMLAImpl, "record_logical_topk_ready", lambda self: None)
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
     register()
-    register_the_indexer()
-    config = engine_config(
-        model_config,
-        request.param,
-        attention_config=AttentionConfig(backend="CUSTOM"),
-        compilation_config=CompilationConfig(custom_ops=["none"]),
-    )
-    model_class = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
-    with set_current_vllm_config(config):
-        with set_default_torch_dtype(torch.bfloat16):
-            model = model_class(vllm_config=config)
-        yield config, model
+
+    def build(nvidia_class_runs, dtype):
+        monkeypatch.setattr(plugins, "_nvidia_class_runs", lambda: nvidia_class_runs)
+        monkeypatch.setattr(
+            platform, "has_device_capability", classmethod(lambda cls, *args: nvidia_class_runs)
+        )
+        register_the_indexer()
+        config = engine_config(
+            model_config,
+            dtype,
+            attention_config=AttentionConfig(backend="CUSTOM"),
+            compilation_config=CompilationConfig(custom_ops=["none"]),
+        )
+        model_class = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            return config, model_class(vllm_config=config)
+
+    return build
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
-def test_a_whole_model_agrees_with_transformers(whole_model):
-    config, model = whole_model
+@pytest.mark.parametrize(
+    ("nvidia_class_runs", "dtype"),
+    [(False, "auto"), (False, "fp8_ds_mla"), (True, "auto")],
+    ids=["portable class, bf16", "portable class, fp8", "NVIDIA class, bf16"],
+)
+def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, dtype):
+    config, model = build_model(nvidia_class_runs, dtype)
     fields = {name: CONFIG[name] for name in CONFIG if name not in ("architectures", "torch_dtype")}
     other = (
         DeepseekV32ForCausalLM(DeepseekV32Config(**fields, initializer_range=0.1)).float().eval()
@@ -1049,6 +1217,7 @@ def test_a_whole_model_agrees_with_transformers(whole_model):
         expected = other(ids).logits[0].log_softmax(-1)
     away = (torch.cat(logits).log_softmax(-1) - expected).abs().mean(dim=-1)
     # Until there are more keys than are selected, only roundings differ; then FP8 selects others.
-    rounding = 0.04 if config.cache_config.cache_dtype == "auto" else 0.2
+    assert type(model).__module__.startswith("sparsemla.") == nvidia_class_runs
+    rounding = 0.04 if dtype == "auto" else 0.2
     assert away[:TOPK].mean() < rounding
     assert away[TOPK:].mean() < 0.3
