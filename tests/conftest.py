@@ -12,12 +12,13 @@ if not torch.cuda.is_available():
 
 
 def _repair_interpreter():
-    """Repair four differences between the interpreter and a GPU.
+    """Repair five differences between the interpreter and a GPU.
 
     Casts from float32 to bfloat16 round instead of truncating. ``range`` takes a kernel's argument:
     numpy 2.4 refuses the conversion of Triton 3.6; Triton 3.9 has the same repair. A scalar
     comparison becomes a bool when it meets a block: otherwise it has the type of its operands, and
     Triton 3.9 refuses such a mask. The maximum of a number and NaN is the number.
+    A value that rounds up to a power of two in e4m3 becomes it: the interpreter gives half of it.
     """
     try:
         import triton.language as tl
@@ -26,6 +27,7 @@ def _repair_interpreter():
         return
     builder = interpreter.InterpreterBuilder
     cast = builder.cast_impl
+    fp_to_fp = builder.create_fp_to_fp
     splat = builder.create_splat
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -34,6 +36,12 @@ def _repair_interpreter():
             return cast(self, src, dst_type)
         rounded = torch.tensor(src.data).bfloat16()
         return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    def rounding_fp_to_fp(self, src, dst_type, rounding_mode):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+            return fp_to_fp(self, src, dst_type, rounding_mode)
+        rounded = torch.tensor(src.data).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
 
     def bool_splat(self, ret_ty, arg):
         is_bool = arg.data.dtype.kind == "b"
@@ -44,6 +52,7 @@ def _repair_interpreter():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     builder.cast_impl = rounding_cast
+    builder.create_fp_to_fp = rounding_fp_to_fp
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_splat = bool_splat
