@@ -4,6 +4,7 @@ vLLM's own Triton kernels run in the interpreter here, so that the metadata and 
 indices are vLLM's and not an imitation. CI installs vLLM for this file alone: see `.ci/run`.
 """
 
+import ast
 import contextlib
 import dataclasses
 import importlib.util
@@ -14,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +68,14 @@ with warnings.catch_warnings():
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import GENERIC_MODELS, attention, indexer, nvidia, register
+    from sparsemla.backends.vllm import (
+        GENERIC_MODELS,
+        attention,
+        indexer,
+        nvidia,
+        register,
+        touched,
+    )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
 from sparsemla import INDEX_FP8, PagedCache, dispatch, reference
@@ -223,40 +232,109 @@ def test_the_indexer_is_not_registered_unless_named(plain_vllm, monkeypatch, plu
     assert indexer.OPERATOR not in CompilationConfig._attention_ops
 
 
-def overridden():
-    """Each function of our classes that vLLM's classes have too, and vLLM's."""
-    pairs = {}
-    for module in (attention, indexer):
-        for cls in vars(module).values():
-            if not inspect.isclass(cls) or cls.__module__ != module.__name__:
-                continue
-            for name in vars(cls):
-                ours = getattr(cls, name)
-                theirs = next((getattr(b, name) for b in cls.__mro__[1:] if name in vars(b)), None)
-                if inspect.isroutine(ours) and getattr(theirs, "__module__", "").startswith(
-                    "vllm."
-                ):
-                    pairs[f"{cls.__name__}.{name}"] = ours, theirs
-    pairs["SparseMLAIndexer.forward"] = indexer.SparseMLAIndexer.forward, Indexer.forward
-    return pairs
-
-
-HANDED_ON = {
-    "IdleIndexerOp.__init__",
-    "IndexerMetadata.__init__",
-    "SparseMLAMetadata.__init__",
-    "SparseMLAWrapper.__init__",
+OVERRIDDEN = {
+    "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
+    "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-OVERRIDDEN = {name: pair for name, pair in overridden().items() if name not in HANDED_ON}
+for module in (attention, indexer, nvidia):
+    OVERRIDDEN |= touched.overridden(module)
+ROWS = {row.path: row for rows in touched.TOUCHED.values() for row in rows}
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_signatures_match_vllm(name):
-    ours, theirs = (
-        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in OVERRIDDEN[name]
+    ours, theirs = OVERRIDDEN[name]
+    assert touched.parameters(ours) == touched.parameters(theirs)
+
+
+@pytest.mark.parametrize("path", ROWS)
+def test_what_is_touched_fits_vllm(path):
+    assert ROWS[path].problem() is None
+
+
+@pytest.mark.parametrize("name", ["__init__", "attention", "indexer", "nvidia"])
+def test_every_import_from_vllm_has_a_row(name):
+    tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
+    imported = {
+        f"{node.module}:{each.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for each in node.names
+    }
+    rows = touched.TOUCHED.get(name, touched.ATTENTION + touched.INDEXER)
+    rows += touched.INDEXER if name == "nvidia" else ()
+    assert imported - {"vllm.logger:init_logger"} <= {row.path for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("path", "needs", "reason"),
+    [
+        ("vllm.gone:name", (), "No module named 'vllm.gone'"),
+        ("vllm.envs:gone", (), "no attribute 'gone'"),
+        ("vllm.config:VllmConfig", ("model_config", "gone"), "no gone"),
+        ("vllm.v1.attention.backends.registry:register_backend", ("gone", "lost"), "no gone, lost"),
+    ],
+)
+def test_what_no_longer_fits_is_named(path, needs, reason):
+    row = touched.Touched(path, "a purpose", needs)
+    assert row.problem().startswith(f"{path} (a purpose): ")
+    assert reason in row.problem()
+    with pytest.raises(RuntimeError, match=f"does not fit this vLLM: {path}"):
+        touched.check([row])
+
+
+def test_a_function_with_other_parameters_is_named(monkeypatch):
+    monkeypatch.setattr(attention.SparseMLABackend, "get_name", lambda name: name)
+    (problem,) = touched.problems((), attention)
+    assert problem == (
+        "vllm.v1.attention.backend:AttentionBackend.get_name "
+        "(overridden by SparseMLABackend.get_name): other parameters"
     )
-    assert ours == theirs
+
+
+@pytest.mark.parametrize("rows", ["ATTENTION", "INDEXER"])
+def test_a_vllm_that_does_not_fit_stops_the_start(plain_vllm, monkeypatch, rows):
+    row = touched.Touched("vllm:gone", "a purpose")
+    monkeypatch.setattr(plugins, rows, (row,))
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
+    register()
+    start = AttentionBackendEnum.CUSTOM.get_class if rows == "ATTENTION" else register_the_indexer
+    with pytest.raises(RuntimeError, match="vllm:gone"):
+        start()
+
+
+OTHER_VERSION = """
+import vllm
+vllm.__version__, vllm.__version_tuple__ = "0.34.1", (0, 34, 1)
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+try:
+    AttentionBackendEnum.CUSTOM.get_class()
+except ValueError:
+    print("no backend")
+"""
+
+
+@pytest.mark.parametrize("names", ["sparsemla", "sparsemla,sparsemla_indexer"])
+def test_another_version_of_vllm_gets_one_line(names):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OTHER_VERSION],
+        env={**os.environ, "VLLM_PLUGINS": names, "VLLM_LOGGING_LEVEL": "WARNING"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if "sparsemla supports" in line
+    ]
+    assert all("supports vLLM 0.33, found 0.34.1: " in line for line in said)
+    assert "Traceback" not in done.stderr
+    if names == "sparsemla":  # a server of other models goes on
+        assert (len(said), done.returncode, done.stdout.endswith("no backend\n")) == (1, 0, True)
+    else:
+        assert done.stderr.endswith("remove sparsemla_indexer from VLLM_PLUGINS\n")
+        assert (done.returncode, "no backend" in done.stdout) == (1, False)
 
 
 def test_nothing_abstract_is_left():
@@ -1015,14 +1093,6 @@ def test_the_nvidia_class_selects_nothing_where_attention_is_dense(config):
     assert (chosen == 2**31 - 1).all()
     *_, chosen = selecting(config, Batch(Draw(0), [1, 5], [9, 5]), dense=True, decodes=1)
     assert chosen[5, :6].tolist() == [0, 1, 2, 3, 4, -1]
-
-
-def test_the_nvidia_class_calls_the_selection_with_vllms_signature():
-    ours, theirs = (
-        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer)
-    )
-    assert ours == theirs
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ vLLM calls :func:`register` and :func:`register_indexer` through its plugin grou
 vLLM only inside these functions.
 """
 
-BACKEND = "sparsemla.backends.vllm.attention.SparseMLABackend"
+from typing import TYPE_CHECKING, Any
+
+from sparsemla.backends.vllm.touched import ATTENTION, INDEXER, check, unsupported_version
+
+if TYPE_CHECKING:
+    from sparsemla.backends.vllm.attention import SparseMLABackend
+
+__all__ = ["GENERIC_MODELS", "NVIDIA_MODELS", "SparseMLABackend", "register", "register_indexer"]
+
+BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 
 NVIDIA_MODELS = {
     "DeepseekV32ForCausalLM": "sparsemla.backends.vllm.nvidia:DeepseekV32ForCausalLM",
@@ -22,11 +31,32 @@ GENERIC_MODELS = {
 """vLLM's portable classes, for GPUs that cannot run the NVIDIA classes with another selection."""
 
 
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
+    """Import the backend when vLLM resolves its name: a user has selected it.
+
+    Raises:
+        RuntimeError: something of vLLM that it touches does not fit.
+    """
+    if name != "SparseMLABackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check(ATTENTION)
+    from sparsemla.backends.vllm import attention
+
+    check((), attention)
+    return attention.SparseMLABackend
+
+
 def register() -> None:
     """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
-    vLLM imports the backend only when a user selects it.
+    For another version of vLLM it only logs why not, since the engine may serve without it; a
+    selection of ``CUSTOM`` then stops the engine.
     """
+    if problem := unsupported_version():
+        from vllm.logger import init_logger
+
+        init_logger("vllm.sparsemla").warning("%s: there is no backend CUSTOM", problem)
+        return
     # CUSTOM and not a new name: vLLM pickles a backend as an enum value, and a spawned process does
     # not know new members.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -39,27 +69,37 @@ def register_indexer() -> None:
 
     Without ``VLLM_PLUGINS`` vLLM loads every installed plugin. This one changes models, so it does
     nothing unless ``VLLM_PLUGINS`` contains its name.
+
+    Raises:
+        SystemExit: the version of vLLM is not supported; a line without a traceback.
+        RuntimeError: something of vLLM that it touches does not fit.
     """
     from vllm import envs
 
     if "sparsemla_indexer" not in (envs.VLLM_PLUGINS or ()):
         return
+    if problem := unsupported_version():
+        raise SystemExit(f"{problem}: remove sparsemla_indexer from VLLM_PLUGINS")
+    check(INDEXER)
     from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from sparsemla.backends.vllm.indexer import OPERATOR, IdleIndexerOp, SparseMLAWrapper
+    from sparsemla.backends.vllm import indexer
 
+    check((), indexer)
     models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)
-    if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not SparseMLAWrapper:
-        PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(SparseMLAWrapper)
-        CustomOp.register_oot(name="SparseAttnIndexer")(IdleIndexerOp)
-    if OPERATOR not in CompilationConfig._attention_ops:
+    if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not indexer.SparseMLAWrapper:
+        PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(
+            indexer.SparseMLAWrapper
+        )
+        CustomOp.register_oot(name="SparseAttnIndexer")(indexer.IdleIndexerOp)
+    if indexer.OPERATOR not in CompilationConfig._attention_ops:
         # vLLM splits a compiled model at these ops. This one reads the step's metadata, so it
         # cannot be part of a piece that is captured.
-        CompilationConfig._attention_ops.append(OPERATOR)
+        CompilationConfig._attention_ops.append(indexer.OPERATOR)
 
 
 def _nvidia_class_runs() -> bool:

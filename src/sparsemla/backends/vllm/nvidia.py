@@ -6,6 +6,7 @@ The models below exchange this function and the class of the index cache; all el
 """
 
 import inspect
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from sparsemla.backends.vllm.indexer import (
     refuse,
     select_keys,
 )
+from sparsemla.backends.vllm.touched import NVIDIA, check
 
 
 class IndexCache(DeepseekV32IndexerCache):
@@ -104,10 +106,11 @@ class WithSelection(nn.Module):
 
     Raises:
         ValueError: the configuration is not supported.
-        RuntimeError: vLLM's class would run another selection.
+        RuntimeError: something of vLLM does not fit, or its class would run another selection.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        check(NVIDIA, sys.modules[__name__])
         refuse(vllm_config, vllm_config.model_config.hf_text_config.index_head_dim)
         attention.sparse_attn_indexer = sparse_attn_indexer
         attention.DeepseekV32Indexer.indexer_cache_cls = IndexCache

@@ -1,0 +1,320 @@
+"""What the plugins touch in vLLM, and whether it still fits.
+
+Everything that the modules of this package import from vLLM, override, call or read has a row in
+:data:`TOUCHED`, and ``tests/test_vllm.py`` fails for an import without one. To move to a new
+version of vLLM, change :data:`SUPPORTED` and run these tests: each row that no longer fits is
+named, with what it is for.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Function = Callable[..., Any]
+
+SUPPORTED = (0, 33)
+"""The version of vLLM, without its last part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Touched:
+    """Something of vLLM.
+
+    Args:
+        path: ``module:name``, where the name may have dots.
+        purpose: what for.
+        needs: parameters of a function, members of anything else, that must exist.
+    """
+
+    path: str
+    purpose: str
+    needs: tuple[str, ...] = ()
+
+    def problem(self) -> str | None:
+        """Why it no longer fits, or None."""
+        module, _, name = self.path.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in filter(None, name.split(".")):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            return f"{self.path} ({self.purpose}): {error}"
+        missing = [need for need in self.needs if need not in _members(found)]
+        return f"{self.path} ({self.purpose}): no {', '.join(missing)}" if missing else None
+
+
+def _members(found: Any) -> set[str]:  # noqa: ANN401 - anything of vLLM
+    """Parameters of a function, or members of anything else; of a class, its instances' too."""
+    if inspect.isroutine(found):
+        return set(inspect.signature(found).parameters)
+    members = set(dir(found))
+    for cls in inspect.getmro(found) if inspect.isclass(found) else ():
+        members |= vars(cls).get("__annotations__", {}).keys()
+        constructor = inspect.unwrap(vars(cls).get("__init__", object.__init__))
+        if inspect.isfunction(constructor):  # its attributes, and names of buffers
+            code = constructor.__code__
+            members |= {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))}
+    return members
+
+
+CONFIG = (
+    Touched(
+        "vllm.config:VllmConfig",
+        "settings of the engine",
+        (
+            "model_config",
+            "cache_config",
+            "parallel_config",
+            "scheduler_config",
+            "attention_config",
+            "compilation_config",
+        ),
+    ),
+    Touched("vllm.config:get_current_vllm_config_or_none", "settings while layers are built"),
+    Touched(
+        "vllm.config.model:ModelConfig",
+        "dims of the model",
+        ("hf_text_config", "max_model_len", "get_num_attention_heads"),
+    ),
+    Touched("vllm.config.attention:AttentionConfig", "refused settings", ("hisparse_config",)),
+    Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
+    Touched(
+        "vllm.config.parallel:ParallelConfig",
+        "refused settings",
+        ("decode_context_parallel_size", "prefill_context_parallel_size"),
+    ),
+    Touched(
+        "vllm:envs",
+        "plugins named, and memory",
+        ("VLLM_PLUGINS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"),
+    ),
+)
+
+ATTENTION = (
+    *CONFIG,
+    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
+    Touched(
+        "vllm.v1.attention.backends.registry:register_backend",
+        "registration",
+        ("backend", "class_path"),
+    ),
+    Touched(
+        "vllm.v1.attention.backend:AttentionBackend",
+        "base class",
+        ("validate_configuration", "supported_dtypes", "supported_kv_cache_dtypes"),
+    ),
+    Touched("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("UNIFORM_BATCH",)),
+    Touched("vllm.v1.attention.backend:AttentionLayer", "type of an argument"),
+    Touched(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        "batch of a step",
+        (
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "seq_lens_cpu_upper_bound",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_seq_len",
+            "block_table_tensor",
+            "slot_mapping",
+        ),
+    ),
+    Touched("vllm.v1.attention.backend:MultipleOf", "type of a result"),
+    Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
+    Touched(
+        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl",
+        "base class: slots of positions, dense short prompts",
+        ("forward_mqa", "_forward_mqa_kernel", "topk_indices_buffer", "dcp_world_size"),
+    ),
+    Touched(
+        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadata",
+        "base class",
+        ("num_decodes", "num_prefills", "num_decode_tokens", "req_id_per_token"),
+    ),
+    Touched(
+        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder",
+        "base class",
+        ("metadata_cls", "build", "topk_tokens", "dcp_world_size"),
+    ),
+    Touched(
+        "vllm.v1.attention.backends.mla.sparse_utils:align_blocks_to_rows", "strides of blocks"
+    ),
+    Touched("vllm.v1.attention.backends.mla.sparse_utils:flat_kv_row_view", "rows of the cache"),
+    Touched(
+        "vllm.v1.attention.ops.metadata:compute_token_to_req_indices", "metadata of draft decodes"
+    ),
+    Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the cache", ("block_size",)),
+    Touched("vllm.v1.kv_cache_interface:KVCacheSpec", "type of an argument"),
+    Touched("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
+    Touched(
+        "vllm.v1.worker.workspace:WorkspaceManager",
+        "memory shared by layers",
+        ("get_simultaneous",),
+    ),
+)
+
+INDEXER = (
+    *CONFIG,
+    Touched(
+        "vllm.config:CompilationConfig", "ops that split a compiled model", ("_attention_ops",)
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:ModelRegistry",
+        "classes of models",
+        ("register_model",),
+    ),
+    Touched("vllm.model_executor.custom_op:CustomOp", "exchange of the op", ("register_oot",)),
+    Touched(
+        "vllm.model_executor.custom_op:PluggableLayer", "exchange of the layer", ("register_oot",)
+    ),
+    Touched("vllm.model_executor.custom_op:op_registry_oot", "what was exchanged"),
+    Touched(
+        "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
+        "exchanged layer of the portable class",
+        ("indexer",),
+    ),
+    Touched(
+        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer",
+        "exchanged op of the portable class",
+    ),
+    Touched(
+        "vllm.model_executor.models.deepseek_v2:Indexer",
+        "weights of the indexer",
+        (
+            "wq_b",
+            "wk_weights_proj",
+            "k_norm",
+            "k_cache",
+            "n_head",
+            "head_dim",
+            "topk_tokens",
+            "topk_indices_buffer",
+            "vllm_config",
+        ),
+    ),
+    Touched(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
+        "rotation",
+        ("cos_sin_cache", "is_neox_style"),
+    ),
+    Touched(
+        "vllm.compilation.breakable_cudagraph:eager_break_during_capture", "CUDA graphs in pieces"
+    ),
+    Touched("vllm.forward_context:get_forward_context", "metadata of a step"),
+    Touched(
+        "vllm.forward_context:ForwardContext",
+        "metadata of a step",
+        ("attn_metadata", "no_compile_layers", "cudagraph_runtime_mode"),
+    ),
+    Touched("vllm.platforms:current_platform", "GPUs", ("is_cuda", "has_device_capability")),
+    Touched("vllm.utils.deep_gemm:mqa_logits_use_mx_scales", "format of index keys"),
+    Touched("vllm.utils.torch_utils:LayerNameType", "names of layers in ops"),
+    Touched("vllm.utils.torch_utils:_encode_layer_name", "names of layers in ops"),
+    Touched("vllm.utils.torch_utils:_resolve_layer_name", "names of layers in ops"),
+    Touched(
+        "vllm.utils.torch_utils:direct_register_custom_op",
+        "our op",
+        ("op_name", "op_func", "mutates_args", "fake_impl"),
+    ),
+    Touched("vllm.v1.attention.backend:AttentionBackend", "type of a result"),
+    Touched("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("ALWAYS",)),
+    Touched("vllm.v1.attention.backend:AttentionMetadataBuilder", "base class", ("build",)),
+    Touched("vllm.v1.attention.backend:CommonAttentionMetadata", "batch of a step"),
+    Touched("vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerBackend", "base class"),
+    Touched(
+        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
+        "base class",
+        ("seq_lens", "max_seq_len", "slot_mapping", "block_table"),
+    ),
+    Touched("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
+    Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
+)
+
+NVIDIA = (
+    Touched("vllm.config:CUDAGraphMode", "when attention can be dense", ("FULL",)),
+    Touched(
+        "vllm.models.deepseek_v32:attention",
+        "exchanged function",
+        ("sparse_attn_indexer", "DeepseekV32Attention"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v32.attention:DeepseekV32Attention",
+        "whether the exchange took",
+        ("_sparse_indexer_and_attn", "indexer", "layer_name"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v32.attention:DeepseekV32Indexer",
+        "exchanged class of the index cache",
+        ("indexer_cache_cls", "k_cache"),
+    ),
+    Touched(
+        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
+        "base class",
+        ("kv_cache", "get_attn_backend"),
+    ),
+    Touched("vllm.models.deepseek_v32.nvidia:model", "base class", ("DeepseekV32ForCausalLM",)),
+    Touched("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
+)
+
+TOUCHED = {"attention": ATTENTION, "indexer": INDEXER, "nvidia": NVIDIA}
+"""The rows of each module of this package; ``nvidia`` needs those of ``indexer``, too."""
+
+
+def unsupported_version() -> str | None:
+    """Why this version of vLLM is not supported, in one line, or None."""
+    from vllm import __version__, __version_tuple__
+
+    if __version_tuple__[:2] == SUPPORTED:
+        return None
+    return f"sparsemla supports vLLM {'.'.join(map(str, SUPPORTED))}, found {__version__}"
+
+
+def overridden(module: ModuleType) -> dict[str, tuple[Function, Function]]:
+    """The functions that the module's classes override: ours and vLLM's by name.
+
+    Constructors that are generated or pass all arguments on are left out.
+    """
+    pairs: dict[str, tuple[Function, Function]] = {}
+    for cls in vars(module).values():
+        if not inspect.isclass(cls) or cls.__module__ != module.__name__:
+            continue
+        for name in vars(cls):
+            ours: Any = getattr(cls, name)
+            theirs: Any = next((getattr(b, name) for b in cls.__mro__[1:] if name in vars(b)), None)
+            vllms = (getattr(theirs, "__module__", None) or "").startswith("vllm.")
+            if vllms and inspect.isroutine(ours) and not _passes_on(cls, name):
+                pairs[f"{cls.__name__}.{name}"] = ours, theirs
+    return pairs
+
+
+def _passes_on(cls: type, name: str) -> bool:
+    if name != "__init__":
+        return False
+    kinds = {kind for _, kind, _ in parameters(getattr(cls, name))}
+    return dataclasses.is_dataclass(cls) or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def parameters(function: Function) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each parameter."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def problems(rows: Sequence[Touched], module: ModuleType | None = None) -> list[str]:
+    """What of vLLM does not fit the rows, and which functions of the module lost their match."""
+    found = [problem for row in rows if (problem := row.problem())]
+    pairs = overridden(module) if module else {}
+    return found + [
+        f"{theirs.__module__}:{theirs.__qualname__} (overridden by {name}): other parameters"
+        for name, (ours, theirs) in pairs.items()
+        if parameters(ours) != parameters(theirs)
+    ]
+
+
+def check(rows: Sequence[Touched], module: ModuleType | None = None) -> None:
+    """Raise RuntimeError with one line if something of vLLM does not fit."""
+    if found := problems(rows, module):
+        raise RuntimeError(f"sparsemla does not fit this vLLM: {'; '.join(found)}")
