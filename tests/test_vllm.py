@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -47,7 +48,7 @@ with warnings.catch_warnings():
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import mla, sparse_attn_indexer
-    from vllm.model_executor.layers.attention import sparse_mla_attention
+    from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models.deepseek_v2 import Indexer
     from vllm.model_executor.models.registry import ModelRegistry
@@ -55,7 +56,7 @@ with warnings.catch_warnings():
     from vllm.models.deepseek_v32.common import kernels
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
-    from vllm.utils import deep_gemm
+    from vllm.utils import deep_gemm, torch_utils
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backend import (
         AttentionCGSupport,
@@ -78,7 +79,9 @@ with warnings.catch_warnings():
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
-from sparsemla import INDEX_FP8, PagedCache, dispatch, reference
+from sparsemla import INDEX_FP8, PagedCache, dispatch, reference, sparse_decode
+from sparsemla.kernels.attention.schedule import sm90_sparse
+from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla.testing.compare import (
     DECODE_LSE,
@@ -166,7 +169,8 @@ def config(model_config, monkeypatch):
     config = engine_config(model_config)
     layer = SimpleNamespace(prefill_backend=None)
     config.compilation_config.static_forward_context[LAYER] = layer
-    monkeypatch.setattr(sparse_mla_attention, "PIN_MEMORY", torch.cuda.is_available())
+    for module in (sparse_mla_attention, mla_attention, torch_utils):
+        monkeypatch.setattr(module, "PIN_MEMORY", torch.cuda.is_available())
     if not torch.cuda.is_available():  # where a growing workspace has nothing to give back
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     with set_current_vllm_config(config):
@@ -401,13 +405,48 @@ def test_served(config, changes):
         ({"use_mla": False}, "non-MLA not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
-        ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
     ],
     ids=str,
 )
 def test_refused(config, changes, reason):
     assert any(reason in got for got in refusals(**changes))
+
+
+@pytest.fixture
+def batch_invariant(monkeypatch):
+    """vLLM's mode in which results do not depend on the batch."""
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
+
+
+def test_batch_invariance_is_served(config, batch_invariant):
+    assert refusals(use_batch_invariant=True) == []
+    assert indexer.IndexerBackend.supports_batch_invariance()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "reason"),
+    [
+        ("plugins", ["sparsemla"], "needs sparsemla_indexer in VLLM_PLUGINS"),
+        ("plugins", None, "needs sparsemla_indexer in VLLM_PLUGINS"),
+        ("device_capability", DeviceCapability(8, 9), "needs sm_90: .* got sm_89"),
+        ("index_topk", 4224, "needs an index_topk of at most 4096 or .* got 4224"),
+    ],
+    ids=str,
+)
+def test_batch_invariance_is_refused_where_results_could_change(
+    config, batch_invariant, monkeypatch, where, value, reason
+):
+    changes = {"use_batch_invariant": True}
+    if where == "plugins":
+        monkeypatch.setattr(envs, "VLLM_PLUGINS", value, raising=False)
+    elif where == "index_topk":
+        monkeypatch.setattr(config.model_config.hf_text_config, where, value)
+    else:
+        changes[where] = value
+    (got,) = refusals(**changes)
+    assert re.search(reason, got)
 
 
 @pytest.mark.parametrize(
@@ -443,9 +482,10 @@ class Batch:
         seq_lens: of the requests, this step's tokens included.
         padded_tokens: rows behind the last request.
         topk: tokens that a token selects.
+        block_table: pages of the requests; random ones if None.
     """
 
-    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0, topk=TOPK):
+    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0, topk=TOPK, block_table=None):
         self.draw, self.query_lens, self.seq_lens = draw, query_lens, seq_lens
         self.topk = topk
         self.tokens = sum(query_lens)
@@ -454,6 +494,8 @@ class Batch:
         self.num_blocks = 2 * len(seq_lens) * width
         pages = draw.permutation(self.num_blocks)[: len(seq_lens) * width]
         self.block_table = pages.view(len(seq_lens), width).int()
+        if block_table is not None:
+            self.block_table = block_table
         requests = [torch.full((n,), i) for i, n in enumerate(query_lens)]
         self.request_ids = torch.cat(requests).int()
         positions = [torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
@@ -978,6 +1020,158 @@ def test_the_indexer_selects_the_same_as_the_reference(config, mla_layer, name, 
 
 # Rounding to e4m3, by up to 2^-4 of an element, and some to bfloat16 before.
 KEYS = Tolerance(rel=2**-4 + 2**-6, cos=2e-3, size=2**-6)
+
+
+@dataclasses.dataclass
+class Prompt:
+    """What a layer computes of a request's tokens before indexer and attention."""
+
+    latents: torch.Tensor
+    q: torch.Tensor
+    index_q: torch.Tensor
+    index_k: torch.Tensor
+    index_weights: torch.Tensor
+
+    @classmethod
+    def of(cls, draw, length, num_heads):
+        half = {"dtype": torch.bfloat16}
+        return cls(
+            prefill_rows(draw, length, 576),
+            decode_queries(draw, length, num_heads, 576),
+            draw.normal(length, 32, 128, **half),
+            draw.normal(length, 128, **half),
+            draw.normal(length, 32, **half),
+        )
+
+
+def split_like_hopper(q, cache, topk_indices, *, topk_lengths, workspace, **arguments):
+    """A decode that splits keys as an H200 would, and merges."""
+    num_keys = topk_indices.shape[2]
+    num_splits, *_ = sm90_sparse(DecodeWork.of(q, cache.format, num_keys, 132), None)
+    states, size = [], -(-num_keys // num_splits)
+    for first in range(0, num_keys, size):
+        part = topk_indices[..., first : first + size].contiguous()
+        lengths = (topk_lengths - first).clamp(min=0)
+        out, lse = sparse_decode(q, cache, part, topk_lengths=lengths, **arguments)
+        states.append((out[:, 0].float(), lse[:, 0]))
+    outs, lses = (torch.stack(parts) for parts in zip(*states, strict=True))
+    out, lse = reference.merge_states(outs, lses)
+    return out.to(q.dtype).unsqueeze(1), lse.unsqueeze(1)
+
+
+def serve(config, made, prompts, steps, dtype):
+    """Run steps of ``(prompt, tokens)`` pairs, decodes first, on random pages.
+
+    Returns:
+        Selections, outputs and LSEs of all tokens of the first prompt.
+    """
+    config.scheduler_config.max_num_batched_tokens = LARGEST_STEP
+    width = -(-max(LENGTHS) // PAGE_SIZE)
+    tables = Draw(len(steps)).permutation(len(prompts) * width).view(-1, width).int()
+    cache = PagedCache.allocate(attention.FORMATS[dtype], tables.numel(), PAGE_SIZE)
+    keys = PagedCache.allocate(INDEX_FP8, tables.numel(), PAGE_SIZE)
+    inner = made.indexer.inner
+    inner.k_cache.kv_cache, name = keys.data, inner.k_cache.prefix
+    spec = inner.k_cache.get_kv_cache_spec(config)
+    make = inner.k_cache.get_attn_backend().get_builder_cls()
+    build_index = make(spec, [name], config, torch.device("cpu")).build
+    build = builder(config, dtype).build
+    buffer = torch.full((LARGEST_STEP, MANY), 2**31 - 1, dtype=torch.int32)
+    attend = layer(buffer, prompts[0].q.shape[1], dtype).forward_mqa
+
+    results, done = [], [0] * len(prompts)
+    for step in steps:
+        ids, query_lens = ([*column] for column in zip(*step, strict=True))
+        spans = [slice(done[i], done[i] + n) for i, n in step]
+        for i, n in step:
+            done[i] += n
+        batch = Batch(Draw(0), query_lens, [done[i] for i in ids], block_table=tables[ids])
+
+        def rows(field, ids=ids, spans=spans):
+            parts = zip(ids, spans, strict=True)
+            return torch.cat([getattr(prompts[i], field)[span] for i, span in parts])
+
+        cache.write(batch.slot_mapping, rows("latents"))
+        with set_forward_context({name: build_index(0, batch.common())}, config), torch.no_grad():
+            torch.ops.vllm.sparsemla_indexer(
+                batch.positions,
+                rows("index_q"),
+                rows("index_k"),
+                rows("index_weights"),
+                torch.ones(128),
+                torch.zeros(128),
+                1e-6,
+                rotation(True).cos_sin_cache,
+                False,
+                buffer,
+                MANY,
+                name,
+            )
+        out, lse = attend(rows("q"), cache.data, build(0, batch.common()), None)
+        mine = batch.request_ids == ids.index(0) if 0 in ids else slice(0)
+        results.append((buffer[: batch.tokens][mine].clone(), out[mine], lse[mine]))
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+LARGEST_STEP = 512
+MANY = 256
+"""Selected tokens, enough for an H200 to split them."""
+LENGTHS = 290, 90, 20
+STEPS = {
+    "chunks of 64": [*[[(0, 64)]] * 4, [(0, 34)]],
+    "chunks of 13": [[(0, 225)], *[[(0, 13)]] * 5],
+    "decodes": [[(0, 280)], *[[(0, 1)]] * 10],
+    "among others": [
+        [(1, 50), (0, 200)],
+        [(1, 1), (0, 80), (2, 13)],
+        [(1, 1), (2, 1), (0, 9)],
+        [(2, 1), (0, 1), (1, 1)],
+    ],
+    "in another order": [
+        [(2, 19), (0, 1), (1, 89)],
+        [(2, 1), (0, 277)],
+        [(0, 1), (1, 1)],
+        *[[(0, 1)]] * 2,
+        [(0, 9)],
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_results_do_not_depend_on_the_batch(config, mla_layer, batch_invariant, monkeypatch, dtype):
+    monkeypatch.setattr(attention, "sparse_decode", split_like_hopper)
+    monkeypatch.setattr(config.model_config.hf_text_config, "index_topk", MANY)
+    prompts = [Prompt.of(Draw(seed), length, 8) for seed, length in enumerate(LENGTHS)]
+    alone = serve(config, mla_layer, prompts, [[(0, LENGTHS[0])]], dtype)
+    for name, steps in STEPS.items():
+        results = serve(config, mla_layer, prompts, steps, dtype)
+        for what, result, expected in zip(("selection", "out", "lse"), results, alone, strict=True):
+            assert_equal(f"{what}, {name}", result, expected)
+
+
+class DensePrefill:
+    """As much of vLLM's backends of dense prefill as describing a step takes."""
+
+    def clone(self):
+        return self
+
+    def prepare_metadata(self, metadata):
+        pass
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_lengths_decide_about_the_kernel_unless_results_must_not_depend_on_them(
+    request, engine, config, invariant
+):
+    if invariant:
+        request.getfixturevalue("batch_invariant")
+    config.compilation_config.static_forward_context[LAYER].prefill_backend = DensePrefill()
+    made = engine(8, MAX_TOKENS, 4096)
+    metadata = builder(made, "fp8_ds_mla").build(0, Batch(Draw(0), **CONVERTED).common())
+    assert bool(metadata.conversions) is not invariant
+    assert metadata.prefill.use_dense_mha is not invariant
+    impl = layer(torch.zeros(MAX_TOKENS, SELECTED, dtype=torch.int32), 8, "fp8_ds_mla")
+    assert (impl._workspace() is None) is invariant
 
 
 def test_the_indexer_can_be_compiled(config, mla_layer):

@@ -4,6 +4,9 @@ vLLM's common classes build the metadata, convert selected positions to rows of 
 short prompts as dense attention. This backend computes attention over the selected rows for decodes
 and prefills. It reads bfloat16 and ``fp8_ds_mla`` caches in place, except that it first converts
 the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster.
+
+With ``VLLM_BATCH_INVARIANT`` every token takes one path, whatever else its step computes: the
+kernel of prefills, which never splits keys, over the cache in place.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
@@ -95,6 +99,11 @@ class SparseMLABackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, but see :func:`_refuse_batch_invariance`."""
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Make the block stride a multiple of a row, so that a single index addresses a row."""
         return align_blocks_to_rows(spec)
@@ -121,7 +130,12 @@ class SparseMLABackend(AttentionBackend):
         if kv_cache_dtype is not None and kv_cache_dtype not in FORMATS:
             return f"--kv-cache-dtype must be one of {', '.join(FORMATS)}; got {kv_cache_dtype}"
         config = get_current_vllm_config_or_none()
-        return None if config is None or config.model_config is None else _refuse_model(config)
+        if config is None or config.model_config is None:
+            return None
+        reason = _refuse_model(config)
+        if reason is None and envs.VLLM_BATCH_INVARIANT:
+            reason = _refuse_batch_invariance(config, device_capability)
+        return reason
 
 
 def _refuse_model(config: VllmConfig) -> str | None:
@@ -135,6 +149,27 @@ def _refuse_model(config: VllmConfig) -> str | None:
         return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
     if config.attention_config.hisparse_config is not None:
         return "HiSparse must be off: it keeps rows on the host, which this backend cannot read"
+    return None
+
+
+def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -> str | None:
+    """The reason why results could depend on the batch, or None."""
+    topk = config.model_config.hf_text_config.index_topk
+    if "sparsemla_indexer" not in (envs.VLLM_PLUGINS or ()):
+        return (
+            "batch invariance needs sparsemla_indexer in VLLM_PLUGINS: the selections of vLLM's "
+            "indexer depend on the batch"
+        )
+    if capability != DeviceCapability(9, 0):
+        return (
+            "batch invariance needs sm_90: the indexer's portable kernels do not fix the order of "
+            f"their sums over heads for every tile; got sm_{capability.to_int()}"
+        )
+    if topk > 4096 and topk & (topk - 1):
+        return (
+            "batch invariance needs an index_topk of at most 4096 or a power of two: vLLM compacts "
+            f"others in an order that changes from run to run; got {topk}"
+        )
     return None
 
 
@@ -194,6 +229,7 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         quantised = kv_cache_spec.cache_dtype_str == FP8_DS_MLA.name
         self.format = FP8_DS_MLA if quantised else BF16_576
+        self.batch_invariant = envs.VLLM_BATCH_INVARIANT
 
     def build(
         self,
@@ -203,6 +239,12 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
     ) -> SparseMLAMetadata:
         """The metadata of one step."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.batch_invariant:
+            # The longest prefill of a step decides about dense attention for all of its prefills,
+            # and all of their lengths decide about conversions.
+            if metadata.prefill is not None:
+                metadata.prefill.use_dense_mha = False
+            return metadata
         lens = common_attn_metadata.seq_lens_cpu_upper_bound
         if metadata.num_prefills and lens is not None and self.dcp_world_size == 1:
             metadata.conversions = self._conversions(metadata, common_attn_metadata, lens)
@@ -333,11 +375,14 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         if indices is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = FORMATS[kv_cache_dtype]
-        self.conversion_rows = self._conversion_rows()
-        self.workspace_bytes = max(
-            _workspace_bytes(indices.shape[0], num_heads * self.dcp_world_size, indices.device),
-            self.conversion_rows * BF16_576.bytes_per_token,
-        )
+        self.batch_invariant = envs.VLLM_BATCH_INVARIANT
+        self.conversion_rows = self.workspace_bytes = 0
+        if not self.batch_invariant:
+            self.conversion_rows = self._conversion_rows()
+            self.workspace_bytes = max(
+                _workspace_bytes(indices.shape[0], num_heads * self.dcp_world_size, indices.device),
+                self.conversion_rows * BF16_576.bytes_per_token,
+            )
         # Grow vLLM's workspace now: captured graphs hold its address.
         self._workspace()
 
@@ -450,7 +495,8 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             valid_counts: int32 ``[T]``, number of selected rows.
             layer: ignored.
             block_size: tokens per block.
-            is_decode: all tokens are decodes. They are few, so their keys are split.
+            is_decode: all tokens are decodes. They are few, so their keys are split, unless results
+                must not depend on the batch.
 
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
@@ -459,7 +505,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             q = torch.cat(q, dim=-1)
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         cache = PagedCache(rows.unsqueeze(1), self.format)
-        if not is_decode:
+        if self.batch_invariant or not is_decode:
             return sparse_prefill(
                 q, cache, topk_indices, softmax_scale=self.scale, topk_lengths=valid_counts
             )

@@ -110,6 +110,11 @@ class IndexerBackend(DeepseekV32IndexerBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes: scores have the same bits in any batch, and the selection from them is exact."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Yes: lengths are read on the device."""
         return True

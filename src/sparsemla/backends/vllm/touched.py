@@ -88,8 +88,8 @@ CONFIG = (
     ),
     Touched(
         "vllm:envs",
-        "plugins named, and memory",
-        ("VLLM_PLUGINS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"),
+        "plugins named, memory, and the batch-invariant mode",
+        ("VLLM_PLUGINS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "VLLM_BATCH_INVARIANT"),
     ),
 )
 
@@ -104,7 +104,12 @@ ATTENTION = (
     Touched(
         "vllm.v1.attention.backend:AttentionBackend",
         "base class",
-        ("validate_configuration", "supported_dtypes", "supported_kv_cache_dtypes"),
+        (
+            "validate_configuration",
+            "supports_batch_invariance",
+            "supported_dtypes",
+            "supported_kv_cache_dtypes",
+        ),
     ),
     Touched("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("UNIFORM_BATCH",)),
     Touched("vllm.v1.attention.backend:AttentionLayer", "type of an argument"),
@@ -133,7 +138,12 @@ ATTENTION = (
     Touched(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadata",
         "base class",
-        ("num_decodes", "num_prefills", "num_decode_tokens", "req_id_per_token"),
+        ("num_decodes", "num_prefills", "num_decode_tokens", "req_id_per_token", "prefill"),
+    ),
+    Touched(
+        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLAPrefillMetadata",
+        "no dense short prompts in the batch-invariant mode",
+        ("use_dense_mha",),
     ),
     Touched(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder",
