@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -40,11 +41,17 @@ with warnings.catch_warnings():
         CompilationConfig,
         DeviceConfig,
         ModelConfig,
+        ParallelConfig,
         SchedulerConfig,
         VllmConfig,
         set_current_vllm_config,
     )
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_model_parallel,
+        get_dcp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import mla, sparse_attn_indexer
@@ -64,6 +71,7 @@ with warnings.catch_warnings():
         CommonAttentionMetadata,
     )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.ops import dcp
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm.v1.worker import workspace
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
@@ -72,6 +80,7 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import (
         GENERIC_MODELS,
         attention,
+        exchange,
         indexer,
         nvidia,
         register,
@@ -79,7 +88,14 @@ with warnings.catch_warnings():
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
-from sparsemla import INDEX_FP8, PagedCache, dispatch, reference, sparse_decode
+from sparsemla import (
+    INDEX_FP8,
+    PagedCache,
+    dispatch,
+    fused_indexer_rope_quant,
+    reference,
+    sparse_decode,
+)
 from sparsemla.kernels.attention.schedule import sm90_sparse
 from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
@@ -256,7 +272,7 @@ def test_what_is_touched_fits_vllm(path):
     assert ROWS[path].problem() is None
 
 
-@pytest.mark.parametrize("name", ["__init__", "attention", "indexer", "nvidia"])
+@pytest.mark.parametrize("name", ["__init__", "attention", "indexer", "exchange", "nvidia"])
 def test_every_import_from_vllm_has_a_row(name):
     tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
     imported = {
@@ -1217,7 +1233,6 @@ def test_the_indexer_keeps_the_names_of_weights(mla_layer):
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("attention_config", "indexer_kv_dtype", "mxfp4"),
     ],
@@ -1374,6 +1389,189 @@ def test_a_selection_that_was_not_exchanged_stops_the_start(build_model, monkeyp
             nvidia.check_selection(model)
     with pytest.raises(RuntimeError, match="with an indexer, got none"):
         nvidia.check_selection(torch.nn.Linear(1, 1))
+
+
+RANKS = 4
+SHARED = {
+    "decodes": {"query_lens": [1, 1, 1], "seq_lens": [700, 3, 129]},
+    "padded": {"query_lens": [1, 1, 0], "seq_lens": [700, 1, 0], "padded_tokens": 2},
+    "speculative": {"query_lens": [3, 3, 1], "seq_lens": [130, 400, 2]},
+    "both": {"query_lens": [1, 40, 9], "seq_lens": [300, 500, 9]},
+}
+
+
+def local_slots(batch, requests, positions, shard):
+    """Slots of this rank's pages for positions of requests; -1 for those of other ranks."""
+    turn, at = positions // shard.interleave, positions % shard.interleave
+    row = turn // shard.num_ranks * shard.interleave + at
+    slot = batch.block_table[requests, row // PAGE_SIZE].long() * PAGE_SIZE + row % PAGE_SIZE
+    return slot.where(turn % shard.num_ranks == shard.rank, -1)
+
+
+def check_ranks(config, batch, ties, dtype):
+    """Selection and attention of a batch with shared contexts, against one cache for all."""
+    draw, group = batch.draw, get_dcp_group()
+    interleave = config.parallel_config.cp_kv_cache_interleave_size
+    shard = exchange.Shard(group.rank_in_group, group.world_size, interleave)
+    requests = torch.cat([torch.full((n,), i) for i, n in enumerate(batch.seq_lens)])
+    positions = torch.cat([torch.arange(n) for n in batch.seq_lens])
+    own = local_slots(batch, requests, positions, shard)
+    whole = batch.block_table[requests, positions // PAGE_SIZE].long() * PAGE_SIZE
+    whole += positions % PAGE_SIZE
+
+    def written(fmt, rows):
+        caches = []
+        for slots in (whole, own):
+            caches.append(PagedCache.allocate(fmt, batch.num_blocks, PAGE_SIZE))
+            caches[-1].data.view(torch.uint8).fill_(255)  # NaN
+            caches[-1].write(slots, rows)
+        return caches
+
+    index_keys = draw.normal(len(positions), 128)
+    if ties:
+        index_keys = index_keys[:5][draw.integers(0, 5, len(positions)).long()]
+    keys, own_keys = written(INDEX_FP8, index_keys)
+    latents, own_latents = written(
+        attention.FORMATS[dtype], prefill_rows(draw, len(positions), 576)
+    )
+
+    # The step writes the keys of its tokens again: those of equal rows, where there are ties.
+    half = {"dtype": torch.bfloat16}
+    index_q, index_weights = draw.normal(batch.rows, 32, 128, **half), draw.normal(batch.rows, 32)
+    index_k = draw.normal(batch.rows, 128, **half)
+    if ties:
+        index_k = index_k[:1].expand_as(index_k)
+    token_positions = torch.zeros(batch.rows, dtype=torch.int64)
+    token_positions[: batch.tokens] = batch.positions
+    common = batch.common()
+    common.slot_mapping = common.slot_mapping.clone()
+    tokens = slice(batch.tokens)
+    parts = index_q, index_weights, index_k, torch.ones(128), torch.zeros(128)
+    table = rotation(True).cos_sin_cache
+    where = {"positions": token_positions, "slot_mapping": common.slot_mapping}
+    queries, head_weights = fused_indexer_rope_quant(*parts, table, keys, **where)
+    expected = reference.indexer_topk(
+        queries,
+        head_weights,
+        keys,
+        input_row_offsets=common.query_start_loc,
+        seq_lens=common.seq_lens,
+        page_table=batch.block_table,
+        topk=TOPK,
+    )
+    common.slot_mapping[tokens] = local_slots(batch, batch.request_ids, batch.positions, shard)
+
+    buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+    model = config.model_config.hf_config
+    name = "indexer"
+    with set_default_torch_dtype(torch.bfloat16):
+        inner = Indexer(config, model, 256, 128, None, config.cache_config, buffer, name)
+    indexer.SparseMLAIndexer(inner)
+    inner.k_cache.kv_cache, name = own_keys.data, inner.k_cache.prefix
+    make = inner.k_cache.get_attn_backend().get_builder_cls()
+    made = make(inner.k_cache.get_kv_cache_spec(config), [name], config, torch.device("cpu"))
+    with set_forward_context({name: made.build(0, common)}, config):
+        torch.ops.vllm.sparsemla_indexer(
+            token_positions, *parts[:1], index_k, index_weights, *parts[3:], 1e-6, table, False,
+            buffer, TOPK, name,
+        )  # fmt: skip
+    assert_equal("selection", buffer[: batch.rows], expected)
+
+    q = decode_queries(draw, batch.rows, 2 * shard.num_ranks, 576)
+    metadata = builder(config, dtype).build(0, common)
+    states = layer(buffer, 2, dtype).forward_mqa(q, own_latents.data, metadata, None)
+    # vLLM's definition of its kernels, which Triton's interpreter does not take.
+    states = [group.all_gather(x, dim=0).unflatten(0, (shard.num_ranks, -1)) for x in states]
+    out = dcp._lse_weighted_combine(states[0].float(), states[1]).bfloat16()
+    slots = reference.to_slots(
+        buffer[tokens], batch.block_table, batch.request_ids, page_size=PAGE_SIZE
+    )
+    wanted = reference.sparse_prefill(q[tokens], latents, slots, softmax_scale=192**-0.5)
+    assert_close("out", out[tokens], wanted[0], SPARSE_PREFILL_OUT)
+
+
+def run_rank(rank, folder):
+    """One of several processes, each with a share of all contexts."""
+    import conftest  # noqa: F401 - repairs Triton's interpreter
+
+    torch.set_num_threads(1)
+    init_workspace_manager(torch.device("cpu"))
+    sparse_mla_attention.PIN_MEMORY = mla_attention.PIN_MEMORY = torch_utils.PIN_MEMORY = False
+    torch.accelerator.empty_cache = lambda: None
+    for num_ranks, interleave in itertools.product((2, 4), (1, PAGE_SIZE)):
+        # Once with room for all tokens of a step, and once for a single one.
+        envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = 512 if interleave == 1 else 0
+        parallel = ParallelConfig(
+            tensor_parallel_size=RANKS,
+            decode_context_parallel_size=num_ranks,
+            cp_kv_cache_interleave_size=interleave,
+        )
+        model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16")
+        for number, case in enumerate(SHARED):
+            ties = number % 2 == (interleave == 1)
+            dtype = ["auto", "fp8_ds_mla"][number // 2]
+            config = engine_config(model, dtype, parallel_config=parallel)
+            with set_current_vllm_config(config):
+                init_distributed_environment(RANKS, rank, f"file://{folder}/ranks", rank, "gloo")
+                initialize_model_parallel(RANKS, 1, 1, num_ranks)
+                manager = dcp.MLADCPManager(
+                    config, torch.device("cpu"), 2, 576, 512, torch.bfloat16, torch.bfloat16,
+                    None, True, False,
+                )  # fmt: skip
+                config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
+                    prefill_backend=None, dcp_manager=manager
+                )
+                check_ranks(config, Batch(Draw(number), **SHARED[case]), ties, dtype)
+                destroy_model_parallel()
+
+
+def test_a_run_is_cut_into_requests_or_into_tokens_of_one():
+    runs = exchange.Run.all_of(torch.tensor([0, 1, 2, 3, 3, 13]))
+    assert [run.query_len for run in runs] == [1, 10]
+    assert [(r.start, r.stop, t.start, t.stop) for r, t in runs[0].pieces(2)] == [
+        (0, 2, 0, 2),
+        (2, 3, 2, 3),
+    ]
+    assert [(r.start, r.stop, t.start, t.stop) for r, t in runs[1].pieces(4)] == [
+        (4, 5, 3, 7),
+        (4, 5, 7, 11),
+        (4, 5, 11, 13),
+    ]
+
+
+def test_the_longest_share_bounds_all_of_them():
+    for interleave, num_ranks, seq_len in itertools.product((1, 3, 64), (2, 3), range(400)):
+        shards = [exchange.Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
+        counts = [int(shard.lengths(torch.tensor(seq_len))) for shard in shards]
+        assert (shards[0].longest(seq_len), seq_len) == (max(counts), sum(counts))
+        rows = [shard.positions(torch.arange(n)) for shard, n in zip(shards, counts, strict=True)]
+        assert_equal("positions", torch.cat(rows).sort().values, torch.arange(seq_len))
+
+
+def test_a_graph_of_ranks_that_share_keys_sees_the_next_batch(config, mla_layer):
+    """A captured step scores all of its tokens again, also those that are padding by now."""
+    cache = mla_layer.indexer.inner.k_cache
+    spec = cache.get_kv_cache_spec(config)
+    made = indexer.ShardedIndexerMetadataBuilder(spec, [cache.prefix], config, torch.device("cpu"))
+    captured = made.build(0, Batch(Draw(0), [1] * 4, [9, 8, 7, 6]).common()).sharded
+    batch = Batch(Draw(1), [1, 1, 0, 0], [300, 3, 0, 0], padded_tokens=2)
+    made.build(0, batch.common())
+    chosen = torch.empty(4, TOPK, dtype=torch.int32)
+    captured.select_topk(
+        batch.draw.normal(4, 32, 128).to(torch.float8_e4m3fn),
+        batch.draw.normal(4, 32),
+        batch.cache(INDEX_FP8),
+        batch.block_table,
+        TOPK,
+        max_workspace_bytes=1 << 20,
+        out=chosen,
+    )
+    assert (chosen >= 0).sum(1).tolist() == [TOPK, 3, 0, 0]
+
+
+def test_ranks_that_share_index_keys_select_as_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
 
 
 @pytest.fixture

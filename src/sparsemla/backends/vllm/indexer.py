@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm import envs
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
+from vllm.distributed import get_dcp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -30,7 +31,6 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -43,6 +43,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
+from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
 
 OPERATOR = "vllm::sparsemla_indexer"
 
@@ -53,9 +54,12 @@ class IndexerMetadata(DeepseekV32IndexerMetadata):
 
     Attributes:
         query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
+        sharded: what ranks need that share the keys, or None. ``max_seq_len`` then counts the keys
+            of the rank with most of them.
     """
 
     query_start_loc: Tensor
+    sharded: ShardedRows | None = None
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
@@ -101,6 +105,51 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         """Do nothing: all tensors belong to the model runner."""
 
 
+class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
+    """Builds metadata where ranks of decode context parallelism share the keys.
+
+    Lengths of decodes are static tensors. Which tokens are scored together follows from query
+    lengths on the host, so only batches of equal query lengths can be captured in a CUDA graph.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        group = get_dcp_group()
+        interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        self.shard = Shard(group.rank_in_group, group.world_size, interleave)
+        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """The metadata of one step."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)
+        metadata.max_seq_len = self.shard.longest(common.max_seq_len)
+        ends = common.query_start_loc[1:]
+        request = torch.searchsorted(ends, self.tokens, right=True).clamp(max=common.num_reqs - 1)
+        seq_lens = common.seq_lens[request] - (ends[request] - 1 - self.tokens)
+        seq_lens = seq_lens.where(self.tokens < ends[-1], 0)  # later rows are padding
+        self.lengths.copy_(self.shard.lengths(seq_lens))
+        runs = Run.all_of(common.query_start_loc_cpu)
+        metadata.sharded = ShardedRows(self.shard, runs, self.lengths)
+        return metadata
+
+
 class IndexerBackend(DeepseekV32IndexerBackend):
     """vLLM's backend of the index cache, with :class:`IndexerMetadataBuilder`."""
 
@@ -123,6 +172,20 @@ class IndexerBackend(DeepseekV32IndexerBackend):
     def get_builder_cls() -> type[IndexerMetadataBuilder]:
         """The class that builds the metadata of each step."""
         return IndexerMetadataBuilder
+
+
+class ShardedIndexerBackend(IndexerBackend):
+    """:class:`IndexerBackend` for ranks of decode context parallelism."""
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: tokens are scored together by lengths on the host."""
+        return False
+
+    @staticmethod
+    def get_builder_cls() -> type[ShardedIndexerMetadataBuilder]:
+        """The class that builds the metadata of each step."""
+        return ShardedIndexerMetadataBuilder
 
 
 class IdleIndexerOp(SparseAttnIndexer):
@@ -157,14 +220,14 @@ class SparseMLAIndexer(nn.Module):
         indexer: vLLM's indexer.
 
     Raises:
-        ValueError: the index cache is not e4m3, or context parallelism is on.
+        ValueError: the index cache is not e4m3, or prefill context parallelism is on.
     """
 
     def __init__(self, indexer: Indexer) -> None:
         super().__init__()
         refuse(indexer.vllm_config, indexer.head_dim)
         self.inner = indexer
-        indexer.k_cache.get_attn_backend = _index_cache_backend
+        indexer.k_cache.get_attn_backend = index_cache_backend
 
     def forward(
         self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase
@@ -202,8 +265,9 @@ class SparseMLAIndexer(nn.Module):
         return inner.topk_indices_buffer
 
 
-def _index_cache_backend() -> type[AttentionBackend]:
-    return IndexerBackend
+def index_cache_backend() -> type[IndexerBackend]:
+    """The backend of the index cache."""
+    return ShardedIndexerBackend if get_dcp_group().world_size > 1 else IndexerBackend
 
 
 def refuse(config: VllmConfig, head_dim: int) -> None:
@@ -213,8 +277,8 @@ def refuse(config: VllmConfig, head_dim: int) -> None:
         f"index_head_dim must be {INDEX_FP8.head_dim}, got {head_dim}": head_dim
         != INDEX_FP8.head_dim,
         "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
-        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
-        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
+        "prefill_context_parallel_size must be 1, as only vLLM's indexer gathers the index keys of "
+        "other ranks before they are written": parallel.prefill_context_parallel_size > 1,
     }
     for problem, present in problems.items():
         if present:
@@ -294,6 +358,18 @@ def select_keys(
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         # Not in a capture: the graph will be replayed with longer requests.
         page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
+    chosen = topk_indices_buffer[: q.shape[0], :topk]
+    if metadata.sharded is not None:
+        metadata.sharded.select_topk(
+            q,
+            weights,
+            cache,
+            page_table,
+            topk,
+            max_workspace_bytes=max_score_bytes(),
+            out=chosen,
+        )
+        return
     indexer_topk(
         q,
         weights,
@@ -303,7 +379,7 @@ def select_keys(
         page_table=page_table,
         topk=topk,
         max_workspace_bytes=max_score_bytes(),
-        out=topk_indices_buffer[: q.shape[0], :topk],
+        out=chosen,
     )
 
 

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from sparsemla import INDEX_FP8, PagedCache
 from sparsemla.backends.vllm.indexer import (
-    IndexerBackend,
+    index_cache_backend,
     max_score_bytes,
     refuse,
     select_keys,
@@ -32,7 +32,7 @@ class IndexCache(DeepseekV32IndexerCache):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that builds the metadata of each step."""
-        return IndexerBackend
+        return index_cache_backend()
 
 
 def sparse_attn_indexer(

@@ -83,8 +83,8 @@ CONFIG = (
     Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
     Touched(
         "vllm.config.parallel:ParallelConfig",
-        "refused settings",
-        ("decode_context_parallel_size", "prefill_context_parallel_size"),
+        "refused settings, and shares of ranks",
+        ("prefill_context_parallel_size", "cp_kv_cache_interleave_size"),
     ),
     Touched(
         "vllm:envs",
@@ -214,6 +214,12 @@ INDEXER = (
     Touched(
         "vllm.compilation.breakable_cudagraph:eager_break_during_capture", "CUDA graphs in pieces"
     ),
+    Touched("vllm.distributed:get_dcp_group", "ranks that share contexts"),
+    Touched(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "ranks that share contexts",
+        ("rank_in_group", "world_size", "all_gather"),
+    ),
     Touched("vllm.forward_context:get_forward_context", "metadata of a step"),
     Touched(
         "vllm.forward_context:ForwardContext",
@@ -231,7 +237,9 @@ INDEXER = (
         ("op_name", "op_func", "mutates_args", "fake_impl"),
     ),
     Touched("vllm.v1.attention.backend:AttentionBackend", "type of a result"),
-    Touched("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("ALWAYS",)),
+    Touched(
+        "vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("ALWAYS", "UNIFORM_BATCH")
+    ),
     Touched("vllm.v1.attention.backend:AttentionMetadataBuilder", "base class", ("build",)),
     Touched("vllm.v1.attention.backend:CommonAttentionMetadata", "batch of a step"),
     Touched("vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerBackend", "base class"),
@@ -241,6 +249,11 @@ INDEXER = (
         ("seq_lens", "max_seq_len", "slot_mapping", "block_table"),
     ),
     Touched("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
+    Touched(
+        "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens",
+        "keys that a rank keeps",
+        ("seq_lens", "dcp_size", "dcp_rank", "cp_kv_cache_interleave_size"),
+    ),
     Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
 )
 

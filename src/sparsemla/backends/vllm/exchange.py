@@ -1,0 +1,155 @@
+"""Selection from index keys that ranks share: vLLM's decode context parallelism (DCP).
+
+The positions of a context are dealt out to the ranks, so each rank scores a part of each row. It
+offers its own best, with scores and positions; all ranks gather all offers and merge them in the
+order of :func:`sparsemla.select_topk`. Every rank gets the selection that one rank alone would
+make, because a key's score does not depend on where the key is stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_dcp_group
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+from sparsemla import PagedCache, indexer_scores_paged, merge_topk, select_topk
+
+
+class Run(NamedTuple):
+    """Consecutive requests with equally many query tokens.
+
+    Attributes:
+        requests: indices of the requests in the batch.
+        first_token: index of the first query token.
+        query_len: query tokens of each request, at least 1.
+    """
+
+    requests: slice
+    first_token: int
+    query_len: int
+
+    @classmethod
+    def all_of(cls, query_start_loc: Tensor) -> list[Run]:
+        """The runs of a batch, from prefix sums of its query lengths; padding is left out.
+
+        >>> [run.query_len for run in Run.all_of(torch.tensor([0, 1, 2, 9, 9]))]
+        [1, 7]
+        """
+        runs, request, token = [], 0, 0
+        for query_len, group in itertools.groupby(query_start_loc.diff().tolist()):
+            count = len(list(group))
+            if query_len:
+                runs.append(cls(slice(request, request + count), token, query_len))
+            request += count
+            token += count * query_len
+        return runs
+
+    def pieces(self, at_once: int) -> Iterator[tuple[slice, slice]]:
+        """Requests and tokens of pieces of at most ``at_once`` tokens.
+
+        A piece is several requests, or tokens of a single one.
+        """
+        step = max(at_once // self.query_len, 1)
+        for first in range(self.requests.start, self.requests.stop, step):
+            requests = slice(first, min(first + step, self.requests.stop))
+            begin = self.first_token + (first - self.requests.start) * self.query_len
+            end = begin + (requests.stop - first) * self.query_len
+            for token in range(begin, end, at_once):
+                yield requests, slice(token, min(token + at_once, end))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's share of every context: the ranks take turns of ``interleave`` positions.
+
+    Attributes:
+        rank: in the DCP group.
+        num_ranks: of the DCP group.
+        interleave: consecutive positions that one rank keeps.
+    """
+
+    rank: int
+    num_ranks: int
+    interleave: int
+
+    def lengths(self, seq_lens: Tensor) -> Tensor:
+        """How many of the first ``seq_lens`` positions this rank keeps."""
+        return get_dcp_local_seq_lens(seq_lens, self.num_ranks, self.rank, self.interleave)
+
+    def longest(self, seq_len: int) -> int:
+        """How many of the first ``seq_len`` positions the rank with most of them keeps."""
+        turn = self.interleave * self.num_ranks
+        return seq_len // turn * self.interleave + min(seq_len % turn, self.interleave)
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """Positions in the request of rows ``0, 1, ...`` of this rank; -1 of negative ones."""
+        turn = rows // self.interleave * self.num_ranks + self.rank
+        return torch.where(rows < 0, -1, turn * self.interleave + rows % self.interleave)
+
+
+@dataclass(frozen=True)
+class ShardedRows:
+    """The query tokens of a batch and this rank's part of their keys.
+
+    Attributes:
+        shard: this rank's share.
+        runs: the requests, by numbers of query tokens on the host.
+        lengths: int32 ``[T]``, keys of each token on this rank; 0 for padding.
+    """
+
+    shard: Shard
+    runs: list[Run]
+    lengths: Tensor
+
+    def select_topk(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        cache: PagedCache,
+        page_table: Tensor,
+        topk: int,
+        *,
+        max_workspace_bytes: int,
+        out: Tensor,
+    ) -> None:
+        """:func:`sparsemla.indexer_topk` over the keys of all ranks.
+
+        All ranks must call it with the same sizes: collectives of all ranks have to match.
+
+        Args:
+            q: ``[T, HI, 128]`` float8_e4m3fn.
+            weights: float32 ``[T, HI]``.
+            cache: this rank's index keys.
+            page_table: int32 ``[B, W]``, pages of this rank's keys.
+            topk: k.
+            max_workspace_bytes: bound on scores and offers of several tokens.
+            out: int32 ``[T, topk]``, written.
+        """
+        columns = page_table.shape[1] * cache.page_size
+        offered = min(topk, columns)
+        # Scores; a rank's offers, and 64-bit columns to gather their scores; all ranks' offers.
+        row_bytes = 4 * columns + 8 * offered * (2 + self.shard.num_ranks)
+        out.fill_(-1)
+        for run in self.runs:
+            for requests, tokens in run.pieces(max(max_workspace_bytes // row_bytes, 1)):
+                sizes = requests.stop - requests.start, -1
+                lengths = self.lengths[tokens]
+                scores = indexer_scores_paged(
+                    q[tokens].unflatten(0, sizes),
+                    weights[tokens].unflatten(0, sizes),
+                    cache,
+                    page_table[requests],
+                    lengths.unflatten(0, sizes),
+                    max_seq_len=columns,
+                ).flatten(0, 1)
+                rows = select_topk(scores, offered, row_ends=lengths)
+                values = scores.gather(1, rows.clamp(min=0).long())
+                offer = torch.stack([values.view(torch.int32), self.shard.positions(rows)])
+                offers = get_dcp_group().all_gather(offer, dim=0).unflatten(0, (-1, 2))
+                merge_topk(offers[:, 0].view(torch.float32), offers[:, 1], topk, out=out[tokens])
