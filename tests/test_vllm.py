@@ -1569,6 +1569,7 @@ def test_a_graph_of_ranks_that_share_keys_sees_the_next_batch(config, mla_layer)
     assert (chosen >= 0).sum(1).tolist() == [TOPK, 3, 0, 0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are processes on the CPU")
 def test_ranks_that_share_index_keys_select_as_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
