@@ -1,0 +1,177 @@
+"""Attention of SGLang's ``dsa`` backend over the rows that its indexer selected.
+
+Each function replaces a method of ``DeepseekSparseAttnBackend`` and has its signature. SGLang pads
+queries to 64 or 128 heads inside these methods, so that nothing is padded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.dsa_backend import (
+    DeepseekSparseAttnBackend,
+    DSAFlashMLAMetadata,
+    DSAMetadata,
+)
+from torch import Tensor
+
+from sparsemla import (
+    BF16_576,
+    FP8_DS_MLA,
+    PagedCache,
+    decode_workspace_size,
+    sparse_decode,
+    sparse_prefill,
+)
+
+MOST_SPLIT_TOKENS = 512
+"""No decode of more tokens is split on a GPU of up to 256 multiprocessors."""
+
+
+def reserve_workspace(
+    result: None,
+    self: DeepseekSparseAttnBackend,
+    *args: Any,  # noqa: ANN401 - of SGLang's constructor
+    **kwargs: Any,  # noqa: ANN401 - likewise
+) -> None:
+    """After ``__init__``: allocate the workspace of :func:`sparse_decode`.
+
+    Captured CUDA graphs hold its address. Each backend has its own, since SGLang may run several on
+    different streams.
+    """
+    size = decode_workspace_size(MOST_SPLIT_TOKENS, 1, self.num_q_heads, device=self.device)
+    self.sparsemla_workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
+def forward_flashmla_kv(
+    self: DeepseekSparseAttnBackend,
+    q_all: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    sm_scale: float,
+    layer: Any,  # noqa: ANN401 - SGLang's RadixAttention
+    metadata: DSAMetadata,
+    page_table_1: Tensor,
+) -> Tensor:
+    """``_forward_flashmla_kv``, which reads a bfloat16 cache in place, too.
+
+    Args:
+        q_all: ``[T, H * 576]`` or ``[T, H, 576]`` bfloat16.
+        kv_cache: ``[slots, 1, row]``, the cache of the layer.
+        page_table_1: int32 ``[T, K]``, selected slots, then -1.
+
+    Returns:
+        ``[T, 1, H, 512]``.
+    """
+    q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+    lengths = metadata.dsa_cache_seqlens_int32
+    return _attend(self, q, kv_cache, page_table_1, lengths, sm_scale).unsqueeze(1)
+
+
+def forward_flashmla_sparse(
+    self: DeepseekSparseAttnBackend,
+    q_all: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    page_table_1: Tensor,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> Tensor:
+    """``_forward_flashmla_sparse``.
+
+    Args:
+        q_all: ``[T, H, 576]`` bfloat16.
+        kv_cache: ``[slots, 1, 576]`` bfloat16: the cache, or the rows of this batch's requests.
+        page_table_1: int32 ``[T, K]``, selected rows of ``kv_cache``, then -1.
+        topk_length: int32 ``[T]``, number of selected rows.
+        attn_sink: float32 ``[H]``.
+
+    Returns:
+        ``[T, H, 512]``.
+    """
+    return _attend(self, q_all, kv_cache, page_table_1, topk_length, sm_scale, attn_sink)
+
+
+def forward_fa3(
+    self: DeepseekSparseAttnBackend,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    q_nope: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    sm_scale: float,
+    logit_cap: float,
+    page_size: int,
+) -> Tensor:
+    """``_forward_fa3``. Queries are joined here, as SGLang joins them for its other kernels.
+
+    Args:
+        q_rope: ``[T, H, 64]`` bfloat16.
+        kv_cache: ``[slots, 1, row]``, the cache of the layer.
+        q_nope: ``[T, H, 512]`` bfloat16.
+        page_table: int32 ``[T, K]``, selected slots, then -1.
+        cache_seqlens: int32 ``[T]``, number of selected slots.
+        logit_cap: must be 0.
+
+    Returns:
+        ``[T, H, 512]``.
+    """
+    if logit_cap:
+        raise ValueError(f"sparsemla: logit_cap must be 0, got {logit_cap}")
+    q = torch.cat([q_nope, q_rope], dim=-1)
+    return _attend(self, q, kv_cache, page_table, cache_seqlens, sm_scale)
+
+
+def compute_flashmla_metadata(
+    self: DeepseekSparseAttnBackend, cache_seqlens: Tensor, seq_len_q: int
+) -> DSAFlashMLAMetadata:
+    """``_compute_flashmla_metadata``: tensors that SGLang may slice and copy, and nobody reads."""
+    return DSAFlashMLAMetadata(
+        flashmla_metadata=cache_seqlens.new_empty(1, 8),
+        num_splits=cache_seqlens.new_empty(cache_seqlens.shape[0] + 1),
+    )
+
+
+def _attend(
+    backend: DeepseekSparseAttnBackend,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    softmax_scale: float,
+    attn_sink: Tensor | None = None,
+) -> Tensor:
+    """Attention of the queries ``[T, H, 576]`` over the rows of their ``indices``."""
+    num_tokens = q.shape[0]
+    # SGLang pads batches of data-parallel ranks at the end: the lengths, or queries without keys.
+    if lengths is not None:
+        lengths = lengths[:num_tokens] if lengths.shape[0] >= num_tokens else None
+    cache_format = BF16_576 if kv_cache.dtype == torch.bfloat16 else FP8_DS_MLA
+    cache = PagedCache(kv_cache.view(-1, 1, cache_format.row_width), cache_format)
+    if backend.forward_metadata.max_seq_len_q > 1:
+        out, _ = sparse_prefill(
+            q,
+            cache,
+            indices,
+            softmax_scale=softmax_scale,
+            topk_lengths=lengths,
+            attn_sink=attn_sink,
+        )
+        return out
+    # Each token of a speculative decode selects its own keys: pass it as a separate request.
+    out, _ = sparse_decode(
+        q.unsqueeze(1),
+        cache,
+        indices.unsqueeze(1),
+        softmax_scale=softmax_scale,
+        topk_lengths=lengths,
+        attn_sink=attn_sink,
+        workspace=backend.sparsemla_workspace,
+    )
+    return out.squeeze(1)

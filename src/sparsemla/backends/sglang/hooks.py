@@ -1,0 +1,149 @@
+"""What the plugin replaces in SGLang, and the checks that it can and that it did."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Any, NamedTuple
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import ServerArgs
+
+from sparsemla.backends.sglang.attention import (
+    compute_flashmla_metadata,
+    forward_fa3,
+    forward_flashmla_kv,
+    forward_flashmla_sparse,
+    reserve_workspace,
+)
+from sparsemla.backends.sglang.settings import refuse
+from sparsemla.backends.sglang.topk import build_topk_v2_plan, topk_transform
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
+ARGUMENTS = "sglang.srt.server_args.ServerArgs"
+
+
+class Hook(NamedTuple):
+    """A function of SGLang and ours.
+
+    Attributes:
+        target: dotted path in SGLang.
+        signature: its signature without annotations.
+        function: replaces it, or runs after it, with its result as the first argument.
+        kind: REPLACE or AFTER.
+    """
+
+    target: str
+    signature: str
+    function: Callable[..., Any]
+    kind: HookType = HookType.REPLACE
+
+
+def check_settings(result: None, self: ServerArgs) -> None:
+    """After ``check_server_args``: refuse settings that the plugin does not support.
+
+    SGLang checks its arguments after it has loaded all plugins, and before it starts other
+    processes.
+
+    Raises:
+        RuntimeError: another plugin has replaced our functions.
+        ValueError: with the reason why the settings are not supported.
+    """
+    check_installed()
+    reason = refuse(resolving_view(self), model_config_of(self))
+    if reason is not None:
+        raise ValueError(f"sparsemla: {reason}; otherwise remove sparsemla from SGLANG_PLUGINS")
+
+
+HOOKS = (
+    Hook(
+        f"{BACKEND}._forward_flashmla_kv",
+        "(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)",
+        forward_flashmla_kv,
+    ),
+    Hook(
+        f"{BACKEND}._forward_flashmla_sparse",
+        "(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length=None, "
+        "attn_sink=None)",
+        forward_flashmla_sparse,
+    ),
+    Hook(
+        f"{BACKEND}._forward_fa3",
+        "(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, cache_seqlens, cu_seqlens_q, "
+        "cu_seqlens_k, max_seqlen_q, sm_scale, logit_cap, page_size)",
+        forward_fa3,
+    ),
+    Hook(
+        f"{BACKEND}._compute_flashmla_metadata",
+        "(self, cache_seqlens, seq_len_q)",
+        compute_flashmla_metadata,
+    ),
+    Hook(f"{BACKEND}._build_topk_v2_plan", "(self, seqlens_expanded)", build_topk_v2_plan),
+    Hook(
+        f"{TOPK}.topk_transform",
+        "(self, logits, lengths, topk, topk_transform_method, attn_metadata, "
+        "cu_seqlens_q_topk=None, topk_indices_offset=None, row_starts=None, batch_idx_list=None, "
+        "force_unfused_topk=False)",
+        topk_transform,
+    ),
+    Hook(
+        f"{BACKEND}.__init__",
+        "(self, model_runner, skip_prefill=False, speculative_step_id=0, topk=0, "
+        "speculative_num_steps=0, seed_dsa_topk_from_draft_extend=False)",
+        reserve_workspace,
+        HookType.AFTER,
+    ),
+    Hook(f"{ARGUMENTS}.check_server_args", "(self)", check_settings, HookType.AFTER),
+)
+"""All functions of SGLang 0.5.23 that the plugin touches.
+
+For another version of SGLang, change ``VERSION`` and this table until ``tests/test_sglang.py``
+passes, and read what else our functions use of SGLang's classes.
+"""
+
+
+def install() -> None:
+    """Register and apply all hooks, and log what they replace.
+
+    Raises:
+        RuntimeError: a signature is not that of the table, or a hook did not take.
+    """
+    for hook in HOOKS:
+        found = signature(pkgutil.resolve_name(hook.target))
+        if found != hook.signature:
+            raise RuntimeError(f"{hook.target} must have signature {hook.signature}, got {found}")
+    for hook in HOOKS:
+        if not is_installed(hook):
+            HookRegistry.register(hook.target, hook.function, hook.kind)
+    HookRegistry.apply_hooks()
+    check_installed()
+    logger.info("sparsemla replaces %s", ", ".join(hook.target for hook in HOOKS))
+
+
+def check_installed() -> None:
+    """Raise RuntimeError unless SGLang calls each of our functions.
+
+    SGLang only logs that it failed to apply a hook.
+    """
+    missing = [hook.target for hook in HOOKS if not is_installed(hook)]
+    if missing:
+        raise RuntimeError(f"the hooks of {', '.join(missing)} did not take")
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """The signature of a function, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=Parameter.empty) for p in parameters]))
+
+
+def is_installed(hook: Hook) -> bool:
+    """Whether the target is SGLang's wrapper of our function."""
+    function = pkgutil.resolve_name(hook.target)
+    return inspect.getclosurevars(function).nonlocals.get("hook") is hook.function
