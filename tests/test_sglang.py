@@ -4,8 +4,8 @@ SGLang's own test kit builds its backend, memory pools, metadata and batches her
 kernels run in the interpreter. CI installs SGLang for this file alone: see `.ci/run`.
 """
 
+import dataclasses
 import importlib.util
-import inspect
 import json
 import os
 import pkgutil
@@ -13,9 +13,14 @@ import subprocess
 import sys
 import unittest
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
+from sparsemla.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed; .ci/run installs it", allow_module_level=True)
@@ -40,6 +45,7 @@ with warnings.catch_warnings():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import override_platform
     from sglang.srt.server_args import ServerArgs
+    from sglang.test.kits.attention_unittest.attention_methods import dsa_attention
     from sglang.test.kits.attention_unittest.attention_methods.dsa_attention import (
         DSA_SPARSE_ATOL,
         DSA_SPARSE_FP8_ATOL,
@@ -52,28 +58,42 @@ with warnings.catch_warnings():
     from sparsemla.backends.sglang import attention, register
     from sparsemla.backends.sglang.hooks import HOOKS, install, is_installed, signature
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
-from sparsemla.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
-
 pytestmark = pytest.mark.filterwarnings("default")
 
 TOPK = 128
 
 
+def replace(monkeypatch, functions):
+    """Set the functions that the plugin touches, until the end of a test."""
+    for hook, function in zip(HOOKS, functions, strict=True):
+        owner, name = hook.target.rsplit(".", 1)
+        monkeypatch.setattr(pkgutil.resolve_name(owner), name, function)
+
+
 @pytest.fixture(autouse=True)
 def plain_sglang(monkeypatch):
     """SGLang's functions and its registry of hooks, put back afterwards."""
-    for hook in HOOKS:
-        owner, name = hook.target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(owner)
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+    replace(monkeypatch, [pkgutil.resolve_name(hook.target) for hook in HOOKS])
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setenv("SGLANG_PLUGINS", "sparsemla")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     yield
     HookRegistry.reset()
+
+
+@pytest.fixture(scope="session")
+def hooked_functions():
+    """The functions after installation, which takes SGLang a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        replace(patch, [pkgutil.resolve_name(hook.target) for hook in HOOKS])
+        install()
+        return [pkgutil.resolve_name(hook.target) for hook in HOOKS]
+
+
+@pytest.fixture
+def hooked(hooked_functions, monkeypatch):
+    """SGLang with the plugin."""
+    replace(monkeypatch, hooked_functions)
 
 
 def short(hook):
@@ -94,24 +114,6 @@ print(all(map(is_installed, HOOKS)))
 """
 
 
-def new_process(prepare=""):
-    """A process that loads SGLang's plugins as SGLang does."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD.format(prepare)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_plugin_is_active_in_a_new_process():
-    done = new_process()
-    assert done.stdout.split() == ["True"], done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if " sparsemla replaces " in line)
-    for hook in HOOKS:
-        assert hook.target in line
-
-
 BREAK = """
 from sglang.srt.plugins.hook_registry import HookRegistry
 apply = HookRegistry._apply_target
@@ -123,15 +125,22 @@ HookRegistry._apply_target = broken
 """
 
 
-def test_a_hook_that_does_not_take_ends_the_process():
-    """SGLang's registry logs the exception of this hook and goes on; the plugin must not."""
-    done = new_process(BREAK)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "Failed to apply hooks to" in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("sparsemla: SGLang does not start: the hooks of sglang.")
-    assert "_forward_fa3 did not take" in last
+@pytest.fixture(scope="session", autouse=True)
+def processes():
+    """Processes that load SGLang's plugins as SGLang does, while the other tests run."""
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", CHILD.format(prepare)],
+            env={**os.environ, "SGLANG_PLUGINS": "sparsemla"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, prepare in (("sound", ""), ("broken", BREAK))
+    }
+    yield started
+    for process in started.values():
+        process.kill()
 
 
 def test_the_plugin_can_be_registered_twice():
@@ -245,8 +254,7 @@ def arguments(tmp_path):
     ],
     ids=str,
 )
-def test_supported_settings_are_accepted(arguments, changes):
-    install()
+def test_supported_settings_are_accepted(hooked, arguments, changes):
     arguments(**changes)
 
 
@@ -266,14 +274,12 @@ def test_supported_settings_are_accepted(arguments, changes):
     ],
     ids=str,
 )
-def test_unsupported_settings_are_refused(arguments, changes, reason):
-    install()
+def test_unsupported_settings_are_refused(hooked, arguments, changes, reason):
     with pytest.raises(ValueError, match=f"sparsemla: .*{reason}"):
         arguments(**changes)
 
 
-def test_the_start_stops_if_another_plugin_replaces_the_backend(arguments):
-    install()
+def test_the_start_stops_if_another_plugin_replaces_the_backend(hooked, arguments, monkeypatch):
 
     class Another(DeepseekSparseAttnBackend):
         """Has a method of its own."""
@@ -281,45 +287,51 @@ def test_the_start_stops_if_another_plugin_replaces_the_backend(arguments):
         def _forward_fa3(self):
             """Ours is not called."""
 
-    target = HOOKS[0].target.rsplit(".", 1)[0]
-    HookRegistry.register(target, Another, HookType.REPLACE)
-    HookRegistry.apply_hooks()
-    try:
-        with pytest.raises(RuntimeError, match="_forward_fa3 did not take"):
-            arguments()
-    finally:
-        dsa_backend.DeepseekSparseAttnBackend = DeepseekSparseAttnBackend
+    monkeypatch.setattr(dsa_backend, "DeepseekSparseAttnBackend", Another)
+    with pytest.raises(RuntimeError, match="_forward_fa3 did not take"):
+        arguments()
 
 
 # Attention.
 
 CASES = {
-    "decode": {"forward_mode": ForwardMode.DECODE, "prefix_lens": (64, 128, 192)},
-    "short decode": {"forward_mode": ForwardMode.DECODE, "prefix_lens": (0, 3)},
+    "decode": {"forward_mode": ForwardMode.DECODE, "prefix_lens": (3, 150)},
     "prefill": {
         "forward_mode": ForwardMode.EXTEND,
-        "prefix_lens": (150, 0, 40),
-        "extend_lens": (3, 70, 1),
+        "prefix_lens": (140, 0),
+        "extend_lens": (3, 9),
     },
     "first prefill": {
         "forward_mode": ForwardMode.EXTEND,
         "prefix_lens": (0, 0),
-        "extend_lens": (2, 140),
+        "extend_lens": (2, 20),
     },
     "speculative": {
         "forward_mode": ForwardMode.TARGET_VERIFY,
-        "prefix_lens": (100, 130),
+        "prefix_lens": (0, 130),
         "extend_lens": (3, 3),
     },
 }
-# SGLang's choices of kernels, which are its methods, by cache.
+# SGLang's choices of kernels for prefill and decode, which are its methods, by cache; and heads.
 METHODS = [
-    ("fp8", "flashmla_kv", "flashmla_kv"),
-    ("fp8", "flashmla_sparse", "flashmla_kv"),
-    ("bf16", "flashmla_sparse", "fa3"),
-    ("bf16", "fa3", "flashmla_sparse"),
-    ("bf16", "flashmla_auto", "flashmla_kv"),
+    ("fp8", "flashmla_kv", "flashmla_kv", 8),
+    ("fp8", "flashmla_sparse", "flashmla_kv", 16),
+    ("bf16", "flashmla_sparse", "fa3", 8),
+    ("bf16", "fa3", "flashmla_sparse", 16),
+    ("bf16", "flashmla_auto", "flashmla_kv", 8),
 ]
+
+
+@pytest.fixture
+def on_cpu(hooked, monkeypatch):
+    """Torch instead of two of SGLang's functions: one that compiles, one that wants a GPU."""
+
+    def expand(extend_seq_lens, seq_lens, total_len, max_q_len):
+        pairs = zip(extend_seq_lens.tolist(), seq_lens.tolist(), strict=True)
+        return torch.cat([torch.arange(n - count, n) + 1 for count, n in pairs]).int()
+
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", expand)
+    monkeypatch.setattr(dsa_backend, "_cat", torch.cat)
 
 
 def fixture(name, cache="fp8", prefill="flashmla_kv", decode="flashmla_kv", num_heads=8):
@@ -327,7 +339,12 @@ def fixture(name, cache="fp8", prefill="flashmla_kv", decode="flashmla_kv", num_
     return build_dsa_sparse_attention_fixture(
         unittest.TestCase(),
         DSAAttentionCase(
-            name=name, backend="dsa", num_heads=num_heads, num_kv_heads=1, page_size=64, **CASES[name]
+            name=name,
+            backend="dsa",
+            num_heads=num_heads,
+            num_kv_heads=1,
+            page_size=64,
+            **CASES[name],
         ),
         device="cpu",
         fp8_kv_cache=cache == "fp8",
@@ -354,13 +371,11 @@ def selections(made):
     return torch.where(positions < 0, -1, table.gather(1, positions.clamp(0).long())).int()
 
 
-@pytest.mark.parametrize("num_heads", [8, 16])
-@pytest.mark.parametrize(("cache", "prefill", "decode"), METHODS, ids=str)
+@pytest.mark.parametrize(("cache", "prefill", "decode", "num_heads"), METHODS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_agrees_with_sglangs_reference(
-    monkeypatch, name, cache, prefill, decode, num_heads
+    on_cpu, monkeypatch, name, cache, prefill, decode, num_heads
 ):
-    install()
     heads = set()
     for op in ("sparse_decode", "sparse_prefill"):
         call = getattr(attention, op)
@@ -378,3 +393,311 @@ def test_a_layer_agrees_with_sglangs_reference(
     bound = DSA_SPARSE_FP8_ATOL if cache == "fp8" else DSA_SPARSE_ATOL
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
     assert heads == {num_heads}, "heads were padded"
+
+
+def filled(made):
+    """The cache of the layer, with a random row in every slot."""
+    data = made.runner.token_to_kv_pool.get_key_buffer(0)
+    cache_format = BF16_576 if data.dtype == torch.bfloat16 else FP8_DS_MLA
+    cache = PagedCache(data, cache_format)
+    cache.write(torch.arange(data.shape[0]), torch.randn(data.shape[0], 576))
+    return cache
+
+
+@pytest.fixture
+def unwritten(monkeypatch):
+    """SGLang's kit does not write keys, which takes the interpreter seconds."""
+    monkeypatch.setattr(dsa_attention, "_populate_dsa_sparse_prefix_kv", lambda *args, **kwargs: 0)
+
+
+@pytest.fixture
+def step(on_cpu, unwritten):
+    """A step of SGLang's backend: the metadata of a batch, a cache, queries and slots."""
+
+    def make(name, *choices):
+        made = fixture(name, *choices)
+        made.backend.init_forward_metadata(made.forward_batch)
+        slots = selections(made)
+        q = torch.randn(len(slots), made.case.num_heads, 576, dtype=torch.bfloat16)
+        return made, made.backend, filled(made), q, slots
+
+    return make
+
+
+def expected_attention(q, cache, slots, **arguments):
+    out, _ = reference.sparse_decode(
+        q.unsqueeze(1), cache, slots.unsqueeze(1), softmax_scale=0.07, **arguments
+    )
+    return out.squeeze(1).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_heads"), [*((name, 8) for name in CASES), ("decode", 16), ("decode", 128)]
+)
+@pytest.mark.parametrize("cache_dtype", ["fp8", "bf16"])
+def test_flashmla_kv_agrees_with_the_reference(step, name, cache_dtype, num_heads):
+    made, backend, cache, q, slots = step(
+        name, cache_dtype, "flashmla_kv", "flashmla_kv", num_heads
+    )
+    slots[0] = -1  # a padded token
+    out = backend._forward_flashmla_kv(
+        q_all=q.flatten(1),
+        kv_cache=cache.data,
+        v_head_dim=512,
+        sm_scale=0.07,
+        layer=made.actual_module.attn,
+        metadata=backend.forward_metadata,
+        page_table_1=slots,
+    )
+    assert out.shape == (len(q), 1, num_heads, 512)
+    assert_close("out", out.squeeze(1), expected_attention(q, cache, slots), SPARSE_DECODE_OUT)
+    assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
+@pytest.mark.parametrize("name", CASES)
+def test_flashmla_sparse_agrees_with_the_reference(step, name, sink):
+    _, backend, cache, q, slots = step(name, "bf16", "flashmla_sparse", "flashmla_sparse")
+    sink = torch.randn(8) if sink else None
+    out = backend._forward_flashmla_sparse(
+        q_all=q,
+        kv_cache=cache.data,
+        v_head_dim=512,
+        page_table_1=slots,
+        sm_scale=0.07,
+        topk_length=backend.forward_metadata.dsa_cache_seqlens_int32,
+        attn_sink=sink,
+    )
+    expected = expected_attention(q, cache, slots, attn_sink=sink)
+    assert_close("out", out, expected, SPARSE_DECODE_OUT)
+
+
+@pytest.mark.parametrize("padding", [0, 2], ids=["exact", "padded lengths"])
+@pytest.mark.parametrize("name", CASES)
+def test_fa3_agrees_with_the_reference(step, name, padding):
+    _, backend, cache, q, slots = step(name, "bf16", "fa3", "fa3")
+    metadata = backend.forward_metadata
+    arguments = {
+        "q_rope": q[..., 512:],
+        "kv_cache": cache.data,
+        "v_head_dim": 512,
+        "q_nope": q[..., :512],
+        "page_table": slots,
+        "cache_seqlens": torch.nn.functional.pad(metadata.dsa_cache_seqlens_int32, (0, padding)),
+        "cu_seqlens_q": metadata.dsa_cu_seqlens_q,
+        "cu_seqlens_k": metadata.dsa_cu_seqlens_k,
+        "max_seqlen_q": metadata.dsa_max_seqlen_q,
+        "sm_scale": 0.07,
+        "page_size": 1,
+    }
+    out = backend._forward_fa3(**arguments, logit_cap=0.0)
+    assert_close("out", out, expected_attention(q, cache, slots), SPARSE_DECODE_OUT)
+    with pytest.raises(ValueError, match="logit_cap must be 0, got 30"):
+        backend._forward_fa3(**arguments, logit_cap=30.0)
+
+
+@pytest.mark.parametrize("name", ["decode", "speculative"])
+def test_lengths_bound_the_selected_slots(step, name):
+    """Entries after a token's length are ignored, whatever they are."""
+    made, backend, cache, q, slots = step(name)
+    lengths = backend.forward_metadata.dsa_cache_seqlens_int32
+    behind = torch.arange(TOPK) >= lengths[:, None]
+    expected = expected_attention(q, cache, slots.masked_fill(behind, -1))
+    out = backend._forward_flashmla_kv(
+        q,
+        cache.data,
+        512,
+        0.07,
+        made.actual_module.attn,
+        backend.forward_metadata,
+        slots.masked_fill(behind, 5),
+    )
+    assert_close("out", out.squeeze(1), expected, SPARSE_DECODE_OUT)
+
+
+def test_a_backend_has_a_workspace_for_any_decode(step, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        attention, "decode_workspace_size", lambda *args, **kwargs: asked.append(args) or 4096
+    )
+    _, backend, *_ = step("decode", "fp8", "flashmla_kv", "flashmla_kv", 16)
+    assert asked == [(attention.MOST_SPLIT_TOKENS, 1, 16)]
+    assert (backend.sparsemla_workspace.dtype, backend.sparsemla_workspace.shape) == (
+        torch.uint8,
+        (4096,),
+    )
+
+
+@pytest.mark.parametrize("num_heads", [8, 16, 128])
+def test_the_workspace_is_enough_for_every_batch(monkeypatch, num_heads):
+    properties = SimpleNamespace(multi_processor_count=256)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda", 0)
+    size = attention.decode_workspace_size
+    enough = size(attention.MOST_SPLIT_TOKENS, 1, num_heads, device=device)
+    assert enough == size(4096, 1, num_heads, device=device)
+
+
+@pytest.mark.parametrize("method", ["flashmla_kv", "fa3"])
+def test_a_decode_reads_nothing_back(step, method):
+    """Fake tensors have no values: reading one, which would synchronise a GPU, raises."""
+    made, backend, cache, q, slots = step("decode", "fp8" if method == "flashmla_kv" else "bf16")
+    metadata = backend.forward_metadata
+    logits = torch.randn(len(q), 256)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        lengths, q, slots, rows, logits = map(
+            fake.from_tensor,
+            (metadata.dsa_cache_seqlens_int32, q, slots, cache.data, logits),
+        )
+        object.__setattr__(metadata, "dsa_cache_seqlens_int32", lengths)
+        if method == "flashmla_kv":
+            layer = made.actual_module.attn
+            out = backend._forward_flashmla_kv(q, rows, 512, 0.07, layer, metadata, slots)
+        else:
+            out = backend._forward_fa3(
+                q[..., 512:], rows, 512, q[..., :512], slots, lengths, None, None, 1, 0.07, 0.0, 1
+            )
+        assert out.shape[-2:] == (8, 512)
+        chosen = backend.get_indexer_metadata(0, made.forward_batch).topk_transform(logits, TOPK)
+        assert chosen.shape == (len(q), TOPK)
+
+
+# Selection.
+
+
+class Scores:
+    """Random scores of each token of a batch, with NaN in all columns that do not count.
+
+    Args:
+        made: SGLang's batch.
+        packed: the contexts of all requests are side by side, as in a prefill.
+    """
+
+    def __init__(self, made, packed):
+        case = made.case
+        counts, prefixes = case.input_lens, case.prefix_lens
+        pairs = [(r, i) for r, count in enumerate(counts) for i in range(count)]
+        contexts = torch.tensor([p + n for p, n in zip(prefixes, counts, strict=True)])
+        firsts = contexts.cumsum(0) - contexts
+        self.requests = torch.tensor([r for r, _ in pairs])
+        self.lengths = torch.tensor([prefixes[r] + i + 1 for r, i in pairs]).int()
+        self.starts = firsts[self.requests].int() if packed else None
+        starts = firsts[self.requests] if packed else torch.zeros(len(pairs), dtype=torch.long)
+        width = int(contexts.sum()) if packed else 256
+        columns = torch.arange(width)
+        within = (columns >= starts[:, None]) & (columns < (starts + self.lengths)[:, None])
+        self.logits = torch.randn(len(pairs), width).masked_fill(~within, torch.nan)
+        self.firsts = firsts[self.requests]
+        rows = [row[keep] for row, keep in zip(self.logits, within, strict=True)]
+        best = [row.topk(min(TOPK, len(row))).indices.sort().values for row in rows]
+        self.positions = torch.full((len(pairs), TOPK), -1)
+        for row, chosen in zip(self.positions, best, strict=True):
+            row[: len(chosen)] = chosen
+
+
+def slots_of(made, scores):
+    table = made.backend.req_to_token[made.forward_batch.req_pool_indices][scores.requests]
+    slots = table.gather(1, scores.positions.clamp(0))
+    return torch.where(scores.positions < 0, -1, slots)
+
+
+@pytest.mark.parametrize("backend", DSATopKBackend, ids=lambda backend: backend.value)
+@pytest.mark.parametrize("name", ["decode", "speculative"])
+def test_decodes_select_slots(step, name, backend):
+    made, *_ = step(name)
+    made.backend.dsa_topk_backend = backend
+    metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+    scores = Scores(made, packed=False)
+    lengths = made.backend.forward_metadata.dsa_seqlens_expanded
+    lengths.copy_(scores.lengths)  # the kit counts the tokens of a verification twice
+    chosen = metadata.topk_transform(scores.logits, TOPK)
+    assert_equal("slots", chosen, slots_of(made, scores).int())
+
+
+@pytest.mark.parametrize("name", ["prefill", "first prefill"])
+def test_prefills_select_slots(step, name):
+    made, *_ = step(name, "bf16", "flashmla_sparse")
+    metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+    scores = Scores(made, packed=True)
+    ks, _ = metadata.get_indexer_kvcache_range()
+    assert_equal("starts", ks, scores.starts)
+    expected = slots_of(made, scores).int()
+    chosen = metadata.topk_transform(scores.logits, TOPK, ks=ks)
+    assert_equal("slots", chosen, expected)
+
+    part = slice(1, len(expected) - 1)  # as SGLang does where all scores would take too much memory
+    chosen = metadata.topk_transform(
+        scores.logits[part],
+        TOPK,
+        ks=ks[part],
+        cu_seqlens_q=torch.ones_like(ks[part]),
+        ke_offset=metadata.get_seqlens_expanded()[part],
+        batch_idx_list=metadata.get_token_to_batch_idx()[part],
+    )
+    assert_equal("slots of a part", chosen, expected[part])
+
+
+def test_prefills_of_a_quantised_cache_select_rows(step):
+    made, *_ = step("prefill", "fp8", "flashmla_sparse")
+    metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+    assert metadata.topk_transform_method == TopkTransformMethod.RAGGED
+    scores = Scores(made, packed=True)
+    positions = scores.positions
+    expected = torch.where(positions < 0, -1, positions + scores.firsts[:, None]).int()
+    ks, _ = metadata.get_indexer_kvcache_range()
+    chosen = metadata.topk_transform(scores.logits, TOPK, ks=ks)
+    assert_equal("rows", chosen, expected)
+
+    part = slice(2, 7)
+    chosen = metadata.topk_transform(
+        scores.logits[part],
+        TOPK,
+        ks=ks[part],
+        ke_offset=metadata.get_seqlens_expanded()[part],
+        topk_indices_offset_override=metadata.attn_metadata.topk_indices_offset[part],
+    )
+    assert_equal("rows of a part", chosen, expected[part])
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_positions_are_selected_for_a_later_conversion(step, name):
+    made, *_ = step(name, "bf16", "flashmla_sparse")
+    metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+    scores = Scores(made, packed=name == "prefill")
+    with envs.SGLANG_DSA_FUSE_TOPK.override(False):
+        chosen = metadata.topk_transform(scores.logits, TOPK, ks=scores.starts)
+    assert_equal("positions", chosen, scores.positions.int())
+    forced = dataclasses.replace(metadata, force_unfused_topk=True)
+    chosen = forced.topk_transform(scores.logits, TOPK, ks=scores.starts)
+    assert_equal("positions", chosen, scores.positions.int())
+
+
+def test_short_prefills_select_all_without_scores(step):
+    """SGLang passes zeros, as many as are selected, where no context is longer."""
+    made, *_ = step("first prefill", "bf16", "flashmla_sparse")
+    metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+    scores = Scores(made, packed=True)
+    chosen = metadata.topk_transform(torch.zeros(len(scores.lengths), TOPK), TOPK)
+    assert_equal("slots", chosen, slots_of(made, scores).int())
+
+
+# The processes that were started first.
+
+
+def test_the_plugin_is_active_in_a_new_process(processes):
+    output, log = processes["sound"].communicate()
+    assert output.split() == ["True"], log
+    (line,) = (line for line in log.splitlines() if " sparsemla replaces " in line)
+    for hook in HOOKS:
+        assert hook.target in line
+
+
+def test_a_hook_that_does_not_take_ends_the_process(processes):
+    """SGLang's registry logs the exception of this hook and goes on; the plugin must not."""
+    output, log = processes["broken"].communicate()
+    assert processes["broken"].returncode == 1
+    assert output == ""
+    assert "Failed to apply hooks to" in log
+    last = log.splitlines()[-1]
+    assert last.startswith("sparsemla: SGLang does not start: the hooks of sglang.")
+    assert "_forward_fa3 did not take" in last
