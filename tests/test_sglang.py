@@ -515,13 +515,15 @@ def test_lengths_bound_the_selected_slots(step, name):
     assert_close("out", out.squeeze(1), expected, SPARSE_DECODE_OUT)
 
 
-def test_a_backend_has_a_workspace_for_any_decode(step, monkeypatch):
+def test_a_backend_has_a_workspace_for_any_decode(step, monkeypatch, caplog):
+    caplog.set_level("INFO")
     asked = []
     monkeypatch.setattr(
         attention, "decode_workspace_size", lambda *args, **kwargs: asked.append(args) or 4096
     )
     _, backend, *_ = step("decode", "fp8", "flashmla_kv", "flashmla_kv", 16)
     assert asked == [(attention.MOST_SPLIT_TOKENS, 1, 16)]
+    assert "sparsemla computes attention of 16 heads" in caplog.text
     assert (backend.sparsemla_workspace.dtype, backend.sparsemla_workspace.shape) == (
         torch.uint8,
         (4096,),

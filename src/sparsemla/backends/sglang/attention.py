@@ -6,6 +6,7 @@ queries to 64 or 128 heads inside these methods, so that nothing is padded here.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from sparsemla import (
     sparse_prefill,
 )
 
+logger = logging.getLogger(__name__)
+
 MOST_SPLIT_TOKENS = 512
 """No decode of more tokens is split on a GPU of up to 256 multiprocessors."""
 
@@ -42,6 +45,9 @@ def reserve_workspace(
     """
     size = decode_workspace_size(MOST_SPLIT_TOKENS, 1, self.num_q_heads, device=self.device)
     self.sparsemla_workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+    logger.info(
+        "sparsemla computes attention of %d heads in SGLang's dsa backend", self.num_q_heads
+    )
 
 
 def forward_flashmla_kv(
