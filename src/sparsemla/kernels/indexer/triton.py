@@ -102,6 +102,7 @@ def _ragged_kernel(
     num_tokens,
     num_keys,
     num_chunks,
+    chunk,
     stride_q,
     stride_head,
     stride_weights,
@@ -109,13 +110,12 @@ def _ragged_kernel(
     stride_out,
     T: tl.constexpr,
 ):
-    """Score ``T.tokens`` tokens against ``T.chunk`` contiguous keys."""
+    """Score ``T.tokens`` tokens against ``chunk`` contiguous keys."""
     TOKENS: tl.constexpr = T.tokens
     BLOCK_N: tl.constexpr = T.block_n
-    CHUNK: tl.constexpr = T.chunk
     first = tl.program_id(0) // num_chunks * TOKENS
-    begin = tl.program_id(0) % num_chunks * CHUNK
-    last = tl.minimum(begin + CHUNK, num_keys)
+    begin = tl.program_id(0) % num_chunks * chunk
+    last = tl.minimum(begin + chunk, num_keys)
     token = (first + tl.arange(0, TOKENS)).to(tl.int64)
     valid = token < num_tokens
     start = tl.load(row_starts + token, mask=valid, other=0)
@@ -176,6 +176,8 @@ def _find_request(offsets, group, num_requests, first_token, num_tokens, TOKENS:
     do_not_specialize=[
         "num_tokens",
         "num_requests",
+        "num_pages",
+        "table_width",
         "first_token",
         "query_len",
         "num_chunks",
@@ -201,6 +203,7 @@ def _paged_kernel(
     first_token,
     query_len,
     num_chunks,
+    chunk,
     skip,
     stride_q,
     stride_q_request,
@@ -220,7 +223,7 @@ def _paged_kernel(
     SCALE_ROW: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Score up to ``T.tokens`` tokens of one request against ``T.chunk`` paged keys.
+    """Score up to ``T.tokens`` tokens of one request against ``chunk`` paged keys.
 
     Requests have ``query_len`` tokens each, or the tokens between ``input_row_offsets``. In the
     second case, the kernel also stores the end and the request of each token, and it skips columns
@@ -228,10 +231,9 @@ def _paged_kernel(
     """
     TOKENS: tl.constexpr = T.tokens
     BLOCK_N: tl.constexpr = T.block_n
-    CHUNK: tl.constexpr = T.chunk
     group = tl.program_id(0) // num_chunks
-    begin = tl.program_id(0) % num_chunks * CHUNK
-    last = tl.minimum(begin + CHUNK, num_keys)
+    begin = tl.program_id(0) % num_chunks * chunk
+    last = tl.minimum(begin + chunk, num_keys)
     if input_row_offsets is None:
         groups = tl.cdiv(query_len, TOKENS)
         request = (group // groups).to(tl.int64)
@@ -311,7 +313,6 @@ class ScoreTiles(NamedTuple):
         block_h: heads of a token, padded.
         block_d: dims, padded.
         block_n: keys of a tile.
-        chunk: keys of a program.
         stages: tiles of keys in flight.
         decode: whether e4m3 is decoded to float16.
         upcast: whether MMAs take float32, as in Triton's interpreter.
@@ -323,22 +324,15 @@ class ScoreTiles(NamedTuple):
     block_h: int
     block_d: int
     block_n: int
-    chunk: int
     stages: int
     decode: bool
     upcast: bool = INTERPRETED
 
 
 def choose_tiles(
-    num_tokens: int,
-    query_len: int,
-    num_keys: int,
-    heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    query_len: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> ScoreTiles:
-    """Tiles for requests of about ``query_len`` tokens and up to ``num_keys`` keys."""
+    """Tiles for requests of about ``query_len`` tokens."""
     shared = (56 if torch.version.hip else 96) << 10  # bytes of tiles of a program
     fp8 = dtype == torch.float8_e4m3fn
     decode = fp8 and not has_fp8(device)
@@ -359,10 +353,14 @@ def choose_tiles(
         block_n //= 2
     # With the heads of one token, a tile's MMA takes less time than its load: load further ahead.
     stages = 3 if columns <= 64 and 3 * block_n * row_bytes <= room else 2
+    return ScoreTiles(heads, dim, tokens, block_h, block_d, block_n, stages, decode)
+
+
+def choose_chunk(tiles: ScoreTiles, num_tokens: int, num_keys: int, device: torch.device) -> int:
+    """Keys of a program. It is no constant of the kernel, which all lengths share."""
     # Eight programs per multiprocessor balance the load; long chunks amortise the loads of queries.
-    tiles = cdiv(num_tokens, tokens) * cdiv(num_keys, block_n)
-    chunk = block_n * max(1, min(32, tiles // (8 * num_multiprocessors(device))))
-    return ScoreTiles(heads, dim, tokens, block_h, block_d, block_n, chunk, stages, decode)
+    count = cdiv(num_tokens, tiles.tokens) * cdiv(num_keys, tiles.block_n)
+    return tiles.block_n * max(1, min(32, count // (8 * num_multiprocessors(device))))
 
 
 def _as_operand(x: Tensor, decode: bool) -> Tensor:
@@ -385,8 +383,9 @@ def indexer_scores(
     num_keys = keys.shape[0]
     if num_tokens == 0 or num_keys == 0:
         return
-    tiles = choose_tiles(num_tokens, num_tokens, num_keys, heads, dim, q.dtype, q.device)
-    num_chunks = cdiv(num_keys, tiles.chunk)
+    tiles = choose_tiles(num_tokens, heads, dim, q.dtype, q.device)
+    chunk = choose_chunk(tiles, num_tokens, num_keys, q.device)
+    num_chunks = cdiv(num_keys, chunk)
     _ragged_kernel[(cdiv(num_tokens, tiles.tokens) * num_chunks,)](
         _as_operand(q, tiles.decode),
         weights,
@@ -398,6 +397,7 @@ def indexer_scores(
         num_tokens,
         num_keys,
         num_chunks,
+        chunk,
         q.stride(0),
         q.stride(1),
         weights.stride(0),
@@ -435,8 +435,9 @@ def indexer_scores_paged(
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
-    tiles = choose_tiles(batch * query_len, query_len, max_seq_len, heads, dim, q.dtype, q.device)
-    num_chunks = cdiv(max_seq_len, tiles.chunk)
+    tiles = choose_tiles(query_len, heads, dim, q.dtype, q.device)
+    chunk = choose_chunk(tiles, batch * query_len, max_seq_len, q.device)
+    num_chunks = cdiv(max_seq_len, chunk)
     _paged_kernel[(batch * cdiv(query_len, tiles.tokens) * num_chunks,)](
         _as_operand(q, tiles.decode),
         weights,
@@ -453,6 +454,7 @@ def indexer_scores_paged(
         first_token=0,
         query_len=query_len,
         num_chunks=num_chunks,
+        chunk=chunk,
         skip=0,
         stride_q=q.stride(1),
         stride_q_request=q.stride(0),
@@ -523,8 +525,9 @@ def scorer(
 
     def score(tokens: slice, scores: Tensor, rows: Tensor) -> None:
         count = scores.shape[0]
-        tiles = choose_tiles(count, query_len, num_keys, heads, dim, q.dtype, q.device)
-        num_chunks = cdiv(num_keys, tiles.chunk)
+        tiles = choose_tiles(query_len, heads, dim, q.dtype, q.device)
+        chunk = choose_chunk(tiles, count, num_keys, q.device)
+        num_chunks = cdiv(num_keys, chunk)
         _paged_kernel[((count // tiles.tokens + num_requests + 1) * num_chunks,)](
             _rows_of(_as_operand(q, tiles.decode), tokens),
             _rows_of(weights, tokens),
@@ -541,6 +544,7 @@ def scorer(
             first_token=tokens.start,
             query_len=0,
             num_chunks=num_chunks,
+            chunk=chunk,
             skip=topk,
             stride_q=q.stride(0),
             stride_q_request=0,
