@@ -46,6 +46,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
+    "sparsemla.warmup": ("kinds", "formats", "cache", "kernels.common", "dispatch", "ops"),
     "sparsemla._api": (
         "cache",
         "dispatch",
@@ -55,6 +56,7 @@ LAYERS = {
         "pooling",
         "rope",
         "runner",
+        "warmup",
         "weights",
     ),
     "sparsemla.compat": ("kinds", "formats", "cache", "checks", "ops", "compat"),

@@ -59,6 +59,7 @@ from sparsemla.rope import (
     yarn_mscale,
 )
 from sparsemla.runner import DecodeRunner
+from sparsemla.warmup import Serving, WarmUp, warm_up
 from sparsemla.weights import (
     HeadWeight,
     MLALayer,
@@ -85,6 +86,8 @@ __all__ = [
     "PrefillChunk",
     "Problem",
     "RowFields",
+    "Serving",
+    "WarmUp",
     "WindowState",
     "Yarn",
     "absorb_kv_b_proj",
@@ -127,5 +130,6 @@ __all__ = [
     "split_decodes_and_prefills",
     "split_prefill_chunks",
     "to_slots",
+    "warm_up",
     "yarn_mscale",
 ]

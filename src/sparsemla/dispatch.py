@@ -20,6 +20,7 @@ from sparsemla import reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels import attention, gather, indexer, pool, projection, quant, topk
+from sparsemla.kernels.common.device import meant
 from sparsemla.kernels.common.registry import (
     DecodeWork,
     Kernel,
@@ -279,9 +280,15 @@ def most_splits(num_tiles: int, device: torch.device) -> int:
 
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU, 0 of a CPU."""
+    device = meant(device)
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def only_compiles(device: torch.device) -> bool:
+    """Whether launches on tensors of this device compile and run nothing, as in a warm-up."""
+    return meant(device) != device
 
 
 def _problem(
@@ -298,7 +305,7 @@ def _problem(
     out_dtype: torch.dtype | None = None,
 ) -> Problem:
     """The problem on a device, with the device's compute capability."""
-    capability = None
+    device, capability = meant(device), None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = properties.major, properties.minor

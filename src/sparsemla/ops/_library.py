@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.dispatch import Launch
+from sparsemla.dispatch import Launch, only_compiles
 from sparsemla.formats import CacheFormat, get_format
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
@@ -134,9 +134,14 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
                     return launch((lead, *flat))
             return launch((lead, *flat))
 
+        def without_memory(lead: Tensor, *flat: object) -> None:
+            # torch.compile traces this function, which must not launch.
+            if only_compiles(lead.device):
+                launch((lead, *flat))
+
         _LIBRARY.define(name + _schema(parameters, mutates))
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sparsemla::{name}", _writes_nothing, lib=_LIBRARY)
+        torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
         call = getattr(torch.ops.sparsemla, name)
         if not records:
             return call
@@ -166,10 +171,6 @@ def _schema(parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...
         return_annotation=None,
     )
     return torch.library.infer_schema(prototype, mutates_args=written)
-
-
-def _writes_nothing(*args: object, **kwargs: object) -> None:
-    return None
 
 
 def aligned(q: Tensor, *caches: PagedCache | None) -> bool:

@@ -1,9 +1,14 @@
 """Properties of a device for launchers, cached: torch takes microseconds per query."""
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+
+_MEANT: ContextVar[torch.device | None] = ContextVar("meant", default=None)
 
 
 class Device(NamedTuple):
@@ -24,9 +29,34 @@ class Device(NamedTuple):
     overlaps: bool = False
 
 
+def meant(device: torch.device) -> torch.device:
+    """The GPU that torch's ``meta`` device stands for in :func:`meta_means`, or ``device``."""
+    return (_MEANT.get() or device) if device.type == "meta" else device
+
+
+@contextmanager
+def meta_means(device: torch.device, caches: tuple[Callable[..., Any], ...]) -> Iterator[None]:
+    """Let tensors without memory stand for tensors on a GPU; their launches must only compile.
+
+    Args:
+        device: the GPU.
+        caches: functions with a cache by device, whose answers for ``meta`` are forgotten.
+    """
+    token = _MEANT.set(device)
+    for cached in (describe, *caches):
+        cached.cache_clear()
+    try:
+        yield
+    finally:
+        _MEANT.reset(token)
+        for cached in (describe, *caches):
+            cached.cache_clear()
+
+
 @functools.cache
 def describe(device: torch.device) -> Device:
     """Query torch once for each device."""
+    device = meant(device)
     if device.type == "cpu":
         return Device()
     found: Any = torch.cuda.get_device_properties(device)

@@ -1,0 +1,234 @@
+"""Steps of an engine: the ops that the vLLM plugin calls for a batch, in its order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsemla import (
+    INDEX_FP8,
+    PagedCache,
+    decode_workspace_size,
+    fused_indexer_rope_quant,
+    gather_dequant,
+    indexer_topk,
+    prefill_workspace_rows,
+    sparse_decode,
+    sparse_prefill,
+    split_prefill_chunks,
+    to_slots,
+)
+from sparsemla.warmup import Serving
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, decodes first.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: context and new tokens of each request.
+        padding: tokens that belong to no request, as in a captured graph.
+        whole_table: the indexer gets all columns of the page table, as in a captured graph.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    padding: int = 0
+    whole_table: bool = False
+
+
+def random_step(serving: Serving, rng: random.Random) -> Step:
+    """A valid batch within the limits of a configuration."""
+
+    def up_to(limit: int) -> int:  # small numbers as often as large ones
+        return min(limit, int(2 ** rng.uniform(0, limit.bit_length())))
+
+    decodes = rng.choice((0, up_to(serving.max_requests)))
+    prefills = rng.choice((0, 1, up_to(8))) if decodes else rng.choice((1, up_to(8)))
+    room = serving.max_tokens
+    query_lens: list[int] = []
+    for i in range(min(decodes + prefills, serving.max_requests)):
+        longest = serving.max_query_len if i < decodes else serving.max_seq_len
+        new = min(up_to(min(longest, serving.max_tokens)), room)
+        if new > 0:
+            query_lens.append(new)
+            room -= new
+    seq_lens = tuple(n + up_to(serving.max_seq_len - n + 1) - 1 for n in query_lens)
+    captured = prefills == 0 and rng.random() < 0.5
+    padding = -sum(query_lens) % 8 if captured else 0
+    return Step(tuple(query_lens), seq_lens, min(padding, room), captured)
+
+
+class Engine:
+    """Caches and buffers of an engine with one layer.
+
+    Args:
+        serving: the configuration, with a number of pages.
+        device: where the tensors lie.
+        cache_device: of the formula that decides about conversion, if tensors have no memory.
+    """
+
+    def __init__(
+        self, serving: Serving, device: torch.device, cache_device: torch.device | None = None
+    ) -> None:
+        self.serving, self.device = serving, device
+        self.cache_device = cache_device or device
+        pages = serving.num_pages or 1
+        self.cache = PagedCache.allocate(serving.cache_format, pages, 64, device=device)
+        self.index_cache = PagedCache.allocate(INDEX_FP8, pages, 64, device=device)
+        self.topk_indices = self._ints(serving.max_tokens, serving.topk)
+        self.page_table = self._ints(serving.max_requests, serving.columns)
+        size = decode_workspace_size(
+            serving.max_decodes, 1, serving.num_heads, device=self.cache_device
+        )
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        dim, heads = INDEX_FP8.head_dim, serving.index_heads
+        self.norm = torch.ones(2, dim, device=device)
+        self.table = torch.ones(serving.max_seq_len, 64, dtype=serving.table_dtype, device=device)
+        self.hidden = self._random(serving.max_tokens, dim + heads)
+        self.index_q = self._random(serving.max_tokens, heads, dim)
+        self.q = self._random(serving.max_tokens, serving.num_heads, serving.cache_format.head_dim)
+
+    def _ints(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+
+    def _of(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def run(self, step: Step) -> Tensor:
+        """Attention of a batch, ``[T, H, V]``."""
+        serving = self.serving
+        tokens = sum(step.query_lens)
+        rows = tokens + step.padding
+        offsets = [0]
+        for count in step.query_lens:
+            offsets.append(offsets[-1] + count)
+        request_ids = self._of([i for i, n in enumerate(step.query_lens) for _ in range(n)])
+        seq_lens = self._of(list(step.seq_lens))
+        page_table = self.page_table[: len(step.query_lens)]
+        self._select(step, rows, tokens, self._of(offsets), seq_lens, page_table)
+        decodes = sum(n <= serving.max_query_len for n in step.query_lens)
+        decodes = (
+            decodes if all(n <= serving.max_query_len for n in step.query_lens[:decodes]) else 0
+        )
+        q = self.q[:rows]
+        out = torch.empty_like(q[..., : serving.cache_format.value_dim])
+        ids = torch.nn.functional.pad(request_ids, (0, step.padding))
+        if decodes == len(step.query_lens):
+            return self._attend(q, ids, page_table, is_decode=True)
+        query_lens, lens = step.query_lens[decodes:], step.seq_lens[decodes:]
+        num_rows = prefill_workspace_rows(
+            query_lens,
+            lens,
+            cache_format=serving.cache_format,
+            num_heads=serving.num_heads,
+            topk=serving.topk,
+            max_rows=serving.max_seq_len,
+            device=self.cache_device,
+        )
+        if num_rows is None:
+            return self._attend(q, ids, page_table, is_decode=False)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+        if first := offsets[decodes]:
+            out[:first] = self._attend(q[:first], ids[:first], page_table, is_decode=True)
+        for begin, end in split_prefill_chunks(lens, num_rows):
+            chunk = slice(decodes + begin, decodes + end)
+            of_tokens = slice(offsets[chunk.start], offsets[chunk.stop])
+            starts, total = [], 0
+            for length in lens[begin:end]:
+                starts.append(total)
+                total += length
+            workspace = torch.empty(
+                total, serving.cache_format.head_dim, dtype=torch.bfloat16, device=self.device
+            )
+            converted = gather_dequant(
+                self.cache, page_table[chunk], seq_lens[chunk], self._of(starts), out=workspace
+            )
+            of_chunk = request_ids[of_tokens] - chunk.start
+            indices = to_slots(
+                self.topk_indices[of_tokens],
+                page_table[chunk],
+                of_chunk,
+                page_size=64,
+                workspace_starts=self._of(starts),
+                prefill_request_ids=of_chunk,
+            )
+            sparse_prefill(
+                q[of_tokens],
+                converted,
+                indices,
+                softmax_scale=0.1,
+                out=out[of_tokens],
+                lse=lse[of_tokens],
+            )
+        return out
+
+    def _select(
+        self,
+        step: Step,
+        rows: int,
+        tokens: int,
+        offsets: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+    ) -> None:
+        serving, dim = self.serving, INDEX_FP8.head_dim
+        q, keys_and_weights = self.index_q[:rows], self.hidden[:rows]
+        q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=self.device)
+        weights = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+        fused_indexer_rope_quant(
+            q[:tokens],
+            keys_and_weights[:tokens, dim:],
+            keys_and_weights[:tokens, :dim],
+            self.norm[0],
+            self.norm[1],
+            self.table,
+            self.index_cache,
+            positions=self._of([0] * tokens, torch.int64),
+            slot_mapping=self._of([-1] * tokens, torch.int64),
+            interleaved=serving.interleaved,
+            out=q_fp8[:tokens],
+            weights_out=weights[:tokens],
+        )
+        if not step.whole_table:
+            page_table = page_table[:, : -(-max(step.seq_lens) // 64)]
+        indexer_topk(
+            q_fp8,
+            weights,
+            self.index_cache,
+            input_row_offsets=offsets,
+            seq_lens=seq_lens,
+            page_table=page_table,
+            topk=serving.topk,
+            max_workspace_bytes=serving.max_workspace_bytes,
+            out=self.topk_indices[:rows],
+        )
+
+    def _attend(
+        self, q: Tensor, request_ids: Tensor, page_table: Tensor, *, is_decode: bool
+    ) -> Tensor:
+        topk = self.topk_indices[: q.shape[0]]
+        slots = to_slots(topk, page_table, request_ids, page_size=64)
+        counts = (topk >= 0).sum(1).int()
+        fmt = self.cache.format
+        rows = self.cache.data.view(-1, 1, fmt.row_width)
+        cache = PagedCache(rows, fmt)
+        if not is_decode:
+            out, _ = sparse_prefill(q, cache, slots, softmax_scale=0.1, topk_lengths=counts)
+            return out
+        out, _ = sparse_decode(
+            q.unsqueeze(1),
+            cache,
+            slots.unsqueeze(1),
+            softmax_scale=0.1,
+            topk_lengths=counts,
+            workspace=self.workspace,
+        )
+        return out.squeeze(1)

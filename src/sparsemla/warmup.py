@@ -1,0 +1,386 @@
+"""Compile every kernel that an engine's configuration can reach, before the engine serves.
+
+Triton compiles a kernel at its first launch with new constants (tiles, splits, formats) or new
+classes of arguments: a dtype, a None, an integer that is 1 or a multiple of 16, a pointer that is a
+multiple of 16 bytes. A warm-up runs the public ops on tensors without memory. Their launches
+compile in the background and run nothing. So the schedules that serve requests also tell what to
+compile, and no rule is written twice.
+
+Sizes are many and kernels are few. The sizes of a class are searched by bisection: where both ends
+of a range launch the same kernels, all sizes between them do.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.formats import INDEX_FP8, CacheFormat
+from sparsemla.kernels.common.device import meta_means
+from sparsemla.kinds import check_device, check_integer, check_kind
+from sparsemla.ops import (
+    fused_indexer_rope_quant,
+    gather_dequant,
+    indexer_topk,
+    sparse_decode,
+    sparse_prefill,
+    to_slots,
+)
+
+EVERY = 1024
+"""Up to so many decodes, each count is looked at: more splits may be worse and better again."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What an engine may ask of one GPU: a model's dims on this rank, and the engine's limits.
+
+    Args:
+        cache_format: of the latent cache.
+        num_heads: query heads of this rank.
+        topk: keys that a token selects.
+        index_heads: heads of the indexer; 0 if the engine has an indexer of its own.
+        max_tokens: most tokens of a step.
+        max_requests: most requests of a step.
+        max_query_len: most tokens of a decode, 1 and its drafts.
+        max_seq_len: most tokens of a request.
+        page_size: tokens of a page, of both caches.
+        table_width: columns of the page table; default as many as ``max_seq_len`` needs.
+        converts: prefills may read a workspace of :func:`sparsemla.prefill_workspace_rows`.
+        num_pages: of each cache; None if it is not known yet.
+        page_stride: elements between pages of the latent cache; None if pages are adjacent.
+        index_page_stride: the same of the indexer's keys.
+        max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
+        interleaved: RoPE of the indexer rotates neighbours.
+        rope_dim: dims of RoPE.
+        table_dtype: of the indexer's cosines and sines.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, or a limit below 1.
+
+    >>> from sparsemla import FP8_DS_MLA
+    >>> Serving(FP8_DS_MLA, num_heads=16, max_seq_len=32768).page_size
+    64
+    """
+
+    cache_format: CacheFormat
+    num_heads: int
+    topk: int = 2048
+    index_heads: int = 64
+    max_tokens: int = 8192
+    max_requests: int = 256
+    max_query_len: int = 1
+    max_seq_len: int = 163840
+    page_size: int = 64
+    table_width: int | None = None
+    converts: bool = True
+    num_pages: int | None = None
+    page_stride: int | None = None
+    index_page_stride: int | None = None
+    max_workspace_bytes: int = 256 << 20
+    interleaved: bool = False
+    rope_dim: int = 64
+    table_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_kind("cache_format", self.cache_format, CacheFormat)
+        check_integer("index_heads", self.index_heads)
+        for name in ("num_heads", "topk", "max_tokens", "max_requests", "max_query_len"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("max_seq_len", "page_size", "max_workspace_bytes"):
+            check_integer(name, getattr(self, name), 1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the page table."""
+        return self.table_width or -(-self.max_seq_len // self.page_size)
+
+    @property
+    def max_decodes(self) -> int:
+        """Most tokens of a step that has decodes only."""
+        return min(self.max_tokens, self.max_requests * self.max_query_len)
+
+    def caches(self, format: CacheFormat, page_stride: int | None) -> list[PagedCache]:
+        """Caches without memory, one of each class of page counts."""
+        page_counts = (1024, 1025) if self.num_pages is None else (self.num_pages,)
+        width = format.row_width
+        stride = page_stride or self.page_size * width
+        caches = []
+        for pages in page_counts:
+            data = _empty(pages * stride, dtype=format.storage_dtype)
+            data = data.as_strided((pages, self.page_size, width), (stride, width, 1))
+            caches.append(PagedCache(data, format))
+        return caches
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What a warm-up did.
+
+    Args:
+        compiled: number of kernels that were compiled.
+        found: number of kernels that were found in Triton's persistent cache.
+        seconds: time that it took.
+    """
+
+    compiled: int
+    found: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.compiled} kernels compiled and {self.found} found in the cache "
+            f"in {self.seconds:.1f} s"
+        )
+
+
+def warm_up(
+    *configurations: Serving,
+    device: torch.device | str | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> WarmUp:
+    """Compile every kernel that engines with these configurations can reach, and load it.
+
+    Triton keeps compiled kernels in its persistent cache, where later processes find them.
+
+    Args:
+        configurations: what the engines may ask of the GPU.
+        device: the GPU; default the current one.
+        workers: threads that compile; default one for each core, 16 at most.
+        progress: called after each kernel with the numbers of kernels that are ready and of all.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        RuntimeError: there is no GPU.
+        Exception: a kernel does not compile; the first error of Triton.
+
+    ```python
+    serving = Serving(FP8_DS_MLA, num_heads=16, max_seq_len=32768)
+    print(warm_up(serving))
+    ```
+    """
+    from sparsemla.kernels.common.compiling import compile_only, count_compilations
+
+    for each in configurations:
+        check_kind("configurations", each, Serving)
+    check_device("warm_up: device", device)
+    began = time.perf_counter()
+    gpu = torch.device("cuda" if device is None else device)
+    workers = workers or min(os.cpu_count() or 1, 16)
+    with meta_means(gpu, (dispatch.problem_of,)), count_compilations() as kernels:
+        with compile_only(workers) as compiler:
+            for serving in configurations:
+                _search(serving, compiler.kernels_of)
+        compiler.finish(progress)
+    seconds = time.perf_counter() - began
+    return WarmUp(len(kernels.compiled), len(kernels.loaded), seconds)
+
+
+Kernels = frozenset[int]
+"""Numbers of the kernels that a step launches."""
+KernelsOf = Callable[[Callable[[], object]], Kernels]
+
+
+def _search(serving: Serving, kernels_of: KernelsOf) -> None:
+    """Run every op at sizes that reach all of its kernels."""
+
+    def of(step: Callable[..., object], *arguments: object) -> Callable[[int], Kernels]:
+        return lambda size: kernels_of(functools.partial(step, serving, *arguments, size))
+
+    if serving.index_heads:
+        caches = serving.caches(INDEX_FP8, serving.index_page_stride)
+        _search_selection(serving, caches[0], kernels_of)  # does not see the number of pages
+        for cache in caches:
+            _sizes(of(_write_keys, cache), serving.max_tokens)
+            # Scores also depend on the number of requests, but only on classes of sizes.
+            for pages in (1, 16, 3):
+                if pages <= serving.columns:
+                    _score_keys(serving, cache, pages)
+    _sizes(of(_find_slots), serving.max_tokens)
+    for cache in serving.caches(serving.cache_format, serving.page_stride):
+        rows = _flat(cache)
+        _sizes(of(_decode, rows), serving.max_decodes, every=EVERY)
+        _sizes(of(_prefill, rows), serving.max_tokens)
+        if serving.converts and cache.format.fp8_dim:
+            for start in (0, 1, 2):
+                _sizes(of(_convert, cache, start), serving.max_requests)
+
+
+def _search_selection(serving: Serving, cache: PagedCache, kernels_of: KernelsOf) -> None:
+    """Run the selection, whose kernels depend on the tokens and on the pages of the page table.
+
+    Where one of the two is a power of 4, the other is searched. Kernels change at few sizes, so all
+    pairs of sizes that were found are run.
+    """
+
+    @functools.cache
+    def look(tokens: int, pages: int) -> Kernels:
+        return kernels_of(lambda: _select_keys(serving, cache, tokens, 1, pages))
+
+    token_counts, page_counts = set[int](), set[int]()
+    # More tokens than eight for each multiprocessor only take more waves of the same kernels.
+    max_tokens = min(serving.max_tokens, 8 * dispatch.num_multiprocessors(torch.device("meta")))
+    for power in (4**i for i in range(6)):
+        if power <= serving.columns:
+            token_counts |= _bisect(
+                functools.partial(look, pages=power), range(1, max_tokens + 1, 2)
+            )
+        if power <= max_tokens:
+            page_counts |= _bisect(functools.partial(look, power), range(1, serving.columns + 1, 2))
+    for tokens in token_counts:
+        for pages in page_counts:
+            look(tokens, pages)
+
+
+def _sizes(look: Callable[[int], Kernels], limit: int, *, every: int = 4) -> set[int]:
+    """Look at sizes up to ``limit`` until each kernel has been met; sizes where kernels change.
+
+    The classes are those of Triton's integers, and of pointers that lie ``size`` int32 further.
+    """
+    look = functools.cache(look)
+    found = set(range(1, min(every, limit) + 1))
+    for size in found:
+        look(size)
+    for rest, step in ((0, 16), (4, 16), (1, 2)):
+        first = every + 1 + (rest - every - 1) % step
+        found |= _bisect(look, range(first, limit + 1, step))
+    return found
+
+
+def _bisect(look: Callable[[int], Kernels], sizes: range) -> set[int]:
+    """Neighbours that launch other kernels, and both ends."""
+    if len(sizes) == 0:
+        return set()
+    if look(sizes[0]) == look(sizes[-1]) or len(sizes) == 2:
+        return {sizes[0], sizes[-1]}
+    middle = len(sizes) // 2
+    return _bisect(look, sizes[: middle + 1]) | _bisect(look, sizes[middle:])
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _page_table(serving: Serving, requests: int, pages: int) -> Tensor:
+    return _empty(requests, serving.columns)[:, :pages]
+
+
+def _flat(cache: PagedCache) -> PagedCache:
+    """All rows of a cache as pages of one row, those between pages included; a slot is a row."""
+    width = cache.format.row_width
+    num_rows = (cache.num_pages - 1) * (cache.data.stride(0) // width) + cache.page_size
+    rows = cache.data.as_strided((num_rows, width), (width, 1))
+    return PagedCache(rows.unsqueeze(1), cache.format)
+
+
+def _write_keys(serving: Serving, cache: PagedCache, tokens: int) -> None:
+    heads, dim = serving.index_heads, cache.format.head_dim
+    keys_and_weights = _empty(tokens, dim + heads, dtype=torch.bfloat16)  # of one projection
+    fused_indexer_rope_quant(
+        _empty(tokens, heads, dim, dtype=torch.bfloat16),
+        keys_and_weights[:, dim:],
+        keys_and_weights[:, :dim],
+        _empty(dim, dtype=torch.float32),
+        _empty(dim, dtype=torch.float32),
+        _empty(serving.max_seq_len, serving.rope_dim, dtype=serving.table_dtype),
+        cache,
+        positions=_empty(tokens, dtype=torch.int64),
+        slot_mapping=_empty(tokens, dtype=torch.int64),
+        interleaved=serving.interleaved,
+        weights_out=_empty(tokens, heads, dtype=torch.float32),
+    )
+
+
+def _select_keys(
+    serving: Serving,
+    cache: PagedCache,
+    tokens: int,
+    requests: int,
+    pages: int,
+    max_workspace_bytes: int | None = None,
+) -> None:
+    indexer_topk(
+        _empty(tokens, serving.index_heads, cache.format.head_dim, dtype=torch.float8_e4m3fn),
+        _empty(tokens, serving.index_heads, dtype=torch.float32),
+        cache,
+        input_row_offsets=_empty(requests + 1),
+        seq_lens=_empty(requests),
+        page_table=_page_table(serving, requests, pages),
+        topk=serving.topk,
+        max_workspace_bytes=max_workspace_bytes or serving.max_workspace_bytes,
+    )
+
+
+def _score_keys(serving: Serving, cache: PagedCache, pages: int) -> None:
+    """The selection for one request and several, also in chunks of which the last is one token."""
+    pairs_of_tokens = 2 * (4 * pages * serving.page_size + 8)
+    for tokens in (1, 2, 3, 4, 5, 7, 8, 16, 32):
+        for requests in (1, 2):
+            if tokens <= serving.max_tokens and requests <= min(tokens, serving.max_requests):
+                for max_bytes in (None, pairs_of_tokens):
+                    _select_keys(serving, cache, tokens, requests, pages, max_bytes)
+
+
+def _find_slots(serving: Serving, tokens: int) -> None:
+    requests = min(tokens, serving.max_requests)
+    to_slots(
+        _empty(tokens, serving.topk),
+        _page_table(serving, requests, serving.columns),
+        _empty(tokens),
+        page_size=serving.page_size,
+    )
+
+
+def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
+    sparse_decode(
+        _empty(tokens, 1, serving.num_heads, rows.format.head_dim, dtype=torch.bfloat16),
+        rows,
+        _empty(tokens, 1, serving.topk),
+        softmax_scale=1.0,
+        topk_lengths=_empty(tokens),
+    )
+
+
+def _prefill(serving: Serving, rows: PagedCache, tokens: int) -> None:
+    sparse_prefill(
+        _empty(tokens, serving.num_heads, rows.format.head_dim, dtype=torch.bfloat16),
+        rows,
+        _empty(tokens, serving.topk),
+        softmax_scale=1.0,
+        topk_lengths=_empty(tokens),
+    )
+
+
+def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> None:
+    """Prefill over converted rows, behind ``start`` decodes of one token."""
+    heads, fmt = serving.num_heads, cache.format
+    end = start + requests  # one token a request: counts of tokens are no classes of a kernel
+    page_table = _page_table(serving, end, serving.columns)[start:]
+    starts, request_ids = _empty(requests), _empty(requests)
+    rows = _empty(16 * requests + start, fmt.head_dim, dtype=torch.bfloat16)
+    gather_dequant(cache, page_table, _empty(end)[start:], starts, out=rows)
+    slots = to_slots(
+        _empty(end, serving.topk)[start:],
+        page_table,
+        request_ids,
+        page_size=cache.page_size,
+        workspace_starts=starts,
+        prefill_request_ids=request_ids,
+    )
+    sparse_prefill(
+        _empty(end, heads, fmt.head_dim, dtype=torch.bfloat16)[start:],
+        rows,
+        slots,
+        softmax_scale=1.0,
+        out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
+        lse=_empty(end, heads, dtype=torch.float32)[start:],
+    )

@@ -1,0 +1,108 @@
+"""The warm-up compiles every kernel that an engine's steps reach.
+
+Nothing is compiled here: Triton's compiler is replaced by a list of what it is asked for. The
+launches need a process in which Triton does not interpret.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Run by a process of its own; see test_steps_compile_nothing.
+COVERAGE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_warmup
+test_warmup.check_coverage(sys.argv[2], int(sys.argv[3]), drop=sys.argv[4])
+"""
+
+
+@contextmanager
+def recorded(name):
+    """A list of the kernels that are compiled for a target, by name and argument classes."""
+    from sparsemla.testing.compile import TARGETS, _CompileOnlyDriver, believe
+
+    (target,) = (one for one in TARGETS if one.name == name)
+    kernels = []
+
+    def compile_nothing(src, **options):
+        kernels.append(f"{src.name} {src.signature} {src.attrs} {src.constants}")
+        return SimpleNamespace(run=None)
+
+    with (
+        believe(target, _CompileOnlyDriver(target)),
+        mock.patch("triton.compiler.compile", compile_nothing),
+    ):
+        yield kernels
+
+
+def run(code, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, os.path.dirname(__file__), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def check_coverage(target, num_steps, drop):
+    """Warm up, then run random steps and print each kernel that they compile."""
+    import torch
+
+    from sparsemla import BF16_576, FP8_DS_MLA, Serving, dispatch, warm_up, warmup
+    from sparsemla.kernels.common.compiling import compile_only
+    from sparsemla.kernels.common.device import meta_means
+    from sparsemla.testing.serving import Engine, random_step
+
+    if drop:
+        setattr(warmup, drop, lambda *arguments: None)
+    gpu, meta = torch.device("cuda:0"), torch.device("meta")
+    servings = [
+        Serving(fmt, heads, max_query_len=query_len)
+        for fmt in (FP8_DS_MLA, BF16_576)
+        for heads, query_len in ((128, 1), (16, 3))
+    ]
+    with recorded(target) as kernels:
+        warm_up(*servings, device=gpu, workers=1)
+        assert kernels
+        known = len(kernels)
+        with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
+            for serving in servings:
+                rng = random.Random(0)
+                for num_pages in (1000, 1024):
+                    engine = Engine(replace(serving, num_pages=num_pages), meta, gpu)
+                    for _ in range(num_steps):
+                        engine.run(random_step(serving, rng))
+        sys.stdout.write("\n".join(kernels[known:]))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_steps_compile_nothing(target):
+    done = run(COVERAGE, target, "60", "")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_many_steps_compile_nothing(target):
+    done = run(COVERAGE, target, "2000", "")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == ""
+
+
+SEARCHES = ("_write_keys", "_select_keys", "_score_keys", "_decode", "_prefill", "_convert")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", SEARCHES)
+def test_steps_notice_what_a_warm_up_leaves_out(search):
+    done = run(COVERAGE, "sm_90", "60", search)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout
