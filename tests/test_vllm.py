@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 if not torch.cuda.is_available():
     # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
@@ -59,6 +59,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models.deepseek_v2 import Indexer
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v32 import attention as deepseek_v32
     from vllm.models.deepseek_v32.common import kernels
     from vllm.platforms import current_platform
@@ -74,6 +75,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.ops import dcp
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm.v1.worker import workspace
+    from vllm.v1.worker.block_table import get_block_table_width
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
@@ -85,6 +87,7 @@ with warnings.catch_warnings():
         nvidia,
         register,
         touched,
+        warmup,
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
@@ -256,7 +259,7 @@ OVERRIDDEN = {
     "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-for module in (attention, indexer, nvidia):
+for module in (attention, indexer, nvidia, warmup):
     OVERRIDDEN |= touched.overridden(module)
 ROWS = {(name, row.path): row for name, rows in touched.TOUCHED.items() for row in rows}
 
@@ -272,7 +275,9 @@ def test_what_is_touched_fits_vllm(key):
     assert ROWS[key].problem() is None
 
 
-@pytest.mark.parametrize("name", ["__init__", "attention", "indexer", "exchange", "nvidia"])
+@pytest.mark.parametrize(
+    "name", ["__init__", "attention", "indexer", "exchange", "nvidia", "warmup"]
+)
 def test_every_import_from_vllm_has_a_row(name):
     tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
     imported = {
@@ -363,6 +368,7 @@ def test_nothing_abstract_is_left():
         attention.SparseMLAMetadataBuilder,
         attention.SparseMLAImpl,
         indexer.IndexerMetadataBuilder,
+        warmup.Kernels,
     ):
         assert not inspect.isabstract(cls), cls.__abstractmethods__
 
@@ -499,9 +505,19 @@ class Batch:
         padded_tokens: rows behind the last request.
         topk: tokens that a token selects.
         block_table: pages of the requests; random ones if None.
+        columns: least width of the block table.
     """
 
-    def __init__(self, draw, query_lens, seq_lens, padded_tokens=0, topk=TOPK, block_table=None):
+    def __init__(
+        self,
+        draw,
+        query_lens,
+        seq_lens,
+        padded_tokens=0,
+        topk=TOPK,
+        block_table=None,
+        columns=0,
+    ):
         self.draw, self.query_lens, self.seq_lens = draw, query_lens, seq_lens
         self.topk = topk
         self.tokens = sum(query_lens)
@@ -512,6 +528,8 @@ class Batch:
         self.block_table = pages.view(len(seq_lens), width).int()
         if block_table is not None:
             self.block_table = block_table
+        if columns > width:
+            self.block_table = pad(self.block_table, (0, columns - width))
         requests = [torch.full((n,), i) for i, n in enumerate(query_lens)]
         self.request_ids = torch.cat(requests).int()
         positions = [torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
@@ -945,6 +963,7 @@ def mla_layer(config, plain_vllm, monkeypatch):
         )
     modules = {field.name: None for field in dataclasses.fields(mla.MLAModules)}
     modules |= {"indexer": own, "is_sparse": True, "topk_indices_buffer": buffer}
+    modules |= {"indexer_rotary_emb": rotation(neox=True)}
     return mla.MultiHeadLatentAttentionWrapper(
         256, 8, 192**-0.5, 128, 64, 128, 128, 512, mla.MLAModules(**modules), prefix="layer"
     )
@@ -1684,3 +1703,148 @@ def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, 
     rounding = 0.04 if dtype == "auto" else 0.2
     assert away[:TOPK].mean() < rounding
     assert away[TOPK:].mean() < 0.3
+
+
+# The arguments of the calls that a step makes, as tensors without memory.
+REPLAY = """
+import pickle, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+import sparsemla
+from sparsemla import dispatch
+from sparsemla.kernels.common.compiling import compile_only
+from sparsemla.kernels.common.device import meta_means
+from test_warmup import recorded
+
+def meta(argument):
+    kind, *parts = argument if isinstance(argument, tuple) else (None,)
+    if kind == "tensor":
+        shape, strides, offset, dtype = parts
+        return torch.empty(1 << 40, dtype=dtype, device="meta").as_strided(shape, strides, offset)
+    if kind == "cache":
+        return sparsemla.PagedCache(meta(parts[0]), sparsemla.get_format(parts[1]))
+    return argument
+
+configurations, calls = pickle.load(sys.stdin.buffer)
+gpu = torch.device("cuda:0")
+with recorded("sm_90") as kernels:
+    sparsemla.warm_up(*configurations, device=gpu, workers=1)
+    known = len(kernels)
+    with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
+        for op, arguments, options in calls:
+            options = {name: meta(option) for name, option in options.items()}
+            getattr(sparsemla, op)(*map(meta, arguments), **options)
+print(known, *kernels[known:], sep="\\n")
+"""
+
+
+def without_memory(argument):
+    """A tensor or a cache as its shape, strides, place in 16 bytes, and dtype or format."""
+    if isinstance(argument, PagedCache):
+        return "cache", without_memory(argument.data), argument.format.name
+    if isinstance(argument, torch.Tensor):
+        offset = argument.data_ptr() % 16 // argument.element_size()
+        return "tensor", tuple(argument.shape), argument.stride(), offset, argument.dtype
+    return argument
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of ops that the plugins make."""
+    made = []
+
+    def spied(op):
+        def call(*arguments, **options):
+            options_made = {name: without_memory(option) for name, option in options.items()}
+            made.append((op.__name__, [*map(without_memory, arguments)], options_made))
+            return op(*arguments, **options)
+
+        return call
+
+    for module, names in (
+        (attention, ("gather_dequant", "sparse_decode", "sparse_prefill", "to_slots")),
+        (indexer, ("fused_indexer_rope_quant", "indexer_topk")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, spied(getattr(module, name)))
+    return made
+
+
+@contextlib.contextmanager
+def warmed_up(config, monkeypatch):
+    """vLLM's start around the construction of layers; what is compiled for them."""
+    configurations = []
+    monkeypatch.setattr(warmup, "warm_up", lambda *found: configurations.extend(found))
+    registry = JitWarmupRegistry(config)
+    with registry.activate():
+        yield configurations
+    registry.warmup()
+
+
+def in_engine(config, **batch):
+    """A batch with as wide a block table as vLLM's runner has."""
+    max_model_len = config.model_config.max_model_len
+    blocks = builder(config).kv_cache_spec.max_num_blocks_per_req(config, max_model_len)
+    return Batch(Draw(0), **batch, columns=get_block_table_width(blocks, PAGE_SIZE))
+
+
+def kernels_of(configurations, calls):
+    """Number of kernels that a warm-up compiles, and those that calls need beside them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY, os.path.dirname(__file__)],
+        input=pickle.dumps((configurations, calls)),
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    known, *missing = done.stdout.decode().splitlines()
+    return int(known), missing
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_a_batch_reaches_no_kernel_that_was_not_warmed_up(
+    config, calls, monkeypatch, num_heads, dtype
+):
+    with warmed_up(config, monkeypatch) as configurations:
+        for lens in (MIXED, {"query_lens": [1, 1, 1], "seq_lens": [1, 65, 300]}):
+            check_layer(config, in_engine(config, **lens), num_heads, dtype)
+        context = config.compilation_config.static_forward_context
+        cache = Batch(Draw(0), **MIXED).cache(attention.FORMATS[dtype])
+        made = layer(Batch(Draw(0), **MIXED).selections(), num_heads, dtype)
+        context[LAYER] = SimpleNamespace(impl=made, kv_cache=cache.data)
+    (serving,) = configurations
+    assert (serving.num_heads, serving.page_size) == (num_heads, PAGE_SIZE)
+    assert {op for op, *_ in calls} == {"sparse_decode", "sparse_prefill"}
+    known, missing = kernels_of(configurations, calls)
+    assert known > 0
+    assert missing == []
+
+
+def test_converted_prefills_reach_no_kernel_that_was_not_warmed_up(engine, calls, monkeypatch):
+    made = engine(16, MAX_TOKENS, 4096)
+    batches = [in_engine(made, **CONVERTED, topk=SELECTED, padded_tokens=n) for n in (0, 3)]
+    with warmed_up(made, monkeypatch) as configurations:
+        for batch in batches:
+            check_layer(made, batch, 16, "fp8_ds_mla")
+        last = layer(batches[0].selections(), 16, "fp8_ds_mla")
+        cache = batches[0].cache(attention.FORMATS["fp8_ds_mla"])
+        made.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
+            impl=last, kv_cache=cache.data
+        )
+    assert configurations[0].converts
+    assert {op for op, *_ in calls} >= {"gather_dequant", "to_slots", "sparse_prefill"}
+    assert kernels_of(configurations, calls)[1] == []
+
+
+def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(config, calls, monkeypatch, request):
+    with warmed_up(config, monkeypatch) as configurations:
+        made = request.getfixturevalue("mla_layer")
+        for lens in INDEXED.values():
+            index_step(config, made, in_engine(config, **lens), neox=True)
+    (serving,) = configurations
+    assert (serving.index_heads, serving.topk) == (32, TOPK)
+    assert {op for op, *_ in calls} == {"fused_indexer_rope_quant", "indexer_topk"}
+    assert kernels_of(configurations, calls)[1] == []

@@ -35,6 +35,8 @@ from sparsemla.ops import (
     to_slots,
 )
 
+ROPE_DIM = 64
+"""Dims of RoPE in an indexer's head."""
 EVERY = 1024
 """Up to so many decodes, each count is looked at: more splits may be worse and better again."""
 
@@ -44,7 +46,7 @@ class Serving:
     """What an engine may ask of one GPU: a model's dims on this rank, and the engine's limits.
 
     Args:
-        cache_format: of the latent cache.
+        cache_format: of the latent cache; None if the engine has an attention of its own.
         num_heads: query heads of this rank.
         topk: keys that a token selects.
         index_heads: heads of the indexer; 0 if the engine has an indexer of its own.
@@ -60,8 +62,8 @@ class Serving:
         index_page_stride: the same of the indexer's keys.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
         interleaved: RoPE of the indexer rotates neighbours.
-        rope_dim: dims of RoPE.
-        table_dtype: of the indexer's cosines and sines.
+        max_positions: rows of the indexer's table of cosines and sines.
+        table_dtype: of that table.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a limit below 1.
@@ -71,8 +73,8 @@ class Serving:
     64
     """
 
-    cache_format: CacheFormat
-    num_heads: int
+    cache_format: CacheFormat | None
+    num_heads: int = 128
     topk: int = 2048
     index_heads: int = 64
     max_tokens: int = 8192
@@ -87,15 +89,16 @@ class Serving:
     index_page_stride: int | None = None
     max_workspace_bytes: int = 256 << 20
     interleaved: bool = False
-    rope_dim: int = 64
+    max_positions: int = 163840
     table_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        check_kind("cache_format", self.cache_format, CacheFormat)
+        if self.cache_format is not None:
+            check_kind("cache_format", self.cache_format, CacheFormat)
         check_integer("index_heads", self.index_heads)
         for name in ("num_heads", "topk", "max_tokens", "max_requests", "max_query_len"):
             check_integer(name, getattr(self, name), 1)
-        for name in ("max_seq_len", "page_size", "max_workspace_bytes"):
+        for name in ("max_seq_len", "page_size", "max_workspace_bytes", "max_positions"):
             check_integer(name, getattr(self, name), 1)
 
     @property
@@ -205,6 +208,8 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
             for pages in (1, 16, 3):
                 if pages <= serving.columns:
                     _score_keys(serving, cache, pages)
+    if serving.cache_format is None:
+        return
     _sizes(of(_find_slots), serving.max_tokens)
     for cache in serving.caches(serving.cache_format, serving.page_stride):
         rows = _flat(cache)
@@ -291,7 +296,7 @@ def _write_keys(serving: Serving, cache: PagedCache, tokens: int) -> None:
         keys_and_weights[:, :dim],
         _empty(dim, dtype=torch.float32),
         _empty(dim, dtype=torch.float32),
-        _empty(serving.max_seq_len, serving.rope_dim, dtype=serving.table_dtype),
+        _empty(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype),
         cache,
         positions=_empty(tokens, dtype=torch.int64),
         slot_mapping=_empty(tokens, dtype=torch.int64),

@@ -40,9 +40,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
     if name != "SparseMLABackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check(ATTENTION)
-    from sparsemla.backends.vllm import attention
+    from sparsemla.backends.vllm import attention, warmup
 
     check((), attention)
+    check((), warmup)
     return attention.SparseMLABackend
 
 
@@ -85,9 +86,10 @@ def register_indexer() -> None:
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from sparsemla.backends.vllm import indexer
+    from sparsemla.backends.vllm import indexer, warmup
 
     check((), indexer)
+    check((), warmup)
     models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)

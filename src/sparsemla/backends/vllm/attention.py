@@ -50,6 +50,7 @@ from sparsemla import (
     split_prefill_chunks,
     to_slots,
 )
+from sparsemla.backends.vllm.warmup import register_attention
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
 """Cache formats by vLLM's ``kv_cache_dtype``."""
@@ -385,6 +386,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             )
         # Grow vLLM's workspace now: captured graphs hold its address.
         self._workspace()
+        register_attention(type(self))
 
     def _conversion_rows(self) -> int:
         """Workspace rows for the longest context, 0 if no step gains from conversion."""

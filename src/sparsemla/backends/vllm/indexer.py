@@ -44,6 +44,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla.backends.vllm.warmup import register_indexer
 
 OPERATOR = "vllm::sparsemla_indexer"
 
@@ -210,6 +211,12 @@ class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         super().__init__(*args, **kwargs)
         if type(self.indexer) is Indexer:  # subclasses of other models compute something else
+            register_indexer(
+                self.indexer.vllm_config,
+                self.indexer.n_head,
+                self.indexer.topk_tokens,
+                self.indexer_rope_emb,
+            )
             self.indexer = SparseMLAIndexer(self.indexer)
 
 

@@ -25,6 +25,7 @@ from sparsemla.backends.vllm.indexer import (
     select_keys,
 )
 from sparsemla.backends.vllm.touched import NVIDIA, check
+from sparsemla.backends.vllm.warmup import register_indexer
 
 
 class IndexCache(DeepseekV32IndexerCache):
@@ -115,7 +116,13 @@ class WithSelection(nn.Module):
         attention.sparse_attn_indexer = sparse_attn_indexer
         attention.DeepseekV32Indexer.indexer_cache_cls = IndexCache
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        check_selection(self)
+        for layer in check_selection(self):
+            register_indexer(
+                vllm_config,
+                layer.indexer.n_head,
+                layer.indexer.topk_tokens,
+                layer.indexer_rope_emb,
+            )
 
 
 class DeepseekV32ForCausalLM(WithSelection, model.DeepseekV32ForCausalLM):
@@ -126,8 +133,12 @@ class DeepseekV32MTP(WithSelection, mtp.DeepseekV32MTP):
     """Their layer for multi-token prediction."""
 
 
-def check_selection(built: nn.Module) -> None:
-    """Raise RuntimeError unless every layer with an indexer will call this package's function."""
+def check_selection(built: nn.Module) -> list[attention.DeepseekV32Attention]:
+    """The layers with an indexer.
+
+    Raises:
+        RuntimeError: there is none, or one will not call this package's function.
+    """
     layers = [
         layer
         for layer in built.modules()
@@ -151,3 +162,4 @@ def check_selection(built: nn.Module) -> None:
             "vllm.models.deepseek_v32 with an indexer, got none; remove sparsemla_indexer from "
             "VLLM_PLUGINS"
         )
+    return layers

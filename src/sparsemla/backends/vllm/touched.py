@@ -93,8 +93,35 @@ CONFIG = (
     ),
 )
 
-ATTENTION = (
+WARMUP = (
     *CONFIG,
+    Touched(
+        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
+        "kernels that vLLM compiles before it serves",
+        ("register", "activate", "warmup"),
+    ),
+    Touched(
+        "vllm.model_executor.warmup.jit_warmup:VllmJitKernel",
+        "base class",
+        ("get_warmup_keys", "compile", "compile_many"),
+    ),
+    Touched(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
+        "rotation",
+        ("cos_sin_cache", "is_neox_style"),
+    ),
+    Touched(
+        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
+        "strides of the index cache",
+        ("kv_cache",),
+    ),
+    Touched("vllm.utils.math_utils:cdiv", "width of a block table"),
+    Touched("vllm.v1.attention.backend:max_decode_query_len", "longest decode"),
+    Touched("vllm.v1.worker.block_table:get_block_table_width", "width of a block table"),
+)
+
+ATTENTION = (
+    *WARMUP,
     Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
     Touched(
         "vllm.v1.attention.backends.registry:register_backend",
@@ -168,7 +195,7 @@ ATTENTION = (
 )
 
 INDEXER = (
-    *CONFIG,
+    *WARMUP,
     Touched(
         "vllm.config:CompilationConfig", "ops that split a compiled model", ("_attention_ops",)
     ),
@@ -283,7 +310,7 @@ NVIDIA = (
     Touched("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
 )
 
-TOUCHED = {"attention": ATTENTION, "indexer": INDEXER, "nvidia": NVIDIA}
+TOUCHED = {"attention": ATTENTION, "indexer": INDEXER, "nvidia": NVIDIA, "warmup": WARMUP}
 """The rows of each module of this package; ``nvidia`` needs those of ``indexer``, too."""
 
 

@@ -1,0 +1,121 @@
+"""The kernels of the plugins in vLLM's own warm-up, which ends before the engine is ready.
+
+A layer registers its kernels when vLLM builds the model. vLLM's ``kernel_warmup`` asks for them in
+each worker once the caches are allocated, and before it captures graphs. Its option
+``enable_jit_warmup``, which ``--enforce-eager`` turns off, is ours too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry, VllmJitKernel
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.worker.block_table import get_block_table_width
+
+from sparsemla import Serving, warm_up
+
+LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its own name only
+PAGE_SIZE = 64
+
+
+class Kernels(VllmJitKernel[Serving]):
+    """All kernels of the plugins, as a kernel that vLLM warms up."""
+
+    def get_warmup_keys(
+        self, config: VllmConfig, layers: Callable[..., Iterator[Serving]], facts: tuple[Any, ...]
+    ) -> list[Serving]:
+        """What the layers of one kind may ask of the GPU; equal layers are one."""
+        return list(dict.fromkeys(layers(config, *facts)))
+
+    def compile(self, compile_key: Serving) -> None:
+        """Compile the kernels of a kind of layers."""
+        self.compile_many([compile_key])
+
+    def compile_many(self, compile_keys: Iterable[Serving]) -> None:
+        """Compile the kernels of all kinds of layers together, in parallel."""
+        LOGGER.info("sparsemla: %s before the engine is ready", warm_up(*compile_keys))
+
+
+KERNELS = Kernels()
+
+
+def register_attention(impl: type) -> None:
+    """Register the kernels of the attention layers whose implementation is of a class."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        JitWarmupRegistry.register(KERNELS, config, attention_layers, (impl,))
+
+
+def register_indexer(
+    config: VllmConfig, index_heads: int, topk: int, rotary: RotaryEmbeddingBase
+) -> None:
+    """Register the kernels of an indexer with this rotary embedding."""
+    table = rotary.cos_sin_cache
+    facts = index_heads, topk, not rotary.is_neox_style, table.shape[0], table.dtype
+    JitWarmupRegistry.register(KERNELS, config, index_layers, facts)
+
+
+def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
+    """The configuration of each attention layer."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if type(getattr(layer, "impl", None)) is impl:
+            yield Serving(
+                layer.impl.format,
+                num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
+                topk=config.model_config.hf_text_config.index_topk,
+                index_heads=0,
+                converts=layer.impl.conversion_rows > 0,
+                num_pages=layer.kv_cache.shape[0],
+                page_stride=layer.kv_cache.stride(0),
+                **_limits(config),
+            )
+
+
+def index_layers(
+    config: VllmConfig,
+    index_heads: int,
+    topk: int,
+    interleaved: bool,
+    max_positions: int,
+    table_dtype: torch.dtype,
+) -> Iterator[Serving]:
+    """The configuration of each layer with an index cache."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if isinstance(layer, DeepseekV32IndexerCache):
+            yield Serving(
+                None,
+                topk=topk,
+                index_heads=index_heads,
+                num_pages=layer.kv_cache.shape[0],
+                index_page_stride=layer.kv_cache.stride(0),
+                max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+                interleaved=interleaved,
+                max_positions=max_positions,
+                table_dtype=table_dtype,
+                **_limits(config),
+            )
+
+
+def _limits(config: VllmConfig) -> dict[str, int]:
+    """The engine's limits; a captured graph may have more tokens than decodes."""
+    captured = config.compilation_config.cudagraph_capture_sizes or [0]
+    block_size = config.cache_config.block_size
+    ranks = config.parallel_config.decode_context_parallel_size
+    blocks = cdiv(config.model_config.max_model_len, block_size * ranks)
+    return {
+        "max_tokens": config.scheduler_config.max_num_batched_tokens,
+        "max_requests": max(config.scheduler_config.max_num_seqs, *captured),
+        "max_query_len": max_decode_query_len(config),
+        "max_seq_len": config.model_config.max_model_len,
+        "page_size": PAGE_SIZE,
+        "table_width": get_block_table_width(blocks, block_size) * (block_size // PAGE_SIZE),
+    }
