@@ -210,14 +210,12 @@ class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         super().__init__(*args, **kwargs)
-        if type(self.indexer) is Indexer:  # subclasses of other models compute something else
+        indexer: Any = self.indexer
+        if type(indexer) is Indexer:  # subclasses of other models compute something else
             register_indexer(
-                self.indexer.vllm_config,
-                self.indexer.n_head,
-                self.indexer.topk_tokens,
-                self.indexer_rope_emb,
+                indexer.vllm_config, indexer.n_head, indexer.topk_tokens, self.indexer_rope_emb
             )
-            self.indexer = SparseMLAIndexer(self.indexer)
+            self.indexer = SparseMLAIndexer(indexer)
 
 
 class SparseMLAIndexer(nn.Module):

@@ -326,7 +326,8 @@ def unsupported_version() -> str | None:
 def overridden(module: ModuleType) -> dict[str, tuple[Function, Function]]:
     """The functions that the module's classes override: ours and vLLM's by name.
 
-    Constructors that are generated or pass all arguments on are left out.
+    Constructors that are generated or pass all arguments on are left out, and functions of vLLM
+    that take any arguments.
     """
     pairs: dict[str, tuple[Function, Function]] = {}
     for cls in vars(module).values():
@@ -336,16 +337,16 @@ def overridden(module: ModuleType) -> dict[str, tuple[Function, Function]]:
             ours: Any = getattr(cls, name)
             theirs: Any = next((getattr(b, name) for b in cls.__mro__[1:] if name in vars(b)), None)
             vllms = (getattr(theirs, "__module__", None) or "").startswith("vllm.")
-            if vllms and inspect.isroutine(ours) and not _passes_on(cls, name):
+            if vllms and inspect.isroutine(ours) and not _takes_any(cls, name, theirs):
                 pairs[f"{cls.__name__}.{name}"] = ours, theirs
     return pairs
 
 
-def _passes_on(cls: type, name: str) -> bool:
-    if name != "__init__":
-        return False
-    kinds = {kind for _, kind, _ in parameters(getattr(cls, name))}
-    return dataclasses.is_dataclass(cls) or inspect.Parameter.VAR_POSITIONAL in kinds
+def _takes_any(cls: type, name: str, theirs: Function) -> bool:
+    if name == "__init__" and dataclasses.is_dataclass(cls):
+        return True
+    function = getattr(cls, name) if name == "__init__" else theirs
+    return inspect.Parameter.VAR_POSITIONAL in {kind for _, kind, _ in parameters(function)}
 
 
 def parameters(function: Function) -> list[tuple[str, Any, Any]]:
