@@ -213,6 +213,7 @@ class Engine:
             block_size=64,
             gpu_memory_utilization=0.92,
             enable_prefix_caching=False,
+            kernel_config={"enable_jit_warmup": False},  # each size runs before it is timed
             compilation_config={
                 "cudagraph_mode": "FULL_DECODE_ONLY",  # steps of prefills are too long for a graph
                 "cudagraph_capture_sizes": list(BATCHES),
