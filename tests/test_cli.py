@@ -595,3 +595,33 @@ def test_exit_code_of_the_process(tmp_path):
     assert failed.returncode == 2
     assert failed.stdout == ""
     assert failed.stderr == f"sparsemla: cannot read {missing}: No such file or directory\n"
+
+
+V32 = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "part"),
+    [
+        ("{", (), "is not JSON"),
+        ("[]", (), "must hold an object, got list"),
+        ('{"num_attention_heads": 128}', (), "lacks index_topk, index_n_heads"),
+        (json.dumps(V32), ("--tensor-parallel-size", 3), "must divide 128 heads, got 3"),
+        (json.dumps(V32), ("--cache", "fp9"), "format name must be one of"),
+    ],
+    ids=["no JSON", "no object", "no indexer", "ranks", "format"],
+)
+def test_warm_up_refuses(tmp_path: Path, content: str, arguments: Any, part: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert_fails(run("warm-up", "--config", path, *arguments), part)
+
+
+def test_warm_up_needs_a_config(tmp_path: Path) -> None:
+    assert_fails(run("warm-up", "--config", tmp_path), "cannot read", "config.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warm_up_needs_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V32))
+    assert_fails(run("warm-up", "--config", tmp_path), "needs a GPU")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DEMO_PACKAGES = ("matplotlib", "safetensors", "transformers")
+DEMO_PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "transformers")
 
 
 def main() -> None:
@@ -256,6 +257,85 @@ def bench(
     except (ValueError, OSError) as error:
         fail(error)
     raise typer.Exit(code)
+
+
+@app.command()
+def warm_up(
+    config: Annotated[
+        str, typer.Option(help="A model's config.json, the folder that has it, or a hub id.")
+    ],
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="fp8_ds_mla, bf16, or another format's name; default: both."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="GPUs that share the heads.")
+    ] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests of a step.")] = 1024,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a step.")
+    ] = 16384,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a request; default: the model's.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=0, help="Drafts of a decode.")] = 0,
+) -> None:
+    """Compile every kernel that vLLM with these options reaches, into Triton's cache.
+
+    An engine that starts later finds them there.
+    """
+    import torch
+    from rich.progress import Progress
+
+    limits = {} if max_model_len is None else {"max_seq_len": max_model_len}
+    try:
+        model = read_config(config)
+        servings = [
+            sparsemla.Serving.of_model(
+                model,
+                sparsemla.BF16_576 if name == "bf16" else sparsemla.get_format(name),
+                tensor_parallel_size=tensor_parallel_size,
+                max_tokens=max_num_batched_tokens,
+                max_requests=max_num_seqs,
+                max_query_len=1 + num_speculative_tokens,
+                **limits,
+            )
+            for name in cache or ["fp8_ds_mla", "bf16"]
+        ]
+    except (ValueError, TypeError) as error:
+        fail(error)
+    if not torch.cuda.is_available():
+        fail("warm-up needs a GPU: kernels are compiled for the one that is present")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("kernels", total=None)
+        done = sparsemla.warm_up(
+            *servings,
+            progress=lambda ready, known: progress.update(task, completed=ready, total=known),
+        )
+    typer.echo(str(done))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The content of a model's ``config.json``: a path, a folder or a hub id."""
+    path = Path(model)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.exists() and model.count("/") == 1 and not model.endswith(".json"):
+        try:
+            from huggingface_hub import hf_hub_download
+        except ModuleNotFoundError as error:
+            missing_package(error)
+        try:
+            path = Path(hf_hub_download(model, "config.json"))
+        except OSError as error:
+            fail(f"cannot get config.json of {model}: {error}")
+    try:
+        config = json.loads(read_text(path))
+    except ValueError as error:
+        fail(f"{path} is not JSON: {error}")
+    if not isinstance(config, dict):
+        fail(f"{path} must hold an object, got {type(config).__name__}")
+    return config
 
 
 app.command()(verify)

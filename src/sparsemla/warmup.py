@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class Serving:
     max_workspace_bytes: int = 256 << 20
     interleaved: bool = False
     max_positions: int = 163840
-    table_dtype: torch.dtype = torch.float32
+    table_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         if self.cache_format is not None:
@@ -100,6 +101,57 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         for name in ("max_seq_len", "page_size", "max_workspace_bytes", "max_positions"):
             check_integer(name, getattr(self, name), 1)
+
+    @classmethod
+    def of_model(
+        cls,
+        config: Mapping[str, Any],
+        cache_format: CacheFormat,
+        *,
+        tensor_parallel_size: int = 1,
+        **limits: int,
+    ) -> Serving:
+        """What vLLM with both plugins asks for a model.
+
+        Args:
+            config: ``config.json`` of a DeepSeek-V3.2 or GLM-5.
+            cache_format: of the latent cache.
+            tensor_parallel_size: GPUs that share the heads.
+            limits: fields of this class.
+
+        Raises:
+            ValueError: the model has no indexer, or its heads cannot be shared so.
+
+        >>> from sparsemla import FP8_DS_MLA
+        >>> config = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
+        >>> Serving.of_model(config, FP8_DS_MLA, tensor_parallel_size=8).num_heads
+        16
+        """
+        wanted = ("num_attention_heads", "index_topk", "index_n_heads")
+        absent = [name for name in wanted if name not in config]
+        if absent:
+            raise ValueError(f"config must have {', '.join(wanted)}; it lacks {', '.join(absent)}")
+        heads, rest = divmod(config["num_attention_heads"], tensor_parallel_size)
+        if rest:
+            raise ValueError(
+                f"tensor_parallel_size must divide {config['num_attention_heads']} heads, "
+                f"got {tensor_parallel_size}"
+            )
+        max_positions = config.get("max_position_embeddings", cls.max_positions)
+        max_seq_len = limits.pop("max_seq_len", max_positions)
+        return cls(
+            cache_format,
+            num_heads=heads,
+            topk=config["index_topk"],
+            index_heads=config["index_n_heads"],
+            max_seq_len=max_seq_len,
+            # vLLM's tables are wide enough for a multiple of 128 tokens.
+            table_width=-(-max_seq_len // 128) * 2,
+            max_workspace_bytes=512 << 20,
+            interleaved=config.get("indexer_rope_interleave", False),
+            max_positions=max_positions,
+            **limits,
+        )
 
     @property
     def columns(self) -> int:
@@ -176,10 +228,16 @@ def warm_up(
     for each in configurations:
         check_kind("configurations", each, Serving)
     check_device("warm_up: device", device)
+    if not torch.cuda.is_available():
+        raise RuntimeError("warm_up: kernels are compiled for the GPU that is present; got none")
     began = time.perf_counter()
     gpu = torch.device("cuda" if device is None else device)
     workers = workers or min(os.cpu_count() or 1, 16)
-    with meta_means(gpu, (dispatch.problem_of,)), count_compilations() as kernels:
+    with (
+        torch.cuda.device(gpu),
+        meta_means(gpu, (dispatch.problem_of,)),
+        count_compilations() as kernels,
+    ):
         with compile_only(workers) as compiler:
             for serving in configurations:
                 _search(serving, compiler.kernels_of)

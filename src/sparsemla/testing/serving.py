@@ -75,10 +75,12 @@ class Engine:
     def __init__(
         self, serving: Serving, device: torch.device, cache_device: torch.device | None = None
     ) -> None:
-        self.serving, self.device = serving, device
+        if serving.cache_format is None:
+            raise ValueError("serving must have a cache_format, got None")
+        self.serving, self.device, self.format = serving, device, serving.cache_format
         self.cache_device = cache_device or device
         pages = serving.num_pages or 1
-        self.cache = PagedCache.allocate(serving.cache_format, pages, 64, device=device)
+        self.cache = PagedCache.allocate(self.format, pages, 64, device=device)
         self.index_cache = PagedCache.allocate(INDEX_FP8, pages, 64, device=device)
         self.topk_indices = self._ints(serving.max_tokens, serving.topk)
         self.page_table = self._ints(serving.max_requests, serving.columns)
@@ -91,7 +93,7 @@ class Engine:
         self.table = torch.ones(serving.max_seq_len, 64, dtype=serving.table_dtype, device=device)
         self.hidden = self._random(serving.max_tokens, dim + heads)
         self.index_q = self._random(serving.max_tokens, heads, dim)
-        self.q = self._random(serving.max_tokens, serving.num_heads, serving.cache_format.head_dim)
+        self.q = self._random(serving.max_tokens, serving.num_heads, self.format.head_dim)
 
     def _ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -119,7 +121,7 @@ class Engine:
             decodes if all(n <= serving.max_query_len for n in step.query_lens[:decodes]) else 0
         )
         q = self.q[:rows]
-        out = torch.empty_like(q[..., : serving.cache_format.value_dim])
+        out = torch.empty_like(q[..., : self.format.value_dim])
         ids = torch.nn.functional.pad(request_ids, (0, step.padding))
         if decodes == len(step.query_lens):
             return self._attend(q, ids, page_table, is_decode=True)
@@ -127,7 +129,7 @@ class Engine:
         num_rows = prefill_workspace_rows(
             query_lens,
             lens,
-            cache_format=serving.cache_format,
+            cache_format=self.format,
             num_heads=serving.num_heads,
             topk=serving.topk,
             max_rows=serving.max_seq_len,
@@ -146,7 +148,7 @@ class Engine:
                 starts.append(total)
                 total += length
             workspace = torch.empty(
-                total, serving.cache_format.head_dim, dtype=torch.bfloat16, device=self.device
+                total, self.format.head_dim, dtype=torch.bfloat16, device=self.device
             )
             converted = gather_dequant(
                 self.cache, page_table[chunk], seq_lens[chunk], self._of(starts), out=workspace
@@ -217,7 +219,7 @@ class Engine:
         topk = self.topk_indices[: q.shape[0]]
         slots = to_slots(topk, page_table, request_ids, page_size=64)
         counts = (topk >= 0).sum(1).int()
-        fmt = self.cache.format
+        fmt = self.format
         rows = self.cache.data.view(-1, 1, fmt.row_width)
         cache = PagedCache(rows, fmt)
         if not is_decode:

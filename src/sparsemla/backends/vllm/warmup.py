@@ -105,7 +105,7 @@ def index_layers(
             )
 
 
-def _limits(config: VllmConfig) -> dict[str, int]:
+def _limits(config: VllmConfig) -> dict[str, Any]:
     """The engine's limits; a captured graph may have more tokens than decodes."""
     captured = config.compilation_config.cudagraph_capture_sizes or [0]
     block_size = config.cache_config.block_size
