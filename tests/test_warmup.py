@@ -167,3 +167,65 @@ def test_a_kernel_that_does_not_compile_surfaces():
     assert "does not compile" in first
     assert "does not compile" in again
     assert left == "True None"
+
+
+# Each line: kernels that a real compilation compiled, and that it found.
+COUNT = """
+import sys, torch
+from sparsemla import dispatch
+from sparsemla.kernels.common.compiling import count_compilations
+from sparsemla.testing.compile import TARGETS, compile_launch
+
+def ints(*shape):
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+def launch():
+    dispatch.load("to_slots", "triton")(
+        topk_indices=ints(3, 2048), page_table=ints(3, 64), request_ids=ints(3), page_size=64,
+        workspace_starts=None, prefill_request_ids=None, out=ints(3, 2048),
+    )
+
+with count_compilations() as outer, count_compilations() as found:
+    compile_launch(launch, TARGETS[0])
+    compile_launch(launch, TARGETS[0])
+print(*found.compiled, "found", *found.loaded)
+assert outer == found
+"""
+
+
+def test_compilations_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert [run(COUNT).stdout.split() for _ in range(2)] == [
+        ["_slots_kernel", "found"],
+        ["found", "_slots_kernel"],
+    ]
+
+
+OTHER_OPS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from sparsemla import BF16_576, PagedCache, dense_decode, merge_states, warm_up
+from test_warmup import recorded
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def step():
+    cache = PagedCache.allocate(BF16_576, 64, 64, device="meta")
+    table, lens = empty(2, 8, dtype=torch.int32), empty(2, dtype=torch.int32)
+    dense_decode(empty(2, 1, 64, 576), cache, table, lens, softmax_scale=0.1, num_splits=1)
+    merge_states(empty(2, 2, 64, 512), empty(2, 2, 64, dtype=torch.float32))
+
+step()
+with recorded("sm_90") as kernels:
+    step()
+    warm_up(steps=[step], device="cuda:0")
+    step()
+print(*[kernel.split()[0] for kernel in kernels])
+"""
+
+
+def test_other_ops_are_warmed_up_by_functions_that_call_them():
+    # Outside a warm-up, such calls do nothing.
+    done = run(OTHER_OPS)
+    assert done.stdout.split() == ["_attend", "_merge"], done.stderr[-4000:]

@@ -287,7 +287,6 @@ def warm_up(
     import torch
     from rich.progress import Progress
 
-    limits = {} if max_model_len is None else {"max_seq_len": max_model_len}
     try:
         model = read_config(config)
         servings = [
@@ -298,7 +297,7 @@ def warm_up(
                 max_tokens=max_num_batched_tokens,
                 max_requests=max_num_seqs,
                 max_query_len=1 + num_speculative_tokens,
-                **limits,
+                max_seq_len=max_model_len,
             )
             for name in cache or ["fp8_ds_mla", "bf16"]
         ]

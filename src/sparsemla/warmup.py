@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,10 @@ class Serving:
         cache_format: CacheFormat,
         *,
         tensor_parallel_size: int = 1,
-        **limits: int,
+        max_tokens: int = 8192,
+        max_requests: int = 256,
+        max_query_len: int = 1,
+        max_seq_len: int | None = None,
     ) -> Serving:
         """What vLLM with both plugins asks for a model.
 
@@ -117,7 +120,8 @@ class Serving:
             config: ``config.json`` of a DeepSeek-V3.2 or GLM-5.
             cache_format: of the latent cache.
             tensor_parallel_size: GPUs that share the heads.
-            limits: fields of this class.
+            max_tokens, max_requests, max_query_len: fields of this class.
+            max_seq_len: most tokens of a request; default the model's.
 
         Raises:
             ValueError: the model has no indexer, or its heads cannot be shared so.
@@ -138,19 +142,21 @@ class Serving:
                 f"got {tensor_parallel_size}"
             )
         max_positions = config.get("max_position_embeddings", cls.max_positions)
-        max_seq_len = limits.pop("max_seq_len", max_positions)
+        max_seq_len = max_seq_len or max_positions
         return cls(
             cache_format,
             num_heads=heads,
             topk=config["index_topk"],
             index_heads=config["index_n_heads"],
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             # vLLM's tables are wide enough for a multiple of 128 tokens.
             table_width=-(-max_seq_len // 128) * 2,
             max_workspace_bytes=512 << 20,
             interleaved=config.get("indexer_rope_interleave", False),
             max_positions=max_positions,
-            **limits,
         )
 
     @property
@@ -199,6 +205,7 @@ class WarmUp:
 
 def warm_up(
     *configurations: Serving,
+    steps: Sequence[Callable[[], object]] = (),
     device: torch.device | str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -209,6 +216,8 @@ def warm_up(
 
     Args:
         configurations: what the engines may ask of the GPU.
+        steps: functions that call any other ops with tensors on torch's ``meta`` device, of the
+            shapes that will be served.
         device: the GPU; default the current one.
         workers: threads that compile; default one for each core, 16 at most.
         progress: called after each kernel with the numbers of kernels that are ready and of all.
@@ -241,6 +250,8 @@ def warm_up(
         with compile_only(workers) as compiler:
             for serving in configurations:
                 _search(serving, compiler.kernels_of)
+            for step in steps:
+                step()
         compiler.finish(progress)
     seconds = time.perf_counter() - began
     return WarmUp(len(kernels.compiled), len(kernels.loaded), seconds)

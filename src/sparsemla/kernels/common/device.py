@@ -1,7 +1,7 @@
 """Properties of a device for launchers, cached: torch takes microseconds per query."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ def meant(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def meta_means(device: torch.device, caches: tuple[Callable[..., Any], ...]) -> Iterator[None]:
+def meta_means(device: torch.device, caches: tuple[Any, ...]) -> Iterator[None]:
     """Let tensors without memory stand for tensors on a GPU; their launches must only compile.
 
     Args:
@@ -43,13 +43,14 @@ def meta_means(device: torch.device, caches: tuple[Callable[..., Any], ...]) -> 
         caches: functions with a cache by device, whose answers for ``meta`` are forgotten.
     """
     token = _MEANT.set(device)
-    for cached in (describe, *caches):
+    caches = describe, *caches
+    for cached in caches:
         cached.cache_clear()
     try:
         yield
     finally:
         _MEANT.reset(token)
-        for cached in (describe, *caches):
+        for cached in caches:
             cached.cache_clear()
 
 
