@@ -152,6 +152,18 @@ def test_the_figure_shows_the_measurements() -> None:
     assert figures["FIGURE"].read_text(encoding="utf-8") == drawn
 
 
+def test_the_rows_of_the_engine_are_shown(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import engine
+
+    if not engine.DATA.exists():
+        pytest.skip("not measured yet")
+    measured = engine.load()
+    assert engine.FIGURE.read_text(encoding="utf-8") == engine.figure(measured)
+    document = engine.DOCUMENT.read_text(encoding="utf-8")
+    assert engine.with_table(document, measured) == document
+
+
 def test_parsers_find_blocks_paths_and_links() -> None:
     text = (
         "See `docs/none.md` and `a/b` `x`.\n\n```python\ny = 1\n```\n\n```bash\nls `no.md`\n```\n"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
+
+from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache
+from sparsemla.bench import report
+from sparsemla.testing.compare import assert_equal
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -39,12 +47,99 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
     assert "fp8_ds_mla: OTHER tokens" in capsys.readouterr().out
 
 
-def test_the_example_for_vllm_says_what_it_takes():
+@pytest.mark.parametrize(
+    ("name", "option"), [("vllm_engine.py", "--serve"), ("vllm_bench.py", "--experts")]
+)
+def test_the_examples_for_vllm_say_what_they_take(name, option):
     """The engine itself needs a GPU and vLLM."""
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "vllm_engine.py", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, check=True
     )
-    assert "--serve" in done.stdout
+    assert option in done.stdout
+
+
+def kernels_of_a_layer(selection, attention):
+    """Launches of a layer of vLLM's NVIDIA class, a millisecond each."""
+    names = ["nvjet_sm90", "_fused_norm_rope_kernel", "nvjet_sm90", "_fused_q_kernel"]
+    return [(name, 1.0) for name in (*names, *selection, *attention, "nvjet_sm90", "moe")]
+
+
+@pytest.mark.parametrize(
+    ("selection", "attention"),
+    [
+        (["score", "_held_kernel"], ["_convert_req_index_to_global_index_kernel", "_attend_fp8"]),
+        (
+            ["sm90_fp8_paged_mqa_logits", "cooperative_topk_cs4"],
+            ["_convert_req_index_to_global_index_kernel", "flash_fwd_mla", "device_kernel"],
+        ),
+        ([], ["device_kernel"]),  # a layer with the selection of another
+    ],
+)
+def test_the_benchmark_of_the_engine_finds_indexer_and_attention(selection, attention):
+    import vllm_bench
+
+    launches = 3 * kernels_of_a_layer(selection, attention)
+    assert vllm_bench.split(launches) == (3.0 * len(selection), 3.0 * len(attention))
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "dtype"),
+    [(INDEX_FP8, torch.uint8), (FP8_DS_MLA, torch.uint8), (BF16_576, torch.bfloat16)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_caches_of_the_benchmark_hold_numbers(monkeypatch, cache_format, dtype):
+    import vllm_bench
+
+    monkeypatch.setattr(vllm_bench, "CONTEXTS", (128,))  # rows repeat after 256
+    width = cache_format.bytes_per_token // dtype.itemsize
+    data = torch.zeros(11, 64, width, dtype=dtype)
+    vllm_bench.fill(data)
+    rows = PagedCache(data, cache_format).read(torch.arange(11 * 64)).float()
+    assert rows.isfinite().all()
+    assert rows[:256].std() > 0.1
+    assert_equal("rows", rows[256:512], rows[:256])
+    assert_equal("last rows", rows[512:], rows[:192])
+
+
+def engine_row(side, heads, kind, batch, context, gpu_ms):
+    """A row of ``examples/vllm_bench.py``: a third is the indexer, a sixth attention."""
+    import vllm_bench
+
+    parts = gpu_ms / 3, gpu_ms / 6
+    return asdict(
+        vllm_bench.Row(side, kind, heads, batch, context, 3, gpu_ms + 1, gpu_ms, *parts, {"k": 0.1})
+    )
+
+
+def test_the_rows_of_the_engine_become_a_table_and_a_figure(monkeypatch, tmp_path):
+    import vllm_bench
+
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "benchmarks")
+    import engine
+
+    sizes = [(16, "decode", 64, 8192), (128, "decode", 1, 131072), (16, "prefill", 1, 8192)]
+    rows = [engine_row("sparsemla, fp8", *size, 2.0) for size in sizes]
+    rows += [engine_row("FLASHMLA_SPARSE, fp8", *size, 3.0) for size in sizes[:2]]
+    start = {"side": "sparsemla, fp8", "heads": 16, "start_s": 20.0}
+    refused = {"side": "sparsemla, fp8", "heads": 128, "refused": "the cache has 9 tokens"}
+    path = tmp_path / "folder" / "rows.json"
+    vllm_bench.write_report(path, [start, refused, *rows])
+    document = json.loads(path.read_text())
+    assert (document["starts"], document["refused"]) == ([start], [refused])
+    assert len(document["rows"]) == 5
+
+    found = engine.load(path)
+    text = engine.with_table(f"before\n{report.BEGIN}\nold\n{report.END}\nafter", found)
+    assert text.startswith(f"before\n{report.BEGIN}\n| | heads |")
+    assert text.endswith(f"\n{report.END}\nafter")
+    lines = text.splitlines()[4:-2]
+    assert lines == [
+        "| decode | 16 | fp8 | 8K | 64 | 3.00, 4.00 | 0.667, 1.00 | 0.333, 0.500 | 1.50 "
+        "| 40.7, 61.0 | 1.50 |",
+        "| decode | 128 | fp8 | 128K | 1 | 3.00, 4.00 | 0.667, 1.00 | 0.333, 0.500 | 1.50 "
+        "| 40.7, 61.0 | 1.50 |",
+    ]
+    drawn = ElementTree.fromstring(engine.figure(found))
+    circles = drawn.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 4
+    assert len({circle.get("cx") for circle in circles}) == 2  # a place in each panel
