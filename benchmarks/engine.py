@@ -110,10 +110,11 @@ def number(value: float) -> str:
 
 
 def with_table(document: str, found: list[Pair]) -> str:
-    """The document with another table between its marks."""
+    """The document with the figure and another table between its marks."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+    image = f"![Speed beside vLLM's own backends](images/{FIGURE.name})"
+    return f"{before}{BEGIN}\n{image}\n\n{table(found)}\n{END}{after}"
 
 
 def figure(found: list[Pair]) -> str:

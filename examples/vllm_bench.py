@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import json
 import os
 import re
@@ -181,6 +182,12 @@ def fill(cache: Any) -> None:  # noqa: ANN401 - a tensor; torch is imported by c
         part.copy_(rows[: part.shape[0]])
 
 
+@functools.cache
+def prompt_of(length: int) -> list[int]:
+    """Tokens of a prompt, the same for all requests."""
+    return [2 + at * 31 % (VOCABULARY - 2) for at in range(length)]
+
+
 class Engine:
     """vLLM's engine of one side in this process."""
 
@@ -238,7 +245,7 @@ class Engine:
 
         self.count += 1
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        prompt = tokens_input([2 + at * 31 % (VOCABULARY - 2) for at in range(length)])
+        prompt = tokens_input(prompt_of(length))
         return self.engine.add_request(f"{kind}-{self.count}", prompt, params)
 
     def steps(self, count: int) -> float:

@@ -130,9 +130,9 @@ def test_the_rows_of_the_engine_become_a_table_and_a_figure(monkeypatch, tmp_pat
 
     found = engine.load(path)
     text = engine.with_table(f"before\n{report.BEGIN}\nold\n{report.END}\nafter", found)
-    assert text.startswith(f"before\n{report.BEGIN}\n| | heads |")
+    assert text.startswith(f"before\n{report.BEGIN}\n![")
     assert text.endswith(f"\n{report.END}\nafter")
-    lines = text.splitlines()[4:-2]
+    lines = text.splitlines()[6:-2]
     assert lines == [
         "| decode | 16 | fp8 | 8K | 64 | 3.00, 4.00 | 0.667, 1.00 | 0.333, 0.500 | 1.50 "
         "| 40.7, 61.0 | 1.50 |",
