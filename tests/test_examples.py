@@ -96,7 +96,7 @@ def test_the_caches_of_the_benchmark_hold_numbers(monkeypatch, cache_format, dty
     vllm_bench.fill(data)
     rows = PagedCache(data, cache_format).read(torch.arange(11 * 64)).float()
     assert rows.isfinite().all()
-    assert rows[:256].std() > 0.1
+    assert 0.1 < rows[:256].std() < rows.abs().max() < 32
     assert_equal("rows", rows[256:512], rows[:256])
     assert_equal("last rows", rows[512:], rows[:192])
 
