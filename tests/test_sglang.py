@@ -4,6 +4,7 @@ SGLang's own test kit builds its backend, memory pools, metadata and batches her
 kernels run in the interpreter. CI installs SGLang for this file alone: see `.ci/run`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -128,19 +129,22 @@ HookRegistry._apply_target = broken
 @pytest.fixture(scope="session", autouse=True)
 def processes():
     """Processes that load SGLang's plugins as SGLang does, while the other tests run."""
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", CHILD.format(prepare)],
-            env={**os.environ, "SGLANG_PLUGINS": "sparsemla"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, prepare in (("sound", ""), ("broken", BREAK))
-    }
-    yield started
-    for process in started.values():
-        process.kill()
+    with contextlib.ExitStack() as stack:
+        started = {
+            name: stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-c", CHILD.format(prepare)],
+                    env={**os.environ, "SGLANG_PLUGINS": "sparsemla"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for name, prepare in (("sound", ""), ("broken", BREAK))
+        }
+        yield started
+        for process in started.values():
+            process.kill()
 
 
 def test_the_plugin_can_be_registered_twice():
@@ -538,6 +542,32 @@ def test_the_workspace_is_enough_for_every_batch(monkeypatch, num_heads):
     size = attention.decode_workspace_size
     enough = size(attention.MOST_SPLIT_TOKENS, 1, num_heads, device=device)
     assert enough == size(4096, 1, num_heads, device=device)
+
+
+def test_a_captured_decode_sees_the_next_batch(step):
+    """SGLang fills the metadata of a graph anew before each replay."""
+    made, backend, cache, q, _ = step("decode")
+    batch, layer = made.forward_batch, made.actual_module.attn
+
+    def decode(logits):
+        info = backend.get_indexer_metadata(0, batch)
+        slots = info.topk_transform(logits, TOPK)
+        return slots, backend._forward_flashmla_kv(
+            q, cache.data, 512, 0.07, layer, info.attn_metadata, slots
+        )
+
+    logits = torch.randn(len(q), 256)
+    expected = decode(logits)
+    backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    lens, batch.seq_lens = batch.seq_lens, torch.ones_like(batch.seq_lens)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    captured = backend.forward_metadata
+    batch.seq_lens = lens
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend.forward_metadata is captured
+    slots, out = decode(logits)
+    assert_equal("slots", slots, expected[0])
+    assert_equal("out", out, expected[1])
 
 
 @pytest.mark.parametrize("method", ["flashmla_kv", "fa3"])
