@@ -270,6 +270,19 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
         ({"dsa_prefill_backend": "triton_sparse_mla"}, "--dsa-prefill-backend must be one of"),
         ({"dsa_prefill_backend": "flashmla_sparse_q8"}, "--dsa-prefill-backend must be one of"),
         ({"enable_hisparse": True, "disable_radix_cache": True}, "--enable-hisparse must be off"),
+        (
+            {
+                "enable_prefill_cp": True,
+                "cp_strategy": "interleave",
+                "tp_size": 2,
+                "attn_cp_size": 2,
+            },
+            "--enable-prefill-cp must be off",
+        ),
+        ({"dcp_size": 2, "tp_size": 2}, "--dcp-size must be 1, got 2"),
+        ({"attention_backend": "flashinfer"}, "--attention-backend must be dsa"),
+        ({"decode_attention_backend": "triton"}, "--attention-backend must be dsa"),
+        ({"config": {"index_kpool": 4}}, "the model's index_kpool must be 1, got 4"),
         ({"config": {"kv_lora_rank": 256}}, r"must be \(512, 64\), got \(256, 64\)"),
         (
             {"config": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}},
@@ -280,6 +293,19 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
 )
 def test_unsupported_settings_are_refused(hooked, arguments, changes, reason):
     with pytest.raises(ValueError, match=f"sparsemla: .*{reason}"):
+        arguments(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"enable_deterministic_inference": True}, "supported for deterministic inference"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "only supports bf16/bfloat16 or fp8_e4m3"),
+    ],
+    ids=str,
+)
+def test_sglang_refuses_the_rest(hooked, arguments, changes, reason):
+    with pytest.raises((ValueError, AssertionError), match=reason):
         arguments(**changes)
 
 

@@ -10,7 +10,6 @@ from sglang.srt.runtime_context import get_platform
 
 PREFILL_BACKENDS = "flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3"
 DECODE_BACKENDS = "flashmla_sparse", "flashmla_kv", "fa3"
-KV_CACHE_DTYPES = "bfloat16", "fp8_e4m3"
 
 
 def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's own classes
@@ -32,15 +31,6 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
     kpool = get_dsa_index_kpool(model.hf_config)
     if kpool != 1:
         return f"the model's index_kpool must be 1, got {kpool}: pooled selections are not replaced"
-    for option, choices in (
-        ("kv_cache_dtype", KV_CACHE_DTYPES),
-        ("dsa_prefill_backend", PREFILL_BACKENDS),
-        ("dsa_decode_backend", DECODE_BACKENDS),
-    ):
-        value = getattr(settings, option)
-        if value not in choices:
-            flag = "--" + option.replace("_", "-")
-            return f"{flag} must be one of {', '.join(choices)}, got {value}"
     for option, refused in (
         ("enable_hisparse", "HiSparse keeps rows on the host"),
         ("enable_prefill_cp", "prefill context parallelism splits selections between ranks"),
@@ -49,4 +39,12 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
             return f"--{option.replace('_', '-')} must be off: {refused}"
     if settings.dcp_size > 1:
         return f"--dcp-size must be 1, got {settings.dcp_size}"
+    for option, choices in (
+        ("dsa_prefill_backend", PREFILL_BACKENDS),
+        ("dsa_decode_backend", DECODE_BACKENDS),
+    ):
+        value = getattr(settings, option)
+        if value not in choices:
+            flag = "--" + option.replace("_", "-")
+            return f"{flag} must be one of {', '.join(choices)}, got {value}"
     return None
