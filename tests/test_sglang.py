@@ -406,12 +406,12 @@ def selections(made):
 def test_a_layer_agrees_with_sglangs_reference(
     on_cpu, monkeypatch, name, cache, prefill, decode, num_heads
 ):
-    heads = set()
+    calls = []
     for op in ("sparse_decode", "sparse_prefill"):
         call = getattr(attention, op)
 
-        def seen(q, *args, call=call, **kwargs):
-            heads.add(q.shape[-2])
+        def seen(q, *args, op=op, call=call, **kwargs):
+            calls.append((op, q.shape[-2], kwargs.get("workspace")))
             return call(q, *args, **kwargs)
 
         monkeypatch.setattr(attention, op, seen)
@@ -422,7 +422,13 @@ def test_a_layer_agrees_with_sglangs_reference(
     found = run_dsa_sparse_fixture_eager(made, unittest.TestCase())
     bound = DSA_SPARSE_FP8_ATOL if cache == "fp8" else DSA_SPARSE_ATOL
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
-    assert heads == {num_heads}, "heads were padded"
+    ((op, heads, workspace),) = calls
+    assert heads == num_heads, "heads were padded"
+    if "prefill" in name:
+        assert op == "sparse_prefill"
+    else:
+        assert op == "sparse_decode"
+        assert workspace is made.backend.sparsemla_workspace
 
 
 def filled(made):

@@ -120,8 +120,7 @@ def install() -> None:
         if found != hook.signature:
             raise RuntimeError(f"{hook.target} must have signature {hook.signature}, got {found}")
     for hook in HOOKS:
-        if not is_installed(hook):
-            HookRegistry.register(hook.target, hook.function, hook.kind)
+        HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
     check_installed()
     logger.info("sparsemla replaces %s", ", ".join(hook.target for hook in HOOKS))
