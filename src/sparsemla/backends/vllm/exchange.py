@@ -38,8 +38,7 @@ class Run(NamedTuple):
     def all_of(cls, query_start_loc: Tensor) -> list[Run]:
         """The runs of a batch, from prefix sums of its query lengths; padding is left out.
 
-        >>> [run.query_len for run in Run.all_of(torch.tensor([0, 1, 2, 9, 9]))]
-        [1, 7]
+        Query lengths 1, 1, 7, 0 are two runs, of 1 and of 7 tokens a request.
         """
         runs, request, token = [], 0, 0
         for query_len, group in itertools.groupby(query_start_loc.diff().tolist()):
