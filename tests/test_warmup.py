@@ -14,6 +14,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+
+from sparsemla import BF16_576, FP8_DS_MLA, Serving, warm_up
+from sparsemla.testing.serving import Engine, random_step
 
 pytest.importorskip("triton")
 
@@ -55,12 +59,9 @@ def run(code, *arguments):
 
 def check_coverage(target, num_steps, drop):
     """Warm up, then run random steps and print each kernel that they compile."""
-    import torch
-
-    from sparsemla import BF16_576, FP8_DS_MLA, Serving, dispatch, warm_up, warmup
+    from sparsemla import dispatch, warmup
     from sparsemla.kernels.common.compiling import compile_only
     from sparsemla.kernels.common.device import meta_means
-    from sparsemla.testing.serving import Engine, random_step
 
     if drop:
         setattr(warmup, drop, lambda *arguments: None)
@@ -128,12 +129,10 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_is_needed():
-    import torch
-
-    if not torch.cuda.is_available():
-        done = run(NO_GPU)
-        assert "got none" in done.stdout, done.stderr
+    done = run(NO_GPU)
+    assert "got none" in done.stdout, done.stderr
 
 
 FAILS = """
@@ -229,3 +228,18 @@ def test_other_ops_are_warmed_up_by_functions_that_call_them():
     # Outside a warm-up, such calls do nothing.
     done = run(OTHER_OPS)
     assert done.stdout.split() == ["_attend", "_merge"], done.stderr[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576], ids=lambda fmt: fmt.name)
+def test_steps_on_a_gpu_compile_and_load_nothing(fmt):
+    from sparsemla.kernels.common.compiling import count_compilations
+
+    serving = Serving(fmt, num_heads=16, max_query_len=3, max_seq_len=32768, num_pages=1025)
+    warm_up(serving)
+    engine, rng = Engine(serving, torch.device("cuda", 0)), random.Random(0)
+    with count_compilations() as found:
+        for _ in range(100):
+            engine.run(random_step(serving, rng))
+    assert found.compiled == found.loaded == []
