@@ -129,6 +129,24 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("configurations", "text", TypeError),
+        ("steps", 3, TypeError),
+        ("steps", [3], TypeError),
+        ("progress", 3, TypeError),
+        ("device", 3, TypeError),
+        ("device", "none", ValueError),
+        ("workers", 1.5, TypeError),
+        ("workers", 0, ValueError),
+    ],
+)
+def test_wrong_arguments_are_refused(name, value, error):
+    with pytest.raises(error, match=f"warm_up: {name}"):
+        warm_up(value) if name == "configurations" else warm_up(**{name: value})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_is_needed():
     done = run(NO_GPU)

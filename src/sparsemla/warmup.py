@@ -223,7 +223,7 @@ def warm_up(
         progress: called after each kernel with the numbers of kernels that are ready and of all.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError, ValueError: an argument of the wrong kind, or no worker.
         RuntimeError: there is no GPU.
         Exception: a kernel does not compile; the first error of Triton.
 
@@ -235,8 +235,12 @@ def warm_up(
     from sparsemla.kernels.common.compiling import compile_only, count_compilations
 
     for each in configurations:
-        check_kind("configurations", each, Serving)
+        check_kind("warm_up: configurations", each, Serving)
+    for name, functions in (("steps", steps), ("progress", () if progress is None else [progress])):
+        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+            raise TypeError(f"warm_up: {name} must be callable, got {functions!r}")
     check_device("warm_up: device", device)
+    check_integer("warm_up: workers", 1 if workers is None else workers, 1)
     if not torch.cuda.is_available():
         raise RuntimeError("warm_up: kernels are compiled for the GPU that is present; got none")
     began = time.perf_counter()

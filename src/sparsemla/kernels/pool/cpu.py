@@ -40,7 +40,7 @@ def pool_windows(
     rings = rings.where(known & (rings >= 0) & (rings < len(state.rows)), -1)
     places = positions.long()
     closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
-    pooled = torch.zeros(len(positions), norm_weight.shape[0])
+    pooled = torch.zeros(len(positions), norm_weight.shape[0], dtype=torch.float32)
     firsts = input_row_offsets.long()[requests]
     # A window takes its width in float32 four times over: values, gates, weights, products.
     size = 4 * 4 * pooling.window * len(norm_weight) + 1
