@@ -110,7 +110,7 @@ passes, and read what else our functions use of SGLang's classes.
 
 
 def install() -> None:
-    """Register and apply all hooks, and log what they replace.
+    """Register and apply all hooks, and log the replaced functions.
 
     Raises:
         RuntimeError: a signature is not that of the table, or a hook did not take.

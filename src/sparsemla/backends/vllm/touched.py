@@ -1,9 +1,9 @@
-"""What the plugins touch in vLLM, and whether it still fits.
+"""The parts of vLLM that the plugins touch, and checks that they still fit.
 
 Everything that the modules of this package import from vLLM, override, call or read has a row in
 :data:`TOUCHED`, and ``tests/test_vllm.py`` fails for an import without one. To move to a new
-version of vLLM, change :data:`SUPPORTED` and run these tests: each row that no longer fits is
-named, with what it is for.
+version of vLLM, change :data:`SUPPORTED` and run these tests: they name each row that no longer
+fits, and its purpose.
 """
 
 import dataclasses
@@ -208,7 +208,7 @@ INDEXER = (
     Touched(
         "vllm.model_executor.custom_op:PluggableLayer", "exchange of the layer", ("register_oot",)
     ),
-    Touched("vllm.model_executor.custom_op:op_registry_oot", "what was exchanged"),
+    Touched("vllm.model_executor.custom_op:op_registry_oot", "layers exchanged so far"),
     Touched(
         "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
         "exchanged layer of the portable class",
@@ -311,7 +311,7 @@ NVIDIA = (
 )
 
 TOUCHED = {"attention": ATTENTION, "indexer": INDEXER, "nvidia": NVIDIA, "warmup": WARMUP}
-"""The rows of each module of this package; ``nvidia`` needs those of ``indexer``, too."""
+"""The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
 
 
 def unsupported_version() -> str | None:
@@ -355,7 +355,7 @@ def parameters(function: Function) -> list[tuple[str, Any, Any]]:
 
 
 def problems(rows: Sequence[Touched], module: ModuleType | None = None) -> list[str]:
-    """What of vLLM does not fit the rows, and which functions of the module lost their match."""
+    """The rows that vLLM does not fit, and the functions of the module that lost their match."""
     found = [problem for row in rows if (problem := row.problem())]
     pairs = overridden(module) if module else {}
     return found + [
