@@ -322,7 +322,8 @@ def _search_selection(serving: Serving, cache: PagedCache, kernels_of: KernelsOf
 def _sizes(look: Callable[[int], Kernels], limit: int, *, every: int = 4) -> set[int]:
     """Look at sizes up to ``limit`` until each kernel has been met; sizes where kernels change.
 
-    The classes are those of Triton's integers, and of pointers that lie ``size`` int32 further.
+    Triton specialises integers that are 1 or multiples of 16, and pointers that are multiples of 16
+    bytes; with ``size`` int32 in front of a tensor, that depends on ``size``.
     """
     look = functools.cache(look)
     found = set(range(1, min(every, limit) + 1))

@@ -32,7 +32,10 @@ KEPT_VALUES = 1024
 
 @triton.jit
 def _request_of(positions, request_ids, input_row_offsets, ring_ids, num_requests, num_rings):
-    """The token's position, its request's first and end token and ring; -1 for what is unknown."""
+    """The token, its position, the first and end token of its request, and the ring.
+
+    A position or ring is -1 if the request does not exist or the number is out of range.
+    """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     request = tl.load(request_ids + token).to(tl.int64)
