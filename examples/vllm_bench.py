@@ -342,8 +342,10 @@ def measure(side: str, heads: int, experts: int, folder: Path, lines: Path) -> N
     os.environ |= {"VLLM_PLUGINS": SIDES[side][0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import vllm  # before the lock, as this takes seconds
 
-    with (folder / "lock").open("w") as lock, lines.open("a") as out:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # Held until this process ends, which frees the GPU's memory.
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with lines.open("a") as out:
 
         def write(values: dict[str, Any]) -> None:
             out.write(json.dumps(values) + "\n")

@@ -48,7 +48,12 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("vllm_engine.py", "--serve"), ("vllm_bench.py", "--experts")]
+    ("name", "option"),
+    [
+        ("vllm_engine.py", "--serve"),
+        ("vllm_invariance.py", "--at-once"),
+        ("vllm_bench.py", "--experts"),
+    ],
 )
 def test_the_examples_for_vllm_say_what_they_take(name, option):
     """The engine itself needs a GPU and vLLM."""
