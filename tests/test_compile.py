@@ -182,6 +182,13 @@ CALLS = {
         "topk_indices": Draw(13).integers(-1, 30, 3, 9),
         "softmax_scale": 0.05,
     },
+    "sparse_prefill, two streams": lambda: (
+        sparse_prefill_case(Draw(12), head_dim=512)
+        | {
+            "extra_kv": PagedCache.allocate(FP8_584, 3, 8),
+            "extra_topk_indices": Draw(13).integers(-1, 30, 5, 9),
+        }
+    ),
     "sparse_decode": decode_arguments,
     "sparse_decode, two streams": lambda: decode_arguments(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)

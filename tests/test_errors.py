@@ -35,6 +35,7 @@ from sparsemla.testing.cases import (
     mla_layer,
     paged_requests,
     pool_windows_case,
+    prefill_rows,
     project_heads_case,
     sinks,
     sparse_decode_case,
@@ -153,6 +154,15 @@ def decode_branch_arguments():
     )
 
 
+def extra_prefill_arguments():
+    draw = Draw(11)
+    return {
+        "extra_kv": prefill_rows(draw, 40, 512),
+        "extra_topk_indices": draw.integers(-1, 40, 5, 9),
+        "extra_topk_lengths": draw.integers(0, 10, 5),
+    }
+
+
 def attention_outputs(case, *shape, value_dim=512):
     out = torch.empty(*shape, value_dim, dtype=torch.bfloat16)
     return case | {"out": out, "lse": torch.empty(shape)}
@@ -186,8 +196,11 @@ CALLS = {
         indexer_topk_case(Draw(10)) | {"out": torch.empty(11, 16, dtype=torch.int32)}
     ),
     "sparse_prefill": lambda: (
-        attention_outputs(sparse_prefill_case(Draw(11), with_sink=True, with_lengths=True), 5, 8)
+        attention_outputs(
+            sparse_prefill_case(Draw(11), head_dim=512, with_sink=True, with_lengths=True), 5, 8
+        )
         | {"max_logits": torch.empty(5, 8)}
+        | extra_prefill_arguments()
     ),
     "sparse_decode": lambda: attention_outputs(
         sparse_decode_case(
@@ -312,6 +325,8 @@ FREE = {
     ("dense_decode", "page_table", 1),
     ("sparse_prefill", "kv", 0),
     ("sparse_prefill", "topk_indices", 1),
+    ("sparse_prefill", "extra_kv", 0),
+    ("sparse_prefill", "extra_topk_indices", 1),
     ("sparse_decode", "topk_indices", 2),
     ("sparse_decode", "extra_topk_indices", 2),
     ("decode_branch", "topk_indices", 1),
@@ -582,7 +597,15 @@ def test_request_ids_out_of_range_have_no_slots(wrong):
 
 EMPTY = {
     "sparse_decode": ("q", "topk_indices", "topk_lengths", "extra_topk_indices", "out", "lse"),
-    "sparse_prefill": ("q", "topk_indices", "topk_lengths", "max_logits", "out", "lse"),
+    "sparse_prefill": (
+        "q",
+        "topk_indices",
+        "topk_lengths",
+        "extra_topk_indices",
+        "max_logits",
+        "out",
+        "lse",
+    ),
     "dense_decode": ("q", "page_table", "seq_lens", "out", "lse"),
     "to_slots": ("topk_indices", "request_ids", "prefill_request_ids", "out"),
     "select_topk": ("scores", "row_starts", "row_ends", "request_ids", "out"),
@@ -713,15 +736,18 @@ def test_hadamard_needs_a_power_of_two():
 @pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill", "dense_decode"])
 def test_query_dims_must_match_the_cache(op):
     case = CALLS[op]()
-    cache = PagedCache.allocate(BF16_576 if op == "sparse_decode" else BF16_512, 4, 64)
+    cache = PagedCache.allocate(BF16_512 if op == "dense_decode" else BF16_576, 4, 64)
     case["kv" if op == "sparse_prefill" else "cache"] = cache
     check_refused(op, case, op, "q", error=ValueError)
 
 
-def test_extra_cache_must_have_the_same_value_dim():
-    case = CALLS["sparse_decode"]()
-    case["extra_cache"] = PagedCache.allocate(bf16_format(512, 448), 4, 64)
-    check_refused("sparse_decode", case, "extra_cache", error=ValueError)
+@pytest.mark.parametrize(
+    ("op", "name"), [("sparse_decode", "extra_cache"), ("sparse_prefill", "extra_kv")]
+)
+def test_extra_cache_must_have_the_same_value_dim(op, name):
+    case = CALLS[op]()
+    case[name] = PagedCache.allocate(bf16_format(512, 448), 4, 64)
+    check_refused(op, case, name, error=ValueError)
 
 
 @pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])

@@ -38,7 +38,7 @@ def test_outputs_may_be_slices_of_larger_tensors(op, name, rows):
 ONE = {
     "sparse_decode": ("q", "topk_indices", "topk_lengths", "extra_topk_indices"),
     "dense_decode": ("q", "page_table", "seq_lens"),
-    "sparse_prefill": ("q", "topk_indices", "topk_lengths", "max_logits"),
+    "sparse_prefill": ("q", "topk_indices", "topk_lengths", "extra_topk_indices", "max_logits"),
     "indexer_scores_paged": ("q", "weights", "page_table", "seq_lens"),
 }
 

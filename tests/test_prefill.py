@@ -6,6 +6,7 @@ import torch
 
 import sparsemla
 from sparsemla import (
+    FP8_584,
     FP8_DS_MLA,
     PagedCache,
     dispatch,
@@ -15,9 +16,9 @@ from sparsemla.testing.cases import (
     Draw,
     dense_prefill_case,
     embed,
+    paged_prefill_case,
     prefill_rows,
     sinks,
-    sparse_decode_case,
     sparse_prefill_case,
 )
 from sparsemla.testing.compare import (
@@ -33,6 +34,7 @@ from sparsemla.testing.compare import (
 )
 from sparsemla.testing.shapes import (
     DENSE_PREFILL_DIMS,
+    EXTRA_STREAMS,
     FLOATS,
     HEAD_COUNTS,
     LATENT_FORMATS,
@@ -236,31 +238,90 @@ def test_empty_selections(device, shape):
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_paged_caches_are_read_in_place(device, fmt, page_size):
-    decode = sparse_decode_case(Draw(11, device), format=fmt, page_size=page_size, num_layers=2)
-    check(
-        {
-            "q": decode["q"].flatten(0, 1),
-            "kv": decode["cache"],
-            "topk_indices": decode["topk_indices"].flatten(0, 1),
-            "softmax_scale": decode["softmax_scale"],
-            "attn_sink": sinks(Draw(12, device), 8),
-        }
+    case = paged_prefill_case(Draw(11, device), format=fmt, page_size=page_size, num_layers=2)
+    check(case | {"attn_sink": sinks(Draw(12, device), 8)})
+
+
+@pytest.mark.parametrize("extra", EXTRA_STREAMS.values(), ids=EXTRA_STREAMS)
+@pytest.mark.parametrize("features", ["plain", "sink lengths", "extra lengths"])
+def test_an_extra_stream(device, extra, features):
+    case = paged_prefill_case(
+        Draw(32, device),
+        format=FP8_584,
+        batch=4,
+        page_size=256,
+        extra=extra,
+        with_sink="sink" in features,
+        with_lengths="sink lengths" in features,
+        with_extra_lengths="extra lengths" in features,
     )
+    check(case)
+
+
+@pytest.mark.parametrize(("topk", "extra_topk"), [(0, 5), (64, 0), (1, 63), (65, 129)])
+@pytest.mark.parametrize("num_heads", [3, 16, 64])
+def test_streams_of_every_width(device, topk, extra_topk, num_heads):
+    case = with_extra_rows(
+        sparse_prefill_case(
+            Draw(33, device), head_dim=512, topk=topk, num_heads=num_heads, with_sink=True
+        ),
+        sparse_prefill_case(
+            Draw(34, device), head_dim=512, topk=extra_topk, num_rows=70, with_lengths=True
+        ),
+    )
+    check(case)
+
+
+def with_extra_rows(case, extra):
+    """A case whose second stream is the first stream of another."""
+    names = {"kv": "extra_kv", "topk_indices": "extra_topk_indices"}
+    names["topk_lengths"] = "extra_topk_lengths"
+    return case | {to: extra[name] for name, to in names.items()}
+
+
+@pytest.mark.parametrize("empty", ["first", "second", "both"])
+def test_streams_without_valid_indices(device, empty):
+    case = paged_prefill_case(
+        Draw(35, device), format=FP8_584, extra=(FP8_584, 100, 33, 7), with_sink=True
+    )
+    alone = dict(case)
+    if empty != "second":
+        case["topk_indices"] = torch.full_like(case["topk_indices"], -1)
+        names = {"kv": "extra_kv", "topk_indices": "extra_topk_indices"}
+        alone |= {name: case[extra] for name, extra in names.items()}
+    if empty != "first":
+        case["extra_topk_lengths"] = torch.zeros(3, dtype=torch.int32, device=device)
+    _, lse, _ = check(case)
+    assert (lse == -math.inf).all() == (empty == "both")
+    if empty != "both":
+        alone |= dict.fromkeys(["extra_kv", "extra_topk_indices", "extra_topk_lengths"])
+        assert_close("lse", lse, check(alone)[1], SPARSE_PREFILL_LSE)
+
+
+def test_an_extra_stream_is_more_keys(device):
+    """One list of keys, with duplicates, in two streams; and the streams merged by their LSE."""
+    case = sparse_prefill_case(Draw(36, device), topk=64, head_dim=512, with_sink=True)
+    case["topk_indices"][:, 40:50] = case["topk_indices"][:, :10]
+    whole = check(case)
+    parts = [case["topk_indices"][:, :20].contiguous(), case["topk_indices"][:, 20:].contiguous()]
+    extra = {"extra_kv": case["kv"].clone(), "extra_topk_indices": parts[1]}
+    together = check(case | {"topk_indices": parts[0]} | extra)
+    swapped = check(case | {"topk_indices": parts[1]} | extra | {"extra_topk_indices": parts[0]})
+    without_sink = case | {"attn_sink": None}
+    apart = [sparsemla.sparse_prefill(**without_sink | {"topk_indices": part}) for part in parts]
+    outs, lses = (torch.stack(tensors) for tensors in zip(*apart, strict=True))
+    merged = sparsemla.merge_states(outs, lses, attn_sink=case["attn_sink"])
+    for results in (together, swapped, merged):
+        assert_close("out", results[0], whole[0].float(), SPARSE_PREFILL_OUT)
+        assert_close("lse", results[1], whole[1], SPARSE_PREFILL_LSE)
 
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
 def test_exact_scales(device, num_heads):
-    decode = sparse_decode_case(
+    case = paged_prefill_case(
         Draw(11, device), format=FP8_DS_MLA, num_heads=num_heads, topk=1, scale_mode="exact"
     )
-    check(
-        {
-            "q": decode["q"].flatten(0, 1),
-            "kv": decode["cache"],
-            "topk_indices": decode["topk_indices"].flatten(0, 1),
-            "softmax_scale": decode["softmax_scale"],
-        }
-    )
+    check(case)
 
 
 def test_rows_below_512_dims_are_all_value(device):

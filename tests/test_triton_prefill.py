@@ -18,6 +18,7 @@ from sparsemla import (
 from sparsemla.testing.cases import (
     Draw,
     dense_prefill_case,
+    paged_prefill_case,
     poisoned_cache,
     prefill_rows,
     selections,
@@ -26,6 +27,8 @@ from sparsemla.testing.cases import (
 from sparsemla.testing.compare import TOLERANCES, assert_close
 
 pytest.importorskip("triton")
+from sparsemla.kernels.attention.triton import prefill
+from sparsemla.kernels.attention.triton.tiles import Tile
 
 # In the interpreter numpy warns of log2(0) and of exp2 overflowing, which mean -inf and inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,9 +41,12 @@ def check(op, case, **options):
     arguments = dict(case, **options)
     q = arguments["q"]
     if op == "sparse_prefill":
-        kv = arguments["kv"]
-        cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
-        arguments["kv"], value_dim = cache, cache.format.value_dim
+        names = ("extra_kv", "extra_topk_indices", "extra_topk_lengths")
+        arguments = dict.fromkeys(names) | arguments
+        for name in ("kv", "extra_kv"):
+            if isinstance(arguments[name], torch.Tensor):
+                arguments[name] = PagedCache.from_rows(arguments[name])
+        value_dim = arguments["kv"].format.value_dim
         outputs = {"max_logits": q.new_full(q.shape[:2], math.nan, dtype=torch.float32)}
     else:
         value_dim, outputs = arguments["v"].shape[2], {}
@@ -130,6 +136,38 @@ def test_sparse_prefill_reads_every_format(fmt, page_size):
         "attn_sink": None,
     }
     check("sparse_prefill", case)
+
+
+@pytest.mark.parametrize("extra_format", [FP8_584, BF16_512])
+@pytest.mark.parametrize("lengths", [(False, True), (True, False)])
+def test_sparse_prefill_of_two_streams(extra_format, lengths):
+    case = paged_prefill_case(
+        Draw(8, DEVICE),
+        format=FP8_584,
+        batch=2,
+        num_heads=2,
+        topk=70,
+        with_sink=True,
+        with_lengths=lengths[0],
+        extra=(extra_format, 90, 50, 2),
+        with_extra_lengths=lengths[1],
+    )
+    check("sparse_prefill", case)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("topk", [0, 33])
+def test_sparse_prefill_of_streams_that_may_be_empty(topk, branch, monkeypatch):
+    if branch:  # the tile of warpgroup products, which takes a step in each stream
+        monkeypatch.setattr(prefill, "choose_tile", lambda *_: Tile(64, 32, 8, 3, branch=True))
+    draw = Draw(9, DEVICE)
+    case = sparse_prefill_case(draw, num_tokens=2, num_heads=2, topk=topk, with_sink=True)
+    extra = prefill_rows(draw, 40, 576)
+    more = {"extra_kv": extra, "extra_topk_lengths": torch.tensor([0, 17], device=DEVICE)}
+    slots = draw.integers(-2, 42, 2, 20)
+    _, lse, _ = check("sparse_prefill", case, extra_topk_indices=slots, **more)
+    assert (lse[0] == -math.inf).all() == (topk == 0)
+    check("sparse_prefill", case, extra_topk_indices=slots[:, :0], extra_kv=extra)
 
 
 def test_sparse_prefill_of_empty_rows():

@@ -17,7 +17,7 @@ def pages(fmt):
     return PagedCache.allocate(fmt, 512, 64, device="meta")
 
 
-def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None):
+def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None, extra=None):
     def launch():
         dispatch.load("sparse_prefill", "triton")(
             q=meta(4096, num_heads, cache.format.head_dim, dtype=dtype),
@@ -26,6 +26,9 @@ def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None):
             softmax_scale=0.1,
             topk_lengths=meta(4096, dtype=torch.int32),
             attn_sink=meta(num_heads, dtype=torch.float32),
+            extra_kv=extra,
+            extra_topk_indices=None if extra is None else meta(4096, 128, dtype=torch.int32),
+            extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
             max_logits=None,
             **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=out_dtype or dtype),
         )
@@ -94,6 +97,7 @@ LAUNCHES = {
     "prefill bf16 h128 f32": sparse_prefill(ROWS, dtype=torch.float32),
     "prefill bf16 h128 to f32": sparse_prefill(ROWS, out_dtype=torch.float32),
     "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
+    "prefill fp8_584 h64 extra": sparse_prefill(pages(FP8_584), 64, extra=pages(FP8_584)),
     "dense prefill": dense_prefill(),
     "decode e4m3 b32 h16 split": sparse_decode(e4m3_format(scale_block=32), 16, num_splits=4),
     "decode fp8_584 h64 extra": sparse_decode(FP8_584, 64, FP8_584),

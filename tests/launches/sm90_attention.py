@@ -27,6 +27,7 @@ def sparse_prefill(
     topk=2048,
     context=32768,
     fmt=None,
+    extra=None,
 ):
     def launch():
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
@@ -37,6 +38,9 @@ def sparse_prefill(
             softmax_scale=0.1,
             topk_lengths=meta(num_tokens, dtype=torch.int32) if topk > 1 else None,
             attn_sink=meta(num_heads, dtype=torch.float32),
+            extra_kv=extra and PagedCache.allocate(extra, 512, 48, device="meta"),
+            extra_topk_indices=extra and meta(num_tokens, 512, dtype=index_dtype),
+            extra_topk_lengths=extra and meta(num_tokens, dtype=torch.int32),
             out=meta(num_tokens, num_heads, 512),
             lse=meta(num_tokens, num_heads, dtype=torch.float32),
             max_logits=meta(num_tokens, num_heads, dtype=torch.float32),
@@ -110,5 +114,6 @@ LAUNCHES = {
     "decode e4m3 scale of a row": sparse_decode(e4m3_format(scale_block=576)),
     "decode e4m3 d512 no scales": sparse_decode(e4m3_format(512, 512, 0)),
     "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA),
+    "prefill fp8_584 extra": sparse_prefill(512, 64, fmt=FP8_584, extra=FP8_584),
     "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 64, 2, 4),
 }

@@ -41,16 +41,19 @@ def decode(fmt, num_heads, extra=False, num_splits=1):
     return launch
 
 
-def prefill(num_heads, fmt=None):
+def prefill(num_heads, fmt=None, extra=False):
     def launch():
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
-            q=meta(4096, num_heads, 576),
+            q=meta(4096, num_heads, fmt.head_dim if fmt else 576),
             kv=paged or PagedCache.from_rows(meta(32768, 576)),
             topk_indices=ints(4096, 2048),
             softmax_scale=0.1,
             topk_lengths=None,
             attn_sink=floats(num_heads),
+            extra_kv=paged if extra else None,
+            extra_topk_indices=ints(4096, 128) if extra else None,
+            extra_topk_lengths=ints(4096) if extra else None,
             out=meta(4096, num_heads, 512),
             lse=floats(4096, num_heads),
             max_logits=floats(4096, num_heads),
@@ -82,6 +85,7 @@ LAUNCHES = {
     "prefill bf16_576 h16": prefill(16),
     "prefill bf16_576 h32": prefill(32),
     "prefill fp8_ds_mla h16": prefill(16, FP8_DS_MLA),
+    "prefill fp8_584 h16 extra": prefill(16, FP8_584, extra=True),
     "decode bf16_576 h8": decode(BF16_576, 8),
     "decode fp8_ds_mla h16": decode(FP8_DS_MLA, 16),
     "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4),

@@ -22,14 +22,17 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv: Tensor | PagedCache | None = None,
+    extra_topk_indices: Tensor | None = None,
+    extra_topk_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over the rows selected for it.
 
-    With ``S`` the multiset of a token's valid indices, ``K`` the rows and ``V`` their first
-    ``value_dim`` dims::
+    With ``S`` the multiset of a token's valid indices (both streams), ``K`` the rows and ``V``
+    their first ``value_dim`` dims::
 
         z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)     max_logits = max_j z_j
         out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
@@ -46,6 +49,10 @@ def sparse_prefill(
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[T]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        extra_kv: more rows, of any kind that ``kv`` may have and of equal dims, in the same
+            softmax.
+        extra_topk_indices: ``[T, K2]``, rows of ``extra_kv``, or slots of the cache.
+        extra_topk_lengths: ``[T]``.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
         max_logits: float32 ``[T, H]``, computed and written if given.
@@ -68,16 +75,23 @@ def sparse_prefill(
     """
     check = Checker("sparse_prefill")
     check.tensor("q", q, "T H D", FLOATS)
-    if isinstance(kv, PagedCache):
-        cache = check.cache("kv", kv)
-    else:
-        check.tensor("kv", kv, "S D", torch.bfloat16)
-        cache = check.cache("kv", PagedCache.from_rows(kv))
+    cache = _cache(check, "kv", kv, "S D")
     check.head_dim("q", cache)
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
+    extra_cache = None
+    if extra_kv is None:
+        check.absent("extra_topk_indices", extra_topk_indices, "without extra_kv")
+        check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_kv")
+    else:
+        extra_cache = _cache(check, "extra_kv", extra_kv, "S2 D")
+        check.stream("extra_kv", extra_cache, cache)
+        extra_topk_indices = check.tensor(
+            "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
+        )
+        extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
     check.bind("V", cache.format.value_dim)
     out = check.output("out", out, "T H V", q.dtype, FLOATS)
     lse = check.output("lse", lse, "T H", torch.float32)
@@ -90,11 +104,21 @@ def sparse_prefill(
         softmax_scale,
         topk_lengths,
         attn_sink,
+        extra_cache,
+        extra_topk_indices,
+        extra_topk_lengths,
         out,
         lse,
         max_logits,
     )
     return out, lse
+
+
+def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> PagedCache:
+    """Rows, or the rows of a cache, as a cache."""
+    if not isinstance(kv, PagedCache):
+        kv = PagedCache.from_rows(check.tensor(name, kv, shape, torch.bfloat16))
+    return check.cache(name, kv)
 
 
 @operator("out", "lse", "max_logits")
@@ -105,6 +129,9 @@ def _sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -115,7 +142,8 @@ def _sparse_prefill(
         format=kv.format,
         num_heads=q.shape[1],
         topk=topk_indices.shape[1],
-        aligned=aligned(q, kv),
+        extra_format=None if extra_kv is None else extra_kv.format,
+        aligned=aligned(q, kv, extra_kv),
         out_dtype=out.dtype,
     )
 

@@ -15,10 +15,19 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    extra_kv: Tensor | PagedCache | None = None,
+    extra_topk_indices: Tensor | None = None,
+    extra_topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits."""
-    cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
-    return attend_slots(q, [(cache, topk_indices, topk_lengths)], softmax_scale, attn_sink)
+    selections = [(_cache(kv), topk_indices, topk_lengths)]
+    if extra_kv is not None and extra_topk_indices is not None:
+        selections.append((_cache(extra_kv), extra_topk_indices, extra_topk_lengths))
+    return attend_slots(q, selections, softmax_scale, attn_sink)
+
+
+def _cache(kv: Tensor | PagedCache) -> PagedCache:
+    return kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
 
 
 def dense_prefill(

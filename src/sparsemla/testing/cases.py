@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -616,6 +616,18 @@ def sparse_decode_case(
         arguments["extra_topk_indices"] = stream[1]
         arguments["extra_topk_lengths"] = stream[2]
     return arguments
+
+
+def paged_prefill_case(draw: Draw, **options: object) -> Arguments:
+    """Arguments of ``sparse_prefill`` over caches: each token is a request of a decode."""
+    decode = sparse_decode_case(draw, **cast("dict[str, Any]", options))
+    names = {"cache": "kv", "extra_cache": "extra_kv"}
+    return {
+        names.get(name, name): cast("Tensor", value)[:, 0]
+        if name in ("q", "topk_indices", "extra_topk_indices")
+        else value
+        for name, value in decode.items()
+    }
 
 
 def _stream(

@@ -596,15 +596,8 @@ def _prefill_from_cache(
     draw: Draw, format: CacheFormat, num_heads: int = 8, **options: object
 ) -> Arguments:
     options |= {"format": format, "num_heads": num_heads, "page_size": 61, "num_layers": 2}
-    decode = cases.sparse_decode_case(draw, **cast("dict[str, Any]", options))
-    return {
-        "q": cast("Tensor", decode["q"]).flatten(0, 1),
-        "kv": decode["cache"],
-        "topk_indices": cast("Tensor", decode["topk_indices"]).flatten(0, 1),
-        "softmax_scale": decode["softmax_scale"],
-        "topk_lengths": decode["topk_lengths"],
-        "attn_sink": cases.sinks(draw, num_heads),
-    }
+    arguments = cases.paged_prefill_case(draw, **options)
+    return arguments | {"attn_sink": cases.sinks(draw, num_heads)}
 
 
 def _many_tokens(draw: Draw) -> Arguments:

@@ -16,11 +16,16 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
     streams = [Stream(kv, topk_indices, topk_lengths)]
+    if extra_kv is not None and extra_topk_indices is not None:
+        streams.append(Stream(extra_kv, extra_topk_indices, extra_topk_lengths))
     sparse_attention(q, streams, softmax_scale, attn_sink, out, lse, max_logits)
 
 

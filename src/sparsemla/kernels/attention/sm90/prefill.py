@@ -18,6 +18,9 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -39,25 +42,31 @@ def sparse_prefill(
         max_logits_request=0 if max_logits is None else max_logits.stride(0),
         attn_sink=attn_sink,
     )
+    q_strides = q.stride(0), 0, q.stride(1)
+    main = _selected(kv, topk_indices, topk_lengths)
+    shape = QueryRows(num_heads, num_heads, 1, 1)
     few = num_heads <= FEW_HEADS
     if kv.format.fp8_dim:
+        extra = None
+        if extra_kv is not None and extra_topk_indices is not None:
+            extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
         launch = fp8_few_heads.launch if few else fp8.launch
+        launch(
+            q,
+            q_strides,
+            kv,
+            main,
+            results,
+            shape,
+            softmax_scale,
+            num_groups=num_tokens,
+            extra_cache=extra_kv,
+            extra=extra,
+        )
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
-    launch(
-        q,
-        (q.stride(0), 0, q.stride(1)),
-        kv,
-        KeyList(
-            topk_indices,
-            topk_indices.stride(0),
-            0,
-            topk_indices.shape[1],
-            topk_lengths,
-            kv.num_slots,
-        ),
-        results,
-        QueryRows(num_heads, num_heads, 1, 1),
-        softmax_scale,
-        num_groups=num_tokens,
-    )
+        launch(q, q_strides, kv, main, results, shape, softmax_scale, num_groups=num_tokens)
+
+
+def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
+    return KeyList(slots, slots.stride(0), 0, slots.shape[1], lengths, cache.num_slots)

@@ -34,6 +34,11 @@ def _sparse_prefill(
     topk_indices,
     indices_token,
     topk_lengths,
+    extra_rows,
+    extra_indices,
+    extra_token,
+    extra_lengths,
+    extra_topk,
     attn_sink,
     out,
     out_token,
@@ -46,6 +51,7 @@ def _sparse_prefill(
     topk,
     scale_log2,
     L: tl.constexpr,
+    EXTRA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BRANCH: tl.constexpr,
@@ -86,6 +92,28 @@ def _sparse_prefill(
         NATIVE,
         UPCAST,
     )
+    if EXTRA is not None:
+        extra_indices += token * extra_token
+        extra_length = extra_topk
+        if extra_lengths is not None:
+            extra_length = tl.minimum(tl.load(extra_lengths + token), extra_topk).to(tl.int32)
+        m, l, acc = attend_slots(
+            q_value,
+            q_rest,
+            extra_rows,
+            extra_indices,
+            0,
+            end_of(extra_indices, extra_length, extra_rows.num_slots, 1024),
+            scale_log2,
+            m,
+            l,
+            acc,
+            EXTRA,
+            BLOCK_N,
+            BRANCH,
+            NATIVE,
+            UPCAST,
+        )
 
     if max_logits is not None:
         highest = tl.where(l == 0, float("-inf"), m * LN2)
@@ -105,12 +133,19 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    extra_kv: PagedCache | None,
+    extra_topk_indices: Tensor | None,
+    extra_topk_lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
     num_tokens, num_heads = q.shape[:2]
     rows, layout = cache_arguments(kv)
+    extra_rows, extra_layout, extra_token, extra_topk = None, None, None, None
+    if extra_kv is not None and extra_topk_indices is not None:
+        extra_rows, extra_layout = cache_arguments(extra_kv)
+        extra_token, extra_topk = extra_topk_indices.stride(0), extra_topk_indices.shape[1]
     tile = choose_tile(num_heads, layout, q.dtype, q.device)
     num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
@@ -123,6 +158,11 @@ def sparse_prefill(
         topk_indices,
         topk_indices.stride(0),
         topk_lengths,
+        extra_rows,
+        extra_topk_indices,
+        extra_token,
+        extra_topk_lengths,
+        extra_topk,
         attn_sink,
         out,
         out.stride(0),
@@ -135,6 +175,7 @@ def sparse_prefill(
         topk_indices.shape[1],
         softmax_scale * LOG2E.value,
         L=layout,
+        EXTRA=extra_layout,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BRANCH=tile.branch,
