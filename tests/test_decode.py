@@ -117,6 +117,32 @@ def test_sparse_decode_with_an_extra_stream(
     check("sparse_decode", case)
 
 
+@pytest.mark.parametrize("num_heads", [8, 64])
+@pytest.mark.parametrize(
+    ("fmt", "extra"), [(BF16_576, None), (FP8_584, EXTRA_STREAMS["of pages of 2"])]
+)
+def test_tokens_of_a_request_with_lengths_of_their_own(device, fmt, extra, num_heads):
+    lengths = {"with_lengths": True, "with_extra_lengths": True, "own_lengths": True}
+    case = sparse_decode_case(
+        Draw(33, device), format=fmt, query_len=3, num_heads=num_heads, extra=extra, **lengths
+    )
+    out, lse = check("sparse_decode", case)
+    names = [name for name in ("topk_lengths", "extra_topk_lengths") if name in case]
+    wide = {name: embed(case[name]) for name in names}
+    assert wide["topk_lengths"].stride(0) > 3
+    strided = check("sparse_decode", case | wide)
+    assert_equal("lse", strided[1], lse)
+    # Tokens as requests, whose lengths are [B] or [B, 1].
+    flat = {name: case[name].flatten(0, 1)[:, None] for name in ("q", "topk_indices")}
+    if extra is not None:
+        flat["extra_topk_indices"] = case["extra_topk_indices"].flatten(0, 1)[:, None]
+    for shape in ((9,), (9, 1)):
+        lengths = {name: case[name].reshape(shape) for name in names}
+        alone = check("sparse_decode", case | flat | lengths)
+        assert_close("lse", alone[1].view(3, 3, -1), lse, DECODE_LSE)
+        assert_close("out", alone[0].view(out.shape), out.float(), SPARSE_DECODE_OUT)
+
+
 @pytest.mark.parametrize("empty", ["first", "second", "both"])
 @pytest.mark.parametrize("with_sink", [False, True], ids=["plain", "sink"])
 def test_streams_without_valid_slots(device, empty, with_sink):

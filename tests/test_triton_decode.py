@@ -130,6 +130,22 @@ def test_sparse_decode_of_two_streams(extra_format, lengths, num_splits):
     check("sparse_decode", case, num_splits)
 
 
+@pytest.mark.parametrize("extra", [None, (FP8_584, 90, 50, 2)])
+def test_sparse_decode_of_tokens_with_lengths_of_their_own(extra):
+    lengths = {"with_lengths": True, "with_extra_lengths": True, "own_lengths": True}
+    case = sparse_decode_case(
+        Draw(11, DEVICE), format=FP8_584, batch=2, query_len=2, num_heads=2, extra=extra, **lengths
+    )
+    names = [name for name in ("topk_lengths", "extra_topk_lengths") if name in case]
+    check("sparse_decode", case | {name: embed(case[name]) for name in names}, num_splits=2)
+    one = {
+        name: case[name][:, :1]
+        for name in ("q", "topk_indices", "extra_topk_indices", *names)
+        if name in case
+    }
+    check("sparse_decode", case | one)
+
+
 def test_sparse_decode_of_layers_in_a_page_and_other_dtypes():
     for dtype in (torch.float16, torch.float32):
         case = sparse_decode_case(

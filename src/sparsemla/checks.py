@@ -155,6 +155,11 @@ class Checker:
                 f"format {first.format.name}, got format {cache.format.name}"
             )
 
+    def lengths(self, name: str, lengths: Tensor | None) -> Tensor | None:
+        """Check the lengths of selections, one for each request or one for each query token."""
+        shape = "B S" if isinstance(lengths, Tensor) and lengths.dim() > 1 else "B"
+        return self.optional(name, lengths, shape, INTEGERS)
+
     def query_dtype(self, cache: PagedCache) -> torch.dtype:
         """The dtype of indexer queries for this key cache."""
         fmt = cache.format

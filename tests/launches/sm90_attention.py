@@ -56,13 +56,13 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048):
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             topk_indices=meta(64, 2, topk, dtype=torch.int32),
             softmax_scale=0.1,
-            topk_lengths=None,
+            topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
             attn_sink=None,
             extra_cache=None
             if extra is None
             else PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
-            extra_topk_lengths=None,
+            extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(64, 2, 64, 512),

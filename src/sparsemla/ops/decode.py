@@ -117,11 +117,12 @@ def sparse_decode(
         cache: rows of any format.
         topk_indices: int32, int64 or uint32 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
-        topk_lengths: ``[B]``, leading entries to use of each row of the request; default all.
+        topk_lengths: ``[B, S]``, leading entries to use of each row, or ``[B]`` for all rows of a
+            request; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
         extra_cache: a second cache of equal dims, any format and page size, in the same softmax.
         extra_topk_indices: ``[B, S, K2]``, slots in ``extra_cache``.
-        extra_topk_lengths: ``[B]``.
+        extra_topk_lengths: ``[B, S]`` or ``[B]``.
         num_splits: number of splits of a row's keys, computed in parallel; default from shapes and
             multiprocessors. With a given number, a request gets the same bits in any batch.
         workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
@@ -150,7 +151,7 @@ def sparse_decode(
     check.cache("cache", cache)
     check.head_dim("q", cache)
     topk_indices = check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
-    topk_lengths = check.optional("topk_lengths", topk_lengths, "B", INTEGERS)
+    topk_lengths = check.lengths("topk_lengths", topk_lengths)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     if extra_cache is None:
@@ -161,7 +162,7 @@ def sparse_decode(
         extra_topk_indices = check.tensor(
             "extra_topk_indices", extra_topk_indices, "B S K2", INTEGERS
         )
-        extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "B", INTEGERS)
+        extra_topk_lengths = check.lengths("extra_topk_lengths", extra_topk_lengths)
     check.bind("V", cache.format.value_dim)
     schedule = _check_splits(check, q, cache, num_splits, workspace)
     out = check.output("out", out, "B S H V", q.dtype)

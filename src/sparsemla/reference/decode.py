@@ -32,7 +32,9 @@ def _selection(
 ) -> tuple[PagedCache, Tensor, Tensor | None]:
     """The selections of all query tokens: cache, slots ``[B * S, K]``, lengths ``[B * S]``."""
     if topk_lengths is not None:
-        topk_lengths = topk_lengths.repeat_interleave(topk_indices.shape[1])
+        if topk_lengths.dim() == 1:  # [B] instead of [B, S]
+            topk_lengths = topk_lengths[:, None].expand(topk_indices.shape[:2])
+        topk_lengths = topk_lengths.flatten()
     return cache, topk_indices.flatten(0, 1), topk_lengths
 
 

@@ -562,6 +562,7 @@ def sparse_decode_case(
     with_lengths: bool = False,
     extra: tuple[CacheFormat, int, int, int] | None = None,
     with_extra_lengths: bool = False,
+    own_lengths: bool = False,
     num_layers: int | None = None,
     share: float = 0.9,
     strided: bool = False,
@@ -573,6 +574,7 @@ def sparse_decode_case(
         draw: the source of random tensors.
         format: format of the cache; other keywords set the problem's sizes and features.
         extra: format, sequence length, top-k and page size of a second cache.
+        own_lengths: lengths are ``[batch, query_len]``, and not ``[batch]``.
     """
     wrap = embed if strided else _as_it_is
     shape = (batch, query_len, num_heads, format.head_dim)
@@ -585,6 +587,7 @@ def sparse_decode_case(
         topk,
         page_size,
         with_lengths,
+        own_lengths,
         num_layers,
         share,
         scale_mode,
@@ -608,6 +611,7 @@ def sparse_decode_case(
             extra_topk,
             extra_page_size,
             with_extra_lengths,
+            own_lengths,
             None,
             share,
             scale_mode,
@@ -639,11 +643,12 @@ def _stream(
     topk: int,
     page_size: int,
     with_lengths: bool,
+    own_lengths: bool,
     num_layers: int | None,
     share: float,
     scale_mode: ScaleMode,
 ) -> tuple[PagedCache, Tensor, Tensor | None]:
-    """A cache, selections ``[batch, query_len, topk]``, and lengths ``[batch]`` or None."""
+    """A cache, selections ``[batch, query_len, topk]``, and their lengths or None."""
     num_pages = batch * -(-seq_len // page_size) + 1
     num_slots = num_pages * page_size
     used = draw.permutation(num_slots)[: num_slots * 3 // 4]
@@ -651,10 +656,11 @@ def _stream(
     indices = selections(draw, batch * query_len, topk, used, num_slots, share)
     lengths = None
     if with_lengths:
-        lengths = draw.integers(0, topk + 1, batch)
+        lengths = draw.integers(0, topk + 1, batch, *([query_len] if own_lengths else []))
         unused = torch.ones(num_slots, dtype=torch.bool, device=draw.device)
         unused[used] = False
-        indices = _valid_nan_beyond(indices, lengths.repeat_interleave(query_len), unused)
+        each = lengths.flatten() if own_lengths else lengths.repeat_interleave(query_len)
+        indices = _valid_nan_beyond(indices, each, unused)
     return cache, indices.view(batch, query_len, topk), lengths
 
 

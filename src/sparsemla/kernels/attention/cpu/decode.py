@@ -42,7 +42,9 @@ def sparse_decode(
 def _stream(cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None) -> Stream:
     """One row for each query token."""
     if topk_lengths is not None:
-        topk_lengths = topk_lengths.repeat_interleave(topk_indices.shape[1])
+        if topk_lengths.dim() == 1:  # [B] instead of [B, S]
+            topk_lengths = topk_lengths[:, None].expand(topk_indices.shape[:2])
+        topk_lengths = topk_lengths.flatten()
     return Stream(cache, topk_indices.flatten(0, 1), topk_lengths)
 
 

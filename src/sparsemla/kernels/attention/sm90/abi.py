@@ -30,10 +30,13 @@ class KeyList(NamedTuple):
     keys_token: int
     num_keys: int
     lengths: Tensor | None
-    """Number of valid keys of each request, or None for all."""
+    """Number of valid keys of each request or token, or None for all."""
     num_slots: int
     shift: int = 0
     """Distance of a second cache from the first, in words; see :mod:`.fp8`."""
+    lengths_request: int = 1
+    lengths_token: int | None = None
+    """None if the tokens of a request have one length."""
 
 
 class Results(NamedTuple):

@@ -587,7 +587,7 @@ def producer(
         if ROPE > 0:
             copy_queries(tile, smem.q_rope, q, q_request, q_token, q_head, shape, 512, ROPE)
         async_copy.mbarrier_arrive(smem.bar.index(Q_FULL), increment_count=False)
-        end = store_key_limits(smem.limits, stream, shape, begin, request, CAUSAL)
+        end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
         first = split * steps * 64
         last = gl.minimum(first + steps * 64, end)

@@ -10,6 +10,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
 from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
 from sparsemla.kernels.attention.sm90.abi import KeyList, QueryRows, Results
+from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 
 
@@ -78,7 +79,16 @@ def sparse_decode(
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
-    return KeyList(slots, *slots.stride()[:2], slots.shape[2], lengths, cache.num_slots)
+    request_stride, token_stride = length_strides(lengths)
+    return KeyList(
+        slots,
+        *slots.stride()[:2],
+        slots.shape[2],
+        lengths,
+        cache.num_slots,
+        lengths_request=request_stride,
+        lengths_token=token_stride,
+    )
 
 
 def _results(outs: Tensor, lses: Tensor, attn_sink: Tensor | None, num_splits: int) -> Results:

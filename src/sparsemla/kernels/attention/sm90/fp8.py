@@ -252,7 +252,7 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
     """Find the blocks of a tile's split, and store the number of keys that each row sees."""
     begin, split, request, token = locate_tile(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
-    end = store_key_limits(limits, main, shape, begin, request, CAUSAL)
+    end = store_key_limits(limits, main, shape, begin, request, token, CAUSAL)
     num_blocks = gl.cdiv(end, 64)
     if EXTRA is None:
         total = num_blocks
@@ -260,7 +260,7 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
         extra_keys = keys
     else:
         extra_keys = extra.keys + request * extra.keys_request + token * extra.keys_token
-        extra_end = store_key_limits(limits, extra, shape, begin, request, False)
+        extra_end = store_key_limits(limits, extra, shape, begin, request, token, False)
         # Triton 3.6 fails if a list of one block is a constant, as for a width of 1.
         num_blocks += opaque_zero(split)
         total = num_blocks + gl.cdiv(extra_end, 64)

@@ -8,7 +8,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.attention.sm90.tiles import group_of_program, is_slot, rows_of_group
+from sparsemla.kernels.attention.sm90.tiles import (
+    group_of_program,
+    is_slot,
+    load_length,
+    rows_of_group,
+)
 from sparsemla.kernels.common.paged import Rows
 
 
@@ -49,7 +54,7 @@ def find_keys(stream, shape, LIST: gl.constexpr, PAGED: gl.constexpr):
     entries = stream.keys + request * stream.keys_request + token * stream.keys_token
     end = stream.num_keys
     if stream.lengths is not None:
-        end = gl.minimum(gl.load(stream.lengths + request), end).to(gl.int32)
+        end = gl.minimum(load_length(stream, request, token), end).to(gl.int32)
     if not PAGED:
         used = 0
         for start in range(0, end, 2048):

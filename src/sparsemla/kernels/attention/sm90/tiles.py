@@ -51,11 +51,20 @@ def to_bf16(x):
 
 
 @gluon.jit
-def store_key_limits(limits, stream, shape, begin, request, CAUSAL: gl.constexpr):
+def load_length(stream, request, token):
+    """The length of a group's list of keys."""
+    at = request * stream.lengths_request
+    if stream.lengths_token is not None:
+        at += token * stream.lengths_token
+    return gl.load(stream.lengths + at)
+
+
+@gluon.jit
+def store_key_limits(limits, stream, shape, begin, request, first, CAUSAL: gl.constexpr):
     """Store the number of keys that each row sees, and return the largest number."""
     length = stream.num_keys
     if stream.lengths is not None:
-        length = gl.load(stream.lengths + request).to(gl.int32)
+        length = load_length(stream, request, first).to(gl.int32)
     end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
     if CAUSAL:
         token, _, real = rows_of_tile(begin, shape, S_ROWS)

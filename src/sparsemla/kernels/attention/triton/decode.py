@@ -27,6 +27,28 @@ from sparsemla.kernels.common.integers import cdiv
 from sparsemla.kernels.common.paged import cache_arguments
 
 
+def length_strides(lengths: Tensor | None) -> tuple[int, int | None]:
+    """Strides of a request and of a token in lengths ``[B]`` or ``[B, S]``, in elements.
+
+    The second is None if the tokens of a request have one length.
+    """
+    if lengths is None or lengths.dim() == 1:
+        return 1, None
+    return lengths.stride(0), 1 if lengths.shape[1] > 1 else None
+
+
+@triton.jit
+def length_of(lengths, request_stride, token_stride, request, token, topk):
+    """Number of leading entries to use of a token's selection."""
+    length = topk
+    if lengths is not None:
+        at = request * request_stride
+        if token_stride is not None:
+            at += token * token_stride
+        length = tl.minimum(tl.load(lengths + at), topk).to(tl.int32)
+    return length
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _sparse_decode(
     q,
@@ -38,12 +60,16 @@ def _sparse_decode(
     indices_request,
     indices_token,
     topk_lengths,
+    lengths_request,
+    lengths_token,
     topk,
     extra_rows,
     extra_indices,
     extra_request,
     extra_token,
     extra_lengths,
+    extra_lengths_request,
+    extra_lengths_token,
     extra_topk,
     attn_sink,
     out,
@@ -78,16 +104,14 @@ def _sparse_decode(
     token = (token % query_len).to(tl.int64)
 
     topk_indices += request * indices_request + token * indices_token
-    length = topk
-    if topk_lengths is not None:
-        length = tl.minimum(tl.load(topk_lengths + request), topk).to(tl.int32)
+    length = length_of(topk_lengths, lengths_request, lengths_token, request, token, topk)
     end = end_of(topk_indices, length, rows.num_slots, 1024)
     num_steps = tl.cdiv(end, BLOCK_N)
     if EXTRA is not None:
         extra_indices += request * extra_request + token * extra_token
-        extra_length = extra_topk
-        if extra_lengths is not None:
-            extra_length = tl.minimum(tl.load(extra_lengths + request), extra_topk).to(tl.int32)
+        extra_length = length_of(
+            extra_lengths, extra_lengths_request, extra_lengths_token, request, token, extra_topk
+        )
         extra_end = end_of(extra_indices, extra_length, extra_rows.num_slots, 1024)
         steps = tl.cdiv(num_steps + tl.cdiv(extra_end, BLOCK_N), num_splits)
     else:
@@ -182,11 +206,13 @@ def sparse_decode(
         topk_indices,
         *topk_indices.stride()[:2],
         topk_lengths,
+        *length_strides(topk_lengths),
         topk_indices.shape[2],
         extra_rows,
         extra_topk_indices,
         *extra_strides,
         extra_topk_lengths,
+        *length_strides(extra_topk_lengths),
         extra_topk,
         attn_sink if num_splits == 1 else None,
         outs,
