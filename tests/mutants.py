@@ -194,6 +194,13 @@ CPU_MUTANTS = (
         PAGED,
     ),
     portable(
+        "open windows are seen",
+        "indexer/triton.py",
+        "end = tl.maximum(end, 0) // RATIO",
+        "end = tl.cdiv(tl.maximum(end, 0), RATIO)",
+        "tests/test_triton_indexer.py -k scores_of_pooled_keys",
+    ),
+    portable(
         "ties go to the higher id",
         "topk/triton.py",
         "            rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)\n",
@@ -426,6 +433,14 @@ GPU_MUTANTS = (
         "inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])",
         "inside = (n[:, None] >= start[None, :]) & (n[:, None] <= end[None, :])",
         "indexer_scores",
+    ),
+    hopper(
+        "open windows are seen",
+        INDEXER,
+        "end = gl.maximum(end, 0) // T.ratio",
+        "end = (gl.maximum(end, 0) + T.ratio - 1) // T.ratio",
+        "indexer_scores_paged",
+        "indexer_topk",
     ),
     hopper(
         "negative logits count",

@@ -483,7 +483,9 @@ OTHERS = [
     ),
     ("indexer_scores", "keys", with_arguments(keys=torch.zeros(100, 128).bfloat16())),
     ("indexer_scores_paged", "max_seq_len", with_arguments(max_seq_len=0)),
+    ("indexer_scores_paged", "ratio", with_arguments(ratio=0)),
     ("indexer_topk", "topk", with_arguments(topk=0)),
+    ("indexer_topk", "ratio", with_arguments(ratio=0)),
     ("indexer_topk", "max_workspace_bytes", with_arguments(max_workspace_bytes=0)),
     ("indexer_topk", "q", with_arguments(q=torch.zeros(11, 32, 128).bfloat16())),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
@@ -678,8 +680,8 @@ def test_numpy_scalars_are_accepted():
         "to_slots": ["page_size"],
         "select_topk": ["topk", "page_size"],
         "merge_topk": ["topk"],
-        "indexer_topk": ["topk", "max_workspace_bytes"],
-        "indexer_scores_paged": ["max_seq_len"],
+        "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
+        "indexer_scores_paged": ["max_seq_len", "ratio"],
         "sparse_decode": ["num_splits"],
     }
     for op, names in counts.items():

@@ -249,6 +249,142 @@ def test_selections_of_batches(device, batch, causal):
             row += 1
 
 
+EDGES = (0, 2, 3, 4, 7, 8, 126, 127, 128, 129, 255, 256, 257)
+
+
+def pooled_case(draw, *, ratio, query_len, topk, **options):
+    """Requests with their last token at each of the positions EDGES."""
+    seq_lens = [position + 1 for position in EDGES]
+    query_lens = [min(query_len, length) for length in seq_lens]
+    return indexer_topk_case(
+        draw,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        topk=topk,
+        ratio=ratio,
+        num_heads=3,
+        page_size=4,
+        **options,
+    )
+
+
+def directly(case):
+    """The selection in float64 by the formula, token by token."""
+    cache, topk, rows = case["cache"], case["topk"], []
+    starts = case["input_row_offsets"].tolist()
+    for request, length in enumerate(case["seq_lens"].tolist()):
+        first, last = starts[request : request + 2]
+        for token in range(first, last):
+            position = length - last + token
+            seen = (position + 1) // case["ratio"] if case["causal"] else length // case["ratio"]
+            pages = case["page_table"][request].tolist()
+            slots = [pages[i // cache.page_size] * cache.page_size for i in range(seen)]
+            slots = [slot + i % cache.page_size for i, slot in enumerate(slots)]
+            keys = cache.read(torch.tensor(slots, dtype=torch.long, device=cache.data.device))
+            dots = (keys.double() @ case["q"][token].double().T).clamp_min(0)  # [seen, heads]
+            scores = (dots @ case["weights"][token].double()).tolist()
+            best = sorted(range(seen), key=lambda i: (-scores[i], i))[:topk]
+            rows.append(sorted(best) + [-1] * (topk - len(best)))
+    return rows
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
+@pytest.mark.parametrize("query_len", [1, 5])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
+def test_selections_of_pooled_keys_follow_the_formula(device, fmt, ratio, query_len, causal):
+    """Each token of a request has its own number of keys, also within a speculative decode."""
+    case = pooled_case(
+        Draw(40, device), ratio=ratio, query_len=query_len, topk=20, format=fmt, causal=causal
+    )
+    (ids,) = check_op("indexer_topk", case)
+    assert ids.tolist() == directly(case)
+    slots = sparsemla.indexer_topk(**case | {"as_slots": True})
+    requests = torch.repeat_interleave(case["input_row_offsets"].diff())
+    pages = case["page_table"], requests
+    assert_equal("slots", slots, sparsemla.to_slots(ids, *pages, page_size=4))
+
+
+def test_ties_of_pooled_keys_go_to_the_lower_position(device):
+    """Without a positive product every score is 0, which happens in trained models."""
+    case = pooled_case(Draw(41, device), ratio=4, query_len=3, topk=20, format=bf16_format(128))
+    fields = case["cache"].fields()
+    fields.bf16.abs_()
+    case["q"] = -case["q"].abs()
+    (ids,) = check_op("indexer_topk", case)
+    assert ids.tolist() == directly(case)
+    assert ids[-1].tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
+def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, fmt, ratio):
+    """Whole, in chunks, and as requests of one token that bring their own number of keys."""
+    case = indexer_topk_case(
+        Draw(42, device),
+        query_lens=[300],
+        seq_lens=[300],
+        topk=16,
+        ratio=ratio,
+        format=fmt,
+        page_size=2,
+        exact=False,
+    )
+    whole = sparsemla.indexer_topk(**case)
+
+    def select(first, last, offsets, seq_lens, **options):
+        some = {name: case[name][first:last] for name in ("q", "weights")}
+        some["input_row_offsets"] = torch.tensor(offsets, device=device)
+        some["seq_lens"] = torch.tensor(seq_lens, device=device)
+        return sparsemla.indexer_topk(**case | some | options)
+
+    for size in (3, 127, 128, 129):
+        for first in range(0, 300, size):
+            last = min(first + size, 300)
+            chosen = select(first, last, [0, last - first], [last])
+            assert_equal(f"chunks of {size}", chosen, whole[first:last])
+    for limit in (1, 5000):
+        chosen = sparsemla.indexer_topk(**case, max_workspace_bytes=limit)
+        assert_equal(f"in {limit} bytes", chosen, whole)
+    counts = [(position + 1) // ratio for position in range(300)]
+    alone = {"ratio": 1, "causal": False, "page_table": case["page_table"].expand(300, -1)}
+    assert_equal("alone", select(0, 300, list(range(301)), counts, **alone), whole)
+
+
+@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
+@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
+def test_paged_scores_of_pooled_keys(device, fmt, own_lengths):
+    case = indexer_scores_paged_case(
+        Draw(43, device),
+        seq_lens=[position + 1 for position in EDGES],
+        query_len=3,
+        ratio=4,
+        format=fmt,
+        own_lengths=own_lengths,
+        page_size=4,
+    )
+    (scores,) = check_op("indexer_scores_paged", case)
+    lengths = case["seq_lens"]
+    if not own_lengths:
+        lengths = lengths[:, None] + torch.arange(-2, 1, device=device)
+    expected = lengths.clamp_min(0) // 4
+    assert ((scores > -torch.inf).sum(2) == expected).all()
+    plain = sparsemla.indexer_scores_paged(**case | {"ratio": 1, "seq_lens": expected})
+    assert_equal("scores", scores, plain)
+
+
+def test_lengths_of_pooled_keys_are_validated(device):
+    case = indexer_topk_case(Draw(44, device), query_lens=[1], seq_lens=[256], ratio=4, page_size=4)
+    case["page_table"] = case["page_table"][:, :16] * 0  # room for 64 keys
+    for length, fits in ((259, True), (260, False), (-1, False)):
+        case["seq_lens"] = torch.tensor([length], device=device)
+        if fits:
+            sparsemla.indexer_topk(**case, validate=True)
+        else:
+            with pytest.raises(ValueError, match=r"seq_lens must lie in \[0, 260\), got"):
+                sparsemla.indexer_topk(**case, validate=True)
+
+
 def test_selections_of_random_values_are_the_best_ones(device):
     case = indexer_topk_case(
         Draw(18, device), query_lens=[30, 4], seq_lens=[200, 90], topk=64, exact=False

@@ -59,7 +59,7 @@ def test_a_group_fits_an_mma(query_len, heads, dim):
 @pytest.mark.parametrize("query_len", [1, 2, 4096])
 def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     tiling = sm90.choose_tiling(
-        sm90.choose_groups(query_len, heads, 128), heads, True, False, page_size
+        sm90.choose_groups(query_len, heads, 128), heads, True, False, 1, page_size
     )
     assert tiling.stages % sm90.CONSUMERS.value == 0
     assert tiling.stages & (tiling.stages - 1) == 0

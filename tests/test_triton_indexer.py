@@ -124,24 +124,25 @@ def test_paged(query_len, page_size, fmt):
     run = dispatch.load("indexer_scores_paged", "triton")
     for columns in (100, 140):
         view = out[:, :query_len, :columns]
-        run(**arguments, max_seq_len=columns, out=view)
+        run(**arguments, max_seq_len=columns, ratio=1, out=view)
         check_scores(view, reference.indexer_scores_paged(**arguments, max_seq_len=columns))
     assert (out[:, query_len] == 7).all()
     # A length of each row.
     arguments["seq_lens"] = torch.randint(0, 65, (4, query_len))
     arguments["seq_lens"][1:3] = 0
-    run(**arguments, max_seq_len=100, out=out[:, :query_len, :100])
+    run(**arguments, max_seq_len=100, ratio=1, out=out[:, :query_len, :100])
     expected = reference.indexer_scores_paged(**arguments, max_seq_len=100)
     check_scores(out[:, :query_len, :100], expected)
 
 
-def best(inputs, topk, max_workspace_bytes, causal=True, as_slots=False):
+def best(inputs, topk, max_workspace_bytes, causal=True, ratio=1, as_slots=False):
     q = inputs["q"]
     out = torch.full((q.shape[0], topk), -7, dtype=torch.int32)
     dispatch.load("indexer_topk", "triton")(
         **inputs,
         topk=topk,
         causal=causal,
+        ratio=ratio,
         as_slots=as_slots,
         max_workspace_bytes=max_workspace_bytes,
         out=out,
@@ -180,6 +181,41 @@ def test_best(max_workspace_bytes, causal):
     for topk in (1, 20, 100):
         out = best(inputs, topk, max_workspace_bytes, causal)
         assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, causal=causal))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "topk", "causal", "as_slots"),
+    [(4, 5, True, False), (4, 9, False, True), (128, 5, True, True)],
+)
+def test_best_of_pooled_keys(ratio, topk, causal, as_slots):
+    """A prefill, drafts with own lengths, a decode, an empty request, more queries than tokens."""
+    lens = [ratio * 40 + 2, ratio * 9, 0, ratio * 30 - 1, 2]
+    inputs = best_inputs(bf16_format(16), [6, 4, 0, 1, 3], [n // ratio for n in lens])
+    inputs["seq_lens"] = torch.tensor(lens, dtype=torch.int32)
+    inputs["page_table"][0, 1] = -1
+    out = best(inputs, topk, 3000, causal, ratio, as_slots)
+    options = {"topk": topk, "causal": causal, "ratio": ratio, "as_slots": as_slots}
+    assert torch.equal(out, reference.indexer_topk(**inputs, **options))
+
+
+@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
+def test_paged_scores_of_pooled_keys(own_lengths):
+    counts = [40, 1, 9]
+    cache, table = paged_inputs(bf16_format(16), counts, 4, 10)
+    lengths = torch.tensor([[4 * n + 3] for n in counts]) - torch.tensor([2, 1, 0])
+    arguments = {
+        "q": torch.randn(3, 3, 2, 16).bfloat16(),
+        "weights": torch.randn(3, 3, 2),
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": lengths if own_lengths else lengths[:, 2],
+        "max_seq_len": 42,
+        "ratio": 4,
+    }
+    out = torch.full((3, 3, 42), 7.0)
+    dispatch.load("indexer_scores_paged", "triton")(**arguments, out=out)
+    check_scores(out, reference.indexer_scores_paged(**arguments))
+    assert ((out > -torch.inf).sum(2) == lengths // 4).all()
 
 
 @pytest.mark.parametrize("max_workspace_bytes", [1, 1 << 20])

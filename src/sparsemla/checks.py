@@ -267,12 +267,20 @@ class Checker:
             raise ValueError(f"{self.op}: {name} must ascend from 0 to {total}, got {values}")
 
     def paging(
-        self, cache: PagedCache, page_table: Tensor, seq_lens: Tensor, name: str = "seq_lens"
+        self,
+        cache: PagedCache,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        name: str = "seq_lens",
+        ratio: int = 1,
     ) -> None:
-        """Check the values of a page table and of the lengths ``name`` that it must cover."""
+        """Check the values of a page table and of the lengths ``name`` that it must cover.
+
+        The cache has a row for every ``ratio`` tokens.
+        """
         capacity = page_table.shape[1] * cache.page_size
-        self.values(name, seq_lens, 0, capacity + 1)
-        used = -(-seq_lens // cache.page_size)  # pages of each request
+        self.values(name, seq_lens, 0, (capacity + 1) * ratio)
+        used = -(-(seq_lens // ratio) // cache.page_size)  # pages of each request
         columns = torch.arange(page_table.shape[1], device=page_table.device)
         pages = page_table.where(columns < used[:, None], 0)
         self.values("page_table", pages, 0, cache.num_pages)

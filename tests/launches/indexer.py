@@ -34,11 +34,12 @@ def paged(heads, fmt, query_len, page_size=64):
         page_table=meta(128, 512),
         seq_lens=meta(128),
         max_seq_len=32768,
+        ratio=1,
         out=meta(128, query_len, 32768, dtype=torch.float32),
     )
 
 
-def best(num_tokens):
+def best(num_tokens, ratio=1):
     dispatch.load("indexer_topk", "triton")(
         q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
@@ -48,6 +49,7 @@ def best(num_tokens):
         page_table=meta(4, 512),
         topk=2048,
         causal=True,
+        ratio=ratio,
         as_slots=False,
         max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
@@ -65,4 +67,5 @@ LAUNCHES = {
     "paged 128 x 256": functools.partial(paged, 128, e4m3_format(256, 256, 0), 1),
     "best of 4096": functools.partial(best, 4096),
     "best of 8": functools.partial(best, 8),
+    "best of 8, ratio 4": functools.partial(best, 8, ratio=4),
 }

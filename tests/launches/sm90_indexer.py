@@ -34,11 +34,12 @@ def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False):
         page_table=meta(128, 512),
         seq_lens=meta(128, query_len) if own_lengths else meta(128),
         max_seq_len=32768,
+        ratio=1,
         out=meta(128, query_len, 32768, dtype=torch.float32),
     )
 
 
-def best(num_tokens, num_requests):
+def best(num_tokens, num_requests, ratio=1):
     dispatch.load("indexer_topk", "sm90")(
         q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
@@ -48,6 +49,7 @@ def best(num_tokens, num_requests):
         page_table=meta(num_requests, 512),
         topk=2048,
         causal=True,
+        ratio=ratio,
         as_slots=True,
         max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
@@ -67,4 +69,5 @@ LAUNCHES = {
     ),
     "best of 4096": functools.partial(best, 4096, 1),
     "best of 8": functools.partial(best, 8, 4),
+    "best of 8, ratio 4": functools.partial(best, 8, 4, ratio=4),
 }

@@ -89,22 +89,25 @@ def indexer_scores_paged(
     seq_lens: Tensor,
     *,
     max_seq_len: int,
+    ratio: int = 1,
     validate: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Scores of the paged keys of each request (decode).
 
     ``out[b, s, n]`` is the score of :func:`indexer_scores` for the key at position ``n`` of request
-    ``b``, for ``n`` below the row's length, -inf elsewhere and for page ids out of range.
+    ``b``, for ``n`` below the row's length divided by ``ratio``, rounded down; -inf elsewhere and
+    for page ids out of range.
 
     Args:
         q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[B, S, HI]``, with every factor folded in.
         cache: indexer keys, any page size.
         page_table: int32, int64 or uint32 ``[B, W]``.
-        seq_lens: int32, int64 or uint32: ``[B, S]``, the length of each row; or ``[B]``, keys of
-            each request: row ``j`` then has the length ``seq_lens[b] - S + 1 + j``.
-        max_seq_len: columns of the result; longer rows are cut.
+        seq_lens: int32, int64 or uint32: ``[B, S]``, the length of each row; or ``[B]``, the length
+            of each request: row ``j`` then has the length ``seq_lens[b] - S + 1 + j``.
+        max_seq_len: columns of the result; rows with more keys are cut.
+        ratio: tokens of a key; lengths count tokens.
         validate: read page_table and seq_lens and refuse values out of range.
         out: float32 ``[B, S, max_seq_len]``, written; rows may be strided.
 
@@ -133,12 +136,13 @@ def indexer_scores_paged(
     per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
     seq_lens = check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
     check.positive("max_seq_len", max_seq_len)
+    check.positive("ratio", ratio)
     if check.validates(validate) and q.shape[1] > 0:
         lengths = seq_lens.amax(1) if per_row else seq_lens
-        check.paging(cache, page_table, lengths)
+        check.paging(cache, page_table, lengths, ratio=ratio)
     check.bind("N", max_seq_len)
     out = check.output("out", out, "B S N", torch.float32)
-    _indexer_scores_paged(q, weights, cache, page_table, seq_lens, max_seq_len, out)
+    _indexer_scores_paged(q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out)
     return out
 
 
@@ -150,6 +154,7 @@ def _indexer_scores_paged(
     page_table: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    ratio: int,
     out: Tensor,
 ) -> dispatch.Launch:
     return dispatch.find(
@@ -173,6 +178,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool = True,
+    ratio: int = 1,
     as_slots: bool = False,
     max_workspace_bytes: int = 256 << 20,
     validate: bool = False,
@@ -181,9 +187,10 @@ def indexer_topk(
     """The ``topk`` best keys of each query token, in memory that does not grow with the context.
 
     Scores as in :func:`indexer_scores`, selection as in :func:`select_topk` (exact, ties to the
-    lower position). The token at position ``p`` of its request competes with the keys ``0..p`` if
-    ``causal``, else with all ``seq_lens[b]``. Requests are ragged; a prefill, a decode and a
-    speculative decode are all the same to this op.
+    lower position). Each ``ratio`` tokens of a request have one key. The token at position ``p``
+    competes with the first ``(p + 1) // ratio`` keys if ``causal``, else with all
+    ``seq_lens[b] // ratio``. Requests are ragged; a prefill, a decode and a speculative decode are
+    all the same to this op.
 
     Args:
         q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
@@ -191,10 +198,12 @@ def indexer_topk(
         cache: indexer keys, any page size; this step's keys are already in it.
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, first query token of each request.
             Tokens before the first request or after the last get -1.
-        seq_lens: int32, int64 or uint32 ``[B]``, keys of each request, this step's included.
-        page_table: int32, int64 or uint32 ``[B, W]``.
+        seq_lens: int32, int64 or uint32 ``[B]``, tokens of each request, this step's included.
+        page_table: int32, int64 or uint32 ``[B, W]``, pages of the keys.
         topk: k, any positive number.
         causal: mask later keys.
+        ratio: tokens of a key: 1, or the ratio of :class:`Pooling` for pooled keys. A token sees
+            the keys of all windows that are complete with it.
         as_slots: return the slots of the selected keys, as :func:`to_slots` would, instead of
             positions.
         max_workspace_bytes: bound on the memory of the scores at any time, on a GPU including the
@@ -210,7 +219,8 @@ def indexer_topk(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
 
-    Source: MAX ``mla_indexer_ragged_float8_paged``; DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+    Source: MAX ``mla_indexer_ragged_float8_paged``; DeepSeek-V3.2 (arXiv 2512.02556) section 2.1;
+    ``ratio``: DeepSeek-V4 inference code, ``Indexer``.
 
     >>> from sparsemla import INDEX_FP8, PagedCache
     >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
@@ -241,10 +251,11 @@ def indexer_topk(
     check.positive("topk", topk)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
     check.kind("causal", causal, bool)
+    check.positive("ratio", ratio)
     check.kind("as_slots", as_slots, bool)
     if check.validates(validate):
         check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
-        check.paging(cache, page_table, seq_lens)
+        check.paging(cache, page_table, seq_lens, ratio=ratio)
     check.bind("K", topk)
     out = check.output("out", out, "T K", torch.int32)
     _indexer_topk(
@@ -256,6 +267,7 @@ def indexer_topk(
         page_table,
         topk,
         causal,
+        ratio,
         as_slots,
         max_workspace_bytes,
         out,
@@ -273,6 +285,7 @@ def _indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
     as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,

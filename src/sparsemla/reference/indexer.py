@@ -36,6 +36,7 @@ def indexer_scores_paged(
     seq_lens: Tensor,
     *,
     max_seq_len: int,
+    ratio: int = 1,
 ) -> Tensor:
     """:func:`indexer_scores` over the paged keys of each request."""
     batch, query_len = q.shape[:2]
@@ -45,7 +46,7 @@ def indexer_scores_paged(
     out = q.new_full((batch, query_len, max_seq_len), -torch.inf, dtype=torch.float32)
     starts = seq_lens.new_zeros(query_len)  # [S]
     for request in range(batch):
-        ends = seq_lens[request].clamp(0, max_seq_len)  # [S]
+        ends = (seq_lens[request] // ratio).clamp(0, max_seq_len)  # [S]
         keys, scales, valid = _request_keys(cache, page_table, request, int(ends.max()))
         scores = indexer_scores(q[request], weights[request], keys, scales, starts, ends)
         out[request, :, : keys.shape[0]] = scores.masked_fill(~valid, -torch.inf)
@@ -62,6 +63,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool = True,
+    ratio: int = 1,
     as_slots: bool = False,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
@@ -70,10 +72,11 @@ def indexer_topk(
     offsets = input_row_offsets.tolist()
     for request, length in enumerate(seq_lens.tolist()):
         first, last = offsets[request], offsets[request + 1]
-        keys, scales, valid = _request_keys(cache, page_table, request, length)
+        keys, scales, valid = _request_keys(cache, page_table, request, length // ratio)
         visible = torch.full((last - first,), length, device=q.device)  # [m]
-        if causal:  # the token at position p sees keys 0..p
+        if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first, device=q.device)
+        visible = visible // ratio  # one key for every ratio tokens
         rows = q[first:last], weights[first:last]
         scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
         scores = scores.masked_fill(~valid, -torch.inf)

@@ -857,10 +857,12 @@ def indexer_scores_paged_case(
     format: CacheFormat = INDEX_FP8,
     page_size: int = 64,
     own_lengths: bool = False,
+    ratio: int = 1,
     exact: bool = False,
 ) -> Arguments:
     """Arguments of ``indexer_scores_paged``; with ``own_lengths`` one length per query token."""
-    cache, table = index_cache(draw, seq_lens, format=format, page_size=page_size, exact=exact)
+    counts = [length // ratio for length in seq_lens]
+    cache, table = index_cache(draw, counts, format=format, page_size=page_size, exact=exact)
     batch = len(seq_lens)
     q = index_values(draw, batch, query_len, num_heads, format.head_dim, exact=exact)
     lengths = draw.tensor(seq_lens)
@@ -872,7 +874,8 @@ def indexer_scores_paged_case(
         "cache": cache,
         "page_table": table,
         "seq_lens": lengths,
-        "max_seq_len": max(seq_lens) + 3,
+        "max_seq_len": max(counts) + 3,
+        "ratio": ratio,
     }
 
 
@@ -886,13 +889,15 @@ def indexer_topk_case(
     format: CacheFormat = INDEX_FP8,
     page_size: int = 64,
     causal: bool = True,
+    ratio: int = 1,
     as_slots: bool = False,
     exact: bool = True,
     num_layers: int | None = None,
 ) -> Arguments:
     """Arguments of ``indexer_topk``; exact values make selections comparable id by id."""
+    counts = [length // ratio for length in seq_lens]
     cache, table = index_cache(
-        draw, seq_lens, format=format, page_size=page_size, exact=exact, num_layers=num_layers
+        draw, counts, format=format, page_size=page_size, exact=exact, num_layers=num_layers
     )
     num_tokens = sum(query_lens)
     q = index_values(draw, num_tokens, num_heads, format.head_dim, exact=exact)
@@ -905,6 +910,7 @@ def indexer_topk_case(
         "page_table": table,
         "topk": topk,
         "causal": causal,
+        "ratio": ratio,
         "as_slots": as_slots,
     }
 

@@ -116,6 +116,9 @@ def build(make: Callable[..., Arguments], *args: object, **options: object) -> B
 QUICK_FORMATS = (FP8_DS_MLA, FP8_584, INDEX_FP8)
 """Formats in quick runs: the formats of the models."""
 
+EDGES = (1, 3, 4, 5, 8, 9, 127, 128, 129, 130, 256, 257, 258)
+"""Lengths around the ends of windows of 4 and of 128 tokens."""
+
 QUICK_CONVENTIONS = ("DeepSeek-V3.2", "DeepSeek-V4", "hadamard")
 
 
@@ -331,6 +334,15 @@ def _indexer_scores_paged() -> list[Case]:
         Case("negative lengths", build(_scores_of_negative_lengths)),
         Case("columns past the keys", build(_scores_far_past_the_keys)),
         Case("own lengths", build(make, seq_lens=lens, query_len=2, own_lengths=True), quick=True),
+        *(
+            Case(
+                f"{name}, ratio {ratio}",
+                build(make, seq_lens=Shuffled(EDGES), query_len=3, own_lengths=own, ratio=ratio),
+                quick=ratio == 4,
+            )
+            for ratio in (4, 128)
+            for name, own in (("lengths of requests", False), ("own lengths", True))
+        ),
         Case("64 heads, exact", build(make, seq_lens=lens, num_heads=64, exact=True), (EXACT,)),
         Case("3 heads, exact", build(make, seq_lens=lens, num_heads=3, exact=True), (EXACT,)),
         Case(
@@ -384,6 +396,20 @@ def _indexer_topk() -> list[Case]:
         Case("a few tokens at a time", build(_best_in_little_memory)),
         Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
         Case("one layer of three", build(make, batch=mixed, num_layers=3)),
+        *(
+            Case(
+                f"ratio {ratio}, {name}",
+                build(make, batch=batch, ratio=ratio, topk=20, **options),
+                quick=ratio == 4,
+            )
+            for ratio in (4, 128)
+            for name, batch, options in (
+                ("decodes", _batches(*((1, n) for n in EDGES)), {}),
+                ("drafts", _batches(*((5, n + 5) for n in EDGES)), {"as_slots": True}),
+                ("a prefill", _batches((300, 1100), (4, 3), (130, 130)), {}),
+                ("not causal", _batches((9, 258), (1, 127), (0, 0)), {"causal": False}),
+            )
+        ),
         Case(
             "decode, topk 2048",
             build(
@@ -397,6 +423,11 @@ def _indexer_topk() -> list[Case]:
         Case(
             "prefill, topk 2048",
             build(make, batch=_batches((300, 4000), (70, 70)), topk=2048, num_heads=64),
+            large=True,
+        ),
+        Case(
+            "prefill, topk 512, ratio 4",
+            build(make, batch=_batches((300, 9001), (70, 70)), topk=512, num_heads=64, ratio=4),
             large=True,
         ),
     ]

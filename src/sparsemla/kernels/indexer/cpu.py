@@ -57,6 +57,7 @@ def indexer_scores_paged(
     seq_lens: Tensor,
     *,
     max_seq_len: int,
+    ratio: int,
     out: Tensor,
 ) -> None:
     query_len = q.shape[1]
@@ -64,7 +65,7 @@ def indexer_scores_paged(
         return
     if seq_lens.dim() == 1:  # row j of a request sees len - S + 1 + j keys
         seq_lens = seq_lens[:, None] + torch.arange(1 - query_len, 1)
-    ends = seq_lens.clamp(0, max_seq_len)
+    ends = (seq_lens // ratio).clamp(0, max_seq_len)
     out.fill_(-torch.inf)
     for request, longest in enumerate(ends.amax(1).tolist()):
         for part in cpu.blocks(longest, KEYS_AT_ONCE):
@@ -83,6 +84,7 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
     as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
@@ -92,9 +94,10 @@ def indexer_topk(
     for request, length in enumerate(seq_lens.tolist()):
         first, last = offsets[request], offsets[request + 1]
         visible = torch.full((last - first,), length)
-        if causal:  # the token at position p sees the keys 0..p
+        if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
-        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * max(length, 1))):
+        visible = visible // ratio
+        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * max(length // ratio, 1))):
             at = slice(first + rows.start, first + rows.stop)
             keys = cache, page_table, request
             _select(q[at], weights[at], *keys, visible[rows], topk, max_workspace_bytes, out[at])

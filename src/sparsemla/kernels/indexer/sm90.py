@@ -157,7 +157,8 @@ class Tiling(NamedTuple):
         keys: keys of a tile, one or two TMA copies.
         stages: tiles in flight.
         own_ends: whether ``row_ends`` has an entry per token, instead of per request.
-        causal: the last token of a request sees all of its keys, its predecessor one less.
+        causal: the last token of a request sees all of its tokens, its predecessor one less.
+        ratio: tokens for every key.
         page_size: keys of a page, 0 if they are contiguous.
     """
 
@@ -170,6 +171,7 @@ class Tiling(NamedTuple):
     stages: int
     own_ends: bool
     causal: bool
+    ratio: int
     page_size: int
 
 
@@ -288,6 +290,8 @@ def visible_keys(queries, group, token, T: gl.constexpr):
             else:
                 end_token = gl.load(queries.offsets + group.request + 1 + token * 0, mask=real)
                 end -= end_token - queries.first - 1 - token
+        if T.ratio > 1:
+            end = gl.maximum(end, 0) // T.ratio
     end = gl.where(real, gl.minimum(gl.maximum(end, 0), queries.num_keys), 0)
     return start, end.to(gl.int32)
 
@@ -755,7 +759,7 @@ def choose_groups(query_len: int, heads: int, dim: int) -> GroupShape:
 
 
 def choose_tiling(
-    groups: GroupShape, heads: int, own_ends: bool, causal: bool, page_size: int
+    groups: GroupShape, heads: int, own_ends: bool, causal: bool, ratio: int, page_size: int
 ) -> Tiling:
     """The compile-time constants for groups of this shape."""
     tokens, block_h, block_d = groups
@@ -766,7 +770,9 @@ def choose_tiling(
         else COPY_KEYS.value
     )
     mmas, stages = min(2, tokens), PIPELINE_KEYS // keys
-    return Tiling(tokens, heads, block_h, block_d, mmas, keys, stages, own_ends, causal, page_size)
+    return Tiling(
+        tokens, heads, block_h, block_d, mmas, keys, stages, own_ends, causal, ratio, page_size
+    )
 
 
 def launch(
@@ -828,7 +834,7 @@ def indexer_scores(
         num_requests=1,
         query_len=num_tokens,
     )
-    tiling = choose_tiling(groups, q.shape[1], own_ends=True, causal=False, page_size=0)
+    tiling = choose_tiling(groups, q.shape[1], own_ends=True, causal=False, ratio=1, page_size=0)
     no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
     launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, tiling.tokens), tiling)
 
@@ -849,6 +855,7 @@ def indexer_scores_paged(
     page_table: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    ratio: int,
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores_paged`."""
@@ -877,7 +884,7 @@ def indexer_scores_paged(
         query_len=query_len,
     )
     own_ends = seq_lens.dim() == 2
-    tiling = choose_tiling(groups, heads, own_ends, not own_ends, cache.page_size)
+    tiling = choose_tiling(groups, heads, own_ends, not own_ends, ratio, cache.page_size)
     num_groups = batch * cdiv(query_len, tiling.tokens)
     k, keys = paged_keys(cache, page_table)
     launch(q, k, queries, keys, num_groups, tiling)
@@ -892,12 +899,13 @@ def scorer(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
 ) -> portable.Scorer:
     """The function that scores slices of the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
     num_requests = page_table.shape[0]
     groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)
-    tiling = choose_tiling(groups, heads, False, causal, cache.page_size)
+    tiling = choose_tiling(groups, heads, False, causal, ratio, cache.page_size)
     k, keys = paged_keys(cache, page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
@@ -937,13 +945,14 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
     as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
     portable.select_in_chunks(
-        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal),
+        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal, ratio),
         SELECTION,
         page_table,
         cache.page_size,

@@ -216,6 +216,7 @@ def _paged_kernel(
     stride_out_request,
     LENS_OF_TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
     KEY_ROW: tl.constexpr,
@@ -227,7 +228,8 @@ def _paged_kernel(
 
     Requests have ``query_len`` tokens each, or the tokens between ``input_row_offsets``. In the
     second case, the kernel also stores the end and the request of each token, and it skips columns
-    that a selection of the best ``skip`` keys does not read.
+    that a selection of the best ``skip`` keys does not read. Lengths count tokens; every RATIO of
+    them have one key.
     """
     TOKENS: tl.constexpr = T.tokens
     BLOCK_N: tl.constexpr = T.block_n
@@ -263,6 +265,8 @@ def _paged_kernel(
             end = end - (end_token - 1 - token)
         end = tl.where(real & (token >= begin_token), end, token * 0)
     valid = token < stop
+    if RATIO > 1:
+        end = tl.maximum(end, 0) // RATIO
     end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
     if row_ends is not None:
         once = valid & (token * 0 + begin == 0)
@@ -429,6 +433,7 @@ def indexer_scores_paged(
     page_table: Tensor,
     seq_lens: Tensor,
     max_seq_len: int,
+    ratio: int,
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores_paged`."""
@@ -467,6 +472,7 @@ def indexer_scores_paged(
         stride_out_request=out.stride(0),
         LENS_OF_TOKENS=seq_lens.dim() == 2,
         CAUSAL=True,
+        RATIO=ratio,
         **_paged_arguments(cache, tiles.decode),
         T=tiles,
         num_warps=4,
@@ -483,13 +489,14 @@ def indexer_topk(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
     as_slots: bool,
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
     """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
     select_in_chunks(
-        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal),
+        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal, ratio),
         SELECTION,
         page_table,
         cache.page_size,
@@ -516,6 +523,7 @@ def scorer(
     page_table: Tensor,
     topk: int,
     causal: bool,
+    ratio: int,
 ) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
     num_tokens, heads, dim = q.shape
@@ -557,6 +565,7 @@ def scorer(
             stride_out_request=0,
             LENS_OF_TOKENS=False,
             CAUSAL=causal,
+            RATIO=ratio,
             **_paged_arguments(cache, tiles.decode),
             T=tiles,
             num_warps=4,
