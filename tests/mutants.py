@@ -69,6 +69,7 @@ NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
 WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
+QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
@@ -248,6 +249,20 @@ CPU_MUTANTS = (
         "return scores if key_scales is None else scores.mul_(key_scales)",
         "return scores",
         "tests/test_indexer.py -k test_scores_of_every_head_count and fp8 and not paged",
+    ),
+    portable(
+        "the norm of a query leaves its rotated dims out",
+        "quant/triton.py",
+        "tl.sum(x * x, axis=1) + tl.sum(first * first + second * second, axis=1)",
+        "tl.sum(x * x, axis=1)",
+        QUERIES,
+    ),
+    portable(
+        "rotated dims of a query are not normalised",
+        "quant/triton.py",
+        "first, second = first * rstd, second * rstd",
+        "first, second = first, second",
+        QUERIES,
     ),
     portable(
         "the older window takes part with its second series",

@@ -150,6 +150,9 @@ CALLS = {
     "fused_rope_rmsnorm_quant": latent_write_arguments,
     "fused_rope_rmsnorm_quant, scales apart": lambda: latent_write_arguments(e4m3_format()),
     "fused_rope_rmsnorm_quant, V4": lambda: latent_write_arguments(FP8_584),
+    "fused_rope_rmsnorm_quant, whole queries": lambda: (
+        latent_write_arguments(FP8_584) | {"q_rope": Draw(1).normal(4, 3, 512), "query_norm": True}
+    ),
     "fused_rope_rmsnorm_quant, in place": in_place_arguments,
     "append_index_keys": key_write_arguments,
     "fused_rope_rmsnorm_quant, with rows": lambda: (

@@ -654,6 +654,7 @@ SCALARS = {
     "eps": [None, torch.tensor(1e-6)],
     "causal": [None, "yes", torch.tensor(True)],
     "interleaved": [None, "neox"],
+    "query_norm": [None, 1],
     "rope_first": [None],
     "hadamard": [None, torch.eye(128)],
     "as_slots": [None],

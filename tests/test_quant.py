@@ -5,6 +5,7 @@ import torch
 
 import sparsemla
 from sparsemla import (
+    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -169,6 +170,42 @@ def test_e4m3_queries_are_rounded_once(device):
     expected, _ = reference.fused_rope_rmsnorm_quant(**case)
     assert (expected.to(out.dtype).float() != expected.bfloat16().to(out.dtype).float()).any()
     assert_few_differ("out", out, expected.to(out.dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"interleaved": False, "strided": True},
+        {"num_heads": 0},
+        {"num_tokens": 1, "num_heads": 128, "eps": 0.1},
+        {"rope_dim": 512, "index_dtype": torch.int32, "table_dtype": torch.bfloat16},
+        {"rope_dim": 0},
+    ],
+    ids=lambda options: " ".join(f"{name}={ids(value)}" for name, value in options.items()),
+)
+def test_whole_queries_are_normalised_and_rotated(device, options):
+    def make():
+        return fused_rope_rmsnorm_quant_case(Draw(0, device), FP8_584, query_norm=True, **options)
+
+    out, _ = check_write("fused_rope_rmsnorm_quant", make, [BFLOAT16_ULP])
+    case = make()
+    sparsemla.fused_rope_rmsnorm_quant(**case, out=case["q_rope"])
+    assert_equal("in place", case["q_rope"].contiguous(), out)
+
+
+def test_prepared_queries_match_the_formula(device):
+    make = fused_rope_rmsnorm_quant_case
+    case = make(Draw(0, device), BF16_512, query_norm=True, dtype=torch.float32)
+    case["q_rope"][2] *= 1e-4  # so that eps counts
+    out = sparsemla.fused_rope_rmsnorm_quant(**case)
+    q = case["q_rope"].double().cpu()
+    q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    angles = case["positions"].cpu()[:, None] * rope_frequencies(64, 1e4).double()
+    turned = torch.view_as_complex(q[..., 448:].unflatten(-1, (32, 2)).contiguous())
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat([q[..., :448], torch.view_as_real(turned).flatten(-2)], dim=-1)
+    assert_close("out", out.cpu(), expected, Tolerance(1e-6, 1e-5))
 
 
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, e4m3_format(), BF16_576])

@@ -227,6 +227,40 @@ def test_queries_are_rotated_in_place(interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("fmt", "num_heads", "rope_dim"),
+    [
+        pytest.param(FP8_584, 5, 64, id="fp8_584"),
+        pytest.param(bf16_format(100), 3, 30, id="bf16_100"),
+        pytest.param(bf16_format(96), 1, 96, id="every dim rotated"),
+    ],
+)
+def test_whole_queries_are_normalised_in_place(fmt, num_heads, rope_dim, interleaved):
+    cache = marked_cache(fmt, page_size=5)
+    wide = integers(7, num_heads, fmt.head_dim + 8).to(DEVICE)
+    wide[4] = 0
+    queries = wide[..., 4:-4]
+    arguments = {
+        "kv": integers(7, fmt.head_dim),
+        "cos_sin_cache": table(rope_dim),
+        "kv_norm_weight": integers(fmt.head_dim),
+        "positions": torch.randint(0, MAX_POSITIONS, (7,)),
+        "slot_mapping": slots_for(7, cache),
+        "eps": 1e-6,
+        "query_norm": True,
+        "interleaved": interleaved,
+        "scale_mode": "pow2",
+    }
+    wanted = copy_of(cache, "cpu")
+    expected, _ = reference.fused_rope_rmsnorm_quant(queries.cpu(), cache=wanted, **arguments)
+    outside = wide[..., [*range(4), *range(-4, 0)]].clone()
+    written, _ = run("fused_rope_rmsnorm_quant", cache, q_rope=queries, out=queries, **arguments)
+    assert torch.equal(queries.cpu(), expected.bfloat16())
+    assert torch.equal(wide[..., [*range(4), *range(-4, 0)]], outside)
+    assert_same_bytes(written, wanted)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("fmt", "norm_dim", "rope_dim"), LATENTS)
 def test_rows_before_quantisation(fmt, norm_dim, rope_dim, interleaved):
     cache = marked_cache(fmt, page_size=5)

@@ -23,11 +23,19 @@ def ints(n):
 
 
 def fused(
-    fmt, interleaved=True, norm_dim=512, out_dtype=torch.bfloat16, with_rows=False, tokens=8192
+    fmt,
+    interleaved=True,
+    norm_dim=512,
+    out_dtype=torch.bfloat16,
+    with_rows=False,
+    tokens=8192,
+    query_norm=False,
 ):
     def launch():
+        queries = meta(tokens, 128, fmt.head_dim if query_norm else 192)
+        out = meta(tokens, 128, fmt.head_dim if query_norm else 576, dtype=out_dtype)
         dispatch.load("fused_rope_rmsnorm_quant", "triton")(
-            q_rope=meta(tokens, 128, 192)[..., 128:],
+            q_rope=queries if query_norm else queries[..., 128:],
             kv=meta(tokens, fmt.head_dim),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),
             kv_norm_weight=meta(norm_dim),
@@ -37,8 +45,9 @@ def fused(
             eps=1e-6,
             interleaved=interleaved,
             scale_mode="pow2",
-            out=meta(tokens, 128, 576, dtype=out_dtype)[..., 512:],
+            out=out if query_norm else out[..., 512:],
             kv_out=meta(tokens, fmt.head_dim) if with_rows else None,
+            query_norm=query_norm,
         )
 
     return launch
@@ -115,6 +124,7 @@ LAUNCHES = {
     "fused fp8_ds_mla, half-split": fused(FP8_DS_MLA, interleaved=False),
     "fused fp8_ds_mla, with rows": fused(FP8_DS_MLA, with_rows=True),
     "fused fp8_584": fused(FP8_584, norm_dim=512),
+    "fused fp8_584, query norm": fused(FP8_584, query_norm=True),
     "fused bf16": fused(BF16_576),
     "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
     "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),

@@ -23,6 +23,7 @@ def fused_rope_rmsnorm_quant(
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float = 1e-6,
+    query_norm: bool = False,
     interleaved: bool = True,
     scale_mode: ScaleMode = "pow2",
     validate: bool = False,
@@ -38,11 +39,18 @@ def fused_rope_rmsnorm_quant(
         out    = RoPE(q_rope, p)            kv_out = x
 
     in float32 up to the one rounding into each result. DeepSeek-V3 has N + R = D; in DeepSeek-V4
-    the norm covers all dims and the rotation the last R (N = D). A negative slot writes nothing
-    into the cache. NaN stays NaN and does not change its block's scale.
+    the norm covers all dims and the rotation the last R (N = D), and with ``query_norm`` each head
+    ``q`` of D dims is prepared likewise, without a weight::
+
+        q       = q * rsqrt(mean(q^2) + eps)
+        q[-R:]  = RoPE(q[-R:], p)           out = q
+
+    A negative slot writes nothing into the cache. NaN stays NaN and does not change its block's
+    scale.
 
     Args:
-        q_rope: ``[T, H, R]`` bfloat16, float16 or float32; may be a strided slice.
+        q_rope: ``[T, H, R]`` bfloat16, float16 or float32, with query_norm the whole queries
+            ``[T, H, D]``; may be a strided slice.
         kv: ``[T, D]`` bfloat16, float16 or float32, the row before norm and RoPE; may be a strided
             slice of a fused projection.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
@@ -50,23 +58,25 @@ def fused_rope_rmsnorm_quant(
         cache: the cache to write; ``head_dim`` of its format is D.
         positions: int32, int64 or uint32 ``[T]``.
         slot_mapping: int32, int64 or uint32 ``[T]``; no slot may occur twice.
-        eps: RMSNorm epsilon.
+        eps: RMSNorm epsilon, of rows and queries.
+        query_norm: normalise whole queries before their last R dims are rotated.
         interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
         scale_mode: ``pow2`` or ``exact`` scales.
         validate: read positions and slot_mapping and refuse values out of range.
-        out: ``[T, H, R]`` of any float dtype or float8_e4m3fn, written; may be ``q_rope`` itself,
-            or the last dims of the ``[T, H, D]`` queries of attention.
+        out: of q_rope's shape and any float dtype or float8_e4m3fn, written; may be ``q_rope``
+            itself, or the last dims of the ``[T, H, D]`` queries of attention.
         kv_out: bfloat16 ``[T, D]``, written if given: the rows before quantisation, for a prefill
             that attends to this step's own tokens. Tokens without a slot are written too.
 
     Returns:
-        The rotated queries ``[T, H, R]``, in the dtype of ``out``, else of ``q_rope``.
+        The queries, of q_rope's shape, in the dtype of ``out``, else of ``q_rope``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format; the
             cache is untouched then.
 
-    Source: MAX ``mla_fused_rope_rmsnorm_quantization``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
+    Source: MAX ``mla_fused_rope_rmsnorm_quantization``; DeepSeek-V2 (arXiv 2405.04434) section 2.1;
+    DeepSeek-V4's inference code, ``Attention``.
 
     >>> from sparsemla import FP8_DS_MLA, PagedCache, cos_sin_table, rope_frequencies
     >>> cache = PagedCache.allocate(FP8_DS_MLA, num_pages=2, page_size=64)
@@ -79,13 +89,15 @@ def fused_rope_rmsnorm_quant(
     torch.Size([3, 16, 64])
     """
     check = Checker("fused_rope_rmsnorm_quant")
-    check.tensor("q_rope", q_rope, "T H R", FLOATS)
+    check.kind("query_norm", query_norm, bool)
+    shape = "T H D" if query_norm else "T H R"
+    check.tensor("q_rope", q_rope, shape, FLOATS)
     check.tensor("kv", kv, "T D", FLOATS)
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     check.tensor("kv_norm_weight", kv_norm_weight, "N", FLOATS)
     check.cache("cache", cache)
     check.head_dim("kv", cache)
-    check.rope_dim("q_rope", q_rope.shape[2], kv.shape[1])
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], kv.shape[1])
     if kv_norm_weight.shape[0] > kv.shape[1]:
         raise ValueError(
             f"fused_rope_rmsnorm_quant: kv_norm_weight must have at most {kv.shape[1]} elements, "
@@ -96,9 +108,9 @@ def fused_rope_rmsnorm_quant(
     check.kind("interleaved", interleaved, bool)
     check.scale_mode(scale_mode, cache.format)
     if out is None:
-        out = check.output("out", None, "T H R", q_rope.dtype)
+        out = check.output("out", None, shape, q_rope.dtype)
     else:
-        check.written("out", out, "T H R", ROTATED)
+        check.written("out", out, shape, ROTATED)
     if kv_out is not None:
         check.written("kv_out", kv_out, "T D", torch.bfloat16)
     _fused_rope_rmsnorm_quant(
@@ -110,6 +122,7 @@ def fused_rope_rmsnorm_quant(
         positions,
         slot_mapping,
         eps,
+        query_norm,
         interleaved,
         scale_mode,
         out,
@@ -128,6 +141,7 @@ def _fused_rope_rmsnorm_quant(
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float,
+    query_norm: bool,
     interleaved: bool,
     scale_mode: str,
     out: Tensor,

@@ -20,6 +20,12 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def rotate_last(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """RoPE of the last R dims of float32 ``x [..., D]``."""
+    nope, rope = x.tensor_split([x.shape[-1] - cos_sin.shape[-1]], dim=-1)
+    return torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Orthogonal Walsh-Hadamard transform in Sylvester order; the last dim is a power of two."""
     n = x.shape[-1]
@@ -27,6 +33,11 @@ def hadamard(x: Tensor) -> Tensor:
     while matrix.shape[0] < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return x @ matrix * n**-0.5
+
+
+def _rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm of float32 ``x [..., D]`` over the last dim, without a weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def fused_rope_rmsnorm_quant(
@@ -39,21 +50,25 @@ def fused_rope_rmsnorm_quant(
     positions: Tensor,
     slot_mapping: Tensor,
     eps: float = 1e-6,
+    query_norm: bool = False,
     interleaved: bool = True,
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of the latent, RoPE of key and queries, quantise, write rows to the cache."""
+    """RMSNorm of the latent, RoPE of key and queries, quantise, write rows to the cache.
+
+    With ``query_norm`` queries are whole, ``[T, H, D]``, and normalised first.
+    """
     cos_sin = cos_sin_cache[positions].float()  # [T, R]
-    norm_dim, rope_dim = kv_norm_weight.shape[0], cos_sin.shape[-1]
+    norm_dim = kv_norm_weight.shape[0]
     row = kv.float()  # [T, D]
     latent = row[:, :norm_dim]  # [T, N]
-    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps)
-    row = torch.cat([latent * kv_norm_weight.float(), row[:, norm_dim:]], dim=-1)  # [T, D]
-    nope, rope = row.tensor_split([row.shape[1] - rope_dim], dim=-1)  # [T, D - R], [T, R]
-    row = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)  # [T, D]
+    latent = _rms_norm(latent, eps) * kv_norm_weight.float()
+    row = torch.cat([latent, row[:, norm_dim:]], dim=-1)  # [T, D]
+    row = rotate_last(row, cos_sin, interleaved)  # [T, D]
     cache.write(slot_mapping, row, scale_mode=scale_mode)
+    q = _rms_norm(q_rope.float(), eps) if query_norm else q_rope.float()  # [T, H, D] or [T, H, R]
     # Unrounded: the caller rounds to the dtype of its outputs.
-    return rotate(q_rope.float(), cos_sin[:, None], interleaved), row  # [T, H, R], [T, D]
+    return rotate_last(q, cos_sin[:, None], interleaved), row
 
 
 def append_index_keys(
@@ -156,6 +171,5 @@ def _rotate_index(
         rope, nope = x.tensor_split([rope_dim], dim=-1)  # [..., R], [..., DI - R]
         x = torch.cat([rotate(rope, cos_sin, interleaved), nope], dim=-1)
     else:
-        nope, rope = x.tensor_split([x.shape[-1] - rope_dim], dim=-1)
-        x = torch.cat([nope, rotate(rope, cos_sin, interleaved)], dim=-1)
+        x = rotate_last(x, cos_sin, interleaved)
     return hadamard(x) if transform else x

@@ -270,6 +270,7 @@ def fused_rope_rmsnorm_quant_case(
     table_dtype: torch.dtype = torch.float32,
     strided: bool = False,
     with_rows: bool = False,
+    query_norm: bool = False,
     **options: object,
 ) -> Arguments:
     """Arguments of ``fused_rope_rmsnorm_quant``, to which ``options`` are added.
@@ -287,14 +288,16 @@ def fused_rope_rmsnorm_quant_case(
     if with_rows:
         shape = (num_tokens, format.head_dim)
         options["kv_out"] = torch.zeros(shape, dtype=torch.bfloat16, device=draw.device)
+    query_dim = format.head_dim if query_norm else rope_dim
     return {
-        "q_rope": wrap(draw.normal(num_tokens, num_heads, rope_dim, dtype=dtype)),
+        "q_rope": wrap(draw.normal(num_tokens, num_heads, query_dim, dtype=dtype)),
         "kv": wrap(draw.normal(num_tokens, format.head_dim, dtype=dtype) * 3),
         "cos_sin_cache": _table(draw, rope_dim, table_dtype),
         "kv_norm_weight": 1 + draw.normal(norm_dim) / 5,
         "cache": cache,
         "positions": positions,
         "slot_mapping": slots,
+        "query_norm": query_norm,
         **options,
     }
 

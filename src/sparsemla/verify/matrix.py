@@ -140,8 +140,17 @@ def _latent_writes() -> list[Case]:
         "with rows, half-split": {"with_rows": True, "interleaved": False},
         "no heads": {"num_heads": 0},
     }
+    whole: dict[str, dict[str, Any]] = {
+        "whole queries": {},
+        "whole queries, half-split, strided": {"interleaved": False, "strided": True},
+        "whole queries, 128 heads, 70 tokens": {"num_tokens": 70, "num_heads": 128},
+    }
     return [
         *(Case(fmt.name, build(make, fmt), quick=fmt in QUICK_FORMATS) for fmt in LATENT_FORMATS),
+        *(
+            Case(name, build(make, FP8_584, query_norm=True, **some))
+            for name, some in whole.items()
+        ),
         *(
             Case(f"{fmt.name} with rows", build(make, fmt, with_rows=True))
             for fmt in (BF16_576, FP8_584, e4m3_format())

@@ -24,11 +24,12 @@ def fused_rope_rmsnorm_quant(
     scale_mode: ScaleMode,
     out: Tensor,
     kv_out: Tensor | None,
+    query_norm: bool = False,
 ) -> None:
     op = "fused_rope_rmsnorm_quant"
     _check_positions(op, positions, cos_sin_cache)
     _check_slots(op, slot_mapping, cache)
-    norm_dim, rope_dim = kv_norm_weight.shape[0], q_rope.shape[2]
+    norm_dim = kv_norm_weight.shape[0]
     weight = kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
         cos_sin = cos_sin_cache[positions[tokens]].float()
@@ -36,12 +37,15 @@ def fused_rope_rmsnorm_quant(
         rows[:, :norm_dim] = torch.nn.functional.rms_norm(
             rows[:, :norm_dim], (norm_dim,), weight, eps
         )
-        rope = rows[:, kv.shape[1] - rope_dim :]
-        rope.copy_(_rotate(rope, cos_sin, interleaved))
+        _rotate_part(rows, cos_sin, interleaved, rope_first=False)
         cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
         if kv_out is not None:
             kv_out[tokens] = rows.to(kv_out.dtype)
-        out[tokens] = _rotate(q_rope[tokens].float(), cos_sin[:, None], interleaved).to(out.dtype)
+        q = q_rope[tokens].to(torch.float32, copy=True)
+        if query_norm:
+            q = torch.nn.functional.rms_norm(q, q.shape[2:], eps=eps)
+        _rotate_part(q, cos_sin[:, None], interleaved, rope_first=False)
+        out[tokens] = q.to(out.dtype)
 
 
 def append_index_keys(

@@ -259,28 +259,46 @@ def _rotate_heads(
     program,
     num_heads,
     num_positions,
+    eps,
     q_token_stride,
     q_head_stride,
     out_token_stride,
     out_head_stride,
     table_stride,
     NATIVE: tl.constexpr,
+    START: tl.constexpr,
     R: tl.constexpr,
+    QUERY_NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAIRS: tl.constexpr,
+    REST_DIMS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """RoPE of ``HEADS`` heads of a token.
+    """RoPE of ``HEADS`` heads of a token; with QUERY_NORM their RMSNorm first.
 
-    A thread loads both dims of the pairs that it stores, so ``out`` may be ``q``.
+    A thread loads both dims of the pairs that it stores, and the norm needs all dims of a head, so
+    ``out`` may be ``q``.
     """
     token, head, live = _heads_of(program, num_heads, HEADS)
     position = tl.load(positions + token).to(tl.int64)
     head, live = head[:, None], live[:, None]
     source = q + token * q_token_stride + head * q_head_stride
-    first, second = _load_pairs(source, live, R, PAIRS, INTERLEAVED)
-    first, second = _rotate_pairs(first, second, cos_sin, position, num_positions, table_stride, R)
     target = out + token * out_token_stride + head * out_head_stride
+    if QUERY_NORM:  # queries of START dims, then the rotated ones
+        rest = tl.arange(0, REST_DIMS)[None, :]
+        real = live & (rest < START)
+        x = tl.load(source + rest, mask=real, other=0.0).to(tl.float32)
+        first, second = _load_pairs(source + START, live, R, PAIRS, INTERLEAVED)
+        square = tl.sum(x * x, axis=1) + tl.sum(first * first + second * second, axis=1)
+        variance = tl.div_rn(square, tl.full(square.shape, START + R, tl.float32))
+        rstd = tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+        rstd = rstd[:, None]
+        tl.store(target + rest, _as_stored(x * rstd, target, NATIVE), mask=real)
+        first, second = first * rstd, second * rstd
+        target += START
+    else:
+        first, second = _load_pairs(source, live, R, PAIRS, INTERLEAVED)
+    first, second = _rotate_pairs(first, second, cos_sin, position, num_positions, table_stride, R)
     _store_pairs(target, first, second, live, R, INTERLEAVED, NATIVE)
 
 
@@ -312,6 +330,7 @@ def _fused_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
+    QUERY_NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ADJACENT: tl.constexpr,
     FP8_DIM: tl.constexpr,
@@ -324,6 +343,7 @@ def _fused_kernel(
     TAIL_BLOCKS: tl.constexpr,
     TAIL_DIMS: tl.constexpr,
     PAIRS: tl.constexpr,
+    REST_DIMS: tl.constexpr,
     HEADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -339,15 +359,19 @@ def _fused_kernel(
             tl.program_id(0) - num_tokens,
             num_heads,
             num_positions,
+            eps,
             q_token_stride,
             q_head_stride,
             out_token_stride,
             out_head_stride,
             table_stride,
             NATIVE,
+            START,
             R,
+            QUERY_NORM,
             INTERLEAVED,
             PAIRS,
+            REST_DIMS,
             HEADS,
         )
         return
@@ -472,11 +496,14 @@ def fused_rope_rmsnorm_quant(
     scale_mode: str,
     out: Tensor,
     kv_out: Tensor | None,
+    query_norm: bool = False,
 ) -> None:
     # The first programs write rows, the others rotate heads.
     fmt = cache.format
-    num_tokens, num_heads, rope_dim = q_rope.shape
-    widths = _fused_widths(fmt, kv_norm_weight.shape[0], rope_dim, num_heads, interleaved)
+    num_tokens, num_heads = q_rope.shape[:2]
+    widths = _fused_widths(
+        fmt, kv_norm_weight.shape[0], cos_sin_cache.shape[1], num_heads, query_norm, interleaved
+    )
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
     num_programs = num_tokens * (1 + cdiv(num_heads, widths["HEADS"]))
@@ -513,7 +540,12 @@ def fused_rope_rmsnorm_quant(
 
 @functools.cache
 def _fused_widths(
-    fmt: CacheFormat, norm_dim: int, rope_dim: int, num_heads: int, interleaved: bool
+    fmt: CacheFormat,
+    norm_dim: int,
+    rope_dim: int,
+    num_heads: int,
+    query_norm: bool,
+    interleaved: bool,
 ) -> dict[str, int]:
     """Compile-time dims and tiles of the fused kernel."""
     start = fmt.head_dim - rope_dim
@@ -524,6 +556,7 @@ def _fused_widths(
     body = max(tail, norm_dim)
     block_dims = next_power_of_2(block)
     pairs = max(next_power_of_2(rope_dim // 2), 1)
+    query_dims = next_power_of_2(fmt.head_dim) if query_norm else 2 * pairs
     return {
         "D": fmt.head_dim,
         "N": norm_dim,
@@ -537,10 +570,12 @@ def _fused_widths(
         "TAIL": tail,
         "TAIL_BLOCKS": next_power_of_2(cdiv(fmt.head_dim - tail, block)),
         "TAIL_DIMS": min(next_power_of_2(fmt.head_dim - tail), block_dims),
+        "QUERY_NORM": query_norm,
         "INTERLEAVED": interleaved,
         "ADJACENT": interleaved and not any(n % 2 for n in (start, tail, block)),
         "PAIRS": pairs,
-        "HEADS": max(1, min(HEAD_DIMS // (2 * pairs), next_power_of_2(num_heads))),
+        "REST_DIMS": max(next_power_of_2(start), 1),
+        "HEADS": max(1, min(HEAD_DIMS // query_dims, next_power_of_2(num_heads))),
     }
 
 
