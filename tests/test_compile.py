@@ -32,6 +32,7 @@ from sparsemla.testing.cases import (
     mla_layer,
     paged_requests,
     pool_windows_case,
+    project_groups_case,
     project_heads_case,
     sparse_decode_case,
     sparse_prefill_case,
@@ -212,6 +213,11 @@ CALLS = {
         "x": Draw(16).normal(3, 2, 256).bfloat16(),
         "weight": head_weight(Draw(16), 2, 32, 256, (32, 128)),
     },
+    "project_groups": lambda: project_groups_case(Draw(17)),
+    "project_groups, fp8 parts in a workspace": lambda: (
+        project_groups_case(Draw(17), block=(128, 128), num_parts=2, with_sink=True)
+        | {"workspace": torch.zeros(1 << 16, dtype=torch.uint8)}
+    ),
     "decode_branch, sparse": lambda: branch_arguments(8, with_sink=True),
     "decode_branch, dense": lambda: branch_arguments(None),
     "decode_branch, fp8 weights": lambda: branch_arguments(8, block=(128, 128)),

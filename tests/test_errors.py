@@ -36,6 +36,7 @@ from sparsemla.testing.cases import (
     paged_requests,
     pool_windows_case,
     prefill_rows,
+    project_groups_case,
     project_heads_case,
     sinks,
     sparse_decode_case,
@@ -223,6 +224,10 @@ CALLS = {
         project_heads_case(Draw(15), rows=32, cols=64, num_parts=2, with_sink=True)
         | {"out": torch.empty(7, 3, 32).bfloat16()}
     ),
+    "project_groups": lambda: (
+        project_groups_case(Draw(16), rope_dim=32, num_parts=2, with_sink=True)
+        | {"out": torch.empty(7, 2, 64).bfloat16()}
+    ),
     "decode_branch": decode_branch_arguments,
     "prefill_branch": branch_arguments,
 }
@@ -312,6 +317,7 @@ FREE = {
     ("prepare_index_queries", "cos_sin_cache", 0),
     ("fused_indexer_rope_quant", "cos_sin_cache", 0),
     ("pool_windows", "cos_sin_cache", 0),
+    ("project_groups", "cos_sin_cache", 0),
     ("to_slots", "page_table", 0),
     ("to_slots", "page_table", 1),
     ("to_slots", "workspace_starts", 0),

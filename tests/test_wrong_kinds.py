@@ -188,6 +188,12 @@ VALID = {
         mla_layer(Draw(0), with_sink=True), MLALayer.__dataclass_fields__
     ),
     "sparsemla.absorb_kv_b_proj": quantised_kv_b_proj,
+    "sparsemla.group_o_a_proj": lambda: {
+        "weight": torch.zeros(64, 64).to(E4M3),
+        "weight_scale_inv": torch.ones(2, 2),
+        "num_groups": 2,
+        "block": 32,
+    },
     "sparsemla.dequantize_blocks": lambda: {
         "weight": torch.zeros(64, 64).to(E4M3),
         "scale": torch.ones(2, 2),
@@ -260,6 +266,7 @@ VALID = {
         "qk_rope_head_dim": 64,
         "device": "cpu",
     },
+    "sparsemla.group_workspace_size": lambda: {"num_tokens": 2, "weight": e4m3_weight()},
     "sparsemla.merge_workspace_size": lambda: {"num_tokens": 2, "num_heads": 4, "dim": 512},
     "sparsemla.prefill_workspace_rows": lambda: (
         LENGTHS

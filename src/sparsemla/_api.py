@@ -30,6 +30,7 @@ from sparsemla.ops import (
     pool_windows,
     prefill_branch,
     prepare_index_queries,
+    project_groups,
     project_heads,
     select_topk,
     sparse_decode,
@@ -39,7 +40,7 @@ from sparsemla.ops import (
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.prefill import prefill_workspace_rows
-from sparsemla.ops.projection import merge_workspace_size
+from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -65,6 +66,7 @@ from sparsemla.weights import (
     MLALayer,
     absorb_kv_b_proj,
     dequantize_blocks,
+    group_o_a_proj,
     projection_weight,
 )
 
@@ -107,6 +109,8 @@ __all__ = [
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
     "get_format",
+    "group_o_a_proj",
+    "group_workspace_size",
     "indexer_scores",
     "indexer_scores_paged",
     "indexer_topk",
@@ -120,6 +124,7 @@ __all__ = [
     "prefill_branch",
     "prefill_workspace_rows",
     "prepare_index_queries",
+    "project_groups",
     "project_heads",
     "projection_weight",
     "rope_frequencies",

@@ -1,4 +1,4 @@
-"""Weights of an MLA layer in the absorbed form, split from ``kv_b_proj``."""
+"""Weights of an attention layer: MLA's absorbed form, split from ``kv_b_proj``, and groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True, eq=False)
 class HeadWeight:
-    """One matrix per head: bfloat16, or e4m3 with a scale per block.
+    """One matrix per head, or per group of heads: bfloat16, or e4m3 with a scale per block.
 
     Args:
         data: ``[H, N, K]``; the matrix of a head maps ``K`` inputs to ``N`` outputs.
@@ -320,11 +320,78 @@ def absorb_kv_b_proj(
         ValueError: the shapes do not fit, or scales are missing or superfluous.
     """
     check = Checker("absorb_kv_b_proj")
-    check.kind("weight", weight, Tensor)
     check_integer("num_heads", num_heads)
     check_integer("qk_nope_head_dim", qk_nope_head_dim)
     check_integer("v_head_dim", v_head_dim)
     check_integer("block", block, 1)
+    _check_codes(check, weight, weight_scale_inv)
+    head_rows = qk_nope_head_dim + v_head_dim
+    if weight.dim() != 2 or weight.shape[0] != num_heads * head_rows:
+        raise ValueError(
+            f"weight must have shape [{num_heads} * {head_rows}, L], num_heads times "
+            f"qk_nope_head_dim + v_head_dim, got {list(weight.shape)}"
+        )
+    fine = math.gcd(block, qk_nope_head_dim, v_head_dim)
+    heads, scales = _matrices(weight, weight_scale_inv, (num_heads, head_rows), fine, block)
+    w_uk, w_uv = heads.split([qk_nope_head_dim, v_head_dim], dim=1)
+    w_uk = _turned(w_uk)  # [H, L, P]
+    if scales is None:
+        return HeadWeight(w_uk), HeadWeight(w_uv.contiguous())
+    uk_scale, uv_scale = scales.split([qk_nope_head_dim // fine, v_head_dim // fine], dim=1)
+    return (
+        HeadWeight(w_uk, _turned(uk_scale), (block, fine)),
+        HeadWeight(w_uv.contiguous(), uv_scale.contiguous(), (fine, block)),
+    )
+
+
+def group_o_a_proj(
+    weight: Tensor,
+    weight_scale_inv: Tensor | None = None,
+    *,
+    num_groups: int,
+    block: int = 128,
+) -> HeadWeight:
+    """The matrices of groups of heads in an ``o_a_proj`` weight, DeepSeek-V4's ``wo_a``.
+
+    Row ``g * N + i`` of the weight is row ``i`` of group ``g``. Codes are treated as by
+    :func:`absorb_kv_b_proj`: e4m3 codes with scales per block, or a single scale, keep their bits.
+
+    Args:
+        weight: ``[G * N, K]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
+        weight_scale_inv: for codes, factors of any float dtype, float8_e8m0fnu included, per block
+            ``[ceil(G * N / block), ceil(K / block)]``, per row ``[G * N]`` or ``[G * N, 1]``, or a
+            single factor ``[]`` or ``[1]``.
+        num_groups: G.
+        block: side of a scale's block.
+
+    Returns:
+        ``[G, N, K]``, for :func:`project_groups`.
+
+    Raises:
+        TypeError: a weight that is not a tensor of floats or codes, or scales that are not floats.
+        ValueError: the shapes do not fit, or scales are missing or superfluous.
+
+    >>> group_o_a_proj(torch.randn(2 * 32, 128), num_groups=2).data.shape
+    torch.Size([2, 32, 128])
+    """
+    check = Checker("group_o_a_proj")
+    check_integer("num_groups", num_groups, 1)
+    check_integer("block", block, 1)
+    _check_codes(check, weight, weight_scale_inv)
+    if weight.dim() != 2 or weight.shape[0] % num_groups:
+        raise ValueError(
+            f"weight must have shape [{num_groups} * N, K] with num_groups = {num_groups}, "
+            f"got {list(weight.shape)}"
+        )
+    rows = weight.shape[0] // num_groups
+    fine = math.gcd(block, rows)
+    data, scale = _matrices(weight, weight_scale_inv, (num_groups, rows), fine, block)
+    return HeadWeight(data, scale, (fine, block))
+
+
+def _check_codes(check: Checker, weight: Tensor, weight_scale_inv: Tensor | None) -> None:
+    """Check the dtypes of a checkpoint's weight, and that exactly codes have scales."""
+    check.kind("weight", weight, Tensor)
     if weight_scale_inv is not None:
         check.kind("weight_scale_inv", weight_scale_inv, Tensor)
         if not weight_scale_inv.is_floating_point():
@@ -333,33 +400,28 @@ def absorb_kv_b_proj(
             )
     if not weight.is_floating_point() and weight.dtype != torch.int8:  # packed codes, for example
         raise TypeError(f"weight must have a float dtype or int8, got {weight.dtype}")
-    head_rows = qk_nope_head_dim + v_head_dim
-    if weight.dim() != 2 or weight.shape[0] != num_heads * head_rows:
-        raise ValueError(
-            f"weight must have shape [{num_heads} * {head_rows}, L], num_heads times "
-            f"qk_nope_head_dim + v_head_dim, got {list(weight.shape)}"
-        )
     is_quantised = weight.dtype.itemsize == 1
     if is_quantised != (weight_scale_inv is not None):
         raise ValueError(
             "weight_scale_inv must be given exactly for a weight of codes, "
             f"got {'none' if is_quantised else 'one'} for {weight.dtype}"
         )
-    scale = None
-    if weight_scale_inv is not None:
-        scale, rows = _scales_of(weight_scale_inv, weight, block)
+
+
+def _matrices(
+    weight: Tensor, scale: Tensor | None, counts: tuple[int, int], fine: int, block: int
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of a checkpoint's weight ``[C * N, K]`` as ``counts = (C, N)``: ``[C, N, K]``.
+
+    Returns:
+        bfloat16 and None, or e4m3 codes and a scale for each ``fine`` rows and ``block`` columns.
+    """
+    if scale is not None:
+        scale, rows = _scales_of(scale, weight, block)
         if weight.dtype != torch.float8_e4m3fn or rows != block:
             weight, scale = weight.float() * _spread(scale, (rows, block), *weight.shape), None
-    heads = weight.reshape(num_heads, head_rows, weight.shape[1])  # [H, P + V, L]
-    w_uk, w_uv = heads.split([qk_nope_head_dim, v_head_dim], dim=1)
-    w_uk = _turned(w_uk)  # [H, L, P]
+    matrices = weight.reshape(*counts, weight.shape[1])
     if scale is None:
-        return HeadWeight(w_uk.bfloat16()), HeadWeight(w_uv.bfloat16().contiguous())
-    fine = math.gcd(block, qk_nope_head_dim, v_head_dim)
-    scales = scale.repeat_interleave(block // fine, dim=0)
-    scales = scales[: weight.shape[0] // fine].view(num_heads, head_rows // fine, -1)
-    uk_scale, uv_scale = scales.split([qk_nope_head_dim // fine, v_head_dim // fine], dim=1)
-    return (
-        HeadWeight(w_uk, _turned(uk_scale), (block, fine)),
-        HeadWeight(w_uv.contiguous(), uv_scale.contiguous(), (fine, block)),
-    )
+        return matrices.bfloat16(), None
+    scale = scale.repeat_interleave(block // fine, dim=0)[: weight.shape[0] // fine]
+    return matrices, scale.view(counts[0], counts[1] // fine, -1)

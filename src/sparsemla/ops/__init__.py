@@ -6,7 +6,7 @@ from sparsemla.ops.gather import gather_dequant, to_slots
 from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
 from sparsemla.ops.pool import pool_windows
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
-from sparsemla.ops.projection import project_heads
+from sparsemla.ops.projection import project_groups, project_heads
 from sparsemla.ops.quant import (
     append_index_keys,
     fused_indexer_rope_quant,
@@ -31,6 +31,7 @@ __all__ = [
     "pool_windows",
     "prefill_branch",
     "prepare_index_queries",
+    "project_groups",
     "project_heads",
     "select_topk",
     "sparse_decode",

@@ -1,12 +1,13 @@
-"""Per-head GEMMs: queries into the latent space, attended latents to the heads' outputs."""
+"""GEMMs with one matrix per head, or per group of heads, before and after attention."""
 
 import torch
 from torch import Tensor
 
 from sparsemla import dispatch
-from sparsemla.checks import Checker
-from sparsemla.kinds import check_integer
+from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kinds import check_integer, check_kind
 from sparsemla.ops._library import operator
+from sparsemla.ops.quant import TABLES
 from sparsemla.weights import HeadWeight
 
 
@@ -111,3 +112,133 @@ def _project_heads(
     out: Tensor,
 ) -> dispatch.Launch:
     return dispatch.find("project_heads", x, num_heads=x.shape[-2])
+
+
+def project_groups(
+    x: Tensor,
+    weight: HeadWeight,
+    *,
+    cos_sin_cache: Tensor | None = None,
+    positions: Tensor | None = None,
+    lses: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Undo the rotation of each head's output and multiply each group of heads with its matrix.
+
+    DeepSeek-V4's output projection. G groups of H / G neighbouring heads, whose outputs lie behind
+    each other (K = H / G * V)::
+
+        x[t, h, -R:] = RoPE(x[t, h, -R:], -positions[t])
+        out[t, g]    = weight[g] @ x[t, group g]
+
+    The rotation takes pairs (2i, 2i + 1) of the last R dims and is computed in float32. Its result
+    is rounded once: to bfloat16, or with e4m3 weights to e4m3. As in :func:`project_heads` the
+    activations then have one scale ``max(amax, 1e-4) / 448`` for each token, group and block of
+    ``scale_block[1]`` inputs, and each block's float32 sum is multiplied by both scales.
+
+    With ``lses``, the parts ``x`` are merged first, as by :func:`merge_states`, and rounded to
+    bfloat16.
+
+    Args:
+        x: bfloat16 ``[T, H, V]``; with lses, the parts, float32 ``[S, T, H, V]``; may be strided.
+        weight: ``[G, N, K]``, one matrix per group (:func:`group_o_a_proj`).
+        cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half: the table
+            that rotated the queries; None if nothing is to be undone.
+        positions: int32, int64 or uint32 ``[T]``, of the queries; with cos_sin_cache.
+        lses: float32 ``[S, T, H]``, natural logarithms; an lse of -inf makes the op ignore its
+            part.
+        attn_sink: float32 ``[H]``, with lses: a logit without a value.
+        workspace: uint8, at least :func:`group_workspace_size`, room for the inputs of the
+            products; default a new one.
+        out: bfloat16 ``[T, G, N]``, written; may be a slice of a wider buffer.
+
+    Returns:
+        bfloat16 ``[T, G, N]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V4's inference code, ``Attention``; vLLM ``fused_inv_rope_fp8_quant``.
+
+    >>> from sparsemla import HeadWeight, cos_sin_table, rope_frequencies
+    >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
+    >>> weight = HeadWeight(torch.ones(2, 32, 4 * 512, dtype=torch.bfloat16))
+    >>> x = torch.randn(3, 8, 512, dtype=torch.bfloat16)
+    >>> project_groups(x, weight, cos_sin_cache=table, positions=torch.arange(3)).shape
+    torch.Size([3, 2, 32])
+    """
+    check = Checker("project_groups")
+    check.kind("weight", weight, HeadWeight)
+    if lses is None:
+        check.tensor("x", x, "T H V", torch.bfloat16)
+        check.absent("attn_sink", attn_sink, "without lses")
+    else:
+        check.tensor("x", x, "S T H V", torch.float32)
+        check.tensor("lses", lses, "S T H", torch.float32)
+        check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.tensor("weight", weight.data, "G N K", weight.data.dtype)
+    check.optional("weight.scale", weight.scale, "G SN SK", torch.float32)
+    heads, dim, groups = (check.dims[letter] for letter in "HVG")
+    if heads * dim != groups * check.dims["K"] or groups > heads or (groups and heads % groups):
+        raise ValueError(
+            f"project_groups: weight must have shape [G, N, H / G * V] with a divisor G of H = "
+            f"{heads} and V = {dim}, got {list(weight.data.shape)}"
+        )
+    if cos_sin_cache is None:
+        check.absent("positions", positions, "without cos_sin_cache")
+    else:
+        check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
+        check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], dim)
+        positions = check.tensor("positions", positions, "T", INTEGERS)
+    check.workspace(workspace, _group_bytes(check.dims["T"], weight))
+    out = check.output("out", out, "T G N", torch.bfloat16)
+    _project_groups(
+        x,
+        weight,
+        cos_sin_cache,
+        positions,
+        lses,
+        attn_sink,
+        workspace,
+        out,
+    )
+    return out
+
+
+def group_workspace_size(num_tokens: int, weight: HeadWeight) -> int:
+    """Bytes of the inputs of :func:`project_groups`, ``[T, G, K]``, and of their scales.
+
+    Args:
+        num_tokens: T.
+        weight: ``[G, N, K]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, or a negative num_tokens.
+    """
+    check_integer("group_workspace_size: num_tokens", num_tokens)
+    check_kind("group_workspace_size: weight", weight, HeadWeight)
+    return _group_bytes(num_tokens, weight)
+
+
+def _group_bytes(num_tokens: int, weight: HeadWeight) -> int:
+    groups, _, inputs = weight.data.shape
+    rows = num_tokens * groups
+    if weight.scale is None:
+        return 2 * rows * inputs
+    return -(-rows * inputs // 16) * 16 + 4 * rows * weight.scale.shape[2]
+
+
+@operator("workspace", "out")
+def _project_groups(
+    x: Tensor,
+    weight: HeadWeight,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor | None,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> dispatch.Launch:
+    return dispatch.find("project_groups", x, num_heads=x.shape[-2])

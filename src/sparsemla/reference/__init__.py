@@ -11,7 +11,7 @@ from sparsemla.reference.gather import gather_dequant, to_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
 from sparsemla.reference.pool import pool_windows
 from sparsemla.reference.prefill import dense_prefill, sparse_prefill
-from sparsemla.reference.projection import project_heads
+from sparsemla.reference.projection import project_groups, project_heads
 from sparsemla.reference.quant import (
     append_index_keys,
     fused_indexer_rope_quant,
@@ -36,6 +36,7 @@ __all__ = [
     "pool_windows",
     "prefill_branch",
     "prepare_index_queries",
+    "project_groups",
     "project_heads",
     "select_topk",
     "sparse_decode",

@@ -1060,6 +1060,57 @@ def project_heads_case(
     }
 
 
+def project_groups_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 7,
+    num_heads: int = 6,
+    num_groups: int = 2,
+    dim: int = 128,
+    rows: int = 64,
+    rope_dim: int | None = 64,
+    block: tuple[int, int] | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    table_dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    num_parts: int | None = None,
+    with_sink: bool = False,
+) -> Arguments:
+    """Arguments of ``project_groups``; parts are those of :func:`project_heads_case`.
+
+    Args:
+        draw: the source of random tensors.
+        num_tokens: T.
+        num_heads: H.
+        num_groups: G.
+        dim: V.
+        rows: N.
+        rope_dim: R; None for no rotation.
+        block: block of a scale of e4m3 weights; None for bfloat16.
+        index_dtype: of positions.
+        table_dtype: of the RoPE table.
+        strided: lay heads and tokens apart.
+        num_parts: S; None for attention without splits.
+        with_sink: pass a sink.
+    """
+    made = project_heads_case(
+        draw,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        rows=1,
+        cols=dim,
+        num_parts=num_parts,
+        with_sink=with_sink,
+    )
+    made["weight"] = head_weight(draw, num_groups, rows, num_heads // num_groups * dim, block)
+    if strided:
+        made["x"] = embed(cast("Tensor", made["x"]))
+    if rope_dim is not None:
+        made["cos_sin_cache"] = _table(draw, rope_dim, table_dtype)
+        made["positions"] = draw.integers(0, MAX_POSITIONS, num_tokens, dtype=index_dtype)
+    return made
+
+
 def mla_layer(
     draw: Draw,
     *,

@@ -122,6 +122,7 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "dense_prefill": (DENSE_PREFILL_OUT, DENSE_PREFILL_LSE),
     "merge_states": (SPARSE_DECODE_OUT, DECODE_LSE),
     "project_heads": (PROJECTION,),
+    "project_groups": (PROJECTION,),
     "decode_branch": (BRANCH_OUT,),
     "prefill_branch": (BRANCH_OUT,),
 }

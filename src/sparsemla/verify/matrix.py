@@ -1129,6 +1129,62 @@ def _project_heads() -> list[Case]:
     ]
 
 
+def _project_groups() -> list[Case]:
+    make = cases.project_groups_case
+    kinds = ("bf16", "128x128")
+    flash = {"num_heads": 64, "num_groups": 8, "dim": 512, "rows": 1024}
+    options: dict[str, dict[str, Any]] = {
+        "one token": {"num_tokens": 1},
+        "no rotation, strided": {"rope_dim": None, "strided": True},
+        "65 dims, bfloat16 table, int64": {
+            "dim": 65,
+            "table_dtype": torch.bfloat16,
+            "index_dtype": torch.int64,
+        },
+        "5 heads, 5 groups, strided": {
+            "num_heads": 5,
+            "num_groups": 5,
+            "rows": 200,
+            "strided": True,
+        },
+        "one group, 300 tokens": {"num_groups": 1, "num_tokens": 300, "rows": 130},
+    }
+    return [
+        *(
+            Case(
+                f"{name}, {kind}",
+                build(make, block=SCALE_BLOCKS[kind], **some),
+                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                quick=name == "one token",
+            )
+            for name, some in options.items()
+            for kind in kinds
+        ),
+        *(
+            Case(
+                f"{parts} parts, {kind}",
+                build(make, block=SCALE_BLOCKS[kind], num_parts=parts, with_sink=parts > 1),
+                tolerances=(BRANCH_OUT if SCALE_BLOCKS[kind] is None else MERGED_FP8_PROJECTION,),
+                quick=parts == 5,
+            )
+            for parts in (1, 5)
+            for kind in kinds
+        ),
+        Case("blocks of 48 x 20", build(make, block=(48, 20)), tolerances=(FP8_PROJECTION,)),
+        *(
+            Case(
+                f"DeepSeek-V4-Flash, {tokens} tokens, {kind}",
+                build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash),
+                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                quick=tokens == 17,
+                large=True,
+            )
+            for tokens in (1, 17, 128, 1000)
+            for kind in kinds
+        ),
+    ]
+
+
 def _strided_projection(draw: Draw) -> Arguments:
     arguments = cases.project_heads_case(draw, block=(128, 128))
     return arguments | {"x": embed(cast("Tensor", arguments["x"]))}
@@ -1244,6 +1300,7 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "dense_decode": tuple(_dense_decode()),
     "merge_states": tuple(_merge_states()),
     "project_heads": tuple(_project_heads()),
+    "project_groups": tuple(_project_groups()),
     "decode_branch": tuple(_branch("decode_branch")),
     "prefill_branch": tuple(_branch("prefill_branch")),
 }

@@ -27,6 +27,16 @@ def blocks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
+def check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Refuse positions without a row in the table; on a CPU, reading the values costs no wait."""
+    outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
+    if outside.any():
+        raise ValueError(
+            f"{op}: positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of "
+            f"cos_sin_cache, got {int(positions[outside][0])}"
+        )
+
+
 @functools.cache
 def _e4m3_pairs() -> Tensor:
     """int32 ``[65536]``: two e4m3 codes to their two bfloat16 values, low byte first."""

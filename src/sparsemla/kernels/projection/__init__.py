@@ -1,4 +1,4 @@
-"""Per-head GEMMs with W_UK and W_UV."""
+"""GEMMs per head, with W_UK and W_UV, and per group of heads, with DeepSeek-V4's W_O_A."""
 
 from types import ModuleType
 
@@ -32,5 +32,10 @@ OPS = {
             Kernel("cpu", lambda: _cpu().project_heads),
         ),
         only_kernels=("batch_invariant", "workspace"),
+    ),
+    "project_groups": Op(
+        ("out",),
+        (Kernel("cpu", lambda: _cpu().project_groups),),
+        only_kernels=("workspace",),
     ),
 }

@@ -1,4 +1,4 @@
-"""Per-head GEMMs on the CPU."""
+"""GEMMs per head, and per group of heads, on the CPU."""
 
 import torch
 from torch import Tensor
@@ -22,11 +22,58 @@ def project_heads(
     if out.numel() == 0:
         return
     if lses is not None:
-        parts, x = x, x.new_empty(x.shape[1:], dtype=torch.bfloat16)
-        merge_states(parts, lses, attn_sink=attn_sink, out=x, lse=torch.empty_like(lses[0]))
+        x = _merged(x, lses, attn_sink)
     # The order of torch's additions may depend on the number of tokens.
     for tokens in cpu.blocks(len(x), 1 if batch_invariant else len(x)):
         _project(x[tokens], weight, out[tokens])
+
+
+def project_groups(
+    x: Tensor,
+    weight: HeadWeight,
+    *,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor | None,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    workspace: Tensor | None = None,
+) -> None:
+    cos_sin = None
+    if cos_sin_cache is not None and positions is not None:
+        cpu.check_positions("project_groups", positions, cos_sin_cache)
+        cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
+    if out.numel() == 0:
+        return
+    if lses is not None:
+        x = _merged(x, lses, attn_sink)
+    groups, _, inputs = weight.data.shape
+    heads = x.shape[1] // max(groups, 1)
+    for group in range(groups):  # makes float32 copies of the inputs of one group at a time
+        own = x[:, group * heads : (group + 1) * heads].float()  # [T, H / G, V]
+        if cos_sin is not None:
+            own = _undo_rotation(own, cos_sin)
+        own = own.reshape(len(x), 1, inputs)
+        one = slice(group, group + 1)
+        scale = None if weight.scale is None else weight.scale[one]
+        matrix = HeadWeight.unchecked(weight.data[one], scale, weight.scale_block)
+        _project(own if scale is not None else own.bfloat16(), matrix, out[:, one])
+
+
+def _merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """The bfloat16 union ``[T, H, V]`` of partial results."""
+    out = parts.new_empty(parts.shape[1:], dtype=torch.bfloat16)
+    merge_states(parts, lses, attn_sink=attn_sink, out=out, lse=torch.empty_like(lses[0]))
+    return out
+
+
+def _undo_rotation(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """float32 ``x [T, H, V]`` with its last R dims rotated back, in the reference's order."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    nope, rope = x.tensor_split([x.shape[-1] - cos_sin.shape[-1]], dim=-1)
+    a, b = rope[..., 0::2], rope[..., 1::2]
+    rope = torch.stack([a * cos + b * sin, b * cos - a * sin], dim=-1).flatten(-2)
+    return torch.cat([nope, rope], dim=-1)
 
 
 def _project(x: Tensor, weight: HeadWeight, out: Tensor) -> None:

@@ -27,7 +27,7 @@ def fused_rope_rmsnorm_quant(
     query_norm: bool = False,
 ) -> None:
     op = "fused_rope_rmsnorm_quant"
-    _check_positions(op, positions, cos_sin_cache)
+    cpu.check_positions(op, positions, cos_sin_cache)
     _check_slots(op, slot_mapping, cache)
     norm_dim = kv_norm_weight.shape[0]
     weight = kv_norm_weight.float()
@@ -63,7 +63,7 @@ def append_index_keys(
     hadamard: bool,
     scale_mode: ScaleMode,
 ) -> None:
-    _check_positions("append_index_keys", positions, cos_sin_cache)
+    cpu.check_positions("append_index_keys", positions, cos_sin_cache)
     _check_slots("append_index_keys", slot_mapping, cache)
     weight, bias = norm_weight.float(), norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
@@ -88,7 +88,7 @@ def prepare_index_queries(
     out: Tensor,
     weights_out: Tensor,
 ) -> None:
-    _check_positions("prepare_index_queries", positions, cos_sin_cache)
+    cpu.check_positions("prepare_index_queries", positions, cos_sin_cache)
     factor = (q.shape[1] * q.shape[2]) ** -0.5
     for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):
         rows = q[tokens].to(torch.float32, copy=True)
@@ -122,7 +122,7 @@ def fused_indexer_rope_quant(
     out: Tensor,
     weights_out: Tensor,
 ) -> None:
-    _check_positions("fused_indexer_rope_quant", positions, cos_sin_cache)
+    cpu.check_positions("fused_indexer_rope_quant", positions, cos_sin_cache)
     _check_slots("fused_indexer_rope_quant", slot_mapping, cache)
     append_index_keys(
         k,
@@ -153,18 +153,8 @@ def fused_indexer_rope_quant(
     )
 
 
-def _check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """Refuse positions without a row in the table; on a CPU, reading the values costs no wait."""
-    outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
-    if outside.any():
-        raise ValueError(
-            f"{op}: positions must lie in [0, {cos_sin_cache.shape[0]}), the rows of "
-            f"cos_sin_cache, got {int(positions[outside][0])}"
-        )
-
-
 def _check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
-    """Refuse slots past the last one before anything is written; see :func:`_check_positions`."""
+    """Refuse slots past the last one before anything is written, as ``cpu.check_positions``."""
     outside = slot_mapping >= cache.num_slots
     if outside.any():
         raise ValueError(
