@@ -33,7 +33,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import CompileConfig  # noqa: E402
 
-from sparsemla.backends.transformers import LatentCache, _packed_step, enable  # noqa: E402
+from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
+from sparsemla.backends.transformers.step import packed_step  # noqa: E402
 from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
 
 TOPK = 16
@@ -756,7 +757,7 @@ class TestSeveralDevices:
         with enable(model) as handle:
             cache = handle.new_cache(2)
             cache.reserve(5)
-            step = _packed_step(cache, torch.ones(2, 5, dtype=torch.bool))
+            step = packed_step(cache, torch.ones(2, 5, dtype=torch.bool))
         assert step.on(cpu) is step
         copied = step.on(meta)
         assert copied is step.on(meta)

@@ -1,14 +1,4 @@
-"""This package's attention inside models of Hugging Face transformers, 5.17 to 5.23.
-
-:func:`enable` replaces the attention of a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model and the cache
-that the model keeps between steps: paged latent caches and the ops of this package take their
-place. Weights, ``generate`` and all other layers stay as they are in transformers.
-transformers expands keys and values for each head and masks a ``[tokens, context]`` score matrix;
-this backend stores one latent row per token and attends to the selected rows only.
-
-A forward with several new columns is planned on the host and packs the real tokens of the batch. A
-forward with a single new column is a decode step: it reads no value on the host, and its shapes
-depend on the cache's capacity only, so ``torch.compile`` and CUDA graphs can capture it.
+"""The attention of DeepSeek-V3, DeepSeek-V3.2 and GLM-5 models, and the handle of a model.
 
 Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
 decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
@@ -17,12 +7,10 @@ heads and dims.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +21,17 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
+from sparsemla.backends.transformers.cache import LatentCache
+from sparsemla.backends.transformers.step import (
+    Step,
+    check_input,
+    check_positions,
+    decode_step,
+    mask_for_generate,
+    packed_step,
+    prepare_step,
+    split_mask,
+)
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.kinds import check_integer
@@ -43,10 +42,7 @@ from sparsemla.ops import (
     prefill_branch,
     to_slots,
 )
-from sparsemla.plan import Plan, plan_batch
 from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj
-
-Result = TypeVar("Result")
 
 
 class Architecture(NamedTuple):
@@ -82,318 +78,6 @@ def refuse(model_type: object) -> str | None:
     reason = NOT_SERVED.get(str(model_type))
     expected = f"model must have a model_type of {' or '.join(ARCHITECTURES)}, got {model_type!r}"
     return f"{expected}: {reason}" if reason else expected
-
-
-def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Run a method outside of inference mode: later calls write the tensors that it allocates."""
-
-    @functools.wraps(method)
-    def run(*args: object, **kwargs: object) -> Result:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return run
-
-
-class LatentCache(Cache):
-    """The model's cache between steps: pages of latent rows and of indexer keys.
-
-    Row ``b`` of the batch owns the pages ``page_table[b]`` of every layer. Padding takes no slot:
-    the n-th real token of a row is at position n of the row's slots, independent of its column.
-
-    Args:
-        latents: one cache per layer, on the layer's device.
-        index_keys: one cache per layer with an indexer, keyed by the layer's index.
-        batch_size: B.
-        max_length: capacity in columns. All pages are allocated now, and their addresses never
-            change. None for pages that grow.
-
-    Attributes:
-        page_table: int32 ``[B, W]`` on the first layer's device, as the other attributes; W doubles
-            when the pages are full.
-        real: bool ``[B, W * page_size]``, True for columns that are not padding.
-        lengths: int32 ``[B]``, real columns of each row.
-        rows: int32 ``[B + 1]``, 0 to B.
-        columns: number of columns so far, padding included: an int, or with ``max_length`` an int64
-            tensor, so that compiled code does not depend on its value.
-    """
-
-    @_ordinary_tensors
-    def __init__(
-        self,
-        latents: Sequence[PagedCache],
-        index_keys: Mapping[int, PagedCache],
-        batch_size: int,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__(layers=[])
-        self.latents = list(latents)
-        self.index_keys = dict(index_keys)
-        self.max_length = max_length
-        self._clear(batch_size)
-        self.columns: int | Tensor = 0
-        if max_length is not None:
-            self.reserve(max_length)
-            self.columns = self.lengths.new_zeros((), dtype=torch.int64)
-            for tensor in self._tensors():
-                # Otherwise the CUDA graphs of compiled code copy the cache in and out.
-                torch._dynamo.mark_static_address(tensor, guard=False)
-
-    def _clear(self, batch_size: int) -> None:
-        """Reset the tables to ``batch_size`` rows without pages."""
-        device = self.latents[0].data.device
-        self.page_table = torch.empty(batch_size, 0, dtype=torch.int32, device=device)
-        self.real = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from (self.page_table, self.real, self.lengths, self.rows)
-        if isinstance(self.columns, Tensor):
-            yield self.columns
-        for cache in (*self.latents, *self.index_keys.values()):
-            yield from (part for part in (cache.data, cache.scales) if part is not None)
-
-    @property
-    def batch_size(self) -> int:
-        return self.page_table.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.latents[0].page_size
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit into the pages of a row."""
-        return self.page_table.shape[1] * self.page_size
-
-    @property
-    def formats(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the formats of latents and of indexer keys, layer by layer."""
-        keys = self.index_keys.values()
-        return tuple(c.format.name for c in self.latents), tuple(c.format.name for c in keys)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        caches = (*self.latents, *self.index_keys.values())
-        return sum(cache.format.bytes_per_token for cache in caches)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages, free slots included."""
-        return self.page_table.numel() * self.page_size * self.bytes_per_token
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether shapes and addresses are fixed, so that ``generate`` may compile decode steps."""
-        return self.max_length is not None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included."""
-        return cast(int, self.columns)  # or a tensor, as in transformers' StaticCache
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Capacity in columns; -1 if pages grow."""
-        return -1 if self.max_length is None else self.max_length
-
-    def reset(self) -> None:
-        """Forget all columns but keep the pages."""
-        self.real.zero_()
-        self.lengths.zero_()
-        self.columns *= 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` columns."""
-        # generate() passes a tensor, and the columns of a static cache are a tensor, too.
-        columns, tokens_to_remove = int(self.columns), int(tokens_to_remove)
-        if not -columns <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove must lie in [-{columns}, 0], got {tokens_to_remove}"
-            )
-        removed = self.real[:, columns + tokens_to_remove : columns]
-        self.lengths -= removed.sum(1)
-        removed.zero_()
-        self.columns += tokens_to_remove
-
-    def advance(self, new: Tensor) -> None:
-        """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
-        at = torch.arange(new.shape[1], device=new.device) + self.columns
-        self.real.index_copy_(1, at, new)
-        self.lengths += new.sum(1, dtype=torch.int32)
-        self.columns += new.shape[1]
-
-    def hide(self, past: Tensor) -> None:
-        """Forget the last columns of rows where ``past [B, columns]`` is False.
-
-        Raises:
-            ValueError: past marks padding as real, or hides a column that real columns follow.
-        """
-        seen = self.real[:, : past.shape[1]]
-        if torch.equal(seen, past):
-            return
-        hidden = seen & ~past
-        if (past & (~seen | (hidden.cumsum(1) > 0))).any():
-            raise ValueError(
-                "attention_mask must mark past columns as in the steps before, or hide the latest "
-                "of a row"
-            )
-        seen.copy_(past)
-        self.lengths.copy_(past.sum(1))
-
-    @_ordinary_tensors
-    def __deepcopy__(self, memo: dict[int, object]) -> LatentCache:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            setattr(copied, name, copy.deepcopy(value, memo))
-        return copied
-
-    @_ordinary_tensors
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row ``b`` a copy of row ``beam_idx[b]``."""
-        rows = beam_idx.to(self.page_table.device)
-        real, lengths, pages = self.real[rows], self.lengths[rows], self.page_table[rows].flatten()
-        if rows.shape[0] == self.batch_size:  # in place: the addresses are kept
-            self.real.copy_(real)
-            self.lengths.copy_(lengths)
-            own = self.page_table.flatten().long()
-            for cache in (*self.latents, *self.index_keys.values()):
-                for part in (cache.data, cache.scales):
-                    if part is not None:
-                        part[own.to(part.device)] = part[pages.long().to(part.device)]
-        else:
-            width = self.page_table.shape[1]
-            self._clear(rows.shape[0])
-            self._copy_pages(pages.long(), pages.numel())
-            self.page_table = torch.arange(
-                pages.numel(), dtype=torch.int32, device=pages.device
-            ).view(rows.shape[0], width)
-            self.real, self.lengths = real, lengths
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``."""
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def update(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: transformers' own attention cannot read latent rows."""
-        raise ValueError(
-            "past_key_values must be a cache of transformers for a model without sparsemla's "
-            "attention, got a LatentCache"
-        )
-
-    def update_indexer(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse, as :meth:`update` does."""
-        self.update()
-
-    @_ordinary_tensors
-    def reserve(self, num_columns: int) -> None:
-        """Allocate pages until each row has room for ``num_columns``.
-
-        Raises:
-            ValueError: the cache does not grow.
-        """
-        batch_size, width = self.page_table.shape
-        needed = -(-num_columns // self.page_size)
-        if needed <= width:
-            return
-        if self.max_length is not None and width:
-            raise ValueError(
-                f"past_key_values must have room for {num_columns} columns, "
-                f"got max_length {self.max_length}"
-            )
-        added = max(needed, 2 * width) - width
-        first, last = batch_size * width, batch_size * (width + added)
-        device = self.page_table.device
-        pages = torch.arange(first, last, dtype=torch.int32, device=device)
-        self._copy_pages(slice(None), last)
-        self.page_table = torch.cat([self.page_table, pages.view(batch_size, added)], dim=1)
-        self.real = nn.functional.pad(self.real, (0, added * self.page_size))
-
-    def _copy_pages(self, pages: Tensor | slice, num_pages: int) -> None:
-        """Move every layer to ``num_pages`` new pages; the first ones are copies of ``pages``."""
-        self.latents = [_with_pages(cache, pages, num_pages) for cache in self.latents]
-        self.index_keys = {
-            layer_idx: _with_pages(cache, pages, num_pages)
-            for layer_idx, cache in self.index_keys.items()
-        }
-
-
-def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> PagedCache:
-    device = cache.data.device
-    moved = PagedCache.allocate(cache.format, num_pages, cache.page_size, device=device)
-    if isinstance(pages, Tensor):
-        pages = pages.to(device)
-    for new, old in ((moved.data, cache.data), (moved.scales, cache.scales)):
-        if new is not None and old is not None:
-            kept = old[pages]
-            new[: kept.shape[0]] = kept
-    return moved
-
-
-@dataclass(eq=False)
-class _Step:
-    """One forward of the model, passed to the attention modules as an extra argument.
-
-    Args:
-        cache: every layer writes and reads it.
-        plan: slots and requests of the tokens; its positions are rows of the step's RoPE table.
-        decodes: the step has a single column: one token per row of the batch.
-        tokens: int64 ``[T]``, indices of the real columns among B * S; None for all of them.
-        selections: the selection of each layer with an indexer, filled if recorded.
-    """
-
-    cache: LatentCache
-    plan: Plan
-    decodes: bool
-    tokens: Tensor | None
-    selections: dict[int, Tensor] = field(default_factory=dict)
-    _rotation: tuple[Tensor, Tensor, Tensor] | None = None
-    _copies: dict[torch.device, _Step] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> _Step:
-        """The step with its tensors on ``device``, copied once per device."""
-        if device == self.plan.page_table.device:
-            return self
-        if device not in self._copies:
-            tokens = None if self.tokens is None else self.tokens.to(device)
-            self._copies[device] = _Step(
-                self.cache, _plan_on(self.plan, device), self.decodes, tokens, self.selections
-            )
-        return self._copies[device]
-
-    def pick(self, x: Tensor) -> Tensor:
-        """The tokens ``[T, n]`` of ``x [B, S, n]``."""
-        x = x.flatten(0, 1)
-        return x if self.tokens is None else x[self.tokens]
-
-    def place(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Scatter ``x [T, n]`` to the real columns of ``shape`` ``[B, S, n]``; padding gets 0."""
-        if self.tokens is None:
-            return x.view(*shape)
-        return x.new_zeros(*shape).flatten(0, 1).index_copy_(0, self.tokens, x).view(*shape)
-
-    def rotation(self, embeddings: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, ...]:
-        """The model's cos and sin ``[T, R]``, and float32 ``[T, R]``, cos half then sin half."""
-        if self._rotation is None:  # all layers of a device share the first layer's
-            cos, sin = (self.pick(part.expand(batch_size, -1, -1)) for part in embeddings)
-            half = cos.shape[-1] // 2  # transformers' cos and sin hold each angle twice
-            table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
-            self._rotation = cos, sin, table
-        return self._rotation
-
-
-def _plan_on(plan: Plan, device: torch.device) -> Plan:
-    """A copy of a plan without prefill chunks, with its tensors on ``device``."""
-    moved: dict[str, Any] = {}
-    for item in fields(plan):
-        value = getattr(plan, item.name)
-        if isinstance(value, Tensor):
-            moved[item.name] = value.to(device)
-    return replace(plan, **moved)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -453,10 +137,10 @@ class PagedAttention:
         base.forward = self._forward
         if generates is not None:
             prepare = generates.prepare_inputs_for_generation
-            step = functools.partial(_prepare_step, prepare)
+            step = functools.partial(prepare_step, prepare)
             # Keep the wrapped signature, which generate() reads.
             generates.prepare_inputs_for_generation = functools.update_wrapper(step, prepare)
-            generates.create_masks_for_generate = _mask_for_generate
+            generates.create_masks_for_generate = mask_for_generate
         for layer_idx, attention in enumerate(self._attentions):
             attention.forward = functools.partial(self._attend, layer_idx)
 
@@ -516,29 +200,29 @@ class PagedAttention:
         use_cache: bool | None = None,
         **kwargs: object,
     ) -> object:
-        """The model's forward; attention modules receive a :class:`_Step`."""
+        """The model's forward; attention modules receive a :class:`Step`."""
         config: Any = self._base.config
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("input_ids or inputs_embeds must be given, got neither")
         if input_ids is not None and inputs_embeds is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both")
-        _check_input("inputs_embeds" if input_ids is None else "input_ids", given)
+        check_input("inputs_embeds" if input_ids is None else "input_ids", given)
         if kwargs.get("output_attentions", config.output_attentions):
             raise ValueError("output_attentions must be False: no attention matrix exists here")
         if self._base.training and torch.is_grad_enabled():
             raise ValueError("model must be in eval mode or under torch.no_grad(), got training")
         cache = self._resolve(past_key_values, given.shape[0])
-        past, new = _split_mask(attention_mask, cache, given.shape[1])
+        past, new = split_mask(attention_mask, cache, given.shape[1])
         decodes = given.shape[1] == 1
         if not decodes:
             seen = cache.lengths if past is None else past.sum(1)
-            _check_positions(position_ids, seen, new)
+            check_positions(position_ids, seen, new)
         if isinstance(cache.columns, int) or not decodes:
             cache.reserve(int(cache.columns) + given.shape[1])
         if past is not None:
             cache.hide(past)
-        step = _decode_step(cache, new) if decodes else _packed_step(cache, new)
+        step = decode_step(cache, new) if decodes else packed_step(cache, new)
         use_cache = config.use_cache if use_cache is None else use_cache
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
@@ -591,7 +275,7 @@ class PagedAttention:
         self,
         layer_idx: int,
         hidden_states: Tensor,
-        step: _Step,
+        step: Step,
         position_embeddings: tuple[Tensor, Tensor],
         slots: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -635,7 +319,7 @@ class PagedAttention:
         q_resid: Tensor,
         cos_sin: Sequence[Tensor],
         table: Tensor,
-        step: _Step,
+        step: Step,
     ) -> Tensor:
         """Store the step's indexer keys; the slots int32 ``[T, topk]`` to attend to."""
         indexer, plan = self._attentions[layer_idx].indexer, step.plan
@@ -685,7 +369,7 @@ class PagedAttention:
         layer_idx: int,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        sparsemla_step: _Step,
+        sparsemla_step: Step,
         prev_topk_indices: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor | None, ...]:
@@ -825,149 +509,6 @@ def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
         v_head_dim=module.v_head_dim,
         block=block[0],
     )
-
-
-def _check_input(name: str, given: Tensor) -> None:
-    """Refuse an empty input, or another shape than ``[B, S]`` or ``[B, S, hidden]``."""
-    if given.dim() != (2 if name == "input_ids" else 3) or 0 in given.shape:
-        shape = "[batch, columns]" if name == "input_ids" else "[batch, columns, hidden_size]"
-        raise ValueError(
-            f"{name} must have shape {shape} with a row and a column, got {list(given.shape)}"
-        )
-
-
-def _prepare_step(
-    prepare: Callable[..., dict[str, Any]],
-    input_ids: Tensor,
-    next_sequence_length: int | None = None,
-    past_key_values: Cache | None = None,
-    attention_mask: Tensor | None = None,
-    is_first_iteration: bool = False,
-    **kwargs: object,
-) -> dict[str, Any]:
-    """The inputs of one of ``generate``'s forwards, as ``prepare`` of transformers makes them.
-
-    After the first iteration ``generate`` only appends ones to the mask. A decode step therefore
-    gets the mask of its own column: the past needs no second look, and a mask that does not grow
-    compiles once. Since transformers 5.18 a mask without a zero is None from the start.
-    """
-    if next_sequence_length is not None and next_sequence_length < 1:
-        # transformers would slice with [:, -0:] and append the whole chat to the cache again.
-        held = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        raise ValueError(
-            f"input_ids must have more columns than the {held} that past_key_values holds, got "
-            f"{held + next_sequence_length}; past_key_values.crop(-1) forgets the last one"
-        )
-    decodes = next_sequence_length == 1 and not is_first_iteration
-    if decodes and attention_mask is not None and isinstance(past_key_values, LatentCache):
-        attention_mask = attention_mask[:, -1:]
-    return prepare(
-        input_ids,
-        next_sequence_length=next_sequence_length,
-        past_key_values=past_key_values,
-        attention_mask=attention_mask,
-        is_first_iteration=is_first_iteration,
-        **kwargs,
-    )
-
-
-def _mask_for_generate(*, attention_mask: Tensor | None, **_: object) -> Tensor | None:
-    """``generate``'s two-dimensional mask in place of a dense causal one, at the same strides."""
-    if attention_mask is None:
-        return None
-    return attention_mask.clone(memory_format=torch.contiguous_format)
-
-
-def _split_mask(
-    attention_mask: object, cache: LatentCache, num_new: int
-) -> tuple[Tensor | None, Tensor]:
-    """Bool masks of the past columns, None if not given, and of the new columns."""
-    device = cache.page_table.device
-    if attention_mask is None:
-        return None, torch.ones(cache.batch_size, num_new, dtype=torch.bool, device=device)
-    got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
-    new, shapes = [cache.batch_size, num_new], ""
-    if got != new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        shapes = f"[batch, new columns] = {new} in a CUDA graph, whose host reads no mask"
-    elif got != new:
-        whole = [cache.batch_size, int(cache.columns) + num_new]
-        if got != whole:
-            shapes = f"[batch, columns so far] = {whole} or [batch, new columns] = {new}"
-    if shapes or not isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"attention_mask must be None or have shape {shapes}, "
-            f"got {type(attention_mask).__name__ if got is None else got}"
-        )
-    mask = attention_mask.to(device) != 0
-    return (None if got == new else mask[:, :-num_new]), mask[:, -num_new:]
-
-
-def _check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor) -> None:
-    """Refuse positions that restart, within a row (packed sequences) or after its ``seen`` tokens.
-
-    Args:
-        position_ids: ``[B, S]`` or ``[1, S]``; None for transformers' own.
-        seen: ``[B]``, cached tokens of each row.
-        new: bool ``[B, S]``, which columns are not padding.
-    """
-    if position_ids is None:
-        return
-    rows = position_ids.expand(new.shape).cpu()
-    for row, length, real in zip(rows, seen.tolist(), new.cpu(), strict=True):
-        positions = row[real]
-        if (positions.diff() <= 0).any() or (positions[:1] < length).any():
-            raise ValueError(
-                "position_ids must ascend in each row of the batch, from the number of its cached "
-                f"tokens on, got {positions.tolist()[:64]} after {length} tokens"
-            )
-
-
-def _packed_step(cache: LatentCache, new: Tensor) -> _Step:
-    """A step over the real columns of ``new [B, S]``, planned on the host."""
-    new = new.cpu()
-    query_lens = new.sum(1)
-    plan = plan_batch(
-        query_lens,
-        cache.lengths.cpu() + query_lens,
-        cache.page_table,
-        page_size=cache.page_size,
-        workspace_rows=None,
-        require_uniform=False,
-    )
-    # The model's positions may count padding; the step's RoPE table has one row per token.
-    device = cache.page_table.device
-    plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
-    tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
-    return _Step(cache, plan, decodes=False, tokens=tokens)
-
-
-def _decode_step(cache: LatentCache, new: Tensor) -> _Step:
-    """A step over one column ``new [B, 1]``; the next real token overwrites padding's slot."""
-    pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
-    requests = cache.rows[:-1]
-    plan = Plan(
-        num_requests=cache.batch_size,
-        num_tokens=cache.batch_size,
-        num_decodes=cache.batch_size,
-        num_prefills=0,
-        num_decode_tokens=cache.batch_size,
-        num_prefill_tokens=0,
-        decode_query_len=1,
-        max_query_len=1,
-        max_seq_len=cache.capacity,
-        max_context_len=cache.capacity - 1,
-        page_size=cache.page_size,
-        input_row_offsets=cache.rows,
-        seq_lens=cache.lengths + new[:, 0],
-        page_table=cache.page_table,
-        positions=requests,  # rows of the step's RoPE table
-        slot_mapping=(pages * cache.page_size + cache.lengths % cache.page_size).long(),
-        request_ids=requests,
-        prefill_request_ids=None,
-        workspace_starts=None,
-        prefill_chunks=(),
-    )
-    return _Step(cache, plan, decodes=True, tokens=None)
 
 
 def _rotated(
