@@ -1,13 +1,14 @@
 """Registration of the ops with torch.
 
-Each op is one ``torch.ops.sparsemla`` operator that writes its results into arguments, so that its
-fake implementation, which ``torch.compile`` needs, has nothing to do.
+Each op is one ``torch.ops.sparsemla`` operator. Most write their results into arguments, so that
+their fake implementation, which ``torch.compile`` needs, has nothing to do. Operators that have a
+derivative return new tensors, because torch differentiates no operator that writes into arguments.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -119,28 +120,17 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
                 first = last
             return arguments
 
-        def launch(flat: tuple[Any, ...]) -> None:
+        def launch(*flat: object) -> None:
             arguments = join(flat)
             function(*arguments)(**dict(zip(parameters, arguments, strict=True)))
-
-        def on_device(lead: Tensor, *flat: object) -> None:
-            # Forward only: autograd would record the torch functions that a kernel calls.
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    return on_device(lead, *flat)
-            # Triton launches on the current GPU; the tensors may be on another one.
-            if lead.is_cuda and lead.device.index != torch.cuda.current_device():
-                with torch.cuda.device(lead.device):
-                    return launch((lead, *flat))
-            return launch((lead, *flat))
 
         def without_memory(lead: Tensor, *flat: object) -> None:
             # torch.compile traces this function, which must not launch.
             if only_compiles(lead.device):
-                launch((lead, *flat))
+                launch(lead, *flat)
 
         _LIBRARY.define(name + _schema(parameters, mutates))
-        _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _on_device(launch), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
         call = getattr(torch.ops.sparsemla, name)
         if not records:
@@ -150,8 +140,64 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
     return register
 
 
-def _schema(parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...]) -> str:
-    """The torch schema of parameters."""
+def functional(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Callable[..., Any]:
+    """Make ``torch.ops.sparsemla.<name>``, which returns new tensors, of a function ``_<name>``.
+
+    The operator has the function's parameters. The function allocates the results and returns them,
+    as its annotation says, with a callable that computes them. :func:`differentiate` adds the
+    derivative.
+    """
+    name = function.__name__.removeprefix("_")
+    signature = inspect.signature(function, eval_str=True)
+    results, _ = get_args(signature.return_annotation)
+
+    def launch(*arguments: object) -> object:
+        allocated, compute = function(*arguments)
+        compute()
+        return allocated
+
+    def without_memory(lead: Tensor, *rest: object) -> object:
+        # torch.compile traces this function, which must not launch.
+        return launch(lead, *rest) if only_compiles(lead.device) else function(lead, *rest)[0]
+
+    _LIBRARY.define(name + _schema(signature.parameters, (), results))
+    _LIBRARY.impl(name, _on_device(launch), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
+    return getattr(torch.ops.sparsemla, name)
+
+
+def differentiate(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+) -> None:
+    """Give a :func:`functional` operator a derivative, as ``torch.library.register_autograd``."""
+    torch.library.register_autograd(
+        f"sparsemla::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )
+
+
+def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's implementation: ``launch`` outside of autograd, on the first tensor's GPU."""
+
+    def on_device(lead: Tensor, *rest: object) -> object:
+        # Autograd would record the torch functions that a kernel calls.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return on_device(lead, *rest)
+        # Triton launches on the current GPU; the tensors may be on another one.
+        if lead.is_cuda and lead.device.index != torch.cuda.current_device():
+            with torch.cuda.device(lead.device):
+                return launch(lead, *rest)
+        return launch(lead, *rest)
+
+    return on_device
+
+
+def _schema(
+    parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...], results: object = None
+) -> str:
+    """The torch schema of parameters, and of results of this type."""
     flat: dict[str, object] = {}
     written = []
     for name, parameter in parameters.items():
@@ -168,7 +214,7 @@ def _schema(parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind, annotation=one) for name, one in flat.items()],
-        return_annotation=None,
+        return_annotation=results,
     )
     return torch.library.infer_schema(prototype, mutates_args=written)
 
