@@ -29,13 +29,14 @@ def attend(
         attn_sink: ``[H]``, the logit of an additional key with value 0.
 
     Returns:
-        out ``[R, H, V]``, lse ``[R, H]`` without the sink, max_logits ``[R, H]``; all float32. A
-        row without a valid key gets 0, -inf, -inf.
+        out ``[R, H, V]``, lse ``[R, H]`` without the sink, max_logits ``[R, H]``; all float32, or
+        float64 for float64 arguments. A row without a valid key gets 0, -inf, -inf.
     """
+    dtype = torch.promote_types(q.dtype, torch.float32)
     per_head = "rkhd" if keys.dim() == 4 else "rkd"
     mask = valid.view(*valid.shape, *[1] * (keys.dim() - 2))  # [R, K, (1,) 1]
-    keys, values = keys.float().where(mask, 0), values.float().where(mask, 0)
-    logits = torch.einsum(f"rhd,{per_head}->rhk", q.float(), keys) * softmax_scale  # [R, H, K]
+    keys, values = keys.to(dtype).where(mask, 0), values.to(dtype).where(mask, 0)
+    logits = torch.einsum(f"rhd,{per_head}->rhk", q.to(dtype), keys) * softmax_scale  # [R, H, K]
     logits = logits.masked_fill(~valid[:, None], -torch.inf)
     guarded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # K may be 0
     lse = guarded.logsumexp(-1)  # [R, H]
@@ -48,8 +49,12 @@ def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
     """``out / (1 + exp(sink - lse))``: the sink enters the denominator only."""
     if attn_sink is None:
         return out
-    scale = torch.sigmoid(lse - attn_sink.float())  # [R, H]
-    return out * scale.masked_fill(lse.isneginf(), 0)[..., None]
+    return out * value_share(lse, attn_sink)[..., None]
+
+
+def value_share(lse: Tensor, attn_sink: Tensor) -> Tensor:
+    """``1 / (1 + exp(sink - lse))``: what the sink leaves of a row's weight; 0 without a key."""
+    return torch.sigmoid(lse - attn_sink).masked_fill(lse.isneginf(), 0)  # [R, H]
 
 
 def attend_slots(
