@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 BATCHES = (1, 16, 64, 128)
 CONTEXTS = (8192, 32768, 131072)
@@ -59,8 +60,8 @@ class Row:
         heads, batch, context: the size.
         layers: of the model.
         wall_ms: time of it, the host's work included.
-        gpu_ms: time of its kernels.
-        indexer_ms, attention_ms: time of the kernels of scores and top-k, and of attention, in it.
+        gpu_ms: time in which its kernels run.
+        indexer_ms, attention_ms: time of scores and top-k, and of attention, in it.
         kernels: the sixteen that take longest, in milliseconds.
     """
 
@@ -77,29 +78,53 @@ class Row:
     kernels: dict[str, float]
 
 
-def split(launches: Sequence[tuple[str, float]]) -> tuple[float, float]:
+class Launch(NamedTuple):
+    """A kernel's name, and its beginning and end in milliseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def split(launches: Sequence[Launch]) -> tuple[float, float]:
     """Times of indexer and attention among the launches of whole steps, in their order.
 
     In each layer they lie between vLLM's ``_fused_q_kernel`` and the product with the values' part
-    of ``kv_b_proj``. The last kernel of a selection is the border between them.
+    of ``kv_b_proj``. The last kernel of a selection is the border between them. Times are spans:
+    kernels may begin before the previous one ends, and there are gaps between them.
 
-    >>> split([("_fused_q_kernel", 9.0), ("logits", 1.0), ("topk", 2.0), ("mla", 4.0), ("gemm", 8)])
+    >>> names = "_fused_q_kernel", "logits", "topk", "mla", "gemm"
+    >>> ends = 9.0, 10.0, 12.0, 16.0, 24.0
+    >>> split([Launch(name, end - 1, end) for name, end in zip(names, ends)])
     (3.0, 4.0)
     """
     indexer = attention = 0.0
-    layer: list[tuple[str, float]] | None = None
-    for name, duration in launches:
-        if name == "_fused_q_kernel":
-            layer = []
-        elif layer is not None and PRODUCT.search(name):
-            ends = [place for place, (one, _) in enumerate(layer) if SELECTION.search(one)]
-            border = ends[-1] + 1 if ends else 0
-            indexer += sum(each for _, each in layer[:border])
-            attention += sum(each for _, each in layer[border:])
+    layer: list[Launch] | None = None
+    for launch in launches:
+        if launch.name == "_fused_q_kernel":
+            layer = [launch]
+        elif layer is not None and PRODUCT.search(launch.name):
+            chosen = [one.end for one in layer if SELECTION.search(one.name)]
+            border = max(chosen, default=layer[0].end)
+            indexer += border - layer[0].end
+            attention += max(one.end for one in layer) - border
             layer = None
         elif layer is not None:
-            layer.append((name, duration))
+            layer.append(launch)
     return indexer, attention
+
+
+def busy(launches: Sequence[Launch]) -> float:
+    """Milliseconds in which a kernel runs.
+
+    >>> busy([Launch("first", 0.0, 2.0), Launch("during the first", 1.0, 3.0)])
+    3.0
+    """
+    total, end = 0.0, -math.inf
+    for launch in launches:
+        total += max(launch.end - max(launch.begin, end), 0.0)
+        end = max(end, launch.end)
+    return total
 
 
 def short(name: str) -> str:
@@ -108,7 +133,8 @@ def short(name: str) -> str:
     >>> short("void deep_gemm::sm90_fp8_paged_mqa_logits<2u, 64u>(unsigned int)")
     'sm90_fp8_paged_mqa_logits'
     """
-    return re.split("[<(]", name.removeprefix("void "))[0].split("::")[-1]
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split("[<(]", plain)[0].split("::")[-1]
 
 
 def model_config(heads: int, experts: int) -> dict[str, Any]:
@@ -292,8 +318,8 @@ class Engine:
         self.add("prefill", length, 1)
         return self.row("prefill", 1, length, wall, self.profile(self.finish), 1)
 
-    def profile(self, run: Any) -> list[tuple[str, float]]:  # noqa: ANN401
-        """Kernels in the order of their begin, and milliseconds."""
+    def profile(self, run: Any) -> list[Launch]:  # noqa: ANN401
+        """Kernels in the order of their beginnings."""
         import torch
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -305,7 +331,11 @@ class Engine:
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
         events.sort(key=lambda event: event.start_ns())
-        return [(short(event.name()), event.duration_ns() / 1e6) for event in events]
+        return [
+            Launch(short(event.name()), begin / 1e6, (begin + event.duration_ns()) / 1e6)
+            for event in events
+            for begin in [event.start_ns() - events[0].start_ns()]
+        ]
 
     def row(
         self,
@@ -313,13 +343,13 @@ class Engine:
         batch: int,
         context: int,
         wall: float,
-        launches: list[tuple[str, float]],
+        launches: list[Launch],
         repeats: int,
     ) -> Row:
         """The row of a size that was profiled ``repeats`` times."""
         totals: dict[str, float] = {}
-        for name, duration in launches:
-            totals[name] = totals.get(name, 0.0) + duration / repeats
+        for name, begin, end in launches:
+            totals[name] = totals.get(name, 0.0) + (end - begin) / repeats
         longest = sorted(totals, key=lambda name: -totals[name])[:16]
         indexer, attention = split(launches)
         return Row(
@@ -330,7 +360,7 @@ class Engine:
             context,
             LAYERS,
             wall,
-            sum(totals.values()),
+            busy(launches) / repeats,
             indexer / repeats,
             attention / repeats,
             {name: totals[name] for name in longest},

@@ -63,10 +63,13 @@ def test_the_examples_for_vllm_say_what_they_take(name, option):
     assert option in done.stdout
 
 
-def kernels_of_a_layer(selection, attention):
-    """Launches of a layer of vLLM's NVIDIA class, a millisecond each."""
+def kernels_of_layers(count, selection, attention):
+    """Launches of vLLM's NVIDIA class: one a millisecond, and each runs for half of the next."""
+    import vllm_bench
+
     names = ["nvjet_sm90", "_fused_norm_rope_kernel", "nvjet_sm90", "_fused_q_kernel"]
-    return [(name, 1.0) for name in (*names, *selection, *attention, "nvjet_sm90", "moe")]
+    names += [*selection, *attention, "nvjet_sm90", "moe"]
+    return [vllm_bench.Launch(name, float(at), at + 1.5) for at, name in enumerate(count * names)]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,10 @@ def kernels_of_a_layer(selection, attention):
 def test_the_benchmark_of_the_engine_finds_indexer_and_attention(selection, attention):
     import vllm_bench
 
-    launches = 3 * kernels_of_a_layer(selection, attention)
+    launches = kernels_of_layers(3, selection, attention)
     assert vllm_bench.split(launches) == (3.0 * len(selection), 3.0 * len(attention))
+    assert vllm_bench.busy(launches) == len(launches) + 0.5
+    assert vllm_bench.busy([launches[0], launches[0], launches[4]]) == 3.0
 
 
 @pytest.mark.parametrize(
