@@ -36,6 +36,7 @@ from sparsemla.testing.cases import (
     project_heads_case,
     sparse_decode_case,
     sparse_prefill_case,
+    split_queries,
 )
 from sparsemla.testing.compare import assert_equal
 
@@ -193,7 +194,9 @@ CALLS = {
             "extra_topk_indices": Draw(13).integers(-1, 30, 5, 9),
         }
     ),
+    "sparse_prefill, queries in two tensors": lambda: split_queries(sparse_prefill_case(Draw(12))),
     "sparse_decode": decode_arguments,
+    "sparse_decode, queries in two tensors": lambda: split_queries(decode_arguments()),
     "sparse_decode, two streams": lambda: decode_arguments(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
     ),

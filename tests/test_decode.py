@@ -24,6 +24,7 @@ from sparsemla.testing.cases import (
     merge_states_case,
     sinks,
     sparse_decode_case,
+    split_queries,
     varied_lengths,
 )
 from sparsemla.testing.compare import (
@@ -219,6 +220,15 @@ def test_sparse_decode_of_every_dtype(device, dtype, index_dtype):
 def test_one_layer_of_several(device, fmt):
     check("sparse_decode", sparse_decode_case(Draw(10, device), format=fmt, num_layers=3))
     check("dense_decode", dense_decode_case(Draw(10, device), format=fmt, num_layers=3))
+
+
+@pytest.mark.parametrize("num_heads", [3, 16, 64])
+@pytest.mark.parametrize("fmt", [BF16_576, FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)
+def test_queries_in_two_tensors(device, fmt, num_heads):
+    case = sparse_decode_case(Draw(4, device), format=fmt, num_heads=num_heads, query_len=2)
+    results = check_op("sparse_decode", split_queries(case))
+    for apart, whole in zip(results, check_op("sparse_decode", case), strict=True):
+        assert_equal("results", apart, whole)
 
 
 def test_strided_inputs_and_outputs(device):

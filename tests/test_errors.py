@@ -494,6 +494,15 @@ OTHERS = [
     ("indexer_topk", "ratio", with_arguments(ratio=0)),
     ("indexer_topk", "max_workspace_bytes", with_arguments(max_workspace_bytes=0)),
     ("indexer_topk", "q", with_arguments(q=torch.zeros(11, 32, 128).bfloat16())),
+    ("sparse_prefill", "q_rope", with_arguments(q_rope=torch.zeros(5, 8, 64).bfloat16())),
+    ("sparse_prefill", "q_rope", with_arguments(q_rope=torch.zeros(5, 8, 0))),
+    (
+        "sparse_decode",
+        "q",
+        with_arguments(
+            q=torch.zeros(3, 1, 8, 448).bfloat16(), q_rope=torch.zeros(3, 1, 8, 64).bfloat16()
+        ),
+    ),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
     (

@@ -20,6 +20,7 @@ from sparsemla.testing.cases import (
     prefill_rows,
     sinks,
     sparse_prefill_case,
+    split_queries,
 )
 from sparsemla.testing.compare import (
     DENSE_PREFILL_LSE,
@@ -137,6 +138,14 @@ def test_indices_beyond_int32_are_invalid(device):
         got = sparsemla.sparse_prefill(**case | {"topk_indices": wide})
         assert_close("out", got[0], expected[0].float(), SPARSE_PREFILL_OUT)
         assert_close("lse", got[1], expected[1], SPARSE_PREFILL_LSE)
+
+
+@pytest.mark.parametrize("num_heads", [3, 16, 64])
+def test_queries_in_two_tensors(device, num_heads):
+    case = sparse_prefill_case(Draw(4, device), num_heads=num_heads, with_sink=True)
+    results = check(split_queries(case))
+    for apart, whole in zip(results, check(case), strict=True):
+        assert_equal("results", apart, whole)
 
 
 def test_strided_inputs_and_outputs(device):

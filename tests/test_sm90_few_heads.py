@@ -62,7 +62,8 @@ def test_alignment_of_rows(page, row, itemsize, elements):
 
 
 def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
-    def launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups, **extra):
+    def launch(queries, cache, main, results, shape, softmax_scale, num_groups, **extra):
+        q = queries.q
         assert (num_groups, shape) == (15, (16, 16, 5, 2))
         assert main.keys_token == 0
         assert (results.out_token, results.lse_token) == (16 * 512, 16)
@@ -81,6 +82,7 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
         q=q,
         cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
         topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
+        q_rope=None,
         softmax_scale=1.0,
         topk_lengths=None,
         attn_sink=None,

@@ -27,6 +27,7 @@ from sparsemla.testing.cases import (
     mla_layer,
     sinks,
     sparse_decode_case,
+    split_queries,
 )
 from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
 from sparsemla.testing.poison import poisoned_empty
@@ -62,7 +63,7 @@ def run(op, case, num_splits):
     size = decode_workspace_size(*q.shape[:3], num_splits=num_splits, value_dim=value_dim)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=q.device)
     if op == "sparse_decode":
-        for name in ("extra_cache", "extra_topk_indices", "extra_topk_lengths"):
+        for name in ("q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"):
             case = {name: None, **case}
     launch = dispatch.load(op, "triton")
     launch(**case, schedule=(num_splits,), workspace=workspace, out=out, lse=lse)
@@ -144,6 +145,12 @@ def test_sparse_decode_of_tokens_with_lengths_of_their_own(extra):
         if name in case
     }
     check("sparse_decode", case | one)
+
+
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, e4m3_format()], ids=lambda fmt: fmt.name)
+def test_sparse_decode_of_queries_in_two_tensors(fmt):
+    case = sparse_decode_case(Draw(10, DEVICE), format=fmt, batch=2, query_len=2, num_heads=3)
+    check("sparse_decode", split_queries(case), num_splits=2)
 
 
 def test_sparse_decode_of_layers_in_a_page_and_other_dtypes():
@@ -311,7 +318,7 @@ def test_a_workspace_too_small_for_the_chosen_splits_is_refused():
     size = decode_workspace_size(*q.shape[:3], num_splits=3)
     workspace = torch.empty(size - 16, dtype=torch.uint8, device=DEVICE)
     out, lse = q.new_empty(*q.shape[:3], 512), q.new_empty(q.shape[:3], dtype=torch.float32)
-    extra = dict.fromkeys(["extra_cache", "extra_topk_indices", "extra_topk_lengths"])
+    extra = dict.fromkeys(["q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"])
     launch = dispatch.load("sparse_decode", "triton")
     with pytest.raises(ValueError, match=f"workspace must have at least {size} bytes for 3 splits"):
         launch(**extra | case, schedule=(3,), workspace=workspace, out=out, lse=lse)

@@ -23,6 +23,7 @@ from sparsemla.testing.cases import (
     prefill_rows,
     selections,
     sparse_prefill_case,
+    split_queries,
 )
 from sparsemla.testing.compare import TOLERANCES, assert_close
 
@@ -41,7 +42,7 @@ def check(op, case, **options):
     arguments = dict(case, **options)
     q = arguments["q"]
     if op == "sparse_prefill":
-        names = ("extra_kv", "extra_topk_indices", "extra_topk_lengths")
+        names = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths")
         arguments = dict.fromkeys(names) | arguments
         for name in ("kv", "extra_kv"):
             if isinstance(arguments[name], torch.Tensor):
@@ -88,6 +89,11 @@ def test_sparse_prefill_of_any_head_count(num_heads):
         Draw(1, DEVICE), num_tokens=2, num_heads=num_heads, topk=33, with_sink=True
     )
     check("sparse_prefill", case)
+
+
+def test_sparse_prefill_of_queries_in_two_tensors():
+    case = sparse_prefill_case(Draw(8, DEVICE), num_tokens=3, num_heads=5, topk=33)
+    check("sparse_prefill", split_queries(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

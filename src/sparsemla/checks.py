@@ -145,6 +145,24 @@ class Checker:
                 f"{cache.format.name}, got {self.dims['D']}"
             )
 
+    def queries(self, q: object, q_rope: object, shape: str) -> Tensor:
+        """Check the first tensor of queries: all of their dims D, or V and ``q_rope`` has more."""
+        return self.tensor("q", q, f"{shape} {'D' if q_rope is None else 'V'}", FLOATS)
+
+    def query_dims(self, q: Tensor, q_rope: Tensor | None, shape: str, cache: PagedCache) -> None:
+        """Check that the dims of the queries are those of the cache."""
+        if q_rope is None:
+            self.head_dim("q", cache)
+            return
+        fmt = cache.format
+        if self.dims["V"] != fmt.value_dim:
+            raise ValueError(
+                f"{self.op}: q must have last dimension {fmt.value_dim} beside q_rope for format "
+                f"{fmt.name}, got {self.dims['V']}"
+            )
+        self.bind("D-V", fmt.head_dim - fmt.value_dim)
+        self.tensor("q_rope", q_rope, f"{shape} D-V", q.dtype)
+
     def stream(self, name: str, cache: PagedCache, first: PagedCache) -> None:
         """Check a second cache that takes part in the same softmax as ``first``."""
         self.cache(name, cache)

@@ -242,6 +242,7 @@ def _check(device: str, tier: str) -> str:
         )
         arguments = {
             "topk_indices": torch.arange(32, dtype=torch.int32, device=device).view(2, 1, 16),
+            "q_rope": None,
             "softmax_scale": 192**-0.5,
             "topk_lengths": None,
             "attn_sink": None,

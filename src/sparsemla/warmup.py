@@ -49,6 +49,8 @@ class Serving:
     Args:
         cache_format: of the latent cache; None if the engine has an attention of its own.
         num_heads: query heads of this rank.
+        query_pitch: elements between the RoPE dims of two heads of a query, which lie in a tensor
+            of their own; None if they lie behind the other dims.
         topk: keys that a token selects.
         index_heads: heads of the indexer; 0 if the engine has an indexer of its own.
         max_tokens: most tokens of a step.
@@ -76,6 +78,7 @@ class Serving:
 
     cache_format: CacheFormat | None
     num_heads: int = 128
+    query_pitch: int | None = 192
     topk: int = 2048
     index_heads: int = 64
     max_tokens: int = 8192
@@ -101,6 +104,8 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         for name in ("max_seq_len", "page_size", "max_workspace_bytes", "max_positions"):
             check_integer(name, getattr(self, name), 1)
+        if self.query_pitch is not None:
+            check_integer("query_pitch", self.query_pitch, ROPE_DIM)
 
     @classmethod
     def of_model(
@@ -146,6 +151,7 @@ class Serving:
         return cls(
             cache_format,
             num_heads=heads,
+            query_pitch=config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
             topk=config["index_topk"],
             index_heads=config["index_n_heads"],
             max_tokens=max_tokens,
@@ -419,21 +425,35 @@ def _find_slots(serving: Serving, tokens: int) -> None:
     )
 
 
+def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Tensor | None]:
+    """Queries as the engine has them: whole, or without and with their RoPE dims."""
+    rope_dim = fmt.head_dim - fmt.value_dim
+    heads = *rows, serving.num_heads
+    if serving.query_pitch is None or rope_dim == 0:
+        return _empty(*heads, fmt.head_dim, dtype=torch.bfloat16), None
+    wide = _empty(*heads, serving.query_pitch, dtype=torch.bfloat16)
+    return _empty(*heads, fmt.value_dim, dtype=torch.bfloat16), wide[..., -rope_dim:]
+
+
 def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
+    q, q_rope = _queries(serving, rows.format, tokens, 1)
     sparse_decode(
-        _empty(tokens, 1, serving.num_heads, rows.format.head_dim, dtype=torch.bfloat16),
+        q,
         rows,
         _empty(tokens, 1, serving.topk),
+        q_rope=q_rope,
         softmax_scale=1.0,
         topk_lengths=_empty(tokens),
     )
 
 
 def _prefill(serving: Serving, rows: PagedCache, tokens: int) -> None:
+    q, q_rope = _queries(serving, rows.format, tokens)
     sparse_prefill(
-        _empty(tokens, serving.num_heads, rows.format.head_dim, dtype=torch.bfloat16),
+        q,
         rows,
         _empty(tokens, serving.topk),
+        q_rope=q_rope,
         softmax_scale=1.0,
         topk_lengths=_empty(tokens),
     )
@@ -455,10 +475,12 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         workspace_starts=starts,
         prefill_request_ids=request_ids,
     )
+    q, q_rope = _queries(serving, fmt, end)
     sparse_prefill(
-        _empty(end, heads, fmt.head_dim, dtype=torch.bfloat16)[start:],
+        q[start:],
         rows,
         slots,
+        q_rope=None if q_rope is None else q_rope[start:],
         softmax_scale=1.0,
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],

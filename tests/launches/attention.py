@@ -21,6 +21,7 @@ def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None, e
     def launch():
         dispatch.load("sparse_prefill", "triton")(
             q=meta(4096, num_heads, cache.format.head_dim, dtype=dtype),
+            q_rope=None,
             kv=cache,
             topk_indices=meta(4096, 2048, dtype=torch.int32),
             softmax_scale=0.1,
@@ -52,10 +53,11 @@ def dense_prefill(head_dim=192, value_dim=128, dtype=torch.bfloat16):
     return launch
 
 
-def sparse_decode(fmt, num_heads, extra=None, num_splits=1):
+def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False):
     def launch():
         dispatch.load("sparse_decode", "triton")(
-            q=meta(64, 2, num_heads, fmt.head_dim),
+            q=meta(64, 2, num_heads, 512 if apart else fmt.head_dim),
+            q_rope=meta(64, 2, num_heads, 192)[..., 128:] if apart else None,
             cache=pages(fmt),
             topk_indices=meta(64, 2, 2048, dtype=torch.int32),
             softmax_scale=0.1,
@@ -99,7 +101,9 @@ LAUNCHES = {
     "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
     "prefill fp8_584 h64 extra": sparse_prefill(pages(FP8_584), 64, extra=pages(FP8_584)),
     "dense prefill": dense_prefill(),
-    "decode e4m3 b32 h16 split": sparse_decode(e4m3_format(scale_block=32), 16, num_splits=4),
+    "decode e4m3 b32 h16 split": sparse_decode(
+        e4m3_format(scale_block=32), 16, num_splits=4, apart=True
+    ),
     "decode fp8_584 h64 extra": sparse_decode(FP8_584, 64, FP8_584),
     "dense decode bf16 h128 s2": dense_decode(BF16_576, 128, 2),
 }

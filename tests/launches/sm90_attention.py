@@ -19,6 +19,13 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def queries(*shape, apart=False):
+    """Queries, with their RoPE dims in a tensor of their own if ``apart``."""
+    if not apart:
+        return {"q": meta(*shape), "q_rope": None}
+    return {"q": meta(*shape[:-1], 512), "q_rope": meta(*shape[:-1], 192)[..., 128:]}
+
+
 def sparse_prefill(
     head_dim,
     num_heads=128,
@@ -28,11 +35,12 @@ def sparse_prefill(
     context=32768,
     fmt=None,
     extra=None,
+    apart=False,
 ):
     def launch():
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
-            q=meta(num_tokens, num_heads, head_dim),
+            **queries(num_tokens, num_heads, head_dim, apart=apart),
             kv=paged or PagedCache.from_rows(meta(context, head_dim)),
             topk_indices=meta(num_tokens, topk, dtype=index_dtype),
             softmax_scale=0.1,
@@ -49,10 +57,10 @@ def sparse_prefill(
     return launch
 
 
-def sparse_decode(fmt, num_splits=1, extra=None, topk=2048):
+def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
     def launch():
         dispatch.load("sparse_decode", "sm90")(
-            q=meta(64, 2, 64, fmt.head_dim),
+            **queries(64, 2, 64, fmt.head_dim, apart=apart),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             topk_indices=meta(64, 2, topk, dtype=torch.int32),
             softmax_scale=0.1,
@@ -95,7 +103,7 @@ LAUNCHES = {
     "prefill d576": sparse_prefill(576),
     "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
     "prefill one token and key": sparse_prefill(576, 64, num_tokens=1, topk=1, context=1),
-    "decode pages split": sparse_decode(BF16_576, 4),
+    "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),
     "dense one row": dense_decode(BF16_576, 1, 1, 1, batch=1),
@@ -104,7 +112,7 @@ LAUNCHES = {
     # A copy of 16 bytes must be known to be aligned where a stride is a multiple of 8 elements.
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
-    "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4),
+    "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4, apart=True),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),
@@ -113,7 +121,7 @@ LAUNCHES = {
     "decode e4m3 scales of 64 split": sparse_decode(e4m3_format(scale_block=64), 4),
     "decode e4m3 scale of a row": sparse_decode(e4m3_format(scale_block=576)),
     "decode e4m3 d512 no scales": sparse_decode(e4m3_format(512, 512, 0)),
-    "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA),
+    "prefill fp8_ds_mla": sparse_prefill(576, 64, fmt=FP8_DS_MLA, apart=True),
     "prefill fp8_584 extra": sparse_prefill(512, 64, fmt=FP8_584, extra=FP8_584),
     "dense fp8_ds_mla split": dense_decode(FP8_DS_MLA, 64, 2, 4),
 }

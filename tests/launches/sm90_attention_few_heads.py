@@ -19,11 +19,12 @@ def floats(*shape):
     return meta(*shape, dtype=torch.float32)
 
 
-def decode(fmt, num_heads, extra=False, num_splits=1):
+def decode(fmt, num_heads, extra=False, num_splits=1, apart=False):
     def launch():
         cache = PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_decode", "sm90")(
-            q=meta(64, 2, num_heads, fmt.head_dim),
+            q=meta(64, 2, num_heads, 512 if apart else fmt.head_dim),
+            q_rope=meta(64, 2, num_heads, 192)[..., 128:] if apart else None,
             cache=cache,
             topk_indices=ints(64, 2, 2048),
             softmax_scale=0.1,
@@ -46,6 +47,7 @@ def prefill(num_heads, fmt=None, extra=False):
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
             q=meta(4096, num_heads, fmt.head_dim if fmt else 576),
+            q_rope=None,
             kv=paged or PagedCache.from_rows(meta(32768, 576)),
             topk_indices=ints(4096, 2048),
             softmax_scale=0.1,
@@ -86,9 +88,9 @@ LAUNCHES = {
     "prefill bf16_576 h32": prefill(32),
     "prefill fp8_ds_mla h16": prefill(16, FP8_DS_MLA),
     "prefill fp8_584 h16 extra": prefill(16, FP8_584, extra=True),
-    "decode bf16_576 h8": decode(BF16_576, 8),
+    "decode bf16_576 h8": decode(BF16_576, 8, apart=True),
     "decode fp8_ds_mla h16": decode(FP8_DS_MLA, 16),
-    "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4),
+    "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4, apart=True),
     "decode fp8_ds_mla h32": decode(FP8_DS_MLA, 32),
     "decode fp8_584 h16 extra": decode(FP8_584, 16, extra=True),
     "decode fp8_584 h32": decode(FP8_584, 32),

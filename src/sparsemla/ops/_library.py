@@ -219,10 +219,13 @@ def _schema(
     return torch.library.infer_schema(prototype, mutates_args=written)
 
 
-def aligned(q: Tensor, *caches: PagedCache | None) -> bool:
+def aligned(*rows: Tensor | PagedCache | None) -> bool:
     """Whether rows of queries and caches start at multiples of 16 bytes."""
-    return (
-        q.data_ptr() % 16 == 0
-        and all(stride * q.itemsize % 16 == 0 for stride in q.stride()[:-1])
-        and all(cache is None or cache.aligned for cache in caches)
+    return all(x.aligned if isinstance(x, PagedCache) else _aligned(x) for x in rows)
+
+
+def _aligned(rows: Tensor | None) -> bool:
+    return rows is None or (
+        rows.data_ptr() % 16 == 0
+        and all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:-1])
     )

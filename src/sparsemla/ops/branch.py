@@ -256,6 +256,7 @@ def decode_branch(
             query,
             cache,
             topk_indices,
+            None,
             layer.softmax_scale,
             topk_lengths,
             attended.attn_sink,

@@ -90,6 +90,7 @@ def sparse_decode(
     cache: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None = None,
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
@@ -114,6 +115,8 @@ def sparse_decode(
 
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
+        q_rope: ``[B, S, H, D - V]`` of q's dtype, the last dims of the queries; q is
+            ``[B, S, H, V]`` then.
         cache: rows of any format.
         topk_indices: int32, int64 or uint32 ``[B, S, K]``, slots in ``cache`` (:func:`to_slots`).
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
@@ -147,9 +150,9 @@ def sparse_decode(
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
     """
     check = Checker("sparse_decode")
-    check.tensor("q", q, "B S H D", FLOATS)
+    check.queries(q, q_rope, "B S H")
     check.cache("cache", cache)
-    check.head_dim("q", cache)
+    check.query_dims(q, q_rope, "B S H", cache)
     topk_indices = check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
     topk_lengths = check.lengths("topk_lengths", topk_lengths)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
@@ -171,6 +174,7 @@ def sparse_decode(
         q,
         cache,
         topk_indices,
+        q_rope,
         softmax_scale,
         topk_lengths,
         attn_sink,
@@ -190,6 +194,7 @@ def _sparse_decode(
     q: Tensor,
     cache: PagedCache,
     topk_indices: Tensor,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -209,7 +214,7 @@ def _sparse_decode(
         num_heads=q.shape[2],
         topk=topk_indices.shape[2],
         extra_format=None if extra_cache is None else extra_cache.format,
-        aligned=aligned(q, cache, extra_cache),
+        aligned=aligned(q, q_rope, cache, extra_cache),
     )
 
 

@@ -19,6 +19,7 @@ def sparse_prefill(
     kv: Tensor | PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None = None,
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
@@ -43,6 +44,8 @@ def sparse_prefill(
 
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
+        q_rope: ``[T, H, D - V]`` of q's dtype, the last dims of the queries; q is ``[T, H, V]``
+            then.
         kv: bfloat16 rows ``[S, D]``, with the value in the first 512 dims (all, if D is less); or a
             cache of any format, read in place.
         topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache.
@@ -74,9 +77,9 @@ def sparse_prefill(
     (torch.Size([3, 16, 512]), -inf)
     """
     check = Checker("sparse_prefill")
-    check.tensor("q", q, "T H D", FLOATS)
+    check.queries(q, q_rope, "T H")
     cache = _cache(check, "kv", kv, "S D")
-    check.head_dim("q", cache)
+    check.query_dims(q, q_rope, "T H", cache)
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
@@ -101,6 +104,7 @@ def sparse_prefill(
         q,
         cache,
         topk_indices,
+        q_rope,
         softmax_scale,
         topk_lengths,
         attn_sink,
@@ -126,6 +130,7 @@ def _sparse_prefill(
     q: Tensor,
     kv: PagedCache,
     topk_indices: Tensor,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -143,7 +148,7 @@ def _sparse_prefill(
         num_heads=q.shape[1],
         topk=topk_indices.shape[1],
         extra_format=None if extra_kv is None else extra_kv.format,
-        aligned=aligned(q, kv, extra_kv),
+        aligned=aligned(q, q_rope, kv, extra_kv),
         out_dtype=out.dtype,
     )
 

@@ -12,6 +12,7 @@ def sparse_decode(
     cache: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None = None,
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
@@ -20,6 +21,8 @@ def sparse_decode(
     extra_topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over its selected rows of one or two caches."""
+    if q_rope is not None:
+        q = torch.cat([q, q_rope], dim=-1)
     selections = [_selection(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
         selections.append(_selection(extra_cache, extra_topk_indices, extra_topk_lengths))

@@ -12,6 +12,7 @@ def sparse_prefill(
     kv: Tensor | PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None = None,
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
@@ -20,6 +21,8 @@ def sparse_prefill(
     extra_topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits."""
+    if q_rope is not None:
+        q = torch.cat([q, q_rope], dim=-1)
     selections = [(_cache(kv), topk_indices, topk_lengths)]
     if extra_kv is not None and extra_topk_indices is not None:
         selections.append((_cache(extra_kv), extra_topk_indices, extra_topk_lengths))

@@ -550,6 +550,16 @@ def sparse_prefill_case(
     }
 
 
+def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
+    """The same queries, with the dims behind the value in a tensor of their own.
+
+    That tensor is a slice of wider rows, whose other dims are NaN.
+    """
+    q = cast("Tensor", arguments["q"])
+    wide = torch.nn.functional.pad(q[..., value_dim:], (128, 0), value=math.nan)
+    return arguments | {"q": q[..., :value_dim].contiguous(), "q_rope": wide[..., 128:]}
+
+
 def sparse_decode_case(
     draw: Draw,
     *,

@@ -93,7 +93,13 @@ class Engine:
         self.table = torch.ones(serving.max_seq_len, 64, dtype=serving.table_dtype, device=device)
         self.hidden = self._random(serving.max_tokens, dim + heads)
         self.index_q = self._random(serving.max_tokens, heads, dim)
-        self.q = self._random(serving.max_tokens, serving.num_heads, self.format.head_dim)
+        rows = serving.max_tokens, serving.num_heads
+        self.q = self._random(*rows, self.format.head_dim)
+        self.q_rope: Tensor | None = None
+        rope_dim = self.format.head_dim - self.format.value_dim
+        if serving.query_pitch is not None and rope_dim:
+            self.q = self._random(*rows, self.format.value_dim)
+            self.q_rope = self._random(*rows, serving.query_pitch)[..., -rope_dim:]
 
     def _ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -121,10 +127,12 @@ class Engine:
             decodes if all(n <= serving.max_query_len for n in step.query_lens[:decodes]) else 0
         )
         q = self.q[:rows]
-        out = torch.empty_like(q[..., : self.format.value_dim])
+        out = torch.empty(
+            *q.shape[:2], self.format.value_dim, dtype=torch.bfloat16, device=self.device
+        )
         ids = torch.nn.functional.pad(request_ids, (0, step.padding))
         if decodes == len(step.query_lens):
-            return self._attend(q, ids, page_table, is_decode=True)
+            return self._attend(rows, ids, page_table, is_decode=True)
         query_lens, lens = step.query_lens[decodes:], step.seq_lens[decodes:]
         num_rows = prefill_workspace_rows(
             query_lens,
@@ -136,10 +144,10 @@ class Engine:
             device=self.cache_device,
         )
         if num_rows is None:
-            return self._attend(q, ids, page_table, is_decode=False)
+            return self._attend(rows, ids, page_table, is_decode=False)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
         if first := offsets[decodes]:
-            out[:first] = self._attend(q[:first], ids[:first], page_table, is_decode=True)
+            out[:first] = self._attend(first, ids[:first], page_table, is_decode=True)
         for begin, end in split_prefill_chunks(lens, num_rows):
             chunk = slice(decodes + begin, decodes + end)
             of_tokens = slice(offsets[chunk.start], offsets[chunk.stop])
@@ -166,6 +174,7 @@ class Engine:
                 q[of_tokens],
                 converted,
                 indices,
+                q_rope=self._rope(of_tokens),
                 softmax_scale=0.1,
                 out=out[of_tokens],
                 lse=lse[of_tokens],
@@ -213,22 +222,29 @@ class Engine:
             out=self.topk_indices[:rows],
         )
 
+    def _rope(self, tokens: slice) -> Tensor | None:
+        return None if self.q_rope is None else self.q_rope[tokens]
+
     def _attend(
-        self, q: Tensor, request_ids: Tensor, page_table: Tensor, *, is_decode: bool
+        self, num_rows: int, request_ids: Tensor, page_table: Tensor, *, is_decode: bool
     ) -> Tensor:
-        topk = self.topk_indices[: q.shape[0]]
+        topk = self.topk_indices[:num_rows]
         slots = to_slots(topk, page_table, request_ids, page_size=64)
         counts = (topk >= 0).sum(1).int()
         fmt = self.format
         rows = self.cache.data.view(-1, 1, fmt.row_width)
         cache = PagedCache(rows, fmt)
+        q, q_rope = self.q[:num_rows], self._rope(slice(num_rows))
         if not is_decode:
-            out, _ = sparse_prefill(q, cache, slots, softmax_scale=0.1, topk_lengths=counts)
+            out, _ = sparse_prefill(
+                q, cache, slots, q_rope=q_rope, softmax_scale=0.1, topk_lengths=counts
+            )
             return out
         out, _ = sparse_decode(
             q.unsqueeze(1),
             cache,
             slots.unsqueeze(1),
+            q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=0.1,
             topk_lengths=counts,
             workspace=self.workspace,

@@ -587,6 +587,14 @@ def _sparse_prefill() -> list[Case]:
             )
             for dim, heads in ((576, 64), (576, 16), (512, 63))
         ),
+        *(
+            Case(
+                f"RoPE dims of {heads} heads in another tensor",
+                build(_split_queries, make, num_heads=heads, **both),
+                quick=heads == 64,
+            )
+            for heads in (16, 64)
+        ),
         Case("float16", build(make, dtype=torch.float16, **both)),
         Case("float32", build(make, dtype=torch.float32, **both)),
         *(
@@ -610,6 +618,11 @@ def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arg
     q = cast("Tensor", arguments["q"])
     padded = torch.nn.functional.pad(q, (0, 8), value=math.nan)
     return arguments | {"q": padded[..., : q.shape[-1]]}
+
+
+def _split_queries(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
+    """RoPE dims of the queries in a tensor of their own, as engines compute them."""
+    return cases.split_queries(make(draw, **options))
 
 
 def _duplicates(draw: Draw) -> Arguments:
@@ -773,6 +786,15 @@ def _sparse_decode() -> list[Case]:
                 build(_apart, make, format=fmt, num_heads=heads, query_len=2, **both),
             )
             for fmt in (BF16_576, FP8_DS_MLA)
+            for heads in (16, 64)
+        ),
+        *(
+            Case(
+                f"RoPE dims of {heads} heads in another tensor, {fmt.name}",
+                build(_split_queries, make, format=fmt, num_heads=heads, query_len=2, **both),
+                quick=heads == 64,
+            )
+            for fmt in (BF16_576, FP8_DS_MLA, e4m3_format())
             for heads in (16, 64)
         ),
         Case("float16", build(make, format=FP8_DS_MLA, dtype=torch.float16, **both)),

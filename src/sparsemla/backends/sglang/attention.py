@@ -115,7 +115,7 @@ def forward_fa3(
     logit_cap: float,
     page_size: int,
 ) -> Tensor:
-    """``_forward_fa3``. Queries are joined here, as SGLang joins them for its other kernels.
+    """``_forward_fa3``.
 
     Args:
         q_rope: ``[T, H, 64]`` bfloat16.
@@ -130,8 +130,7 @@ def forward_fa3(
     """
     if logit_cap:
         raise ValueError(f"sparsemla: logit_cap must be 0, got {logit_cap}")
-    q = torch.cat([q_nope, q_rope], dim=-1)
-    return _attend(self, q, kv_cache, page_table, cache_seqlens, sm_scale)
+    return _attend(self, q_nope, kv_cache, page_table, cache_seqlens, sm_scale, q_rope=q_rope)
 
 
 def compute_flashmla_metadata(
@@ -152,8 +151,12 @@ def _attend(
     lengths: Tensor | None,
     softmax_scale: float,
     attn_sink: Tensor | None = None,
+    q_rope: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the queries ``[T, H, 576]`` over the rows of their ``indices``."""
+    """Attention of the queries ``[T, H, 576]`` over the rows of their ``indices``.
+
+    With ``q_rope``, it has the last 64 dims.
+    """
     num_tokens = q.shape[0]
     # SGLang pads batches of data-parallel ranks at the end: the lengths, or queries without keys.
     if lengths is not None:
@@ -165,6 +168,7 @@ def _attend(
             q,
             cache,
             indices,
+            q_rope=q_rope,
             softmax_scale=softmax_scale,
             topk_lengths=lengths,
             attn_sink=attn_sink,
@@ -175,6 +179,7 @@ def _attend(
         q.unsqueeze(1),
         cache,
         indices.unsqueeze(1),
+        q_rope=None if q_rope is None else q_rope.unsqueeze(1),
         softmax_scale=softmax_scale,
         topk_lengths=lengths,
         attn_sink=attn_sink,

@@ -438,16 +438,16 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
         if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
         out = q.new_empty(*q.shape[:2], self.format.value_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out[conversions[-1].tokens.stop :] = 0  # padding
         lse[conversions[-1].tokens.stop :] = -torch.inf
         decodes = slice(conversions[0].tokens.start)
         if decodes.stop:
+            some = q[decodes] if q_rope is None else (q[decodes], q_rope[decodes])
             out[decodes], lse[decodes] = super().forward_mqa(
-                q[decodes], kv_c_and_k_pe_cache, attn_metadata, layer
+                some, kv_c_and_k_pe_cache, attn_metadata, layer
             )
         cache = PagedCache(kv_c_and_k_pe_cache, self.format)
         for each in conversions:
@@ -470,6 +470,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 q[each.tokens],
                 rows,
                 indices,
+                q_rope=None if q_rope is None else q_rope[each.tokens],
                 softmax_scale=self.scale,
                 out=out[each.tokens],
                 lse=lse[each.tokens],
@@ -503,19 +504,24 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
         """
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         cache = PagedCache(rows.unsqueeze(1), self.format)
         if self.batch_invariant or not is_decode:
             return sparse_prefill(
-                q, cache, topk_indices, softmax_scale=self.scale, topk_lengths=valid_counts
+                q,
+                cache,
+                topk_indices,
+                q_rope=q_rope,
+                softmax_scale=self.scale,
+                topk_lengths=valid_counts,
             )
         # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
             q.unsqueeze(1),
             cache,
             topk_indices.unsqueeze(1),
+            q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=self.scale,
             topk_lengths=valid_counts,
             workspace=self._workspace(),

@@ -71,6 +71,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
             yield Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
+                # vLLM joins the parts of queries before it gathers them from the ranks.
+                query_pitch=layer.impl.qk_head_dim if layer.impl.dcp_world_size == 1 else None,
                 topk=config.model_config.hf_text_config.index_topk,
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,

@@ -18,6 +18,7 @@ def sparse_decode(
     cache: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -29,6 +30,8 @@ def sparse_decode(
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    if q_rope is not None:
+        q = torch.cat([q, q_rope], dim=-1)
     streams = [_stream(cache, topk_indices, topk_lengths)]
     if extra_cache is not None and extra_topk_indices is not None:
         streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))

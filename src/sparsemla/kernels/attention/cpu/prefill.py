@@ -13,6 +13,7 @@ def sparse_prefill(
     kv: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -23,6 +24,8 @@ def sparse_prefill(
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
+    if q_rope is not None:
+        q = torch.cat([q, q_rope], dim=-1)
     streams = [Stream(kv, topk_indices, topk_lengths)]
     if extra_kv is not None and extra_topk_indices is not None:
         streams.append(Stream(extra_kv, extra_topk_indices, extra_topk_lengths))

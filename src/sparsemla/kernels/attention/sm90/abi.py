@@ -7,6 +7,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Queries(NamedTuple):
+    """Query rows, with the strides of a request, a token and a head."""
+
+    q: Tensor
+    request_stride: int
+    token_stride: int
+    head_stride: int
+    rope: Tensor | None = None
+    """The RoPE dims, unless they are the last dims of ``q``."""
+    rope_request_stride: int | None = None
+    rope_token_stride: int | None = None
+    rope_head_stride: int | None = None
+
+    def in_units(self, elements: int) -> Queries:
+        """The same rows, with strides that count so many elements."""
+        return Queries(*(x // elements if isinstance(x, int) else x for x in self))
+
+
 class QueryRows(NamedTuple):
     """The numbering of query rows. The rows of a *group* share their keys.
 

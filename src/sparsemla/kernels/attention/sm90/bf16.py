@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -54,6 +53,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
     KeyList,
+    Queries,
     QueryRows,
     Results,
 )
@@ -69,6 +69,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     TILE,
     end_of_valid_slots,
     locate_tile,
+    query_dims,
     rows_of_tile,
     store_key_limits,
     to_bf16,
@@ -133,17 +134,16 @@ class SharedMemory(NamedTuple):
 
 
 @gluon.jit
-def copy_queries(
-    tile, to, q, q_request, q_token, q_head, shape, START: gl.constexpr, DIM: gl.constexpr
-):
+def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexpr):
     """Start to copy dims ``START .. START + DIM`` of the rows of a tile.
 
     Strides count 8 elements, which tells the compiler that the copies are aligned.
     """
     begin, _, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, COPY_ROWS)
-    rows = 8 * (request * q_request + (first + token) * q_token + head * q_head)
-    dims = START + gl.arange(0, DIM, COPY_COLS)
+    q, request_stride, token_stride, head_stride = query_dims(queries, START)
+    rows = 8 * (request * request_stride + (first + token) * token_stride + head * head_stride)
+    dims = gl.arange(0, DIM, COPY_COLS)
     async_load(to, q + rows[:, None] + dims[None, :], mask=real[:, None])
 
 
@@ -571,7 +571,7 @@ def copy_paged_blocks(
 
 @gluon.jit
 def producer(
-    num_tiles, q, q_request, q_token, q_head, rows, pages, stream, shape, smem,
+    num_tiles, queries, rows, pages, stream, shape, smem,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries and keys of the CTA's tiles, each half block once its stage is empty."""
@@ -582,10 +582,10 @@ def producer(
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
         mbarrier.wait(smem.bar.index(Q_EMPTY), turn)
         turn = turn ^ 1
-        copy_queries(tile, smem.q.index(0), q, q_request, q_token, q_head, shape, 0, 256)
-        copy_queries(tile, smem.q.index(1), q, q_request, q_token, q_head, shape, 256, 256)
+        copy_queries(tile, smem.q.index(0), queries, shape, 0, 256)
+        copy_queries(tile, smem.q.index(1), queries, shape, 256, 256)
         if ROPE > 0:
-            copy_queries(tile, smem.q_rope, q, q_request, q_token, q_head, shape, 512, ROPE)
+            copy_queries(tile, smem.q_rope, queries, shape, 512, ROPE)
         async_copy.mbarrier_arrive(smem.bar.index(Q_FULL), increment_count=False)
         end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
         steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
@@ -642,13 +642,14 @@ def arrivals(b):
     do_not_specialize_on_alignment=["group_tokens", "num_splits"],  # a 1 is worth a kernel
 )
 def _attend(
-    num_tiles, q, q_request, q_token, q_head, rows, pages, stream, results, num_heads,
-    num_rows, group_tokens, num_splits, scale_log2,
+    num_tiles, queries, rows, pages, stream, results, num_heads, num_rows, group_tokens,
+    num_splits, scale_log2,
     L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
     """One CTA: tiles of 64 query rows of a group, each over one split of the group's keys.
 
     Args:
+        queries: their strides count 8 elements.
         pages: a TMA descriptor of the cache if every block lies within a page, or None.
         L: the cache's layout.
         PAGED: a group attends to all keys of its request, through the page table.
@@ -679,8 +680,8 @@ def _attend(
         [
             (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
             (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
-            (producer, (num_tiles, q, q_request, q_token, q_head, rows, pages, stream, shape, smem,
-                        L, PAGED, CAUSAL, ROPE)),
+            (producer, (num_tiles, queries, rows, pages, stream, shape, smem, L, PAGED, CAUSAL,
+                        ROPE)),
         ],
         [4, 4],
         [208, 64],
@@ -688,8 +689,7 @@ def _attend(
 
 
 def launch(
-    q: Tensor,
-    q_strides: tuple[int, int, int],
+    queries: Queries,
     cache: PagedCache,
     stream: KeyList,
     results: Results,
@@ -703,8 +703,7 @@ def launch(
     """Launch over ``num_groups`` groups of query rows.
 
     Args:
-        q: bfloat16 queries.
-        q_strides: of a request, a token and a head, in elements.
+        queries: bfloat16 rows, with strides in elements.
         cache: bfloat16 rows.
         stream: the keys of each group.
         results: the outputs.
@@ -720,10 +719,9 @@ def launch(
     if paged and cache.page_size % 64 == 0:
         size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
         pages = TensorDescriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
-    _attend[(min(num_tiles, num_multiprocessors(q.device)),)](
+    _attend[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,
-        q,
-        *(stride // 8 for stride in q_strides),
+        queries.in_units(8),
         rows,
         pages,
         stream,

@@ -53,12 +53,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
     KeyList,
+    Queries,
     QueryRows,
     Results,
 )
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
-    Queries,
     find_keys,
     load_entries,
     load_queries,
@@ -399,8 +399,7 @@ def _attend_few_heads(
 
 
 def launch(
-    q: Tensor,
-    q_strides: tuple[int, int, int],
+    queries: Queries,
     cache: PagedCache,
     stream: KeyList,
     results: Results,
@@ -409,11 +408,11 @@ def launch(
     *,
     num_groups: int,
 ) -> None:
-    """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head."""
+    """Launch over ``num_groups`` groups of rows."""
     rows, layout = cache_arguments(cache)
     wide = shape.num_rows > 16
     _attend_few_heads[(num_groups * shape.num_splits,)](
-        Queries(q, *q_strides),
+        queries,
         rows,
         stream,
         results,

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
 from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
-from sparsemla.kernels.attention.sm90.abi import KeyList, QueryRows, Results
+from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 
@@ -19,6 +19,7 @@ def sparse_decode(
     cache: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -43,6 +44,8 @@ def sparse_decode(
         (head_tile,) = tiled
         tiles = q.shape[2] // head_tile
         q = q.squeeze(1).unflatten(1, (tiles, head_tile))
+        if q_rope is not None:
+            q_rope = q_rope.squeeze(1).unflatten(1, (tiles, head_tile))
         outs = outs.squeeze(2).unflatten(2, (tiles, head_tile))
         lses = lses.squeeze(2).unflatten(2, (tiles, head_tile))
         topk_indices = topk_indices.expand(-1, tiles, -1)
@@ -53,7 +56,9 @@ def sparse_decode(
     shape = QueryRows(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
-    q_strides = q.stride()[:3]
+    queries = Queries(q, *q.stride()[:3])
+    if q_rope is not None:
+        queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
     few = num_heads <= FEW_HEADS
     if cache.format.fp8_dim:
         extra = None
@@ -61,8 +66,7 @@ def sparse_decode(
             extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
         launch = fp8_few_heads.launch if few else fp8.launch
         launch(
-            q,
-            q_strides,
+            queries,
             cache,
             main,
             results,
@@ -74,7 +78,7 @@ def sparse_decode(
         )
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
-        launch(q, q_strides, cache, main, results, shape, softmax_scale, num_groups=groups)
+        launch(queries, cache, main, results, shape, softmax_scale, num_groups=groups)
     merge_splits(*whole, attn_sink, out, lse)
 
 
@@ -121,8 +125,7 @@ def dense_decode(
     if cache.format.fp8_dim:
         launch = fp8_few_heads.launch if query_len * num_heads <= FEW_HEADS else fp8.launch
     launch(
-        q,
-        q.stride()[:3],
+        Queries(q, *q.stride()[:3]),
         cache,
         KeyList(
             page_table,

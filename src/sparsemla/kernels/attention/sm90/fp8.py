@@ -73,6 +73,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.sm90.abi import (
     KeyList,
+    Queries,
     QueryRows,
     Results,
 )
@@ -106,6 +107,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     TILE,
     end_of_valid_slots,
     locate_tile,
+    query_dims,
     rows_of_tile,
     store_key_limits,
     to_bf16,
@@ -135,15 +137,6 @@ VALID = gl.constexpr(7)
 KV_FULL = gl.constexpr(11)
 P_EMPTY = gl.constexpr(13)
 NUM_BARRIERS = gl.constexpr(15)
-
-
-class Queries(NamedTuple):
-    """Q, and its strides in elements."""
-
-    q: Tensor
-    request_stride: int
-    token_stride: int
-    head_stride: int
 
 
 class QuantizedRows(NamedTuple):
@@ -515,13 +508,10 @@ def load_q(
     """Load dims ``START .. START + WIDTH`` of a tile's query rows."""
     begin, _, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
-    rows = (
-        request * queries.request_stride
-        + (first + token) * queries.token_stride
-        + head * queries.head_stride
-    )
-    dims = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.load(queries.q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    q, request_stride, token_stride, head_stride = query_dims(queries, START)
+    rows = request * request_stride + (first + token) * token_stride + head * head_stride
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(q + rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
 
 
 @gluon.jit
@@ -962,8 +952,7 @@ def _arguments(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
 
 
 def launch(
-    q: Tensor,
-    q_strides: tuple[int, int, int],
+    queries: Queries,
     cache: PagedCache,
     stream: KeyList,
     results: Results,
@@ -976,10 +965,7 @@ def launch(
     paged: bool = False,
     causal: bool = False,
 ) -> None:
-    """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head.
-
-    Both streams' caches have the same format.
-    """
+    """Launch over ``num_groups`` groups of rows; both streams' caches have the same format."""
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     rows, layout = _arguments(cache)
     extra_layout = None
@@ -989,9 +975,9 @@ def launch(
         extra = extra._replace(shift=distance // 4)
     # Shared memory has room for up to 16 words of scales per row.
     scale_words = triton.next_power_of_2(max(-(-layout.num_scales * layout.scale_bytes // 4), 1))
-    _attend_fp8[(min(num_tiles, num_multiprocessors(q.device)),)](
+    _attend_fp8[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,
-        Queries(q, *q_strides),
+        queries,
         rows,
         stream,
         extra,

@@ -53,7 +53,6 @@ import math
 from typing import NamedTuple
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -69,13 +68,13 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.attention.sm90.abi import (
     KeyList,
+    Queries,
     QueryRows,
     Results,
 )
 from sparsemla.kernels.attention.sm90.chunks import UNSWIZZLED, decode_e8m0, permute_to_operand
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
-    Queries,
     find_keys,
     load_entries,
     load_queries,
@@ -928,8 +927,7 @@ def plan_shared(num_rows: int, fmt: CacheFormat) -> tuple[int, int]:
 
 
 def launch(
-    q: Tensor,
-    q_strides: tuple[int, int, int],
+    queries: Queries,
     cache: PagedCache,
     stream: KeyList,
     results: Results,
@@ -942,7 +940,7 @@ def launch(
     paged: bool = False,
     causal: bool = False,
 ) -> None:
-    """Launch over ``num_groups`` groups of rows. Strides: of a request, a token and a head.
+    """Launch over ``num_groups`` groups of rows.
 
     The caches of both streams must have the same format.
     """
@@ -952,7 +950,7 @@ def launch(
         extra_rows, extra_layout = cache_arguments(extra_cache)
     padded, words = plan_shared(shape.num_rows, cache.format)
     _attend_few_heads_fp8[(num_groups * shape.num_splits,)](
-        Queries(q, *q_strides),
+        queries,
         rows,
         stream,
         extra_rows,

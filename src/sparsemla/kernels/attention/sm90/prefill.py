@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
-from sparsemla.kernels.attention.sm90.abi import KeyList, QueryRows, Results
+from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 
 
 def sparse_prefill(
@@ -15,6 +15,7 @@ def sparse_prefill(
     kv: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -42,7 +43,9 @@ def sparse_prefill(
         max_logits_request=0 if max_logits is None else max_logits.stride(0),
         attn_sink=attn_sink,
     )
-    q_strides = q.stride(0), 0, q.stride(1)
+    queries = Queries(q, q.stride(0), 0, q.stride(1))
+    if q_rope is not None:
+        queries = Queries(*queries[:4], q_rope, q_rope.stride(0), 0, q_rope.stride(1))
     main = _selected(kv, topk_indices, topk_lengths)
     shape = QueryRows(num_heads, num_heads, 1, 1)
     few = num_heads <= FEW_HEADS
@@ -52,8 +55,7 @@ def sparse_prefill(
             extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
         launch = fp8_few_heads.launch if few else fp8.launch
         launch(
-            q,
-            q_strides,
+            queries,
             kv,
             main,
             results,
@@ -65,7 +67,7 @@ def sparse_prefill(
         )
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
-        launch(q, q_strides, kv, main, results, shape, softmax_scale, num_groups=num_tokens)
+        launch(queries, kv, main, results, shape, softmax_scale, num_groups=num_tokens)
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:

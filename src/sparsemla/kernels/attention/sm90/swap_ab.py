@@ -12,18 +12,10 @@ from sparsemla.kernels.attention.sm90.tiles import (
     group_of_program,
     is_slot,
     load_length,
+    query_dims,
     rows_of_group,
 )
 from sparsemla.kernels.common.paged import Rows
-
-
-class Queries(NamedTuple):
-    """Queries with the strides, in elements, of a request, a token and a head."""
-
-    q: Tensor
-    request_stride: int
-    token_stride: int
-    head_stride: int
 
 
 class KeyRange(NamedTuple):
@@ -78,10 +70,10 @@ def load_queries(
     """Dims ``START .. START + WIDTH`` of the group's rows; 0 in rows of padding."""
     _, request, first = group_of_program(shape)
     token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, LAYOUT))
-    at = request * queries.request_stride + (first + token) * queries.token_stride
-    at += head * queries.head_stride
-    dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    return gl.load(queries.q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+    q, request_stride, token_stride, head_stride = query_dims(queries, START)
+    at = request * request_stride + (first + token) * token_stride + head * head_stride
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load(q + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
 
 
 @gluon.jit

@@ -43,6 +43,21 @@ def rows_of_tile(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True
 
 
 @gluon.jit
+def query_dims(queries, START: gl.constexpr):
+    """Where the dims of query rows from START on lie: pointer and strides, as in ``Queries``."""
+    q = queries.q + START
+    strides = queries.request_stride, queries.token_stride, queries.head_stride
+    if START >= 512 and queries.rope is not None:
+        q = queries.rope + (START - 512)
+        strides = (
+            queries.rope_request_stride,
+            queries.rope_token_stride,
+            queries.rope_head_stride,
+        )
+    return q, strides[0], strides[1], strides[2]
+
+
+@gluon.jit
 def to_bf16(x):
     """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
     return gl.inline_asm_elementwise(

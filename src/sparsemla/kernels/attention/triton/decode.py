@@ -55,6 +55,10 @@ def _sparse_decode(
     q_request,
     q_token,
     q_head,
+    q_rope,
+    rope_request,
+    rope_token,
+    rope_head,
     rows,
     topk_indices,
     indices_request,
@@ -119,8 +123,12 @@ def _sparse_decode(
     first = split.to(tl.int32) * steps
     last = first + steps
 
-    q_rows = request * q_request + token * q_token + head.to(tl.int64) * q_head
-    q_value, q_rest = load_queries(q, q_rows, real, L)
+    wide = head.to(tl.int64)
+    q_rows = request * q_request + token * q_token + wide * q_head
+    rope_rows = None
+    if q_rope is not None:
+        rope_rows = request * rope_request + token * rope_token + wide * rope_head
+    q_value, q_rest = load_queries(q, q_rows, q_rope, rope_rows, real, L)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
@@ -165,7 +173,7 @@ def _sparse_decode(
         sink = tl.load(attn_sink + head, mask=real, other=0.0)
     out_rows = split * out_split + request * out_request + token * out_token
     lse_rows = split * lse_split + request * lse_request + token * lse_token
-    out_rows += head.to(tl.int64) * out_head
+    out_rows += wide * out_head
     store_state(out, out_rows, lse, lse_rows + head, real, sink, m, l, acc, L.value_dim)
 
 
@@ -174,6 +182,7 @@ def sparse_decode(
     cache: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -202,6 +211,8 @@ def sparse_decode(
     _sparse_decode[(num_programs,)](
         q,
         *q.stride()[:3],
+        q_rope,
+        *((None, None, None) if q_rope is None else q_rope.stride()[:3]),
         rows,
         topk_indices,
         *topk_indices.stride()[:2],
@@ -293,7 +304,7 @@ def _dense_decode(
     token = token.to(tl.int64)
     head = head.to(tl.int64)
     q_rows = request * q_request + token * q_token + head * q_head
-    q_value, q_rest = load_queries(q, q_rows, real, L)
+    q_value, q_rest = load_queries(q, q_rows, None, None, real, L)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)

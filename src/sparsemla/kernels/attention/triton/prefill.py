@@ -30,6 +30,9 @@ def _sparse_prefill(
     q,
     q_token,
     q_head,
+    q_rope,
+    rope_token,
+    rope_head,
     rows,
     topk_indices,
     indices_token,
@@ -71,7 +74,11 @@ def _sparse_prefill(
         length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
     end = end_of(topk_indices, length, rows.num_slots, 1024)
 
-    q_value, q_rest = load_queries(q, token * q_token + head.to(tl.int64) * q_head, real, L)
+    wide = head.to(tl.int64)
+    rope_rows = None
+    if q_rope is not None:
+        rope_rows = token * rope_token + wide * rope_head
+    q_value, q_rest = load_queries(q, token * q_token + wide * q_head, q_rope, rope_rows, real, L)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
@@ -130,6 +137,7 @@ def sparse_prefill(
     kv: PagedCache,
     topk_indices: Tensor,
     *,
+    q_rope: Tensor | None,
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
@@ -152,8 +160,9 @@ def sparse_prefill(
         return
     _sparse_prefill[(num_programs,)](
         q,
-        q.stride(0),
-        q.stride(1),
+        *q.stride()[:2],
+        q_rope,
+        *((None, None) if q_rope is None else q_rope.stride()[:2]),
         rows,
         topk_indices,
         topk_indices.stride(0),

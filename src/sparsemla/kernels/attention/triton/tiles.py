@@ -159,13 +159,19 @@ def load_query(q, rows, mask, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def load_queries(q, rows, mask, L: tl.constexpr):
-    """Value dims and rest of query rows, each as :func:`load_query` gives them."""
+def load_queries(q, rows, q_rope, rope_rows, mask, L: tl.constexpr):
+    """Value dims and rest of query rows, each as :func:`load_query` gives them.
+
+    The rest lies behind the value dims, or in the rows ``rope_rows`` of ``q_rope``.
+    """
+    REST: tl.constexpr = L.head_dim - L.value_dim
     value = load_query(q, rows, mask, 0, L.value_dim, L.value_block)
-    if L.rest_block > 0:
-        rest = load_query(q, rows, mask, L.value_dim, L.head_dim - L.value_dim, L.rest_block)
-    else:
+    if L.rest_block == 0:
         rest = ()
+    elif q_rope is None:
+        rest = load_query(q, rows, mask, L.value_dim, REST, L.rest_block)
+    else:
+        rest = load_query(q_rope, rope_rows, mask, 0, REST, L.rest_block)
     return value, rest
 
 
