@@ -484,6 +484,14 @@ def _select_topk() -> list[Case]:
         Case("one long row", build(make, num_rows=1, num_cols=131072, topk=2048)),
         Case("a few long rows", build(make, num_rows=9, num_cols=70000, topk=512, ragged=True)),
         Case("long and short rows", build(_long_and_short_rows), quick=True),
+        *(
+            Case(
+                f"{rows} short rows of a wide table, topk {topk}",
+                build(_short_rows_of_a_wide_table, rows, topk),
+                large=True,
+            )
+            for rows, topk in ((16, 2048), (16, 512), (100, 2048), (300, 2048), (600, 512))
+        ),
         Case("bfloat16", build(make, num_cols=3000, topk=512, dtype=torch.bfloat16)),
         Case("strided", build(make, strided=True)),
         Case("slots", build(make, num_rows=40, ragged=True, page_size=61), quick=True),
@@ -499,6 +507,23 @@ def _long_and_short_rows(draw: Draw) -> Arguments:
     starts, ends = (cast("Tensor", arguments[name]) for name in ("row_starts", "row_ends"))
     ends[::2] = (starts[::2] + sizes).clamp_max(70000).to(ends.dtype)
     return arguments
+
+
+def _short_rows_of_a_wide_table(draw: Draw, num_rows: int, topk: int) -> Arguments:
+    """Rows of up to 20000 columns among 131072; the others are NaN."""
+    arguments = cases.select_topk_case(
+        draw, num_rows=num_rows, num_cols=131072, topk=topk, ragged=True
+    )
+    scores = cast("Tensor", arguments["scores"])
+    edges = (topk, topk + 1, 2048, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 16385)
+    ends = draw.integers(0, 20000, num_rows)
+    ends[: len(edges)] = draw.tensor(edges)
+    starts = torch.zeros_like(ends)
+    starts[1::2] = draw.integers(0, 99, len(starts[1::2]))
+    columns = torch.arange(131072, device=scores.device)
+    inside = (columns >= starts[:, None]) & (columns < (starts + ends)[:, None])
+    scores.masked_fill_(~inside, math.nan)
+    return arguments | {"row_starts": starts, "row_ends": starts + ends}
 
 
 def _merge_topk() -> list[Case]:

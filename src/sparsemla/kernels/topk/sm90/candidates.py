@@ -8,7 +8,9 @@ The algorithm is the same as in the portable kernel (:mod:`sparsemla.kernels.top
 3. ``rank_best`` (:mod:`.radix`): a radix search ranks the k best candidates in registers.
 
 With enough rows for all multiprocessors, ``_select_kernel`` takes rows from sample to result. With
-fewer rows, ``_collect_kernel`` lists slices of them and ``_finish_kernel`` does the third step.
+fewer rows, ``_collect_kernel`` lists slices of them and ``_finish_kernel`` does the third step. The
+number of columns is that of the longest row that the caller allows, as in a captured graph: rows
+that fit the registers of one CTA have no lists then.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from sparsemla.kernels.topk.sm90.keys import (
     sums_and_max,
     to_all_threads,
 )
-from sparsemla.kernels.topk.sm90.radix import cluster_line_layout, rank_best
+from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
 from sparsemla.kernels.topk.triton import Pages
 
 SIGMAS = gl.constexpr(4.5)
@@ -371,6 +373,22 @@ def _select_row(
         gl.store(out + place, as_output(ids, place >= 0, pages, row, PAGE_SIZE), mask=place >= 0)
 
 
+@gluon.jit
+def _select_held_row(
+    x, out, size, k, pages, row, HELD: gl.constexpr, W: gl.constexpr, PAGE_SIZE: gl.constexpr
+):
+    """Store the ids of a row of more than k and up to HELD columns, all of them in registers."""
+    L: gl.constexpr = cluster_layout(W, 1)
+    share = gl.cdiv(size, W * 128) * 128
+    warp = gl.arange(0, W, gl.SliceLayout(1, L))
+    lane = gl.arange(0, HELD // W, gl.SliceLayout(0, L))
+    column = warp[:, None] * share + lane[None, :]
+    live = (lane < share)[None, :] & (column < size)
+    values = gl.load(x + column, mask=live, other=0.0).to(gl.float32)
+    place = rank_best(gl.where(live, keys_of(values), DEAD_KEY), k, None, 1)
+    gl.store(out + place, as_output(column, place >= 0, pages, row, PAGE_SIZE), mask=place >= 0)
+
+
 @gluon.jit(do_not_specialize=RUNTIME)
 def _collect_kernel(
     scores,
@@ -387,15 +405,16 @@ def _collect_kernel(
     SAMPLE: gl.constexpr,
     WARPS: gl.constexpr,
     TOGETHER: gl.constexpr,
+    HELD: gl.constexpr,
 ):
-    """Collect the candidates of one slice of a row."""
+    """Collect the candidates of one slice of a row of more than HELD columns."""
     gdc_launch_dependents()
     LISTS: gl.constexpr = 1 if TOGETHER else WARPS
     row = gl.program_id(0).to(gl.int64) // slices
     index = gl.program_id(0) % slices
     start, end = row_range(row_starts, row_ends, row, num_cols)
     size = end - start
-    if (size > k) & (size > CAPACITY):
+    if (size > k) & (size > HELD):
         x = scores + row * stride_scores + start
         # All slices of a row compute the same threshold.
         ids, values = _load_sample(x, size, SAMPLE, WARPS)
@@ -431,8 +450,9 @@ def _finish_kernel(
     SAMPLE: gl.constexpr,
     WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    HELD: gl.constexpr,
 ):
-    """Select the ids of one row from the candidates of its slices."""
+    """Select the ids of one row, from the candidates of its slices or from up to HELD columns."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     gdc_launch_dependents()
     gdc_wait()
@@ -443,6 +463,8 @@ def _finish_kernel(
     o = out + row * stride_out
     if size <= k:
         store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, cluster_line_layout(WARPS, 1))
+    elif size <= HELD:
+        _select_held_row(x, o, size, k, pages, row, HELD, WARPS, PAGE_SIZE)
     else:
         lists += row * LISTS * (limit + TILE)
         counts += row * LISTS
@@ -543,11 +565,16 @@ class Sm90ListSchedule(portable.ListSchedule):
 
     @property
     def collect_options(self) -> dict[str, Any]:
-        return {"TOGETHER": self.together, "maxnreg": self.registers}
+        return {"TOGETHER": self.together, "HELD": self.held, "maxnreg": self.registers}
 
     @property
     def finish_options(self) -> dict[str, Any]:
-        return {"maxnreg": 2048 // self.finish_warps, "launch_pdl": True}
+        return {"HELD": self.held, "maxnreg": 2048 // self.finish_warps, "launch_pdl": True}
+
+    @property
+    def held(self) -> int:
+        """Columns that the registers of the program hold that finishes a row."""
+        return 1024 * self.finish_warps
 
     @property
     def tile(self) -> int:
