@@ -238,12 +238,49 @@ def first_token_of(queries, request):
 
 
 @gluon.jit
-def locate_group(queries, group, T: gl.constexpr):
-    """The request and the tokens of a group, or of a tensor of groups.
+def first_group_of(queries, request, T: gl.constexpr):
+    """Number of the first group of a ragged request: its first token, if a group has one token.
 
-    Ragged requests: the groups of request b are numbered from ``offsets[b] // tokens + b``. This
-    numbering needs no prefix sum over requests, but some groups have no tokens. Tokens after the
-    last request form one more request.
+    Else ``offsets[b] // tokens + b``: this numbering needs no prefix sum over requests, but some
+    groups have no tokens.
+    """
+    group = first_token_of(queries, request)
+    if T.tokens > 1:
+        group = group // T.tokens + request
+    return group
+
+
+@gluon.jit
+def request_of(queries, group, T: gl.constexpr, MANY: gl.constexpr):
+    """The ragged request of a group, or of a tensor of groups; the last that begins before it."""
+    # Guess that all have equally many tokens, as in most decodes: a search waits for each load.
+    pitch = gl.fdiv(queries.query_len * 1.0, gl.maximum(queries.num_requests, 1) * 1.0)
+    if T.tokens > 1:
+        pitch = pitch / T.tokens + 1.0
+    request = gl.fdiv(group.to(gl.float32), pitch).to(gl.int32)
+    request = gl.minimum(request, gl.maximum(queries.num_requests - 1, 0))
+    following = gl.minimum(request + 1, queries.num_requests)
+    wrong = first_group_of(queries, request, T) > group
+    wrong = wrong | (first_group_of(queries, following, T) <= group)
+    steps = gl.where(wrong, queries.search_steps, 0)
+    if MANY:
+        steps = gl.max(steps, 0)
+    if steps > 0:
+        request = group * 0
+        last = request + queries.num_requests
+        for _ in range(steps):
+            middle = (request + last + 1) // 2
+            before = first_group_of(queries, middle, T) <= group
+            request = gl.where(before, middle, request)
+            last = gl.where(before, last, middle - 1)
+    return request
+
+
+@gluon.jit
+def locate_group(queries, group, T: gl.constexpr, MANY: gl.constexpr = False):
+    """The request and the tokens of a group, or with MANY of a tensor of groups.
+
+    Tokens after the last ragged request form one more request.
     """
     if queries.offsets is None:
         groups = gl.cdiv(queries.query_len, T.tokens)
@@ -251,15 +288,9 @@ def locate_group(queries, group, T: gl.constexpr):
         first = group % groups * T.tokens
         stop = gl.where(request < queries.num_requests, queries.query_len, 0)
     else:
-        request = group * 0
-        last = request + queries.num_requests
-        for _ in range(queries.search_steps):
-            middle = (request + last + 1) // 2
-            before = first_token_of(queries, middle) // T.tokens + middle <= group
-            request = gl.where(before, middle, request)
-            last = gl.where(before, last, middle - 1)
+        request = request_of(queries, group, T, MANY)
         begin_token = first_token_of(queries, request)
-        first = begin_token + (group - (begin_token // T.tokens + request)) * T.tokens
+        first = begin_token + (group - first_group_of(queries, request, T)) * T.tokens
         real = request < queries.num_requests
         end_token = first_token_of(queries, gl.where(real, request + 1, request))
         stop = gl.where(real, end_token, queries.query_len)
@@ -338,7 +369,7 @@ def count_tiles(queries, base, num_groups, T: gl.constexpr):
     """Numbers of tiles of some groups from ``base`` on."""
     AT_ONCE: gl.constexpr = groups_at_once(T)
     index = base + gl.arange(0, AT_ONCE, counts_layout(AT_ONCE))
-    _, tiles = visible_tiles(queries, locate_group(queries, index, T), T)
+    _, tiles = visible_tiles(queries, locate_group(queries, index, T, True), T)
     return gl.where(index < num_groups, tiles, 0)
 
 
@@ -929,7 +960,9 @@ def scorer(
             num_requests=num_requests,
             query_len=scores.shape[0],
         )
-        num_groups = scores.shape[0] // tiling.tokens + num_requests + 1
+        num_groups = scores.shape[0]
+        if tiling.tokens > 1:
+            num_groups = num_groups // tiling.tokens + num_requests + 1
         launch(q[None, some], k, queries, keys, num_groups, tiling)
 
     return score_tokens
