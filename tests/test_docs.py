@@ -164,6 +164,16 @@ def test_the_rows_of_the_engine_are_shown(monkeypatch) -> None:
     assert engine.with_table(document, measured) == document
 
 
+def test_the_rows_beside_sglang_are_shown(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import hooks
+
+    if not hooks.DATA.exists():
+        pytest.skip("not measured yet")
+    document = hooks.DOCUMENT.read_text(encoding="utf-8")
+    assert hooks.with_table(document, hooks.load()) == document
+
+
 def test_parsers_find_blocks_paths_and_links() -> None:
     text = (
         "See `docs/none.md` and `a/b` `x`.\n\n```python\ny = 1\n```\n\n```bash\nls `no.md`\n```\n"

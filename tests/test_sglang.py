@@ -14,6 +14,7 @@ import subprocess
 import sys
 import unittest
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
+from sparsemla.bench.report import BEGIN, END
+from sparsemla.bench.timing import Prepared, Timing
 from sparsemla.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
 
 if importlib.util.find_spec("sglang") is None:
@@ -42,6 +45,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import override_platform
@@ -353,7 +357,7 @@ METHODS = [
 
 
 @pytest.fixture
-def on_cpu(hooked, monkeypatch):
+def torch_instead(monkeypatch):
     """Torch instead of two of SGLang's functions: one that compiles, one that wants a GPU."""
 
     def expand(extend_seq_lens, seq_lens, total_len, max_q_len):
@@ -362,6 +366,11 @@ def on_cpu(hooked, monkeypatch):
 
     monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", expand)
     monkeypatch.setattr(dsa_backend, "_cat", torch.cat)
+
+
+@pytest.fixture
+def on_cpu(hooked, torch_instead):
+    """SGLang with the plugin, on the CPU."""
 
 
 def fixture(name, cache="fp8", prefill="flashmla_kv", decode="flashmla_kv", num_heads=8):
@@ -743,6 +752,125 @@ def test_short_prefills_select_all_without_scores(step):
     scores = Scores(made, packed=True)
     chosen = metadata.topk_transform(torch.zeros(len(scores.lengths), TOPK), TOPK)
     assert_equal("slots", chosen, slots_of(made, scores).int())
+
+
+# examples/sglang_hooks.py at small sizes, with a stand-in for each kernel that needs a GPU.
+
+
+def rows_in(data):
+    """A tensor of SGLang's as a cache of single rows."""
+    cache_format = BF16_576 if data.dtype == torch.bfloat16 else FP8_DS_MLA
+    return PagedCache(data.view(-1, 1, cache_format.row_width), cache_format)
+
+
+def attend(q, rows, slots, softmax_scale):
+    """What each kernel of SGLang's computes, for ``[T, H, 576]``."""
+    out, _ = reference.sparse_decode(
+        q.unsqueeze(1), rows_in(rows), slots.unsqueeze(1), softmax_scale=softmax_scale
+    )
+    return out.squeeze(1).to(q.dtype)
+
+
+KERNELS = SimpleNamespace(
+    get_mla_metadata=lambda cache_seqlens, **kwargs: (cache_seqlens, cache_seqlens),
+    flash_mla_with_kvcache=lambda q, k_cache, indices, softmax_scale, **kwargs: (
+        attend(q.squeeze(1), k_cache, indices.squeeze(1), softmax_scale).unsqueeze(1),
+        None,
+    ),
+    flash_mla_sparse_fwd=lambda q, kv, indices, sm_scale, **kwargs: (
+        attend(q, kv, indices.squeeze(1), sm_scale),
+        None,
+        None,
+    ),
+)
+
+
+def fa3(q, k_cache, v_cache, qv, page_table, softmax_scale, **kwargs):
+    rows = torch.cat([v_cache, k_cache], -1).flatten(1, 2)
+    return attend(torch.cat([qv, q], -1), rows, page_table, softmax_scale)
+
+
+def write_rows(pool, layer, slots, *keys):
+    rows_in(pool.get_key_buffer(0)).write(slots, torch.cat(keys, -1).squeeze(1))
+
+
+def read_rows(cache, slots):
+    return rows_in(cache).read(slots).bfloat16().unsqueeze(1)
+
+
+def quantise(rows):
+    cache = PagedCache.allocate(FP8_DS_MLA, len(rows), 64)
+    cache.write(torch.arange(cache.num_slots), rows.view(-1, 576))
+    return cache.data
+
+
+class OneRun:
+    """A timer that runs each side once."""
+
+    def __init__(self, *args):
+        pass
+
+    def prepare(self, function):
+        return Prepared(function, "launch")
+
+    def interleaved(self, sides):
+        for side in sides:
+            side.run()
+        return [Timing(2.0, 1.0, 3.0, "launch") for _ in sides]
+
+
+@pytest.fixture
+def example(monkeypatch, torch_instead):
+    """The example, which loads the plugin itself, in this process."""
+    import sglang_hooks
+
+    name = "sglang.kernels.ops.attention.flash_mla_interface"
+    monkeypatch.setitem(sys.modules, name, KERNELS)
+    monkeypatch.setattr(dsa_backend, "flash_attn_with_kvcache", fa3)
+    monkeypatch.setattr(dsa_backend, "quantize_k_cache", quantise)
+    monkeypatch.setattr(dsa_backend, "dequantize_k_cache_paged_dsa", read_rows)
+    monkeypatch.setattr(DSATokenToKVPool, "set_mla_kv_buffer", write_rows)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sglang_hooks, "Timer", OneRun)
+    monkeypatch.setenv("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "1")
+    monkeypatch.setenv("SGLANG_OPT_USE_TOPK_V2", "0")
+    sides = sglang_hooks.Sides()
+    monkeypatch.setattr(sglang_hooks, "Sides", lambda: sides)
+
+    def popen(command):
+        sglang_hooks.main(command[2:])
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(sglang_hooks.subprocess, "Popen", popen)
+    return sglang_hooks
+
+
+def test_the_example_measures_every_method(example, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert example.main(["--device", "cpu", "--heads", "8", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    hooks = {short(hook) for hook in HOOKS if hook.kind == HookType.REPLACE}
+    without_results = {"_compute_flashmla_metadata", "_build_topk_v2_plan"}
+    assert {row["method"] for row in rows} == hooks - without_results
+    for row in rows:
+        absent = "ragged_fused is of another torch" in row["why"]
+        assert (row["theirs_us"] is None) == absent
+        if row["rows"] is not None:
+            assert row["ours_exact"] == row["rows"]
+            assert row["equal"] == row["theirs_exact"] == (None if absent else row["rows"])
+        elif "rounds the whole cache" not in row["why"]:
+            assert 0 < row["share"] <= 1
+            assert 0 < row["ours_error"] <= 1
+            assert row["theirs_error"] == 0
+    assert "0 of 13 rows differ; failed: none" in capsys.readouterr().out
+
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import hooks
+
+    document = hooks.with_table(f"a\n{BEGIN}\n{END}\nz\n", hooks.load(file))
+    assert document.count("\n| `_forward_flashmla_kv` |") == 4
+    assert " | 2 of 2 equal | 2.0, 2.0 | 1.00 | torch.topk" in document
+    assert hooks.with_table(document, hooks.load(file)) == document
 
 
 # The processes that were started first.
