@@ -501,6 +501,13 @@ class Step:
 Measured = tuple[Row, list[Callable[[], Tensor]]]
 
 
+def share_of(actual: Tensor, expected: Tensor, tolerance: Tolerance) -> float:
+    """The largest difference as a share of its limit; 1e9 if a value is not finite."""
+    if not bool(actual.isfinite().all() & expected.isfinite().all()):
+        return 1e9
+    return worst_share(actual, expected, tolerance)
+
+
 def measure_attention(step: Step, row: Row) -> Measured:
     """Compare a layer with each side; returns the calls to time."""
     name = row.method
@@ -510,7 +517,7 @@ def measure_attention(step: Step, row: Row) -> Measured:
     if len(out) > 1:
         some[1] = 1  # the short request
     expected = step.expected(arguments, some)
-    row = replace(row, ours_error=worst_share(out[some], expected, SPARSE_DECODE_OUT))
+    row = replace(row, ours_error=share_of(out[some], expected, SPARSE_DECODE_OUT))
     try:
         other, theirs, _ = step.call("sglang", name)
     except Exception as error:  # whatever SGLang's kernels raise
@@ -521,8 +528,8 @@ def measure_attention(step: Step, row: Row) -> Measured:
         row = replace(
             row,
             apart=float((out.float() - other.float()).abs().max()),
-            share=worst_share(out, other, DIFFERENCE),
-            theirs_error=worst_share(other[some], expected, SPARSE_DECODE_OUT),
+            share=share_of(out, other, DIFFERENCE),
+            theirs_error=share_of(other[some], expected, SPARSE_DECODE_OUT),
         )
     return row, [ours, theirs]
 
