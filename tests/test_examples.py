@@ -53,10 +53,11 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
         ("vllm_engine.py", "--serve"),
         ("vllm_invariance.py", "--at-once"),
         ("vllm_bench.py", "--experts"),
+        ("sglang_hooks.py", "--fa3"),
     ],
 )
-def test_the_examples_for_vllm_say_what_they_take(name, option):
-    """The engine itself needs a GPU and vLLM."""
+def test_the_examples_for_engines_say_what_they_take(name, option):
+    """They need a GPU and the engine."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, check=True
     )
