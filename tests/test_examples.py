@@ -52,6 +52,7 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
     [
         ("vllm_engine.py", "--serve"),
         ("vllm_invariance.py", "--at-once"),
+        ("vllm_first_request.py", "--serve"),
         ("vllm_bench.py", "--experts"),
         ("sglang_hooks.py", "--fa3"),
     ],
