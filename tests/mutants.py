@@ -70,6 +70,7 @@ TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
 WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
+GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
@@ -258,11 +259,18 @@ CPU_MUTANTS = (
         QUERIES,
     ),
     portable(
-        "rotated dims of a query are not normalised",
-        "quant/triton.py",
-        "first, second = first * rstd, second * rstd",
-        "first, second = first, second",
-        QUERIES,
+        "a group's outputs are rotated once more",
+        "projection/triton.py",
+        "tl.where(is_first, sin, -sin)",
+        "tl.where(is_first, -sin, sin)",
+        GROUPS,
+    ),
+    portable(
+        "groups take heads by turns",
+        "projection/triton.py",
+        "head = row // STEPS * HEADS + first // V",
+        "head = row // STEPS + first // V * (num_rows // STEPS)",
+        GROUPS,
     ),
     portable(
         "the older window takes part with its second series",

@@ -65,6 +65,7 @@ LAYERS = {
 FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.indexer", "sparsemla.kernels.topk"),
     ("sparsemla.kernels.projection", "sparsemla.kernels.attention"),
+    ("sparsemla.kernels.projection", "sparsemla.kernels.quant"),
     ("sparsemla.kernels.pool", "sparsemla.kernels.quant"),
 }
 ON_TOP = (

@@ -28,7 +28,7 @@ from sparsemla.testing.compare import (
     check_op,
 )
 
-BLOCKS = {"bf16": None, "128x128": (128, 128), "odd": (48, 20)}
+BLOCKS = {"bf16": None, "128x128": (128, 128)}
 by_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 
 
@@ -42,7 +42,7 @@ def tolerance_of(block):
     [
         {},
         {"num_tokens": 0},
-        {"num_tokens": 1, "num_heads": 128, "num_groups": 16, "dim": 64},
+        {"num_tokens": 1, "num_heads": 64, "num_groups": 8, "dim": 64},
         {"num_heads": 5, "num_groups": 5, "rows": 200},
         {"num_heads": 3, "num_groups": 1, "dim": 100, "rope_dim": 30, "rows": 17},
         {"dim": 65, "rope_dim": 64},
@@ -59,12 +59,18 @@ def test_products(device, block, options):
     check_op("project_groups", case, tolerance_of(block))
 
 
+@pytest.mark.parametrize("num_parts", [None, 2])
+def test_scale_blocks_that_cross_heads(device, num_parts):
+    case = project_groups_case(Draw(0, device), block=(48, 20), num_parts=num_parts)
+    check_op("project_groups", case, (MERGED_FP8_PROJECTION if num_parts else FP8_PROJECTION,))
+
+
 def test_a_group_of_deepseek_v4(device):
     case = project_groups_case(
         Draw(1, device),
         num_tokens=5,
-        num_heads=16,
-        num_groups=2,
+        num_heads=8,
+        num_groups=1,
         dim=512,
         rows=1024,
         block=(128, 128),

@@ -283,6 +283,7 @@ SLIPS = {
         (PAGED, changed(cache=doubled_scale)),
         ("project_heads, W_UK of DeepSeek-V3, 128x128", changed(weight=doubled_weight_scale)),
         ("project_heads, 5 parts, 4 tokens, 128x128", changed(weight=doubled_weight_scale)),
+        ("project_groups, 5 parts, 128x128", changed(weight=doubled_weight_scale)),
     ],
     "another request's pages": [
         (DENSE, changed(page_table=first_two_swapped)),
@@ -302,6 +303,8 @@ SLIPS = {
         ("append_index_keys, DeepSeek-V3.2", changed(positions=first_two_swapped)),
         ("fused_indexer_rope_quant, DeepSeek-V3.2", changed(positions=first_two_swapped)),
         ("prepare_index_queries, DeepSeek-V3.2", changed(positions=first_two_swapped)),
+        ("project_groups, 5 parts, bf16", changed(positions=first_two_swapped)),
+        ("project_groups, 5 parts, 128x128", changed(positions=first_two_swapped)),
     ],
     "norm weights left out": [
         ("fused_rope_rmsnorm_quant, fp8_ds_mla", changed(kv_norm_weight=torch.ones_like)),

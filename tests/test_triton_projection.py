@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
-from sparsemla.testing.cases import Draw, project_heads_case
+from sparsemla.testing.cases import Draw, project_groups_case, project_heads_case
 from sparsemla.testing.compare import (
     BRANCH_OUT,
+    FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
+    PROJECTION,
     assert_close,
     assert_equal,
 )
+from sparsemla.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 from sparsemla.kernels.projection import triton as projection
@@ -172,3 +175,28 @@ def test_parts_are_merged_in_a_workspace():
     assert (memory[size:] == 77).all()
     if not torch.cuda.is_available():  # on Hopper so few heads are still merged on the way
         assert not (memory[:size] == 77).all()
+
+
+@pytest.mark.parametrize("block", [None, (128, 64), (48, 20)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_tokens": 65, "num_heads": 1, "num_groups": 1, "rows": 80},
+        {"num_heads": 3, "num_groups": 1, "dim": 65, "rows": 20},
+        {"num_heads": 4, "num_groups": 4, "rope_dim": None, "strided": True},
+        {"num_parts": 3, "with_sink": True, "table_dtype": torch.bfloat16},
+        {"num_parts": 1, "num_heads": 2, "dim": 40, "rope_dim": 30},
+    ],
+    ids=str,
+)
+def test_groups(block, options):
+    case = project_groups_case(Draw(0, DEVICE), **{"dim": 64, "block": block} | options)
+    out = torch.full((case["x"].shape[-3], *case["weight"].data.shape[:2]), torch.nan)
+    out = out.bfloat16().to(DEVICE)
+    rest = {"cos_sin_cache": None, "positions": None, "lses": None, "attn_sink": None} | case
+    with poisoned_empty():
+        dispatch.load("project_groups", "triton")(**rest, out=out)
+    tolerance = PROJECTION if block is None else FP8_PROJECTION
+    if "num_parts" in options:
+        tolerance = BRANCH_OUT if block is None else MERGED_FP8_PROJECTION
+    assert_close("out", out, reference.project_groups(**case), tolerance)

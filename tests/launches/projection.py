@@ -1,4 +1,4 @@
-"""Launches of the per-head products, for the compile check."""
+"""Launches of the products per head and per group, for the compile check."""
 
 import torch
 
@@ -33,6 +33,30 @@ def project(tokens, heads, outputs, inputs, scale_block=None, parts=None, batch_
     return launch
 
 
+def project_groups(tokens, scale_block=None, parts=None):
+    def launch():
+        data, scale = meta(8, 1024, 4096), None
+        if scale_block:
+            n, k = scale_block
+            data = data.to(torch.float8_e4m3fn)
+            scale = meta(8, 1024 // n, 4096 // k, dtype=torch.float32)
+        x, lses = meta(tokens, 64, 512), None
+        if parts:
+            x = meta(parts, tokens, 64, 512, dtype=torch.float32)
+            lses = meta(parts, tokens, 64, dtype=torch.float32)
+        dispatch.load("project_groups", "triton")(
+            x=x,
+            weight=HeadWeight(data, scale, scale_block or (128, 128)),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            positions=meta(tokens, dtype=torch.int32),
+            lses=lses,
+            attn_sink=meta(64, dtype=torch.float32) if parts else None,
+            out=meta(tokens, 8, 1024),
+        )
+
+    return launch
+
+
 LAUNCHES = (
     {
         f"{tokens} tokens, {heads} x {outputs} x {inputs}, scales {block}": project(
@@ -60,5 +84,9 @@ LAUNCHES = (
         )
         for parts in (None, 3)
         for block in (None, (128, 128))
+    }
+    | {
+        "groups, 16 tokens, 4 parts": project_groups(16, parts=4),
+        "groups, 4096 tokens, scales (128, 128)": project_groups(4096, (128, 128)),
     }
 )

@@ -35,7 +35,10 @@ OPS = {
     ),
     "project_groups": Op(
         ("out",),
-        (Kernel("cpu", lambda: _cpu().project_groups),),
+        (
+            Kernel("triton", lambda: _triton().project_groups),
+            Kernel("cpu", lambda: _cpu().project_groups),
+        ),
         only_kernels=("workspace",),
     ),
 }

@@ -1,4 +1,4 @@
-"""Per-head GEMMs in Triton, with bfloat16 weights, or e4m3 weights and quantised activations.
+"""GEMMs per head or group, with bfloat16 weights, or e4m3 weights and quantised activations.
 
 ``_few_kernel``, for few tokens, streams the weights. A program loads its share of a head's matrix
 before the activations, which an earlier kernel may still compute, and issues ``weight @ x^T``: the
@@ -6,7 +6,12 @@ few tokens are N of the MMA. Its activations may be partial results of attention
 merges first. ``_many_kernel`` issues ``x @ weight^T`` and keeps the activations of a block of
 tokens.
 
-Shapes: T tokens, H heads, K inputs, N outputs, S parts.
+The matrix of a group of heads has thousands of inputs, too many for a program to hold, so that all
+programs of a group would quantise them again. ``_inputs_kernel`` prepares them once: it merges
+parts, undoes the rotation and quantises. ``_groups_kernel`` issues ``weight @ x^T`` for tiles of
+both that pass through a pipeline.
+
+Shapes: T tokens, H heads, G groups, V dims of a head, K inputs, N outputs, S parts.
 """
 
 from dataclasses import dataclass
@@ -23,6 +28,7 @@ from sparsemla.kernels.common.device import describe, num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.quant.triton import HEAD_DIMS, LAUNCH, load_cos_sin
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)
@@ -479,4 +485,317 @@ def project_heads(
         lse_part_stride=0 if lses is None else lses.stride(0),
         lse_token_stride=0 if lses is None else lses.stride(1),
         BLOCK_S=min(next_power_of_2(num_parts), MAX_PARTS) if tiles.tokens == 1 else 1,
+    )
+
+
+@triton.jit
+def _merge_heads(x, part_stride, lses, lse_part_stride, num_parts, sink, live, real):
+    """``sum_s exp(lses[s] - lse) * x[s]`` over the parts, rounded to bfloat16, as float32.
+
+    An online softmax, as in ``_merge_parts``; ``lses`` and ``live`` broadcast to ``x``.
+    """
+    m = tl.full(live.shape, LOWEST, tl.float32)
+    l = tl.zeros(live.shape, tl.float32)
+    acc = tl.zeros(real.shape, tl.float32)
+    for _ in range(num_parts):
+        state = tl.load(lses, mask=live, other=float("-inf")) * LOG2E
+        y = tl.load(x, mask=real, other=0.0)
+        m_new = tl.maximum(m, state)
+        alpha = tl.exp2(m - m_new)
+        weight = tl.exp2(state - m_new)
+        acc = acc * alpha + tl.where(weight > 0, y, 0.0) * weight
+        l = l * alpha + weight
+        m = m_new
+        lses += lse_part_stride
+        x += part_stride
+    if sink is not None:
+        l += tl.exp2(sink * LOG2E - tl.where(l == 0, 0.0, m))
+    return (acc * (1.0 / tl.where(l == 0, 1.0, l))).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def _inputs_kernel(
+    x,
+    lses,
+    attn_sink,
+    cos_sin,
+    positions,
+    inputs,
+    scales,
+    num_tokens,
+    num_rows,
+    num_parts,
+    num_positions,
+    x_part_stride,
+    x_token_stride,
+    x_head_stride,
+    lse_part_stride,
+    lse_token_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merge, rotate back and round ``ROWS`` of a token's rows of STEP inputs of a group.
+
+    ``inputs`` are ``[T, G, K]``, and ``scales [G * steps, T]``, as the products read the scales of
+    many tokens at a time.
+    """
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
+    K: tl.constexpr = HEADS * V
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    programs = tl.cdiv(num_rows, ROWS)
+    token = (tl.program_id(0) // programs).to(tl.int64)
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]
+    in_step = tl.arange(0, BLOCK_K)[None, :]
+    first = row % STEPS * STEP
+    k = first + in_step
+    real = (row < num_rows) & (in_step < STEP) & (k < K)
+    if V % STEP == 0:  # all of a row belongs to one head
+        head = row // STEPS * HEADS + first // V
+        dim = first % V + in_step
+        live = row < num_rows
+    else:
+        head = row // STEPS * HEADS + k // V
+        dim = k % V
+        live = real
+    source = x + token * x_token_stride + head.to(tl.int64) * x_head_stride + dim
+    if lses is not None:
+        lses += token * lse_token_stride + head
+        sink = None
+        if attn_sink is not None:
+            sink = tl.load(attn_sink + head, mask=live, other=0.0)
+        y = _merge_heads(source, x_part_stride, lses, lse_part_stride, num_parts, sink, live, real)
+    else:
+        y = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    if cos_sin is not None:
+        r = dim - (V - R)
+        rotated = real & (r >= 0)
+        is_first = r % 2 == 0
+        partner = source + tl.where(is_first, 1, -1)
+        if lses is not None:
+            other = _merge_heads(
+                partner, x_part_stride, lses, lse_part_stride, num_parts, sink, live, rotated
+            )
+        else:
+            other = tl.load(partner, mask=rotated, other=0.0).to(tl.float32)
+        position = tl.load(positions + token).to(tl.int64)
+        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, r // 2, rotated, R)
+        y = tl.where(rotated, y * cos + other * tl.where(is_first, sin, -sin), y)
+    target = inputs + (token * (num_rows // STEPS) + row // STEPS) * K + k
+    if scales is None:
+        tl.store(target, y.to(tl.bfloat16), mask=real)
+    else:
+        amax = tl.maximum(tl.max(tl.abs(y), axis=1), 1e-4)[:, None]
+        scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+        codes = encode_e4m3(tl.div_rn(y, tl.broadcast_to(scale, y.shape)), NATIVE)
+        tl.store(target, codes, mask=real)
+        tl.store(scales + row.to(tl.int64) * num_tokens + token, scale, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _groups_kernel(
+    inputs,
+    input_scales,
+    weight,
+    scale,
+    out,
+    num_tokens,
+    num_groups,
+    token_stride,
+    weight_group_stride,
+    weight_row_stride,
+    scale_group_stride,
+    scale_row_stride,
+    out_token_stride,
+    out_group_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Project up to BLOCK_T tokens of one group to BLOCK_N outputs."""
+    let_next_begin(EARLY)
+    wait_for_inputs(EARLY)
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    NUM_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    group = (program // NUM_BLOCKS % num_groups).to(tl.int64)
+    token = program // NUM_BLOCKS // num_groups * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = program % NUM_BLOCKS * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
+    live = token < num_tokens
+    token = token.to(tl.int64)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    weight += (group * weight_group_stride + row.to(tl.int64) * weight_row_stride)[:, None] + k
+    inputs += (token * token_stride + group * K)[:, None] + k
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for step in range(STEPS):
+        inside = (k < STEP) & (step * STEP + k < K)
+        a = tl.load(weight + step * STEP, mask=(row < N)[:, None] & inside, other=0.0)
+        b = tl.load(inputs + step * STEP, mask=live[:, None] & inside, other=0.0)
+        a, b = _as_operand(a, NATIVE), _as_operand(b, NATIVE)
+        if scale is None:
+            total = dot(a, tl.trans(b), total, UPCAST)
+        else:
+            a_scale = _load_row_scales(
+                scale + group * scale_group_stride + step,
+                first,
+                row[:, None],
+                scale_row_stride,
+                N,
+                BLOCK_N,
+                SCALE_N,
+            )
+            b_scale = tl.load(
+                input_scales + (group * STEPS + step) * num_tokens + token, mask=live, other=0.0
+            )
+            part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
+            total += part * (b_scale[None, :] * a_scale)
+    target = out + (token * out_token_stride + group * out_group_stride)[None, :] + row[:, None]
+    tl.store(target, total.to(tl.bfloat16), mask=(row < N)[:, None] & live[None, :])
+
+
+def _tiles_of_groups(num_tokens: int, weight: HeadWeight, device: torch.device) -> Tiles:
+    num_groups, outputs, inputs = weight.data.shape
+    step = 64 if weight.scale is None else weight.scale_block[1]
+    step = max(32, next_power_of_2(min(step, inputs)))
+    tokens = min(max(16, next_power_of_2(num_tokens)), 128)
+    if not describe(device).is_hopper:  # less shared memory, and fewer registers per thread
+        return Tiles(64, min(tokens, 64), step, warps=4, stages=4)
+    # The bytes of the weights bound few tokens: all multiprocessors should load some.
+    blocks = num_groups * cdiv(num_tokens, tokens)
+    rows = 128 if blocks * outputs >= 128 * num_multiprocessors(device) else 64
+    if tokens < 64:
+        return Tiles(rows, tokens, step, warps=4, stages=6)
+    return Tiles(rows, tokens, step, warps=rows // 16, stages=4)
+
+
+def _inputs_of_groups(
+    x: Tensor,
+    weight: HeadWeight,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor | None,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    workspace: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The products' inputs ``[T, G, K]``: bfloat16, or codes with scales ``[G * steps, T]``."""
+    num_tokens, num_heads, dim = x.shape[-3:]
+    num_groups, _, inputs = weight.data.shape
+    size = num_tokens * num_groups * inputs
+    step, scales_size, scales = 128, 0, None
+    if weight.scale is None:
+        size *= 2
+    else:
+        step = weight.scale_block[1]
+        scales_size = 4 * num_tokens * num_groups * cdiv(inputs, step)
+    first = cdiv(size, 16) * 16
+    if workspace is None:
+        workspace = torch.empty(first + scales_size, dtype=torch.uint8, device=x.device)
+    rows = workspace[:size].view(num_tokens, num_groups, -1)
+    if weight.scale is None:
+        rows = rows.view(torch.bfloat16)
+    else:
+        scales = workspace[first : first + scales_size].view(torch.float32)
+    table = cos_sin_cache
+    num_rows, block = num_groups * cdiv(inputs, step), next_power_of_2(step)
+    rows_of_program = min(max(1, HEAD_DIMS // block), next_power_of_2(num_rows))
+    num_programs = num_tokens * cdiv(num_rows, rows_of_program)
+    _inputs_kernel[(num_programs,)](
+        x=x,
+        lses=lses,
+        attn_sink=attn_sink,
+        cos_sin=table,
+        positions=positions,
+        inputs=rows,
+        scales=scales,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_parts=0 if lses is None else lses.shape[0],
+        num_positions=0 if table is None else table.shape[0],
+        x_part_stride=0 if lses is None else x.stride(0),
+        x_token_stride=x.stride(-3),
+        x_head_stride=x.stride(-2),
+        lse_part_stride=0 if lses is None else lses.stride(0),
+        lse_token_stride=0 if lses is None else lses.stride(1),
+        table_stride=0 if table is None else table.stride(0),
+        HEADS=num_heads // num_groups,
+        V=dim,
+        R=0 if table is None else table.shape[1],
+        STEP=step,
+        BLOCK_K=block,
+        ROWS=rows_of_program,
+        NATIVE=has_fp8(x.device),
+        **LAUNCH,
+        **begins_early(x.device, num_programs),
+    )
+    return rows, scales
+
+
+def project_groups(
+    *,
+    x: Tensor,
+    weight: HeadWeight,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor | None,
+    lses: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    workspace: Tensor | None = None,
+) -> None:
+    if out.numel() == 0:
+        return
+    num_tokens, _, dim = x.shape[-3:]
+    data, scale = weight.data, weight.scale
+    num_groups, outputs, inputs = data.shape
+    rows, scales = x, None
+    if lses is not None or cos_sin_cache is not None or scale is not None or x.stride(1) != dim:
+        rows, scales = _inputs_of_groups(
+            x, weight, cos_sin_cache, positions, lses, attn_sink, workspace
+        )
+    if scale is not None:  # MMAs of codes read them from shared memory if they are loaded as e4m3
+        codes = torch.float8_e4m3fn if has_fp8(x.device) else torch.uint8
+        rows, data = rows.view(codes), data.view(codes)
+    tiles = _tiles_of_groups(num_tokens, weight, x.device)
+    programs = cdiv(outputs, tiles.outputs) * num_groups * cdiv(num_tokens, tiles.tokens)
+    _groups_kernel[(programs,)](
+        inputs=rows,
+        input_scales=scales,
+        weight=data,
+        scale=scale,
+        out=out,
+        num_tokens=num_tokens,
+        num_groups=num_groups,
+        token_stride=rows.stride(0),
+        weight_group_stride=data.stride(0),
+        weight_row_stride=data.stride(1),
+        scale_group_stride=0 if scale is None else scale.stride(0),
+        scale_row_stride=0 if scale is None else scale.stride(1),
+        out_token_stride=out.stride(0),
+        out_group_stride=out.stride(1),
+        N=outputs,
+        K=inputs,
+        SCALE_N=weight.scale_block[0],
+        STEP=tiles.inputs if scale is None else weight.scale_block[1],
+        BLOCK_N=tiles.outputs,
+        BLOCK_T=tiles.tokens,
+        BLOCK_K=tiles.inputs,
+        NATIVE=has_fp8(x.device),
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **begins_early(x.device),
     )

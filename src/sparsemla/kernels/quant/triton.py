@@ -48,7 +48,7 @@ def _row_offset(slot, L: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def _cos_sin(table, position, num_positions, stride, pair, rotated, R: tl.constexpr):
+def load_cos_sin(table, position, num_positions, stride, pair, rotated, R: tl.constexpr):
     """Cosines and sines of ``pair``; 1 and 0 if not ``rotated`` or without a row in the table."""
     known = rotated & (position >= 0) & (position < num_positions)
     row = table + position * stride
@@ -160,12 +160,12 @@ def _load_rotation(
     """
     if ADJACENT:
         rotated = (pair >= 0) & (pair < R // 2)
-        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
         partner, other, weight = dim, 0.0, 0.0
     else:
         partner, pair, sign = _partners(dim, START, R, INTERLEAVED)
         rotated = live & (dim >= START)
-        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
         sin *= sign
         other, weight = _load_latent(row, norm_weight, partner, rotated, N)
     return rotated, cos, sin, partner, other, weight
@@ -213,7 +213,7 @@ def _rotate_pairs(first, second, table, position, num_positions, stride, R: tl.c
     tl.debug_barrier()
     # A table row for each row of pairs gives its loads the layout of the pairs.
     pair = tl.broadcast_to(tl.arange(0, first.shape[1])[None, :], first.shape)
-    cos, sin = _cos_sin(table, position, num_positions, stride, pair, pair < R // 2, R)
+    cos, sin = load_cos_sin(table, position, num_positions, stride, pair, pair < R // 2, R)
     return first * cos - second * sin, first * sin + second * cos
 
 
@@ -643,7 +643,7 @@ def _quantise_heads(
         rows = tl.broadcast_to(dim, [HEADS, DIMS])  # gives loads of the table the layout of x
         partner, pair, sign = _partners(rows, START, R, INTERLEAVED)
         rotated = (rows >= START) & (rows < START + R)
-        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
         other = tl.load(source + partner, mask=live[:, None] & rotated, other=0.0).to(tl.float32)
         x = tl.where(rotated, x * cos + other * (sin * sign), x)
         x = _hadamard(x, HEADS, DIMS, STAGES)
@@ -764,7 +764,7 @@ def _index_kernel(
         other, other_weight, other_bias = _load_key(
             row, norm_weight, norm_bias, partner, real & rotated
         )
-        cos, sin = _cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
 
         count = tl.full([1], D, tl.float32)
         mean = tl.div_rn(tl.sum(x, axis=1), count)[:, None]
