@@ -556,6 +556,7 @@ TABLE_READERS = [
     "append_index_keys",
     "prepare_index_queries",
     "fused_indexer_rope_quant",
+    "project_groups",
     "decode_branch",
     "prefill_branch",
 ]
