@@ -1591,7 +1591,11 @@ def test_a_graph_of_ranks_that_share_keys_sees_the_next_batch(config, mla_layer)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are processes on the CPU")
 def test_ranks_that_share_index_keys_select_as_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
+    # vLLM is imported once, not by each rank, and before this process's state exists.
+    torch.multiprocessing.set_forkserver_preload(["vllm.models.deepseek_v32.attention"])
+    torch.multiprocessing.start_processes(
+        run_rank, (str(tmp_path),), RANKS, start_method="forkserver"
+    )
 
 
 @pytest.fixture
