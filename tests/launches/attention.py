@@ -97,9 +97,8 @@ ROWS = PagedCache.from_rows(meta(32768, 576))
 LAUNCHES = {
     "prefill bf16 h128": sparse_prefill(ROWS),
     "prefill bf16 h128 f32": sparse_prefill(ROWS, dtype=torch.float32),
-    "prefill bf16 h128 to f32": sparse_prefill(ROWS, out_dtype=torch.float32),
+    "prefill bf16 h128 to f32 extra": sparse_prefill(ROWS, out_dtype=torch.float32, extra=ROWS),
     "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
-    "prefill fp8_584 h64 extra": sparse_prefill(pages(FP8_584), 64, extra=pages(FP8_584)),
     "dense prefill": dense_prefill(),
     "decode e4m3 b32 h16 split": sparse_decode(
         e4m3_format(scale_block=32), 16, num_splits=4, apart=True

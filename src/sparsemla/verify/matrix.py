@@ -631,6 +631,52 @@ def _sparse_prefill() -> list[Case]:
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
             for fmt in LATENT_FORMATS[1:6]
         ),
+        *(
+            Case(
+                f"extra stream {name}",
+                build(
+                    cases.paged_prefill_case,
+                    format=FP8_584,
+                    batch=9,
+                    page_size=256,
+                    extra=extra,
+                    with_extra_lengths=True,
+                    **both,
+                ),
+                quick=name == "of pages of 2",
+            )
+            for name, extra in EXTRA_STREAMS.items()
+        ),
+        *(
+            Case(
+                f"extra stream, {heads} heads, {fmt.name}",
+                build(
+                    _uneven_streams,
+                    format=fmt,
+                    batch=150,  # more tiles than run at once
+                    num_heads=heads,
+                    seq_len=20,
+                    topk=129,
+                    extra=(fmt, 15, 200, 64),
+                    **both,
+                ),
+                quick=heads == 64,
+                large=True,
+            )
+            for fmt in (FP8_584, BF16_512)
+            for heads in (16, 32, 64, 128)
+        ),
+        Case("extra stream, rows", build(_extra_rows)),
+        Case(
+            "extra stream, float32",
+            build(
+                cases.paged_prefill_case,
+                format=BF16_512,
+                extra=(FP8_584, 300, 64, 7),
+                dtype=torch.float32,
+                **both,
+            ),
+        ),
         *_exact_scales(_prefill_from_cache, batch=9, topk=200, with_lengths=True),
         Case("exact scales, one key", build(_one_key, _prefill_from_cache)),
         Case("70000 tokens", build(_many_tokens), large=True),
@@ -676,6 +722,28 @@ def _prefill_from_cache(
     options |= {"format": format, "num_heads": num_heads, "page_size": 61, "num_layers": 2}
     arguments = cases.paged_prefill_case(draw, **options)
     return arguments | {"attn_sink": cases.sinks(draw, num_heads)}
+
+
+def _uneven_streams(draw: Draw, **options: object) -> Arguments:
+    """Two streams: both with keys, or one of them without, or none; some lengths are negative."""
+    arguments = cases.paged_prefill_case(draw, **options)
+    indices = cast("Tensor", arguments["topk_indices"])
+    extra = cast("Tensor", arguments["extra_topk_indices"])
+    indices[::3] = -1
+    extra[::4, 70:] = 2**31 - 1
+    lengths = draw.integers(-5, extra.shape[1] + 5, len(extra))
+    return arguments | {"extra_topk_lengths": lengths}
+
+
+def _extra_rows(draw: Draw) -> Arguments:
+    """Rows of both streams instead of caches."""
+    arguments = cases.sparse_prefill_case(draw, num_heads=64, head_dim=512, with_sink=True)
+    more = cases.sparse_prefill_case(draw, num_rows=70, topk=65, head_dim=512, with_lengths=True)
+    return arguments | {
+        "extra_kv": more["kv"],
+        "extra_topk_indices": more["topk_indices"],
+        "extra_topk_lengths": more["topk_lengths"],
+    }
 
 
 def _many_tokens(draw: Draw) -> Arguments:
@@ -765,6 +833,29 @@ def _sparse_decode() -> list[Case]:
                 alone=name == "of pages of 2",
             )
             for name, extra in EXTRA_STREAMS.items()
+        ),
+        *(
+            Case(
+                f"lengths of each token, {heads} heads, {fmt.name}",
+                build(
+                    make,
+                    format=fmt,
+                    batch=5,
+                    query_len=3,
+                    num_heads=heads,
+                    topk=200,
+                    seq_len=300,
+                    extra=(fmt, 50, 70, 2),
+                    with_extra_lengths=True,
+                    own_lengths=True,
+                    **both,
+                ),
+                quick=heads == 64,
+                large=heads > 16,
+                alone=fmt == FP8_584,
+            )
+            for fmt in (FP8_584, BF16_512)
+            for heads in (16, 32, 64, 128)
         ),
         Case("plain", build(make, format=FP8_DS_MLA), alone=True),
         *(
