@@ -25,7 +25,7 @@ def ragged(heads, dim, dtype):
     )
 
 
-def paged(heads, fmt, query_len, page_size=64):
+def paged(heads, fmt, query_len, page_size=64, ratio=1):
     dtype = E4M3 if fmt.fp8_dim else torch.bfloat16
     dispatch.load("indexer_scores_paged", "triton")(
         q=meta(128, query_len, heads, fmt.head_dim, dtype=dtype),
@@ -34,12 +34,12 @@ def paged(heads, fmt, query_len, page_size=64):
         page_table=meta(128, 512),
         seq_lens=meta(128),
         max_seq_len=32768,
-        ratio=1,
+        ratio=ratio,
         out=meta(128, query_len, 32768, dtype=torch.float32),
     )
 
 
-def best(num_tokens, ratio=1):
+def best(num_tokens):
     dispatch.load("indexer_topk", "triton")(
         q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
@@ -49,7 +49,7 @@ def best(num_tokens, ratio=1):
         page_table=meta(4, 512),
         topk=2048,
         causal=True,
-        ratio=ratio,
+        ratio=1,
         as_slots=False,
         max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
@@ -63,9 +63,8 @@ LAUNCHES = {
     "ragged 5 x 16": functools.partial(ragged, 5, 16, E4M3),
     "paged 64 x 128": functools.partial(paged, 64, INDEX_FP8, 1),
     "paged 64 x 128, 2 tokens": functools.partial(paged, 64, INDEX_FP8, 2),
-    "paged 32 x 96, bf16": functools.partial(paged, 32, bf16_format(96), 3, 7),
+    "paged 32 x 96, bf16, ratio 4": functools.partial(paged, 32, bf16_format(96), 3, 7, 4),
     "paged 128 x 256": functools.partial(paged, 128, e4m3_format(256, 256, 0), 1),
     "best of 4096": functools.partial(best, 4096),
     "best of 8": functools.partial(best, 8),
-    "best of 8, ratio 4": functools.partial(best, 8, ratio=4),
 }

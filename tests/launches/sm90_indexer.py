@@ -26,7 +26,7 @@ def ragged(heads, dim=128, num_tokens=4096, scales=True, weights=torch.float32):
     )
 
 
-def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False):
+def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, ratio=1):
     dispatch.load("indexer_scores_paged", "sm90")(
         q=meta(128, query_len, heads, fmt.head_dim, dtype=E4M3),
         weights=meta(128, query_len, heads, dtype=torch.float32),
@@ -34,12 +34,12 @@ def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False):
         page_table=meta(128, 512),
         seq_lens=meta(128, query_len) if own_lengths else meta(128),
         max_seq_len=32768,
-        ratio=1,
+        ratio=ratio,
         out=meta(128, query_len, 32768, dtype=torch.float32),
     )
 
 
-def best(num_tokens, num_requests, ratio=1):
+def best(num_tokens, num_requests):
     dispatch.load("indexer_topk", "sm90")(
         q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
@@ -49,7 +49,7 @@ def best(num_tokens, num_requests, ratio=1):
         page_table=meta(num_requests, 512),
         topk=2048,
         causal=True,
-        ratio=ratio,
+        ratio=1,
         as_slots=True,
         max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
@@ -64,10 +64,9 @@ LAUNCHES = {
     "ragged 3 x 32, no scales": functools.partial(ragged, 3, 32, scales=False),
     "paged 64": functools.partial(paged, 64, 1),
     "paged 64, 2 tokens, own lengths": functools.partial(paged, 64, 2, own_lengths=True),
-    "paged 32 x 96, 5 tokens, pages of 128": functools.partial(
-        paged, 32, 5, e4m3_format(96, 96, 0), 128
+    "paged 32 x 96, 5 tokens, pages of 128, ratio 4": functools.partial(
+        paged, 32, 5, e4m3_format(96, 96, 0), 128, ratio=4
     ),
     "best of 4096": functools.partial(best, 4096, 1),
     "best of 8": functools.partial(best, 8, 4),
-    "best of 8, ratio 4": functools.partial(best, 8, 4, ratio=4),
 }
