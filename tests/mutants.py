@@ -238,6 +238,13 @@ CPU_MUTANTS = (
         GATHER,
     ),
     portable(
+        "the first visible keys are listed",
+        "gather/triton.py",
+        "        seen - length + column,\n",
+        "        column.to(tl.int64),\n",
+        "tests/test_triton_gather.py -k test_slots_of_keys and 1-64",
+    ),
+    portable(
         "CPU: ties go to the higher column",
         "topk/cpu.py",
         "(equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True))",

@@ -170,6 +170,7 @@ ONLY_PUBLIC = {
     "out",
     "kv_out",
     "lse",
+    "lengths",
     "max_logits",
     "weights_out",
     "validate",

@@ -24,6 +24,7 @@ from sparsemla.testing.cases import (
     branch_case,
     dense_decode_case,
     dense_prefill_case,
+    entry_slots_case,
     head_weight,
     indexer_scores_case,
     indexer_scores_paged_case,
@@ -37,6 +38,7 @@ from sparsemla.testing.cases import (
     sparse_decode_case,
     sparse_prefill_case,
     split_queries,
+    visible_slots_case,
 )
 from sparsemla.testing.compare import assert_equal
 
@@ -168,6 +170,8 @@ CALLS = {
         pool_arguments() | {"kv_out": torch.zeros(11, 576).bfloat16(), "gate_bias": None}
     ),
     "to_slots": to_slots_arguments,
+    "entry_slots": lambda: entry_slots_case(Draw(3)),
+    "visible_slots": lambda: visible_slots_case(Draw(3)),
     "gather_dequant": gather_arguments,
     "indexer_scores": lambda: indexer_scores_case(Draw(8)),
     "indexer_scores, bf16": lambda: indexer_scores_case(Draw(8), fp8=False),

@@ -27,6 +27,7 @@ from sparsemla.testing.cases import (
     branch_case,
     dense_decode_case,
     dense_prefill_case,
+    entry_slots_case,
     head_weight,
     indexer_scores_case,
     indexer_scores_paged_case,
@@ -105,6 +106,13 @@ def to_slots_arguments():
     }
 
 
+def key_slots_arguments():
+    """The arguments that entry_slots and visible_slots share."""
+    case = entry_slots_case(Draw(3), requests=[(2, 3), (7, 2)])
+    # Without the tokens that have no request or no position.
+    return case | {name: case[name][:5] for name in ("positions", "request_ids")}
+
+
 def pool_arguments():
     pooling = Pooling(4, overlap=True)
     steps = [(0, 4), (3, 5)]
@@ -176,6 +184,15 @@ CALLS = {
     "fused_indexer_rope_quant": index_step_arguments,
     "pool_windows": pool_arguments,
     "to_slots": to_slots_arguments,
+    "entry_slots": lambda: key_slots_arguments() | {"out": torch.empty(5, dtype=torch.int32)},
+    "visible_slots": lambda: (
+        key_slots_arguments()
+        | {
+            "width": 6,
+            "out": torch.empty(5, 6, dtype=torch.int32),
+            "lengths": torch.empty(5, dtype=torch.int32),
+        }
+    ),
     "gather_dequant": gather_arguments,
     "merge_states": merge_arguments,
     "select_topk": lambda: {
@@ -321,6 +338,10 @@ FREE = {
     ("to_slots", "page_table", 0),
     ("to_slots", "page_table", 1),
     ("to_slots", "workspace_starts", 0),
+    ("entry_slots", "page_table", 0),
+    ("entry_slots", "page_table", 1),
+    ("visible_slots", "page_table", 0),
+    ("visible_slots", "page_table", 1),
     ("gather_dequant", "page_table", 1),
     ("gather_dequant", "out", 0),
     ("select_topk", "scores", 1),
@@ -424,6 +445,11 @@ VALUES = [
     ("pool_windows", "input_row_offsets", with_value("input_row_offsets", 1, 10)),
     ("to_slots", "request_ids", with_value("request_ids", 0, 2)),
     ("to_slots", "request_ids", with_value("request_ids", 0, -1)),
+    *(
+        (op, name, with_value(name, 0, value))
+        for op in ("entry_slots", "visible_slots")
+        for name, value in (("positions", -1), ("positions", 35), ("request_ids", 2))
+    ),
     ("gather_dequant", "seq_lens", with_value("seq_lens", 0, 41)),
     ("gather_dequant", "seq_lens", with_value("seq_lens", 0, -1)),
     ("gather_dequant", "page_table", with_value("page_table", (1, 2), 10**6)),
@@ -470,6 +496,10 @@ OTHERS = [
     ("prepare_index_queries", "out", with_arguments(format=bf16_format(128))),
     ("to_slots", "page_size", with_arguments(page_size=0)),
     ("to_slots", "page_size", with_arguments(page_size=2.0)),
+    ("entry_slots", "ratio", with_arguments(ratio=0)),
+    ("visible_slots", "ratio", with_arguments(ratio=2.0)),
+    ("visible_slots", "width", with_arguments(width=0)),
+    ("visible_slots", "page_size", with_arguments(page_size=0)),
     ("to_slots", "prefill_request_ids", with_arguments(workspace_starts=None)),
     ("to_slots", "prefill_request_ids", with_arguments(prefill_request_ids=None)),
     ("select_topk", "topk", with_arguments(topk=0)),
@@ -636,6 +666,7 @@ EMPTY = {
     ),
     "dense_decode": ("q", "page_table", "seq_lens", "out", "lse"),
     "to_slots": ("topk_indices", "request_ids", "prefill_request_ids", "out"),
+    "visible_slots": ("positions", "request_ids", "out", "lengths"),
     "select_topk": ("scores", "row_starts", "row_ends", "request_ids", "out"),
     "indexer_scores_paged": ("q", "weights", "page_table", "seq_lens", "out"),
     "append_index_keys": ("k", "positions", "slot_mapping"),
@@ -695,6 +726,8 @@ def test_numpy_scalars_are_accepted():
     sparsemla.sparse_prefill(**case)
     counts = {
         "to_slots": ["page_size"],
+        "entry_slots": ["ratio", "page_size"],
+        "visible_slots": ["width", "ratio", "page_size"],
         "select_topk": ["topk", "page_size"],
         "merge_topk": ["topk"],
         "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
@@ -710,7 +743,7 @@ def test_numpy_scalars_are_accepted():
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
-    if name in ("out", "lse", "max_logits", "kv_out", "weights_out")
+    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths")
 ]
 
 
@@ -843,7 +876,7 @@ def test_layer_weights_of_a_wrong_kind_are_refused():
 UNSIGNED = [
     (op, name)
     for op, name in TENSORS
-    if name not in ("slot_mapping", "ring_ids", "prefill_request_ids", "out")
+    if name not in ("slot_mapping", "ring_ids", "prefill_request_ids", "out", "lengths")
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]
 
@@ -854,7 +887,7 @@ def test_uint32_equals_int32(op, name):
     unsigned[name] = unsigned[name].int().view(torch.uint32)
     getattr(sparsemla, op)(**signed)
     getattr(sparsemla, op)(**unsigned)
-    for key in ("out", "lse", "max_logits", "weights_out"):
+    for key in ("out", "lse", "max_logits", "weights_out", "lengths"):
         if key in signed:
             assert_equal(key, unsigned[key], signed[key])
     for was, now in zip(cache_bytes(signed), cache_bytes(unsigned), strict=True):

@@ -9,8 +9,10 @@ from sparsemla.testing.cases import (
     GARBAGE_PAGE,
     Draw,
     embed,
+    entry_slots_case,
     gather_dequant_case,
     to_slots_case,
+    visible_slots_case,
 )
 from sparsemla.testing.compare import assert_equal, check_op
 from sparsemla.testing.poison import poisoned_empty
@@ -81,6 +83,109 @@ def test_slots_of_strided_selections(device):
     out = torch.empty(9, 64, dtype=torch.int32, device=device)[:, :20]
     assert sparsemla.to_slots(**case, out=out) is out
     assert_equal("out", out.contiguous(), expected)
+
+
+def page_slot(case, request, key):
+    """The slot of a key by the page table, in integers."""
+    table, size = case["page_table"].tolist(), case["page_size"]
+    if not (0 <= request < len(table) and 0 <= key < len(table[0]) * size):
+        return -1
+    page = table[request][key // size]
+    return page * size + key % size if page >= 0 else -1
+
+
+# Ends of windows of 4 and of 128 tokens; drafts around them; a prefill.
+TOKENS = [(0, 10), (126, 4), (255, 3), (3, 1), (127, 1), (128, 1), (257, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+@pytest.mark.parametrize(("ratio", "page_size"), [(1, 64), (3, 1), (4, 1), (4, 64), (128, 2)])
+def test_tokens_complete_entries(device, ratio, page_size, dtype):
+    signed = torch.int32 if dtype == torch.uint32 else dtype
+    case = entry_slots_case(
+        Draw(41, device), requests=TOKENS, ratio=ratio, page_size=page_size, dtype=signed
+    )
+    (slots,) = check_op("entry_slots", case)
+    tokens = zip(case["positions"].tolist(), case["request_ids"].tolist(), strict=True)
+    expected = [
+        page_slot(case, request, position // ratio) if (position + 1) % ratio == 0 else -1
+        for position, request in tokens
+    ]
+    assert slots.tolist() == expected
+    assert ratio > 4 or any(slot >= 0 for slot in expected)
+    if dtype == torch.uint32:
+        case["positions"] = case["positions"].view(torch.uint32)
+        assert_equal("uint32", sparsemla.entry_slots(**case), slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", [1, 128, 300])
+@pytest.mark.parametrize(("ratio", "page_size"), [(1, 64), (3, 1), (4, 64), (128, 2)])
+def test_tokens_see_the_last_keys(device, ratio, page_size, width, dtype):
+    case = visible_slots_case(
+        Draw(42, device),
+        requests=TOKENS,
+        ratio=ratio,
+        page_size=page_size,
+        width=width,
+        dtype=dtype,
+    )
+    slots, lengths = check_op("visible_slots", case)
+    tokens = zip(case["positions"].tolist(), case["request_ids"].tolist(), strict=True)
+    for token, (position, request) in enumerate(tokens):
+        known = 0 <= request < len(TOKENS) and 0 <= position < 2**63 - 1
+        seen = range((position + 1) // ratio if known else 0)[-width:]
+        expected = [page_slot(case, request, key) for key in seen]
+        assert lengths[token] == len(seen)
+        assert slots[token].tolist() == expected + [-1] * (width - len(seen))
+
+
+def test_the_raw_window_and_the_entries_of_a_token(device):
+    """The rule of DeepSeek-V4: positions p - 127 .. p, and the entries complete with p."""
+    positions = torch.tensor([3, 4, 7, 126, 127, 128, 255, 256, 257], device=device)
+    table = torch.arange(5, device=device)[None]
+    tokens = positions, table, torch.zeros_like(positions)
+    window, lengths = sparsemla.visible_slots(*tokens, width=128, page_size=64)
+    assert lengths.tolist() == [4, 5, 8, 127, 128, 128, 128, 128, 128]
+    assert window[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 128, 129, 130]
+    last = window.gather(1, lengths.long()[:, None] - 1)[:, 0]
+    assert last.tolist() == positions.tolist()
+    _, lengths = sparsemla.visible_slots(*tokens, width=80, ratio=4, page_size=64)
+    assert lengths.tolist() == [1, 1, 2, 31, 32, 32, 64, 64, 64]
+    entries, lengths = sparsemla.visible_slots(*tokens, width=2, ratio=128, page_size=2)
+    assert lengths.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    assert entries[-1].tolist() == [0, 1]
+
+
+def test_slots_of_no_tokens_and_of_no_pages(device):
+    case = visible_slots_case(Draw(43, device), width=5)
+    for name in ("positions", "request_ids"):
+        case[name] = case[name][:0]
+    slots, lengths = check_op("visible_slots", case)
+    assert slots.shape == (0, 5)
+    assert lengths.shape == (0,)
+    del case["width"]
+    assert check_op("entry_slots", case)[0].shape == (0,)
+    case = visible_slots_case(Draw(43, device), width=5)
+    case["page_table"] = case["page_table"][:, :0]
+    slots, lengths = check_op("visible_slots", case)
+    assert (slots == -1).all()
+    assert lengths.max() == 5
+    case["page_table"] = case["page_table"][:0]
+    assert (check_op("visible_slots", case)[1] == 0).all()
+
+
+def test_slots_of_keys_in_strided_outputs(device):
+    case = visible_slots_case(Draw(44, device))
+    expected = check_op("visible_slots", case)
+    case["page_table"] = embed(case["page_table"])
+    out = torch.empty(len(expected[0]), 64, dtype=torch.int32, device=device)[:, :20]
+    lengths = torch.empty(len(out), dtype=torch.int32, device=device)
+    results = sparsemla.visible_slots(**case, out=out, lengths=lengths)
+    assert results[0] is out
+    assert results[1] is lengths
+    assert_equal("out", out.contiguous(), expected[0])
+    assert_equal("lengths", lengths, expected[1])
 
 
 def check_gather(case):

@@ -14,6 +14,7 @@ from sparsemla import (
     e4m3_format,
     reference,
 )
+from sparsemla.testing.cases import Draw, embed, entry_slots_case
 
 pytest.importorskip("triton")
 
@@ -80,6 +81,25 @@ def test_to_slots_reads_slices_and_ignores_ids_out_of_range():
     )
     assert buffer[:, :5].tolist() == [[4 * 4 + 1] * 5] + [[-1] * 5] * 3
     assert (buffer[:, 5:] == -7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("ratio", "page_size"), [(1, 64), (3, 1), (128, 2)])
+def test_slots_of_keys(ratio, page_size, dtype):
+    draw = Draw(0, DEVICE)
+    case = entry_slots_case(draw, ratio=ratio, page_size=page_size, dtype=dtype)
+    out = torch.full_like(case["positions"], -7, dtype=torch.int32)
+    dispatch.load("entry_slots", "triton")(**case, out=out)
+    assert torch.equal(out, reference.entry_slots(**case))
+    case["page_table"] = embed(case["page_table"])
+    for width in (20, 1100):
+        case["width"] = width
+        slots, lengths = torch.full((len(out), width + 3), -7).int(), torch.full_like(out, -7)
+        dispatch.load("visible_slots", "triton")(**case, out=slots[:, :width], lengths=lengths)
+        expected = reference.visible_slots(**case)
+        assert torch.equal(slots[:, :width], expected[0])
+        assert torch.equal(lengths, expected[1])
+        assert (slots[:, width:] == -7).all()
 
 
 def poisoned_cache(fmt, num_pages, page_size, used):

@@ -19,6 +19,7 @@ from sparsemla.ops import (
     decode_branch,
     dense_decode,
     dense_prefill,
+    entry_slots,
     fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     gather_dequant,
@@ -36,6 +37,7 @@ from sparsemla.ops import (
     sparse_decode,
     sparse_prefill,
     to_slots,
+    visible_slots,
 )
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
@@ -103,6 +105,7 @@ __all__ = [
     "dense_prefill",
     "dequantize_blocks",
     "e4m3_format",
+    "entry_slots",
     "explain",
     "from_freqs_cis",
     "fused_indexer_rope_quant",
@@ -135,6 +138,7 @@ __all__ = [
     "split_decodes_and_prefills",
     "split_prefill_chunks",
     "to_slots",
+    "visible_slots",
     "warm_up",
     "yarn_mscale",
 ]

@@ -303,6 +303,22 @@ class Checker:
         pages = page_table.where(columns < used[:, None], 0)
         self.values("page_table", pages, 0, cache.num_pages)
 
+    def tokens(
+        self,
+        positions: Tensor,
+        request_ids: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        ratio: int,
+    ) -> None:
+        """Check that tokens have a request, and that pages exist for their keys.
+
+        A request has a key for every ``ratio`` tokens.
+        """
+        capacity = page_table.shape[1] * page_size
+        self.values("positions", positions, 0, (capacity + 1) * ratio - 1)
+        self.values("request_ids", request_ids, 0, page_table.shape[0])
+
     def _shape(self, name: str, sizes: torch.Size, shape: str) -> None:
         dims = shape.split()
         fits = len(sizes) == len(dims)

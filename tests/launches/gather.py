@@ -24,6 +24,30 @@ def to_slots(prefills):
     return launch
 
 
+def entry_slots():
+    dispatch.load("entry_slots", "triton")(
+        positions=meta(4096, dtype=torch.int64),
+        page_table=meta(32, 1024),
+        request_ids=meta(4096),
+        ratio=4,
+        page_size=64,
+        out=meta(4096),
+    )
+
+
+def visible_slots():
+    dispatch.load("visible_slots", "triton")(
+        positions=meta(4096, dtype=torch.int64),
+        page_table=meta(32, 1024),
+        request_ids=meta(4096),
+        width=128,
+        ratio=1,
+        page_size=64,
+        out=meta(4096, 128),
+        lengths=meta(4096),
+    )
+
+
 def gather(fmt):
     def launch():
         dispatch.load("gather_dequant", "triton")(
@@ -41,6 +65,8 @@ def gather(fmt):
 LAUNCHES = {
     "to_slots": to_slots(False),
     "to_slots, prefills": to_slots(True),
+    "entry_slots": entry_slots,
+    "visible_slots": visible_slots,
     **{
         f"gather_dequant {fmt.name}": gather(fmt)
         for fmt in (BF16_576, FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(scale_block=576))

@@ -2,7 +2,7 @@
 
 from sparsemla.ops.branch import decode_branch, prefill_branch
 from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
-from sparsemla.ops.gather import gather_dequant, to_slots
+from sparsemla.ops.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
 from sparsemla.ops.pool import pool_windows
 from sparsemla.ops.prefill import dense_prefill, sparse_prefill
@@ -20,6 +20,7 @@ __all__ = [
     "decode_branch",
     "dense_decode",
     "dense_prefill",
+    "entry_slots",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
@@ -37,4 +38,5 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "to_slots",
+    "visible_slots",
 ]

@@ -1,4 +1,4 @@
-"""From selected positions to cache slots, and from cache rows to a bfloat16 workspace."""
+"""Cache slots of selected, visible and new keys; cache rows in a bfloat16 workspace."""
 
 import torch
 from torch import Tensor
@@ -90,6 +90,146 @@ def _to_slots(
     out: Tensor,
 ) -> dispatch.Launch:
     return dispatch.find("to_slots", topk_indices, topk=topk_indices.shape[1])
+
+
+def entry_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    *,
+    ratio: int,
+    page_size: int,
+    validate: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The slot of the entry that each token completes: the ``slot_mapping`` of pooled keys.
+
+    A request has one key, an *entry*, for every ``ratio`` tokens. The token at position ``p``
+    completes entry ``p // ratio`` if ``(p + 1) % ratio == 0``. All other tokens get -1, as do
+    tokens without a request, negative positions, and entries for which :func:`to_slots` gives -1.
+
+    Args:
+        positions: int32, int64 or uint32 ``[T]``, position of each token in its request.
+        page_table: int32, int64 or uint32 ``[B, W]``, pages of the entries.
+        request_ids: int32, int64 or uint32 ``[T]``, the request of each token.
+        ratio: tokens of an entry.
+        page_size: entries of a page.
+        validate: read positions and request_ids and refuse values out of range.
+        out: int32 ``[T]``, written.
+
+    Returns:
+        int32 ``[T]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V4 inference code, ``Compressor``; vLLM ``CompressorMetadata``.
+
+    >>> table = torch.tensor([[7, 2]])
+    >>> entry_slots(torch.arange(6, 12), table, torch.zeros(6).long(), ratio=4, page_size=2)
+    tensor([-1, 15, -1, -1, -1,  4], dtype=torch.int32)
+    """
+    check = Checker("entry_slots")
+    positions = check.tensor("positions", positions, "T", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
+    check.positive("ratio", ratio)
+    check.positive("page_size", page_size)
+    if check.validates(validate):
+        check.tokens(positions, request_ids, page_table, page_size, ratio)
+    out = check.output("out", out, "T", torch.int32)
+    _entry_slots(positions, page_table, request_ids, ratio, page_size, out)
+    return out
+
+
+@operator("out")
+def _entry_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+) -> dispatch.Launch:
+    return dispatch.find("entry_slots", positions)
+
+
+def visible_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    *,
+    width: int,
+    ratio: int = 1,
+    page_size: int,
+    validate: bool = False,
+    out: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The slots of the last ``width`` keys that each token sees, as a selection without an indexer.
+
+    A request has one key for every ``ratio`` tokens. The token at position ``p`` sees the keys
+    ``0 .. (p + 1) // ratio - 1``, and of these the last ``width`` are listed in ascending order: a
+    sliding window of tokens with a ratio of 1; with a larger ratio all entries of a layer that has
+    no indexer, if ``width`` has room for them.
+
+    A listed key becomes -1 where :func:`to_slots` gives -1, as on pages that the window has left.
+
+    Args:
+        positions: int32, int64 or uint32 ``[T]``, position of each token in its request.
+        page_table: int32, int64 or uint32 ``[B, W]``, pages of the keys.
+        request_ids: int32, int64 or uint32 ``[T]``, the request of each token. A token whose
+            request does not exist, or whose position is negative, sees nothing.
+        width: columns of the result, the most keys of a token.
+        ratio: tokens of a key.
+        page_size: keys of a page.
+        validate: read positions and request_ids and refuse values out of range.
+        out: int32 ``[T, width]``, written.
+        lengths: int32 ``[T]``, written.
+
+    Returns:
+        ``(slots, lengths)``: int32 ``[T, width]`` and ``[T]``. The first ``lengths[t]`` columns of
+        row ``t`` list keys; the rest is -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V4 inference code, ``get_window_topk_idxs`` and ``get_compress_topk_idxs``.
+
+    >>> table = torch.tensor([[7, 2]])
+    >>> visible_slots(torch.arange(3), table, torch.zeros(3).long(), width=2, page_size=2)
+    (tensor([[14, -1],
+            [14, 15],
+            [15,  4]], dtype=torch.int32), tensor([1, 2, 2], dtype=torch.int32))
+    """
+    check = Checker("visible_slots")
+    positions = check.tensor("positions", positions, "T", INTEGERS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
+    check.positive("width", width)
+    check.positive("ratio", ratio)
+    check.positive("page_size", page_size)
+    if check.validates(validate):
+        check.tokens(positions, request_ids, page_table, page_size, ratio)
+    check.bind("width", width)
+    out = check.output("out", out, "T width", torch.int32)
+    lengths = check.output("lengths", lengths, "T", torch.int32)
+    _visible_slots(positions, page_table, request_ids, width, ratio, page_size, out, lengths)
+    return out, lengths
+
+
+@operator("out", "lengths")
+def _visible_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    width: int,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+    lengths: Tensor,
+) -> dispatch.Launch:
+    return dispatch.find("visible_slots", positions)
 
 
 def gather_dequant(

@@ -7,7 +7,7 @@ bfloat16.
 
 from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
-from sparsemla.reference.gather import gather_dequant, to_slots
+from sparsemla.reference.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
 from sparsemla.reference.pool import pool_windows
 from sparsemla.reference.prefill import dense_prefill, sparse_prefill
@@ -25,6 +25,7 @@ __all__ = [
     "decode_branch",
     "dense_decode",
     "dense_prefill",
+    "entry_slots",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
@@ -42,4 +43,5 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "to_slots",
+    "visible_slots",
 ]

@@ -1,4 +1,4 @@
-"""Reference of index conversion and cache gathering. Shapes: T tokens, K top-k, B requests."""
+"""Reference of slots and cache gathering. Shapes: T tokens, K top-k, B requests."""
 
 import torch
 from torch import Tensor
@@ -27,6 +27,39 @@ def to_slots(
     starts = workspace_starts[prefills][:, None].long()  # [T, 1]
     rows = torch.where(inside, starts + topk_indices, -1)  # [T, K]
     return to_int32(torch.where(prefill_request_ids[:, None] >= 0, rows, slots))
+
+
+def entry_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    *,
+    ratio: int,
+    page_size: int,
+) -> Tensor:
+    """Slots of the entries that tokens complete, -1 for other tokens."""
+    completes = (positions.long() + 1) % ratio == 0  # [T]
+    entries = torch.where(completes, positions // ratio, -1)  # [T]
+    return to_int32(slots_of(page_table, request_ids, entries, page_size))
+
+
+def visible_slots(
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    *,
+    width: int,
+    ratio: int = 1,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Slots of the last ``width`` keys that tokens see, and how many these are."""
+    seen = (positions.long() + 1).clamp_min(0) // ratio  # [T]
+    seen[(request_ids < 0) | (request_ids >= page_table.shape[0])] = 0
+    lengths = seen.clamp_max(width)  # [T]
+    columns = torch.arange(width, device=positions.device)  # [width]
+    keys = (seen - lengths)[:, None] + columns  # [T, width]
+    slots = slots_of(page_table, request_ids[:, None].expand_as(keys), keys, page_size)
+    return to_int32(torch.where(columns < lengths[:, None], slots, -1)), lengths.int()
 
 
 def gather_dequant(

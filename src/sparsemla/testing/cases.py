@@ -484,6 +484,57 @@ def to_slots_case(
     return arguments
 
 
+def entry_slots_case(
+    draw: Draw,
+    *,
+    requests: Sequence[tuple[int, int]] = ((0, 9), (127, 3), (253, 5)),
+    ratio: int = 4,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.int32,
+) -> Arguments:
+    """Arguments of ``entry_slots``.
+
+    A page is missing, and the last tokens have no request, or a position at an end of the range.
+
+    Args:
+        draw: the source of random tensors.
+        requests: each request's first position and number of tokens.
+        ratio: tokens of an entry.
+        page_size: entries of a page.
+        dtype: of all integers.
+    """
+    positions = [first + i for first, count in requests for i in range(count)]
+    request_ids = [b for b, (_, count) in enumerate(requests) for _ in range(count)]
+    longest = max(first + count for first, count in requests)
+    batch, width = len(requests), -(-longest // (ratio * page_size)) + 1
+    table = draw.permutation(batch * width).view(batch, width)
+    table[-1, width // 2] = -1
+    limits = torch.iinfo(dtype)
+    return {
+        "positions": draw.tensor([*positions, 7, 7, limits.min, limits.max, -1], dtype),
+        "page_table": table.to(dtype),
+        "request_ids": draw.tensor([*request_ids, -1, batch, 0, 0, 0], dtype),
+        "ratio": ratio,
+        "page_size": page_size,
+    }
+
+
+def visible_slots_case(
+    draw: Draw,
+    *,
+    width: int = 20,
+    requests: Sequence[tuple[int, int]] = ((0, 9), (127, 3), (253, 5)),
+    ratio: int = 4,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.int32,
+) -> Arguments:
+    """Arguments of ``visible_slots``: those of :func:`entry_slots_case` and the width."""
+    tokens = entry_slots_case(
+        draw, requests=requests, ratio=ratio, page_size=page_size, dtype=dtype
+    )
+    return tokens | {"width": width}
+
+
 def gather_dequant_case(
     draw: Draw,
     format: CacheFormat,

@@ -111,6 +111,8 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "pool_windows": (BFLOAT16_ULP,),
     "gather_dequant": (None,),
     "to_slots": (None,),
+    "entry_slots": (None,),
+    "visible_slots": (None, None),
     "select_topk": (None,),
     "merge_topk": (None,),
     "indexer_topk": (None,),

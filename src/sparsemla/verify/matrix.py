@@ -253,6 +253,35 @@ def _to_slots() -> list[Case]:
     ]
 
 
+def _entry_slots() -> list[Case]:
+    make = cases.entry_slots_case
+    return [
+        *(
+            Case(f"ratio {ratio}, pages of {size}", build(make, ratio=ratio, page_size=size))
+            for ratio in (1, 3, 128)
+            for size in (1, 64)
+        ),
+        Case("ratio 4", build(make), quick=True),
+        Case("int64", build(make, dtype=torch.int64)),
+        Case("a long step", build(make, requests=((0, 3000), (9, 1))), quick=True),
+    ]
+
+
+def _visible_slots() -> list[Case]:
+    make = cases.visible_slots_case
+    return [
+        Case("128 tokens", build(make, ratio=1, width=128, page_size=64), quick=True),
+        Case("entries of 128 tokens", build(make, ratio=128, page_size=2), quick=True),
+        Case("more columns than a block", build(make, ratio=1, width=2500, page_size=1)),
+        *(
+            Case(f"{width} of ratio 4", build(make, width=width), quick=width == 20)
+            for width in (1, 20, 63, 64)
+        ),
+        Case("int64", build(make, dtype=torch.int64)),
+        Case("a long step", build(make, ratio=1, width=128, requests=((0, 3000), (9, 1)))),
+    ]
+
+
 def _gather() -> list[Case]:
     make = cases.gather_dequant_case
     lens = Shuffled((70, 0, 1, 128))
@@ -1426,6 +1455,8 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "prepare_index_queries": tuple(_index_queries()),
     "pool_windows": tuple(_pool_windows()),
     "to_slots": tuple(_to_slots()),
+    "entry_slots": tuple(_entry_slots()),
+    "visible_slots": tuple(_visible_slots()),
     "gather_dequant": tuple(_gather()),
     "indexer_scores": tuple(_indexer_scores()),
     "indexer_scores_paged": tuple(_indexer_scores_paged()),

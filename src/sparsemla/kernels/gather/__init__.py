@@ -1,4 +1,4 @@
-"""Slots of selected tokens, and workspaces of dequantised rows."""
+"""Slots of keys, and workspaces of dequantised rows."""
 
 from types import ModuleType
 
@@ -23,6 +23,20 @@ OPS = {
         (
             Kernel("triton", lambda: _triton().to_slots),
             Kernel("cpu", lambda: _cpu().to_slots),
+        ),
+    ),
+    "entry_slots": Op(
+        ("out",),
+        (
+            Kernel("triton", lambda: _triton().entry_slots),
+            Kernel("cpu", lambda: _cpu().entry_slots),
+        ),
+    ),
+    "visible_slots": Op(
+        ("out", "lengths"),
+        (
+            Kernel("triton", lambda: _triton().visible_slots),
+            Kernel("cpu", lambda: _cpu().visible_slots),
         ),
     ),
     "gather_dequant": Op(

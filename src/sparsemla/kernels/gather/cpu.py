@@ -1,4 +1,4 @@
-"""Index conversion and cache gathering on the CPU."""
+"""Slots and cache gathering on the CPU."""
 
 import torch
 from torch import Tensor
@@ -29,6 +29,41 @@ def to_slots(
             workspace = (starts[:, None] + ids).where(inside, -1)
             slots = workspace.where(prefills[:, None] >= 0, slots)
         out[rows] = to_int32(slots)
+
+
+def entry_slots(
+    *,
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+) -> None:
+    positions = positions.long()
+    entries = (positions // ratio).where((positions + 1) % ratio == 0, -1)
+    out.copy_(to_int32(slots_of(page_table, request_ids, entries, page_size)))
+
+
+def visible_slots(
+    *,
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    width: int,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+    lengths: Tensor,
+) -> None:
+    known = (request_ids >= 0) & (request_ids < page_table.shape[0])
+    seen = ((positions.long() + 1).clamp_min(0) // ratio).where(known, 0)
+    lengths.copy_(seen.clamp_max(width))
+    columns = torch.arange(width)
+    for rows in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // (64 * width)):
+        keys = (seen - lengths)[rows, None] + columns
+        slots = slots_of(page_table, request_ids[rows, None].expand_as(keys), keys, page_size)
+        out[rows] = to_int32(slots.where(columns < lengths[rows, None], -1))
 
 
 def gather_dequant(

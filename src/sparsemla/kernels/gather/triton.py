@@ -1,4 +1,4 @@
-"""From selected positions to cache slots, and from cache rows to a bfloat16 workspace, in Triton.
+"""Cache slots of selected, visible and new keys; cache rows in a bfloat16 workspace. In Triton.
 
 Shapes: T tokens, K top-k, B requests, W pages of a request.
 """
@@ -14,10 +14,13 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import cache_arguments
-from sparsemla.kernels.common.slots import slot_of
+from sparsemla.kernels.common.slots import slot_of, slots_of_keys
 
 SLOTS_BLOCK = 1024
 """Indices of a program: two 16-byte loads per thread, with 128 threads."""
+
+ENTRIES_BLOCK = 128
+"""Tokens of a program that finds their entries: one for each thread."""
 
 GATHER_DIMS = 2048
 """Dims of a program: four 16-byte loads of e4m3 per thread of a warp, or eight of bfloat16."""
@@ -100,6 +103,135 @@ def to_slots(
         out.stride(0),
         PAGE_SIZE=page_size,
         BLOCK=SLOTS_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+def _entry_slots_kernel(
+    positions,
+    page_table,
+    request_ids,
+    out,
+    num_tokens,
+    num_requests,
+    table_width,
+    table_stride,
+    RATIO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    within = token < num_tokens
+    position = tl.load(positions + token, mask=within, other=-1).to(tl.int64)
+    request = tl.load(request_ids + token, mask=within, other=-1).to(tl.int64)
+    completes = (position >= 0) & (position % RATIO == RATIO - 1)
+    slot = slots_of_keys(
+        page_table,
+        request,
+        position // RATIO,
+        completes,
+        num_requests,
+        table_width,
+        table_stride,
+        PAGE_SIZE,
+    )
+    tl.store(out + token, slot, mask=within)
+
+
+def entry_slots(
+    *,
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+) -> None:
+    num_tokens = positions.shape[0]
+    _entry_slots_kernel[(cdiv(num_tokens, ENTRIES_BLOCK),)](
+        positions,
+        page_table,
+        request_ids,
+        out,
+        num_tokens,
+        page_table.shape[0],
+        page_table.shape[1],
+        page_table.stride(0),
+        RATIO=ratio,
+        PAGE_SIZE=page_size,
+        BLOCK=ENTRIES_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _visible_slots_kernel(
+    positions,
+    page_table,
+    request_ids,
+    out,
+    lengths,
+    width,
+    num_blocks,
+    num_requests,
+    table_width,
+    table_stride,
+    out_stride,
+    RATIO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = (tl.program_id(0) // num_blocks).to(tl.int64)
+    block = tl.program_id(0) % num_blocks
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + token).to(tl.int64)
+    request = tl.load(request_ids + token).to(tl.int64)
+    known = (request >= 0) & (request < num_requests)
+    seen = tl.where(known, tl.maximum(position + 1, 0) // RATIO, 0)
+    length = tl.minimum(seen, width)
+    slot = slots_of_keys(
+        page_table,
+        request,
+        seen - length + column,
+        column < length,
+        num_requests,
+        table_width,
+        table_stride,
+        PAGE_SIZE,
+    )
+    tl.store(out + token * out_stride + column, slot, mask=column < width)
+    if block == 0:
+        tl.store(lengths + token, length.to(tl.int32))
+
+
+def visible_slots(
+    *,
+    positions: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    width: int,
+    ratio: int,
+    page_size: int,
+    out: Tensor,
+    lengths: Tensor,
+) -> None:
+    num_tokens = positions.shape[0]
+    block = min(next_power_of_2(width), SLOTS_BLOCK)
+    num_blocks = cdiv(width, block)
+    _visible_slots_kernel[(num_tokens * num_blocks,)](
+        positions,
+        page_table,
+        request_ids,
+        out,
+        lengths,
+        width,
+        num_blocks,
+        page_table.shape[0],
+        page_table.shape[1],
+        page_table.stride(0),
+        out.stride(0),
+        RATIO=ratio,
+        PAGE_SIZE=page_size,
+        BLOCK=block,
     )
 
 
