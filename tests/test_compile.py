@@ -167,7 +167,7 @@ CALLS = {
     "prepare_index_queries, bf16": lambda: query_arguments(INDEX_BF16),
     "pool_windows": pool_arguments,
     "pool_windows, with rows": lambda: (
-        pool_arguments() | {"kv_out": torch.zeros(11, 576).bfloat16(), "gate_bias": None}
+        pool_arguments() | {"kv_out": torch.zeros(12, 576).bfloat16(), "gate_bias": None}
     ),
     "to_slots": to_slots_arguments,
     "entry_slots": lambda: entry_slots_case(Draw(3)),

@@ -165,7 +165,7 @@ def test_against_the_formula_in_float64():
     case = pool_windows_case(
         Draw(3), fmt, pooling, steps=[(0, 8)], rope_dim=32, dtype=torch.float32, bias=False
     )
-    case["slot_mapping"] = torch.arange(10, dtype=torch.int32)
+    case["slot_mapping"] = torch.arange(11, dtype=torch.int32)
     sparsemla.pool_windows(**case)
     values, gates = case["values"].double(), case["gates"].double()
     old, own = values[:, :96], values[:, 96:]
@@ -232,7 +232,7 @@ def wrong(**changes):
         (
             lambda case: case | {"values": case["values"][:, 1:]},
             ValueError,
-            r"pool_windows: values must have shape \[T, W\] = \[30, 192\], got \[30, 191\]",
+            r"pool_windows: values must have shape \[T, W\] = \[31, 192\], got \[31, 191\]",
         ),
         (
             lambda case: case | {"state": WindowState(case["state"].rows[:, :7])},

@@ -62,8 +62,8 @@ def pool_windows(
         pooling: the windows.
         gate_bias: float32 ``[r, D]``, with overlap ``[r, 2 D]``.
         positions: int32, int64 or uint32 ``[T]``, consecutive within a request.
-        request_ids: int32, int64 or uint32 ``[T]``, the request of each token. A token whose
-            request does not exist does nothing.
+        request_ids: int32, int64 or uint32 ``[T]``, the request of each token. A token that is not
+            among those of its request, such as the padding of a plan, does nothing.
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, the first token of each request, and
             the end of the last one; padding tokens may follow.
         ring_ids: int32 or int64 ``[B]``, the ring of each request in ``state``. Without a ring, -1,

@@ -42,6 +42,8 @@ def pool_windows(
         if not 0 <= request < len(ring_ids) or position < 0:
             continue
         first, end = input_row_offsets[request : request + 2].tolist()
+        if not first <= token < end:
+            continue
         ring = int(ring_ids[request])
         ring = ring if 0 <= ring < len(state.rows) else -1
         if ring >= 0 and token + num_rows >= end:  # later rows would overwrite earlier ones

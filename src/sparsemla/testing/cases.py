@@ -389,7 +389,7 @@ def pool_windows_case(
     """Arguments of ``pool_windows``.
 
     Rings hold NaN where no earlier token of their request left a row. The second request has no
-    ring, and two tokens behind the requests belong to none.
+    ring. Of three tokens behind the requests, two have no request and one names the first.
 
     Args:
         draw: the source of random tensors.
@@ -410,7 +410,7 @@ def pool_windows_case(
     dim = format.head_dim
     width = pooling.width(dim)
     counts = [count for _, count in steps]
-    num_tokens, batch = sum(counts) + 2, len(steps)
+    num_tokens, batch = sum(counts) + 3, len(steps)
     both = draw.normal(num_tokens, 2 * width, dtype=dtype)
     values, gates = both.chunk(2, dim=1)
     if not strided:
@@ -426,8 +426,9 @@ def pool_windows_case(
             state.rows[ring_id, position % ring] = draw.normal(2, width)
     if batch > 1:
         rings[1] = -1
-    positions = [first + i for first, count in steps for i in range(count)] + [3, 4]
-    requests = [b for b, count in enumerate(counts) for _ in range(count)] + [-1, batch]
+    positions = [first + i for first, count in steps for i in range(count)]
+    positions += [3, 4, pooling.ratio - 1]
+    requests = [b for b, count in enumerate(counts) for _ in range(count)] + [-1, batch, 0]
     offsets = [sum(counts[:b]) for b in range(batch)] + [num_tokens]
     offsets[-1] = sum(counts)
     cache = written_cache(draw, format, -(-num_tokens // page_size) + 1, page_size)

@@ -36,12 +36,13 @@ def pool_windows(
     known = (requests >= 0) & (requests < len(ring_ids)) & (positions >= 0)
     requests = requests.where(known, 0)
     tokens = torch.arange(len(positions))
+    firsts, ends = input_row_offsets.long()[requests], input_row_offsets.long()[requests + 1]
+    known &= (tokens >= firsts) & (tokens < ends)
     rings = ring_ids.long()[requests]
     rings = rings.where(known & (rings >= 0) & (rings < len(state.rows)), -1)
     places = positions.long()
     closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
     pooled = torch.zeros(len(positions), norm_weight.shape[0], dtype=torch.float32)
-    firsts = input_row_offsets.long()[requests]
     # A window takes its width in float32 four times over: values, gates, weights, products.
     size = 4 * 4 * pooling.window * len(norm_weight) + 1
     for part in cpu.blocks(len(closing), cpu.WORKSPACE_BYTES // size):
@@ -69,7 +70,6 @@ def pool_windows(
         kv_out=kv_out,
     )
     num_rows = state.rows.shape[1]
-    ends = input_row_offsets.long()[requests + 1]
     kept = ((rings >= 0) & (tokens + num_rows >= ends)).nonzero()[:, 0]
     state.rows[rings[kept], places[kept] % num_rows] = torch.stack(
         [values[kept].float(), _biased(gates[kept], gate_bias, places[kept] % pooling.ratio)], 1

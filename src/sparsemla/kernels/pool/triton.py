@@ -34,7 +34,7 @@ KEPT_VALUES = 1024
 def _request_of(positions, request_ids, input_row_offsets, ring_ids, num_requests, num_rings):
     """The token, its position, the first and end token of its request, and the ring.
 
-    A position or ring is -1 if the request does not exist or the number is out of range.
+    A position or ring is -1 if the token is not one of its request's or the number is out of range.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -42,6 +42,7 @@ def _request_of(positions, request_ids, input_row_offsets, ring_ids, num_request
     known = (request >= 0) & (request < num_requests) & (position >= 0)
     first = tl.load(input_row_offsets + request, mask=known, other=0).to(tl.int64)
     end = tl.load(input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
+    known = known & (token >= first) & (token < end)
     ring = tl.load(ring_ids + request, mask=known, other=-1).to(tl.int64)
     ring = tl.where((ring >= 0) & (ring < num_rings), ring, -1)
     return token, tl.where(known, position, -1), first, end, ring
