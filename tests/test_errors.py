@@ -552,6 +552,11 @@ OTHERS = [
     ("project_heads", "weight", with_arguments(weight=torch.ones(2, 32, 64).bfloat16())),
     ("decode_branch", "layer", with_arguments(layer=None)),
     ("decode_branch", "plan", with_arguments(plan=None)),
+    (
+        "decode_branch",
+        "plan",
+        lambda case: case.update(plan=dataclasses.replace(case["plan"], ratio=4)),
+    ),
     ("prefill_branch", "layer", with_arguments(layer=None)),
     ("prefill_branch", "plan", with_arguments(plan=None)),
 ]

@@ -671,6 +671,109 @@ def test_clamp_topk():
         plan.clamp_topk(torch.ones(2, dtype=torch.int32))
 
 
+def check_entries(entries: Plan, plan: Plan, ratio, page_size):
+    """Check the plan of entries token by token against the plan of tokens."""
+    real = int(plan.input_row_offsets[-1])
+    expected = []
+    for token, (position, request) in enumerate(
+        zip(plan.positions.tolist(), plan.request_ids.tolist(), strict=True)
+    ):
+        entry, rest = divmod(position + 1, ratio)
+        page = int(entries.page_table[request, (entry - 1) // page_size]) if entry else -1
+        written = token < real and rest == 0 and page >= 0
+        expected.append(page * page_size + (entry - 1) % page_size if written else -1)
+    assert entries.slot_mapping.tolist() == expected
+    assert entries.slot_mapping.dtype == torch.int64
+    assert (entries.ratio, entries.page_size) == (ratio, page_size)
+    assert entries.prefill_chunks == ()
+    assert entries.workspace_starts is entries.prefill_request_ids is None
+    for name in ("positions", "request_ids", "input_row_offsets", "seq_lens"):
+        assert getattr(entries, name) is getattr(plan, name)
+    return expected
+
+
+def entry_pages(plan, ratio, page_size):
+    """A page table with just enough pages for the entries of a batch."""
+    return shuffled_pages(plan.num_requests, max(1, -(-(plan.max_seq_len // ratio) // page_size)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("ratio", "page_size"), [(1, 4), (3, 2), (4, 1), (4, 64)])
+@pytest.mark.parametrize("batch", MIXED_BATCHES.values(), ids=MIXED_BATCHES.keys())
+def test_plans_of_entries(batch, ratio, page_size, persistent):
+    query_lens, seq_lens, options = batch
+    plan = plan_of(query_lens, seq_lens, workspace_rows=30, **options)
+    table = entry_pages(plan, ratio, page_size)
+    buffers = PlanBuffers(8, 64, 32, "cpu") if persistent else None
+    if persistent:
+        buffers.slot_mapping.fill_(7)
+    entries = plan.entries(table, ratio=ratio, page_size=page_size, buffers=buffers)
+    expected = check_entries(entries, plan, ratio, page_size)
+    assert torch.equal(entries.page_table[:, : table.shape[1]], table)
+    if persistent:
+        assert entries.slot_mapping.data_ptr() == buffers.slot_mapping.data_ptr()
+        assert entries.page_table.data_ptr() == buffers.page_table.data_ptr()
+        assert (buffers.slot_mapping[plan.num_tokens :] == -1).all()
+    # The two parts of the plan, and plans of entries of the two parts.
+    first = plan.num_decode_tokens
+    assert entries.decodes.slot_mapping.tolist() == expected[:first]
+    assert entries.prefills.slot_mapping.tolist() == expected[first:]
+    for part, requests, tokens in (
+        (plan.decodes, slice(plan.num_decodes), slice(first)),
+        (plan.prefills, slice(plan.num_decodes, None), slice(first, None)),
+    ):
+        own = part.entries(table[requests], ratio=ratio, page_size=page_size)
+        assert own.slot_mapping.tolist() == expected[tokens]
+
+
+def test_plans_of_entries_at_the_ends_of_windows():
+    lens = [3, 4, 5, 8, 127, 128, 129, 256, 257]
+    plan = plan_of([1] * len(lens), lens)
+    for ratio, complete in ((4, [4, 8, 128, 256]), (128, [128, 256])):
+        table = torch.arange(len(lens), dtype=torch.int32)[:, None]
+        entries = plan.entries(table, ratio=ratio, page_size=64)
+        check_entries(entries, plan, ratio, 64)
+        written = zip(lens, (entries.slot_mapping >= 0).tolist(), strict=True)
+        assert [n for n, wrote in written if wrote] == complete
+        assert entries.clamp_topk(2).tolist() == [min(n // ratio, 2) for n in lens]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ratio": 0}, ValueError, "ratio must be at least 1, got 0"),
+        ({"page_size": 2.0}, TypeError, "page_size must be an integer"),
+        ({"page_table": [[0]]}, TypeError, "page_table must be a tensor, got list"),
+        (
+            {"page_table": torch.zeros(2, 9, dtype=torch.int32)},
+            ValueError,
+            r"page_table must have shape \[3, pages per request\], got \[2, 9\]",
+        ),
+        (
+            {"page_table": torch.zeros(3, 9, dtype=torch.int32, device="meta")},
+            ValueError,
+            "page_table must be on the plan's device cpu, got meta",
+        ),
+        (
+            {"page_table": torch.zeros(3, 2, dtype=torch.int32)},
+            ValueError,
+            "room for 5 entries, one for every 4 of 20 tokens, got 2 pages of 2",
+        ),
+        ({"buffers": 3}, TypeError, "buffers must be a PlanBuffers, got int"),
+        (
+            {"buffers": PlanBuffers(3, 5, 9, "cpu")},
+            ValueError,
+            "buffers must have max_tokens of at least 6, got 5",
+        ),
+    ],
+)
+def test_plans_of_entries_refuse_wrong_arguments(change, error, message):
+    plan = plan_of([1, 3, 2], [20, 5, 2])
+    table = torch.zeros(3, 3, dtype=torch.int32)
+    with pytest.raises(error, match=message):
+        plan.entries(**{"page_table": table, "ratio": 4, "page_size": 2} | change)
+
+
 DEVICE_BATCHES = {
     "decodes": ([1, 1, 1], [9, 3, 12], {"num_tokens": 3, "max_query_len": 1}),
     "drafts": ([3, 3], [9, 3], {"num_tokens": 6, "max_query_len": 3}),
@@ -743,6 +846,7 @@ def test_plan_on_device_does_not_read_lengths(batch):
         assert plan.slot_mapping.shape == (bounds["num_tokens"],)
         assert plan.decodes.num_tokens + plan.prefills.num_tokens == plan.num_tokens
         plan.clamp_topk(4)
+        assert plan.entries(fake[2], ratio=4, page_size=8).slot_mapping.shape == (plan.num_tokens,)
         if query_lens:
             with pytest.raises(DataDependentOutputException):  # this check can fail
                 fake[0].sum().item()

@@ -97,6 +97,7 @@ class Plan:
         prefill_chunks: the prefills in order, grouped to fit the workspace.
         max_prefill_seq_len: longest sequence of a prefill, context plus query.
         max_prefill_context_len: longest context of a prefill before this step.
+        ratio: tokens of a cache row; above 1 in plans that :meth:`entries` makes.
 
     :attr:`decodes` and :attr:`prefills` split the plan of a mixed batch for the two branches:
 
@@ -130,6 +131,7 @@ class Plan:
     prefill_chunks: tuple[PrefillChunk, ...]
     max_prefill_seq_len: int = 0
     max_prefill_context_len: int = 0
+    ratio: int = 1
 
     @property
     def decodes(self) -> Plan:
@@ -196,9 +198,9 @@ class Plan:
     def clamp_topk(self, topk: int | Tensor) -> Tensor:
         """``topk_lengths`` for selections with their valid entries first.
 
-        ``min(topk, seq_lens[request_ids])``. A request with fewer than ``topk`` keys leaves the end
-        of its selection unused, and some selectors (MAX's, for example) leave garbage there. With
-        these lengths the ops ignore it.
+        ``min(topk, seq_lens[request_ids] // ratio)``. A request with fewer than ``topk`` keys
+        leaves the end of its selection unused, and some selectors (MAX's, for example) leave
+        garbage there. With these lengths the ops ignore it.
 
         Args:
             topk: entries per selection, at least 1; or ``[B]`` int32, int64 or uint32 on the plan's
@@ -217,14 +219,79 @@ class Plan:
         tensor([4, 2], dtype=torch.int32)
         """
         check = Checker("clamp_topk")
+        counts = self.seq_lens if self.ratio == 1 else self.seq_lens // self.ratio
         if isinstance(topk, Tensor):
             check.tensor("seq_lens", self.seq_lens, "B", INTEGERS)
             topk = check.tensor("topk", topk, "B", INTEGERS)
-            lengths = torch.minimum(self.seq_lens, topk).int()
+            lengths = torch.minimum(counts, topk).int()
         else:
             check.positive("topk", topk)
-            lengths = self.seq_lens.clamp(max=topk)
+            lengths = counts.clamp(max=topk)
         return lengths[self.request_ids]
+
+    def entries(
+        self,
+        page_table: Tensor,
+        *,
+        ratio: int,
+        page_size: int,
+        buffers: PlanBuffers | None = None,
+    ) -> Plan:
+        """The plan of the same batch for caches with a row, an *entry*, for every ``ratio`` tokens.
+
+        Layers of several kinds keep caches with page tables of their own. Lengths, positions and
+        requests are those of this plan and count tokens. The page table and the slot mapping are
+        those of the entries: the slot of entry ``p // ratio`` for the token at position ``p`` that
+        completes it, as of :func:`entry_slots`, and -1 for other tokens and padding. No prefill
+        chunks are planned. The call does not wait for the device and can be captured in a graph.
+
+        Args:
+            page_table: ``[B, W]`` int32 or uint32, page ids of the entries.
+            ratio: tokens of an entry; with 1, caches of tokens on other pages.
+            page_size: entries of a page.
+            buffers: static tensors for the page table and the slot mapping; new ones if None.
+
+        Raises:
+            TypeError: an argument of the wrong kind or dtype.
+            ValueError: a page table of another shape or device, or without room for the entries of
+                the longest sequence; buffers that are too small.
+
+        >>> tokens, pages = torch.tensor([[5, 2, 7]]), torch.tensor([[3]])
+        >>> plan = plan_batch([9], [9], tokens.int(), page_size=4, workspace_rows=None)
+        >>> plan.entries(pages.int(), ratio=4, page_size=2).slot_mapping
+        tensor([-1, -1, -1,  6, -1, -1, -1,  7, -1])
+        """
+        if buffers is not None:
+            check_kind("buffers", buffers, PlanBuffers)
+        page_table = _checked_table(page_table, self.num_requests, page_size)
+        check_integer("ratio", ratio, 1)
+        if page_table.device != self.positions.device:
+            raise ValueError(
+                f"page_table must be on the plan's device {self.positions.device}, "
+                f"got {page_table.device}"
+            )
+        needed, capacity = self.max_seq_len // ratio, page_table.shape[1] * page_size
+        if needed > capacity:
+            raise ValueError(
+                f"page_table must have room for {needed} entries, one for every {ratio} of "
+                f"{self.max_seq_len} tokens, got {page_table.shape[1]} pages of {page_size}"
+            )
+        target, page_table = _buffers_for(page_table, self.num_tokens, buffers)
+        tokens = torch.arange(self.num_tokens, device=page_table.device)
+        completes = (tokens < self.input_row_offsets[-1]) & ((self.positions + 1) % ratio == 0)
+        entries = torch.div(self.positions, ratio, rounding_mode="floor").where(completes, -1)
+        slots = slots_of(page_table, self.request_ids, entries, page_size)
+        _write(slots, target.slot_mapping, padding=-1)
+        return replace(
+            self,
+            page_size=int(page_size),
+            page_table=page_table,
+            slot_mapping=target.slot_mapping[: self.num_tokens],
+            prefill_request_ids=None,
+            workspace_starts=None,
+            prefill_chunks=(),
+            ratio=int(ratio),
+        )
 
 
 class PlanBuffers:

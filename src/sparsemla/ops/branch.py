@@ -437,6 +437,10 @@ def _check(
             f"{op}: cache must have a value of {layer.kv_lora_rank} dims, the layer's latent, "
             f"got format {cache.format.name}"
         )
+    if plan.ratio != 1:
+        raise ValueError(
+            f"{op}: plan must have a row for each token, got one for every {plan.ratio}"
+        )
     if cache.page_size != plan.page_size:
         raise ValueError(
             f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
