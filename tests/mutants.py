@@ -20,7 +20,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src/sparsemla"
@@ -602,15 +605,24 @@ def run(mutant: Mutant, timeout: float) -> Outcome:
 
 def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str, str]:
     """``found`` if the check fails on the package in ``source``, and the end of its output."""
-    report = source / "report.json"
-    if gpu:
-        command = ["-m", "sparsemla.verify", "--quick", "--device", "cuda", *arguments.split()]
-        command += ["--json", str(report)]
-    else:
-        file, _, expression = arguments.partition(" -k ")
-        command = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", file]
-        command += ["-k", expression]
-    # A process of its own: Triton reads the sources of kernels when they are imported.
+    try:
+        code, output = (verify if gpu else run_tests)(arguments, source, timeout)
+    except TimeoutError:
+        return ("found" if gpu else "broken"), f"no end after {timeout:.0f} s"
+    end = output[-2000:]
+    if code == 0:
+        return "survives", end
+    if code != 1 or "CompilationError" in output:
+        return "broken", end
+    if gpu and not any(op["failed"] for op in json.loads(report_of(source).read_text())["ops"]):
+        return "broken", end
+    return "found", end
+
+
+def verify(arguments: str, source: Path, timeout: float) -> tuple[int, str]:
+    """Exit code and output of ``verify`` on the package in ``source``."""
+    command = ["-m", "sparsemla.verify", "--quick", "--device", "cuda", *arguments.split()]
+    command += ["--json", str(report_of(source))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -625,16 +637,42 @@ def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str,
             timeout=timeout,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return ("found" if gpu else "broken"), f"no end after {timeout:.0f} s"
-    output = (done.stdout + done.stderr)[-2000:]
-    if done.returncode == 0:
-        return "survives", output
-    if done.returncode != 1 or "CompilationError" in done.stdout + done.stderr:
-        return "broken", output
-    if gpu and not any(op["failed"] for op in json.loads(report.read_text())["ops"]):
-        return "broken", output
-    return "found", output
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError from error
+    return done.returncode, done.stdout + done.stderr
+
+
+def report_of(source: Path) -> Path:
+    return source / "report.json"
+
+
+def run_tests(arguments: str, source: Path, timeout: float) -> tuple[int | None, str]:
+    """Exit code and output of pytest on the package in ``source``."""
+    log = source / "log"
+    # A process of its own: Triton reads the sources of kernels when they are imported. It starts
+    # from one that has imported what is not the package's, which takes longer than most checks.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch"])
+    process = context.Process(target=_pytest, args=(arguments, source, log))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise TimeoutError
+    return process.exitcode, log.read_text(encoding="utf-8")
+
+
+def _pytest(arguments: str, source: Path, log: Path) -> None:
+    with open(log, "w", encoding="utf-8") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
+    os.chdir(TESTS.parent)
+    sys.path.insert(0, str(source))
+    sys.dont_write_bytecode = True
+    path, _, expression = arguments.partition(" -k ")
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    sys.exit(pytest.main([*options, path, "-k", expression]))
 
 
 def run_all(mutants: Iterable[Mutant], jobs: int, timeout: float) -> Iterator[Outcome]:
