@@ -68,6 +68,12 @@ def test_pages_with_slots_beyond_the_dtype_count_as_missing(device, page):
     expected = torch.tensor([[192, -1, -1, -1, -1]], device=device, dtype=torch.int32)
     for op in (sparsemla.to_slots, reference.to_slots):
         assert_equal("slots", op(ids, table, request, page_size=64), expected)
+    tokens = ids[0], table, torch.zeros_like(ids[0])
+    for op in (sparsemla.entry_slots, reference.entry_slots):
+        assert_equal("entries", op(*tokens, ratio=1, page_size=64), expected[0])
+    for op in (sparsemla.visible_slots, reference.visible_slots):
+        slots, _ = op(*tokens, width=2, page_size=64)
+        assert slots.tolist() == [[192, -1], [255, -1], [-1, -1], [-1, -1], [-1, -1]]
     scores = torch.ones(1, 70, device=device)
     arguments = {"page_table": table, "request_ids": request, "page_size": 64}
     for op in (sparsemla.select_topk, reference.select_topk):

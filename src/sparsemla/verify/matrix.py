@@ -119,6 +119,9 @@ QUICK_FORMATS = (FP8_DS_MLA, FP8_584, INDEX_FP8)
 EDGES = (1, 3, 4, 5, 8, 9, 127, 128, 129, 130, 256, 257, 258)
 """Lengths around the ends of windows of 4 and of 128 tokens."""
 
+STEPS = ((0, 9), (127, 3), (253, 5), (40, 1), (3, 1))
+"""First positions and numbers of tokens of requests, around the same ends."""
+
 QUICK_CONVENTIONS = ("DeepSeek-V3.2", "DeepSeek-V4", "hadamard")
 
 
@@ -254,31 +257,37 @@ def _to_slots() -> list[Case]:
 
 
 def _entry_slots() -> list[Case]:
-    make = cases.entry_slots_case
+    make, tokens = cases.entry_slots_case, Shuffled(STEPS)
     return [
         *(
-            Case(f"ratio {ratio}, pages of {size}", build(make, ratio=ratio, page_size=size))
+            Case(
+                f"ratio {ratio}, pages of {size}",
+                build(make, requests=tokens, ratio=ratio, page_size=size),
+            )
             for ratio in (1, 3, 128)
             for size in (1, 64)
         ),
-        Case("ratio 4", build(make), quick=True),
-        Case("int64", build(make, dtype=torch.int64)),
-        Case("a long step", build(make, requests=((0, 3000), (9, 1))), quick=True),
+        Case("ratio 4", build(make, requests=tokens), quick=True),
+        Case("int64", build(make, requests=tokens, dtype=torch.int64)),
+        Case("a long step", build(make, requests=Shuffled(((0, 3000), *STEPS))), quick=True),
     ]
 
 
 def _visible_slots() -> list[Case]:
-    make = cases.visible_slots_case
+    make, tokens = cases.visible_slots_case, Shuffled(STEPS)
+    options: dict[str, dict[str, Any]] = {
+        "128 tokens": {"ratio": 1, "width": 128, "page_size": 64},
+        "entries of 128 tokens": {"ratio": 128, "page_size": 2},
+        "20 of ratio 4": {},
+        "one of ratio 4": {"width": 1},
+        "64 of ratio 4": {"width": 64},
+        "more columns than a block": {"ratio": 1, "width": 2500, "page_size": 1},
+        "int64": {"dtype": torch.int64},
+        "a long step": {"ratio": 1, "width": 128, "requests": Shuffled(((0, 3000), *STEPS))},
+    }
     return [
-        Case("128 tokens", build(make, ratio=1, width=128, page_size=64), quick=True),
-        Case("entries of 128 tokens", build(make, ratio=128, page_size=2), quick=True),
-        Case("more columns than a block", build(make, ratio=1, width=2500, page_size=1)),
-        *(
-            Case(f"{width} of ratio 4", build(make, width=width), quick=width == 20)
-            for width in (1, 20, 63, 64)
-        ),
-        Case("int64", build(make, dtype=torch.int64)),
-        Case("a long step", build(make, ratio=1, width=128, requests=((0, 3000), (9, 1)))),
+        Case(name, build(make, **{"requests": tokens} | some), quick=name.endswith("tokens"))
+        for name, some in options.items()
     ]
 
 
