@@ -67,6 +67,7 @@ FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.projection", "sparsemla.kernels.attention"),
     ("sparsemla.kernels.projection", "sparsemla.kernels.quant"),
     ("sparsemla.kernels.pool", "sparsemla.kernels.quant"),
+    ("sparsemla.kernels.backward", "sparsemla.kernels.attention"),
 }
 ON_TOP = (
     "backends",
@@ -181,6 +182,13 @@ ONLY_PUBLIC = {
 }
 
 
+# Arguments that kernels lack: those that the op sees to, or its gradient.
+ONLY_OPS = {
+    "sparse_attention": {"deterministic"},
+    "sparse_attention_backward": {"accumulate"},
+}
+
+
 def signature(function, without):
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, p.default, p.annotation) for p in parameters if p.name not in without]
@@ -220,7 +228,7 @@ def test_public_names_exist_and_are_sorted():
 def test_kernels_take_the_arguments_of_their_op(op):
     entry = dispatch.OPS[op]
     expected = inspect.signature(getattr(ops, op)).parameters
-    expected = {*expected, *entry.only_kernels} - {"validate"}
+    expected = {*expected, *entry.outputs, *entry.only_kernels} - ONLY_OPS.get(op, {"validate"})
     expected -= {"num_splits"} if "schedule" in expected else set()
     for kernel in entry.kernels:
         if kernel.tier != "reference":

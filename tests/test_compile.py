@@ -35,6 +35,8 @@ from sparsemla.testing.cases import (
     pool_windows_case,
     project_groups_case,
     project_heads_case,
+    sparse_attention_backward_case,
+    sparse_attention_case,
     sparse_decode_case,
     sparse_prefill_case,
     split_queries,
@@ -199,6 +201,12 @@ CALLS = {
         }
     ),
     "sparse_prefill, queries in two tensors": lambda: split_queries(sparse_prefill_case(Draw(12))),
+    "sparse_attention": lambda: sparse_attention_case(Draw(12), with_sink=True),
+    "sparse_attention_backward": lambda: sparse_attention_backward_case(Draw(12), with_sink=True),
+    "sparse_attention_backward, no sink": lambda: (
+        sparse_attention_backward_case(Draw(12), with_dlse=True)
+        | {"accumulate": torch.zeros(128, 576)}
+    ),
     "sparse_decode": decode_arguments,
     "sparse_decode, queries in two tensors": lambda: split_queries(decode_arguments()),
     "sparse_decode, two streams": lambda: decode_arguments(
@@ -234,6 +242,8 @@ CALLS = {
     "prefill_branch, dense": lambda: branch_arguments(None),
 }
 OPERATORS = [name for name in CALLS if "branch" not in name]
+DIFFERENTIABLE = ("sparse_attention",)
+"""Ops whose results have gradients, which have tests of their own."""
 
 
 def tensors_of(case, results):
@@ -268,7 +278,8 @@ def with_gradients(case):
     """The case with inputs that require gradients."""
 
     def wants(name, value):
-        return isinstance(value, torch.Tensor) and "out" not in name and name != "max_logits"
+        written = "out" in name or name in ("max_logits", "accumulate")
+        return isinstance(value, torch.Tensor) and not written
 
     return {
         name: value.clone().requires_grad_()
@@ -278,7 +289,10 @@ def with_gradients(case):
     }
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.split(", ")[-1] != "in place"])
+@pytest.mark.parametrize(
+    "call",
+    [call for call in CALLS if call.split(", ")[-1] != "in place" and call not in DIFFERENTIABLE],
+)
 def test_results_do_not_require_gradients(call):
     op = getattr(sparsemla, call.split(",")[0])
     plain, case = CALLS[call](), with_gradients(CALLS[call]())
@@ -293,9 +307,10 @@ def test_every_public_op_is_compiled():
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that calls reach, with their arguments, and does not run them.
+    """Records the operators that calls reach, with their arguments.
 
-    If they ran, the arguments would hold the results, and opcheck would see no change.
+    Operators that write into arguments do not run: the arguments would hold the results, and
+    opcheck would see no change.
     """
 
     def __init__(self):
@@ -306,7 +321,7 @@ class Recorder(TorchDispatchMode):
         if function.namespace != "sparsemla":
             return function(*args, **(kwargs or {}))
         self.calls.append((function, args, kwargs or {}))
-        return None
+        return function(*args, **(kwargs or {})) if function._schema.returns else None
 
 
 def holds_fp8(args):
@@ -318,8 +333,14 @@ def test_operators_match_their_schemas(call):
     with Recorder() as recorder:
         getattr(sparsemla, call.split(",")[0])(**CALLS[call]())
     ((function, args, kwargs),) = recorder.calls
-    # Autograd has nothing to check: the operators write into arguments and have no derivative.
     utils = ["test_faketensor", "test_aot_dispatch_dynamic"]
+    if function._schema.returns:  # the others write into arguments and have no derivative
+        utils.append("test_autograd_registration")
+        floats = (torch.bfloat16, torch.float32) if call in DIFFERENTIABLE else ()
+        args = [
+            x.requires_grad_() if isinstance(x, torch.Tensor) and x.dtype in floats else x
+            for x in args
+        ]
     if not holds_fp8(args):  # which test_schema cannot compare
         utils.append("test_schema")
     torch.library.opcheck(function, args, kwargs, test_utils=utils)

@@ -40,6 +40,8 @@ from sparsemla.testing.cases import (
     project_groups_case,
     project_heads_case,
     sinks,
+    sparse_attention_backward_case,
+    sparse_attention_case,
     sparse_decode_case,
     sparse_prefill_case,
 )
@@ -220,6 +222,13 @@ CALLS = {
         | {"max_logits": torch.empty(5, 8)}
         | extra_prefill_arguments()
     ),
+    "sparse_attention": lambda: sparse_attention_case(Draw(11), with_sink=True, with_lengths=True),
+    "sparse_attention_backward": lambda: (
+        sparse_attention_backward_case(
+            Draw(11), with_sink=True, with_lengths=True, with_dlse=True, num_rows=100
+        )
+        | {"accumulate": torch.zeros(100, 576)}
+    ),
     "sparse_decode": lambda: attention_outputs(
         sparse_decode_case(
             Draw(12),
@@ -354,6 +363,9 @@ FREE = {
     ("sparse_prefill", "topk_indices", 1),
     ("sparse_prefill", "extra_kv", 0),
     ("sparse_prefill", "extra_topk_indices", 1),
+    ("sparse_attention", "kv", 0),
+    ("sparse_attention", "topk_indices", 1),
+    ("sparse_attention_backward", "topk_indices", 1),
     ("sparse_decode", "topk_indices", 2),
     ("sparse_decode", "extra_topk_indices", 2),
     ("decode_branch", "topk_indices", 1),
@@ -737,6 +749,7 @@ def test_numpy_scalars_are_accepted():
         "merge_topk": ["topk"],
         "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
         "indexer_scores_paged": ["max_seq_len", "ratio"],
+        "sparse_attention_backward": ["max_workspace_bytes"],
         "sparse_decode": ["num_splits"],
     }
     for op, names in counts.items():
@@ -749,6 +762,8 @@ OUTPUTS = [
     (op, name)
     for op, name in TENSORS
     if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths")
+    if name in ("out", "lse", "max_logits", "kv_out", "weights_out")
+    and op != "sparse_attention_backward"  # which reads those of the forward
 ]
 
 

@@ -14,12 +14,15 @@ from sparsemla.testing.compare import (
     DECODE_LSE,
     E4M3_STEP,
     EXACT,
+    FLOAT32_GRADIENT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
     INDEXER_SCORES,
     MERGED_FP8_PROJECTION,
     PROJECTION,
     ROW_TOLERANCES,
+    SPARSE_ATTENTION_GRADIENT,
+    SPARSE_ATTENTION_SINK_GRADIENT,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,
     TOLERANCES,
@@ -42,6 +45,9 @@ REFUSED = {
     BRANCH_OUT: (0.1, 1.02),
     BRANCH_FP8_OUT: (0.25, 1.04),
     EXACT: (1e-4, 1 + 1e-6),
+    SPARSE_ATTENTION_GRADIENT: (0.05, 1.01),
+    SPARSE_ATTENTION_SINK_GRADIENT: (0.001, 1.001),
+    FLOAT32_GRADIENT: (0.001, 1.0001),
     BFLOAT16_ULP: (0.05, 1.01),
     FLOAT32_ULPS: (1e-5, 1 + 1e-5),
     DECODE_LSE: (2**-11, 1 + 2**-11),
@@ -69,6 +75,7 @@ def results_of(op, arguments, tolerances):
     results = run_reference(op, arguments)
     found = {}
     for index, (result, tolerance) in enumerate(zip(results, tolerances, strict=False)):
+        result = result[:, None] if result.dim() == 1 else result
         found[f"{op}[{index}]"] = result, tolerance, sizes
     if op in CACHE_WRITERS:
         for part, rows in arguments["cache"].fields()._asdict().items():
@@ -245,12 +252,18 @@ CASES = {f"{op}, {case.name}": (op, case) for op, all_cases in MATRIX.items() fo
 SPARSE = "sparse_decode, fp8_ds_mla"
 DENSE = "dense_decode, fp8_ds_mla"
 PREFILL = "sparse_prefill, 512 dims, 16 heads"
+GRADIENT = "sparse_attention_backward, 576 dims, 17 heads"
 SCORES = "indexer_scores, ragged, fp8"
 PAGED = "indexer_scores_paged, 2 queries"
 
 # Slightly wrong ops, each imitated by the reference on changed arguments.
 SLIPS = {
-    "sink left out": [(name, changed(attn_sink=without)) for name in (SPARSE, DENSE, PREFILL)],
+    "sink left out": [
+        (name, changed(attn_sink=without)) for name in (SPARSE, DENSE, PREFILL, GRADIENT)
+    ],
+    "gradient of the LSE left out": [
+        ("sparse_attention_backward, gradient of the LSE", changed(dlse=without))
+    ],
     "one key too many": [
         (SPARSE, changed(topk_lengths=one_more)),
         (PREFILL, changed(topk_lengths=one_more)),
@@ -261,6 +274,7 @@ SLIPS = {
     "one key too few": [
         (SPARSE, changed(topk_lengths=one_less)),
         (PREFILL, changed(topk_lengths=one_less)),
+        (GRADIENT, changed(topk_lengths=one_less)),
         (DENSE, changed(seq_lens=one_less)),
         (SCORES, changed(row_starts=one_more)),
         (PAGED, changed(seq_lens=one_less)),
@@ -275,7 +289,7 @@ SLIPS = {
     ],
     "softmax scale": [
         (name, changed(softmax_scale=lambda scale: scale * 1.01))
-        for name in (SPARSE, DENSE, PREFILL, "dense_prefill, 192 and 128 dims, 16 heads")
+        for name in (SPARSE, DENSE, PREFILL, GRADIENT, "dense_prefill, 192 and 128 dims, 16 heads")
     ],
     "a scale one step off": [
         (SPARSE, doubled_scale_of_a_selected_row),

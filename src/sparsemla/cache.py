@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import (
+    LATENT_DIM,
     CacheFormat,
     RowFields,
     ScaleMode,
@@ -169,7 +170,7 @@ class PagedCache:
         return cache
 
     @classmethod
-    def from_rows(cls, rows: Tensor, value_dim: int = 512) -> PagedCache:
+    def from_rows(cls, rows: Tensor, value_dim: int = LATENT_DIM) -> PagedCache:
         """View ``rows [S, head_dim]``, bfloat16, as a cache of page size 1, with slot == row.
 
         ``value_dim`` is clamped to ``head_dim``.

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsemla import reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels import attention, gather, indexer, pool, projection, quant, topk
+from sparsemla.kernels import attention, backward, gather, indexer, pool, projection, quant, topk
 from sparsemla.kernels.common.device import meant
 from sparsemla.kernels.common.registry import (
     DecodeWork,
@@ -34,7 +34,7 @@ from sparsemla.kinds import check_kind
 
 LOGGER = logging.getLogger(__name__)
 
-FAMILIES = (quant, pool, gather, indexer, topk, attention, projection)
+FAMILIES = (quant, pool, gather, indexer, topk, attention, backward, projection)
 
 
 def _with_definition(name: str, op: Op) -> Op:

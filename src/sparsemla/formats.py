@@ -29,6 +29,9 @@ from sparsemla.kinds import check_device, check_integer, check_kind
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
+LATENT_DIM = 512
+"""Leading dims of an unquantised row that are its value; all dims of a shorter row."""
+
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 ScaleMode = Literal["pow2", "exact"]

@@ -13,6 +13,7 @@ from sparsemla.ops.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
+from sparsemla.ops.sparse_attention import sparse_attention, sparse_attention_backward
 from sparsemla.ops.topk import merge_topk, select_topk
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "project_groups",
     "project_heads",
     "select_topk",
+    "sparse_attention",
+    "sparse_attention_backward",
     "sparse_decode",
     "sparse_prefill",
     "to_slots",

@@ -18,6 +18,7 @@ from sparsemla.reference.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
+from sparsemla.reference.sparse_attention import sparse_attention, sparse_attention_backward
 from sparsemla.reference.topk import merge_topk, select_topk
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "project_groups",
     "project_heads",
     "select_topk",
+    "sparse_attention",
+    "sparse_attention_backward",
     "sparse_decode",
     "sparse_prefill",
     "to_slots",

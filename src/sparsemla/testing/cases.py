@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sparsemla import reference
 from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, ScaleMode, to_fp8
 from sparsemla.plan import Plan, plan_batch
@@ -575,6 +576,7 @@ def sparse_prefill_case(
     num_heads: int = 8,
     head_dim: int = 576,
     dtype: torch.dtype = torch.bfloat16,
+    row_dtype: torch.dtype = torch.bfloat16,
     with_sink: bool = False,
     with_lengths: bool = False,
     share: float = 1.0,
@@ -582,7 +584,7 @@ def sparse_prefill_case(
 ) -> Arguments:
     """Arguments of ``sparse_prefill``; unselected rows are NaN."""
     wrap = embed if strided else _as_it_is
-    rows = prefill_rows(draw, num_rows, head_dim)
+    rows = prefill_rows(draw, num_rows, head_dim, dtype=row_dtype)
     used = draw.permutation(num_rows)[: max(num_rows * 3 // 4, 1)]
     clean = torch.zeros(num_rows, dtype=torch.bool, device=draw.device)
     clean[used] = True
@@ -610,6 +612,41 @@ def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
     q = cast("Tensor", arguments["q"])
     wide = torch.nn.functional.pad(q[..., value_dim:], (128, 0), value=math.nan)
     return arguments | {"q": q[..., :value_dim].contiguous(), "q_rope": wide[..., 128:]}
+
+
+def sparse_attention_case(
+    draw: Draw, *, dtype: torch.dtype = torch.bfloat16, **options: object
+) -> Arguments:
+    """Arguments of ``sparse_attention``: :func:`sparse_prefill_case` with duplicate entries."""
+    arguments = sparse_prefill_case(
+        draw, dtype=dtype, row_dtype=dtype, **cast("dict[str, Any]", options)
+    )
+    indices = cast("Tensor", arguments["topk_indices"])
+    indices[:, 1::7] = indices[:, :1].clone()
+    return arguments
+
+
+def sparse_attention_backward_case(
+    draw: Draw,
+    *,
+    with_dlse: bool = False,
+    strided: bool = False,
+    max_workspace_bytes: int = 2 << 30,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``sparse_attention_backward``; out and lse are those of the definition."""
+    forward = sparse_attention_case(draw, strided=strided, **cast("dict[str, Any]", options))
+    q = cast("Tensor", forward["q"])
+    out, lse = reference.sparse_attention(**cast("dict[str, Any]", forward))
+    wrap = embed if strided else _as_it_is
+    return {
+        "dout": wrap(draw.normal(*out.shape, dtype=q.dtype)),
+        **forward,
+        "out": wrap(out.to(q.dtype)),
+        "lse": wrap(lse),
+        "dlse": wrap(draw.normal(*lse.shape)) if with_dlse else None,
+        "max_workspace_bytes": max_workspace_bytes,
+    }
 
 
 def sparse_decode_case(

@@ -37,9 +37,13 @@ from sparsemla.testing.compare import (
     BRANCH_FP8_OUT,
     BRANCH_OUT,
     EXACT,
+    FLOAT32_GRADIENT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
+    SPARSE_ATTENTION_SINK_GRADIENT,
+    SPARSE_PREFILL_LSE,
+    SPARSE_PREFILL_OUT,
     Tolerance,
 )
 from sparsemla.testing.shapes import (
@@ -718,6 +722,50 @@ def _sparse_prefill() -> list[Case]:
         *_exact_scales(_prefill_from_cache, batch=9, topk=200, with_lengths=True),
         Case("exact scales, one key", build(_one_key, _prefill_from_cache)),
         Case("70000 tokens", build(_many_tokens), large=True),
+    ]
+
+
+def _sparse_attention(make: Callable[..., Arguments], float32: tuple[Tolerance, ...]) -> list[Case]:
+    """Cases of differentiable attention or its gradient, with the tolerances for float32."""
+    both = {"with_sink": True, "with_lengths": True}
+    return [
+        *(
+            Case(
+                f"{dim} dims, {heads} heads",
+                build(make, head_dim=dim, num_heads=heads, **both),
+                quick=heads in (3, 128),
+            )
+            for dim, heads in ((576, 1), (576, 3), (576, 17), (576, 96), (512, 128), (100, 8))
+        ),
+        *(
+            Case(
+                f"{str(dtype)[6:]}, {dim} dims",
+                build(make, dtype=dtype, head_dim=dim, **both),
+                float32 if dtype == torch.float32 else None,
+            )
+            for dtype in (torch.float16, torch.float32)
+            for dim in (576, 100)
+        ),
+        Case("plain", build(make), quick=True),
+        Case("topk 65", build(make, topk=65, **both)),
+        Case("tiny rows, topk 2048", build(make, num_rows=32, topk=2048, **both)),
+        Case("no valid index", build(make, share=0.0, **both)),
+        Case("strided", build(make, strided=True, **both)),
+        Case(
+            "62 tokens, topk 2048",
+            build(make, num_tokens=62, num_heads=64, num_rows=4000, topk=2048, **both),
+            large=True,
+        ),
+    ]
+
+
+def _sparse_attention_backward() -> list[Case]:
+    make = cases.sparse_attention_backward_case
+    float32 = FLOAT32_GRADIENT, FLOAT32_GRADIENT, SPARSE_ATTENTION_SINK_GRADIENT
+    return [
+        *_sparse_attention(make, float32),
+        Case("gradient of the LSE", build(make, with_dlse=True, with_sink=True), quick=True),
+        Case("a little workspace", build(make, num_tokens=50, max_workspace_bytes=1 << 20)),
     ]
 
 
@@ -1473,6 +1521,10 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "select_topk": tuple(_select_topk()),
     "merge_topk": tuple(_merge_topk()),
     "sparse_prefill": tuple(_sparse_prefill()),
+    "sparse_attention": tuple(
+        _sparse_attention(cases.sparse_attention_case, (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE))
+    ),
+    "sparse_attention_backward": tuple(_sparse_attention_backward()),
     "dense_prefill": tuple(_dense_prefill()),
     "sparse_decode": tuple(_sparse_decode()),
     "dense_decode": tuple(_dense_decode()),

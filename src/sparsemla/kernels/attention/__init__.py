@@ -1,4 +1,7 @@
-"""Attention over latent rows: sparse and dense, prefill and decode, and merging of states."""
+"""Attention over latent rows: sparse and dense, prefill and decode, and merging of states.
+
+``sparse_attention`` is the forward pass of training: ``sparse_prefill`` over rows of any dtype.
+"""
 
 from types import ModuleType
 
@@ -61,6 +64,13 @@ OPS = {
             ),
             Kernel("triton", lambda: _triton().sparse_prefill),
             Kernel("cpu", lambda: _cpu().sparse_prefill),
+        ),
+    ),
+    "sparse_attention": Op(
+        ("out", "lse"),
+        (
+            Kernel("sm90", lambda: _sm90().sparse_attention, refused_by_sm90),
+            Kernel("cpu", lambda: _cpu().sparse_attention),
         ),
     ),
     "dense_prefill": Op(

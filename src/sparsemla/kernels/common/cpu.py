@@ -97,6 +97,29 @@ def valid_slots(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> Ten
     return valid
 
 
+def selected_rows(
+    kv: Tensor, topk_indices: Tensor, topk_lengths: Tensor | None, num_heads: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Chunks of tokens, with float32 rows ``[n, K, D]`` that they select from ``kv [S, D]``.
+
+    Rows and scores of ``num_heads`` heads take WORKSPACE_BYTES each, or what one token needs.
+
+    Yields:
+        The tokens, their rows, 0 where an entry is not valid, and ``valid [n, K]``.
+    """
+    num_tokens, topk = topk_indices.shape
+    token_bytes = 4 * topk * max(kv.shape[1], num_heads)
+    for tokens in blocks(num_tokens, WORKSPACE_BYTES // max(token_bytes, 1)):
+        ids = topk_indices[tokens].long()
+        valid = (ids >= 0) & (ids < kv.shape[0])
+        if topk_lengths is not None:
+            valid &= torch.arange(topk) < topk_lengths[tokens, None]
+        rows = kv[ids.where(valid, 0)].float()
+        if not valid.all():
+            rows.masked_fill_(~valid[..., None], 0)
+        yield tokens, rows, valid
+
+
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.kernels.attention.cpu.sparse import Stream, sparse_attention
+from sparsemla.kernels.attention.cpu.sparse import Stream, attend_streams
 from sparsemla.kernels.common import cpu
 
 
@@ -37,7 +37,7 @@ def sparse_decode(
         streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
     num_rows = q.shape[0] * q.shape[1]
     flat_out, flat_lse = q.new_empty(num_rows, *out.shape[2:]), lse.new_empty(num_rows, q.shape[2])
-    sparse_attention(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
+    attend_streams(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
     out.copy_(flat_out.view(out.shape))
     lse.copy_(flat_lse.view(lse.shape))
 

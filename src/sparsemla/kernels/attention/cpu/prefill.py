@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.cpu.sparse import Stream, sparse_attention
+from sparsemla.kernels.attention.cpu.sparse import Stream, attend_streams
 from sparsemla.kernels.common import cpu
 
 
@@ -29,7 +29,30 @@ def sparse_prefill(
     streams = [Stream(kv, topk_indices, topk_lengths)]
     if extra_kv is not None and extra_topk_indices is not None:
         streams.append(Stream(extra_kv, extra_topk_indices, extra_topk_lengths))
-    sparse_attention(q, streams, softmax_scale, attn_sink, out, lse, max_logits)
+    attend_streams(q, streams, softmax_scale, attn_sink, out, lse, max_logits)
+
+
+def sparse_attention(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    if kv.dtype == torch.bfloat16:
+        streams = [Stream(PagedCache.from_rows(kv), topk_indices, topk_lengths)]
+        attend_streams(q, streams, softmax_scale, attn_sink, out, lse)
+        return
+    for tokens, keys, valid in cpu.selected_rows(kv, topk_indices, topk_lengths, q.shape[1]):
+        if keys.shape[1] == 0:
+            out[tokens], lse[tokens] = 0, -torch.inf
+            continue
+        part, lse[tokens] = cpu.attend(q[tokens].float(), keys, keys, valid, softmax_scale)
+        out[tokens] = cpu.finish(part[..., : out.shape[2]], lse[tokens], attn_sink)
 
 
 def dense_prefill(

@@ -26,7 +26,7 @@ class Stream(NamedTuple):
     lengths: Tensor | None
 
 
-def sparse_attention(
+def attend_streams(
     q: Tensor,
     streams: list[Stream],
     softmax_scale: float,

@@ -72,3 +72,31 @@ def sparse_prefill(
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
     return KeyList(slots, slots.stride(0), 0, slots.shape[1], lengths, cache.num_slots)
+
+
+def sparse_attention(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    sparse_prefill(
+        q,
+        PagedCache.from_rows(kv),
+        topk_indices,
+        q_rope=None,
+        softmax_scale=softmax_scale,
+        topk_lengths=topk_lengths,
+        attn_sink=attn_sink,
+        extra_kv=None,
+        extra_topk_indices=None,
+        extra_topk_lengths=None,
+        out=out,
+        lse=lse,
+        max_logits=None,
+    )

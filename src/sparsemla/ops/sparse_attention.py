@@ -1,0 +1,323 @@
+"""Differentiable attention over selected rows, for training."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.formats import LATENT_DIM
+from sparsemla.ops._library import aligned, differentiate, functional
+
+MAX_WORKSPACE_BYTES = 2 << 30
+"""Bound on the workspace of a backward pass, unless its caller gives another."""
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query token over the rows selected for it, with gradients.
+
+    The results of :func:`sparse_prefill` over rows, bit for bit, where that op takes the dtype::
+
+        z_j = softmax_scale * <q, K_j>      lse = ln sum_j exp(z_j)
+        out = sum_j exp(z_j - lse) V_j      * 1 / (1 + exp(attn_sink - lse))
+
+    over the valid indices ``j`` of a token; ``V_j`` are the first 512 dims of the row ``K_j``. q,
+    kv and attn_sink get gradients, from out and from lse; :func:`sparse_attention_backward` has
+    their formulas. The graph keeps q, kv, the indices, out and lse. A second derivative is refused.
+
+    Rows are numbered over all of kv. So packed sequences need no offsets, and a token sees what its
+    list says: there is no causal mask.
+
+    Args:
+        q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
+        kv: rows ``[S, D]`` of q's dtype, with the value in the first 512 dims (all, if D is less).
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of kv; others are masked.
+        softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        deterministic: give the gradient of kv the same bits in every run; see
+            :func:`sparse_attention_backward`.
+
+    Returns:
+        out ``[T, H, V]`` of q's dtype, and lse float32 ``[T, H]``: natural logarithm, without the
+        sink. A row without a valid index gets 0 and -inf, and no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> q = torch.randn(3, 16, 576, requires_grad=True)
+    >>> kv = torch.randn(100, 576, requires_grad=True)
+    >>> rows = torch.tensor([[0, 1], [5, -1], [-1, -1]], dtype=torch.int32)
+    >>> out, lse = sparse_attention(q, kv, rows, softmax_scale=192**-0.5)
+    >>> out.sum().backward()
+    >>> kv.grad.abs().sum(1).nonzero()[:, 0]
+    tensor([0, 1, 5])
+    """
+    check = Checker("sparse_attention")
+    topk_indices, topk_lengths = _check_forward(
+        check, q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+    )
+    return _sparse_attention(
+        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+    )
+
+
+def sparse_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    dlse: Tensor | None = None,
+    deterministic: bool = True,
+    accumulate: Tensor | None = None,
+    max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of :func:`sparse_attention`, for trainers with their own autograd function.
+
+    With the results of the forward, for each token and head, over its valid entries ``j``::
+
+        P_j   = exp(softmax_scale * <q, K_j> - lse)      g = 1 / (1 + exp(attn_sink - lse))
+        delta = <dout, out>                              dS_j = P_j (g (<dout, V_j> - delta) + dlse)
+
+        dq      = softmax_scale * sum_j dS_j K_j
+        dkv_j  += softmax_scale * sum_h dS_j q_h         all dims
+        dkv_j  += sum_h g P_j dout_h                     the dims of the value
+        d_sink  = - sum_t (1 - g) delta
+
+    A row of kv that a list names twice gets both terms. P and dS are rounded to the dtype of q
+    before they are multiplied, and on a GPU the terms of dkv to bfloat16 for bfloat16 inputs; all
+    sums are in float32.
+
+    Args:
+        dout: ``[T, H, V]`` of q's dtype, the gradient of out.
+        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink: as in the forward.
+        out: ``[T, H, V]`` of q's dtype, from the forward.
+        lse: float32 ``[T, H]``, from the forward.
+        dlse: float32 ``[T, H]``, the gradient of lse; default zero.
+        deterministic: add the terms of a row of kv in the order of tokens and entries. The bits are
+            then the same in every run and for every ``max_workspace_bytes``. If False, a GPU adds
+            them in any order, without lists and with less workspace. The CPU is always
+            deterministic.
+        accumulate: float32 ``[S, D]``, to which the gradient of kv is added; for microbatches, and
+            for rows that several ranks share.
+        max_workspace_bytes: bound on the workspace of a GPU, but at least that of one token. The
+            CPU needs about 64 MiB, and at least the rows of one token.
+
+    Returns:
+        dq ``[T, H, D]`` of q's dtype; dkv ``[S, D]`` of kv's dtype, or ``accumulate``; d_sink
+        float32 ``[H]``, None without a sink.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    >>> q, kv = torch.randn(3, 4, 64), torch.randn(9, 64)
+    >>> rows = torch.tensor([[0, 1], [5, -1], [-1, -1]], dtype=torch.int32)
+    >>> out, lse = sparse_attention(q, kv, rows, softmax_scale=0.1)
+    >>> dq, dkv, d_sink = sparse_attention_backward(
+    ...     torch.ones_like(out), q, kv, rows, out, lse, softmax_scale=0.1
+    ... )
+    >>> dq.shape, dkv.shape, d_sink
+    (torch.Size([3, 4, 64]), torch.Size([9, 64]), None)
+    """
+    check = Checker("sparse_attention_backward")
+    check.tensor("dout", dout, "T H V", FLOATS)
+    topk_indices, topk_lengths = _check_forward(
+        check, q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+    )
+    check.tensor("dout", dout, "T H V", q.dtype)
+    check.tensor("out", out, "T H V", q.dtype)
+    check.tensor("lse", lse, "T H", torch.float32)
+    check.optional("dlse", dlse, "T H", torch.float32)
+    if accumulate is not None:
+        check.written("accumulate", accumulate, "S D", torch.float32)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
+    with torch.no_grad():
+        dq, dkv, d_sink = _sparse_attention_backward(
+            dout,
+            q,
+            kv,
+            topk_indices,
+            out,
+            lse,
+            softmax_scale,
+            topk_lengths,
+            attn_sink,
+            dlse,
+            deterministic,
+            max_workspace_bytes,
+            accumulate is not None,
+        )
+        if accumulate is not None:
+            dkv = accumulate.add_(dkv)
+    return dq, dkv, None if attn_sink is None else d_sink
+
+
+def _check_forward(
+    check: Checker,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the forward's arguments and bind V; returns indices and lengths, uint32 as int64."""
+    check.tensor("q", q, "T H D", FLOATS)
+    check.tensor("kv", kv, "S D", q.dtype)
+    if 0 in kv.shape:
+        raise ValueError(
+            f"{check.op}: kv must have at least one row and one dim, got {list(kv.shape)}"
+        )
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.number("softmax_scale", softmax_scale)
+    check.kind("deterministic", deterministic, bool)
+    check.bind("V", min(kv.shape[1], LATENT_DIM))
+    return topk_indices, topk_lengths
+
+
+@functional
+def _sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    deterministic: bool,
+) -> tuple[tuple[Tensor, Tensor], dispatch.Launch]:
+    out = q.new_empty(*q.shape[:2], min(kv.shape[1], LATENT_DIM))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def compute() -> None:
+        _find("sparse_attention", q, kv, topk_indices)(
+            q=q,
+            kv=kv,
+            topk_indices=topk_indices,
+            softmax_scale=softmax_scale,
+            topk_lengths=topk_lengths,
+            attn_sink=attn_sink,
+            out=out,
+            lse=lse,
+        )
+
+    return (out, lse), compute
+
+
+@functional
+def _sparse_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    dlse: Tensor | None,
+    deterministic: bool,
+    max_workspace_bytes: int,
+    as_float32: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
+    dq, d_sink = q.new_empty(q.shape), lse.new_empty(0 if attn_sink is None else q.shape[1])
+    dkv = kv.new_empty(kv.shape, dtype=torch.float32 if as_float32 else kv.dtype)
+
+    def compute() -> None:
+        _find("sparse_attention_backward", q, kv, topk_indices)(
+            dout=dout,
+            q=q,
+            kv=kv,
+            topk_indices=topk_indices,
+            out=out,
+            lse=lse,
+            softmax_scale=softmax_scale,
+            topk_lengths=topk_lengths,
+            attn_sink=attn_sink,
+            dlse=dlse,
+            deterministic=deterministic,
+            max_workspace_bytes=max_workspace_bytes,
+            dq=dq,
+            dkv=dkv,
+            d_sink=None if attn_sink is None else d_sink,
+        )
+
+    return (dq, dkv, d_sink), compute
+
+
+def _find(op: str, q: Tensor, kv: Tensor, topk_indices: Tensor) -> dispatch.Launch:
+    """The launcher of an op for bfloat16 rows as of a cache, so that it is that of prefill."""
+    cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
+    return dispatch.find(
+        op,
+        q,
+        format=None if cache is None else cache.format,
+        num_heads=q.shape[1],
+        topk=topk_indices.shape[1],
+        aligned=aligned(q, cache),
+        out_dtype=q.dtype,
+    )
+
+
+class _Context(FunctionCtx):
+    """What the forward keeps for its gradient."""
+
+    saved_tensors: tuple[Tensor, ...]
+    softmax_scale: float
+    deterministic: bool
+
+
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, kv, topk_indices, ctx.softmax_scale, topk_lengths, attn_sink, ctx.deterministic = inputs
+    ctx.save_for_backward(q, kv, topk_indices, topk_lengths, attn_sink, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, kv, topk_indices, topk_lengths, attn_sink, out, lse = ctx.saved_tensors
+    dq, dkv, d_sink = _sparse_attention_backward(
+        torch.zeros_like(out) if dout is None else dout.contiguous(),
+        q,
+        kv,
+        topk_indices,
+        out,
+        lse,
+        ctx.softmax_scale,
+        topk_lengths,
+        attn_sink,
+        None if dlse is None else dlse.contiguous(),
+        ctx.deterministic,
+        MAX_WORKSPACE_BYTES,
+        False,
+    )
+    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, None
+
+
+def _refuse_second_derivatives(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:
+    raise RuntimeError("sparse_attention has no second derivative")
+
+
+differentiate("sparse_attention", _gradients, _save)
+differentiate("sparse_attention_backward", _refuse_second_derivatives)
