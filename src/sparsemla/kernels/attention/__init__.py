@@ -70,6 +70,7 @@ OPS = {
         ("out", "lse"),
         (
             Kernel("sm90", lambda: _sm90().sparse_attention, refused_by_sm90),
+            Kernel("triton", lambda: _triton().sparse_attention),
             Kernel("cpu", lambda: _cpu().sparse_attention),
         ),
     ),

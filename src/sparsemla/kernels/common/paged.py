@@ -12,12 +12,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import CacheFormat
+from sparsemla.formats import CacheFormat, bf16_format
 from sparsemla.kernels.common.integers import next_power_of_2
 
 
 class Rows(NamedTuple):
-    """The stored parts of a cache; e4m3 and e8m0 are passed as uint8."""
+    """The stored parts of a cache; e4m3 and e8m0 are passed as uint8.
+
+    ``bf16`` has the part that is not quantised, which for training may be float16 or float32.
+    """
 
     fp8: Tensor | None
     scales: Tensor | None
@@ -53,6 +56,13 @@ def cache_arguments(cache: PagedCache) -> tuple[Rows, Layout]:
     return Rows(fp8, scales, bf16, cache.num_slots), _layout(
         cache.format, cache.page_size, *strides
     )
+
+
+def row_arguments(rows: Tensor, value_dim: int) -> tuple[Rows, Layout]:
+    """Rows ``[S, D]`` of any float dtype as kernels take a cache of page size 1."""
+    fmt = bf16_format(rows.shape[1], value_dim)
+    pages = rows.unsqueeze(1)
+    return Rows(None, None, pages, len(rows)), _layout(fmt, 1, (0, 0), (0, 0), page_and_row(pages))
 
 
 @functools.cache

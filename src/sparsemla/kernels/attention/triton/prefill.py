@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.triton.tiles import (
+    FLOAT32_TILE,
     LN2,
     LOG2E,
     LOWEST,
@@ -22,7 +23,19 @@ from sparsemla.kernels.attention.triton.tiles import (
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.paged import block_of, cache_arguments
+from sparsemla.kernels.common.paged import (
+    Layout,
+    Rows,
+    block_of,
+    cache_arguments,
+    row_arguments,
+)
+
+ROW_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
 
 
 @triton.jit
@@ -55,6 +68,7 @@ def _sparse_prefill(
     scale_log2,
     L: tl.constexpr,
     EXTRA: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BRANCH: tl.constexpr,
@@ -78,7 +92,8 @@ def _sparse_prefill(
     rope_rows = None
     if q_rope is not None:
         rope_rows = token * rope_token + wide * rope_head
-    q_value, q_rest = load_queries(q, token * q_token + wide * q_head, q_rope, rope_rows, real, L)
+    q_rows = token * q_token + wide * q_head
+    q_value, q_rest = load_queries(q, q_rows, q_rope, rope_rows, real, L, DTYPE)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
@@ -148,13 +163,64 @@ def sparse_prefill(
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
+    _launch(
+        q,
+        *cache_arguments(kv),
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        out,
+        lse,
+        q_rope=q_rope,
+        extra_kv=extra_kv,
+        extra_topk_indices=extra_topk_indices,
+        extra_topk_lengths=extra_topk_lengths,
+        max_logits=max_logits,
+    )
+
+
+def sparse_attention(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    rows = row_arguments(kv, out.shape[2])
+    _launch(q, *rows, topk_indices, softmax_scale, topk_lengths, attn_sink, out, lse)
+
+
+def _launch(
+    q: Tensor,
+    rows: Rows,
+    layout: Layout,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    q_rope: Tensor | None = None,
+    extra_kv: PagedCache | None = None,
+    extra_topk_indices: Tensor | None = None,
+    extra_topk_lengths: Tensor | None = None,
+    max_logits: Tensor | None = None,
+) -> None:
     num_tokens, num_heads = q.shape[:2]
-    rows, layout = cache_arguments(kv)
     extra_rows, extra_layout, extra_token, extra_topk = None, None, None, None
     if extra_kv is not None and extra_topk_indices is not None:
         extra_rows, extra_layout = cache_arguments(extra_kv)
         extra_token, extra_topk = extra_topk_indices.stride(0), extra_topk_indices.shape[1]
-    tile = choose_tile(num_heads, layout, q.dtype, q.device)
+    # Quantised parts are read as bfloat16.
+    dtype = torch.bfloat16 if layout.fp8_dim or rows.bf16 is None else rows.bf16.dtype
+    exact = dtype == torch.float32
+    tile = FLOAT32_TILE if exact else choose_tile(num_heads, layout, q.dtype, q.device)
     num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
         return
@@ -185,11 +251,12 @@ def sparse_prefill(
         softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
+        DTYPE=ROW_DTYPES[dtype],
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BRANCH=tile.branch,
         NATIVE=has_fp8(q.device),
-        UPCAST=INTERPRETED,
+        UPCAST=INTERPRETED or exact,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -384,7 +451,7 @@ def _dense_tile(key_dims: int, value_dims: int, q: Tensor) -> Tile:
     """The tile of dense prefill for key and value tiles with these dims."""
     wide = q.dtype == torch.float32 or key_dims + value_dims > 384
     if q.device.type == "cpu" or wide:
-        return Tile(16, 16, 8, 1)
+        return FLOAT32_TILE
     if is_hopper(q.device):
         return Tile(128, 64, 8, 3)  # two warpgroups of 64 rows; 168 KiB at 192 and 128 dims
     return Tile(64, 32, 4, 2)  # fits 99 KiB, and 64 KiB on AMD

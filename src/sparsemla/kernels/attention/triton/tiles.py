@@ -32,6 +32,9 @@ class Tile(NamedTuple):
     branch: bool = False
 
 
+FLOAT32_TILE = Tile(16, 16, 8, 1)
+"""The tile for float32 keys, whose MMAs are FMAs; more stages take too much shared memory."""
+
 SMALL_SHARED = 99 * 1024
 """Bytes of shared memory per program on every NVIDIA GPU since sm_80."""
 
@@ -81,7 +84,10 @@ def load_rows(
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """bfloat16 dims ``START .. START + DIM`` of cache rows; invalid rows are 0 and not read."""
+    """Dims ``START .. START + DIM`` of cache rows; invalid rows are 0 and not read.
+
+    In bfloat16, or in the dtype of rows that are not quantised.
+    """
     d = START + tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
@@ -110,7 +116,9 @@ def load_rows(
             last = last.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             last = last.to(tl.float32, bitcast=True).reshape(N, BLOCK)
             x = tl.where((d < L.fp8_dim)[None, :], x, last)
-    return x.to(tl.bfloat16)
+    if L.fp8_dim > 0:
+        x = x.to(tl.bfloat16)
+    return x
 
 
 @triton.jit
@@ -140,38 +148,49 @@ def dims_of_a_scale(scale_block, start, block):
 
 
 @triton.jit
-def load_query(q, rows, mask, START: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Query dims as a tuple of bfloat16 tiles that add up to them.
+def load_query(
+    q,
+    rows,
+    mask,
+    START: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Query dims as a tuple of tiles of the dtype of the keys that add up to them.
 
-    One tile for bfloat16 queries; else two, 16 bits of mantissa: float16 queries are exact.
+    One tile for queries of that dtype. Else the keys are bfloat16, and there are two tiles with 16
+    bits of mantissa: float16 queries are exact.
     """
     d = START + tl.arange(0, BLOCK)
     mask = mask[:, None]
     if DIM != BLOCK:
         mask = mask & (d < START + DIM)[None, :]
     x = tl.load(q + rows[:, None] + d[None, :], mask=mask, other=0)
-    high = x.to(tl.bfloat16)
-    if x.dtype == tl.bfloat16:
-        parts = (high,)
+    if x.dtype == DTYPE:
+        parts = (x,)
     else:
+        high = x.to(tl.bfloat16)
         parts = (high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16))
     return parts
 
 
 @triton.jit
-def load_queries(q, rows, q_rope, rope_rows, mask, L: tl.constexpr):
+def load_queries(
+    q, rows, q_rope, rope_rows, mask, L: tl.constexpr, DTYPE: tl.constexpr = tl.bfloat16
+):
     """Value dims and rest of query rows, each as :func:`load_query` gives them.
 
     The rest lies behind the value dims, or in the rows ``rope_rows`` of ``q_rope``.
     """
     REST: tl.constexpr = L.head_dim - L.value_dim
-    value = load_query(q, rows, mask, 0, L.value_dim, L.value_block)
+    value = load_query(q, rows, mask, 0, L.value_dim, L.value_block, DTYPE)
     if L.rest_block == 0:
         rest = ()
     elif q_rope is None:
-        rest = load_query(q, rows, mask, L.value_dim, REST, L.rest_block)
+        rest = load_query(q, rows, mask, L.value_dim, REST, L.rest_block, DTYPE)
     else:
-        rest = load_query(q_rope, rope_rows, mask, 0, REST, L.rest_block)
+        rest = load_query(q_rope, rope_rows, mask, 0, REST, L.rest_block, DTYPE)
     return value, rest
 
 
@@ -186,9 +205,10 @@ def qk_product(q, keys, UPCAST: tl.constexpr):
 
 @triton.jit
 def softmax_step(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
-    """One step of online softmax: P in bfloat16, alpha, which rescales O, and the new m and l.
+    """One step of online softmax: P, alpha, which rescales O, and the new m and l.
 
-    ``s`` is the base-2 S of other dims of the same keys. P of a masked key is 0.
+    ``s`` is the base-2 S of other dims of the same keys. P is in the keys' dtype, and 0 for a
+    masked key.
     """
     # Scaled separately, the two MMAs are independent: neither waits for the other.
     s += qk_product(q, keys, UPCAST) * scale_log2
@@ -196,7 +216,7 @@ def softmax_step(q, keys, s, seen, scale_log2, m, l, UPCAST: tl.constexpr):
     m_new = tl.maximum(m, tl.max(s, 1))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[:, None])
-    return p.to(tl.bfloat16), alpha, m_new, l * alpha + tl.sum(p, 1)
+    return p.to(keys.dtype), alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -234,7 +254,7 @@ def attend_tile(
         # which LLVM removes, hides the second MMA, so each warpgroup computes its own part of S.
         # Constants would take shared memory here.
         alpha = m * 0.0 + 1.0
-        p = (tl.zeros_like(s) + (m * 0.0)[:, None]).to(tl.bfloat16)
+        p = (tl.zeros_like(s) + (m * 0.0)[:, None]).to(value.dtype)
         if some:
             p, alpha, m, l = softmax_step(q_value, value, s, seen, scale_log2, m, l, UPCAST)
     else:
