@@ -112,6 +112,18 @@ def test_work_of_a_sparse_prefill():
     assert small.unique_bytes(small.build(CPU)) == expected == 91680
 
 
+def test_work_of_a_sparse_backward():
+    workload = workloads.SparseBackward(4096, 8192, 128, 576, 2048)
+    assert workload.flop == 2 * 4096 * 128 * 2048 * (3 * 576 + 2 * 512)
+    causal = workloads.SparseBackward(20, 20, 2, 576, 8)
+    inputs = causal.build(CPU)
+    assert (inputs["topk_indices"] <= torch.arange(20)[:, None]).all()
+    dq, dkv = causal.run(inputs)
+    causal.check(inputs, (dq, dkv))
+    with pytest.raises(AssertionError, match="dkv"):
+        causal.check(inputs, (dq, dkv.roll(1, 0)))
+
+
 def test_work_of_a_sparse_decode():
     workload = workloads.SparseDecode(128, 2, 64, 32768, 2048)
     assert workload.flop == 2 * 128 * 2 * 64 * 2048 * 1088 == 73014444032

@@ -39,6 +39,7 @@ from sparsemla.testing.compare import (
     FLOAT32_ULPS,
     FP8_PROJECTION,
     INDEXER_SCORES,
+    SPARSE_ATTENTION_GRADIENT,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,
     SPARSE_PREFILL_OUT,
@@ -194,6 +195,66 @@ class SparsePrefill(Workload):
         _check_attention(
             results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
         )
+
+
+@dataclass(frozen=True)
+class SparseBackward(Workload):
+    """The gradients of :class:`SparsePrefill`.
+
+    With as many tokens as rows, a token selects no row behind its own: about half of all entries
+    are -1.
+    """
+
+    tokens: int
+    context: int
+    heads: int
+    head_dim: int
+    topk: int
+    selection: Selection = "random"
+    op: ClassVar[str] = "sparse_attention_backward"
+
+    @property
+    def label(self) -> str:
+        return self.selection
+
+    @property
+    def causal(self) -> bool:
+        return self.tokens == self.context
+
+    @property
+    def flop(self) -> float:
+        entries = self.topk / 2 if self.causal else self.topk
+        return 2.0 * self.tokens * self.heads * entries * (3 * self.head_dim + 2 * 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        shape = self.tokens, self.context, self.heads, self.head_dim, self.topk
+        inputs = SparsePrefill(*shape, self.selection).build(device)
+        if self.causal:
+            ids, last = inputs["topk_indices"], torch.arange(self.tokens, device=device)[:, None]
+            inputs["topk_indices"] = ids.where(ids <= last, -1)
+        out, lse = ops.sparse_prefill(**inputs)
+        draw = _generator(device)
+        dout = torch.randn(out.shape, generator=draw, device=device, dtype=torch.bfloat16)
+        return {"dout": dout, **inputs, "out": out, "lse": lse}
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].clamp_min(0).unique().numel()
+        per_token = 2 * self.heads * (2 * self.head_dim + 2 * 512) + 4 * self.heads + 4 * self.topk
+        return 2 * (rows + self.context) * self.head_dim + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        dq, dkv, _ = ops.sparse_attention_backward(**inputs)
+        return dq, dkv
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        dkv = torch.zeros(inputs["kv"].shape, device=inputs["kv"].device)
+        for first in range(0, self.tokens, 16):  # every token has a part in the gradient of rows
+            some = slice(first, first + 16)
+            names = ("dout", "q", "topk_indices", "out", "lse")
+            arguments = inputs | {name: inputs[name][some] for name in names}
+            dq, dkv, _ = reference.sparse_attention_backward(**arguments, accumulate=dkv)
+            assert_close("dq", results[0][some], dq, SPARSE_ATTENTION_GRADIENT)
+        assert_close("dkv", results[1], dkv, SPARSE_ATTENTION_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -919,6 +980,12 @@ def all_workloads() -> list[Workload]:
     return [
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
+        *(
+            SparseBackward(tokens, context, heads, 576, 2048, selection)
+            for tokens, context in ((4096, 8192), (4096, 32768), (4096, 131072), (8192, 8192))
+            for heads in (64, 128)
+            for selection in ("random", "overlapping")
+        ),
         *(
             CachedPrefill(tokens, context, 128, 2048)
             for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))

@@ -3,8 +3,8 @@
 Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
 of unpacked wheels (the extension modules load without their packages' dependencies); among the
 files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. TileLang ships kernels
-as examples only; two files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py`` and
-``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
+as examples only; three files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``,
+``sparse_mla_bwd.py`` and ``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
 """
 
 from __future__ import annotations

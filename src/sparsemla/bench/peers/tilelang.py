@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 
 import torch
@@ -9,7 +11,14 @@ from torch import Tensor
 
 from sparsemla.bench.peers.base import Peer, Unavailable, installed, module_from, side
 from sparsemla.bench.timing import Results
-from sparsemla.bench.workloads import Inputs, SelectTopk, Side, SparsePrefill, Workload
+from sparsemla.bench.workloads import (
+    Inputs,
+    SelectTopk,
+    Side,
+    SparseBackward,
+    SparsePrefill,
+    Workload,
+)
 
 
 class TileLang(Peer):
@@ -21,7 +30,13 @@ class TileLang(Peer):
 
     def __init__(self, directories: list[Path]) -> None:
         installed("tilelang")
-        files = {"sparse_mla_fwd_pipelined": "attention", "topk_selector": "selector"}
+        files = {
+            "sparse_mla_fwd_pipelined": "attention",
+            "sparse_mla_bwd": "gradient",
+            "topk_selector": "selector",
+        }
+        # The examples import a module of their folder.
+        sys.path += [str(root / "deepseek_v32") for root in directories]
         self.modules = {
             use: module_from(path)
             for root in directories
@@ -32,6 +47,10 @@ class TileLang(Peer):
             raise Unavailable("DIR/deepseek_v32 holds none of its examples")
 
     def supports(self, workload: Workload) -> str | None:
+        if isinstance(workload, SparseBackward):
+            if "gradient" not in self.modules or workload.head_dim != 576:
+                return "has no such op"
+            return None if workload.causal else "its example numbers tokens and rows alike"
         if isinstance(workload, SparsePrefill) and "attention" in self.modules:
             return None if workload.head_dim == 576 else "its example takes a head_dim of 576"
         if isinstance(workload, SelectTopk) and "selector" in self.modules:
@@ -53,6 +72,8 @@ class TileLang(Peer):
                 return (select(scores, starts, ends, topk),)
 
             return [side(self.name, workload, inputs, selector)]
+        if isinstance(workload, SparseBackward):
+            return [self.gradient(workload, inputs)]
         q, kv = inputs["q"][None], inputs["kv"][None, :, None]
         indices, first = inputs["topk_indices"][None, :, None], kv.shape[1]
         # Its causal mask is by position: put the tokens after all keys, so that they see every key.
@@ -66,6 +87,28 @@ class TileLang(Peer):
             return (kernel(q, kv, indices, position)[0][0],)
 
         return [side(self.name, workload, inputs, attention)]
+
+    def gradient(self, workload: Workload, inputs: Inputs) -> Side:
+        # Rows behind a token are masked, so they stand for -1. The LSE is a base-2 logarithm.
+        ids, last = inputs["topk_indices"], len(inputs["kv"]) - 1
+        indices = ids.where(ids >= 0, last)[None, :, None].contiguous()
+        lse = inputs["lse"][None] / math.log(2)
+        q, kv = inputs["q"][None], inputs["kv"][None, :, None]
+        backward = self.modules["gradient"].sparse_mla_bwd
+
+        def run() -> Results:
+            dq, dkv = backward(
+                q,
+                kv,
+                inputs["out"][None],
+                inputs["dout"][None],
+                indices,
+                lse,
+                sm_scale=inputs["softmax_scale"],
+            )
+            return dq[0], dkv[0, :, 0]
+
+        return side(self.name, workload, inputs, run)
 
 
 def largest_bucket(scores: Tensor, topk: int) -> int:
