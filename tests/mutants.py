@@ -75,6 +75,7 @@ WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and 
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
+GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
@@ -302,6 +303,34 @@ CPU_MUTANTS = (
         "if (ring < 0) | (token + RING < end):",
         "if (ring < 0) | (token + RING <= end):",
         "tests/test_triton_pool.py -k 21",
+    ),
+    portable(
+        "the gradient of the LSE is added instead of subtracted",
+        "backward/triton.py",
+        "offset -= tl.load(dlse",
+        "offset += tl.load(dlse",
+        GRADIENTS,
+    ),
+    portable(
+        "the sink leaves the weights of values as they are",
+        "backward/triton.py",
+        "p = tl.where(kept, p * share, 0.0)",
+        "p = tl.where(kept, p, 0.0)",
+        GRADIENTS,
+    ),
+    portable(
+        "the last terms of a row are left out",
+        "backward/triton.py",
+        "for start in range(begin, end, UNROLL):",
+        "for start in range(begin, end - UNROLL + 1, UNROLL):",
+        GRADIENTS,
+    ),
+    portable(
+        "terms of a row are added from the last to the first",
+        "backward/triton.py",
+        "entry = tl.load(order + start + i, mask=there, other=0)",
+        "entry = tl.load(order + begin + end - 1 - start - i, mask=there, other=0)",
+        "tests/test_triton_sparse_attention.py -k order_of_tokens",
     ),
 )
 

@@ -352,6 +352,23 @@ def test_bits_do_not_depend_on_the_run_or_the_workspace(device, dtype):
             assert_equal(f"{name}, {limit} bytes", got, wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and 25 GB")
+def test_rows_beyond_2_31_elements():
+    case = sparse_attention_backward_case(Draw(16, "cuda"), **SMALL)
+    case["kv"].nan_to_num_(0.5)
+    few = sparse_attention_backward(**case)
+    first = 2**31 // 576 + 1
+    kv = torch.empty(first + 30, 576, dtype=torch.bfloat16, device="cuda")
+    kv[first:] = case["kv"]
+    ids = case["topk_indices"].long()
+    ids = torch.where((ids >= 0) & (ids < 30), ids + first, -1)
+    many = sparse_attention_backward(**case | {"kv": kv, "topk_indices": ids})
+    assert_equal("dq", many[0], few[0])
+    assert_equal("dkv", many[1][first:], few[1])
+    assert not many[1][:first].any()
+
+
 def test_gradients_in_any_order(device):
     case = sparse_attention_backward_case(Draw(16, device), **SMALL, with_sink=True)
     check_backward(case | {"deterministic": False})

@@ -104,9 +104,9 @@ def sparse_attention_backward(
         dkv_j  += sum_h g P_j dout_h                     the dims of the value
         d_sink  = - sum_t (1 - g) delta
 
-    A row of kv that a list names twice gets both terms. P and dS are rounded to the dtype of q
-    before they are multiplied, and on a GPU the terms of dkv to bfloat16 for bfloat16 inputs; all
-    sums are in float32.
+    A row of kv that a list names twice gets both terms. All sums are in float32. On a GPU, unless q
+    is float32, ``g P`` and dS are rounded to bfloat16 before they are multiplied; for bfloat16
+    inputs so is each term of dkv, the sum over the heads of a token.
 
     Args:
         dout: ``[T, H, V]`` of q's dtype, the gradient of out.

@@ -5,6 +5,12 @@ from types import ModuleType
 from sparsemla.kernels.common.registry import Kernel, Op
 
 
+def _triton() -> ModuleType:
+    from sparsemla.kernels.backward import triton
+
+    return triton
+
+
 def _cpu() -> ModuleType:
     from sparsemla.kernels.backward import cpu
 
@@ -14,6 +20,9 @@ def _cpu() -> ModuleType:
 OPS = {
     "sparse_attention_backward": Op(
         ("dq", "dkv", "d_sink"),
-        (Kernel("cpu", lambda: _cpu().sparse_attention_backward),),
+        (
+            Kernel("triton", lambda: _triton().sparse_attention_backward),
+            Kernel("cpu", lambda: _cpu().sparse_attention_backward),
+        ),
     ),
 }

@@ -1,0 +1,490 @@
+"""The gradients of attention over selected rows, in portable Triton.
+
+Five kernels, of which three are plain GEMMs over tiles of one token. For a chunk of tokens::
+
+    _softmax_state    delta = <dout, out>, and what LSE and sink mean for each head
+    _weights          S = q K^T, dP = dout V^T, then A = g P and dS       [n, H, K]
+    _queries          dq = dS K, gathering the rows a second time
+    _terms            the term of each entry, dS^T q + A^T dout           [n K, D]
+    _sum_rows         dkv[row] += its terms, one after the other
+
+A kernel for one architecture may do the first three in one. A token's heads share its rows, so a
+term is summed over heads in registers; the terms of different tokens meet in memory. Each row adds
+its own in the order of tokens and entries, into float32, one at a time. So the bits of the sum do
+not depend on the chunks. A stable sort of the indices lists the terms of each row. Without
+determinism, ``_terms`` adds to dkv by atomics, and there are no lists and no stored terms.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.kernels.attention.triton.tiles import LOG2E, end_of, is_hopper, is_slot
+from sparsemla.kernels.common.fp8 import INTERPRETED, dot
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+
+ENTRY_BYTES = 48
+"""Workspace of an entry for its place in the lists: keys and values of the sort, twice."""
+
+UNROLL = 8
+"""Terms of a row that are loaded at once; they are added one at a time."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles: heads, keys and dims of a program, heads of a step of ``_terms``."""
+
+    heads: int
+    keys: int
+    dims: int
+    step: int
+    num_warps: int
+
+
+def choose_tiles(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """The tiles for heads of this dtype. They do not depend on the number of tokens."""
+    heads = min(max(next_power_of_2(num_heads), 16), 64)
+    if dtype == torch.float32:
+        return Tiles(16, 32, 32, 16, 4)
+    if is_hopper(device) and num_heads > 32:
+        return Tiles(128 if num_heads > 64 else 64, 128, 128, 32, 8)
+    return Tiles(heads, 64, 128, min(heads, 32), 4)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+def _softmax_state(
+    dout,
+    dout_token,
+    dout_head,
+    out,
+    out_token,
+    out_head,
+    lse,
+    lse_token,
+    dlse,
+    dlse_token,
+    attn_sink,
+    state,
+    sink_terms,
+    num_rows,
+    num_heads,
+    V: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """For each head: LSE in base 2, g, and ``g delta - dlse``, so that dS = P (g dP - that)."""
+    num_tiles = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
+    real = head < num_heads
+    delta = tl.zeros([HEADS], tl.float32)
+    dout += token * dout_token + head.to(tl.int64)[:, None] * dout_head
+    out += token * out_token + head.to(tl.int64)[:, None] * out_head
+    for start in range(0, V, DIMS):
+        d = start + tl.arange(0, DIMS)[None, :]
+        mask = real[:, None] & (d < V)
+        x = tl.load(dout + d, mask=mask, other=0).to(tl.float32)
+        delta += tl.sum(x * tl.load(out + d, mask=mask, other=0).to(tl.float32), 1)
+    row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0)
+    empty = row_lse == float("-inf")
+    at = state + token * num_heads + head
+    share = tl.full([HEADS], 1.0, tl.float32)
+    if attn_sink is not None:
+        sink = tl.load(attn_sink + head, mask=real, other=0)
+        share = 1 / (1 + tl.exp2((sink - row_lse) * LOG2E))
+        sink_share = 1 / (1 + tl.exp2((row_lse - sink) * LOG2E))
+        tl.store(
+            sink_terms + token * num_heads + head,
+            tl.where(empty, 0.0, -sink_share * delta),
+            mask=real,
+        )
+    offset = share * delta
+    if dlse is not None:
+        offset -= tl.load(dlse + token * dlse_token + head, mask=real, other=0)
+    tl.store(at, row_lse * LOG2E, mask=real)
+    tl.store(at + num_rows, share, mask=real)
+    tl.store(at + 2 * num_rows, offset, mask=real)
+
+
+@triton.jit
+def _load_dims(x, row, real, start, D: tl.constexpr, DIMS: tl.constexpr):
+    """Dims of rows, at offsets ``row``, from ``start`` on; rows that are not real are not read."""
+    d = start + tl.arange(0, DIMS)
+    mask = real[:, None] & (d < D)[None, :]
+    return tl.load(x + row[:, None] + d[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _load_indices(topk_indices, at, length, num_slots):
+    """Indices of a list as int64, and whether they are valid; an invalid one becomes 0."""
+    index = tl.load(topk_indices + at, mask=at < length, other=-1)
+    valid = is_slot(index, num_slots) & (at < length)
+    return tl.where(valid, index, 0).to(tl.int64), valid
+
+
+@triton.jit
+def _length_of(topk_lengths, token, topk):
+    length = topk
+    if topk_lengths is not None:
+        length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
+    return length
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_heads"])
+def _weights(
+    q,
+    q_token,
+    q_head,
+    dout,
+    dout_token,
+    dout_head,
+    kv,
+    kv_row,
+    num_slots,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    state,
+    probs,
+    dscores,
+    num_rows,
+    num_heads,
+    topk,
+    scale,
+    scale_log2,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``A = g P`` and ``softmax_scale * dS`` of a tile of heads and entries; 0 where not valid."""
+    num_tiles = tl.cdiv(topk, KEYS)
+    num_blocks = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // (num_tiles * num_blocks)).to(tl.int64)
+    at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
+    head = tl.program_id(0) // num_tiles % num_blocks * HEADS + tl.arange(0, HEADS)
+    real = head < num_heads
+    length = _length_of(topk_lengths, token, topk)
+    index, valid = _load_indices(topk_indices + token * indices_token, at, length, num_slots)
+
+    target = (token * num_heads + head.to(tl.int64)[:, None]) * topk + at[None, :]
+    inside = real[:, None] & (at < topk)[None, :]
+    if tl.max(valid.to(tl.int32), 0) == 0:
+        zeros = tl.zeros([HEADS, KEYS], probs.dtype.element_ty)
+        tl.store(probs + target, zeros, mask=inside)
+        tl.store(dscores + target, zeros, mask=inside)
+        return
+
+    s = tl.zeros([HEADS, KEYS], tl.float32)
+    dp = tl.zeros([HEADS, KEYS], tl.float32)
+    row = index * kv_row
+    q_row = token * q_token + head.to(tl.int64) * q_head
+    dout_row = token * dout_token + head.to(tl.int64) * dout_head
+    for start in range(0, V, DIMS):
+        keys = tl.trans(_load_dims(kv, row, valid, start, V, DIMS))
+        s = dot(_load_dims(q, q_row, real, start, V, DIMS), keys, s, UPCAST)
+        dp = dot(_load_dims(dout, dout_row, real, start, V, DIMS), keys, dp, UPCAST)
+    for start in range(V, D, DIMS):
+        keys = tl.trans(_load_dims(kv, row, valid, start, D, DIMS))
+        s = dot(_load_dims(q, q_row, real, start, D, DIMS), keys, s, UPCAST)
+
+    rows = state + token * num_heads + head
+    lse2 = tl.load(rows, mask=real, other=0)[:, None]
+    share = tl.load(rows + num_rows, mask=real, other=0)[:, None]
+    offset = tl.load(rows + 2 * num_rows, mask=real, other=0)[:, None]
+    p = tl.exp2(s * scale_log2 - lse2)
+    kept = valid[None, :]
+    ds = tl.where(kept, p * (share * dp - offset) * scale, 0.0)
+    p = tl.where(kept, p * share, 0.0)
+    tl.store(probs + target, p.to(probs.dtype.element_ty), mask=inside)
+    tl.store(dscores + target, ds.to(dscores.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_heads"])
+def _queries(
+    dscores,
+    kv,
+    kv_row,
+    num_slots,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    dq,
+    dq_token,
+    dq_head,
+    num_heads,
+    topk,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Some dims of dq for a tile of heads: ``dS K``."""
+    NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
+    num_blocks = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // (num_blocks * NUM_PARTS)).to(tl.int64)
+    head = tl.program_id(0) // NUM_PARTS % num_blocks * HEADS + tl.arange(0, HEADS)
+    first = tl.program_id(0) % NUM_PARTS * DIMS
+    real = head < num_heads
+    topk_indices += token * indices_token
+    end = end_of(topk_indices, _length_of(topk_lengths, token, topk), num_slots, 1024)
+    acc = tl.zeros([HEADS, DIMS], tl.float32)
+    dscores += (token * num_heads + head.to(tl.int64)[:, None]) * topk
+    for start in range(0, end, KEYS):
+        at = start + tl.arange(0, KEYS)
+        index, valid = _load_indices(topk_indices, at, end, num_slots)
+        ds = tl.load(dscores + at[None, :], mask=real[:, None] & (at < end)[None, :], other=0)
+        rows = _load_dims(kv, index * kv_row, valid, first, D, DIMS)
+        acc = dot(ds, rows.to(ds.dtype), acc, UPCAST)
+    d = first + tl.arange(0, DIMS)
+    target = dq + token * dq_token + head.to(tl.int64)[:, None] * dq_head + d[None, :]
+    tl.store(target, acc.to(dq.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_heads"])
+def _terms(
+    probs,
+    dscores,
+    q,
+    q_token,
+    q_head,
+    dout,
+    dout_token,
+    dout_head,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    terms,
+    total,
+    num_slots,
+    num_heads,
+    topk,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    STEP: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Some dims of the terms of a tile of entries: ``dS^T q``, and ``A^T dout`` in value dims.
+
+    ``terms``: where each entry's term goes, or None to add it to its row of ``total``.
+    """
+    NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
+    num_tiles = tl.cdiv(topk, KEYS)
+    token = (tl.program_id(0) // (num_tiles * NUM_PARTS)).to(tl.int64)
+    at = tl.program_id(0) // NUM_PARTS % num_tiles * KEYS + tl.arange(0, KEYS)
+    first = tl.program_id(0) % NUM_PARTS * DIMS
+    length = _length_of(topk_lengths, token, topk)
+    index, valid = _load_indices(topk_indices + token * indices_token, at, length, num_slots)
+    if tl.max(valid.to(tl.int32), 0) == 0:
+        return
+    acc = tl.zeros([KEYS, DIMS], tl.float32)
+    probs += token * num_heads * topk + at[None, :]
+    dscores += token * num_heads * topk + at[None, :]
+    inside = (at < topk)[None, :]
+    q += token * q_token
+    dout += token * dout_token
+    for start in range(0, num_heads, STEP):
+        head = start + tl.arange(0, STEP)
+        real = head < num_heads
+        head = head.to(tl.int64)
+        ds = tl.load(dscores + head[:, None] * topk, mask=real[:, None] & inside, other=0)
+        part = _load_dims(q, head * q_head, real, first, D, DIMS)
+        acc = dot(tl.trans(ds), part.to(ds.dtype), acc, UPCAST)
+    if first < V:
+        for start in range(0, num_heads, STEP):
+            head = start + tl.arange(0, STEP)
+            real = head < num_heads
+            head = head.to(tl.int64)
+            p = tl.load(probs + head[:, None] * topk, mask=real[:, None] & inside, other=0)
+            part = _load_dims(dout, head * dout_head, real, first, V, DIMS)
+            acc = dot(tl.trans(p), part.to(p.dtype), acc, UPCAST)
+    d = first + tl.arange(0, DIMS)[None, :]
+    mask = valid[:, None] & (d < D)
+    if terms is not None:
+        target = terms + (token * topk + at[:, None]) * D + d
+        tl.store(target, acc.to(terms.dtype.element_ty), mask=mask)
+    else:
+        tl.atomic_add(total + index[:, None] * D + d, acc, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _sum_rows(
+    terms,
+    order,
+    starts,
+    total,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Add the terms of a row to some of its dims, in the order of the list."""
+    NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
+    row = (tl.program_id(0) // NUM_PARTS).to(tl.int64)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    if begin == end:
+        return
+    d = tl.program_id(0) % NUM_PARTS * DIMS + tl.arange(0, DIMS)
+    inside = d < D
+    acc = tl.load(total + row * D + d, mask=inside, other=0)
+    for start in range(begin, end, UNROLL):
+        for i in tl.static_range(UNROLL):
+            there = start + i < end
+            entry = tl.load(order + start + i, mask=there, other=0)
+            acc += tl.load(terms + entry * D + d, mask=inside & there, other=0).to(tl.float32)
+    tl.store(total + row * D + d, acc, mask=inside)
+
+
+def sparse_attention_backward(
+    *,
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    dlse: Tensor | None,
+    deterministic: bool,
+    max_workspace_bytes: int,
+    dq: Tensor,
+    dkv: Tensor,
+    d_sink: Tensor | None,
+) -> None:
+    (num_tokens, num_heads, head_dim), topk = q.shape, topk_indices.shape[1]
+    if num_tokens * num_heads * topk == 0:
+        for result in (dq, dkv, d_sink):
+            if result is not None:
+                result.zero_()
+        return
+    total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
+    total.zero_()
+    tiles = choose_tiles(num_heads, q.dtype, q.device)
+    state = lse.new_empty(3, num_tokens, num_heads)
+    sink_terms = None if attn_sink is None else lse.new_empty(num_tokens, num_heads)
+    value_dim = out.shape[2]
+    _softmax_state[(num_tokens * cdiv(num_heads, 8),)](
+        dout,
+        *dout.stride()[:2],
+        out,
+        *out.stride()[:2],
+        lse,
+        lse.stride(0),
+        dlse,
+        0 if dlse is None else dlse.stride(0),
+        attn_sink,
+        state,
+        sink_terms,
+        num_tokens * num_heads,
+        num_heads,
+        V=value_dim,
+        HEADS=8,
+        DIMS=128,
+        num_warps=4,
+    )
+    # float16 cannot hold small gradients, so its weights are bfloat16 too.
+    weight_dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+    term_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    token_bytes = 2 * num_heads * topk * weight_dtype.itemsize
+    if deterministic:
+        token_bytes += topk * (head_dim * term_dtype.itemsize + ENTRY_BYTES)
+    chunk = min(max(max_workspace_bytes // token_bytes, 1), num_tokens)
+    probs, dscores = q.new_empty(2, chunk, num_heads, topk, dtype=weight_dtype)
+    terms = q.new_empty(chunk * topk, head_dim, dtype=term_dtype) if deterministic else None
+    common = {"D": head_dim, "UPCAST": INTERPRETED or q.dtype == torch.float32}
+    for first in range(0, num_tokens, chunk):
+        some = slice(first, min(first + chunk, num_tokens))
+        count = some.stop - first
+        lengths = None if topk_lengths is None else topk_lengths[some]
+        lists = topk_indices[some], topk_indices.stride(0), lengths
+        heads = q[some], *q.stride()[:2], dout[some], *dout.stride()[:2]
+        rows = kv, kv.stride(0), kv.shape[0]
+        _weights[(count * cdiv(num_heads, tiles.heads) * cdiv(topk, tiles.keys),)](
+            *heads,
+            *rows,
+            *lists,
+            state[:, some],
+            probs,
+            dscores,
+            num_tokens * num_heads,
+            num_heads,
+            topk,
+            softmax_scale,
+            softmax_scale * LOG2E.value,
+            V=value_dim,
+            HEADS=tiles.heads,
+            KEYS=tiles.keys,
+            DIMS=min(tiles.dims, 64),
+            num_warps=tiles.num_warps,
+            num_stages=3,
+            **common,
+        )
+        parts = cdiv(head_dim, tiles.dims)
+        _queries[(count * cdiv(num_heads, tiles.heads) * parts,)](
+            dscores,
+            *rows,
+            *lists,
+            dq[some],
+            *dq.stride()[:2],
+            num_heads,
+            topk,
+            HEADS=tiles.heads,
+            KEYS=min(tiles.keys, 64),
+            DIMS=tiles.dims,
+            num_warps=tiles.num_warps,
+            num_stages=5,  # an index is loaded stages before its row
+            **common,
+        )
+        _terms[(count * cdiv(topk, tiles.keys) * parts,)](
+            probs,
+            dscores,
+            *heads,
+            *lists,
+            terms,
+            total,
+            kv.shape[0],
+            num_heads,
+            topk,
+            V=value_dim,
+            STEP=tiles.step,
+            KEYS=tiles.keys,
+            DIMS=tiles.dims,
+            num_warps=tiles.num_warps,
+            num_stages=3,
+            **common,
+        )
+        if terms is not None:
+            order, starts = _lists(topk_indices[some], lengths, kv.shape[0])
+            dims = min(next_power_of_2(head_dim), 256)
+            _sum_rows[(kv.shape[0] * cdiv(head_dim, dims),)](
+                terms, order, starts, total, D=head_dim, DIMS=dims, UNROLL=UNROLL, num_warps=1
+            )
+    if total is not dkv:
+        dkv.copy_(total)
+    if d_sink is not None and sink_terms is not None:
+        torch.sum(sink_terms, 0, out=d_sink)
+
+
+def _lists(indices: Tensor, lengths: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The entries that name each row, ascending: ``order [n K]``, and where each row's begin.
+
+    ``starts [S + 1]``; entries that are not valid come last.
+    """
+    valid = (indices >= 0) & (indices < num_rows)
+    if lengths is not None:
+        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
+    rows = indices.where(valid, num_rows).to(torch.int32).flatten()
+    rows, order = rows.sort(stable=True)
+    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
+    return order, torch.searchsorted(rows, bounds)

@@ -1,0 +1,141 @@
+"""The portable kernels of training, in the interpreter where there is no GPU."""
+
+import math
+
+import pytest
+import torch
+
+from sparsemla import PagedCache, dispatch, reference
+from sparsemla.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
+from sparsemla.testing.compare import (
+    FLOAT32_GRADIENT,
+    SPARSE_ATTENTION_GRADIENT,
+    SPARSE_ATTENTION_SINK_GRADIENT,
+    TOLERANCES,
+    assert_close,
+    assert_equal,
+)
+from sparsemla.testing.poison import poisoned_empty
+
+pytest.importorskip("triton")
+
+from sparsemla.kernels.backward import triton as backward
+
+# In the interpreter numpy warns of 0 times inf, where an entry is masked afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"num_tokens": 2, "num_heads": 3, "topk": 12, "num_rows": 20, "head_dim": 40}
+ALL = {"num_tokens": 3, "num_heads": 3, "topk": 20, "num_rows": 30}
+ALL = {"with_sink": True, "with_lengths": True, "share": 0.6}
+
+
+def run(case, **options):
+    """The kernel's gradients, on poisoned memory."""
+    arguments = {"deterministic": True} | case | options
+    q, kv, sink = case["q"], case["kv"], case["attn_sink"]
+    results = {
+        "dq": torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device),
+        "dkv": torch.full(kv.shape, math.nan, dtype=kv.dtype, device=kv.device),
+        "d_sink": None if sink is None else torch.full_like(sink, math.nan),
+    }
+    with poisoned_empty():
+        dispatch.load("sparse_attention_backward", "triton")(**arguments, **results)
+    return results
+
+
+def check(case, **options):
+    """Compare with the definition; value dims and the others apart."""
+    got = run(case, **options)
+    dq, dkv, d_sink = reference.sparse_attention_backward(**case)
+    exact = case["q"].dtype == torch.float32
+    tolerance = FLOAT32_GRADIENT if exact else SPARSE_ATTENTION_GRADIENT
+    for name, wanted in (("dq", dq), ("dkv", dkv)):
+        for part in (slice(0, 512), slice(512, None)):
+            assert_close(f"{name} {part}", got[name][..., part], wanted[..., part], tolerance)
+    if d_sink is not None:
+        assert_close("d_sink", got["d_sink"], d_sink, SPARSE_ATTENTION_SINK_GRADIENT)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_every_dtype(dtype):
+    options = SMALL | ALL | {"head_dim": 520, "with_dlse": True}
+    check(sparse_attention_backward_case(Draw(0, DEVICE), dtype=dtype, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heads": 1, "num_rows": 1, "num_tokens": 1, "topk": 3, "with_dlse": True},
+        {"num_heads": 70, "topk": 65, "num_rows": 90, "num_tokens": 1},
+        {"head_dim": 200, "strided": True, "with_dlse": True, **ALL},
+        {"share": 0.0, "with_sink": True},
+    ],
+    ids=str,
+)
+def test_gradients_of_every_shape(options):
+    check(sparse_attention_backward_case(Draw(1, DEVICE), **SMALL | options))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU takes its own tiles")
+def test_tiles_of_hopper(monkeypatch):
+    monkeypatch.setattr(backward, "is_hopper", lambda device: True)
+    options = {"num_tokens": 1, "num_heads": 65, "topk": 130, "num_rows": 150}
+    check(sparse_attention_backward_case(Draw(2, DEVICE), **SMALL | options))
+
+
+def test_bits_do_not_depend_on_the_workspace():
+    options = {"num_tokens": 5, "num_heads": 2, "topk": 6, "num_rows": 7, "head_dim": 20}
+    case = sparse_attention_backward_case(Draw(3, DEVICE), **options)
+    first = run(case)
+    token = 6 * (2 * 2 * 2 + 20 * 2 + backward.ENTRY_BYTES)
+    for limit in (2 * token, 1):
+        for name, result in run(case | {"max_workspace_bytes": limit}).items():
+            if result is not None:
+                assert_equal(f"{name}, {limit} bytes", result, first[name])
+
+
+def test_terms_added_by_atomics():
+    case = sparse_attention_backward_case(Draw(4, DEVICE), **SMALL | ALL)
+    check(case, deterministic=False)
+
+
+def test_terms_are_added_in_the_order_of_tokens_and_entries():
+    """As float32 sums of the gradients of single entries, one after the other."""
+    case = sparse_attention_backward_case(
+        Draw(5, DEVICE), dtype=torch.float32, **SMALL | {"num_rows": 3, "topk": 8}
+    )
+    case["kv"].nan_to_num_(0.5)
+    lists, total = case["topk_indices"], torch.zeros(3, 40, device=DEVICE)
+    for token, entry in ((lists >= 0) & (lists < 3)).nonzero().tolist():
+        index = lists[token, entry]
+        alone = torch.full_like(lists, -1)
+        alone[token, entry] = index
+        total[index] += run(case | {"topk_indices": alone})["dkv"][index]
+    assert_equal("dkv", run(case)["dkv"], total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_forward_over_rows_of_every_dtype(dtype):
+    options = SMALL | ALL | {"head_dim": 520}
+    case = sparse_attention_case(Draw(6, DEVICE), dtype=dtype, **options)
+    wanted = reference.sparse_attention(**case)
+    out = torch.full((2, 3, 512), math.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full((2, 3), math.nan, device=DEVICE)
+    dispatch.load("sparse_attention", "triton")(**case, out=out, lse=lse)
+    tolerances = TOLERANCES["sparse_attention"]
+    if dtype == torch.float32:
+        tolerances = FLOAT32_GRADIENT, FLOAT32_GRADIENT
+    for name, got, expected, tolerance in zip(
+        ("out", "lse"), (out, lse), wanted, tolerances, strict=True
+    ):
+        assert_close(name, got, expected, tolerance)
+    if dtype == torch.bfloat16:
+        prefill = case | {"kv": PagedCache.from_rows(case["kv"])}
+        unused = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths", "max_logits")
+        prefill |= dict.fromkeys(unused)
+        same, same_lse = torch.empty_like(out), torch.empty_like(lse)
+        dispatch.load("sparse_prefill", "triton")(**prefill, out=same, lse=same_lse)
+        assert_equal("out", out, same)
+        assert_equal("lse", lse, same_lse)
