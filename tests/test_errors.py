@@ -762,7 +762,6 @@ OUTPUTS = [
     (op, name)
     for op, name in TENSORS
     if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths")
-    if name in ("out", "lse", "max_logits", "kv_out", "weights_out")
     and op != "sparse_attention_backward"  # which reads those of the forward
 ]
 
