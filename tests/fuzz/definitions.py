@@ -392,6 +392,26 @@ def to_slots(topk_indices, page_table, request_ids, page_size, workspace_starts,
     return out
 
 
+def entry_slots(positions, page_table, request_ids, ratio, page_size):
+    table, out = ints(page_table), []
+    for position, request in zip(ints(positions), ints(request_ids), strict=True):
+        entries, open_tokens = divmod(int(position) + 1, ratio)
+        row = table[int(request)]
+        out.append(NOWHERE if open_tokens else slot_of(row, entries - 1, page_size))
+    return np.array(out, np.int64)
+
+
+def visible_slots(positions, page_table, request_ids, ratio, page_size, width):
+    table, lengths = ints(page_table), []
+    out = np.full((len(positions), width), NOWHERE, np.int64)
+    for t, (position, request) in enumerate(zip(ints(positions), ints(request_ids), strict=True)):
+        seen = max(int(position) + 1, 0) // ratio
+        keys = range(max(seen - width, 0), seen)
+        lengths.append(len(keys))
+        out[t, : len(keys)] = [slot_of(table[int(request)], key, page_size) for key in keys]
+    return out, np.array(lengths, np.int64)
+
+
 def keys_of_request(cache, table_row, length):
     """Slots ``[length]`` of a request's keys, -1 where a page does not exist."""
     size, num_pages = cache.data.shape[1], cache.data.shape[0]

@@ -547,7 +547,8 @@ INDEXER_TOPK = cases(
 def indexer_topk(draw, shape):
     requests = [(m, max(n, m)) for m, n in shape["requests"]]
     lengths, dtype = [n for _, n in requests], shape["index_dtype"]
-    cache, table = paged(draw, lengths, **shape)
+    ratio = draw.choice([1, 1, 4, 7])
+    cache, table = paged(draw, [n // ratio for n in lengths], **shape)
     num_tokens = sum(m for m, _ in requests) + shape["padding"]
     q, weights = _index_queries(draw, shape, cache, num_tokens)
     return {
@@ -559,6 +560,7 @@ def indexer_topk(draw, shape):
         "page_table": table,
         "topk": shape["topk"],
         "causal": shape["causal"],
+        "ratio": ratio,
         "as_slots": shape["as_slots"],
         "max_workspace_bytes": shape["max_workspace_bytes"],
     }
@@ -685,6 +687,35 @@ def to_slots(draw, shape):
         arguments["workspace_starts"] = draw.integers(starts, dtype)
         arguments["prefill_request_ids"] = draw.integers(numbers, dtype)
     return arguments
+
+
+KEY_SLOTS = cases(
+    num_tokens=st.integers(0, 5),
+    width=st.integers(1, 40),
+    ratio=st.sampled_from([1, 3, 4, 128]),
+    page_size=PAGE_SIZES,
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def key_slots(draw, shape):
+    """The arguments that ``entry_slots`` and ``visible_slots`` share."""
+    num_tokens, ratio, dtype = shape["num_tokens"], shape["ratio"], shape["index_dtype"]
+    size = shape["page_size"]
+    table, requests = page_tables(draw, num_tokens, 3 * size, size, dtype)
+    beyond = [p for p in outside(3 * size * ratio, dtype) if p < 2**63 - 1]
+    positions = [
+        draw.choice([draw.number(0, 4 * size * ratio), draw.choice(beyond)])
+        for _ in range(num_tokens)
+    ]
+    return {
+        "positions": draw.integers(positions, dtype),
+        "page_table": table,
+        "request_ids": requests,
+        "ratio": ratio,
+        "page_size": size,
+    }
 
 
 GATHER_DEQUANT = cases(

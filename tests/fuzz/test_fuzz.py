@@ -447,6 +447,7 @@ def check_topk(backend, shape, arguments, chosen):
             visible = (
                 int(length) - (last - first) + 1 + t - first if shape["causal"] else int(length)
             )
+            visible //= arguments["ratio"]
             scores = definitions.paged_scores(q[t], weights[t], cache, table[b], visible)
             positions = chosen[t]
             if shape["as_slots"]:
@@ -539,6 +540,18 @@ def test_to_slots(backend, shape):
         None if prefills is None else ints(prefills),
     )
     check_equal("slots", slots, wanted)
+
+
+@fuzz(strategies.KEY_SLOTS, times=3)
+def test_slots_of_keys(backend, shape):
+    arguments = strategies.key_slots(draw_of(backend, shape), shape)
+    (entries,) = called("entry_slots", arguments, ("out",))
+    check_equal("entries", entries, definitions.entry_slots(**arguments))
+    arguments["width"] = shape["width"]
+    results = called("visible_slots", arguments, ("out", "lengths"))
+    wanted = definitions.visible_slots(**arguments)
+    for name, result, expected in zip(("slots", "lengths"), results, wanted, strict=True):
+        check_equal(name, result, expected)
 
 
 @fuzz(strategies.GATHER_DEQUANT)
