@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -76,6 +77,7 @@ def test_pack_and_unpack_keep_all_bits(fmt, page_size, num_rows, seed):
         (BF16_512, 1024),
         (FP8_DS_MLA, 656),
         (FP8_584, 584),
+        (FP8_528, 528),
         (INDEX_FP8, 132),
         (e4m3_format(), 576 + 5 * 4),
         (e4m3_format(576, 512, 0), 576),
@@ -116,6 +118,17 @@ def test_the_584_byte_format_keeps_scales_behind_all_rows_of_a_page(page_size, s
         assert record[:448].tolist() == fields.fp8[row].view(torch.uint8).tolist()
         assert bytes(record[448:]) == bytes(fields.bf16[row].view(torch.uint8))
         assert tail.tolist() == [*fields.scales[row].view(torch.uint8).tolist(), 0]
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 1024), (2, 1536), (64, 33792)])
+def test_the_528_bytes_of_a_row(page_size, stride):
+    fields = random_fields(FP8_528, 2 * page_size)
+    data, _ = FP8_528.pack(fields, page_size)
+    assert data.stride() == (stride, 528, 1)
+    for row in range(2 * page_size):
+        record = data[row // page_size, row % page_size]
+        assert record[:512].tolist() == fields.fp8[row].view(torch.uint8).tolist()
+        assert record[512:].tolist() == fields.scales[row].view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])

@@ -9,6 +9,7 @@ import torch
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     bf16_format,
@@ -45,6 +46,7 @@ FORMATS = [
     BF16_512,
     FP8_DS_MLA,
     FP8_584,
+    FP8_528,
     bf16_format(320, 256),
     e4m3_format(),
     e4m3_format(576, 512, 0),

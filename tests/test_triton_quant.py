@@ -11,6 +11,7 @@ import torch
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -104,6 +105,7 @@ LATENTS = [
     pytest.param(FP8_DS_MLA, 384, 192, id="fp8_ds_mla, rotation of a whole block"),
     pytest.param(FP8_584, 512, 64, id="fp8_584"),
     pytest.param(FP8_584, 448, 64, id="fp8_584, plain rope dims"),
+    pytest.param(FP8_528, 512, 64, id="fp8_528"),
     pytest.param(e4m3_format(), 512, 64, id="e4m3 blocks"),
     pytest.param(e4m3_format(scale_block=32), 512, 64, id="e4m3 blocks of 32"),
     pytest.param(e4m3_format(), 576, 160, id="e4m3 blocks, rotation of a block in part"),

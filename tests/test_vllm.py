@@ -62,6 +62,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v32 import attention as deepseek_v32
     from vllm.models.deepseek_v32.common import kernels
+    from vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache import rope_quant_insert
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils import deep_gemm, torch_utils
@@ -92,6 +93,7 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
 from sparsemla import (
+    FP8_528,
     INDEX_FP8,
     PagedCache,
     dispatch,
@@ -1346,6 +1348,18 @@ def test_the_class_of_the_model_depends_on_the_gpu(plain_vllm, monkeypatch, capa
     for architecture, path in models.items():
         model = ModelRegistry.models[architecture]
         assert f"{model.module_name}:{model.class_name}" == path
+
+
+def test_the_528_bytes_of_a_row_are_those_of_vllms_kernel():
+    draw, slots = Draw(0), torch.tensor([3, 70, 1, 0, -1, 64, 127])
+    rows = (draw.normal(7, 512) * draw.normal(7, 1).mul(3).exp()).bfloat16()
+    rows[0] = 0
+    rows[1, :32], rows[1, 32:64] = 14, 1e-6  # 448 / 32, and below the smallest scale's range
+    ours, theirs = (PagedCache.allocate(FP8_528, 2, PAGE_SIZE) for _ in range(2))
+    ours.write(slots[slots >= 0], rows[slots >= 0])
+    unrotated = torch.tensor([[1.0, 0.0]]).repeat_interleave(32, 1)
+    rope_quant_insert(rows, 0 * slots, unrotated, theirs.data, slots, 1)
+    assert_equal("bytes", ours.data, theirs.data)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])

@@ -5,6 +5,7 @@ from sparsemla.dispatch import Explanation, Problem, explain
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -77,6 +78,7 @@ from sparsemla.weights import (
 __all__ = [
     "BF16_512",
     "BF16_576",
+    "FP8_528",
     "FP8_584",
     "FP8_DS_MLA",
     "INDEX_FP8",

@@ -452,20 +452,33 @@ FP8_584 = CacheFormat(
 """DeepSeek-V4's 584 bytes per token: 448 e4m3 and 64 bfloat16; after the page's rows, 7 e8m0 scales
 and a padding byte per token."""
 
+FP8_528 = CacheFormat(
+    "fp8_528",
+    512,
+    512,
+    fp8_dim=512,
+    scale_block=32,
+    scale_dtype=torch.float8_e8m0fnu,
+    scales_in="row",
+    page_alignment=512,
+    min_amax=1e-4,
+)
+"""DeepSeek-V4.1's 528 bytes per token: 512 e4m3, RoPE dims included, and 16 e8m0 scales."""
+
 INDEX_FP8 = CacheFormat(
     "index_fp8", 128, 128, 128, 128, scales_in="page", scale_row_bytes=4, min_amax=1e-4
 )
 """Indexer keys, 132 bytes per token: 128 e4m3; after the page's rows, a float32 scale per token."""
 
-_FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, INDEX_FP8)}
+_FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, FP8_528, INDEX_FP8)}
 
 
 def get_format(name: str) -> CacheFormat:
     """The format with this name.
 
     Args:
-        name: ``fp8_ds_mla``, ``fp8_584``, ``index_fp8``, ``bf16_<head_dim>v<value_dim>`` or
-            ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
+        name: ``fp8_ds_mla``, ``fp8_584``, ``fp8_528``, ``index_fp8``,
+            ``bf16_<head_dim>v<value_dim>`` or ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
 
     Raises:
         TypeError: the name is not a string.

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla import BF16_576, FP8_528, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
 
 
 def meta(*shape, dtype=torch.int32):
@@ -69,6 +69,13 @@ LAUNCHES = {
     "visible_slots": visible_slots,
     **{
         f"gather_dequant {fmt.name}": gather(fmt)
-        for fmt in (BF16_576, FP8_DS_MLA, FP8_584, e4m3_format(), e4m3_format(scale_block=576))
+        for fmt in (
+            BF16_576,
+            FP8_DS_MLA,
+            FP8_584,
+            FP8_528,
+            e4m3_format(),
+            e4m3_format(scale_block=576),
+        )
     },
 }

@@ -4,6 +4,7 @@ import torch
 
 from sparsemla import (
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -125,6 +126,7 @@ LAUNCHES = {
     "fused fp8_ds_mla, with rows": fused(FP8_DS_MLA, with_rows=True),
     "fused fp8_584": fused(FP8_584, norm_dim=512),
     "fused fp8_584, query norm": fused(FP8_584, query_norm=True),
+    "fused fp8_528": fused(FP8_528),
     "fused bf16": fused(BF16_576),
     "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
     "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),

@@ -12,6 +12,7 @@ import torch
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -24,6 +25,7 @@ LATENT_FORMATS = (
     BF16_512,
     FP8_DS_MLA,
     FP8_584,
+    FP8_528,
     e4m3_format(),
     e4m3_format(576, 512, 0),
     e4m3_format(576, 512, 32),

@@ -671,7 +671,7 @@ def _sparse_prefill() -> list[Case]:
         Case("duplicates", build(_duplicates)),
         *(
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
-            for fmt in LATENT_FORMATS[1:6]
+            for fmt in LATENT_FORMATS[1:7]
         ),
         *(
             Case(
