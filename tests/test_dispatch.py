@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparsemla import (
+    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
@@ -38,10 +39,13 @@ def test_hopper_takes(op, fmt):
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"cache_format": bf16_format(192, 128).name}, "512 of value, got bf16_192v128"),
         ({"cache_format": e4m3_format(scale_block=32).name}, "scales of 64 or 128 dims"),
-        ({"extra_format": BF16_576.name}, "an extra cache of one format"),
-        ({"cache_format": BF16_576.name, "extra_format": BF16_576.name}, "an extra cache of one"),
+        ({"extra_format": BF16_576.name}, "an extra cache of format fp8_ds_mla, got bf16_576v512"),
+        (
+            {"cache_format": e4m3_format().name, "extra_format": e4m3_format().name},
+            "scales in the rows or pages of an extra cache",
+        ),
     ],
-    ids=["GPU", "dtype", "alignment", "dims", "scales", "other format", "no scales"],
+    ids=["GPU", "dtype", "alignment", "dims", "scales", "other format", "separate scales"],
 )
 def test_hopper_refuses(change, reason):
     explained = explain(dataclasses.replace(HOPPER, **change))
@@ -126,8 +130,11 @@ def test_format_names_are_refused():
         prefill_workspace_rows([1], [1], cache_format="fp8_ds_mla", num_heads=8, topk=64)
 
 
-def test_hopper_takes_an_extra_cache():
-    assert explain(dataclasses.replace(HOPPER, extra_format=FP8_DS_MLA.name)).chosen == "sm90"
+@pytest.mark.parametrize("op", ["sparse_prefill", "sparse_decode"])
+@pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, BF16_512], ids=lambda f: f.name)
+def test_hopper_takes_an_extra_cache(op, fmt):
+    problem = dataclasses.replace(HOPPER, op=op, cache_format=fmt.name, extra_format=fmt.name)
+    assert explain(problem).chosen == "sm90"
 
 
 def cache_of(fmt):

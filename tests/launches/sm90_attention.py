@@ -102,6 +102,7 @@ def dense_decode(fmt, num_heads, query_len, num_splits, batch=64, pitch=576, pag
 LAUNCHES = {
     "prefill d576": sparse_prefill(576),
     "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
+    "prefill d512 extra": sparse_prefill(512, 64, extra=BF16_512),
     "prefill one token and key": sparse_prefill(576, 64, num_tokens=1, topk=1, context=1),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),

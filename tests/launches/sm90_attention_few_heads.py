@@ -88,6 +88,7 @@ LAUNCHES = {
     "prefill bf16_576 h32": prefill(32),
     "prefill fp8_ds_mla h16": prefill(16, FP8_DS_MLA),
     "decode bf16_576 h8": decode(BF16_576, 8, apart=True),
+    "decode bf16_576 h32 extra": decode(BF16_576, 32, extra=True),
     "decode fp8_ds_mla h16": decode(FP8_DS_MLA, 16),
     "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4, apart=True),
     "decode fp8_ds_mla h32": decode(FP8_DS_MLA, 32),

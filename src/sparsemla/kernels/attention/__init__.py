@@ -45,10 +45,10 @@ def refused_by_sm90(problem: Problem) -> str | None:
         return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
     if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
         return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
-    if problem.extra_format not in (None, fmt.name) or (
-        problem.extra_format and fmt.scales_in not in ("row", "page")
-    ):
-        return f"needs an extra cache of one format that keeps its scales, got {fmt.name}"
+    if problem.extra_format not in (None, fmt.name):
+        return f"needs an extra cache of format {fmt.name}, got {problem.extra_format}"
+    if problem.extra_format and fmt.fp8_dim and fmt.scales_in not in ("row", "page"):
+        return f"needs scales in the rows or pages of an extra cache, got {fmt.name}"
     return None
 
 

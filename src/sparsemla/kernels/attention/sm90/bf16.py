@@ -31,7 +31,8 @@ Barriers (one each; L and R are the halves of a block's 512 value dims):
 
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
 way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
-warpgroup that computed it reads. Blocks within a page come by TMA, others row by row.
+warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
+second stream follow those of the first; only the producer tells them apart.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ from sparsemla.kernels.attention.sm90.tiles import (
     S_LAYOUT,
     S_ROWS,
     TILE,
+    end_of_valid_blocks,
     end_of_valid_slots,
+    find_key_blocks,
+    load_block_slots,
+    locate,
     locate_tile,
     query_dims,
     rows_of_tile,
@@ -450,13 +455,19 @@ def key_rows(rows, key, at, L: gl.constexpr, PAGED: gl.constexpr):
 def copy_blocks(
     rows, key_0, key_1, at, smem, phase, L: gl.constexpr, PAGED: gl.constexpr, ROPE: gl.constexpr
 ):
+    """Copy a pair of blocks of one stream."""
+    row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
+    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
+    copy_rows(rows.bf16 + row_0, valid_0, rows.bf16 + row_1, valid_1, smem, phase, ROPE)
+
+
+@gluon.jit
+def copy_rows(row_0, valid_0, row_1, valid_1, smem, phase, ROPE: gl.constexpr):
     """Copy a pair of blocks row by row, each half once it is empty."""
     dims = gl.arange(0, 256, COPY_COLS)[None, :]
     rope_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
-    row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
-    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
-    row_0 = rows.bf16 + row_0[:, None]
-    row_1 = rows.bf16 + row_1[:, None]
+    row_0 = row_0[:, None]
+    row_1 = row_1[:, None]
     mbarrier.wait(smem.bar.index(EMPTY_0L), phase)
     async_load(smem.kv_left.index(0), row_0 + dims, mask=valid_0[:, None])
     async_copy.mbarrier_arrive(smem.bar.index(FULL_0L), increment_count=False)
@@ -570,9 +581,51 @@ def copy_paged_blocks(
 
 
 @gluon.jit
+def stream_rows(blocks, block, slots, rows, extra_rows, L: gl.constexpr, EXTRA: gl.constexpr):
+    """Pointers to the rows of a block's keys in the cache of the block's stream."""
+    slots = gl.maximum(slots, 0)
+    if block < blocks.num_main:
+        page, row = locate(slots, L)
+        start = rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])
+    else:
+        page, row = locate(slots, EXTRA)
+        start = extra_rows.bf16 + (page * EXTRA.bf16_strides[0] + row * EXTRA.bf16_strides[1])
+    return start
+
+
+@gluon.jit
+def copy_streams(
+    tile, rows, extra_rows, main, extra, shape, smem, phase,
+    L: gl.constexpr, EXTRA: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's selected keys of two streams; returns the phase after them."""
+    blocks = find_key_blocks(tile, main, extra, shape, smem.limits, EXTRA, False)
+    block = blocks.first
+    slots_0 = load_block_slots(blocks, block, main, extra, L, EXTRA, False, COPY_ROWS)
+    slots_1 = load_block_slots(blocks, block + 1, main, extra, L, EXTRA, False, COPY_ROWS)
+    # The end of the valid slots is found during the copy of the first pair.
+    num_pairs = 1
+    i = 0
+    while i < num_pairs:
+        row_0 = stream_rows(blocks, block, slots_0, rows, extra_rows, L, EXTRA)
+        row_1 = stream_rows(blocks, block + 1, slots_1, rows, extra_rows, L, EXTRA)
+        copy_rows(row_0, slots_0 >= 0, row_1, slots_1 >= 0, smem, phase, ROPE)
+        if i == 0:
+            last = end_of_valid_blocks(blocks, main, extra, EXTRA, False)
+            num_pairs = store_key_range(smem, block * 64, last * 64)
+        i += 1
+        block += 2
+        slots_0 = load_block_slots(blocks, block, main, extra, L, EXTRA, False, COPY_ROWS)
+        slots_1 = load_block_slots(blocks, block + 1, main, extra, L, EXTRA, False, COPY_ROWS)
+        phase = phase ^ 1
+    return phase
+
+
+@gluon.jit
 def producer(
-    num_tiles, queries, rows, pages, stream, shape, smem,
-    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, ROPE: gl.constexpr,
+    num_tiles, queries, rows, pages, stream, extra_rows, extra, shape, smem,
+    L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    ROPE: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries and keys of the CTA's tiles, each half block once its stage is empty."""
     phase = 1
@@ -587,46 +640,51 @@ def producer(
         if ROPE > 0:
             copy_queries(tile, smem.q_rope, queries, shape, 512, ROPE)
         async_copy.mbarrier_arrive(smem.bar.index(Q_FULL), increment_count=False)
-        end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
-        steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
-        first = split * steps * 64
-        last = gl.minimum(first + steps * 64, end)
-        if pages is not None:
-            store_key_range(smem, first, last)
-            at, phase = copy_paged_blocks(
-                rows, pages, keys, first, last, shape, smem, phase, L, ROPE,
+        if EXTRA is not None:
+            phase = copy_streams(
+                tile, rows, extra_rows, stream, extra, shape, smem, phase, L, EXTRA, ROPE
             )  # fmt: skip
-            if (at < last) | (at == first):
-                # Rows after the last key may hold NaN, so the last pair is copied row by row.
-                rest_at = at + gl.arange(0, 64, COPY_ROWS)
-                key_0 = load_keys(keys, rest_at, last, L, PAGED)
-                key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
-                copy_blocks(
-                    rows, key_0, key_1, rest_at, smem, phase, L, PAGED, ROPE,
-                )  # fmt: skip
-                phase = phase ^ 1
         else:
-            at = first + gl.arange(0, 64, COPY_ROWS)
-            key_0 = load_keys(keys, at, last, L, PAGED)
-            key_1 = load_keys(keys, at + 64, last, L, PAGED)
-            copy_blocks(
-                rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
-            )  # fmt: skip
-            phase = phase ^ 1
-            # Find the end of the list's valid slots during the copy of the first pair.
-            if not PAGED:
-                last = end_of_valid_slots(keys, first, last, rows.num_slots, 2048)
-            num_pairs = store_key_range(smem, first, last)
-            key_0 = load_keys(keys, at + 128, last, L, PAGED)
-            key_1 = load_keys(keys, at + 192, last, L, PAGED)
-            for _ in range(1, num_pairs):
-                at += 128
+            end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
+            steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
+            first = split * steps * 64
+            last = gl.minimum(first + steps * 64, end)
+            if pages is not None:
+                store_key_range(smem, first, last)
+                at, phase = copy_paged_blocks(
+                    rows, pages, keys, first, last, shape, smem, phase, L, ROPE,
+                )  # fmt: skip
+                if (at < last) | (at == first):
+                    # Rows after the last key may hold NaN, so the last pair is copied row by row.
+                    rest_at = at + gl.arange(0, 64, COPY_ROWS)
+                    key_0 = load_keys(keys, rest_at, last, L, PAGED)
+                    key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
+                    copy_blocks(
+                        rows, key_0, key_1, rest_at, smem, phase, L, PAGED, ROPE,
+                    )  # fmt: skip
+                    phase = phase ^ 1
+            else:
+                at = first + gl.arange(0, 64, COPY_ROWS)
+                key_0 = load_keys(keys, at, last, L, PAGED)
+                key_1 = load_keys(keys, at + 64, last, L, PAGED)
                 copy_blocks(
                     rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
                 )  # fmt: skip
+                phase = phase ^ 1
+                # Find the end of the list's valid slots during the copy of the first pair.
+                if not PAGED:
+                    last = end_of_valid_slots(keys, first, last, rows.num_slots, 2048)
+                num_pairs = store_key_range(smem, first, last)
                 key_0 = load_keys(keys, at + 128, last, L, PAGED)
                 key_1 = load_keys(keys, at + 192, last, L, PAGED)
-                phase = phase ^ 1
+                for _ in range(1, num_pairs):
+                    at += 128
+                    copy_blocks(
+                        rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
+                    )  # fmt: skip
+                    key_0 = load_keys(keys, at + 128, last, L, PAGED)
+                    key_1 = load_keys(keys, at + 192, last, L, PAGED)
+                    phase = phase ^ 1
 
 
 @gluon.constexpr_function
@@ -642,9 +700,10 @@ def arrivals(b):
     do_not_specialize_on_alignment=["group_tokens", "num_splits"],  # a 1 is worth a kernel
 )
 def _attend(
-    num_tiles, queries, rows, pages, stream, results, num_heads, num_rows, group_tokens,
-    num_splits, scale_log2,
-    L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, MIXED: gl.constexpr,
+    num_tiles, queries, rows, pages, stream, extra_rows, extra, results, num_heads, num_rows,
+    group_tokens, num_splits, scale_log2,
+    L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    MIXED: gl.constexpr,
 ):  # fmt: skip
     """One CTA: tiles of 64 query rows of a group, each over one split of the group's keys.
 
@@ -652,6 +711,7 @@ def _attend(
         queries: their strides count 8 elements.
         pages: a TMA descriptor of the cache if every block lies within a page, or None.
         L: the cache's layout.
+        EXTRA: the layout of the extra stream's cache, or None without one.
         PAGED: a group attends to all keys of its request, through the page table.
         CAUSAL: a query token sees no later keys.
         MIXED: tiles hold rows of several tokens, which see different numbers of keys.
@@ -680,8 +740,8 @@ def _attend(
         [
             (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
             (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
-            (producer, (num_tiles, queries, rows, pages, stream, shape, smem, L, PAGED, CAUSAL,
-                        ROPE)),
+            (producer, (num_tiles, queries, rows, pages, stream, extra_rows, extra, shape, smem, L,
+                        EXTRA, PAGED, CAUSAL, ROPE)),
         ],
         [4, 4],
         [208, 64],
@@ -697,6 +757,8 @@ def launch(
     softmax_scale: float,
     *,
     num_groups: int,
+    extra_cache: PagedCache | None = None,
+    extra: KeyList | None = None,
     paged: bool = False,
     causal: bool = False,
 ) -> None:
@@ -710,11 +772,16 @@ def launch(
         shape: the numbering of the query rows.
         softmax_scale: factor of the scores.
         num_groups: groups of query rows that share keys.
+        extra_cache: bfloat16 rows of a second stream.
+        extra: the second stream's keys of each group.
         paged: ``stream`` is a page table.
         causal: mask later keys.
     """
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
     rows, layout = cache_arguments(cache)
+    extra_rows, extra_layout = None, None
+    if extra_cache is not None and extra is not None:
+        extra_rows, extra_layout = cache_arguments(extra_cache)
     pages = None
     if paged and cache.page_size % 64 == 0:
         size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
@@ -725,10 +792,13 @@ def launch(
         rows,
         pages,
         stream,
+        extra_rows,
+        extra,
         results,
         *shape,
         softmax_scale * LOG2E.value,
         L=layout,
+        EXTRA=extra_layout,
         PAGED=paged,
         CAUSAL=causal,
         MIXED=causal and shape.num_heads % 64 > 0,

@@ -11,7 +11,7 @@ they merge, as two splits would. A producer warpgroup copies rows of the cache t
 cp.async, straight into the swizzled layout that the MMAs read. Each consumer has a stage of its
 own, and a tile arrives in three pieces: RoPE dims, dims 0 to 255 (left) and dims 256 to 511
 (right). The QK MMA begins with the first piece, and the producer refills a piece as soon as the
-last MMA that reads it is done::
+last MMA that reads it is done. Tiles of a second stream follow those of the first::
 
     producer     rope, left, right of i+1 | rope, left, right of i+2 | rope, left, right of i+3
     consumer 0   QK i   softmax i   PV i    QK i+2   softmax i+2   PV i+2
@@ -141,8 +141,8 @@ def copy_piece(source, valid, to, memory, bar, phase, START: gl.constexpr, WIDTH
 
 
 @gluon.jit
-def producer(keys, memory, L: gl.constexpr):
-    """The producer warpgroup: copy each tile to the stage of its consumer."""
+def copy_tiles(keys, first_tile, memory, L: gl.constexpr):
+    """Copy each tile of a stream to the stage of its consumer."""
     at = keys.begin + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
     next_slots = load_entries(keys.entries, at, keys.end, L, False)
     for i in range(keys.num_tiles):
@@ -153,8 +153,8 @@ def producer(keys, memory, L: gl.constexpr):
         page, row = locate(gl.where(valid, slots, 0), L)
         source = keys.rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
         valid = valid[:, None]
-        stage = i % 2
-        phase = i // 2 & 1 ^ 1
+        stage = (first_tile + i) % 2
+        phase = (first_tile + i) // 2 & 1 ^ 1
         bar = PIECES * stage
         if L.head_dim > 512:
             to = memory.k_rope.index(stage)
@@ -162,6 +162,14 @@ def producer(keys, memory, L: gl.constexpr):
         for half in gl.static_range(2):
             to = memory.kv.index(2 * stage + half)
             copy_piece(source, valid, to, memory, bar + LEFT + half, phase, 256 * half, WIDTH=256)
+
+
+@gluon.jit
+def producer(keys, extra_keys, memory, L: gl.constexpr, EXTRA: gl.constexpr):
+    """The producer warpgroup: copy the tiles of both streams, one after the other."""
+    copy_tiles(keys, 0, memory, L)
+    if EXTRA is not None:
+        copy_tiles(extra_keys, keys.num_tiles, memory, EXTRA)
 
 
 @gluon.jit
@@ -230,6 +238,8 @@ def pv_mma(acc_left, acc_right, memory, zero, CONSUMER: gl.constexpr):
 @gluon.jit
 def attend(
     keys,
+    first_tile,
+    state,
     scale_log2,
     memory,
     L: gl.constexpr,
@@ -237,19 +247,22 @@ def attend(
     CONSUMER: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """m, l and both halves of O over every second tile, from ``CONSUMER`` on."""
-    m = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
-    l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
-    acc_left = gl.zeros([256, N], gl.float32, ACC)
-    acc_right = gl.zeros([256, N], gl.float32, ACC)
-    at = keys.begin + CONSUMER * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    """m, l and both halves of O after every second tile of a stream.
+
+    Tiles are counted over both streams, ``first_tile`` before this one; those of the other parity
+    are the other consumer's.
+    """
+    m, l, acc_left, acc_right = state
+    own = (first_tile + CONSUMER) % 2
+    at = keys.begin + own * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     slots = load_entries(keys.entries, at, keys.end, L, False)
-    for i in range(CONSUMER, keys.num_tiles, 2):
+    for i in range(own, keys.num_tiles, 2):
         zero = opaque_zero(i)
         seen = is_slot(slots, keys.rows.num_slots)[:, None]
         at += 2 * KEYS
         slots = load_entries(keys.entries, at, keys.end, L, False)
-        s = qk_mma(memory, i // 2 & 1, zero, N, CONSUMER, L.head_dim > 512, ACC)
+        phase = (first_tile + i) // 2 & 1
+        s = qk_mma(memory, phase, zero, N, CONSUMER, L.head_dim > 512, ACC)
         m, l, rescale = softmax_step(s * scale_log2, seen, m, l, memory.p.index(CONSUMER + zero))
         acc_left, acc_right = pv_mma(
             acc_left * rescale, acc_right * rescale, memory, zero, CONSUMER
@@ -267,18 +280,30 @@ def meet(barrier):
 @gluon.jit
 def consumer(
     keys,
+    extra_keys,
     scale_log2,
     memory,
     results,
     shape,
     L: gl.constexpr,
+    EXTRA: gl.constexpr,
     N: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """One of two consumer warpgroups: attend to every second tile, then merge with the other."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, ACC)
-    m, l, acc_left, acc_right = attend(keys, scale_log2, memory, L, N, CONSUMER, ACC)
+    m = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
+    l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
+    acc_left = gl.zeros([256, N], gl.float32, ACC)
+    acc_right = gl.zeros([256, N], gl.float32, ACC)
+    state = (m, l, acc_left, acc_right)
+    state = attend(keys, 0, state, scale_log2, memory, L, N, CONSUMER, ACC)
+    if EXTRA is not None:
+        state = attend(
+            extra_keys, keys.num_tiles, state, scale_log2, memory, EXTRA, N, CONSUMER, ACC
+        )
+    m, l, acc_left, acc_right = state
 
     memory.ml.index(CONSUMER).store(m)
     memory.ml.index(2 + CONSUMER).store(gl.sum(l, 0))
@@ -343,15 +368,18 @@ def _attend_few_heads(
     queries,
     rows,
     stream,
+    extra_rows,
+    extra,
     results,
     shape,
     scale_log2,
     L: gl.constexpr,
+    EXTRA: gl.constexpr,
     N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """All rows of a group, and one split of their keys."""
+    """All rows of a group, and one split of the keys of both streams."""
     memory = allocate(N)
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
@@ -363,9 +391,15 @@ def _attend_few_heads(
 
     entries, end = find_keys(stream, shape, LIST, False)
     all_tiles = gl.cdiv(end, KEYS)
+    all_extra = 0
+    if EXTRA is not None:
+        extra_entries, extra_end = find_keys(extra, shape, LIST, False)
+        all_extra = gl.cdiv(extra_end, KEYS)
+    # The main stream's tiles come first, then the extra stream's.
     split, request, first = group_of_program(shape)
-    tiles_per_split = gl.cdiv(all_tiles, shape.num_splits)
-    begin = gl.minimum(split.to(gl.int32) * tiles_per_split, all_tiles)
+    tiles_per_split = gl.cdiv(all_tiles + all_extra, shape.num_splits)
+    first_tile = split.to(gl.int32) * tiles_per_split
+    begin = gl.minimum(first_tile, all_tiles)
     num_tiles = gl.minimum(begin + tiles_per_split, all_tiles) - begin
 
     out = results.out + split * results.out_split
@@ -387,15 +421,24 @@ def _attend_few_heads(
         memory.q_rope.index(0).store(rope)
     fence_async_shared()
     keys = KeyRange(rows, entries, begin * KEYS, end, num_tiles)
+    extra_keys = keys
+    if EXTRA is not None:
+        behind = first_tile + tiles_per_split
+        extra_begin = gl.minimum(gl.maximum(first_tile - all_tiles, 0), all_extra)
+        extra_tiles = gl.minimum(gl.maximum(behind - all_tiles, 0), all_extra) - extra_begin
+        extra_begin *= KEYS
+        extra_keys = KeyRange(extra_rows, extra_entries, extra_begin, extra_end, extra_tiles)
     gl.warp_specialize(
         [
-            (consumer, (keys, scale_log2, memory, group_results, shape, L, N, 0)),
-            (consumer, (keys, scale_log2, memory, group_results, shape, L, N, 1)),
-            (producer, (keys, memory, L)),
+            (consumer, (keys, extra_keys, scale_log2, memory, group_results, shape, L, EXTRA, N,
+                        0)),
+            (consumer, (keys, extra_keys, scale_log2, memory, group_results, shape, L, EXTRA, N,
+                        1)),
+            (producer, (keys, extra_keys, memory, L, EXTRA)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def launch(
@@ -407,18 +450,26 @@ def launch(
     softmax_scale: float,
     *,
     num_groups: int,
+    extra_cache: PagedCache | None = None,
+    extra: KeyList | None = None,
 ) -> None:
     """Launch over ``num_groups`` groups of rows."""
     rows, layout = cache_arguments(cache)
+    extra_rows, extra_layout = None, None
+    if extra_cache is not None and extra is not None:
+        extra_rows, extra_layout = cache_arguments(extra_cache)
     wide = shape.num_rows > 16
     _attend_few_heads[(num_groups * shape.num_splits,)](
         queries,
         rows,
         stream,
+        extra_rows,
+        extra,
         results,
         shape,
         softmax_scale * LOG2E.value,
         L=layout,
+        EXTRA=extra_layout,
         N=32 if wide else 16,
         CONSUMER_REGISTERS=232 if wide else 208,
         PRODUCER_REGISTERS=40 if wide else 80,

@@ -60,25 +60,24 @@ def sparse_decode(
     if q_rope is not None:
         queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
     few = num_heads <= FEW_HEADS
+    extra = None
+    if extra_cache is not None and extra_topk_indices is not None:
+        extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
     if cache.format.fp8_dim:
-        extra = None
-        if extra_cache is not None and extra_topk_indices is not None:
-            extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
         launch = fp8_few_heads.launch if few else fp8.launch
-        launch(
-            queries,
-            cache,
-            main,
-            results,
-            shape,
-            softmax_scale,
-            num_groups=groups,
-            extra_cache=extra_cache,
-            extra=extra,
-        )
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
-        launch(queries, cache, main, results, shape, softmax_scale, num_groups=groups)
+    launch(
+        queries,
+        cache,
+        main,
+        results,
+        shape,
+        softmax_scale,
+        num_groups=groups,
+        extra_cache=extra_cache,
+        extra=extra,
+    )
     merge_splits(*whole, attn_sink, out, lse)
 
 

@@ -46,28 +46,25 @@ def sparse_prefill(
     queries = Queries(q, q.stride(0), 0, q.stride(1))
     if q_rope is not None:
         queries = Queries(*queries[:4], q_rope, q_rope.stride(0), 0, q_rope.stride(1))
-    main = _selected(kv, topk_indices, topk_lengths)
-    shape = QueryRows(num_heads, num_heads, 1, 1)
+    extra = None
+    if extra_kv is not None and extra_topk_indices is not None:
+        extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
     few = num_heads <= FEW_HEADS
     if kv.format.fp8_dim:
-        extra = None
-        if extra_kv is not None and extra_topk_indices is not None:
-            extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
         launch = fp8_few_heads.launch if few else fp8.launch
-        launch(
-            queries,
-            kv,
-            main,
-            results,
-            shape,
-            softmax_scale,
-            num_groups=num_tokens,
-            extra_cache=extra_kv,
-            extra=extra,
-        )
     else:
         launch = bf16_few_heads.launch if few else bf16.launch
-        launch(queries, kv, main, results, shape, softmax_scale, num_groups=num_tokens)
+    launch(
+        queries,
+        kv,
+        _selected(kv, topk_indices, topk_lengths),
+        results,
+        QueryRows(num_heads, num_heads, 1, 1),
+        softmax_scale,
+        num_groups=num_tokens,
+        extra_cache=extra_kv,
+        extra=extra,
+    )
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:

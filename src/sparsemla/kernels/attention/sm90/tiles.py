@@ -1,9 +1,13 @@
-"""Device code that the Hopper attention kernels share: layouts, tiles of query rows, slots."""
+"""Device code that the Hopper attention kernels share: layouts, tiles of rows, blocks of keys."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from sparsemla.kernels.common.gluon import opaque_zero
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -15,6 +19,21 @@ O_ROWS = gl.constexpr(gl.SliceLayout(1, O_LAYOUT))
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+class KeyBlocks(NamedTuple):
+    """Blocks ``first .. last`` of a split: first of the main stream, then of the extra stream.
+
+    ``main_end`` and ``extra_end``: ends of the split's part in each list of keys.
+    """
+
+    main_keys: object
+    extra_keys: object
+    main_end: object
+    extra_end: object
+    num_main: object
+    first: object
+    last: object
 
 
 @gluon.jit
@@ -100,6 +119,96 @@ def end_of_valid_slots(keys, first, last, num_slots, CHUNK: gl.constexpr):
         valid = (slots >= 0) & (slots < num_slots)
         end = gl.maximum(end, gl.max(gl.where(valid, at + 1, 0), 0))
     return end
+
+
+@gluon.jit
+def load_slots(keys, at, end, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
+    """Load the slots of the keys ``at``, -1 for invalid ones."""
+    real = at < end
+    if PAGED:
+        page = gl.load(keys + at // L.page_size, mask=real, other=-1).to(gl.int64)
+        valid = (page >= 0) & (page < num_slots // L.page_size)
+        slot = page * L.page_size + at % L.page_size
+    else:
+        slot = gl.load(keys + at, mask=real, other=-1).to(gl.int64)
+        valid = (slot >= 0) & (slot < num_slots)
+    return gl.where(valid, slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def load_block_slots(
+    blocks,
+    block,
+    main,
+    extra,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Load the slots of a block of 64 keys from the stream that the block belongs to."""
+    at = block * 64 + gl.arange(0, 64, LAYOUT)
+    if EXTRA is None:
+        slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
+    else:
+        if block < blocks.num_main:
+            slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
+        else:
+            at -= blocks.num_main * 64
+            slots = load_slots(
+                blocks.extra_keys, at, blocks.extra_end, extra.num_slots, EXTRA, PAGED
+            )
+    return slots
+
+
+@gluon.jit
+def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSAL: gl.constexpr):
+    """Find the blocks of a tile's split, and store the number of keys that each row sees."""
+    begin, split, request, token = locate_tile(tile, shape)
+    keys = main.keys + request * main.keys_request + token * main.keys_token
+    end = store_key_limits(limits, main, shape, begin, request, token, CAUSAL)
+    num_blocks = gl.cdiv(end, 64)
+    if EXTRA is None:
+        total = num_blocks
+        extra_end = end
+        extra_keys = keys
+    else:
+        extra_keys = extra.keys + request * extra.keys_request + token * extra.keys_token
+        extra_end = store_key_limits(limits, extra, shape, begin, request, token, False)
+        # Triton 3.6 fails if a list of one block is a constant, as for a width of 1.
+        num_blocks += opaque_zero(split)
+        total = num_blocks + gl.cdiv(extra_end, 64)
+    blocks = gl.cdiv(total, shape.num_splits)
+    first = split * blocks
+    last = gl.minimum(first + blocks, total)
+    end = gl.minimum(last * 64, end)
+    extra_end = gl.minimum((last - num_blocks) * 64, extra_end)
+    return KeyBlocks(keys, extra_keys, end, extra_end, num_blocks, first, last)
+
+
+@gluon.jit
+def end_of_valid_blocks(blocks, main, extra, EXTRA: gl.constexpr, PAGED: gl.constexpr):
+    """One past the last block of the split that has a valid key."""
+    last = blocks.last
+    if not PAGED:
+        if EXTRA is None:
+            end = end_of_valid_slots(
+                blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+            )
+            last = gl.cdiv(end, 64)
+        else:
+            begin = gl.maximum(blocks.first - blocks.num_main, 0) * 64
+            end = end_of_valid_slots(
+                blocks.extra_keys, begin, blocks.extra_end, extra.num_slots, 1024
+            )
+            if end > begin:
+                last = blocks.num_main + gl.cdiv(end, 64)
+            else:
+                end = end_of_valid_slots(
+                    blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+                )
+                last = gl.cdiv(end, 64)
+    return last
 
 
 @gluon.jit
