@@ -39,6 +39,7 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=BF16_576),
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
+    workloads.WindowedPrefill(3, 64, 200, 128),
     workloads.DenseDecode(3, 2, 4, 130),
     workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA),
     workloads.IndexerScores(9, 40),
@@ -197,6 +198,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
+        (workloads.WindowedPrefill(3, 4, 200, 128), "sparsemla through a workspace"),
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),
     ],
 )
@@ -303,9 +305,12 @@ class FlashMLALike:
     def get_mla_metadata(self):
         return object(), None
 
-    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale):
+    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v=512, attn_sink=None):
         assert kv.dim() == indices.dim() == 3
-        out, lse = ops.sparse_prefill(q, kv[:, 0], indices[:, 0], softmax_scale=sm_scale)
+        assert d_v == 512
+        out, lse = ops.sparse_prefill(
+            q, kv[:, 0], indices[:, 0], softmax_scale=sm_scale, attn_sink=attn_sink
+        )
         return out, torch.zeros_like(lse), lse
 
     def flash_mla_with_kvcache(
@@ -352,7 +357,7 @@ def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     peer.module = FlashMLALike()
     outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
     assert outcome.failures == outcome.refusals == {}
-    gathered = isinstance(workload, workloads.CachedPrefill)
+    gathered = isinstance(workload, (workloads.CachedPrefill, workloads.WindowedPrefill))
     name = "FlashMLA after sparsemla's gather" if gathered else "FlashMLA"
     assert [found.peer for found in outcome.rows] == [name]
     padded = isinstance(workload, (workloads.SparsePrefill, workloads.SparseDecode))

@@ -345,6 +345,97 @@ class CachedPrefill(Workload):
 
 
 @dataclass(frozen=True)
+class WindowedPrefill(Workload):
+    """DeepSeek-V4: a chunk of a request's tokens over a window of rows and a compressed cache.
+
+    Both caches have 584 bytes per token and are read in place. The other way converts them into one
+    workspace and joins both selections in one list.
+    """
+
+    tokens: int
+    heads: int
+    extra_context: int
+    extra_topk: int
+    topk: int = 128
+    op: ClassVar[str] = "sparse_prefill"
+
+    @property
+    def label(self) -> str:
+        return "random"
+
+    @property
+    def variant(self) -> str:
+        return "fp8_584 caches, sink"
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * self.heads * (self.topk + self.extra_topk) * (512 + 512)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        context = self.tokens + self.topk - 1
+        cache, table = _paged(draw, FP8_584, 1, context)
+        extra_cache, extra_table = _paged(draw, FP8_584, 1, self.extra_context)
+        window = torch.arange(self.topk, dtype=torch.int32, device=device)
+        window = window + torch.arange(self.tokens, dtype=torch.int32, device=device)[:, None]
+        entries = _select(draw, self.tokens, self.extra_context, self.extra_topk, "random")
+        requests = torch.zeros(self.tokens, dtype=torch.int32, device=device)
+        lens = torch.tensor([context, self.extra_context], dtype=torch.int32, device=device)
+        return {
+            "q": _queries(draw, self.tokens, self.heads, 512),
+            "kv": cache,
+            "topk_indices": ops.to_slots(window, table, requests, page_size=PAGE_SIZE),
+            "extra_kv": extra_cache,
+            "extra_topk_indices": ops.to_slots(entries, extra_table, requests, page_size=PAGE_SIZE),
+            "attn_sink": torch.randn(self.heads, generator=draw, device=device),
+            "softmax_scale": 512**-0.5,
+            "page_tables": (table, extra_table),
+            "seq_lens": lens,
+            "workspace_starts": lens.cumsum(0, dtype=torch.int32) - lens,
+            "workspace": torch.empty(
+                context + self.extra_context, 512, dtype=torch.bfloat16, device=device
+            ),
+            "workspace_rows": torch.cat([window, entries + context], 1),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        width = self.topk + self.extra_topk
+        rows = sum(inputs[f"{name}topk_indices"].unique().numel() for name in ("", "extra_"))
+        per_token = 2 * self.heads * (512 + 512) + 4 * self.heads + 4 * width
+        return rows * FP8_584.bytes_per_token + self.tokens * per_token
+
+    def _arguments(self, inputs: Inputs) -> Inputs:
+        names = "kv", "topk_indices", "extra_kv", "extra_topk_indices", "attn_sink"
+        return {name: inputs[name] for name in ("q", *names, "softmax_scale")}
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**self._arguments(inputs))
+
+    def convert(self, inputs: Inputs) -> Tensor:
+        """Both caches in the workspace, the window's rows first."""
+        rows = inputs["workspace"]
+        for i, name in enumerate(("kv", "extra_kv")):
+            lens, starts = (inputs[part][i : i + 1] for part in ("seq_lens", "workspace_starts"))
+            ops.gather_dequant(inputs[name], inputs["page_tables"][i], lens, starts, out=rows)
+        return rows
+
+    def converted(self, inputs: Inputs) -> Results:
+        rows = self.convert(inputs)
+        options = {name: inputs[name] for name in ("attn_sink", "softmax_scale")}
+        return ops.sparse_prefill(inputs["q"], rows, inputs["workspace_rows"], **options)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["q"].device)
+        arguments = self._arguments(inputs)
+        for name in ("q", "topk_indices", "extra_topk_indices"):
+            arguments[name] = arguments[name][some]
+        out, lse, _ = reference.sparse_prefill(**arguments)
+        _check_attention(
+            results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
+        )
+
+
+@dataclass(frozen=True)
 class SparseDecode(Workload):
     """A few tokens per request over a cache, by default with 656 bytes per token."""
 
@@ -991,6 +1082,7 @@ def all_workloads() -> list[Workload]:
             for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))
         ),
         *(CachedPrefill(4096, n, 128, 2048, e4m3_format()) for n in (32768, 131072)),
+        *(WindowedPrefill(4096, heads, 8192, topk) for heads, topk in ((64, 512), (128, 1024))),
         *(SparseDecode(*shape) for shape in decode),
         # A single token of a request has no neighbours to overlap with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),

@@ -21,6 +21,7 @@ from sparsemla.bench.workloads import (
     SparseDecode,
     SparsePrefill,
     WindowedDecode,
+    WindowedPrefill,
     Workload,
 )
 from sparsemla.formats import BF16_576, FP8_584, FP8_DS_MLA
@@ -49,6 +50,8 @@ class FlashMLA(Peer):
             if isinstance(workload, SparseDecode) and workload.format not in (FP8_DS_MLA, FP8_584):
                 return "decodes from caches of 656 and 584 bytes a token"
             return None if workload.topk % 128 == 0 else "takes a topk that is a multiple of 128"
+        if isinstance(workload, WindowedPrefill):
+            return None if workload.heads in FlashMLA.HEADS else "takes 64 or 128 heads"
         if isinstance(workload, DenseDecode):
             return None if workload.format is BF16_576 else "takes a bfloat16 cache"
         return "has no such op"
@@ -56,6 +59,8 @@ class FlashMLA(Peer):
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, CachedPrefill):
             return [self._after_gather(workload, inputs)]
+        if isinstance(workload, WindowedPrefill):
+            return [self._after_gathers(workload, inputs)]
         if isinstance(workload, DenseDecode):
             return [self._dense(workload, inputs)]
         q, scale = inputs["q"], inputs["softmax_scale"]
@@ -120,6 +125,17 @@ class FlashMLA(Peer):
 
         name = f"{self.name} after {'vLLM' if theirs else 'sparsemla'}'s gather"
         return side(name, workload, inputs, run)
+
+    def _after_gathers(self, workload: WindowedPrefill, inputs: Inputs) -> Side:
+        """Its prefill over rows of both caches, converted by our kernel."""
+        q, indices = inputs["q"], inputs["workspace_rows"][:, None]
+        scale, sink = inputs["softmax_scale"], inputs["attn_sink"]
+
+        def run() -> Results:
+            rows = workload.convert(inputs)[:, None]
+            return (self.module.flash_mla_sparse_fwd(q, rows, indices, scale, 512, sink)[0],)
+
+        return side(f"{self.name} after sparsemla's gather", workload, inputs, run)
 
 
 class _StandIn:

@@ -16,6 +16,7 @@ from sparsemla.bench.workloads import (
     Inputs,
     SelectTopk,
     Side,
+    WindowedPrefill,
     Workload,
 )
 from sparsemla.cache import PagedCache
@@ -61,12 +62,16 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, CachedPrefill):
+        if isinstance(workload, (CachedPrefill, WindowedPrefill)):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
         return None if quantised else "has one way only"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        if isinstance(workload, WindowedPrefill):
+            through = workload.converted
+            name = "sparsemla through a workspace"
+            return [side(name, workload, inputs, lambda: through(inputs))]
         if isinstance(workload, CachedPrefill):
             other, name = workload.converted, "sparsemla through a workspace"
             if workload.converts(inputs["q"].device):
