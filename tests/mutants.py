@@ -62,9 +62,11 @@ def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
 
 # Few tests each, as the interpreter is slow.
 DECODE = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp8_584"
+OWN_LENGTHS = "tests/test_triton_decode.py -k lengths_of_their_own and extra1"
 CAUSAL = "tests/test_triton_decode.py -k dense_decode_of_every_format and True-fp8_584"
 DENSE = "tests/test_triton_decode.py -k dense_decode_of_many_rows and 1-4-16"
 MERGE = "tests/test_triton_decode.py -k merge_states and (40 or 80)"
+STREAMS = "tests/test_triton_prefill.py -k two_streams and fp8_584"
 PREFILL = "tests/test_triton_prefill.py -k test_dense_prefill and kv_lens and True"
 RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_keys)"
 PAGED = "tests/test_triton_indexer.py -k test_paged and 7-3"
@@ -142,6 +144,27 @@ CPU_MUTANTS = (
         "(at % L.page_size).to(tl.int64)",
         "((at + 1) % L.page_size).to(tl.int64)",
         DENSE,
+    ),
+    portable(
+        "all tokens of a request have the first one's length",
+        "attention/triton/decode.py",
+        "            at += token * token_stride\n",
+        "            at += token * 0 * token_stride\n",
+        OWN_LENGTHS,
+    ),
+    portable(
+        "lengths of the extra stream are ignored",
+        "attention/triton/prefill.py",
+        "extra_length = tl.minimum(tl.load(extra_lengths + token), extra_topk).to(tl.int32)",
+        "extra_length = extra_topk + 0",
+        STREAMS,
+    ),
+    portable(
+        "the extra stream has the main one's indices",
+        "attention/triton/prefill.py",
+        "            extra_rows,\n            extra_indices,\n            0,\n",
+        "            extra_rows,\n            topk_indices,\n            0,\n",
+        STREAMS,
     ),
     portable(
         "parts are not rescaled when merged",
@@ -336,6 +359,7 @@ CPU_MUTANTS = (
 
 ROWS = "attention/sm90/bf16.py"
 ROWS_FP8 = "attention/sm90/fp8.py"
+TILES = "attention/sm90/tiles.py"
 FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 SWAP_AB = "attention/sm90/swap_ab.py"
@@ -394,6 +418,36 @@ GPU_MUTANTS = (
         "",
         "sparse_prefill",
         "dense_decode",
+    ),
+    hopper(
+        "lengths of the extra stream are ignored",
+        TILES,
+        "extra_end = store_key_limits(limits, extra, shape, begin, request, token, False)",
+        "extra_end = extra.num_keys + opaque_zero(split)",
+        "sparse_prefill",
+        "sparse_decode",
+    ),
+    hopper(
+        "all tokens of a request have the first one's length",
+        TILES,
+        "        at += token * stream.lengths_token\n",
+        "        at += token * 0 * stream.lengths_token\n",
+        "sparse_decode",
+    ),
+    hopper(
+        "the first block of the extra stream is the main stream's",
+        TILES,
+        "        if block < blocks.num_main:\n",
+        "        if block <= blocks.num_main:\n",
+        "sparse_prefill",
+        "sparse_decode",
+    ),
+    hopper(
+        "the last tile of the extra stream is skipped",
+        FEW_HEADS,
+        "        all_extra = gl.cdiv(extra_end, KEYS)\n",
+        "        all_extra = extra_end // KEYS\n",
+        "sparse_prefill",
     ),
     hopper(
         "the mask is dropped",
