@@ -265,26 +265,29 @@ ATTENTION = {
 }
 SELECTION = {"topk": TOPKS, "lengths": FLAGS, "num_pages": st.integers(1, 4)}
 
+EXTRA = st.none() | st.fixed_dictionaries({**CACHES, **SELECTION, "topk": st.integers(0, 70)})
 SPARSE_DECODE = cases(
     batch=st.integers(0, 3),
     query_len=st.integers(0, 3),
-    extra=st.none() | st.fixed_dictionaries({**CACHES, **SELECTION}),
+    extra=EXTRA,
+    own_lengths=FLAGS,
     num_splits=st.none() | st.integers(1, 5),
     **SELECTION,
     **ATTENTION,
 )
 
 
-def _selected(draw, shape, batch, query_len, *, index_dtype, magnitude, equal=False):
-    """A cache, indices ``[B, S, K]`` and lengths ``[B]`` or None."""
+def _selected(draw, shape, batch, query_len, *, index_dtype, magnitude, equal=False, own=False):
+    """A cache, indices ``[B, S, K]`` and lengths ``[B]``, or ``[B, S]`` if ``own``, or None."""
     cache = new_cache(draw, **shape)
     used = used_slots(draw, cache)
     fill(draw, cache, used, mode=shape["mode"], magnitude=magnitude, equal=equal)
     topk, lengths, row_lengths = shape["topk"], None, None
     if shape["lengths"]:
-        lengths = [draw.number(0, topk + 3) for _ in range(batch)]
-        row_lengths = [n for n in lengths for _ in range(query_len)]
-        lengths = draw.integers(lengths, index_dtype, (batch,))
+        size = (batch, query_len) if own else (batch,)
+        lengths = [draw.number(0, topk + 3) for _ in range(math.prod(size))]
+        row_lengths = lengths if own else [n for n in lengths for _ in range(query_len)]
+        lengths = draw.integers(lengths, index_dtype, size)
     flat = selections(
         draw, batch * query_len, topk, used, cache.num_slots, index_dtype, row_lengths
     )
@@ -295,6 +298,7 @@ def _selected(draw, shape, batch, query_len, *, index_dtype, magnitude, equal=Fa
 def sparse_decode(draw, shape):
     batch, query_len, num_heads = shape["batch"], shape["query_len"], shape["num_heads"]
     kinds = {name: shape[name] for name in ("index_dtype", "magnitude", "equal")}
+    kinds["own"] = shape["own_lengths"]
     cache, indices, lengths = _selected(draw, shape, batch, query_len, **kinds)
     arguments = {
         "q": draw.normal(batch, query_len, num_heads, cache.format.head_dim, dtype=shape["dtype"]),
@@ -306,18 +310,23 @@ def sparse_decode(draw, shape):
         "num_splits": shape["num_splits"],
     }
     if shape["extra"] is not None:
-        dims = cache.format.head_dim, cache.format.value_dim
-        extra = {**shape["extra"]}
-        fmt = get_format(extra["fmt"])
-        if (fmt.head_dim, fmt.value_dim) != dims:
-            extra["fmt"] = bf16_format(*dims).name
-        found = _selected(draw, extra, batch, query_len, **kinds)
+        found = _selected(draw, _like(cache, shape["extra"]), batch, query_len, **kinds)
         names = ("extra_cache", "extra_topk_indices", "extra_topk_lengths")
         arguments.update(zip(names, found, strict=True))
     return arguments
 
 
-SPARSE_PREFILL = cases(num_tokens=st.integers(0, 6), as_rows=FLAGS, **SELECTION, **ATTENTION)
+def _like(cache, extra):
+    """The shape of a second stream, with the dims of the first one's cache."""
+    dims = cache.format.head_dim, cache.format.value_dim
+    fmt = get_format(extra["fmt"])
+    same = (fmt.head_dim, fmt.value_dim) == dims
+    return extra if same else {**extra, "fmt": bf16_format(*dims).name}
+
+
+SPARSE_PREFILL = cases(
+    num_tokens=st.integers(0, 6), as_rows=FLAGS, extra=EXTRA, **SELECTION, **ATTENTION
+)
 
 
 def sparse_prefill(draw, shape):
@@ -328,14 +337,21 @@ def sparse_prefill(draw, shape):
         shape = {**shape, "fmt": fmt, "page_size": 1, "num_pages": shape["num_pages"] * 30}
     kinds = {name: shape[name] for name in ("index_dtype", "magnitude", "equal")}
     cache, indices, lengths = _selected(draw, shape, num_tokens, 1, **kinds)
-    return {
+    caches = {"kv": cache}
+    arguments = {
         "q": draw.normal(num_tokens, num_heads, cache.format.head_dim, dtype=shape["dtype"]),
         "kv": cache.data[:, 0] if shape["as_rows"] else cache,
         "topk_indices": draw.give(indices[:, 0]),
         "softmax_scale": attention_scale(draw, cache, shape["magnitude"]),
         "topk_lengths": lengths,
         "attn_sink": sinks(draw, num_heads) if shape["sink"] else None,
-    }, cache
+    }
+    if shape["extra"] is not None:
+        found = _selected(draw, _like(cache, shape["extra"]), num_tokens, 1, **kinds)
+        caches["extra_kv"] = arguments["extra_kv"] = found[0]
+        arguments["extra_topk_indices"] = draw.give(found[1][:, 0])
+        arguments["extra_topk_lengths"] = found[2]
+    return arguments, caches
 
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 150)), max_size=3)

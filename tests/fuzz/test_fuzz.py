@@ -227,10 +227,12 @@ def sparse_decode_definition(backend, arguments):
 
     def stream(prefix):
         lengths = arguments.get(f"{prefix}topk_lengths")
+        if lengths is not None:
+            lengths = np.repeat(ints(lengths), size) if lengths.dim() == 1 else ints(lengths)
         return definitions.Stream(
             arguments[f"{prefix}cache"],
             ints(arguments[f"{prefix}topk_indices"].flatten(0, 1)),
-            None if lengths is None else np.repeat(ints(lengths), size),
+            None if lengths is None else lengths.flatten(),
         )
 
     streams = [stream("")]
@@ -297,17 +299,19 @@ def test_dense_decode(backend, shape):
 
 @fuzz(strategies.SPARSE_PREFILL)
 def test_sparse_prefill(backend, shape):
-    arguments, cache = strategies.sparse_prefill(draw_of(backend, shape), shape)
+    arguments, caches = strategies.sparse_prefill(draw_of(backend, shape), shape)
     results = called("sparse_prefill", arguments, ("out", "lse"))
     max_logits = results[1].new_full(results[1].shape, torch.nan)
     sparsemla.sparse_prefill(**arguments, max_logits=max_logits)
-    lengths = arguments["topk_lengths"]
-    stream = definitions.Stream(
-        cache, ints(arguments["topk_indices"]), None if lengths is None else ints(lengths)
-    )
+    streams = []
+    for prefix in ("", "extra_")[: len(caches)]:
+        lengths = arguments[f"{prefix}topk_lengths"]
+        indices = ints(arguments[f"{prefix}topk_indices"])
+        lengths = None if lengths is None else ints(lengths)
+        streams.append(definitions.Stream(caches[f"{prefix}kv"], indices, lengths))
     expected = definitions.sparse_attention(
         loose_query(backend, arguments["q"]),
-        [stream],
+        streams,
         arguments["softmax_scale"],
         arguments["attn_sink"],
     )
