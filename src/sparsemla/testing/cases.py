@@ -617,12 +617,17 @@ def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
 def sparse_attention_case(
     draw: Draw, *, dtype: torch.dtype = torch.bfloat16, **options: object
 ) -> Arguments:
-    """Arguments of ``sparse_attention``: :func:`sparse_prefill_case` with duplicate entries."""
+    """Arguments of ``sparse_attention``: :func:`sparse_prefill_case` with duplicate entries.
+
+    The sink of the first head is finite.
+    """
     arguments = sparse_prefill_case(
         draw, dtype=dtype, row_dtype=dtype, **cast("dict[str, Any]", options)
     )
     indices = cast("Tensor", arguments["topk_indices"])
     indices[:, 1::7] = indices[:, :1].clone()
+    if arguments["attn_sink"] is not None:
+        cast("Tensor", arguments["attn_sink"])[:1] = draw.uniform()
     return arguments
 
 

@@ -35,7 +35,7 @@ def sparse_attention_backward(
         values, seen = rows[..., :value_dim], valid[:, None]
         delta = (dvalue * out[tokens]).sum(-1)  # [n, H]
         p = torch.bmm(queries, rows.transpose(1, 2)).mul_(softmax_scale)  # [n, H, K]
-        p = p.sub_(some_lse[..., None]).exp_().masked_fill_(~seen, 0)
+        p = p.sub_(some_lse[..., None]).exp_()
         ds = torch.bmm(dvalue, values.transpose(1, 2)).sub_(delta[..., None])
         a = p
         if attn_sink is not None and d_sink is not None:
