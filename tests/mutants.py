@@ -328,13 +328,6 @@ CPU_MUTANTS = (
         "tests/test_triton_pool.py -k 21",
     ),
     portable(
-        "the gradient of the LSE is added instead of subtracted",
-        "backward/triton.py",
-        "offset -= tl.load(dlse",
-        "offset += tl.load(dlse",
-        GRADIENTS,
-    ),
-    portable(
         "the sink leaves the weights of values as they are",
         "backward/triton.py",
         "p = tl.where(kept, p * share, 0.0)",
