@@ -213,8 +213,8 @@ def test_tensors_are_positional_and_all_else_is_by_keyword():
 def test_every_op_has_a_definition_and_a_public_name():
     assert set(ops.__all__) == set(reference.__all__)
     assert set(ops.__all__) <= set(sparsemla.__all__)
-    branches = {"decode_branch", "prefill_branch"}
-    assert set(dispatch.OPS) == set(ops.__all__) - branches
+    composed = {"decode_branch", "prefill_branch", "select_rows", "index_loss"}
+    assert set(dispatch.OPS) == set(ops.__all__) - composed
 
 
 def test_public_names_exist_and_are_sorted():

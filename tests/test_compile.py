@@ -21,11 +21,14 @@ from sparsemla import (
 )
 from sparsemla.testing.cases import (
     Draw,
+    attention_target_case,
     branch_case,
     dense_decode_case,
+    dense_index_loss_case,
     dense_prefill_case,
     entry_slots_case,
     head_weight,
+    index_loss_case,
     indexer_scores_case,
     indexer_scores_paged_case,
     indexer_topk_case,
@@ -35,6 +38,9 @@ from sparsemla.testing.cases import (
     pool_windows_case,
     project_groups_case,
     project_heads_case,
+    select_rows_case,
+    selected_scores_backward_case,
+    selected_scores_case,
     sparse_attention_backward_case,
     sparse_attention_case,
     sparse_decode_case,
@@ -240,10 +246,22 @@ CALLS = {
     "decode_branch, dense in a workspace": lambda: with_workspace(branch_arguments(None)),
     "prefill_branch, sparse": lambda: branch_arguments(8, with_sink=True),
     "prefill_branch, dense": lambda: branch_arguments(None),
+    "select_rows": lambda: select_rows_case(Draw(17)),
+    "selected_scores": lambda: selected_scores_case(Draw(18), with_lengths=True),
+    "selected_scores_backward": lambda: selected_scores_backward_case(Draw(18), with_lengths=True),
+    "attention_target": lambda: attention_target_case(Draw(19), with_sink=True),
+    "index_loss": lambda: index_loss_case(Draw(20), with_row_weights=True),
+    "dense_index_loss": lambda: dense_index_loss_case(Draw(21), with_row_weights=True),
+    "dense_index_gradients": lambda: dense_index_loss_case(Draw(21), shared_keys=True),
 }
-OPERATORS = [name for name in CALLS if "branch" not in name]
-DIFFERENTIABLE = ("sparse_attention",)
-"""Ops whose results have gradients, which have tests of their own."""
+OPERATORS = [name for name in CALLS if "branch" not in name and name != "index_loss"]
+DIFFERENTIABLE = {
+    "sparse_attention": ("q", "kv"),
+    "selected_scores": ("iq", "weights", "ik"),
+    "index_loss": ("scores",),
+    "dense_index_loss": ("iq", "weights", "ik"),
+}
+"""Ops with gradients, and the arguments that have one."""
 
 
 def tensors_of(case, results):
@@ -274,6 +292,9 @@ def test_compiled_calls_equal_eager_ones(call):
         assert_equal(f"{call}[{index}]", actual, wanted)
 
 
+IN_PLACE = "fused_rope_rmsnorm_quant, in place"
+
+
 def with_gradients(case):
     """The case with inputs that require gradients."""
 
@@ -289,10 +310,7 @@ def with_gradients(case):
     }
 
 
-@pytest.mark.parametrize(
-    "call",
-    [call for call in CALLS if call.split(", ")[-1] != "in place" and call not in DIFFERENTIABLE],
-)
+@pytest.mark.parametrize("call", sorted({*CALLS} - {*DIFFERENTIABLE, IN_PLACE}))
 def test_results_do_not_require_gradients(call):
     op = getattr(sparsemla, call.split(",")[0])
     plain, case = CALLS[call](), with_gradients(CALLS[call]())
@@ -336,11 +354,6 @@ def test_operators_match_their_schemas(call):
     utils = ["test_faketensor", "test_aot_dispatch_dynamic"]
     if function._schema.returns:  # the others write into arguments and have no derivative
         utils.append("test_autograd_registration")
-        floats = (torch.bfloat16, torch.float32) if call in DIFFERENTIABLE else ()
-        args = [
-            x.requires_grad_() if isinstance(x, torch.Tensor) and x.dtype in floats else x
-            for x in args
-        ]
     if not holds_fp8(args):  # which test_schema cannot compare
         utils.append("test_schema")
     torch.library.opcheck(function, args, kwargs, test_utils=utils)
@@ -353,6 +366,52 @@ def test_every_operator_is_checked():
         if name.startswith("sparsemla::")
     }
     assert registered == {call.split(",")[0] for call in OPERATORS}
+
+
+def finite(result):
+    """The sum of a result's finite values, for a gradient of ones."""
+    return result.where(result.isfinite(), 0).sum()
+
+
+def differentiated(op):
+    """Arguments of a call, and those among them that have gradients."""
+    case = CALLS[op]()
+    for name in DIFFERENTIABLE[op]:
+        case[name] = case[name].detach().requires_grad_()
+    return case, [case[name] for name in DIFFERENTIABLE[op]]
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_compiled_gradients_equal_eager_ones(op):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(case):
+        results = getattr(sparsemla, op)(**case)
+        return sum(finite(one) for one in (results if isinstance(results, tuple) else (results,)))
+
+    case, inputs = differentiated(op)
+    expected = torch.autograd.grad(run(case), inputs)
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    found = torch.autograd.grad(compiled(case), inputs)
+    assert counter.frame_count == 1
+    for name, got, wanted in zip(DIFFERENTIABLE[op], found, expected, strict=True):
+        assert_equal(name, got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("op", "operator"),
+    [
+        ("sparse_attention", "sparse_attention"),
+        ("selected_scores", "selected_scores"),
+        ("dense_index_loss", "dense_index_gradients"),
+    ],
+)
+def test_differentiable_operators_match_their_gradients(op, operator):
+    case = {"deterministic": True} | differentiated(op)[0]
+    parameters = getattr(torch.ops.sparsemla, operator).default._schema.arguments
+    arguments = [case[parameter.name] for parameter in parameters]
+    torch.library.opcheck(getattr(torch.ops.sparsemla, operator).default, arguments)
 
 
 def test_compiled_step_writes_the_cache_on_every_call():

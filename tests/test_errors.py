@@ -24,11 +24,14 @@ from sparsemla import (
 )
 from sparsemla.testing.cases import (
     Draw,
+    attention_target_case,
     branch_case,
     dense_decode_case,
+    dense_index_loss_case,
     dense_prefill_case,
     entry_slots_case,
     head_weight,
+    index_loss_case,
     indexer_scores_case,
     indexer_scores_paged_case,
     indexer_topk_case,
@@ -39,6 +42,9 @@ from sparsemla.testing.cases import (
     prefill_rows,
     project_groups_case,
     project_heads_case,
+    select_rows_case,
+    selected_scores_backward_case,
+    selected_scores_case,
     sinks,
     sparse_attention_backward_case,
     sparse_attention_case,
@@ -256,6 +262,13 @@ CALLS = {
     ),
     "decode_branch": decode_branch_arguments,
     "prefill_branch": branch_arguments,
+    "select_rows": lambda: select_rows_case(Draw(16)),
+    "selected_scores": lambda: selected_scores_case(Draw(17), with_lengths=True),
+    "selected_scores_backward": lambda: selected_scores_backward_case(Draw(17), with_lengths=True),
+    "attention_target": lambda: attention_target_case(Draw(18), with_lengths=True, with_sink=True),
+    "index_loss": lambda: index_loss_case(Draw(19), with_row_weights=True),
+    "dense_index_loss": lambda: dense_index_loss_case(Draw(20), with_row_weights=True),
+    "dense_index_gradients": lambda: dense_index_loss_case(Draw(20), with_row_weights=True),
 }
 WRITERS = [
     "fused_rope_rmsnorm_quant",
@@ -371,6 +384,12 @@ FREE = {
     ("decode_branch", "topk_indices", 1),
     ("decode_branch", "extra_topk_indices", 1),
     ("prefill_branch", "topk_indices", 1),
+    ("select_rows", "ik", 0),
+    ("selected_scores", "ik", 0),
+    ("selected_scores", "topk_indices", 1),
+    ("selected_scores_backward", "ik", 0),
+    ("attention_target", "kv", 0),
+    ("attention_target", "topk_indices", 1),
 }
 SIZES = [(op, name, dim) for op, name in TENSORS for dim in range(CALLS[op]()[name].dim())]
 
@@ -758,11 +777,18 @@ def test_numpy_scalars_are_accepted():
         getattr(sparsemla, op)(**case | {name: np.int64(plain[name]) for name in names})
 
 
+READ_LSE = {
+    "attention_target",
+    "dense_index_loss",
+    "dense_index_gradients",
+    "sparse_attention_backward",
+}
+"""Ops that read the results of a forward pass."""
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
     if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths")
-    and op != "sparse_attention_backward"  # which reads those of the forward
+    and op not in READ_LSE
 ]
 
 
@@ -792,6 +818,14 @@ def test_index_queries_without_heads_are_refused(op):
         if name in ("q", "weights") or "weights_out" in case:
             case[name] = case[name].narrow(INDEX_QUERIES[op], 0, 0)
     check_refused(op, case, op, "q must have at least one head", error=ValueError)
+
+
+@pytest.mark.parametrize("op", [op for op in CALLS if "iq" in CALLS[op]()])
+def test_trained_queries_without_heads_are_refused(op):
+    case = CALLS[op]()
+    for name in ("iq", "weights"):
+        case[name] = case[name].narrow(1, 0, 0)
+    check_refused(op, case, op, "iq must have at least one head", error=ValueError)
 
 
 def test_e8m0_scales_refuse_exact_mode():

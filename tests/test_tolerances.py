@@ -8,6 +8,7 @@ import torch
 
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import (
+    ATTENTION_TARGET,
     BFLOAT16_ULP,
     BRANCH_FP8_OUT,
     BRANCH_OUT,
@@ -15,12 +16,17 @@ from sparsemla.testing.compare import (
     E4M3_STEP,
     EXACT,
     FLOAT32_GRADIENT,
+    FLOAT32_INDEX_GRADIENT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
+    HEAD_WEIGHT_GRADIENT,
+    INDEX_GRADIENT,
+    INDEX_LOSS,
     INDEXER_SCORES,
     MERGED_FP8_PROJECTION,
     PROJECTION,
     ROW_TOLERANCES,
+    SELECTED_SCORES,
     SPARSE_ATTENTION_GRADIENT,
     SPARSE_ATTENTION_SINK_GRADIENT,
     SPARSE_DECODE_OUT,
@@ -53,6 +59,12 @@ REFUSED = {
     DECODE_LSE: (2**-11, 1 + 2**-11),
     SPARSE_PREFILL_LSE: (2**-11, 1 + 2**-11),
     E4M3_STEP: (0.5, 1.1),
+    SELECTED_SCORES: (2**-10, 1 + 2**-10),
+    INDEX_GRADIENT: (0.05, 1.01),
+    FLOAT32_INDEX_GRADIENT: (2**-12, 1 + 2**-12),
+    HEAD_WEIGHT_GRADIENT: (2**-9, 1 + 2**-9),
+    ATTENTION_TARGET: (2**-9, 1 + 2**-11),
+    INDEX_LOSS: (2**-11, 1 + 2**-12),
     None: (0.05, 1.01),
 }
 
@@ -161,11 +173,19 @@ def corruptions(x, tolerance, sizes):
             "all smaller": lambda y: y.copy_(y.double() / factor),
             "NaN": nan,
         }
+    if x.dim() == 0:
+        changes = {name: changes[name] for name in ("all larger", "all smaller")}
+        changes["NaN"] = lambda y: y.fill_(math.nan)
+        return wrong_copies(x, changes)
     changes |= {"one row": row, "last rows": last_rows, "two rows swapped": swapped}
     if x.dim() > 2:
         changes["one head"] = head
     if x.shape[-1] > 1:
         changes["one tile"] = tile
+    return wrong_copies(x, changes)
+
+
+def wrong_copies(x, changes):
     for name, change in changes.items():
         wrong = x.clone(memory_format=torch.contiguous_format)
         change(wrong)
@@ -320,6 +340,26 @@ SLIPS = {
         ("project_groups, 5 parts, bf16", changed(positions=first_two_swapped)),
         ("project_groups, 5 parts, 128x128", changed(positions=first_two_swapped)),
     ],
+    "another token's list": [
+        (f"{op}, 8 heads", changed(topk_indices=first_two_swapped))
+        for op in ("selected_scores", "selected_scores_backward", "attention_target")
+    ],
+    "one row more": [
+        ("select_rows, ragged", changed(row_ends=one_more)),
+        ("dense_index_loss, ragged", changed(row_ends=one_more)),
+        ("dense_index_gradients, ragged", changed(row_ends=one_more)),
+    ],
+    "another scale of the target": [
+        ("attention_target, 8 heads", changed(softmax_scale=lambda scale: scale * 1.01)),
+        ("dense_index_loss, ragged", changed(softmax_scale=lambda scale: scale * 1.01)),
+        ("dense_index_gradients, ragged", changed(softmax_scale=lambda scale: scale * 1.01)),
+    ],
+    "another token's index heads": [
+        ("selected_scores, 8 heads", changed(weights=first_two_swapped)),
+        ("selected_scores_backward, 8 heads", changed(weights=first_two_swapped)),
+        ("dense_index_loss, ragged", changed(weights=first_two_swapped)),
+    ],
+    "sinks left out": [("attention_target, sinks", changed(attn_sink=without))],
     "norm weights left out": [
         ("fused_rope_rmsnorm_quant, fp8_ds_mla", changed(kv_norm_weight=torch.ones_like)),
         ("append_index_keys, DeepSeek-V3.2", changed(norm_bias=torch.zeros_like)),

@@ -188,10 +188,10 @@ class Checker:
             )
         return torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
 
-    def index_heads(self) -> None:
+    def index_heads(self, name: str = "q") -> None:
         """Check that indexer queries have at least one head, HI."""
         if self.dims["HI"] < 1:
-            raise ValueError(f"{self.op}: q must have at least one head, got none")
+            raise ValueError(f"{self.op}: {name} must have at least one head, got none")
 
     def rope_dim(self, name: str, rope_dim: int, head_dim: int) -> None:
         """Check the number of RoPE dims."""

@@ -19,7 +19,17 @@ from torch import Tensor
 from sparsemla import reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels import attention, backward, gather, indexer, pool, projection, quant, topk
+from sparsemla.kernels import (
+    attention,
+    backward,
+    gather,
+    indexer,
+    losses,
+    pool,
+    projection,
+    quant,
+    topk,
+)
 from sparsemla.kernels.common.device import meant
 from sparsemla.kernels.common.registry import (
     DecodeWork,
@@ -34,7 +44,7 @@ from sparsemla.kinds import check_kind
 
 LOGGER = logging.getLogger(__name__)
 
-FAMILIES = (quant, pool, gather, indexer, topk, attention, backward, projection)
+FAMILIES = (quant, pool, gather, indexer, topk, attention, backward, losses, projection)
 
 
 def _with_definition(name: str, op: Op) -> Op:

@@ -9,6 +9,15 @@ from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.reference.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.reference.losses import (
+    attention_target,
+    dense_index_gradients,
+    dense_index_loss,
+    index_loss,
+    select_rows,
+    selected_scores,
+    selected_scores_backward,
+)
 from sparsemla.reference.pool import pool_windows
 from sparsemla.reference.prefill import dense_prefill, sparse_prefill
 from sparsemla.reference.projection import project_groups, project_heads
@@ -23,13 +32,17 @@ from sparsemla.reference.topk import merge_topk, select_topk
 
 __all__ = [
     "append_index_keys",
+    "attention_target",
     "decode_branch",
     "dense_decode",
+    "dense_index_gradients",
+    "dense_index_loss",
     "dense_prefill",
     "entry_slots",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
+    "index_loss",
     "indexer_scores",
     "indexer_scores_paged",
     "indexer_topk",
@@ -40,7 +53,10 @@ __all__ = [
     "prepare_index_queries",
     "project_groups",
     "project_heads",
+    "select_rows",
     "select_topk",
+    "selected_scores",
+    "selected_scores_backward",
     "sparse_attention",
     "sparse_attention_backward",
     "sparse_decode",

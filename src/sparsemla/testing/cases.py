@@ -782,6 +782,199 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def select_rows_case(
+    draw: Draw, *, topk: int = 16, max_workspace_bytes: int = 2000, **options: object
+) -> Arguments:
+    """Arguments of ``select_rows``: those of :func:`indexer_scores_case`, exact, in bfloat16."""
+    scores = indexer_scores_case(draw, fp8=False, exact=True, **cast("dict[str, Any]", options))
+    return {
+        "iq": scores["q"],
+        "weights": scores["weights"],
+        "ik": scores["keys"],
+        "topk": topk,
+        "row_starts": scores["row_starts"],
+        "row_ends": scores["row_ends"],
+        "max_workspace_bytes": max_workspace_bytes,
+    }
+
+
+def selected_scores_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 5,
+    num_rows: int = 128,
+    topk: int = 70,
+    num_heads: int = 8,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    with_lengths: bool = False,
+    share: float = 0.9,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``selected_scores``; unlisted rows are NaN, and lists have duplicates."""
+    wrap = embed if strided else _as_it_is
+    rows, indices, lengths = _listed(
+        draw, num_tokens, num_rows, topk, head_dim, share, with_lengths
+    )
+    return {
+        "iq": wrap(draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)),
+        "weights": wrap(draw.normal(num_tokens, num_heads, dtype=weight_dtype)),
+        "ik": wrap(rows.to(dtype)),
+        "topk_indices": wrap(indices.to(index_dtype)),
+        "topk_lengths": lengths,
+    }
+
+
+def selected_scores_backward_case(draw: Draw, **options: object) -> Arguments:
+    """Arguments of ``selected_scores_backward``; gradients of invalid entries are NaN.
+
+    The others are positive: those of a row that a list names several times must not cancel out,
+    because each term is rounded to bfloat16.
+    """
+    forward = cast("dict[str, Any]", selected_scores_case(draw, **cast("dict[str, Any]", options)))
+    valid = _valid(forward["topk_indices"], forward["topk_lengths"], forward["ik"])
+    return {"dscores": draw.normal(*valid.shape).abs().masked_fill(~valid, math.nan), **forward}
+
+
+def attention_target_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 5,
+    num_rows: int = 128,
+    topk: int = 70,
+    num_heads: int = 8,
+    head_dim: int = 576,
+    dtype: torch.dtype = torch.bfloat16,
+    with_lengths: bool = False,
+    with_sink: bool = False,
+    normalize: bool = True,
+    share: float = 0.9,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``attention_target``, with the LSE of the same lists."""
+    wrap = embed if strided else _as_it_is
+    rows, indices, lengths = _listed(
+        draw, num_tokens, num_rows, topk, head_dim, share, with_lengths
+    )
+    q, kv, scale = draw.normal(num_tokens, num_heads, head_dim, dtype=dtype), rows.to(dtype), 0.1
+    valid = _valid(indices, lengths, kv)
+    logits = torch.einsum("thd,tkd->thk", q.float(), kv[indices.where(valid, 0).long()].float())
+    logits = (logits * scale).masked_fill(~valid[:, None], -math.inf)
+    return {
+        "q": wrap(q),
+        "kv": wrap(kv),
+        "topk_indices": wrap(indices),
+        "lse": wrap(logits.logsumexp(-1)),
+        "softmax_scale": scale,
+        "topk_lengths": lengths,
+        "attn_sink": sinks(draw, num_heads) if with_sink else None,
+        "normalize": normalize,
+    }
+
+
+def _listed(
+    draw: Draw,
+    num_tokens: int,
+    num_rows: int,
+    topk: int,
+    dim: int,
+    share: float,
+    with_lengths: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, NaN where unlisted; lists with invalid entries and duplicates; lengths or None."""
+    rows = draw.normal(num_rows, dim)
+    used = draw.permutation(num_rows)[: max(num_rows * 3 // 4, 1)]
+    unused = torch.ones(num_rows, dtype=torch.bool, device=draw.device)
+    unused[used] = False
+    rows[unused] = math.nan
+    indices = selections(draw, max(num_tokens, 1), topk, used, num_rows, share)[:num_tokens]
+    indices[:, 1::7] = indices[:, :1].clone()
+    if not with_lengths:
+        return rows, indices, None
+    lengths = draw.integers(0, topk + 1, num_tokens)
+    return rows, _valid_nan_beyond(indices, lengths, unused), lengths
+
+
+def _valid(indices: Tensor, lengths: Tensor | None, rows: Tensor) -> Tensor:
+    """The entries of lists that count."""
+    valid = (indices >= 0) & (indices < rows.shape[0])
+    if lengths is not None:
+        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
+    return valid
+
+
+def index_loss_case(
+    draw: Draw, *, num_tokens: int = 7, topk: int = 70, with_row_weights: bool = False
+) -> Arguments:
+    """Arguments of ``index_loss``: invalid entries, a row without entries, one without mass."""
+    scores = 3 * draw.normal(num_tokens, topk)
+    target = (2 * draw.normal(num_tokens, topk)).softmax(-1)
+    masked = draw.integers(0, 5, num_tokens, topk) == 0
+    target[masked] = 0
+    target /= target.sum(-1, keepdim=True)
+    scores[masked] = -math.inf
+    scores[:1], target[:1], target[1:2] = -math.inf, 0, 0
+    return {
+        "scores": scores,
+        "target": target,
+        "row_weights": draw.normal(num_tokens).clamp_min(0) if with_row_weights else None,
+    }
+
+
+def dense_index_loss_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 9,
+    num_rows: int = 100,
+    num_heads: int = 4,
+    head_dim: int = 192,
+    num_index_heads: int = 3,
+    index_dim: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype = torch.float32,
+    shared_keys: bool = False,
+    with_row_weights: bool = False,
+    ranges: str = "ragged",
+    max_workspace_bytes: int = 256 << 20,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``dense_index_loss``; rows that no token sees are NaN.
+
+    ``ranges`` is ``causal``, all tokens at the end of one sequence, or ``ragged``.
+    """
+    wrap = embed if strided else _as_it_is
+    starts = torch.zeros(num_tokens, dtype=torch.int32, device=draw.device)
+    ends = starts + num_rows - num_tokens + 1 + torch.arange(num_tokens, device=draw.device)
+    if ranges == "ragged":
+        starts = draw.integers(-3, num_rows, num_tokens).clamp_min(5)
+        ends = draw.integers(0, num_rows + 4, num_tokens)
+    rows = torch.arange(num_rows, device=draw.device)
+    seen = (rows >= starts[:, None]) & (rows < ends[:, None])
+    q = draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)
+    k = draw.normal(num_rows, *(() if shared_keys else (num_heads,)), head_dim, dtype=dtype)
+    ik = draw.normal(num_rows, index_dim, dtype=dtype)
+    per_head = "sd" if shared_keys else "shd"
+    logits = torch.einsum(f"thd,{per_head}->ths", q.float(), k.float()) * 2 * head_dim**-0.5
+    lse = logits.masked_fill(~seen[:, None], -math.inf).logsumexp(-1)
+    k[~seen.any(0)], ik[~seen.any(0)] = math.nan, math.nan
+    weights = draw.normal(num_tokens, num_index_heads) * index_dim**-0.5
+    return {
+        "q": wrap(q),
+        "k": wrap(k),
+        "lse": wrap(lse),
+        "iq": wrap(draw.normal(num_tokens, num_index_heads, index_dim, dtype=dtype)),
+        "weights": wrap(weights.to(weight_dtype)),
+        "ik": wrap(ik),
+        "softmax_scale": 2 * head_dim**-0.5,
+        "row_starts": starts.int(),
+        "row_ends": ends.int(),
+        "row_weights": draw.normal(num_tokens).clamp_min(0) if with_row_weights else None,
+        "max_workspace_bytes": max_workspace_bytes,
+    }
+
+
 def dense_decode_case(
     draw: Draw,
     *,

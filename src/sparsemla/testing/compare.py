@@ -70,6 +70,19 @@ SPARSE_ATTENTION_GRADIENT = Tolerance(2**-20, rel=3.01 / 128, cos=1e-5, size=2**
 SPARSE_ATTENTION_SINK_GRADIENT = Tolerance(1e-6, rel=2**-14, cos=1e-7, size=2**-14)
 # float32 throughout: scores of up to 16 have an error of 2^-20, and so has P.
 FLOAT32_GRADIENT = Tolerance(1e-6, rel=2**-15, cos=1e-9, size=2**-15)
+# Sums of exact products in float32; sizes come from score_sizes. 10^4 terms in any order have an
+# error with a standard deviation of 2^-18 of their size.
+SELECTED_SCORES = Tolerance(rel=2**-13, cos=1e-8, size=2**-13)
+# Each term is rounded to bfloat16 up to twice, and the result once. As in _ATTENTION_OUT, 2^-7 is
+# more than seven standard deviations of a sum, and each limit is twice its bound.
+INDEX_GRADIENT = Tolerance(2**-24, rel=2.01 / 128, cos=5e-6, size=2**-6)
+# float32 throughout: an error of each term of some 2^-20.
+FLOAT32_INDEX_GRADIENT = Tolerance(2**-30, rel=2**-15, cos=1e-9, size=2**-15)
+# Sums of float32 terms, as those of scores. Relative to the token's heads, of which one may be 0.
+HEAD_WEIGHT_GRADIENT = Tolerance(2**-24, rel=2**-12, cos=1e-7, size=2**-12)
+# A score of attention up to 16 has an error of 2^-20, and so has the logarithm of P.
+ATTENTION_TARGET = Tolerance(2**-30, rel=2**-13, cos=1e-8)
+INDEX_LOSS = Tolerance(1e-6, rel=2**-14)
 
 # Sums that are exact in any order; only the sign of zero may differ.
 EXACT = Tolerance(cos=0)
@@ -135,6 +148,13 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
         SPARSE_ATTENTION_SINK_GRADIENT,
     ),
     "sparse_decode": (SPARSE_DECODE_OUT, DECODE_LSE),
+    "select_rows": (None,),
+    "selected_scores": (SELECTED_SCORES,),
+    "selected_scores_backward": (INDEX_GRADIENT, HEAD_WEIGHT_GRADIENT, INDEX_GRADIENT),
+    "attention_target": (ATTENTION_TARGET,),
+    "index_loss": (INDEX_LOSS,),
+    "dense_index_loss": (INDEX_LOSS,),
+    "dense_index_gradients": (INDEX_LOSS, INDEX_GRADIENT, HEAD_WEIGHT_GRADIENT, INDEX_GRADIENT),
     "dense_decode": (DENSE_DECODE_OUT, DECODE_LSE),
     "dense_prefill": (DENSE_PREFILL_OUT, DENSE_PREFILL_LSE),
     "merge_states": (SPARSE_DECODE_OUT, DECODE_LSE),
@@ -223,7 +243,8 @@ def _as_tuple(results: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tenso
 
 def sizes_of(op: str, arguments: Mapping[str, Any]) -> Tensor | None:
     """:func:`score_sizes` for ops that return scores, else None."""
-    return score_sizes(op, arguments) if op.startswith("indexer_scores") else None
+    scores = op.startswith("indexer_scores") or op == "selected_scores"
+    return score_sizes(op, arguments) if scores else None
 
 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
@@ -233,7 +254,7 @@ def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
     square root of the score of the squared inputs.
     """
     squares = dict(arguments)
-    for name in ("q", "weights", "keys", "key_scales"):
+    for name in ("q", "weights", "keys", "key_scales", "iq", "ik"):
         if arguments.get(name) is not None:
             squares[name] = arguments[name].float().square()
     if op == "indexer_scores_paged":

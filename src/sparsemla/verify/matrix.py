@@ -38,8 +38,10 @@ from sparsemla.testing.compare import (
     BRANCH_OUT,
     EXACT,
     FLOAT32_GRADIENT,
+    FLOAT32_INDEX_GRADIENT,
     FLOAT32_ULPS,
     FP8_PROJECTION,
+    INDEX_LOSS,
     MERGED_FP8_PROJECTION,
     SPARSE_ATTENTION_SINK_GRADIENT,
     SPARSE_PREFILL_LSE,
@@ -1505,6 +1507,96 @@ def _branch(op: str) -> list[Case]:
     return list_of
 
 
+def _select_rows() -> list[Case]:
+    make = cases.select_rows_case
+    return [
+        *(
+            Case(ranges, build(make, num_tokens=65, num_keys=130, ranges=ranges), quick=True)
+            for ranges in ("causal", "segments", "ragged")
+        ),
+        Case("one workspace", build(make, num_tokens=65, max_workspace_bytes=1 << 20)),
+        Case("2048 rows", build(make, num_keys=5000, num_heads=64, topk=2048)),
+        Case("more than all rows", build(make, num_keys=10, topk=64)),
+    ]
+
+
+LISTS: dict[str, dict[str, Any]] = {
+    "64 heads, with lengths": {"num_heads": 64, "topk": 200, "num_rows": 300, "with_lengths": True},
+    "3 heads, strided": {"num_heads": 3, "strided": True},
+    "one list of one entry": {"num_tokens": 1, "topk": 1},
+    "float16": {"dtype": torch.float16},
+}
+"""Options of ops over lists of rows."""
+
+
+def _selected_scores(op: str) -> list[Case]:
+    make = getattr(cases, f"{op}_case")
+    options = LISTS | {
+        "40 dims": {"head_dim": 40},
+        "one row, listed by all": {"num_rows": 1, "topk": 40},
+        "int64": {"index_dtype": torch.int64},
+        "no valid entry": {"share": 0.0},
+    }
+    large = {"num_tokens": 1024, "num_rows": 8192, "topk": 2048, "num_heads": 64}
+    exact = {"dtype": torch.float32}
+    precise = (FLOAT32_INDEX_GRADIENT,) * 3 if op == "selected_scores_backward" else None
+    return [
+        Case("8 heads", build(make), quick=True),
+        *(Case(name, build(make, **some), quick=len(some) > 3) for name, some in options.items()),
+        Case("float32", build(make, **exact), precise, quick=True),
+        Case("2048 of 8192 rows", build(make, **large), large=True),
+    ]
+
+
+def _attention_target() -> list[Case]:
+    make = cases.attention_target_case
+    options = LISTS | {
+        "512 dims": {"head_dim": 512},
+        "40 dims": {"head_dim": 40},
+        "float32": {"dtype": torch.float32},
+        "128 heads, not normalised": {"num_heads": 128, "normalize": False},
+        "sinks": {"with_sink": True, "num_heads": 20},
+        "no valid entry": {"share": 0.0},
+    }
+    large = {"num_tokens": 256, "num_rows": 8192, "topk": 2048, "num_heads": 64}
+    return [
+        Case("8 heads", build(make), quick=True),
+        *(Case(name, build(make, **some), quick=len(some) > 3) for name, some in options.items()),
+        Case("2048 of 8192 rows", build(make, **large), large=True),
+    ]
+
+
+def _index_loss() -> list[Case]:
+    make = cases.index_loss_case
+    return [
+        Case("sum", build(make), quick=True),
+        Case("weighted", build(make, with_row_weights=True)),
+        Case("2048 entries", build(make, num_tokens=100, topk=2048)),
+    ]
+
+
+def _dense_index(op: str) -> list[Case]:
+    make = cases.dense_index_loss_case
+    options: dict[str, dict[str, Any]] = {
+        "causal, 70 tokens": {"ranges": "causal", "num_tokens": 70, "num_rows": 150},
+        "weighted, strided": {"with_row_weights": True, "strided": True},
+        "shared keys of 576 dims": {"shared_keys": True, "head_dim": 576, "num_heads": 16},
+        "64 index heads of 128": {"num_index_heads": 64, "index_dim": 128},
+        "in parts": {"num_tokens": 150, "num_rows": 300, "max_workspace_bytes": 1},
+        "one token": {"num_tokens": 1, "num_rows": 1},
+    }
+    large = {"ranges": "causal", "num_tokens": 4096, "num_rows": 4096, "num_index_heads": 16}
+    precise = (
+        (INDEX_LOSS, *(FLOAT32_INDEX_GRADIENT,) * 3) if op == "dense_index_gradients" else None
+    )
+    return [
+        Case("ragged", build(make), quick=True),
+        *(Case(name, build(make, **some)) for name, some in options.items()),
+        Case("float32", build(make, dtype=torch.float32), precise, quick=True),
+        Case("4096 tokens", build(make, index_dim=64, **large), large=True),
+    ]
+
+
 MATRIX: dict[str, tuple[Case, ...]] = {
     "fused_rope_rmsnorm_quant": tuple(_latent_writes()),
     "append_index_keys": tuple(_index_writes()),
@@ -1533,5 +1625,12 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "project_groups": tuple(_project_groups()),
     "decode_branch": tuple(_branch("decode_branch")),
     "prefill_branch": tuple(_branch("prefill_branch")),
+    "select_rows": tuple(_select_rows()),
+    "selected_scores": tuple(_selected_scores("selected_scores")),
+    "selected_scores_backward": tuple(_selected_scores("selected_scores_backward")),
+    "attention_target": tuple(_attention_target()),
+    "index_loss": tuple(_index_loss()),
+    "dense_index_loss": tuple(_dense_index("dense_index_loss")),
+    "dense_index_gradients": tuple(_dense_index("dense_index_gradients")),
 }
 """The cases of each op."""

@@ -1,0 +1,676 @@
+"""What trains the lightning indexer: selections, scores, targets and losses, with gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
+
+from sparsemla import dispatch
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.ops._library import differentiate, functional
+from sparsemla.ops.indexer import QUERIES, indexer_scores
+from sparsemla.ops.topk import select_topk
+
+
+def select_rows(
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk: int,
+    *,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    max_workspace_bytes: int = 256 << 20,
+) -> Tensor:
+    """The ``topk`` best rows of each query token among contiguous index keys.
+
+    Scores as in :func:`indexer_scores`, selection as in :func:`select_topk` (exact, ties to the
+    lower row). The results are rows of ``ik``, and of every tensor with one row per token, so that
+    packed sequences need no offsets: a token sees what ``row_starts`` and ``row_ends`` say.
+
+    The operator returns a new tensor and never runs twice under selective checkpointing that saves
+    it. A selection has no gradient.
+
+    Args:
+        iq: float8_e4m3fn or bfloat16 ``[T, HI, DI]``.
+        weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
+        ik: ``[S, DI]`` of iq's dtype.
+        topk: k, any positive number.
+        row_starts, row_ends: int32, int64 or uint32 ``[T]``; clamped to [0, S].
+        max_workspace_bytes: bound on the memory of the scores at any time; at least one token is
+            processed. On a GPU, the lists of the selection take up to 149 MiB more.
+
+    Returns:
+        int32 ``[T, topk]``, ascending rows, then -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> iq, ik = torch.ones(2, 1, 8).bfloat16(), torch.arange(5).bfloat16()[:, None].repeat(1, 8)
+    >>> starts, ends = torch.tensor([0, 3]), torch.tensor([3, 5])  # two packed sequences
+    >>> select_rows(iq, torch.ones(2, 1), ik, 2, row_starts=starts, row_ends=ends)
+    tensor([[1, 2],
+            [3, 4]], dtype=torch.int32)
+    """
+    check = Checker("select_rows")
+    check.tensor("iq", iq, "T HI DI", QUERIES)
+    check.index_heads("iq")
+    check.tensor("weights", weights, "T HI", FLOATS)
+    check.tensor("ik", ik, "S DI", iq.dtype)
+    check.positive("topk", topk)
+    row_starts = check.tensor("row_starts", row_starts, "T", INTEGERS)
+    row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
+    with torch.no_grad():
+        return _select_rows(iq, weights, ik, topk, row_starts, row_ends, max_workspace_bytes)
+
+
+@functional
+def _select_rows(
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk: int,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    max_workspace_bytes: int,
+) -> tuple[Tensor, dispatch.Launch]:
+    num_tokens, num_rows = iq.shape[0], ik.shape[0]
+    out = iq.new_empty(num_tokens, topk, dtype=torch.int32)
+
+    def compute() -> None:
+        at_once = max(1, min(num_tokens, max_workspace_bytes // (4 * max(num_rows, 1))))
+        scores = iq.new_empty(at_once, num_rows, dtype=torch.float32)
+        for first in range(0, num_tokens, at_once):
+            part = slice(first, min(first + at_once, num_tokens))
+            ranges, some = (row_starts[part], row_ends[part]), scores[: part.stop - first]
+            indexer_scores(iq[part], weights[part], ik, None, *ranges, out=some)
+            select_topk(some, topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
+        starts = row_starts.clamp(0, num_rows).int()[:, None]
+        out.copy_(torch.where(out < 0, -1, out + starts))
+
+    return out, compute
+
+
+def selected_scores(
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    *,
+    topk_lengths: Tensor | None = None,
+) -> Tensor:
+    """Index scores of the listed rows, differentiable in ``iq``, ``weights`` and ``ik``.
+
+    For a valid entry ``j`` (``0 <= j < S``, among the first ``topk_lengths`` entries)::
+
+        scores[t, j] = sum_h weights[t, h] * relu(<iq[t, h], ik[j]>)
+
+    in float32, and -inf for the others, whose rows are never read. An entry that is listed twice
+    has two scores, and its row the gradient of both. :func:`selected_scores_backward` has the
+    gradients; they have the same bits in every run.
+
+    Args:
+        iq: bfloat16, float16 or float32 ``[T, HI, DI]``.
+        weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in; may be
+            negative.
+        ik: ``[S, DI]`` of iq's dtype.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of ``ik``.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+
+    Returns:
+        float32 ``[T, K]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> iq, weights, ik = (
+    ...     torch.ones(1, 2, 8),
+    ...     torch.ones(1, 2, requires_grad=True),
+    ...     torch.ones(3, 8),
+    ... )
+    >>> scores = selected_scores(iq, weights, ik, torch.tensor([[2, -1, 0]]))
+    >>> scores
+    tensor([[16., -inf, 16.]], grad_fn=<...>)
+    >>> scores[0, 2].backward()
+    >>> weights.grad
+    tensor([[8., 8.]])
+    """
+    check = Checker("selected_scores")
+    topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
+    return _selected_scores(iq, weights, ik, topk_indices, topk_lengths)
+
+
+def _listed(
+    check: Checker,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    topk_lengths: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check an indexer's tensors and its lists; returns the lists, uint32 as int64."""
+    _indexer(check, iq, weights, ik)
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    return topk_indices, check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+
+
+def _indexer(check: Checker, iq: Tensor, weights: Tensor, ik: Tensor) -> None:
+    check.tensor("iq", iq, "T HI DI", FLOATS)
+    check.index_heads("iq")
+    check.tensor("weights", weights, "T HI", FLOATS)
+    check.tensor("ik", ik, "S DI", iq.dtype)
+
+
+@functional
+def _selected_scores(
+    iq: Tensor, weights: Tensor, ik: Tensor, topk_indices: Tensor, topk_lengths: Tensor | None
+) -> tuple[Tensor, dispatch.Launch]:
+    out = iq.new_empty(topk_indices.shape, dtype=torch.float32)
+
+    def compute() -> None:
+        dispatch.find("selected_scores", iq)(
+            iq=iq,
+            weights=weights,
+            ik=ik,
+            topk_indices=topk_indices,
+            topk_lengths=topk_lengths,
+            out=out,
+        )
+
+    return out, compute
+
+
+def selected_scores_backward(
+    dscores: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    *,
+    topk_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of :func:`selected_scores`, for a trainer's own ``autograd.Function``.
+
+    With ``x[t, h, j] = <iq[t, h], ik[j]>`` and ``b = dscores[t, j] weights[t, h] [x > 0]``, over
+    valid entries::
+
+        dweights[t, h] = sum_j dscores[t, j] relu(x[t, h, j])
+        diq[t, h]      = sum_j b[t, h, j] ik[j]
+        dik[j]        += sum_h b[t, h, j] iq[t, h]             for each t and entry that names j
+
+    Sums are in float32. The shares of a row of ``dik`` are added in the order of the entries, in
+    chunks of tokens whose size depends on shapes only: no atomic adds, the same bits in every run.
+
+    Args:
+        dscores: float32 ``[T, K]``; values at invalid entries are ignored, even NaN.
+        iq, weights, ik, topk_indices, topk_lengths: the arguments of :func:`selected_scores`.
+
+    Returns:
+        diq, dweights and dik, with the shapes and dtypes of iq, weights and ik.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> iq, weights, ik = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(3, 8)
+    >>> lists = torch.tensor([[2, 2]])
+    >>> diq, dweights, dik = selected_scores_backward(torch.ones(1, 2), iq, weights, ik, lists)
+    >>> dik[:, 0]
+    tensor([0., 0., 4.])
+    """
+    check = Checker("selected_scores_backward")
+    check.tensor("dscores", dscores, "T K", torch.float32)
+    topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
+    with torch.no_grad():
+        return _selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths)
+
+
+@functional
+def _selected_scores_backward(
+    dscores: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    topk_lengths: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
+    diq, dweights, dik = _new_gradients(iq, weights, ik)
+
+    def compute() -> None:
+        dispatch.find("selected_scores_backward", iq)(
+            dscores=dscores,
+            iq=iq,
+            weights=weights,
+            ik=ik,
+            topk_indices=topk_indices,
+            topk_lengths=topk_lengths,
+            diq=diq,
+            dweights=dweights,
+            dik=dik,
+        )
+
+    return (diq, dweights, dik), compute
+
+
+def _new_gradients(iq: Tensor, weights: Tensor, ik: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients: contiguous, whatever the strides of the arguments."""
+    return iq.new_empty(iq.shape), weights.new_empty(weights.shape), ik.new_empty(ik.shape)
+
+
+def _keep_inputs(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_scores(ctx: BackwardCFunction, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _selected_scores_backward(dscores.contiguous(), *ctx.saved_tensors)
+    return *grads, None, None
+
+
+def _refuse_second_derivatives(ctx: object, *grads: Tensor | None) -> None:
+    raise RuntimeError("selected_scores has no second derivative")
+
+
+differentiate("selected_scores", _gradients_of_scores, _keep_inputs)
+differentiate("selected_scores_backward", _refuse_second_derivatives)
+
+
+def attention_target(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """What all heads together attend to: the distribution that the indexer learns.
+
+    Over the valid entries ``j`` of a token's list, 0 elsewhere::
+
+        z_j       = softmax_scale * <q[t, h], kv[j]>
+        a[t, j]   = sum_h exp(z_j - lse[t, h]) / (1 + exp(attn_sink[h] - lse[t, h]))
+        target    = a / sum_j a[t, j]                               a itself without normalize
+
+    ``lse`` is that of the attention over the same lists, so the heads are not normalised again, and
+    neither are logits averaged. With a sink, a head counts by the share of its attention that goes
+    to keys; leave ``attn_sink`` out to give all heads the same weight. With tensor parallelism,
+    each rank has some of the heads: sum the results of ``normalize=False`` over the ranks, then
+    divide.
+
+    The target is a constant of the loss: it has no gradient. Memory is bounded: nothing is stored
+    per head.
+
+    Args:
+        q: bfloat16, float16 or float32 ``[T, H, D]``.
+        kv: ``[S, D]`` of q's dtype; all dims are keys.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of ``kv``.
+        lse: float32 ``[T, H]``, natural logarithm, without the sink.
+        softmax_scale: factor of the scores.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        normalize: divide by the sum of the row. A row without mass stays 0.
+
+    Returns:
+        float32 ``[T, K]``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> q, kv = torch.zeros(1, 4, 16), torch.zeros(9, 16)
+    >>> lse = torch.full((1, 4), 2.0).log()  # two keys with z = 0
+    >>> attention_target(q, kv, torch.tensor([[5, -1, 7]]), lse, softmax_scale=1.0)
+    tensor([[0.5000, 0.0000, 0.5000]])
+    """
+    check = Checker("attention_target")
+    check.tensor("q", q, "T H D", FLOATS)
+    check.tensor("kv", kv, "S D", q.dtype)
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    check.tensor("lse", lse, "T H", torch.float32)
+    check.number("softmax_scale", softmax_scale)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    check.optional("attn_sink", attn_sink, "H", torch.float32)
+    check.kind("normalize", normalize, bool)
+    with torch.no_grad():
+        return _attention_target(
+            q, kv, topk_indices, lse, softmax_scale, topk_lengths, attn_sink, normalize
+        )
+
+
+@functional
+def _attention_target(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, dispatch.Launch]:
+    out = q.new_empty(topk_indices.shape, dtype=torch.float32)
+
+    def compute() -> None:
+        dispatch.find("attention_target", q, num_heads=q.shape[1])(
+            q=q,
+            kv=kv,
+            topk_indices=topk_indices,
+            lse=lse,
+            softmax_scale=softmax_scale,
+            topk_lengths=topk_lengths,
+            attn_sink=attn_sink,
+            normalize=normalize,
+            out=out,
+        )
+
+    return out, compute
+
+
+def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = None) -> Tensor:
+    """The divergence of the indexer's softmax from the target, summed over the tokens.
+
+    Over the entries with a score above -inf, with ``0 ln 0 = 0``::
+
+        loss = sum_t row_weights[t] sum_j p_j (ln p_j - scores[t, j] + ln sum_i exp(scores[t, i]))
+        dloss / dscores[t, j] = row_weights[t] (m_t softmax(scores[t])_j - p_j)      m_t = sum_j p_j
+
+    For a target that sums to 1 this is ``KL(target || softmax(scores))``; a row without mass
+    counts nothing. Plain torch, which ``torch.compile`` fuses.
+
+    Args:
+        scores: float32 ``[T, K]``, from :func:`selected_scores`; differentiable.
+        target: float32 ``[T, K]``, from :func:`attention_target`; a constant.
+        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1.
+
+    Returns:
+        float32 scalar.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
+
+    >>> index_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    tensor(0.6931)
+    """
+    check = Checker("index_loss")
+    check.tensor("scores", scores, "T K", torch.float32)
+    check.tensor("target", target, "T K", torch.float32)
+    check.optional("row_weights", row_weights, "T", torch.float32)
+    valid = scores != -torch.inf
+    p = target.detach().where(valid, 0)
+    # A row of -inf alone would have a gradient of NaN.
+    some = valid.any(-1, keepdim=True)
+    found = scores.where(valid, 0)
+    lse = scores.where(valid | ~some, -torch.inf).where(some, 0).logsumexp(-1, keepdim=True)
+    losses = (torch.xlogy(p, p) - p * (found - lse)).sum(-1)
+    return losses.sum() if row_weights is None else losses @ row_weights.detach()
+
+
+def dense_index_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    *,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None = None,
+    max_workspace_bytes: int = 256 << 20,
+) -> Tensor:
+    """The divergence of the indexer from dense attention, over all visible keys (warm-up).
+
+    :func:`index_loss` over the rows ``row_starts[t] <= s < row_ends[t]``, with::
+
+        scores[t, s] = sum_h weights[t, h] * relu(<iq[t, h], ik[s]>)
+        a[t, s]      = sum_h exp(softmax_scale * <q[t, h], k[s, h]> - lse[t, h])
+        target       = a / sum_s a[t, s]
+
+    Differentiable in ``iq``, ``weights`` and ``ik``; the attention is a constant. Nothing of size
+    tokens times context exists: the op works on as many tokens at a time as the workspace holds. If
+    gradients are needed, the same pass computes them, because the only factor that it does not know
+    is one scalar. On a GPU, no bit of the loss and its gradients depends on the workspace.
+
+    For attention with a sink, ``logaddexp(lse, attn_sink)`` weights heads by what they attend to.
+
+    Args:
+        q: bfloat16, float16 or float32 ``[T, H, D]``.
+        k: of q's dtype, ``[S, H, D]``, or ``[S, D]`` if all heads share the keys.
+        lse: float32 ``[T, H]``, natural logarithm, of the attention over the same rows.
+        iq: bfloat16, float16 or float32 ``[T, HI, DI]``.
+        weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
+        ik: ``[S, DI]`` of iq's dtype.
+        softmax_scale: factor of the attention's scores.
+        row_starts, row_ends: int32, int64 or uint32 ``[T]``; clamped to [0, S].
+        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1.
+        max_workspace_bytes: bound on the memory of scores and targets at any time, 8 bytes for
+            each of S rows and a token; at least 64 tokens are processed.
+
+    Returns:
+        float32 scalar.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1, the dense warm-up stage.
+
+    >>> q, k, lse = torch.zeros(2, 4, 16), torch.zeros(2, 4, 16), torch.tensor([[0.0], [0.6931]])
+    >>> iq, weights, ik = torch.ones(2, 1, 8), torch.ones(2, 1), torch.eye(2, 8, requires_grad=True)
+    >>> causal = {"row_starts": torch.tensor([0, 0]), "row_ends": torch.tensor([1, 2])}
+    >>> lse = lse.repeat(1, 4)
+    >>> loss = dense_index_loss(q, k, lse, iq, weights, ik, softmax_scale=0.25, **causal)
+    >>> loss.requires_grad, abs(loss.item()) < 1e-6  # equal scores, equal attention
+    (True, True)
+    """
+    arguments = _dense(
+        "dense_index_loss",
+        q,
+        k,
+        lse,
+        iq,
+        weights,
+        ik,
+        softmax_scale,
+        row_starts,
+        row_ends,
+        row_weights,
+        max_workspace_bytes,
+    )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (iq, weights, ik)):
+        loss: Tensor = _dense_index_gradients(*arguments)[0]
+        return loss
+    with torch.no_grad():
+        return _dense_index_loss(*arguments)
+
+
+def dense_index_gradients(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    *,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None = None,
+    max_workspace_bytes: int = 256 << 20,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`dense_index_loss` and its gradients, for a trainer's own ``autograd.Function``.
+
+    With ``x = <iq[t, h], ik[s]>``, over the rows that a token sees::
+
+        g[t, s]        = row_weights[t] (softmax(scores[t])_s - target[t, s])
+        b[t, h, s]     = g[t, s] weights[t, h] [x > 0]
+        dweights[t, h] = sum_s g[t, s] relu(x)
+        diq[t, h]      = sum_s b[t, h, s] ik[s]
+        dik[s]         = sum_t sum_h b[t, h, s] iq[t, h]
+
+    Args:
+        q, k, lse, iq, weights, ik, softmax_scale, row_starts, row_ends, row_weights,
+            max_workspace_bytes: the arguments of :func:`dense_index_loss`.
+
+    Returns:
+        The loss, float32, then diq, dweights and dik, with the dtypes of iq, weights and ik.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1, the dense warm-up stage.
+
+    >>> q, k, lse = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16), torch.zeros(1, 4)
+    >>> iq, weights, ik = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(1, 8)
+    >>> rows = {"row_starts": torch.tensor([0]), "row_ends": torch.tensor([1])}
+    >>> dense_index_gradients(q, k, lse, iq, weights, ik, softmax_scale=0.25, **rows)[2]
+    tensor([[0., 0.]])
+    """
+    arguments = _dense(
+        "dense_index_gradients",
+        q,
+        k,
+        lse,
+        iq,
+        weights,
+        ik,
+        softmax_scale,
+        row_starts,
+        row_ends,
+        row_weights,
+        max_workspace_bytes,
+    )
+    with torch.no_grad():
+        return _dense_index_gradients(*arguments)
+
+
+def _dense(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+) -> tuple[Any, ...]:
+    """Check the arguments of a dense loss; returns them with integers as signed ones."""
+    check = Checker(op)
+    check.tensor("q", q, "T H D", FLOATS)
+    shared = isinstance(k, Tensor) and k.dim() == 2
+    check.tensor("k", k, "S D" if shared else "S H D", q.dtype)
+    check.tensor("lse", lse, "T H", torch.float32)
+    _indexer(check, iq, weights, ik)
+    check.number("softmax_scale", softmax_scale)
+    row_starts = check.tensor("row_starts", row_starts, "T", INTEGERS)
+    row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
+    check.optional("row_weights", row_weights, "T", torch.float32)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
+    tensors = q, k, lse, iq, weights, ik
+    return *tensors, softmax_scale, row_starts, row_ends, row_weights, max_workspace_bytes
+
+
+@functional
+def _dense_index_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+) -> tuple[Tensor, dispatch.Launch]:
+    loss = lse.new_empty(())
+
+    def compute() -> None:
+        dispatch.find("dense_index_loss", q, num_heads=q.shape[1])(
+            q=q,
+            k=k,
+            lse=lse,
+            iq=iq,
+            weights=weights,
+            ik=ik,
+            softmax_scale=softmax_scale,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            row_weights=row_weights,
+            max_workspace_bytes=max_workspace_bytes,
+            loss=loss,
+        )
+
+    return loss, compute
+
+
+@functional
+def _dense_index_gradients(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dispatch.Launch]:
+    loss = lse.new_empty(())
+    diq, dweights, dik = _new_gradients(iq, weights, ik)
+
+    def compute() -> None:
+        dispatch.find("dense_index_gradients", q, num_heads=q.shape[1])(
+            q=q,
+            k=k,
+            lse=lse,
+            iq=iq,
+            weights=weights,
+            ik=ik,
+            softmax_scale=softmax_scale,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            row_weights=row_weights,
+            max_workspace_bytes=max_workspace_bytes,
+            loss=loss,
+            diq=diq,
+            dweights=dweights,
+            dik=dik,
+        )
+
+    return (loss, diq, dweights, dik), compute
+
+
+def _keep_gradients(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+@once_differentiable
+def _scaled_gradients(
+    ctx: BackwardCFunction, dloss: Tensor, *rest: object
+) -> tuple[Tensor | None, ...]:
+    grads = [dloss * grad for grad in ctx.saved_tensors]
+    return None, None, None, *grads, None, None, None, None, None
+
+
+differentiate("dense_index_gradients", _scaled_gradients, _keep_gradients)

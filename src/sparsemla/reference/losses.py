@@ -1,0 +1,179 @@
+"""Reference of the indexer's training, in float64 for float64 inputs.
+
+Shapes: T query tokens, K entries of a list, S rows, H heads of attention, HI heads of the indexer.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsemla.reference.indexer import indexer_scores
+from sparsemla.reference.topk import select_topk
+
+
+def select_rows(
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk: int,
+    *,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    max_workspace_bytes: int = 256 << 20,
+) -> Tensor:
+    """:func:`select_topk` of the scores of all rows, as rows of ``ik``."""
+    scores = indexer_scores(iq, weights, ik, None, row_starts, row_ends)  # [T, S]
+    columns = select_topk(scores, topk, row_starts=row_starts, row_ends=row_ends)  # [T, K]
+    first = row_starts.clamp(0, ik.shape[0])[:, None]
+    return torch.where(columns < 0, -1, columns + first).int()
+
+
+def selected_scores(
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    *,
+    topk_lengths: Tensor | None = None,
+) -> Tensor:
+    """``sum_h weights[t, h] * relu(<iq[t, h], ik[j]>)`` of listed rows j, -inf where invalid."""
+    keys, valid = _listed(ik, topk_indices, topk_lengths)
+    logits = torch.einsum("thd,tkd->thk", _wide(iq), keys)  # [T, HI, K]
+    scores = torch.einsum("th,thk->tk", _wide(weights), logits.relu())
+    return scores.masked_fill(~valid, -torch.inf)
+
+
+def selected_scores_backward(
+    dscores: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    *,
+    topk_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of iq, weights and ik, by the formulas; invalid entries take no part."""
+    keys, valid = _listed(ik, topk_indices, topk_lengths)
+    iq, weights = _wide(iq), _wide(weights)
+    logits = torch.einsum("thd,tkd->thk", iq, keys)  # [T, HI, K]
+    given = _wide(dscores).where(valid, 0)  # [T, K]
+    dweights = torch.einsum("tk,thk->th", given, logits.relu())
+    dlogits = given[:, None] * weights[..., None] * (logits > 0)  # [T, HI, K]
+    diq = torch.einsum("thk,tkd->thd", dlogits, keys)
+    shares = torch.einsum("thk,thd->tkd", dlogits, iq)
+    dik = torch.zeros_like(_wide(ik)).index_add(0, topk_indices[valid].long(), shares[valid])
+    return diq, dweights, dik
+
+
+def attention_target(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lengths: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """What all heads together attend to: ``sum_h exp(z[t, h, j] - lse[t, h])``, a distribution."""
+    keys, valid = _listed(kv, topk_indices, topk_lengths)
+    logits = torch.einsum("thd,tkd->thk", _wide(q), keys) * softmax_scale  # [T, H, K]
+    probs = (logits - lse[..., None]).exp()
+    if attn_sink is not None:
+        probs = probs * torch.sigmoid(lse - attn_sink)[..., None]
+    target = probs.masked_fill(~valid[:, None], 0).sum(1)  # [T, K]
+    return _normalized(target).detach() if normalize else target.detach()
+
+
+def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = None) -> Tensor:
+    """``sum_t row_weights[t] * KL(target[t] || softmax(scores[t]))``, row by row."""
+    scores, target = _wide(scores), _wide(target).detach()
+    total = scores[:0].sum()  # 0, with a gradient
+    for row in range(scores.shape[0]):
+        valid = ~scores[row].isneginf()
+        if bool(valid.any()):
+            found, p = scores[row][valid], target[row][valid]  # [n]
+            loss = torch.xlogy(p, p).sum() - (p * (found - found.logsumexp(0))).sum()
+            total = total + (loss if row_weights is None else loss * row_weights[row])
+    return total
+
+
+def dense_index_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    *,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None = None,
+    max_workspace_bytes: int = 256 << 20,
+) -> Tensor:
+    """:func:`index_loss` over all rows between ``row_starts`` and ``row_ends``."""
+    rows = torch.arange(ik.shape[0], device=ik.device)
+    seen = (rows >= row_starts[:, None]) & (rows < row_ends[:, None])  # [T, S]
+    keys = k if k.dim() == 3 else k[:, None].expand(-1, q.shape[1], -1)  # [S, H, D]
+    logits = torch.einsum("thd,shd->ths", _wide(q), _wide(keys)) * softmax_scale
+    target = (logits - lse[..., None]).exp().masked_fill(~seen[:, None], 0).sum(1)  # [T, S]
+    keys = _wide(ik).where(seen.any(0)[:, None], 0)  # rows that no token sees may be NaN
+    logits = torch.einsum("thd,sd->ths", _wide(iq), keys).relu()  # [T, HI, S]
+    scores = torch.einsum("th,ths->ts", _wide(weights), logits).masked_fill(~seen, -torch.inf)
+    return index_loss(scores, _normalized(target), row_weights=row_weights)
+
+
+def dense_index_gradients(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    *,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None = None,
+    max_workspace_bytes: int = 256 << 20,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`dense_index_loss` and its gradients, by autograd."""
+    with torch.enable_grad():
+        iq, weights, ik = (_wide(x).detach().requires_grad_() for x in (iq, weights, ik))
+        loss = dense_index_loss(
+            q,
+            k,
+            lse,
+            iq,
+            weights,
+            ik,
+            softmax_scale=softmax_scale,
+            row_starts=row_starts,
+            row_ends=row_ends,
+            row_weights=row_weights,
+        )
+        inputs = iq, weights, ik
+        diq, dweights, dik = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    return loss.detach(), diq, dweights, dik
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float64 stays, all else becomes float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _listed(rows: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The listed rows ``[T, K, D]``, 0 where invalid, and the valid entries ``[T, K]``."""
+    valid = (indices >= 0) & (indices < rows.shape[0])
+    if lengths is not None:
+        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
+    if rows.shape[0] == 0:
+        return _wide(rows.new_zeros(*indices.shape, rows.shape[1])), valid
+    return _wide(rows[indices.where(valid, 0).long()]).where(valid[..., None], 0), valid
+
+
+def _normalized(target: Tensor) -> Tensor:
+    """Rows that sum to 1; a row without mass stays 0."""
+    mass = target.sum(-1, keepdim=True)
+    return target / mass.where(mass != 0, 1)

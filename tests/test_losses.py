@@ -1,0 +1,434 @@
+"""What trains the indexer, on the CPU and on a GPU, against definitions and other formulas."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import sparsemla
+from sparsemla import dispatch, reference
+from sparsemla.testing import cases
+from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import (
+    FLOAT32_INDEX_GRADIENT,
+    INDEX_LOSS,
+    TOLERANCES,
+    assert_close,
+    assert_equal,
+    check_op,
+)
+
+FLOAT32 = {"dtype": torch.float32}
+LISTS = [
+    {},
+    {"with_lengths": True},
+    {"num_heads": 3, "strided": True},
+    {"dtype": torch.float16},
+    {"num_tokens": 0},
+    {"topk": 0},
+    {"share": 0.0},
+    {"num_rows": 1, "topk": 40},
+]
+
+
+@pytest.mark.parametrize("options", LISTS, ids=str)
+@pytest.mark.parametrize("op", ["selected_scores", "selected_scores_backward", "attention_target"])
+def test_lists(device, op, options):
+    check_op(op, getattr(cases, f"{op}_case")(Draw(0, device), **options))
+
+
+@pytest.mark.parametrize("num_heads", [1, 17, 96, 128])
+def test_head_counts(device, num_heads):
+    for op in ("selected_scores", "selected_scores_backward", "attention_target"):
+        check_op(op, getattr(cases, f"{op}_case")(Draw(1, device), num_heads=num_heads))
+
+
+@pytest.mark.parametrize("options", [{"with_sink": True}, {"normalize": False}, {"num_heads": 0}])
+def test_targets(device, options):
+    check_op("attention_target", cases.attention_target_case(Draw(2, device), **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ranges": "causal", "num_tokens": 70, "num_rows": 150},
+        {"with_row_weights": True, "strided": True},
+        {"shared_keys": True, "head_dim": 576},
+        {"num_index_heads": 20, "index_dim": 128},
+        {"num_tokens": 0},
+        {"dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_dense_losses(device, options):
+    case = cases.dense_index_loss_case(Draw(3, device), **options)
+    (loss,) = check_op("dense_index_loss", case)
+    assert_equal("loss", check_op("dense_index_gradients", case)[0], loss)
+
+
+@pytest.mark.parametrize("ranges", ["causal", "segments", "ragged"])
+@pytest.mark.parametrize("max_workspace_bytes", [1, 2000, 1 << 20])
+def test_rows_are_selected_globally(device, ranges, max_workspace_bytes):
+    options = {"num_tokens": 20, "ranges": ranges, "max_workspace_bytes": max_workspace_bytes}
+    check_op("select_rows", cases.select_rows_case(Draw(4, device), **options))
+
+
+def test_packed_sequences_select_their_own_rows(device):
+    """Selections of two sequences in one row are those of each sequence, moved to its place."""
+    draw = Draw(5, device)
+    iq, ik = (draw.normal(*shape).bfloat16() for shape in ((9, 4, 32), (9, 32)))
+    weights, begin = draw.normal(9, 4), draw.tensor([0, 0, 0, 0, 4, 4, 4, 4, 4])
+    ends = draw.tensor(range(1, 10))
+    packed = sparsemla.select_rows(iq, weights, ik, 3, row_starts=begin, row_ends=ends)
+    for part in (slice(0, 4), slice(4, 9)):
+        starts = torch.zeros_like(begin[part])
+        alone = sparsemla.select_rows(
+            iq[part],
+            weights[part],
+            ik[part],
+            3,
+            row_starts=starts,
+            row_ends=ends[part] - part.start,
+        )
+        assert_equal("rows", packed[part], alone.where(alone < 0, alone + part.start))
+
+
+def in_float64(case):
+    """The case with its floating-point tensors in float64."""
+    return {
+        name: value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in case.items()
+    }
+
+
+def indexer(case):
+    return [case[name].requires_grad_() for name in ("iq", "weights", "ik")]
+
+
+def dense_loss(case, lists, p):
+    """The loss by masked softmax over all rows and slots, without gathers: independent code."""
+    iq, weights, ik = indexer(case)
+    every = torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", iq, ik).relu())
+    total = 0
+    for row, entries in enumerate(lists):
+        some = [entry for entry in entries if entry is not None]
+        if some:
+            logs = torch.stack([every[row, entry] for entry in some]).log_softmax(0)
+            mine = torch.stack([p[row, i] for i, e in enumerate(entries) if e is not None])
+            total = total + torch.nn.functional.kl_div(logs, mine, reduction="sum")
+    return total
+
+
+def small_lists(**options):
+    case = cases.selected_scores_case(
+        Draw(6), num_heads=3, head_dim=5, num_rows=9, topk=8, dtype=torch.float32, **options
+    )
+    case["ik"].nan_to_num_(0.25)
+    valid = (case["topk_indices"] >= 0) & (case["topk_indices"] < 9)
+    p = Draw(7).normal(*valid.shape).exp() * valid
+    p[0, 2:] = 0
+    p = p / p.sum(-1, keepdim=True).clamp_min(1e-9)
+    lists = [
+        [int(j) if ok else None for j, ok in zip(row, good, strict=True)]
+        for row, good in zip(case["topk_indices"], valid, strict=True)
+    ]
+    case = in_float64(case)
+    indexer(case)
+    return case, lists, p.double()
+
+
+def test_definitions_have_the_gradients_of_a_masked_softmax():
+    case, lists, p = small_lists()
+    loss = reference.index_loss(reference.selected_scores(**case), p)
+    expected = dense_loss(case, lists, p)
+    assert abs(loss - expected) < 1e-13
+    inputs = indexer(case)
+    found = torch.autograd.grad(loss, inputs)
+    for got, wanted in zip(found, torch.autograd.grad(expected, inputs), strict=True):
+        assert (got - wanted).abs().max() < 1e-13
+
+
+def test_definitions_have_correct_gradients():
+    case, _, p = small_lists(num_tokens=2)
+
+    def loss(iq, weights, ik):
+        changed = case | {"iq": iq, "weights": weights, "ik": ik}
+        return reference.index_loss(reference.selected_scores(**changed), p)
+
+    assert torch.autograd.gradcheck(loss, indexer(case))
+    options = {"num_tokens": 3, "num_rows": 6, "num_heads": 2, "head_dim": 4, "index_dim": 5}
+    dense = cases.dense_index_loss_case(Draw(8), dtype=torch.float32, **options)
+    dense["k"].nan_to_num_(0.5), dense["ik"].nan_to_num_(0.5)
+    dense = in_float64(dense)
+
+    def dense_loss(iq, weights, ik):
+        return reference.dense_index_loss(**dense | {"iq": iq, "weights": weights, "ik": ik})
+
+    assert torch.autograd.gradcheck(dense_loss, indexer(dense))
+
+
+def test_the_backward_definition_is_the_gradient():
+    case, _, _ = small_lists()
+    scores = reference.selected_scores(**case)
+    given = Draw(9).normal(*scores.shape).double()
+    expected = torch.autograd.grad(scores, indexer(case), given)
+    found = reference.selected_scores_backward(given, **case)
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got - wanted).abs().max() < 1e-13
+
+
+def test_autograd_takes_the_backward_op(device):
+    case = cases.selected_scores_backward_case(Draw(10, device), **FLOAT32)
+    expected = sparsemla.selected_scores_backward(**case)
+    given = case.pop("dscores")
+    scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))
+    for dscores in (given, given.T.contiguous().T):
+        found = torch.autograd.grad(scores, indexer(case), dscores, retain_graph=True)
+        for got, wanted in zip(found, expected, strict=True):
+            assert_equal("gradient", got, wanted)
+
+
+NAMES = ("iq", "weights", "ik")
+
+
+def test_losses_of_lists(device):
+    """The whole chain, in float32, against the definitions."""
+    draw = Draw(11, device)
+    attention = cases.attention_target_case(draw, dtype=torch.float32, with_sink=True)
+    case = cases.selected_scores_case(draw, dtype=torch.float32)
+    case["ik"].nan_to_num_(1.0)
+    case["weights"] *= 128**-0.5
+    case["topk_indices"] = attention["topk_indices"]
+    weights = draw.normal(5).abs()
+    losses, grads = [], []
+    for tier in (sparsemla, reference):
+        scores = tier.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))
+        target = tier.attention_target(**attention)
+        losses.append(tier.index_loss(scores, target, row_weights=weights))
+        grads.append(torch.autograd.grad(losses[-1], indexer(case)))
+    assert_close("loss", *(loss.detach() for loss in losses), INDEX_LOSS)
+    for got, wanted in zip(*grads, strict=True):
+        assert_close("gradient", got, wanted, FLOAT32_INDEX_GRADIENT)
+
+
+@pytest.mark.parametrize("with_row_weights", [False, True])
+def test_index_loss(device, with_row_weights):
+    case = cases.index_loss_case(Draw(12, device), with_row_weights=with_row_weights)
+    check_op("index_loss", case)
+    scores = case["scores"].requires_grad_()
+    (got,) = torch.autograd.grad(sparsemla.index_loss(**case), [scores])
+    (wanted,) = torch.autograd.grad(reference.index_loss(**in_float64(case)), [scores])
+    assert_close("dscores", got, wanted, FLOAT32_INDEX_GRADIENT)
+    assert got.sum(-1).abs().max() < 1e-6  # both are distributions, or 0
+    assert (got[:2] == 0).all()  # no entry; no mass
+    assert (got[case["scores"].isneginf()] == 0).all()
+
+
+def test_index_loss_is_the_divergence():
+    scores, target = Draw(13).normal(4, 9), Draw(14).normal(4, 9).softmax(-1)
+    expected = torch.nn.functional.kl_div(scores.log_softmax(-1), target, reduction="sum")
+    torch.testing.assert_close(sparsemla.index_loss(scores, target), expected)
+    assert abs(sparsemla.index_loss(target.log(), target)) < 1e-6
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4, 1e30])
+def test_index_loss_of_huge_scores(size):
+    scores = torch.tensor([[0.0, size, -size, -math.inf]], requires_grad=True)
+    target = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    loss = sparsemla.index_loss(scores, target)
+    expected = abs(size) / 2 if size > 0 else -1.5 * size
+    assert loss.item() == pytest.approx(expected + math.log(0.5), rel=1e-6)
+    (grad,) = torch.autograd.grad(loss, [scores])
+    best = int(size < 0) + 1
+    expected = -target.clone()
+    expected[0, best] += 1
+    assert_equal("dscores", grad, expected + 0.0)
+
+
+def test_tokens_with_one_key_have_no_loss(device):
+    case = cases.dense_index_loss_case(
+        Draw(15, device), num_tokens=1, num_rows=1, ranges="causal", dtype=torch.float32
+    )
+    for result in sparsemla.dense_index_gradients(**case):
+        assert result.abs().max() < 1e-6
+
+
+def test_dense_equals_sparse_over_all_rows(device):
+    case = cases.dense_index_loss_case(
+        Draw(16, device), num_tokens=12, num_rows=12, ranges="causal", shared_keys=True, **FLOAT32
+    )
+    rows = torch.arange(12, dtype=torch.int32, device=device).repeat(12, 1)
+    lists = {"topk_indices": rows, "topk_lengths": case["row_ends"]}
+    dense = sparsemla.dense_index_loss(**case | dict(zip(NAMES, indexer(case), strict=True)))
+    target = sparsemla.attention_target(
+        case["q"], case["k"], lse=case["lse"], softmax_scale=case["softmax_scale"], **lists
+    )
+    sparse = sparsemla.index_loss(sparsemla.selected_scores(*indexer(case), **lists), target)
+    assert_close("loss", dense.detach(), sparse.detach(), INDEX_LOSS)
+    grads = [torch.autograd.grad(3 * loss, indexer(case)) for loss in (dense, sparse)]
+    for got, wanted in zip(*grads, strict=True):
+        assert_close("gradient", got, wanted, FLOAT32_INDEX_GRADIENT)
+
+
+def test_gradients_come_with_the_loss(device):
+    """One pass gives the loss and its gradients, scaled by what comes from above."""
+    case = cases.dense_index_loss_case(Draw(17, device), with_row_weights=True)
+    loss, *expected = sparsemla.dense_index_gradients(**case)
+    assert_equal("loss without gradients", sparsemla.dense_index_loss(**case), loss)
+    found = sparsemla.dense_index_loss(**case | dict(zip(NAMES, indexer(case), strict=True)))
+    assert_equal("loss", found.detach(), loss)
+    for got, wanted in zip(torch.autograd.grad(-2 * found, indexer(case)), expected, strict=True):
+        assert_equal("gradient", got, -2 * wanted)
+
+
+def test_heads_of_several_ranks_add_up(device):
+    case = cases.attention_target_case(Draw(18, device), num_heads=6, with_sink=True, **FLOAT32)
+    whole = sparsemla.attention_target(**case)
+    parts = [
+        sparsemla.attention_target(
+            **case
+            | {"q": case["q"][:, heads], "lse": case["lse"][:, heads], "normalize": False}
+            | {"attn_sink": case["attn_sink"][heads]}
+        )
+        for heads in (slice(0, 2), slice(2, 6))
+    ]
+    total = parts[0] + parts[1]
+    mass = total.sum(-1, keepdim=True)
+    assert_close(
+        "target", total / mass.where(mass != 0, 1), whole, TOLERANCES["attention_target"][0]
+    )
+
+
+def test_a_sink_is_part_of_the_lse(device):
+    case = cases.attention_target_case(Draw(19, device), with_sink=True)
+    sink = case.pop("attn_sink").clamp(-9, 9)
+    with_sink = sparsemla.attention_target(**case, attn_sink=sink)
+    folded = sparsemla.attention_target(**case | {"lse": torch.logaddexp(case["lse"], sink)})
+    assert_close("target", folded, with_sink, TOLERANCES["attention_target"][0])
+
+
+def test_a_row_of_nan_reaches_its_users_only(device):
+    case = cases.selected_scores_backward_case(Draw(20, device), num_rows=12, topk=5, **FLOAT32)
+    named = int(case["topk_indices"][2].clamp(0, 11)[0])
+    users = (case["topk_indices"] == named).any(1)
+    assert users.any()
+    assert not users.all()
+    case["ik"].nan_to_num_(0.5)[named] = math.nan
+    diq, _, dik = sparsemla.selected_scores_backward(**case)
+    assert_equal("tokens", diq.isnan().any(-1).any(-1), users)
+    assert dik.isfinite().all()  # a score that is NaN has no slope
+    del case["dscores"]
+    listed = case["topk_indices"] == named
+    assert_equal("scores", sparsemla.selected_scores(**case).isnan(), listed)
+
+
+def test_attention_gets_no_gradient(device):
+    lists = cases.attention_target_case(Draw(21, device), **FLOAT32)
+    lists |= {name: lists[name].requires_grad_() for name in ("q", "kv", "lse")}
+    assert not sparsemla.attention_target(**lists).requires_grad
+    case = cases.dense_index_loss_case(Draw(22, device), with_row_weights=True)
+    attention = [case[name].requires_grad_() for name in ("q", "k", "lse", "row_weights")]
+    assert not sparsemla.dense_index_loss(**case).requires_grad
+    sparsemla.dense_index_loss(**case | dict(zip(NAMES, indexer(case), strict=True))).backward()
+    assert [x.grad for x in attention] == [None] * 4
+    scores, target = (torch.zeros(1, 2, requires_grad=True) for _ in range(2))
+    sparsemla.index_loss(scores, target).backward()
+    assert target.grad is None
+    assert_equal("no mass", scores.grad, torch.zeros(1, 2))
+
+
+def test_second_derivatives_are_refused(device):
+    case = cases.selected_scores_case(Draw(23, device), **FLOAT32)
+    scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))
+    finite = scores[~scores.isneginf()].square().sum()
+    (diq,) = torch.autograd.grad(finite, [case["iq"]], create_graph=True)
+    with pytest.raises(RuntimeError, match="selected_scores has no second derivative"):
+        diq.sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that a function returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor):
+                self.bytes = max(self.bytes, result.numel() * result.itemsize)
+        return results
+
+
+def test_the_dense_loss_is_bounded(device):
+    """No tensor has the size of tokens times rows."""
+    options = {"num_tokens": 512, "num_rows": 1024, "ranges": "causal", "num_heads": 2}
+    case = cases.dense_index_loss_case(Draw(24, device), head_dim=16, **options)
+    bound = 64 * 1024 * 8 * 2  # 64 tokens are always processed
+    results = dict(
+        zip(
+            ("loss", "diq", "dweights", "dik"),
+            sparsemla.dense_index_gradients(**case),
+            strict=True,
+        )
+    )
+    tier = dispatch.explain(dispatch.Problem("dense_index_gradients", device)).chosen
+    case["max_workspace_bytes"] = bound
+    with Largest() as largest:
+        dispatch.load("dense_index_gradients", tier)(**case, **results)
+    assert largest.bytes <= bound < 512 * 1024 * 4
+
+
+def test_the_workspace_does_not_change_the_loss(device):
+    options = {"num_tokens": 200, "num_rows": 300, "num_index_heads": 2}
+    case = cases.dense_index_loss_case(Draw(25, device), **options)
+    whole = sparsemla.dense_index_gradients(**case)
+    parts = sparsemla.dense_index_gradients(**case | {"max_workspace_bytes": 1})
+    tolerances = TOLERANCES["dense_index_gradients"]
+    for got, wanted, tolerance in zip(parts, whole, tolerances, strict=True):
+        if device == "cuda":
+            assert_equal("result", got, wanted)
+        else:
+            assert_close("result", got, wanted, tolerance)
+
+
+def test_selective_checkpoints_select_once(device, monkeypatch):
+    from sparsemla.ops import losses
+
+    calls = []
+    scores_of = losses.indexer_scores
+    monkeypatch.setattr(
+        losses, "indexer_scores", lambda *args, **kw: calls.append(1) or scores_of(*args, **kw)
+    )
+    case = cases.select_rows_case(Draw(26, device), max_workspace_bytes=1 << 20)
+    weights = case["weights"].requires_grad_()
+
+    def layer(iq, weights, ik):
+        rows = sparsemla.select_rows(**case | {"weights": weights})
+        scores = sparsemla.selected_scores(iq, weights, ik, rows)
+        return scores.where(rows >= 0, 0).sum()
+
+    def keep(ctx, function, *args, **kwargs):
+        saved = function == torch.ops.sparsemla.select_rows.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    arguments = case["iq"], weights, case["ik"]
+    (expected,) = torch.autograd.grad(layer(*arguments), [weights])
+    calls.clear()
+    loss = checkpoint(
+        layer,
+        *arguments,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(keep),
+    )
+    (found,) = torch.autograd.grad(loss, [weights])
+    assert_equal("dweights", found, expected)
+    assert len(calls) == 1
