@@ -1,0 +1,90 @@
+"""Lists of rows, one for each token: their entries, and sums over the entries that name a row.
+
+A row that several tokens list gets a term from each. They are added without atomics: kernels write
+the terms, a stable sort of the entries finds those of each row, and each row adds its own, one at a
+time in the order of tokens and entries. So the bits of a sum do not depend on the run, nor on how
+tokens are chunked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+
+ENTRY_BYTES = 48
+"""Workspace of an entry for its place in the lists: keys and values of the sort, twice."""
+
+UNROLL = 8
+"""Terms of a row that are loaded at once; they are added one at a time."""
+
+
+@triton.jit
+def load_entries(topk_indices, topk_lengths, token, at, topk, num_rows):
+    """The rows that places of a token's list name, as int64, and whether they are valid.
+
+    ``topk_indices`` points at the list. An invalid entry becomes row 0.
+    """
+    length = topk
+    if topk_lengths is not None:
+        length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
+    row = tl.load(topk_indices + at, mask=at < length, other=-1).to(tl.int64)
+    valid = (row >= 0) & (row < num_rows)
+    return tl.where(valid, row, 0), valid
+
+
+def entries_of_rows(
+    indices: Tensor, lengths: Tensor | None, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """The entries that name each row, ascending: ``order [n K]``, and where each row's begin.
+
+    ``starts [S + 1]``; entries that are not valid come last.
+    """
+    valid = (indices >= 0) & (indices < num_rows)
+    if lengths is not None:
+        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
+    rows = indices.where(valid, num_rows).to(torch.int32).flatten()
+    rows, order = rows.sort(stable=True)
+    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
+    return order, torch.searchsorted(rows, bounds)
+
+
+@triton.jit
+def _add_terms(
+    terms,
+    order,
+    starts,
+    total,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Add the terms of a row to some of its dims, in the order of the list."""
+    NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
+    row = (tl.program_id(0) // NUM_PARTS).to(tl.int64)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    if begin == end:
+        return
+    d = tl.program_id(0) % NUM_PARTS * DIMS + tl.arange(0, DIMS)
+    inside = d < D
+    acc = tl.load(total + row * D + d, mask=inside, other=0)
+    for start in range(begin, end, UNROLL):
+        for i in tl.static_range(UNROLL):
+            there = start + i < end
+            entry = tl.load(order + start + i, mask=there, other=0)
+            acc += tl.load(terms + entry * D + d, mask=inside & there, other=0).to(tl.float32)
+    tl.store(total + row * D + d, acc, mask=inside)
+
+
+def add_terms(terms: Tensor, indices: Tensor, lengths: Tensor | None, total: Tensor) -> None:
+    """Add the terms ``[n K, D]`` of lists ``[n, K]`` to float32 rows ``total [S, D]``."""
+    num_rows, dim = total.shape
+    order, starts = entries_of_rows(indices, lengths, num_rows)
+    dims = min(next_power_of_2(dim), 256)
+    _add_terms[(num_rows * cdiv(dim, dims),)](
+        terms, order, starts, total, D=dim, DIMS=dims, UNROLL=UNROLL, num_warps=1
+    )

@@ -1,0 +1,772 @@
+"""The indexer's training in portable Triton.
+
+Over lists, a program has one token::
+
+    _list_scores      scores of a tile of entries
+    _list_queries     diq and dweights of a tile of heads: the entries pass by
+    _list_terms       the terms of dik of a tile of entries: the heads pass by
+    add_terms         dik[row] += its terms, one after the other
+    _list_targets     attention of all heads to a tile of entries
+
+Over all rows, for a chunk of tokens::
+
+    _dense_tiles      attention of all heads, and scores, of a tile of tokens and rows  [n, S] twice
+    _dense_losses     the loss of a token, and G = dloss / dscores, in place of its attention
+    _dense_queries    diq and dweights of a tile of tokens and a head: the rows pass by
+    _dense_keys       dik of a tile of rows: tokens and heads pass by, in one order for all chunks
+
+Attention is computed once and takes most of the time. Heads are added up in registers; what comes
+to memory, 24 bytes for each token and row in all, is little against the FLOP.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemla.kernels.common.fp8 import INTERPRETED, dot
+from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, load_entries
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+MINUS_INF = tl.constexpr(float("-inf"))
+
+LIST_BYTES = 512 << 20
+"""Workspace for the terms of some tokens at a time."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles.
+
+    Args:
+        heads: heads of a step or a program.
+        keys: entries or rows of a tile.
+        tokens: tokens of a tile, where rows are not listed.
+        upcast: whether MMAs take float32: in Triton's interpreter, and if bfloat16 is too coarse.
+        num_warps: warps of a program with a sum of ``[tokens, dims]``.
+    """
+
+    heads: int
+    keys: int
+    tokens: int
+    upcast: bool
+    num_warps: int
+
+
+def choose_tiles(num_heads: int, exact: bool) -> Tiles:
+    """The tiles for so many heads; they depend on nothing that differs between chunks."""
+    heads = max(16, next_power_of_2(num_heads))
+    if exact:  # FMAs keep operands and sums in registers
+        return Tiles(16, 32, 16, True, 4)
+    return Tiles(min(heads, 64), 64, 64, INTERPRETED, 8)
+
+
+@triton.jit
+def _load_rows(rows, row, real, start, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Dims of rows from ``start`` on; rows that are not real are 0 and not read."""
+    d = start + tl.arange(0, BLOCK)
+    mask = real[:, None] & (d < DIM)[None, :]
+    return tl.load(rows + row[:, None] + d[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _as_operand(x, like, UPCAST: tl.constexpr):
+    """``x`` in the dtype of the other operand, unless MMAs take float32."""
+    if UPCAST:
+        return x
+    return x.to(like.dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows", "topk"])
+def _list_scores(
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    out,
+    num_rows,
+    topk,
+    num_heads,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    HEADS: tl.constexpr = T.heads
+    KEYS: tl.constexpr = T.keys
+    num_tiles = tl.cdiv(topk, KEYS)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
+    topk_indices += token * indices_token
+    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+    score = tl.zeros([KEYS], tl.float32)
+    for start in range(0, num_heads, HEADS):
+        head = start + tl.arange(0, HEADS)
+        real = head < num_heads
+        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+        queries = iq + token * iq_token
+        queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+        x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
+        score += tl.sum(tl.where(real[None, :], _relu(x) * w[None, :], 0.0), 1)
+    tl.store(out + token * topk + at, tl.where(valid, score, MINUS_INF), mask=at < topk)
+
+
+@triton.jit(do_not_specialize=["num_rows", "topk"])
+def _list_queries(
+    dscores,
+    dscores_token,
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    diq,
+    dweights,
+    num_rows,
+    topk,
+    num_heads,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    HEADS: tl.constexpr = T.heads
+    KEYS: tl.constexpr = T.keys
+    num_tiles = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
+    real = head < num_heads
+    w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+    queries = iq + token * iq_token
+    queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+    topk_indices += token * indices_token
+    dscores += token * dscores_token
+    dw = tl.zeros([HEADS], tl.float32)
+    dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    for start in range(0, topk, KEYS):
+        at = start + tl.arange(0, KEYS)
+        row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+        given = tl.load(dscores + at, mask=valid, other=0)
+        keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+        x = dot(queries, tl.trans(keys), tl.zeros([HEADS, KEYS], tl.float32), T.upcast)
+        dw += tl.sum(_relu(x) * given[None, :], 1)
+        dx = tl.where(x > 0, given[None, :] * w[:, None], 0.0)
+        dq = dot(_as_operand(dx, keys, T.upcast), keys, dq, T.upcast)
+    at = token * num_heads + head
+    tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
+    d = tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (d < DIM)[None, :]
+    tl.store(diq + at[:, None] * DIM + d[None, :], dq.to(diq.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "topk"])
+def _list_terms(
+    dscores,
+    dscores_token,
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    terms,
+    num_rows,
+    topk,
+    num_heads,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    HEADS: tl.constexpr = T.heads
+    KEYS: tl.constexpr = T.keys
+    num_tiles = tl.cdiv(topk, KEYS)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
+    topk_indices += token * indices_token
+    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    given = tl.load(dscores + token * dscores_token + at, mask=valid, other=0)
+    keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+    term = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    for start in range(0, num_heads, HEADS):
+        head = start + tl.arange(0, HEADS)
+        real = head < num_heads
+        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+        queries = iq + token * iq_token
+        queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+        x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
+        dx = tl.where(x > 0, given[:, None] * w[None, :], 0.0)
+        term = dot(_as_operand(dx, queries, T.upcast), queries, term, T.upcast)
+    d = tl.arange(0, BLOCK_D)
+    target = terms + (token * topk + at)[:, None] * DIM + d[None, :]
+    mask = valid[:, None] & (d < DIM)[None, :]
+    tl.store(target, term.to(terms.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "topk"])
+def _list_targets(
+    q,
+    q_token,
+    q_head,
+    kv,
+    kv_row,
+    topk_indices,
+    indices_token,
+    topk_lengths,
+    lse,
+    lse_token,
+    attn_sink,
+    out,
+    num_rows,
+    topk,
+    num_heads,
+    scale_log2,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    HEADS: tl.constexpr = T.heads
+    KEYS: tl.constexpr = T.keys
+    num_tiles = tl.cdiv(topk, KEYS)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
+    topk_indices += token * indices_token
+    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    total = tl.zeros([KEYS], tl.float32)
+    for start in range(0, num_heads, HEADS):
+        head = start + tl.arange(0, HEADS)
+        real = head < num_heads
+        s = tl.zeros([HEADS, KEYS], tl.float32)
+        for first in range(0, DIM, BLOCK_D):
+            keys = _load_rows(kv, row * kv_row, valid, first, DIM, BLOCK_D)
+            queries = q + token * q_token
+            queries = _load_rows(queries, head.to(tl.int64) * q_head, real, first, DIM, BLOCK_D)
+            s = dot(queries, tl.trans(keys), s, T.upcast)
+        row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0)
+        row_lse = tl.where(row_lse == MINUS_INF, 0.0, row_lse)  # no valid entry
+        p = tl.exp2(s * scale_log2 - (row_lse * LOG2E)[:, None])
+        if attn_sink is not None:
+            sink = tl.load(attn_sink + head, mask=real, other=0)
+            p *= (1 / (1 + tl.exp2((sink - row_lse) * LOG2E)))[:, None]
+        total += tl.sum(tl.where(real[:, None], p, 0.0), 0)
+    tl.store(out + token * topk + at, tl.where(valid, total, 0.0), mask=at < topk)
+
+
+def selected_scores(
+    *,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    topk_lengths: Tensor | None,
+    out: Tensor,
+) -> None:
+    (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
+    if out.numel() == 0:
+        return
+    tiles = choose_tiles(num_heads, iq.dtype == torch.float32)
+    _list_scores[(num_tokens * cdiv(topk, tiles.keys),)](
+        *_lists(iq, weights, ik, topk_indices, topk_lengths),
+        out,
+        ik.shape[0],
+        topk,
+        num_heads,
+        **_dims(dim),
+        T=tiles,
+    )
+
+
+def _lists(
+    iq: Tensor, weights: Tensor, ik: Tensor, indices: Tensor, lengths: Tensor | None
+) -> tuple[object, ...]:
+    """Pointers and strides of an indexer and of lists."""
+    indexer = iq, *iq.stride()[:2], weights, weights.stride(0), ik, ik.stride(0)
+    return *indexer, indices, indices.stride(0), lengths
+
+
+def _dims(dim: int) -> dict[str, int]:
+    return {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
+
+
+def selected_scores_backward(
+    *,
+    dscores: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    topk_indices: Tensor,
+    topk_lengths: Tensor | None,
+    diq: Tensor,
+    dweights: Tensor,
+    dik: Tensor,
+) -> None:
+    (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
+    total = torch.zeros_like(dik, dtype=torch.float32)
+    # float16 cannot hold small gradients.
+    tiles = choose_tiles(num_heads, iq.dtype != torch.bfloat16)
+    term_dtype = torch.bfloat16 if iq.dtype == torch.bfloat16 else torch.float32
+    token_bytes = max(1, topk) * (dim * term_dtype.itemsize + ENTRY_BYTES)
+    chunk = max(1, min(num_tokens, LIST_BYTES // token_bytes))
+    terms = iq.new_empty(chunk * topk, dim, dtype=term_dtype)
+    for first in range(0, num_tokens, chunk):
+        some = slice(first, min(first + chunk, num_tokens))
+        count = some.stop - first
+        indices = topk_indices[some]
+        lengths = None if topk_lengths is None else topk_lengths[some]
+        lists = _lists(iq[some], weights[some], ik, indices, lengths)
+        sizes = ik.shape[0], topk, num_heads
+        given = dscores[some], dscores.stride(0)
+        _list_queries[(count * cdiv(num_heads, tiles.heads),)](
+            *given, *lists, diq[some], dweights[some], *sizes, **_dims(dim), T=tiles
+        )
+        if topk and ik.shape[0]:
+            _list_terms[(count * cdiv(topk, tiles.keys),)](
+                *given, *lists, terms, *sizes, **_dims(dim), T=tiles
+            )
+            add_terms(terms, indices, lengths, total)
+    dik.copy_(total)
+
+
+def attention_target(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk_lengths: Tensor | None,
+    attn_sink: Tensor | None,
+    normalize: bool,
+    out: Tensor,
+) -> None:
+    (num_tokens, num_heads, dim), topk = q.shape, topk_indices.shape[1]
+    if out.numel() == 0:
+        return
+    tiles = choose_tiles(num_heads, q.dtype == torch.float32)
+    _list_targets[(num_tokens * cdiv(topk, tiles.keys),)](
+        q,
+        *q.stride()[:2],
+        kv,
+        kv.stride(0),
+        topk_indices,
+        topk_indices.stride(0),
+        topk_lengths,
+        lse,
+        lse.stride(0),
+        attn_sink,
+        out,
+        kv.shape[0],
+        topk,
+        num_heads,
+        softmax_scale * LOG2E.value,
+        DIM=dim,
+        BLOCK_D=_panel(dim),
+        T=tiles,
+        num_stages=3,
+    )
+    if normalize:
+        mass = out.sum(-1, keepdim=True)
+        out.div_(mass.where(mass != 0, 1))
+
+
+def _panel(dim: int) -> int:
+    """Dims of a step over long rows."""
+    return max(16, min(next_power_of_2(dim), 64))
+
+
+@triton.jit
+def _load_ranges(row_starts, row_ends, token, real, num_rows):
+    """Start and end of what tokens see; 0 and 0 for tokens that are not real."""
+    start = tl.load(row_starts + token, mask=real, other=0)
+    start = tl.minimum(tl.maximum(start, 0), num_rows).to(tl.int32)
+    end = tl.load(row_ends + token, mask=real, other=0)
+    return start, tl.minimum(tl.maximum(end, 0), num_rows).to(tl.int32)
+
+
+@triton.jit
+def _union(start, end, num_rows):
+    """The range of rows that some tokens see together; empty if none sees a row."""
+    some = start < end
+    return tl.min(tl.where(some, start, num_rows), 0), tl.max(tl.where(some, end, 0), 0)
+
+
+@triton.jit
+def _sees(start, end, row):
+    """Which tokens see which rows, ``[tokens, rows]``."""
+    return (row[None, :] >= start[:, None]) & (row[None, :] < end[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _dense_tiles(
+    q,
+    q_token,
+    q_head,
+    k,
+    k_row,
+    k_head,
+    lse,
+    lse_token,
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    row_starts,
+    row_ends,
+    target,
+    scores,
+    num_tokens,
+    num_rows,
+    num_heads,
+    num_index_heads,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_DI: tl.constexpr,
+    T: tl.constexpr,
+):
+    TOKENS: tl.constexpr = T.tokens
+    KEYS: tl.constexpr = T.keys
+    num_tiles = tl.cdiv(num_rows, KEYS)
+    token = (tl.program_id(0) // num_tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    begin = tl.program_id(0) % num_tiles * KEYS
+    real = token < num_tokens
+    start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+    low, high = _union(start, end, num_rows)
+    if (low >= begin + KEYS) | (high <= begin):
+        return
+    row = begin + tl.arange(0, KEYS)
+    there = row < num_rows
+    row = row.to(tl.int64)
+
+    total = tl.zeros([TOKENS, KEYS], tl.float32)
+    for head in range(num_heads):
+        s = tl.zeros([TOKENS, KEYS], tl.float32)
+        for first in range(0, D, BLOCK_D):
+            queries = q + tl.cast(head, tl.int64) * q_head
+            queries = _load_rows(queries, token * q_token, real, first, D, BLOCK_D)
+            keys = k + tl.cast(head, tl.int64) * k_head
+            keys = _load_rows(keys, row * k_row, there, first, D, BLOCK_D)
+            s = dot(queries, tl.trans(keys), s, T.upcast)
+        row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0) * LOG2E
+        total += tl.exp2(s * scale_log2 - row_lse[:, None])
+
+    score = tl.zeros([TOKENS, KEYS], tl.float32)
+    keys = _load_rows(ik, row * ik_row, there, 0, DI, BLOCK_DI)
+    for head in range(num_index_heads):
+        queries = iq + tl.cast(head, tl.int64) * iq_head
+        queries = _load_rows(queries, token * iq_token, real, 0, DI, BLOCK_DI)
+        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+        x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
+        score += _relu(x) * w[:, None]
+
+    at = token[:, None] * num_rows + row[None, :]
+    seen = _sees(start, end, row)
+    tl.store(target + at, total, mask=seen)
+    tl.store(scores + at, score, mask=seen)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dense_losses(
+    scores, target, row_starts, row_ends, row_weights, losses, num_rows, BLOCK: tl.constexpr
+):
+    """The loss of a token. Its target becomes the gradient of its scores."""
+    token = tl.program_id(0).to(tl.int64)
+    start, end = _load_ranges(row_starts, row_ends, token, token >= 0, num_rows)
+    if start >= end:
+        tl.store(losses + token, 0.0)
+        return
+    scores += token * num_rows
+    target += token * num_rows
+    m = tl.full([BLOCK], MINUS_INF, tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for base in range(start, end, BLOCK):
+        row = base + tl.arange(0, BLOCK)
+        score = tl.load(scores + row, mask=row < end, other=MINUS_INF)
+        highest = tl.maximum(m, score, propagate_nan=tl.PropagateNan.ALL)
+        finite = tl.where(highest == MINUS_INF, 0.0, highest)  # no row so far
+        l = l * tl.exp2((m - finite) * LOG2E) + tl.exp2((score - finite) * LOG2E)
+        m = highest
+        mass += tl.load(target + row, mask=row < end, other=0)
+    highest = tl.max(m, 0)
+    lse = highest + tl.log2(tl.sum(l * tl.exp2((m - highest) * LOG2E), 0)) * LN2
+    all_mass = tl.sum(mass, 0)
+    scale = 1 / tl.where(all_mass == 0, 1.0, all_mass)
+    has_mass = tl.where(all_mass == 0, 0.0, 1.0)
+    weight = has_mass * 0 + 1
+    if row_weights is not None:
+        weight = tl.load(row_weights + token)
+    loss = tl.zeros([BLOCK], tl.float32)
+    for base in range(start, end, BLOCK):
+        row = base + tl.arange(0, BLOCK)
+        log = tl.load(scores + row, mask=row < end, other=0) - lse
+        p = tl.load(target + row, mask=row < end, other=0) * scale
+        log_p = tl.log2(tl.where(p == 0, 1.0, p)) * LN2
+        loss += tl.where(row < end, p * (log_p - log), 0.0)
+        tl.store(target + row, weight * (has_mass * tl.exp2(log * LOG2E) - p), mask=row < end)
+    tl.store(losses + token, weight * tl.sum(loss, 0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _dense_queries(
+    given,
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    row_starts,
+    row_ends,
+    diq,
+    dweights,
+    num_tokens,
+    num_rows,
+    num_heads,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    TOKENS: tl.constexpr = T.tokens
+    KEYS: tl.constexpr = T.keys
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    token = (tl.program_id(0) // num_heads * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    real = token < num_tokens
+    start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+    low, high = _union(start, end, num_rows)
+    queries = _load_rows(iq + head * iq_head, token * iq_token, real, 0, DIM, BLOCK_D)
+    w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+    dw = tl.zeros([TOKENS], tl.float32)
+    dq = tl.zeros([TOKENS, BLOCK_D], tl.float32)
+    for begin in range(low // KEYS * KEYS, high, KEYS):
+        row = begin + tl.arange(0, KEYS)
+        seen = _sees(start, end, row)
+        row = row.to(tl.int64)
+        g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
+        # A row that no token of the tile sees may be NaN.
+        there = tl.max(seen.to(tl.int32), 0) > 0
+        keys = _load_rows(ik, row * ik_row, there, 0, DIM, BLOCK_D)
+        x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
+        dw += tl.sum(_relu(x) * g, 1)
+        dx = tl.where(x > 0, g * w[:, None], 0.0)
+        dq = dot(_as_operand(dx, keys, T.upcast), keys, dq, T.upcast)
+    at = token * num_heads + head
+    tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
+    d = tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (d < DIM)[None, :]
+    tl.store(diq + at[:, None] * DIM + d[None, :], dq.to(diq.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _dense_keys(
+    given,
+    iq,
+    iq_token,
+    iq_head,
+    weights,
+    weights_token,
+    ik,
+    ik_row,
+    row_starts,
+    row_ends,
+    total,
+    num_tokens,
+    num_rows,
+    num_heads,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Add the terms of some tokens to dik, in float32."""
+    TOKENS: tl.constexpr = T.tokens
+    KEYS: tl.constexpr = T.keys
+    begin = tl.program_id(0) * KEYS
+    row = begin + tl.arange(0, KEYS)
+    there = row < num_rows
+    row = row.to(tl.int64)
+    keys = _load_rows(ik, row * ik_row, there, 0, DIM, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)
+    mask = there[:, None] & (d < DIM)[None, :]
+    target = total + row[:, None] * DIM + d[None, :]
+    acc = tl.load(target, mask=mask, other=0)
+    for first in range(0, num_tokens, TOKENS):
+        token = (first + tl.arange(0, TOKENS)).to(tl.int64)
+        real = token < num_tokens
+        start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+        low, high = _union(start, end, num_rows)
+        if (low < begin + KEYS) & (high > begin):
+            seen = _sees(start, end, row)
+            g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
+            for head in range(num_heads):
+                queries = iq + tl.cast(head, tl.int64) * iq_head
+                queries = _load_rows(queries, token * iq_token, real, 0, DIM, BLOCK_D)
+                w = tl.load(weights + token * weights_token + head, mask=real, other=0)
+                x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
+                dx = tl.where(x > 0, g * w.to(tl.float32)[:, None], 0.0)
+                dx = tl.trans(_as_operand(dx, queries, T.upcast))
+                acc = dot(dx, queries, acc, T.upcast)
+    tl.store(target, acc, mask=mask)
+
+
+LOSS_BLOCK = 1024
+"""Rows that a program of the losses loads at a time."""
+
+
+def dense_index_loss(
+    *,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+    loss: Tensor,
+) -> None:
+    _dense(
+        (q, k, lse, softmax_scale),
+        (iq, weights, ik),
+        (row_starts, row_ends),
+        row_weights,
+        max_workspace_bytes,
+        loss,
+        None,
+    )
+
+
+def dense_index_gradients(
+    *,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+    loss: Tensor,
+    diq: Tensor,
+    dweights: Tensor,
+    dik: Tensor,
+) -> None:
+    _dense(
+        (q, k, lse, softmax_scale),
+        (iq, weights, ik),
+        (row_starts, row_ends),
+        row_weights,
+        max_workspace_bytes,
+        loss,
+        (diq, dweights, dik),
+    )
+
+
+def _dense(
+    attention: tuple[Tensor, Tensor, Tensor, float],
+    indexer: tuple[Tensor, Tensor, Tensor],
+    ranges: tuple[Tensor, Tensor],
+    row_weights: Tensor | None,
+    max_workspace_bytes: int,
+    loss: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    """The loss, and its gradients if there is memory for them."""
+    (q, k, lse, softmax_scale), (iq, weights, ik) = attention, indexer
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, dim = ik.shape
+    if num_tokens * num_rows == 0:
+        for result in (loss, *(grads or ())):
+            result.zero_()
+        return
+    # float16 cannot hold small gradients; the loss alone has the bits of the loss beside them.
+    tiles = choose_tiles(1, iq.dtype != torch.bfloat16 or q.dtype == torch.float32)
+    at_once = max(1, max_workspace_bytes // (8 * num_rows * tiles.tokens)) * tiles.tokens
+    target, scores = lse.new_empty(2, min(at_once, num_tokens), num_rows)
+    losses = lse.new_empty(num_tokens)
+    total = None if grads is None else torch.zeros_like(grads[2], dtype=torch.float32)
+    for first in range(0, num_tokens, at_once):
+        some = slice(first, min(first + at_once, num_tokens))
+        count = some.stop - first
+        seen = ranges[0][some], ranges[1][some]
+        heads = iq[some], *iq.stride()[:2], weights[some], weights.stride(0), ik, ik.stride(0)
+        _dense_tiles[(cdiv(count, tiles.tokens) * cdiv(num_rows, tiles.keys),)](
+            q[some],
+            *q.stride()[:2],
+            k,
+            k.stride(0),
+            k.stride(1) if k.dim() == 3 else 0,
+            lse[some],
+            lse.stride(0),
+            *heads,
+            *seen,
+            target,
+            scores,
+            count,
+            num_rows,
+            num_heads,
+            iq.shape[1],
+            softmax_scale * LOG2E.value,
+            D=head_dim,
+            BLOCK_D=_panel(head_dim),
+            DI=dim,
+            BLOCK_DI=max(16, next_power_of_2(dim)),
+            T=tiles,
+            num_warps=tiles.num_warps,
+            num_stages=3,
+        )
+        _dense_losses[(count,)](
+            scores,
+            target,
+            *seen,
+            None if row_weights is None else row_weights[some],
+            losses[some],
+            num_rows,
+            BLOCK=LOSS_BLOCK,
+        )
+        if grads is not None:
+            diq, dweights, _ = grads
+            sizes = count, num_rows, iq.shape[1]
+            options = _dims(dim) | {"T": tiles, "num_warps": tiles.num_warps, "num_stages": 2}
+            _dense_queries[(cdiv(count, tiles.tokens) * iq.shape[1],)](
+                target, *heads, *seen, diq[some], dweights[some], *sizes, **options
+            )
+            _dense_keys[(cdiv(num_rows, tiles.keys),)](
+                target, *heads, *seen, total, *sizes, **options
+            )
+    torch.sum(losses, 0, out=loss)
+    if grads is not None:
+        grads[2].copy_(total)
