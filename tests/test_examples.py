@@ -47,6 +47,31 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
     assert "fp8_ds_mla: OTHER tokens" in capsys.readouterr().out
 
 
+def test_the_indexer_learns_to_recall(capsys):
+    import train_recall
+
+    assert (
+        train_recall.main((("dense", 60, 1e-2), ("warm-up", 40, 1e-2), ("sparse", 10, 1e-3))) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    before, after, sparse = (
+        float(line.split("mass ")[1].split(" of")[0]) for line in lines if "selected" in line
+    )
+    assert before < 0.5 < 0.95 < min(after, sparse)
+    divergences = [line.split("indexer ")[1].split(" to ") for line in lines[4::4]]
+    assert all(float(last) < float(first) for first, last in divergences)
+
+
+def test_an_indexer_without_its_loss_does_not_recall(capsys):
+    import train_recall
+
+    assert train_recall.main((("dense", 60, 1e-2),)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    accuracies = [float(line.split("accuracy ")[1].split(",")[0]) for line in lines[1:]]
+    dense, *others = accuracies
+    assert max(others) < 0.5 < dense
+
+
 @pytest.mark.parametrize(
     ("name", "option"),
     [

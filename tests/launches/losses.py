@@ -10,7 +10,7 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 def meta(*shape, dtype=torch.int32):
-    return torch.empty(shape, dtype=BF16, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def lists(heads, num_tokens=512, topk=2048, dim=128):
