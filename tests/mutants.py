@@ -79,6 +79,8 @@ GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
+INDEX_DENSE = "tests/test_triton_losses.py -k test_dense_losses and causal and num_heads"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
 CPU_MUTANTS = (
@@ -336,17 +338,59 @@ CPU_MUTANTS = (
     ),
     portable(
         "the last terms of a row are left out",
-        "backward/triton.py",
+        "common/lists.py",
         "for start in range(begin, end, UNROLL):",
         "for start in range(begin, end - UNROLL + 1, UNROLL):",
         GRADIENTS,
     ),
     portable(
         "terms of a row are added from the last to the first",
-        "backward/triton.py",
+        "common/lists.py",
         "entry = tl.load(order + start + i, mask=there, other=0)",
         "entry = tl.load(order + begin + end - 1 - start - i, mask=there, other=0)",
         "tests/test_triton_sparse_attention.py -k order_of_tokens",
+    ),
+    portable(
+        "negative logits of listed rows count",
+        "losses/triton.py",
+        "score += tl.sum(tl.where(real[None, :], _relu(x) * w[None, :], 0.0), 1)",
+        "score += tl.sum(tl.where(real[None, :], x * w[None, :], 0.0), 1)",
+        INDEX_LISTS,
+    ),
+    portable(
+        "the slope of the ReLU is 1 everywhere",
+        "losses/triton.py",
+        "dx = tl.where(x > 0, given[None, :] * w[:, None], 0.0)",
+        "dx = given[None, :] * w[:, None] + x * 0",
+        INDEX_LISTS,
+    ),
+    portable(
+        "heads have the same weight in the target, with any sink",
+        "losses/triton.py",
+        "p *= (1 / (1 + tl.exp2((sink - row_lse) * LOG2E)))[:, None]",
+        "p += sink[:, None] * 0",
+        "tests/test_triton_losses.py -k test_attention_target and with_sink",
+    ),
+    portable(
+        "a token sees one row too many",
+        "losses/triton.py",
+        "return (row[None, :] >= start[:, None]) & (row[None, :] < end[:, None])",
+        "return (row[None, :] >= start[:, None]) & (row[None, :] <= end[:, None])",
+        INDEX_DENSE,
+    ),
+    portable(
+        "the target is not divided by its mass",
+        "losses/triton.py",
+        "scale = 1 / tl.where(all_mass == 0, 1.0, all_mass)",
+        "scale = all_mass * 0 + 1",
+        "tests/test_triton_losses.py -k test_dense_losses and shared_keys",
+    ),
+    portable(
+        "gradients of keys forget earlier chunks of tokens",
+        "losses/triton.py",
+        "acc = tl.load(target, mask=mask, other=0)\n    for first in range(0, num_tokens, TOKENS):",
+        "acc = keys * 0.0\n    for first in range(0, num_tokens, TOKENS):",
+        "tests/test_triton_losses.py -k workspace_does_not",
     ),
 )
 

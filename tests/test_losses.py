@@ -346,6 +346,18 @@ def test_attention_gets_no_gradient(device):
     assert_equal("no mass", scores.grad, torch.zeros(1, 2))
 
 
+def test_a_weight_of_zero_gives_zeros(device):
+    """DDP waits for the gradient of every parameter, so it must not be None."""
+    case = cases.dense_index_loss_case(Draw(27, device), with_row_weights=True)
+    case["row_weights"] *= 0
+    sparsemla.dense_index_loss(**case | dict(zip(NAMES, indexer(case), strict=True))).backward()
+    assert [float(x.grad.abs().max()) for x in indexer(case)] == [0, 0, 0]
+    scores = torch.zeros(2, 3, device=device, requires_grad=True)
+    weights = torch.zeros(2, device=device)
+    sparsemla.index_loss(scores, scores.detach() + 1 / 3, row_weights=weights).backward()
+    assert_equal("dscores", scores.grad, torch.zeros_like(scores))
+
+
 def test_second_derivatives_are_refused(device):
     case = cases.selected_scores_case(Draw(23, device), **FLOAT32)
     scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))

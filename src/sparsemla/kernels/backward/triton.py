@@ -6,7 +6,7 @@ Five kernels, of which three are plain GEMMs over tiles of one token. For a chun
     _weights          S = q K^T, dP = dout V^T, then A = g P and dS       [n, H, K]
     _queries          dq = dS K, gathering the rows a second time
     _terms            the term of each entry, dS^T q + A^T dout           [n K, D]
-    _sum_rows         dkv[row] += its terms, one after the other
+    add_terms         dkv[row] += its terms, one after the other
 
 A kernel for one architecture may do the first three in one. A token's heads share its rows, so a
 term is summed over heads in registers; the terms of different tokens meet in memory. Each row adds
@@ -27,12 +27,7 @@ from torch import Tensor
 from sparsemla.kernels.attention.triton.tiles import LOG2E, end_of, is_hopper, is_slot
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-
-ENTRY_BYTES = 48
-"""Workspace of an entry for its place in the lists: keys and values of the sort, twice."""
-
-UNROLL = 8
-"""Terms of a row that are loaded at once; they are added one at a time."""
+from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
 
 
 class Tiles(NamedTuple):
@@ -316,34 +311,6 @@ def _terms(
         tl.atomic_add(total + index[:, None] * D + d, acc, mask=mask, sem="relaxed")
 
 
-@triton.jit
-def _sum_rows(
-    terms,
-    order,
-    starts,
-    total,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Add the terms of a row to some of its dims, in the order of the list."""
-    NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
-    row = (tl.program_id(0) // NUM_PARTS).to(tl.int64)
-    begin = tl.load(starts + row)
-    end = tl.load(starts + row + 1)
-    if begin == end:
-        return
-    d = tl.program_id(0) % NUM_PARTS * DIMS + tl.arange(0, DIMS)
-    inside = d < D
-    acc = tl.load(total + row * D + d, mask=inside, other=0)
-    for start in range(begin, end, UNROLL):
-        for i in tl.static_range(UNROLL):
-            there = start + i < end
-            entry = tl.load(order + start + i, mask=there, other=0)
-            acc += tl.load(terms + entry * D + d, mask=inside & there, other=0).to(tl.float32)
-    tl.store(total + row * D + d, acc, mask=inside)
-
-
 def sparse_attention_backward(
     *,
     dout: Tensor,
@@ -465,26 +432,8 @@ def sparse_attention_backward(
             **common,
         )
         if terms is not None:
-            order, starts = _lists(topk_indices[some], lengths, kv.shape[0])
-            dims = min(next_power_of_2(head_dim), 256)
-            _sum_rows[(kv.shape[0] * cdiv(head_dim, dims),)](
-                terms, order, starts, total, D=head_dim, DIMS=dims, UNROLL=UNROLL, num_warps=1
-            )
+            add_terms(terms, topk_indices[some], lengths, total)
     if total is not dkv:
         dkv.copy_(total)
     if d_sink is not None and sink_terms is not None:
         torch.sum(sink_terms, 0, out=d_sink)
-
-
-def _lists(indices: Tensor, lengths: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The entries that name each row, ascending: ``order [n K]``, and where each row's begin.
-
-    ``starts [S + 1]``; entries that are not valid come last.
-    """
-    valid = (indices >= 0) & (indices < num_rows)
-    if lengths is not None:
-        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
-    rows = indices.where(valid, num_rows).to(torch.int32).flatten()
-    rows, order = rows.sort(stable=True)
-    bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
-    return order, torch.searchsorted(rows, bounds)

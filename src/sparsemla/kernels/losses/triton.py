@@ -15,8 +15,8 @@ Over all rows, for a chunk of tokens::
     _dense_queries    diq and dweights of a tile of tokens and a head: the rows pass by
     _dense_keys       dik of a tile of rows: tokens and heads pass by, in one order for all chunks
 
-Attention is computed once and takes most of the time. Heads are added up in registers; what comes
-to memory, 24 bytes for each token and row in all, is little against the FLOP.
+Heads are added up in registers. What comes to memory, some 30 bytes for each token and row, is
+little against the FLOP, of which attention has the largest part and is computed once.
 """
 
 from __future__ import annotations
