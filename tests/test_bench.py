@@ -45,6 +45,7 @@ SMALL = [
     workloads.IndexerScores(9, 40),
     workloads.IndexerScoresPaged(3, 2, 70),
     workloads.IndexerTopk(2, 3, 70, 16),
+    workloads.IndexerTopk(2, 3, 70, 8, ratio=4),
     workloads.HeadProducts(3, 2, 200, 130, 2),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
@@ -471,6 +472,8 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         (workloads.IndexerScoresPaged(3, 2, 70), "DeepGEMM"),
         (workloads.IndexerTopk(1, 9, 70, 16), "DeepGEMM + torch.topk"),
         (workloads.IndexerTopk(3, 1, 70, 16), "DeepGEMM + torch.topk"),
+        (workloads.IndexerTopk(1, 9, 70, 8, ratio=4), "DeepGEMM + torch.topk"),
+        (workloads.IndexerTopk(3, 1, 70, 8, ratio=4), "DeepGEMM + torch.topk"),
     ):
         peer = object.__new__(peers.DeepGEMM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)

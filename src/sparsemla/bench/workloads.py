@@ -721,21 +721,39 @@ class SelectTopk(Workload):
 class IndexerTopk(Workload):
     """Scores of a causal prefill or a decode over paged keys, and the best keys of each token.
 
-    The row's note has the memory of a run without its inputs and its result.
+    A key is pooled from ``ratio`` tokens. The row's note has the memory of a run without its inputs
+    and its result.
     """
 
     batch: int
     query_len: int
     context: int
     topk: int
+    ratio: int = 1
     op: ClassVar[str] = "indexer_topk"
     unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
 
     @property
+    def shape(self) -> dict[str, int]:
+        return {name: size for name, size in super().shape.items() if name != "ratio"}
+
+    @property
+    def variant(self) -> str:
+        return "" if self.ratio == 1 else f"keys of {self.ratio} tokens"
+
+    @property
+    def keys(self) -> int:
+        """Keys of a request."""
+        return self.context // self.ratio
+
+    def seen(self, place: int) -> int:
+        """Keys that a query token of a request sees, by its place among them."""
+        return (self.context - self.query_len + 1 + place) // self.ratio
+
+    @property
     def _scores(self) -> int:
         """Pairs of a token and a key that it sees."""
-        first = self.context - self.query_len + 1
-        return self.batch * (self.query_len * (first + self.context) // 2)
+        return self.batch * sum(self.seen(place) for place in range(self.query_len))
 
     @property
     def flop(self) -> float:
@@ -743,7 +761,7 @@ class IndexerTopk(Workload):
 
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
-        cache, table = _paged(draw, INDEX_FP8, self.batch, self.context)
+        cache, table = _paged(draw, INDEX_FP8, self.batch, self.keys)
         num_tokens = self.batch * self.query_len
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
         return {
@@ -754,6 +772,7 @@ class IndexerTopk(Workload):
             "seq_lens": torch.full_like(starts[1:], self.context),
             "page_table": table,
             "topk": self.topk,
+            "ratio": self.ratio,
             "out": torch.empty(num_tokens, self.topk, dtype=torch.int32, device=device),
         }
 
@@ -761,7 +780,7 @@ class IndexerTopk(Workload):
         """Scores need not be stored."""
         num_tokens = self.batch * self.query_len
         per_token = INDEX_HEADS * (INDEX_DIM + 4) + 4 * self.topk
-        return self.batch * self.context * INDEX_FP8.bytes_per_token + num_tokens * per_token
+        return self.batch * self.keys * INDEX_FP8.bytes_per_token + num_tokens * per_token
 
     def run(self, inputs: Inputs) -> Results:
         return (ops.indexer_topk(**inputs),)
@@ -771,14 +790,14 @@ class IndexerTopk(Workload):
         some = _some(self.batch * self.query_len, 4, inputs["q"].device)
         for token in some.tolist():
             request, place = divmod(token, self.query_len)
-            seen = self.context - self.query_len + 1 + place
+            seen = self.seen(place)
             arguments = {
                 "q": inputs["q"][token][None, None],
                 "weights": inputs["weights"][token][None, None],
                 "cache": inputs["cache"],
                 "page_table": inputs["page_table"][request][None],
                 "seq_lens": torch.tensor([[seen]], device=some.device),
-                "max_seq_len": self.context,
+                "max_seq_len": self.keys,
             }
             scores = reference.indexer_scores_paged(**arguments)[0, 0]
             ids = results[0][token].long()
@@ -1104,6 +1123,10 @@ def all_workloads() -> list[Workload]:
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
         *(IndexerTopk(*shape, 2048) for shape in indexer),
+        *(
+            IndexerTopk(*shape, 512, ratio=4)
+            for shape in ((1, 4096, 131072), (128, 1, 131072), (1, 1, 1048576))
+        ),
         *(
             CacheWrite(tokens, heads, fmt)
             for fmt in (FP8_DS_MLA, BF16_576)

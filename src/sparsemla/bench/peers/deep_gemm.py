@@ -88,7 +88,7 @@ class DeepGEMM(Peer):
             ops.top_k_per_row_decode(logits, 1, ends, out, num_rows, *logits.stride(), topk)
 
         def persistent(logits: Tensor) -> None:
-            ops.persistent_topk(logits, ends, out, room, topk, workload.context)
+            ops.persistent_topk(logits, ends, out, room, topk, workload.keys)
 
         def of_torch(logits: Tensor) -> None:
             columns = torch.arange(logits.shape[1], device=logits.device)
@@ -118,23 +118,23 @@ class DeepGEMM(Peer):
         self, workload: IndexerTopk, inputs: Inputs
     ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
         """Scores over contiguous keys; these are gathered before the clock starts."""
-        context, device = workload.context, inputs["q"].device
+        num_keys, device = workload.keys, inputs["q"].device
         slots = slots_of(
             inputs["page_table"],
-            torch.zeros(context, dtype=torch.int32, device=device),
-            torch.arange(context, device=device),
+            torch.zeros(num_keys, dtype=torch.int32, device=device),
+            torch.arange(num_keys, device=device),
             PAGE_SIZE,
         )
         stored = inputs["cache"].gather(slots)
         keys = stored.fp8, stored.scales[:, 0].contiguous()
-        ends = torch.arange(workload.query_len, dtype=torch.int32, device=device)
-        ends += context - workload.query_len + 1
+        seen = [workload.seen(place) for place in range(workload.query_len)]
+        ends = torch.tensor(seen, dtype=torch.int32, device=device)
         starts = torch.zeros_like(ends)
         score, q = torch.ops.deep_gemm.fp8_fp4_mqa_logits, inputs["q"]
 
         def compute() -> Tensor:
             return cast(
-                Tensor, score(q, None, *keys, inputs["weights"], starts, ends, context, None)
+                Tensor, score(q, None, *keys, inputs["weights"], starts, ends, num_keys, None)
             )
 
         return compute, starts, ends
@@ -142,8 +142,9 @@ class DeepGEMM(Peer):
     def _scores_of_decode(
         self, workload: IndexerTopk, inputs: Inputs
     ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
-        ops, context = torch.ops.deep_gemm, workload.context
-        lens, q = inputs["seq_lens"][:, None], inputs["q"][:, None]
+        ops, num_keys = torch.ops.deep_gemm, workload.keys
+        ends = torch.full_like(inputs["seq_lens"], num_keys)
+        lens, q = ends[:, None], inputs["q"][:, None]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         schedule = ops.get_paged_mqa_logits_metadata(lens, PAGE_SIZE, processors, None)
         cache, table = inputs["cache"].data.unsqueeze(2), inputs["page_table"]
@@ -152,8 +153,8 @@ class DeepGEMM(Peer):
             return cast(
                 Tensor,
                 ops.fp8_fp4_paged_mqa_logits(
-                    q, None, cache, inputs["weights"], lens, table, schedule, context, None
+                    q, None, cache, inputs["weights"], lens, table, schedule, num_keys, None
                 ),
             )
 
-        return compute, torch.zeros_like(inputs["seq_lens"]), inputs["seq_lens"]
+        return compute, torch.zeros_like(ends), ends
