@@ -5,7 +5,15 @@ import pytest
 import torch
 
 import sparsemla
-from sparsemla import INDEX_FP8, bf16_format, reference
+from sparsemla import (
+    INDEX_FP8,
+    PagedCache,
+    Pooling,
+    WindowState,
+    bf16_format,
+    plan_batch,
+    reference,
+)
 from sparsemla.formats import to_fp8
 from sparsemla.testing.cases import (
     GARBAGE_PAGE,
@@ -371,6 +379,73 @@ def test_paged_scores_of_pooled_keys(device, fmt, own_lengths):
     assert ((scores > -torch.inf).sum(2) == expected).all()
     plain = sparsemla.indexer_scores_paged(**case | {"ratio": 1, "seq_lens": expected})
     assert_equal("scores", scores, plain)
+
+
+@pytest.mark.parametrize(("step", "rejected"), [(3, True), (7, False), (129, False)])
+def test_selections_from_pools_do_not_depend_on_the_steps(device, step, rejected):
+    """Keys are pooled and selected from in steps, behind padding, after drafts that were wrong.
+
+    The keys of later tokens of a step are in the cache already, and so are those of wrong drafts.
+    """
+    total, pooling, draw = 150, Pooling(4, overlap=True), Draw(45, device)
+    q, weights = draw.normal(total, 4, 128, dtype=torch.float8_e4m3fn), draw.normal(total, 4)
+    values, gates = draw.normal(2, total, 256).unbind()
+    norm_weight, table = torch.ones(128, device=device), torch.ones(total, 64, device=device)
+    tokens, keys = draw.permutation(5)[None].int(), draw.permutation(10)[None].int()
+
+    def serve(step, rejected):
+        state = WindowState.allocate(pooling, 128, num_rings=1, max_drafts=step, device=device)
+        state.rows.fill_(math.nan)
+        cache = PagedCache.allocate(INDEX_FP8, 10, 4, device=device)
+        chosen = []
+        for first in range(0, total, step):
+            some = slice(first, min(first + step, total))
+            padded = some.stop - first + 2
+            plan = plan_batch(
+                [some.stop - first],
+                [some.stop],
+                tokens,
+                page_size=32,
+                workspace_rows=None,
+                decode_threshold=0,
+                num_padded_tokens=padded,
+            )
+            entries = plan.entries(keys, ratio=4, page_size=4)
+            for wrong in [3.0, 0.0] if rejected else [0.0]:
+                step_values = torch.full((padded, 256), math.nan, device=device)
+                step_values[:-2] = values[some] + wrong
+                sparsemla.pool_windows(
+                    step_values,
+                    torch.nn.functional.pad(gates[some], (0, 0, 0, 2)),
+                    norm_weight,
+                    table,
+                    state,
+                    cache,
+                    pooling=pooling,
+                    positions=plan.positions,
+                    request_ids=plan.request_ids,
+                    input_row_offsets=plan.input_row_offsets,
+                    ring_ids=torch.zeros(1, dtype=torch.int32, device=device),
+                    slot_mapping=entries.slot_mapping,
+                )
+            queries = torch.cat([q[some], q[:2]]), torch.cat([weights[some], weights[:2]])
+            slots = sparsemla.indexer_topk(
+                *queries,
+                cache,
+                input_row_offsets=plan.input_row_offsets,
+                seq_lens=plan.seq_lens,
+                page_table=entries.page_table,
+                topk=9,
+                ratio=entries.ratio,
+                as_slots=True,
+            )
+            assert (slots[-2:] == -1).all()
+            chosen.append(slots[:-2])
+        return torch.cat(chosen)
+
+    whole = serve(total, False)
+    assert ((whole >= 0).sum(1).cpu() == ((torch.arange(total) + 1) // 4).clamp_max(9)).all()
+    assert_equal("slots", serve(step, rejected), whole)
 
 
 def test_lengths_of_pooled_keys_are_validated(device):
