@@ -199,7 +199,7 @@ def _dense_target(
     seen: Tensor,
 ) -> Tensor:
     """What all heads together attend to, ``[c, n]``; 0 for rows that a token does not see."""
-    target = torch.zeros(seen.shape)
+    target = torch.zeros(seen.shape, dtype=torch.float32)
     for head in range(q.shape[1]):
         keys = k[rows] if k.dim() == 2 else k[rows, head]
         logits = q[part, head].float() @ keys.float().T
@@ -214,7 +214,7 @@ def _index_keys(ik: Tensor, rows: slice, seen: Tensor) -> Tensor:
 
 def _index_scores(queries: Tensor, factors: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
     """Index scores ``[c, n]``, -inf for rows that a token does not see."""
-    scores = torch.zeros(seen.shape)
+    scores = torch.zeros(seen.shape, dtype=torch.float32)
     for head in range(queries.shape[1]):
         scores += (queries[:, head] @ keys.T).relu_().mul_(factors[:, head, None])
     return scores.masked_fill_(~seen, -torch.inf)
