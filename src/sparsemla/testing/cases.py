@@ -783,7 +783,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def select_rows_case(
-    draw: Draw, *, topk: int = 16, max_workspace_bytes: int = 2000, **options: object
+    draw: Draw, *, topk: int = 16, max_workspace_bytes: int = 8000, **options: object
 ) -> Arguments:
     """Arguments of ``select_rows``: those of :func:`indexer_scores_case`, exact, in bfloat16."""
     scores = indexer_scores_case(draw, fp8=False, exact=True, **cast("dict[str, Any]", options))

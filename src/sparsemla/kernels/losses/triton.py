@@ -520,7 +520,7 @@ def _dense_losses(
     all_mass = tl.sum(mass, 0)
     scale = 1 / tl.where(all_mass == 0, 1.0, all_mass)
     has_mass = tl.where(all_mass == 0, 0.0, 1.0)
-    weight = has_mass * 0 + 1
+    weight = tl.full([], 1.0, tl.float32)
     if row_weights is not None:
         weight = tl.load(row_weights + token)
     loss = tl.zeros([BLOCK], tl.float32)
