@@ -299,12 +299,9 @@ def directly(case):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
 @pytest.mark.parametrize("query_len", [1, 5])
 @pytest.mark.parametrize("ratio", [1, 4, 128])
-@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
-def test_selections_of_pooled_keys_follow_the_formula(device, fmt, ratio, query_len, causal):
+def test_selections_of_pooled_keys_follow_the_formula(device, ratio, query_len, causal):
     """Each token of a request has its own number of keys, also within a speculative decode."""
-    case = pooled_case(
-        Draw(40, device), ratio=ratio, query_len=query_len, topk=20, format=fmt, causal=causal
-    )
+    case = pooled_case(Draw(40, device), ratio=ratio, query_len=query_len, topk=20, causal=causal)
     (ids,) = check_op("indexer_topk", case)
     assert ids.tolist() == directly(case)
     slots = sparsemla.indexer_topk(**case | {"as_slots": True})
@@ -325,8 +322,7 @@ def test_ties_of_pooled_keys_go_to_the_lower_position(device):
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
-def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, fmt, ratio):
+def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, ratio):
     """Whole, in chunks, and as requests of one token that bring their own number of keys."""
     case = indexer_topk_case(
         Draw(42, device),
@@ -334,7 +330,6 @@ def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, fmt, rati
         seq_lens=[300],
         topk=16,
         ratio=ratio,
-        format=fmt,
         page_size=2,
         exact=False,
     )
@@ -360,14 +355,12 @@ def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, fmt, rati
 
 
 @pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
-@pytest.mark.parametrize("fmt", [INDEX_FP8, bf16_format(128)], ids=lambda fmt: fmt.name)
-def test_paged_scores_of_pooled_keys(device, fmt, own_lengths):
+def test_paged_scores_of_pooled_keys(device, own_lengths):
     case = indexer_scores_paged_case(
         Draw(43, device),
         seq_lens=[position + 1 for position in EDGES],
         query_len=3,
         ratio=4,
-        format=fmt,
         own_lengths=own_lengths,
         page_size=4,
     )
