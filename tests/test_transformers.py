@@ -34,7 +34,6 @@ transformers = pytest.importorskip("transformers")
 from transformers.generation import CompileConfig  # noqa: E402
 
 from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
-from sparsemla.backends.transformers.step import packed_step  # noqa: E402
 from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
 
 TOPK = 16
@@ -384,7 +383,7 @@ def test_a_decode_step_of_a_dense_model_is_the_decode_branch():
             model(ids[:, 9:], past_key_values=past)
         attention = model.model.layers[0].self_attn
         layer = MLALayer(
-            *handle._weights[0],
+            *handle._layers._weights[0],
             attention.kv_a_layernorm.weight,
             torch.ones(10, 64),
             attention.scaling,
@@ -757,7 +756,7 @@ class TestSeveralDevices:
         with enable(model) as handle:
             cache = handle.new_cache(2)
             cache.reserve(5)
-            step = packed_step(cache, torch.ones(2, 5, dtype=torch.bool))
+            step = handle._layers.packed_step(cache, torch.ones(2, 5, dtype=torch.bool))
         assert step.on(cpu) is step
         copied = step.on(meta)
         assert copied is step.on(meta)

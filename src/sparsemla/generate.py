@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from sparsemla.backends.transformers import LatentCache, PagedAttention, enable, refuse
+from sparsemla.backends.transformers import BatchCache, PagedAttention, enable, refuse
 from sparsemla.formats import get_format
 from sparsemla.weights import dequantize_blocks
 
@@ -100,7 +100,7 @@ class Stats:
     num_new: int
     prefill_seconds: float
     decode_seconds: float
-    cache_bytes_per_token: int
+    cache_bytes_per_token: float
     cache_bytes: int
 
     def __str__(self) -> str:
@@ -370,7 +370,7 @@ def generate_text(
             )
     except (TypeError, ValueError) as error:  # before the first token, by its options
         raise CheckpointError(f"generation_config.json: {error}") from error
-    cache = cast(LatentCache, checkpoint.attention.cache)
+    cache = cast(BatchCache, checkpoint.attention.cache)
     times = streamer.times
     return Stats(
         num_prompt=ids.shape[1],

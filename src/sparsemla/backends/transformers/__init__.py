@@ -7,22 +7,8 @@ transformers expands keys and values for each head and masks a ``[tokens, contex
 this backend stores one latent row per token and attends to the selected rows only.
 """
 
-from sparsemla.backends.transformers.attention import (
-    ARCHITECTURES,
-    NOT_SERVED,
-    Architecture,
-    PagedAttention,
-    enable,
-    refuse,
-)
-from sparsemla.backends.transformers.cache import LatentCache
+from sparsemla.backends.transformers.attention import PagedAttention, enable, refuse
+from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.latent import LatentCache
 
-__all__ = [
-    "ARCHITECTURES",
-    "NOT_SERVED",
-    "Architecture",
-    "LatentCache",
-    "PagedAttention",
-    "enable",
-    "refuse",
-]
+__all__ = ["BatchCache", "LatentCache", "PagedAttention", "enable", "refuse"]

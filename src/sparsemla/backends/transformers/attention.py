@@ -1,68 +1,33 @@
-"""The attention of DeepSeek-V3, DeepSeek-V3.2 and GLM-5 models, and the handle of a model.
-
-Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
-decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
-heads and dims.
-"""
+"""The handle of an enabled model, and :func:`enable`."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_interleave,
-)
 
-from sparsemla.backends.transformers.cache import LatentCache
+from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
+from sparsemla.backends.transformers.layers import Layers
 from sparsemla.backends.transformers.step import (
     Step,
     check_input,
     check_positions,
-    decode_step,
     mask_for_generate,
-    packed_step,
     prepare_step,
     split_mask,
 )
-from sparsemla.cache import PagedCache
-from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
+from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_integer
-from sparsemla.ops import (
-    decode_branch,
-    fused_indexer_rope_quant,
-    indexer_topk,
-    prefill_branch,
-    to_slots,
-)
-from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj
 
-
-class Architecture(NamedTuple):
-    """Differences between the attention modules of the model types.
-
-    Args:
-        interleaved_indexer: the indexer's RoPE pairs are (2i, 2i+1), not (i, i + R/2).
-        shares_selection: attention returns its selection for the next layers without an indexer.
-    """
-
-    interleaved_indexer: bool = False
-    shares_selection: bool = False
-
-
-ARCHITECTURES = {
-    "deepseek_v3": Architecture(),
-    "deepseek_v32": Architecture(),
-    "glm_moe_dsa": Architecture(interleaved_indexer=True, shares_selection=True),
-}
-"""Keyed by the configuration's ``model_type``. Models without an indexer attend to every token."""
+LAYERS: dict[str, Callable[..., Layers]] = {**dict.fromkeys(ARCHITECTURES, LatentLayers)}
+"""Keyed by the configuration's ``model_type``."""
 
 NOT_SERVED = {
     "deepseek_v4": "most of its keys are pools of 4 or 128 tokens, and no op here makes a pool or "
@@ -73,10 +38,10 @@ NOT_SERVED = {
 
 def refuse(model_type: object) -> str | None:
     """Why models of this type are refused; None if they are supported."""
-    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+    if isinstance(model_type, str) and model_type in LAYERS:
         return None
     reason = NOT_SERVED.get(str(model_type))
-    expected = f"model must have a model_type of {' or '.join(ARCHITECTURES)}, got {model_type!r}"
+    expected = f"model must have a model_type of {' or '.join(LAYERS)}, got {model_type!r}"
     return f"{expected}: {reason}" if reason else expected
 
 
@@ -103,31 +68,16 @@ class PagedAttention:
             ``[T, topk]``, ascending positions among the row's real tokens, then -1.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache_format: CacheFormat,
-        index_format: CacheFormat | None,
-        page_size: int,
-        record_selections: bool,
-    ) -> None:
-        self.cache: LatentCache | None = None
+    def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
+        self.cache: BatchCache | None = None
         self.selections: list[dict[int, Tensor]] = []
         base = cast(PreTrainedModel, model.base_model)
         self._base = base
-        self._architecture = ARCHITECTURES[base.config.model_type]
-        # The other types always interleave, even if a checkpoint's configuration says otherwise.
-        is_v3 = base.config.model_type == "deepseek_v3"
-        self._interleaved = bool(cast(Any, base).config.rope_interleave) if is_v3 else True
-        self._formats = cache_format, index_format
-        self._page_size = page_size
-        self._records = record_selections
-        self._attentions = [layer.self_attn for layer in cast(Any, base).layers]
-        self._weights = [_absorb(attention) for attention in self._attentions]
+        self._layers = layers
         self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         # Instance attributes hide the class's methods; disable() restores earlier ones.
-        places = [(module, "forward") for module in (base, *self._attentions)]
+        places = [(module, "forward") for module in (base, *layers.modules)]
         generates: Any = model if isinstance(model, GenerationMixin) else None
         if generates is not None:
             places.append((generates, "prepare_inputs_for_generation"))
@@ -141,8 +91,8 @@ class PagedAttention:
             # Keep the wrapped signature, which generate() reads.
             generates.prepare_inputs_for_generation = functools.update_wrapper(step, prepare)
             generates.create_masks_for_generate = mask_for_generate
-        for layer_idx, attention in enumerate(self._attentions):
-            attention.forward = functools.partial(self._attend, layer_idx)
+        for layer_idx, module in enumerate(layers.modules):
+            module.forward = functools.partial(self._attend, layer_idx)
 
     def __enter__(self) -> PagedAttention:
         return self
@@ -158,7 +108,7 @@ class PagedAttention:
                 setattr(module, name, value)
         self._before = []
 
-    def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
         """An empty cache for the model, for ``past_key_values``.
 
         Args:
@@ -173,22 +123,7 @@ class PagedAttention:
         check_integer("batch_size", batch_size)
         if max_length is not None:
             check_integer("max_length", max_length, 1)
-        latent_format, index_format = self._formats
-
-        def empty(format: CacheFormat, layer_idx: int) -> PagedCache:
-            device = self._weights[layer_idx][0].data.device
-            return PagedCache.allocate(format, 0, self._page_size, device=device)
-
-        return LatentCache(
-            [empty(latent_format, layer_idx) for layer_idx in range(len(self._attentions))],
-            {
-                layer_idx: empty(index_format, layer_idx)
-                for layer_idx, attention in enumerate(self._attentions)
-                if index_format is not None and attention.indexer is not None
-            },
-            batch_size,
-            max_length,
-        )
+        return self._layers.new_cache(batch_size, max_length)
 
     def _forward(
         self,
@@ -217,12 +152,13 @@ class PagedAttention:
         decodes = given.shape[1] == 1
         if not decodes:
             seen = cache.lengths if past is None else past.sum(1)
-            check_positions(position_ids, seen, new)
+            check_positions(position_ids, seen, new, gaps=self._layers.gaps)
         if isinstance(cache.columns, int) or not decodes:
             cache.reserve(int(cache.columns) + given.shape[1])
         if past is not None:
             cache.hide(past)
-        step = decode_step(cache, new) if decodes else packed_step(cache, new)
+        make_step = self._layers.decode_step if decodes else self._layers.packed_step
+        step = make_step(cache, new)
         use_cache = config.use_cache if use_cache is None else use_cache
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
@@ -239,17 +175,17 @@ class PagedAttention:
         cache.advance(new)
         if keeps:
             self.cache = cache
-        if self._records:
+        if self._layers.records:
             self.selections.append(step.selections)
         return output
 
-    def _resolve(self, past: Cache | None, batch_size: int) -> LatentCache:
-        """The caller's LatentCache; a new one instead of None or of an empty cache."""
+    def _resolve(self, past: Cache | None, batch_size: int) -> BatchCache:
+        """The caller's BatchCache; a new one instead of None or of an empty cache."""
         if past is None:
             return self.new_cache(batch_size)
         if not isinstance(past, Cache):
             raise TypeError(f"past_key_values must be None or a Cache, got {type(past).__name__}")
-        if not isinstance(past, LatentCache):
+        if not isinstance(past, BatchCache):
             # generate() passes an empty cache and continues with the one in the model's output.
             if past.get_seq_length() or past in self._replaced_caches:
                 raise ValueError(
@@ -270,116 +206,15 @@ class PagedAttention:
             )
         return past
 
-    @torch.no_grad()
-    def _attend_tokens(
-        self,
-        layer_idx: int,
-        hidden_states: Tensor,
-        step: Step,
-        position_embeddings: tuple[Tensor, Tensor],
-        slots: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, hidden]`` of a layer's attention, and the selected slots."""
-        attention, cache = self._attentions[layer_idx], step.cache.latents[layer_idx]
-        step = step.on(cache.data.device)
-        x = step.pick(hidden_states)  # [T, hidden]
-        *cos_sin, table = step.rotation(position_embeddings, hidden_states.shape[0])  # [T, R]
-        if attention.q_lora_rank is None:
-            q = attention.q_proj(x)
-        else:
-            q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
-            q = attention.q_b_proj(q_resid)
-        q = q.unflatten(-1, (attention.num_heads, -1)).bfloat16()  # [T, H, P + R]
-        if layer_idx in step.cache.index_keys:
-            slots = self._select(layer_idx, x, q_resid, cos_sin, table, step)
-        elif slots is None and step.cache.index_keys:
-            raise ValueError("prev_topk_indices must be given to a layer without an indexer")
-        kv = attention.kv_a_proj_with_mqa(x)  # [T, L + R]
-        norm = attention.kv_a_layernorm
-        layer = MLALayer(
-            *self._weights[layer_idx],
-            norm.weight,
-            table,
-            attention.scaling,
-            norm_eps=norm.variance_epsilon,
-            interleaved=self._interleaved,
-        )
-        if not step.decodes:
-            out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
-        else:  # positions are rows of the RoPE table: a causal mask must not compare them
-            causal = slots is not None
-            out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots, causal=causal)
-        out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
-        return step.place(out, hidden_states.shape), slots
-
-    def _select(
-        self,
-        layer_idx: int,
-        x: Tensor,
-        q_resid: Tensor,
-        cos_sin: Sequence[Tensor],
-        table: Tensor,
-        step: Step,
-    ) -> Tensor:
-        """Store the step's indexer keys; the slots int32 ``[T, topk]`` to attend to."""
-        indexer, plan = self._attentions[layer_idx].indexer, step.plan
-        cache = step.cache.index_keys[layer_idx]
-        interleaved = self._architecture.interleaved_indexer
-        k = indexer.wk(x)  # [T, DI]
-        q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))  # [T, HI, DI]
-        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))  # [T, HI]
-        if cache.format.fp8_dim:
-            q, weights = fused_indexer_rope_quant(
-                q,
-                weights,
-                k,
-                indexer.k_norm.weight,
-                indexer.k_norm.bias,
-                table,
-                cache,
-                positions=plan.positions,
-                slot_mapping=plan.slot_mapping,
-                eps=indexer.k_norm.eps,
-                interleaved=interleaved,
-            )
-        else:
-            # Round where transformers rounds: a bfloat16 model then selects the same tokens.
-            rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
-            q, k = _rotated(rotate, q, indexer.k_norm(k)[:, None], *cos_sin)
-            slots = plan.slot_mapping
-            at = slots // cache.page_size, slots % cache.page_size
-            cache.data.index_put_(at, k[:, 0].bfloat16())
-            q = q.bfloat16()
-            weights = weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-        topk_indices = indexer_topk(
-            q,
-            weights,
-            cache,
-            input_row_offsets=plan.input_row_offsets,
-            seq_lens=plan.seq_lens,
-            page_table=plan.page_table,
-            topk=min(indexer.index_topk, step.cache.capacity),
-        )
-        if self._records:
-            step.selections[layer_idx] = topk_indices
-        return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
-
     def _attend(
-        self,
-        layer_idx: int,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        sparsemla_step: Step,
-        prev_topk_indices: Tensor | None = None,
-        **_: object,
+        self, layer_idx: int, hidden_states: Tensor, *, sparsemla_step: Step, **given: object
     ) -> tuple[Tensor | None, ...]:
         """The forward of an attention module; the step holds the cache and the positions."""
-        out, slots = self._attend_tokens(
-            layer_idx, hidden_states, sparsemla_step, position_embeddings, prev_topk_indices
-        )
+        with torch.no_grad():
+            out, *rest = self._layers.attend(layer_idx, hidden_states, sparsemla_step, given)
         if torch.is_grad_enabled():
             out = _ForwardOnly.apply(hidden_states, out)
-        return (out, None, slots) if self._architecture.shares_selection else (out, None)
+        return out, *rest
 
 
 def enable(
@@ -434,88 +269,11 @@ def enable(
         raise ValueError(reason)
     if isinstance(getattr(vars(base).get("forward"), "__self__", None), PagedAttention):
         raise ValueError("model must not be enabled already: disable its handle first")
-    for layer_idx, layer in enumerate(cast(Any, base).layers):
-        _check_device(layer_idx, layer.self_attn)
-    latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
-    index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
-    if rope_dim % 2:
-        raise ValueError(f"model must have an even qk_rope_head_dim, got {rope_dim}")
-    if cache_format is None:
-        cache_format = bf16_format(latent_dim + rope_dim, latent_dim)
-    _check_format("cache_format", cache_format, latent_dim + rope_dim, latent_dim)
-    if index_dim is None:
-        if index_format is not None:
-            raise ValueError("index_format must be None: the model has no indexer")
-    else:
-        if index_dim < rope_dim:
-            raise ValueError(
-                f"model must have an index_head_dim of at least {rope_dim}, its "
-                f"qk_rope_head_dim, got {index_dim}"
-            )
-        if index_format is None:
-            index_format = _default_index_format(index_dim, fp8=cache_format.fp8_dim > 0)
-        _check_format("index_format", index_format, index_dim, index_dim)
-        if index_format.num_scales > 1 or 0 < index_format.fp8_dim < index_dim:
-            raise ValueError(
-                "index_format must have one dtype and at most one scale a row, "
-                f"got {index_format.name}"
-            )
-    check_integer("page_size", page_size, 1)
-    return PagedAttention(model, cache_format, index_format, page_size, record_selections)
-
-
-def _check_device(layer_idx: int, attention: nn.Module) -> None:
-    """Refuse a layer if its attention is offloaded or on several devices."""
-    devices = sorted({str(parameter.device) for parameter in attention.parameters()})
-    if len(devices) > 1:
-        raise ValueError(
-            "model must have the attention of each layer on one device, got "
-            f"{', '.join(devices)} in layer {layer_idx}"
-        )
-    if devices == ["meta"]:
-        raise ValueError(
-            "model must have its attention weights in memory, got layer "
-            f"{layer_idx} on meta: device_map must not offload layers to the CPU or to disk"
-        )
-
-
-def _check_format(name: str, format: object, head_dim: int, value_dim: int) -> None:
-    if not isinstance(format, CacheFormat):
-        raise TypeError(f"{name} must be a CacheFormat, got {type(format).__name__}")
-    if (format.head_dim, format.value_dim) != (head_dim, value_dim):
-        raise ValueError(
-            f"{name} must have head_dim {head_dim} and value_dim {value_dim} for this model, "
-            f"got {format.name}"
-        )
-
-
-def _default_index_format(dim: int, *, fp8: bool) -> CacheFormat:
-    if not fp8:
-        return bf16_format(dim)
-    return INDEX_FP8 if dim == INDEX_FP8.head_dim else e4m3_format(dim, dim, dim)
-
-
-def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
-    """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
-    module = cast(Any, attention)  # its attributes depend on the architecture
-    projection = module.kv_b_proj
-    scale = getattr(projection, "weight_scale_inv", None)
-    block = getattr(projection, "block_size", None) or (128, 128)
-    return absorb_kv_b_proj(
-        projection.weight.detach(),
-        None if scale is None else scale.detach(),
-        num_heads=module.num_heads,
-        qk_nope_head_dim=module.qk_nope_head_dim,
-        v_head_dim=module.v_head_dim,
-        block=block[0],
+    layers = LAYERS[config.model_type](
+        base,
+        cache_format=cache_format,
+        index_format=index_format,
+        page_size=page_size,
+        records=record_selections,
     )
-
-
-def _rotated(
-    rotate: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, HI, DI]`` and keys ``[T, 1, DI]`` with their first R dims rotated."""
-    dims = [cos.shape[-1], q.shape[-1] - cos.shape[-1]]
-    (q_rope, q_rest), (k_rope, k_rest) = q.split(dims, dim=-1), k.split(dims, dim=-1)
-    q_rope, k_rope = rotate(q_rope, k_rope, cos, sin)
-    return torch.cat([q_rope, q_rest], dim=-1), torch.cat([k_rope, k_rest], dim=-1)
+    return PagedAttention(model, layers)

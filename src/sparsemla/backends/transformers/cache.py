@@ -1,11 +1,11 @@
-"""The cache of an enabled model between steps: pages of latent rows and of indexer keys."""
+"""The cache of an enabled model between steps: pages of rows, and which columns they hold."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn, TypeVar, cast
+from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from sparsemla.cache import PagedCache
 Result = TypeVar("Result")
 
 
-def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
+def ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
     """Run a method outside of inference mode: later calls write the tensors that it allocates."""
 
     @functools.wraps(method)
@@ -27,40 +27,158 @@ def _ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-class LatentCache(Cache):
-    """The model's cache between steps: pages of latent rows and of indexer keys.
+class Store(Protocol):
+    """What the layers of a model keep for each row of a batch."""
 
-    Row ``b`` of the batch owns the pages ``page_table[b]`` of every layer. Padding takes no slot:
-    the n-th real token of a row is at position n of the row's slots, independent of its column.
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Names of the formats, layer by layer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for all rows of the batch, free slots included."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors, tables included."""
+
+    def clear(self, batch_size: int) -> None:
+        """Start again with ``batch_size`` rows that keep nothing."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate memory until each row has room for ``num_tokens``."""
+
+    def select(self, rows: Tensor) -> None:
+        """Make row ``b`` a copy of row ``rows[b]``; in place if their number stays the same."""
+
+
+class Pages:
+    """Caches of several layers in which row ``b`` of a batch owns the pages ``table[b]``.
 
     Args:
-        latents: one cache per layer, on the layer's device.
-        index_keys: one cache per layer with an indexer, keyed by the layer's index.
+        caches: keyed by the layer's index, each on its layer's device; pages are allocated here.
+        device: device of the table.
+        page_size: rows of a page.
+        ratio: tokens for which a cache keeps one row.
+
+    Attributes:
+        table: int32 ``[B, W]``.
+    """
+
+    def __init__(
+        self,
+        caches: Mapping[int, PagedCache],
+        device: torch.device,
+        *,
+        page_size: int,
+        ratio: int = 1,
+    ) -> None:
+        self.caches = dict(caches)
+        self.page_size = page_size
+        self.ratio = ratio
+        self.table = torch.empty(0, 0, dtype=torch.int32, device=device)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return tuple(cache.format.name for cache in self.caches.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in all caches."""
+        return sum(cache.format.bytes_per_token for cache in self.caches.values())
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.numel() * self.page_size * self.row_bytes
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.table
+        for cache in self.caches.values():
+            yield from (part for part in (cache.data, cache.scales) if part is not None)
+
+    def clear(self, batch_size: int) -> None:
+        self.table = self.table.new_empty(batch_size, 0)
+
+    def reserve(self, num_tokens: int) -> None:
+        batch_size, width = self.table.shape
+        added = -(-num_tokens // (self.ratio * self.page_size)) - width
+        if added <= 0:
+            return
+        first, last = batch_size * width, batch_size * (width + added)
+        self._move(slice(None), last)
+        new = torch.arange(first, last, dtype=torch.int32, device=self.table.device)
+        self.table = torch.cat([self.table, new.view(batch_size, added)], dim=1)
+
+    def select(self, rows: Tensor) -> None:
+        pages = self.table[rows].flatten()
+        if rows.shape[0] == self.table.shape[0]:
+            own = self.table.flatten().long()
+            _, *parts = self.tensors()
+            for part in parts:
+                part[own.to(part.device)] = part[pages.long().to(part.device)]
+            return
+        self._move(pages.long(), pages.numel())
+        self.table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(
+            rows.shape[0], self.table.shape[1]
+        )
+
+    def _move(self, pages: Tensor | slice, num_pages: int) -> None:
+        """Move every cache to ``num_pages`` new pages; the first ones are copies of ``pages``."""
+        self.caches = {
+            layer_idx: _with_pages(cache, pages, num_pages)
+            for layer_idx, cache in self.caches.items()
+        }
+
+
+def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> PagedCache:
+    device = cache.data.device
+    moved = PagedCache.allocate(cache.format, num_pages, cache.page_size, device=device)
+    if isinstance(pages, Tensor):
+        pages = pages.to(device)
+    for new, old in ((moved.data, cache.data), (moved.scales, cache.scales)):
+        if new is not None and old is not None:
+            kept = old[pages]
+            new[: kept.shape[0]] = kept
+    return moved
+
+
+class BatchCache(Cache):
+    """The model's cache between steps: the columns that each row of the batch has seen, and pages.
+
+    Padding takes no slot: the n-th real token of a row is at position n of the row, independent of
+    its column.
+
+    Args:
+        stores: what the layers keep, for example pages that share a table.
+        device: device of the attributes.
+        page_size: the capacity grows by multiples of it.
         batch_size: B.
         max_length: capacity in columns. All pages are allocated now, and their addresses never
             change. None for pages that grow.
 
     Attributes:
-        page_table: int32 ``[B, W]`` on the first layer's device, as the other attributes; W doubles
-            when the pages are full.
-        real: bool ``[B, W * page_size]``, True for columns that are not padding.
+        real: bool ``[B, capacity]``, True for columns that are not padding.
         lengths: int32 ``[B]``, real columns of each row.
         rows: int32 ``[B + 1]``, 0 to B.
         columns: number of columns so far, padding included: an int, or with ``max_length`` an int64
             tensor, so that compiled code does not depend on its value.
     """
 
-    @_ordinary_tensors
+    _per_row: ClassVar[tuple[str, ...]] = ("real", "lengths")
+
+    @ordinary_tensors
     def __init__(
         self,
-        latents: Sequence[PagedCache],
-        index_keys: Mapping[int, PagedCache],
+        stores: Sequence[Store],
+        device: torch.device,
+        *,
+        page_size: int,
         batch_size: int,
-        max_length: int | None = None,
+        max_length: int | None,
     ) -> None:
         super().__init__(layers=[])
-        self.latents = list(latents)
-        self.index_keys = dict(index_keys)
+        self.stores = list(stores)
+        self.device = device
+        self.page_size = page_size
         self.max_length = max_length
         self._clear(batch_size)
         self.columns: int | Tensor = 0
@@ -72,49 +190,43 @@ class LatentCache(Cache):
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _clear(self, batch_size: int) -> None:
-        """Reset the tables to ``batch_size`` rows without pages."""
-        device = self.latents[0].data.device
-        self.page_table = torch.empty(batch_size, 0, dtype=torch.int32, device=device)
-        self.real = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.rows = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+        """Reset to ``batch_size`` rows without pages."""
+        for store in self.stores:
+            store.clear(batch_size)
+        self.real = torch.zeros(batch_size, 0, dtype=torch.bool, device=self.device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=self.device)
+        self.rows = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from (self.page_table, self.real, self.lengths, self.rows)
+        yield from (getattr(self, name) for name in (*self._per_row, "rows"))
         if isinstance(self.columns, Tensor):
             yield self.columns
-        for cache in (*self.latents, *self.index_keys.values()):
-            yield from (part for part in (cache.data, cache.scales) if part is not None)
+        for store in self.stores:
+            yield from store.tensors()
 
     @property
     def batch_size(self) -> int:
-        return self.page_table.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.latents[0].page_size
+        return self.lengths.shape[0]
 
     @property
     def capacity(self) -> int:
         """Tokens that fit into the pages of a row."""
-        return self.page_table.shape[1] * self.page_size
+        return self.real.shape[1]
 
     @property
-    def formats(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the formats of latents and of indexer keys, layer by layer."""
-        keys = self.index_keys.values()
-        return tuple(c.format.name for c in self.latents), tuple(c.format.name for c in keys)
+    def formats(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the formats in each store, layer by layer."""
+        return tuple(store.formats for store in self.stores)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        caches = (*self.latents, *self.index_keys.values())
-        return sum(cache.format.bytes_per_token for cache in caches)
+    def bytes_per_token(self) -> float:
+        """Bytes by which all layers grow with a token."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages, free slots included."""
-        return self.page_table.numel() * self.page_size * self.bytes_per_token
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def is_compileable(self) -> bool:
@@ -144,7 +256,7 @@ class LatentCache(Cache):
                 f"tokens_to_remove must lie in [-{columns}, 0], got {tokens_to_remove}"
             )
         removed = self.real[:, columns + tokens_to_remove : columns]
-        self.lengths -= removed.sum(1)
+        self._shorten(self.lengths - removed.sum(1, dtype=torch.int32))
         removed.zero_()
         self.columns += tokens_to_remove
 
@@ -170,37 +282,35 @@ class LatentCache(Cache):
                 "attention_mask must mark past columns as in the steps before, or hide the latest "
                 "of a row"
             )
+        self._shorten(past.sum(1, dtype=torch.int32))
         seen.copy_(past)
-        self.lengths.copy_(past.sum(1))
 
-    @_ordinary_tensors
-    def __deepcopy__(self, memo: dict[int, object]) -> LatentCache:
+    def _shorten(self, lengths: Tensor) -> None:
+        """Forget the last tokens of rows: ``lengths [B]`` are left."""
+        self.lengths.copy_(lengths)
+
+    @ordinary_tensors
+    def __deepcopy__(self, memo: dict[int, object]) -> BatchCache:
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         return copied
 
-    @_ordinary_tensors
+    @ordinary_tensors
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row ``b`` a copy of row ``beam_idx[b]``."""
-        rows = beam_idx.to(self.page_table.device)
-        real, lengths, pages = self.real[rows], self.lengths[rows], self.page_table[rows].flatten()
-        if rows.shape[0] == self.batch_size:  # in place: the addresses are kept
-            self.real.copy_(real)
-            self.lengths.copy_(lengths)
-            own = self.page_table.flatten().long()
-            for cache in (*self.latents, *self.index_keys.values()):
-                for part in (cache.data, cache.scales):
-                    if part is not None:
-                        part[own.to(part.device)] = part[pages.long().to(part.device)]
-        else:
-            width = self.page_table.shape[1]
-            self._clear(rows.shape[0])
-            self._copy_pages(pages.long(), pages.numel())
-            self.page_table = torch.arange(
-                pages.numel(), dtype=torch.int32, device=pages.device
-            ).view(rows.shape[0], width)
-            self.real, self.lengths = real, lengths
+        rows = beam_idx.to(self.device)
+        in_place = rows.shape[0] == self.batch_size  # the addresses are kept
+        for name in self._per_row:
+            tensor = getattr(self, name)
+            if in_place:
+                tensor.copy_(tensor[rows])
+            else:
+                setattr(self, name, tensor[rows])
+        if not in_place:
+            self.rows = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=self.device)
+        for store in self.stores:
+            store.select(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``."""
@@ -211,56 +321,31 @@ class LatentCache(Cache):
         self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def update(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: transformers' own attention cannot read latent rows."""
+        """Refuse: transformers' own attention cannot read these rows."""
         raise ValueError(
             "past_key_values must be a cache of transformers for a model without sparsemla's "
-            "attention, got a LatentCache"
+            f"attention, got a {type(self).__name__}"
         )
 
     def update_indexer(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse, as :meth:`update` does."""
         self.update()
 
-    @_ordinary_tensors
+    @ordinary_tensors
     def reserve(self, num_columns: int) -> None:
         """Allocate pages until each row has room for ``num_columns``.
 
         Raises:
             ValueError: the cache does not grow.
         """
-        batch_size, width = self.page_table.shape
-        needed = -(-num_columns // self.page_size)
-        if needed <= width:
+        if num_columns <= self.capacity:
             return
-        if self.max_length is not None and width:
+        if self.max_length is not None and self.capacity:
             raise ValueError(
                 f"past_key_values must have room for {num_columns} columns, "
                 f"got max_length {self.max_length}"
             )
-        added = max(needed, 2 * width) - width
-        first, last = batch_size * width, batch_size * (width + added)
-        device = self.page_table.device
-        pages = torch.arange(first, last, dtype=torch.int32, device=device)
-        self._copy_pages(slice(None), last)
-        self.page_table = torch.cat([self.page_table, pages.view(batch_size, added)], dim=1)
-        self.real = nn.functional.pad(self.real, (0, added * self.page_size))
-
-    def _copy_pages(self, pages: Tensor | slice, num_pages: int) -> None:
-        """Move every layer to ``num_pages`` new pages; the first ones are copies of ``pages``."""
-        self.latents = [_with_pages(cache, pages, num_pages) for cache in self.latents]
-        self.index_keys = {
-            layer_idx: _with_pages(cache, pages, num_pages)
-            for layer_idx, cache in self.index_keys.items()
-        }
-
-
-def _with_pages(cache: PagedCache, pages: Tensor | slice, num_pages: int) -> PagedCache:
-    device = cache.data.device
-    moved = PagedCache.allocate(cache.format, num_pages, cache.page_size, device=device)
-    if isinstance(pages, Tensor):
-        pages = pages.to(device)
-    for new, old in ((moved.data, cache.data), (moved.scales, cache.scales)):
-        if new is not None and old is not None:
-            kept = old[pages]
-            new[: kept.shape[0]] = kept
-    return moved
+        capacity = max(-(-num_columns // self.page_size) * self.page_size, 2 * self.capacity)
+        for store in self.stores:
+            store.reserve(capacity)
+        self.real = nn.functional.pad(self.real, (0, capacity - self.capacity))

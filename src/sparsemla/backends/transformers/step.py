@@ -1,56 +1,51 @@
-"""One forward of an enabled model: its masks, its positions, its plan.
+"""One forward of an enabled model: its tokens, masks and positions.
 
 A forward with several new columns is planned on the host and packs the real tokens of the batch. A
 forward with a single new column is a decode step: it reads no value on the host, and its shapes
 depend on the cache's capacity only, so ``torch.compile`` and CUDA graphs can capture it.
 
 Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
-decode step), R RoPE dims.
+decode step).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from sparsemla.backends.transformers.cache import LatentCache
-from sparsemla.plan import Plan, plan_batch
+from sparsemla.backends.transformers.cache import BatchCache
+
+StepType = TypeVar("StepType", bound="Step")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Step:
     """One forward of the model, passed to the attention modules as an extra argument.
 
     Args:
         cache: every layer writes and reads it.
-        plan: slots and requests of the tokens; its positions are rows of the step's RoPE table.
         decodes: the step has a single column: one token per row of the batch.
         tokens: int64 ``[T]``, indices of the real columns among B * S; None for all of them.
         selections: the selection of each layer with an indexer, filled if recorded.
     """
 
-    cache: LatentCache
-    plan: Plan
+    cache: BatchCache
     decodes: bool
     tokens: Tensor | None
     selections: dict[int, Tensor] = field(default_factory=dict)
-    _rotation: tuple[Tensor, Tensor, Tensor] | None = None
-    _copies: dict[torch.device, Step] = field(default_factory=dict)
+    _copies: dict[torch.device, Any] = field(default_factory=dict, init=False)
 
-    def on(self, device: torch.device) -> Step:
+    def on(self: StepType, device: torch.device) -> StepType:
         """The step with its tensors on ``device``, copied once per device."""
-        if device == self.plan.page_table.device:
+        if device == self.cache.device:
             return self
         if device not in self._copies:
-            tokens = None if self.tokens is None else self.tokens.to(device)
-            self._copies[device] = Step(
-                self.cache, _plan_on(self.plan, device), self.decodes, tokens, self.selections
-            )
+            self._copies[device] = _moved(self, device)
         return self._copies[device]
 
     def pick(self, x: Tensor) -> Tensor:
@@ -64,24 +59,15 @@ class Step:
             return x.view(*shape)
         return x.new_zeros(*shape).flatten(0, 1).index_copy_(0, self.tokens, x).view(*shape)
 
-    def rotation(self, embeddings: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, ...]:
-        """The model's cos and sin ``[T, R]``, and float32 ``[T, R]``, cos half then sin half."""
-        if self._rotation is None:  # all layers of a device share the first layer's
-            cos, sin = (self.pick(part.expand(batch_size, -1, -1)) for part in embeddings)
-            half = cos.shape[-1] // 2  # transformers' cos and sin hold each angle twice
-            table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
-            self._rotation = cos, sin, table
-        return self._rotation
 
-
-def _plan_on(plan: Plan, device: torch.device) -> Plan:
-    """A copy of a plan without prefill chunks, with its tensors on ``device``."""
-    moved: dict[str, Any] = {}
-    for item in fields(plan):
-        value = getattr(plan, item.name)
-        if isinstance(value, Tensor):
-            moved[item.name] = value.to(device)
-    return replace(plan, **moved)
+def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a field of a step
+    """``value`` with its tensors on ``device``, in nested dataclasses too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        return replace(value, **{name: _moved(part, device) for name, part in parts.items()})
+    return value
 
 
 def check_input(name: str, given: Tensor) -> None:
@@ -116,7 +102,7 @@ def prepare_step(
             f"{held + next_sequence_length}; past_key_values.crop(-1) forgets the last one"
         )
     decodes = next_sequence_length == 1 and not is_first_iteration
-    if decodes and attention_mask is not None and isinstance(past_key_values, LatentCache):
+    if decodes and attention_mask is not None and isinstance(past_key_values, BatchCache):
         attention_mask = attention_mask[:, -1:]
     return prepare(
         input_ids,
@@ -136,10 +122,10 @@ def mask_for_generate(*, attention_mask: Tensor | None, **_: object) -> Tensor |
 
 
 def split_mask(
-    attention_mask: object, cache: LatentCache, num_new: int
+    attention_mask: object, cache: BatchCache, num_new: int
 ) -> tuple[Tensor | None, Tensor]:
     """Bool masks of the past columns, None if not given, and of the new columns."""
-    device = cache.page_table.device
+    device = cache.device
     if attention_mask is None:
         return None, torch.ones(cache.batch_size, num_new, dtype=torch.bool, device=device)
     got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
@@ -159,69 +145,25 @@ def split_mask(
     return (None if got == new else mask[:, :-num_new]), mask[:, -num_new:]
 
 
-def check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor) -> None:
+def check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor, *, gaps: bool) -> None:
     """Refuse positions that restart, within a row (packed sequences) or after its ``seen`` tokens.
 
     Args:
         position_ids: ``[B, S]`` or ``[1, S]``; None for transformers' own.
         seen: ``[B]``, cached tokens of each row.
         new: bool ``[B, S]``, which columns are not padding.
+        gaps: whether positions may leave numbers out.
     """
     if position_ids is None:
         return
     rows = position_ids.expand(new.shape).cpu()
     for row, length, real in zip(rows, seen.tolist(), new.cpu(), strict=True):
         positions = row[real]
-        if (positions.diff() <= 0).any() or (positions[:1] < length).any():
+        steps = positions.diff()
+        wrong = steps <= 0 if gaps else steps != 1
+        if wrong.any() or (positions[:1] < length).any():
             raise ValueError(
-                "position_ids must ascend in each row of the batch, from the number of its cached "
-                f"tokens on, got {positions.tolist()[:64]} after {length} tokens"
+                f"position_ids must ascend {'' if gaps else 'by 1 '}in each row of the batch, from "
+                f"the number of its cached tokens on, got {positions.tolist()[:64]} after {length} "
+                "tokens"
             )
-
-
-def packed_step(cache: LatentCache, new: Tensor) -> Step:
-    """A step over the real columns of ``new [B, S]``, planned on the host."""
-    new = new.cpu()
-    query_lens = new.sum(1)
-    plan = plan_batch(
-        query_lens,
-        cache.lengths.cpu() + query_lens,
-        cache.page_table,
-        page_size=cache.page_size,
-        workspace_rows=None,
-        require_uniform=False,
-    )
-    # The model's positions may count padding; the step's RoPE table has one row per token.
-    device = cache.page_table.device
-    plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
-    tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
-    return Step(cache, plan, decodes=False, tokens=tokens)
-
-
-def decode_step(cache: LatentCache, new: Tensor) -> Step:
-    """A step over one column ``new [B, 1]``; the next real token overwrites padding's slot."""
-    pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
-    requests = cache.rows[:-1]
-    plan = Plan(
-        num_requests=cache.batch_size,
-        num_tokens=cache.batch_size,
-        num_decodes=cache.batch_size,
-        num_prefills=0,
-        num_decode_tokens=cache.batch_size,
-        num_prefill_tokens=0,
-        decode_query_len=1,
-        max_query_len=1,
-        max_seq_len=cache.capacity,
-        max_context_len=cache.capacity - 1,
-        page_size=cache.page_size,
-        input_row_offsets=cache.rows,
-        seq_lens=cache.lengths + new[:, 0],
-        page_table=cache.page_table,
-        positions=requests,  # rows of the step's RoPE table
-        slot_mapping=(pages * cache.page_size + cache.lengths % cache.page_size).long(),
-        request_ids=requests,
-        prefill_request_ids=None,
-        workspace_starts=None,
-        prefill_chunks=(),
-    )
-    return Step(cache, plan, decodes=True, tokens=None)

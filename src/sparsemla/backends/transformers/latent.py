@@ -1,0 +1,360 @@
+"""The attention of DeepSeek-V3, DeepSeek-V3.2 and GLM-5: a latent row and an index key per token.
+
+Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
+decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
+heads and dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+)
+
+from sparsemla.backends.transformers.cache import BatchCache, Pages
+from sparsemla.backends.transformers.layers import Layers, check_format, index_format_of
+from sparsemla.backends.transformers.step import Step
+from sparsemla.cache import PagedCache
+from sparsemla.formats import CacheFormat, bf16_format
+from sparsemla.ops import (
+    decode_branch,
+    fused_indexer_rope_quant,
+    indexer_topk,
+    prefill_branch,
+    to_slots,
+)
+from sparsemla.plan import Plan, plan_batch
+from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj
+
+
+class Architecture(NamedTuple):
+    """Differences between the attention modules of the model types.
+
+    Args:
+        interleaved_indexer: the indexer's RoPE pairs are (2i, 2i+1), not (i, i + R/2).
+        shares_selection: attention returns its selection for the next layers without an indexer.
+    """
+
+    interleaved_indexer: bool = False
+    shares_selection: bool = False
+
+
+ARCHITECTURES = {
+    "deepseek_v3": Architecture(),
+    "deepseek_v32": Architecture(),
+    "glm_moe_dsa": Architecture(interleaved_indexer=True, shares_selection=True),
+}
+"""Keyed by the configuration's ``model_type``. Models without an indexer attend to every token."""
+
+
+class LatentCache(BatchCache):
+    """Pages of latent rows and of indexer keys: row ``b`` owns ``page_table[b]`` of every layer.
+
+    Args:
+        latents: one cache per layer, on the layer's device.
+        index_keys: one cache per layer with an indexer, keyed by the layer's index.
+        batch_size: B.
+        max_length: capacity in columns; None for pages that grow.
+    """
+
+    def __init__(
+        self,
+        latents: Sequence[PagedCache],
+        index_keys: Mapping[int, PagedCache],
+        batch_size: int,
+        max_length: int | None = None,
+    ) -> None:
+        device = latents[0].data.device
+        page_size = latents[0].page_size
+        self._latents = Pages(dict(enumerate(latents)), device, page_size=page_size)
+        self._index_keys = Pages(index_keys, device, page_size=page_size)
+        super().__init__(
+            [self._latents, self._index_keys],
+            device,
+            page_size=page_size,
+            batch_size=batch_size,
+            max_length=max_length,
+        )
+
+    @property
+    def latents(self) -> list[PagedCache]:
+        """One cache per layer."""
+        return list(self._latents.caches.values())
+
+    @property
+    def index_keys(self) -> dict[int, PagedCache]:
+        """One cache per layer with an indexer, keyed by the layer's index."""
+        return self._index_keys.caches
+
+    @property
+    def page_table(self) -> Tensor:
+        """int32 ``[B, W]`` on the first layer's device; W doubles when the pages are full."""
+        return self._latents.table
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self._latents.row_bytes + self._index_keys.row_bytes
+
+
+@dataclass(eq=False, kw_only=True)
+class LatentStep(Step):
+    """A step with the slots and requests of its tokens.
+
+    Args:
+        plan: its positions are rows of the step's RoPE table.
+    """
+
+    cache: LatentCache
+    plan: Plan
+    _rotation: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False)
+
+    def rotation(self, embeddings: tuple[Tensor, Tensor], batch_size: int) -> tuple[Tensor, ...]:
+        """The model's cos and sin ``[T, R]``, and float32 ``[T, R]``, cos half then sin half."""
+        if self._rotation is None:  # all layers of a device share the first layer's
+            cos, sin = (self.pick(part.expand(batch_size, -1, -1)) for part in embeddings)
+            half = cos.shape[-1] // 2  # transformers' cos and sin hold each angle twice
+            table = torch.cat([cos[:, :half], sin[:, :half]], dim=-1).float()
+            self._rotation = cos, sin, table
+        return self._rotation
+
+
+class LatentLayers(Layers):
+    """Attention in the absorbed form of MLA, over the rows that the indexer selects or over all."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        *,
+        cache_format: CacheFormat | None,
+        index_format: CacheFormat | None,
+        page_size: int,
+        records: bool,
+    ) -> None:
+        super().__init__(base, page_size=page_size, records=records)
+        config: Any = base.config
+        latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+        index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
+        if rope_dim % 2:
+            raise ValueError(f"model must have an even qk_rope_head_dim, got {rope_dim}")
+        if cache_format is None:
+            cache_format = bf16_format(latent_dim + rope_dim, latent_dim)
+        check_format("cache_format", cache_format, latent_dim + rope_dim, latent_dim)
+        if index_dim is None:
+            if index_format is not None:
+                raise ValueError("index_format must be None: the model has no indexer")
+        else:
+            index_format = index_format_of(index_format, index_dim, rope_dim, cache_format)
+        self._formats = cache_format, index_format
+        self._architecture = ARCHITECTURES[config.model_type]
+        # The other types always interleave, even if a checkpoint's configuration says otherwise.
+        is_v3 = config.model_type == "deepseek_v3"
+        self._interleaved = bool(config.rope_interleave) if is_v3 else True
+        self._weights = [_absorb(attention) for attention in self.modules]
+
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
+        latent_format, index_format = self._formats
+
+        def empty(format: CacheFormat, layer_idx: int) -> PagedCache:
+            device = self._weights[layer_idx][0].data.device
+            return PagedCache.allocate(format, 0, self.page_size, device=device)
+
+        return LatentCache(
+            [empty(latent_format, layer_idx) for layer_idx in range(len(self.modules))],
+            {
+                layer_idx: empty(index_format, layer_idx)
+                for layer_idx, attention in enumerate(self.modules)
+                if index_format is not None and attention.indexer is not None
+            },
+            batch_size,
+            max_length,
+        )
+
+    def packed_step(self, cache: BatchCache, new: Tensor) -> LatentStep:
+        cache = cast(LatentCache, cache)
+        new = new.cpu()
+        query_lens = new.sum(1)
+        plan = plan_batch(
+            query_lens,
+            cache.lengths.cpu() + query_lens,
+            cache.page_table,
+            page_size=cache.page_size,
+            workspace_rows=None,
+            require_uniform=False,
+        )
+        # The model's positions may count padding; the step's RoPE table has one row per token.
+        device = cache.page_table.device
+        plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
+        tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
+        return LatentStep(cache=cache, plan=plan, decodes=False, tokens=tokens)
+
+    def decode_step(self, cache: BatchCache, new: Tensor) -> LatentStep:
+        cache = cast(LatentCache, cache)
+        pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
+        requests = cache.rows[:-1]
+        plan = Plan(
+            num_requests=cache.batch_size,
+            num_tokens=cache.batch_size,
+            num_decodes=cache.batch_size,
+            num_prefills=0,
+            num_decode_tokens=cache.batch_size,
+            num_prefill_tokens=0,
+            decode_query_len=1,
+            max_query_len=1,
+            max_seq_len=cache.capacity,
+            max_context_len=cache.capacity - 1,
+            page_size=cache.page_size,
+            input_row_offsets=cache.rows,
+            seq_lens=cache.lengths + new[:, 0],
+            page_table=cache.page_table,
+            positions=requests,  # rows of the step's RoPE table
+            slot_mapping=(pages * cache.page_size + cache.lengths % cache.page_size).long(),
+            request_ids=requests,
+            prefill_request_ids=None,
+            workspace_starts=None,
+            prefill_chunks=(),
+        )
+        return LatentStep(cache=cache, plan=plan, decodes=True, tokens=None)
+
+    def attend(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        step: Step,
+        given: Mapping[str, Any],
+    ) -> tuple[Tensor | None, ...]:
+        out, slots = self._attend_tokens(
+            layer_idx,
+            hidden_states,
+            cast(LatentStep, step),
+            given["position_embeddings"],
+            given.get("prev_topk_indices"),
+        )
+        return (out, None, slots) if self._architecture.shares_selection else (out, None)
+
+    def _attend_tokens(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        step: LatentStep,
+        position_embeddings: tuple[Tensor, Tensor],
+        slots: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output ``[B, S, hidden]`` of a layer's attention, and the selected slots."""
+        attention, cache = self.modules[layer_idx], step.cache.latents[layer_idx]
+        step = step.on(cache.data.device)
+        x = step.pick(hidden_states)  # [T, hidden]
+        *cos_sin, table = step.rotation(position_embeddings, hidden_states.shape[0])  # [T, R]
+        if attention.q_lora_rank is None:
+            q = attention.q_proj(x)
+        else:
+            q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
+            q = attention.q_b_proj(q_resid)
+        q = q.unflatten(-1, (attention.num_heads, -1)).bfloat16()  # [T, H, P + R]
+        if layer_idx in step.cache.index_keys:
+            slots = self._select(layer_idx, x, q_resid, cos_sin, table, step)
+        elif slots is None and step.cache.index_keys:
+            raise ValueError("prev_topk_indices must be given to a layer without an indexer")
+        kv = attention.kv_a_proj_with_mqa(x)  # [T, L + R]
+        norm = attention.kv_a_layernorm
+        layer = MLALayer(
+            *self._weights[layer_idx],
+            norm.weight,
+            table,
+            attention.scaling,
+            norm_eps=norm.variance_epsilon,
+            interleaved=self._interleaved,
+        )
+        if not step.decodes:
+            out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
+        else:  # positions are rows of the RoPE table: a causal mask must not compare them
+            causal = slots is not None
+            out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots, causal=causal)
+        out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
+        return step.place(out, hidden_states.shape), slots
+
+    def _select(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        q_resid: Tensor,
+        cos_sin: Sequence[Tensor],
+        table: Tensor,
+        step: LatentStep,
+    ) -> Tensor:
+        """Store the step's indexer keys; the slots int32 ``[T, topk]`` to attend to."""
+        indexer, plan = self.modules[layer_idx].indexer, step.plan
+        cache = step.cache.index_keys[layer_idx]
+        interleaved = self._architecture.interleaved_indexer
+        k = indexer.wk(x)  # [T, DI]
+        q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))  # [T, HI, DI]
+        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))  # [T, HI]
+        if cache.format.fp8_dim:
+            q, weights = fused_indexer_rope_quant(
+                q,
+                weights,
+                k,
+                indexer.k_norm.weight,
+                indexer.k_norm.bias,
+                table,
+                cache,
+                positions=plan.positions,
+                slot_mapping=plan.slot_mapping,
+                eps=indexer.k_norm.eps,
+                interleaved=interleaved,
+            )
+        else:
+            # Round where transformers rounds: a bfloat16 model then selects the same tokens.
+            rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+            q, k = _rotated(rotate, q, indexer.k_norm(k)[:, None], *cos_sin)
+            slots = plan.slot_mapping
+            at = slots // cache.page_size, slots % cache.page_size
+            cache.data.index_put_(at, k[:, 0].bfloat16())
+            q = q.bfloat16()
+            weights = weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        topk_indices = indexer_topk(
+            q,
+            weights,
+            cache,
+            input_row_offsets=plan.input_row_offsets,
+            seq_lens=plan.seq_lens,
+            page_table=plan.page_table,
+            topk=min(indexer.index_topk, step.cache.capacity),
+        )
+        if self.records:
+            step.selections[layer_idx] = topk_indices
+        return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
+
+
+def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
+    """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
+    module = cast(Any, attention)  # its attributes depend on the architecture
+    projection = module.kv_b_proj
+    scale = getattr(projection, "weight_scale_inv", None)
+    block = getattr(projection, "block_size", None) or (128, 128)
+    return absorb_kv_b_proj(
+        projection.weight.detach(),
+        None if scale is None else scale.detach(),
+        num_heads=module.num_heads,
+        qk_nope_head_dim=module.qk_nope_head_dim,
+        v_head_dim=module.v_head_dim,
+        block=block[0],
+    )
+
+
+def _rotated(
+    rotate: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, HI, DI]`` and keys ``[T, 1, DI]`` with their first R dims rotated."""
+    dims = [cos.shape[-1], q.shape[-1] - cos.shape[-1]]
+    (q_rope, q_rest), (k_rope, k_rest) = q.split(dims, dim=-1), k.split(dims, dim=-1)
+    q_rope, k_rope = rotate(q_rope, k_rope, cos, sin)
+    return torch.cat([q_rope, q_rest], dim=-1), torch.cat([k_rope, k_rest], dim=-1)

@@ -1,0 +1,114 @@
+"""What an architecture defines about the attention of its models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.step import Step
+from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
+from sparsemla.kinds import check_integer
+
+
+class Layers(ABC):
+    """The attention modules of a model, with a cache, steps and a forward of their own.
+
+    Args:
+        base: the model without a head.
+        page_size: rows of a page.
+        records: whether :attr:`Step.selections` is filled.
+
+    Attributes:
+        modules: the attention module of each layer.
+        gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
+
+    Raises:
+        TypeError, ValueError: the model or an argument is not served.
+    """
+
+    gaps = True
+
+    def __init__(self, base: PreTrainedModel, *, page_size: int, records: bool) -> None:
+        self.modules: list[Any] = [layer.self_attn for layer in cast(Any, base).layers]
+        for layer_idx, module in enumerate(self.modules):
+            _check_device(layer_idx, module)
+        check_integer("page_size", page_size, 1)
+        self.page_size = page_size
+        self.records = records
+
+    @abstractmethod
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
+        """An empty cache, see :meth:`PagedAttention.new_cache`."""
+
+    @abstractmethod
+    def packed_step(self, cache: BatchCache, new: Tensor) -> Step:
+        """A step over the real columns of ``new [B, S]``, planned on the host."""
+
+    @abstractmethod
+    def decode_step(self, cache: BatchCache, new: Tensor) -> Step:
+        """A step over one column ``new [B, 1]``; the next real token overwrites padding's slot."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer_idx: int,
+        hidden_states: Tensor,
+        step: Step,
+        given: Mapping[str, Any],
+    ) -> tuple[Tensor | None, ...]:
+        """What the forward of a layer's module returns, the output ``[B, S, hidden]`` first.
+
+        ``given`` are the keyword arguments of the forward.
+        """
+
+
+def _check_device(layer_idx: int, attention: nn.Module) -> None:
+    """Refuse a layer if its attention is offloaded or on several devices."""
+    devices = sorted({str(parameter.device) for parameter in attention.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            "model must have the attention of each layer on one device, got "
+            f"{', '.join(devices)} in layer {layer_idx}"
+        )
+    if devices == ["meta"]:
+        raise ValueError(
+            "model must have its attention weights in memory, got layer "
+            f"{layer_idx} on meta: device_map must not offload layers to the CPU or to disk"
+        )
+
+
+def check_format(name: str, format: object, head_dim: int, value_dim: int) -> None:
+    """Refuse a format of other sizes than the model's."""
+    if not isinstance(format, CacheFormat):
+        raise TypeError(f"{name} must be a CacheFormat, got {type(format).__name__}")
+    if (format.head_dim, format.value_dim) != (head_dim, value_dim):
+        raise ValueError(
+            f"{name} must have head_dim {head_dim} and value_dim {value_dim} for this model, "
+            f"got {format.name}"
+        )
+
+
+def index_format_of(
+    format: CacheFormat | None, dim: int, rope_dim: int, cache_format: CacheFormat
+) -> CacheFormat:
+    """The checked format of index keys; the default is quantised if ``cache_format`` is."""
+    if dim < rope_dim:
+        raise ValueError(
+            f"model must have an index_head_dim of at least {rope_dim}, its qk_rope_head_dim, "
+            f"got {dim}"
+        )
+    if format is None and cache_format.fp8_dim == 0:
+        format = bf16_format(dim)
+    elif format is None:
+        format = INDEX_FP8 if dim == INDEX_FP8.head_dim else e4m3_format(dim, dim, dim)
+    check_format("index_format", format, dim, dim)
+    if format.num_scales > 1 or 0 < format.fp8_dim < dim:
+        raise ValueError(
+            f"index_format must have one dtype and at most one scale a row, got {format.name}"
+        )
+    return format
