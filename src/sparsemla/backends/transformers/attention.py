@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
 from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
 from sparsemla.backends.transformers.layers import Layers
 from sparsemla.backends.transformers.step import (
@@ -26,12 +27,14 @@ from sparsemla.backends.transformers.step import (
 from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_integer
 
-LAYERS: dict[str, Callable[..., Layers]] = {**dict.fromkeys(ARCHITECTURES, LatentLayers)}
+LAYERS: dict[str, Callable[..., Layers]] = {
+    **dict.fromkeys(ARCHITECTURES, LatentLayers),
+    "deepseek_v4": CompressedLayers,
+}
 """Keyed by the configuration's ``model_type``."""
 
 NOT_SERVED = {
-    "deepseek_v4": "most of its keys are pools of 4 or 128 tokens, and no op here makes a pool or "
-    "keeps tokens until the next pool is full",
+    "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
 }
 """Related model types that are refused, with the reason."""
 
@@ -65,7 +68,8 @@ class PagedAttention:
     Attributes:
         cache: the cache of the latest forward that kept one.
         selections: if recorded, one dict per forward: for each layer with an indexer int32
-            ``[T, topk]``, ascending positions among the row's real tokens, then -1.
+            ``[T, topk]``, ascending positions among the row's real tokens, for DeepSeek-V4 among
+            its entries; then -1.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
@@ -225,15 +229,16 @@ def enable(
     page_size: int = 64,
     record_selections: bool = False,
 ) -> PagedAttention:
-    """Plug this package's attention into a DeepSeek-V3, DeepSeek-V3.2 or GLM-5 model.
+    """Plug this package's attention into a DeepSeek-V3, V3.2, V4 or GLM-5 model.
 
     The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
     works as before: ``generate`` (greedy, sampling, beams, a static cache), batches with padding on
     either side, ``use_cache=False``, a second call that continues on ``past_key_values``. The
     attention output of padding is finite and meaningless.
 
-    The up-projections of keys and values are copied, as bfloat16 or as FP8 codes with their scales:
-    call ``enable`` again after a change to those weights. Attention always runs in bfloat16.
+    The up-projections of keys and values, and DeepSeek-V4's first output projections, are copied as
+    bfloat16 or as FP8 codes with their scales: call ``enable`` again after a change to those
+    weights. Attention always runs in bfloat16.
 
     The layers may be on several devices, as ``from_pretrained(device_map=...)`` puts them: each
     layer's pages are on the device of its weights, and a step's plan is copied once per device.
@@ -241,11 +246,11 @@ def enable(
     Args:
         model: with or without its language model head; ``generate`` over a static cache needs
             the model with the head.
-        cache_format: format of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. Default
-            bfloat16.
+        cache_format: format of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. For
+            DeepSeek-V4 the format of raw rows and entries, both dims D. Default bfloat16.
         index_format: format of the indexer keys; default e4m3 with a scale per row with an FP8
             ``cache_format``, else bfloat16.
-        page_size: tokens of a page.
+        page_size: rows of a page.
         record_selections: record each step's selection in :attr:`PagedAttention.selections`.
 
     Returns:
@@ -258,8 +263,8 @@ def enable(
             The model's forward raises ValueError for 4D masks, packed sequences, caches of another
             kind, ``output_attentions`` and training.
 
-    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32`` and
-    ``glm_moe_dsa``.
+    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``
+    and ``glm_moe_dsa``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")

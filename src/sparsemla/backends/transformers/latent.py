@@ -20,7 +20,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 )
 
 from sparsemla.backends.transformers.cache import BatchCache, Pages
-from sparsemla.backends.transformers.layers import Layers, check_format, index_format_of
+from sparsemla.backends.transformers.layers import (
+    Layers,
+    check_format,
+    index_format_of,
+    stored_weight,
+)
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat, bf16_format
@@ -337,16 +342,11 @@ class LatentLayers(Layers):
 def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
     """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
     module = cast(Any, attention)  # its attributes depend on the architecture
-    projection = module.kv_b_proj
-    scale = getattr(projection, "weight_scale_inv", None)
-    block = getattr(projection, "block_size", None) or (128, 128)
     return absorb_kv_b_proj(
-        projection.weight.detach(),
-        None if scale is None else scale.detach(),
+        **stored_weight(module.kv_b_proj),
         num_heads=module.num_heads,
         qk_nope_head_dim=module.qk_nope_head_dim,
         v_head_dim=module.v_head_dim,
-        block=block[0],
     )
 
 

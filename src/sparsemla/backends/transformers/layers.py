@@ -93,6 +93,18 @@ def check_format(name: str, format: object, head_dim: int, value_dim: int) -> No
         )
 
 
+def stored_weight(projection: nn.Module) -> dict[str, Any]:
+    """The weight of a projection, the scales of FP8 codes, and the side of a scale's block."""
+    module = cast(Any, projection)
+    scale = getattr(module, "weight_scale_inv", None)
+    block = getattr(module, "block_size", None) or (128, 128)
+    return {
+        "weight": module.weight.detach(),
+        "weight_scale_inv": None if scale is None else scale.detach(),
+        "block": block[0],
+    }
+
+
 def index_format_of(
     format: CacheFormat | None, dim: int, rope_dim: int, cache_format: CacheFormat
 ) -> CacheFormat:

@@ -64,6 +64,8 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a field o
     """``value`` with its tensors on ``device``, in nested dataclasses too."""
     if isinstance(value, Tensor):
         return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
         return replace(value, **{name: _moved(part, device) for name, part in parts.items()})
