@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -14,6 +16,7 @@ pytest.importorskip("transformers")
 from sparsemla import generate
 from sparsemla.cli import app
 from sparsemla.testing.models import copying_model
+from sparsemla.testing.models_v4 import compressed_copying_model
 
 PROMPT = "The lamp at Skerrow burns from dusk to dawn"
 OPTIONS: dict[str, Any] = {"cache_format": "bf16", "dtype": "float32"}
@@ -46,6 +49,25 @@ def test_a_prompt_on_the_command_line(checkpoint, tmp_path):
     assert of_option.exit_code == 0, of_option.output
     assert of_option.stdout == of_file.stdout
     assert of_option.stdout.strip()
+
+
+def test_a_deepseek_v4_checkpoint(tmp_path):
+    model = compressed_copying_model()
+    model.save_pretrained(tmp_path)
+    result = run("--model", tmp_path, "--prompt", PROMPT * 5)
+    assert result.exit_code == 0, result.output
+    assert "cache: 65 bytes/token" in result.stderr.replace("\n", "")
+    prompt = torch.tensor([list((PROMPT * 5).encode())])
+    mask = torch.ones_like(prompt)
+    answer = model.generate(prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    text = bytes(answer[0, prompt.shape[1] :].tolist()).decode(errors="replace")
+    assert result.stdout.strip() == text.strip()
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("--model", tmp_path, "--prompt", PROMPT)
+    assert_fails(result, "quantization_config must be missing for deepseek_v4")
 
 
 def test_exactly_one_prompt_is_required(checkpoint):

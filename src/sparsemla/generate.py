@@ -108,7 +108,8 @@ class Stats:
         return (
             f"prefill: {self.num_prompt} tokens in {self.prefill_seconds:.2f} s; "
             f"decode: {self.num_new} tokens, {speed:.2f} tokens/s; "
-            f"cache: {self.cache_bytes_per_token} bytes/token, {self.cache_bytes} bytes in pages"
+            f"cache: {self.cache_bytes_per_token:.10g} bytes/token, "
+            f"{self.cache_bytes} bytes in pages"
         )
 
 
@@ -191,7 +192,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
     config = _read_object(directory / "config.json")
     if reason := refuse(config.get("model_type")):
         raise CheckpointError(f"{directory / 'config.json'}: {reason}")
-    _check_quantization(directory / "config.json", config.get("quantization_config"))
+    quantization = config.get("quantization_config")
+    if config["model_type"] == "deepseek_v4" and quantization is not None:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: quantization_config must be missing for deepseek_v4: "
+            "this command does not dequantise FP4 experts"
+        )
+    _check_quantization(directory / "config.json", quantization)
     if (directory / "generation_config.json").exists():
         _check_generation(directory / "generation_config.json")
     return config
