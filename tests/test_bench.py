@@ -14,6 +14,7 @@ from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
     PagedCache,
+    Pooling,
     e4m3_format,
     ops,
     reference,
@@ -21,13 +22,14 @@ from sparsemla import (
 from sparsemla.bench import command, cpu, peers, report, run, timing, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
-from sparsemla.bench.peers import sglang
+from sparsemla.bench.peers import sglang, vllm_python
 from sparsemla.bench.peers.tilelang import largest_bucket
 from sparsemla.testing.compare import assert_close
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
 STAMP = run.Stamp("0123456789ab", "2026-01-02", {"torch": "2.11.0"})
+CSA, HCA = Pooling(4, overlap=True), Pooling(128)
 
 SMALL = [
     workloads.SparsePrefill(5, 300, 4, 576, 128),
@@ -47,9 +49,14 @@ SMALL = [
     workloads.IndexerTopk(2, 3, 70, 16),
     workloads.IndexerTopk(2, 3, 70, 8, ratio=4),
     workloads.HeadProducts(3, 2, 200, 130, 2),
+    workloads.ProjectGroups(3, 2, 2),
+    workloads.PoolWindows(5, 1, CSA, FP8_584, "spread"),
+    workloads.PoolWindows(1, 12, CSA, INDEX_FP8),
+    workloads.PoolWindows(2, 1, HCA, FP8_584, "aligned"),
     workloads.SelectTopk(5, 300, 32),
     workloads.CacheWrite(20, 2),
     workloads.CacheWrite(20, 2, BF16_576),
+    workloads.QueryNormWrite(20, 2),
     workloads.IndexWrite(20, 3),
     workloads.Gather(3, 70),
 ]
@@ -149,6 +156,25 @@ def test_work_of_products():
     assert workload.unique_bytes(workload.build(CPU)) == 2 * (
         4 * 200 * 130 + 2 * 3 * (200 + 4 * 130)
     )
+
+
+def test_work_of_pooled_keys():
+    workload = workloads.IndexerTopk(2, 5, 70, 16, ratio=4)
+    # Of 70 tokens, positions 65 to 69 see 16, 16, 17, 17 and 17 keys.
+    assert workload.flop == 2 * 2 * (2 * 16 + 3 * 17) * 64 * 128
+    assert workload.build(CPU)["cache"].num_slots == 2 * 64
+    assert workloads.IndexerTopk(1, 3, 10, 2).flop == 2 * (8 + 9 + 10) * 64 * 128
+
+
+def test_work_of_pooled_windows():
+    decode = workloads.PoolWindows(5, 1, CSA, FP8_584, "spread")
+    # Values and gates of 1024 float32 come in and are kept, 4 rows of biases; at the position 8195
+    # a window closes with 512 dims of 7 earlier rows, a row of the table and an entry.
+    rows, earlier = 2 * 5 * 8192 + 4 * 4096, 7 * 4096
+    assert decode.unique_bytes(decode.build(CPU)) == rows + earlier + 256 + 584 + 5 * 20
+    prefill = workloads.PoolWindows(1, 300, HCA, FP8_584)
+    rows = (300 + 128) * 4096 + 128 * 2048
+    assert prefill.unique_bytes(prefill.build(CPU)) == rows + 2 * (256 + 584) + 300 * 20
 
 
 def test_every_case_is_named_once_and_measures_an_op():
@@ -449,6 +475,7 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
 
     def paged(q, q_sf, kv_cache, weights, lens, table, schedule, max_context_len, indices):
         assert (kv_cache.shape[1:], schedule, weights.dim()) == ((64, 1, 132), "schedule", 2)
+        assert int(lens.max()) <= max_context_len
         scores = ops.indexer_scores_paged(
             q,
             weights.view(q.shape[:3]),
@@ -524,6 +551,15 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         assert (group, scale_format) == (128, "ue8m0")
         PagedCache(data, INDEX_FP8).write(slots, k)
 
+    def write_normed(q, kv, pages, slots, positions, table, heads, eps, page_size):
+        assert (pages.shape[1], heads, eps) == (page_size * 584, q.shape[1], 1e-6)
+        # Its rows are normalised already: a norm with their root mean square changes nothing.
+        size = kv.float().square().mean(1, keepdim=True).sqrt()
+        ones = torch.ones(512)
+        cache = PagedCache(pages.view(-1, page_size, 584), FP8_584)
+        places = {"positions": positions, "slot_mapping": slots, "query_norm": True, "eps": eps}
+        return ops.fused_rope_rmsnorm_quant(q, kv / size, table, ones, cache, **places)
+
     def gather(data, out, table, starts, batch, seq_starts):
         lens = torch.full_like(starts, len(out) // batch)
         ops.gather_dequant(PagedCache(data, FP8_DS_MLA), table, lens, starts, out=out)
@@ -535,6 +571,7 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         rms_norm=rms_norm,
         rotary_embedding=rotary,
         per_token_group_fp8_quant=quantise,
+        fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert=write_normed,
     )
     caches = SimpleNamespace(
         concat_and_cache_mla=write,
@@ -545,7 +582,7 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     monkeypatch.setattr(torch.ops, "_C", library)
     monkeypatch.setattr(torch.ops, "_C_cache_ops", caches, raising=False)
     names = []
-    for workload in SMALL[-5:]:
+    for workload in SMALL[-6:]:
         peer = object.__new__(peers.VLLM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
         assert outcome.failures == outcome.refusals == {}
@@ -558,9 +595,125 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         "vLLM rms_norm, rotary_embedding, concat_and_cache_mla",
         "vLLM concat_and_cache_mla",
         "vLLM rms_norm, concat_and_cache_mla_rope_fused",
+        "vLLM rms_norm, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
         "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache",
         "vLLM cp_gather_and_upconvert",
     ]
+
+
+class VLLMKernels:
+    """Signatures and layouts of vLLM's Python kernels and of DeepGEMM's products, in torch."""
+
+    def save(self, kv, score, ape, positions, state_cache, slot_mapping, block_size, **sizes):
+        ratio, width = sizes["compress_ratio"], sizes["state_width"]
+        assert state_cache.shape[1:] == (block_size, 2 * width)
+        rows = torch.cat([kv, score + ape[positions % ratio]], 1)
+        state_cache.view(-1, 2 * width)[slot_mapping] = rows
+
+    def compress(self, state_cache, positions, block_table, kv_cache, k_cache_metadata, **given):
+        dim, ratio, page = given["head_dim"], given["compress_ratio"], given["block_size"]
+        format = {512: FP8_584, 128: INDEX_FP8}[dim]
+        layout = given["quant_block"], given["token_stride"], given["scale_dim"]
+        assert layout == {512: (64, 576, 8), 128: (128, 128, 4)}[dim]
+        closing = (positions + 1) % ratio == 0
+        pooled = torch.zeros(len(positions), dim)
+        for token in closing.nonzero()[:, 0].tolist():
+            end = int(positions[token]) + 1
+            seen = torch.arange(max(end - ratio * (1 + given["overlap"]), 0), end)
+            pages = block_table[given["token_to_req_indices"][token], seen // page].long()
+            series = (seen >= end - ratio).long() * given["overlap"]
+            found = state_cache[pages, seen % page].view(len(seen), 2, -1, dim)
+            values, gates = found[torch.arange(len(seen)), :, series].unbind(1)
+            pooled[token] = (gates.softmax(0) * values).sum(0)
+        reference.fused_rope_rmsnorm_quant(
+            pooled.new_empty(len(positions), 0, given["rope_head_dim"]),
+            pooled,
+            given["cos_sin_cache"],
+            given["rms_norm_weight"],
+            PagedCache(kv_cache, format),
+            positions=positions // ratio * ratio,
+            slot_mapping=k_cache_metadata.slot_mapping.where(closing, -1),
+            eps=given["rms_norm_eps"],
+        )
+
+    def quantise(self, x, positions, table, per_group, block, chunks, nope, half, packed, *sizes):
+        limit, aligned, num_tokens, groups, width, columns, quantise = sizes
+        assert (per_group * 512, block * chunks, nope + 2 * half) == (width, 512, 512)
+        assert (packed, limit, quantise, columns) == (False, 448, True, width // block)
+        assert aligned % 4 == 0 <= aligned - num_tokens < 4
+        cos, sin = table[positions][:, None].chunk(2, -1)
+        last = reference.quant.rotate(x[..., nope:].float(), torch.cat([cos, -sin], -1), True)
+        x = torch.cat([x[..., :nope].float(), last], -1).view(num_tokens, groups, columns, block)
+        scales = (x.abs().amax(-1) / limit).log2().ceil().exp2()
+        codes = (x / scales[..., None]).to(torch.float8_e4m3fn).flatten(2)
+        room = torch.empty(groups, columns, aligned)[..., :num_tokens]
+        room.copy_(scales.permute(1, 2, 0))
+        return codes.transpose(0, 1).contiguous(), room.transpose(1, 2)
+
+    def fp8_einsum(self, terms, x, weight, out, recipe):
+        (codes, scales), (matrices, blocks) = x, weight
+        assert (terms, recipe, scales.stride(0)) == ("bhr,hdr->bhd", (1, 128, 128), 1)
+        x = codes.float() * scales.repeat_interleave(128, 2)
+        blocks = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        out.copy_(torch.einsum(terms, x, matrices.float() * blocks))
+
+    def set_pdl(self, enabled):
+        self.pdl = enabled
+
+
+def test_vllm_python_gets_the_inputs_in_its_layout(timer, monkeypatch):
+    kernels = VLLMKernels()
+    peer = object.__new__(peers.VLLMPython)
+    peer.directories, peer.save, peer.compress = [], kernels.save, kernels.compress
+    peer.rotate = SimpleNamespace(_fused_inv_rope_fp8_quant_kernel_impl=kernels.quantise)
+    monkeypatch.setattr(vllm_python.deep_gemm, "load", lambda directories: kernels)
+    monkeypatch.setattr(vllm_python.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(peers.VLLMPython, "_cute_dsl", lambda self: kernels.compress)
+    names = []
+    for workload in [each for each in SMALL if peer.supports(each) is None]:
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+        assert outcome.failures == outcome.refusals == {}
+        names += [found.peer for found in outcome.rows]
+    compressors = ["vLLM Triton compressor", "vLLM CuTe DSL compressor"]
+    projection = "vLLM fused_inv_rope_fp8_quant, DeepGEMM fp8_einsum"
+    assert names == [projection, *compressors, compressors[0], *compressors]
+    assert kernels.pdl is False
+
+
+def test_vllm_python_is_loaded_without_vllm(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    contents = {
+        "__init__": "raise RuntimeError",
+        "models/deepseek_v4/common/ops/__init__": "raise RuntimeError",
+        "models/deepseek_v4/common/ops/fused_compress_quant_cache": """
+from vllm.model_executor.warmup.jit_warmup import launcher
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+compress_norm_rope_store_triton = launcher, triton.jit, tl.load, current_platform.is_rocm()
+""",
+        "models/deepseek_v4/common/ops/save_partial_states": """
+from .fused_compress_quant_cache import launcher as _SAVE_PARTIAL_STATES_KERNEL
+""",
+        "models/deepseek_v4/common/ops/fused_inv_rope_fp8_quant": """
+from vllm.utils.torch_utils import direct_register_custom_op
+direct_register_custom_op(op_name="op", op_func=print, fake_impl=print)
+""",
+        "model_executor/warmup/jit_warmup": "launcher = 'launcher'",
+    }
+    for name, text in contents.items():
+        path = tmp_path / "vllm" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    imported = SimpleNamespace()
+    monkeypatch.setitem(peers.sys.modules, "vllm", imported)
+    before = set(peers.sys.modules)
+    peer = peers.VLLMPython([tmp_path])
+    assert peers.sys.modules["vllm"] is imported
+    assert peer.save == peer.compress[0] == "launcher"
+    assert {name for name in set(peers.sys.modules) - before if "vllm" in name} == set()
+    with pytest.raises(peers.base.Unavailable, match="vllm/models/deepseek_v4/common/ops is not"):
+        peers.VLLMPython([tmp_path / "vllm"])
 
 
 def test_flashmla_is_loaded_without_vllm(tmp_path, monkeypatch):

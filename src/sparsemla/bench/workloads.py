@@ -30,6 +30,7 @@ from sparsemla.formats import (
     to_fp8,
 )
 from sparsemla.ops.prefill import prefill_workspace_rows
+from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
@@ -54,6 +55,7 @@ from sparsemla.weights import HeadWeight
 
 Inputs = dict[str, Any]
 Selection = Literal["random", "overlapping"]
+Decode = Literal["aligned", "spread"]
 
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM = 64, 128
@@ -881,6 +883,170 @@ class CacheWrite(Workload):
 
 
 @dataclass(frozen=True)
+class QueryNormWrite(CacheWrite):
+    """DeepSeek-V4: norm and RoPE of whole queries; norm over all dims of the new rows."""
+
+    format: CacheFormat = FP8_584
+
+    @property
+    def variant(self) -> str:
+        return f"{self.format.name} cache, norm of queries"
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        dim = self.format.head_dim
+        return super().build(device) | {
+            "q_rope": _queries(draw, self.tokens, self.heads, dim),
+            "kv": _rows(draw, self.tokens, dim) * 10,
+            "kv_norm_weight": torch.rand(dim, generator=draw, device=device).bfloat16() + 0.5,
+            "query_norm": True,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        dim = self.format.head_dim
+        per_token = 2 * dim + self.format.bytes_per_token + 2 * 2 * self.heads * dim + 4 * 64 + 16
+        return self.tokens * per_token
+
+
+@dataclass(frozen=True)
+class PoolWindows(Workload):
+    """DeepSeek-V4's compressors: entries of the windows that a step closes, and rows it keeps.
+
+    A prefill begins at position 0. Decoding requests have earlier rows; in one step all of them
+    close a window (``aligned``), or each is at another token of its window (``spread``).
+    """
+
+    batch: int
+    query_len: int
+    pooling: Pooling
+    format: CacheFormat
+    decode: Decode | None = None
+    op: ClassVar[str] = "pool_windows"
+
+    NUM_PAGES: ClassVar[int] = 1024
+    DECODED: ClassVar[int] = 8192
+    """Position at which the windows of decoding requests begin."""
+
+    @property
+    def variant(self) -> str:
+        closing = {"aligned": "all close a window", "spread": "windows close in turn", None: ""}
+        words = f"ratio {self.pooling.ratio}", f"{self.format.name} cache", closing[self.decode]
+        return ", ".join(filter(None, words))
+
+    @property
+    def flop(self) -> float:
+        return 0.0
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        pooling, dim = self.pooling, self.format.head_dim
+        ratio, width = pooling.ratio, pooling.width(dim)
+        steps = torch.arange(self.query_len, device=device)
+        begins = torch.zeros(self.batch, dtype=torch.int64, device=device)
+        if self.decode == "aligned":
+            begins += self.DECODED + ratio - 1
+        elif self.decode == "spread":
+            begins += self.DECODED + torch.arange(self.batch, device=device) % ratio
+        positions = (begins[:, None] + steps).flatten()
+        num_tokens = len(positions)
+        # One GEMM gives values and gates.
+        projected = torch.randn(num_tokens, 2 * width, generator=draw, device=device)
+        state = WindowState.allocate(pooling, dim, num_rings=self.batch, device=device)
+        state.rows.normal_(generator=draw)
+        slots = torch.randperm(self.NUM_PAGES * PAGE_SIZE, generator=draw, device=device)
+        slots = slots[:num_tokens].masked_fill((positions + 1) % ratio != 0, -1)
+        requests = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
+        max_positions = int(positions.amax()) + 1
+        return {
+            "values": projected[:, :width],
+            "gates": projected[:, width:],
+            "norm_weight": torch.rand(dim, generator=draw, device=device).bfloat16() + 0.5,
+            "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1.6e5), max_positions).to(device),
+            "state": state,
+            "cache": PagedCache.allocate(self.format, self.NUM_PAGES, PAGE_SIZE, device=device),
+            "pooling": pooling,
+            "gate_bias": torch.randn(ratio, width, generator=draw, device=device),
+            "positions": positions,
+            "request_ids": requests[:-1].repeat_interleave(self.query_len),
+            "input_row_offsets": requests * self.query_len,
+            "ring_ids": torch.randperm(self.batch, generator=draw, device=device).int(),
+            "slot_mapping": slots,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """The step's rows, earlier rows of its windows, the rows it keeps, and its entries."""
+        dim, window = self.format.head_dim, self.pooling.window
+        row = 2 * 4 * self.pooling.width(dim)  # values and gates
+        kept = self.batch * min(self.query_len, inputs["state"].rows.shape[1])
+        closing = inputs["slot_mapping"] >= 0
+        num_closing = int(closing.sum())
+        earlier = num_closing * (window - 1) if self.decode else 0  # one series of each
+        return (
+            (self.batch * self.query_len + kept) * row
+            + earlier * 2 * 4 * dim
+            + inputs["gate_bias"].nbytes
+            + num_closing * (self.format.bytes_per_token + 4 * 64)
+            + self.batch * self.query_len * (8 + 8 + 4)
+        )
+
+    def run(self, inputs: Inputs) -> Results:
+        ops.pool_windows(**inputs)
+        return (inputs["cache"].data,)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some, expected, state = self.expected(inputs)
+        slots = inputs["slot_mapping"][some]
+        slots = slots[slots >= 0]
+        if len(slots):  # in some steps no request closes a window
+            data, _ = self.format.pack(PagedCache(results[0], self.format).gather(slots), PAGE_SIZE)
+            assert_rows_close(self.op, PagedCache(data, self.format), expected)
+        is_last = (some + 1) % self.query_len == 0
+        rings = inputs["ring_ids"][inputs["request_ids"][some[is_last]]]
+        assert_equal(f"{self.op} state", inputs["state"].rows[rings], state.rows[is_last])
+
+    def expected(self, inputs: Inputs) -> tuple[Tensor, PagedCache, WindowState]:
+        """By the reference, for some tokens that close a window or are the last of a request.
+
+        Returns:
+            The tokens, the entries of those that close a window, and a ring after each token.
+        """
+        slots = inputs["slot_mapping"]
+        tokens = torch.arange(len(slots), device=slots.device)
+        found = tokens[(slots >= 0) | ((tokens + 1) % self.query_len == 0)]
+        some = found[_some(len(found), 16, slots.device)]
+        # Each of them is the last token of a request, which begins with its window.
+        spans = [
+            torch.arange(
+                max(token - self.pooling.window + 1, token // self.query_len * self.query_len),
+                token + 1,
+                device=slots.device,
+            )
+            for token in some.tolist()
+        ]
+        lengths = torch.tensor([0, *map(len, spans)], device=slots.device)
+        offsets, taken = lengths.cumsum(0), torch.cat(spans)
+        closing = slots[some] >= 0
+        targets = torch.full_like(taken, -1)
+        targets[offsets[1:][closing] - 1] = torch.arange(int(closing.sum()), device=slots.device)
+        expected = PagedCache.allocate(self.format, 1, PAGE_SIZE, device=slots.device)
+        rings = torch.arange(len(some), device=slots.device)
+        state = WindowState(inputs["state"].rows[inputs["ring_ids"][inputs["request_ids"][some]]])
+        reference.pool_windows(
+            **inputs
+            | {name: inputs[name][taken] for name in ("values", "gates", "positions")}
+            | {
+                "state": state,
+                "cache": expected,
+                "request_ids": rings.repeat_interleave(lengths[1:]),
+                "input_row_offsets": offsets,
+                "ring_ids": rings,
+                "slot_mapping": targets,
+            }
+        )
+        return some, expected, state
+
+
+@dataclass(frozen=True)
 class IndexWrite(Workload):
     """Norm, RoPE, quantisation and write of new keys of the indexer, and its queries."""
 
@@ -1019,6 +1185,56 @@ class HeadProducts(Workload):
             assert_close(self.op, out[some], expected, tolerance)
 
 
+@dataclass(frozen=True)
+class ProjectGroups(Workload):
+    """DeepSeek-V4: the inverse rotation of heads' outputs and one e4m3 GEMM per group of heads."""
+
+    tokens: int
+    heads: int
+    groups: int
+    op: ClassVar[str] = "project_groups"
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    DIM: ClassVar[int] = 512
+    OUTPUTS: ClassVar[int] = 1024
+    MAX_POSITIONS: ClassVar[int] = 1 << 16
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.DIM * self.OUTPUTS
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        shape = self.tokens, self.heads, self.DIM
+        inputs = self.heads // self.groups * self.DIM
+        table = cos_sin_table(rope_frequencies(64, 1.6e5), self.MAX_POSITIONS)
+        return {
+            "x": torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16),
+            "weight": _head_weight(draw, self.groups, self.OUTPUTS, inputs),
+            "cos_sin_cache": table.to(device),
+            "positions": torch.randint(
+                self.MAX_POSITIONS, (self.tokens,), generator=draw, device=device
+            ),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        weight = inputs["weight"]
+        per_token = 2 * self.heads * self.DIM + 2 * self.groups * self.OUTPUTS + 4 * 64 + 8
+        return self.tokens * per_token + weight.data.nbytes + weight.scale.nbytes
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.project_groups(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        self.check_within(FP8_PROJECTION, inputs, results)
+
+    def check_within(self, tolerance: Tolerance, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["x"].device)
+        per_token = {name: inputs[name][some] for name in ("x", "positions")}
+        expected = reference.project_groups(**inputs | per_token)
+        assert_close(self.op, results[0][some], expected, tolerance)
+
+
 def all_workloads() -> list[Workload]:
     """Every row, op by op."""
     prefill = [
@@ -1087,6 +1303,17 @@ def all_workloads() -> list[Workload]:
         (8, 1, 131072),
         (1, 1, 1048576),
     ]
+    pooled = [
+        (1, 4096, 32768),
+        (1, 4096, 131072),
+        (1, 4096, 1048576),
+        *((batch, 1, context) for batch in (1, 16, 128) for context in (131072, 1048576)),
+    ]
+    compressors = [
+        (Pooling(4, overlap=True), FP8_584),
+        (Pooling(4, overlap=True), INDEX_FP8),
+        (Pooling(128), FP8_584),
+    ]
     return [
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
@@ -1123,22 +1350,36 @@ def all_workloads() -> list[Workload]:
         *(IndexerScoresPaged(*shape) for shape in paged),
         *(SelectTopk(*shape, 2048) for shape in topk),
         *(IndexerTopk(*shape, 2048) for shape in indexer),
-        *(
-            IndexerTopk(*shape, 512, ratio=4)
-            for shape in ((1, 4096, 131072), (128, 1, 131072), (1, 1, 1048576))
-        ),
+        *(IndexerTopk(*shape, topk, ratio=4) for shape in pooled for topk in (512, 1024)),
         *(
             CacheWrite(tokens, heads, fmt)
             for fmt in (FP8_DS_MLA, BF16_576)
             for tokens in (128, 8192)
             for heads in (16, 128)
         ),
+        *(QueryNormWrite(tokens, heads) for tokens in (1, 17, 128, 4096) for heads in (64, 128)),
         *(IndexWrite(tokens, heads) for tokens in (128, 8192) for heads in (32, 64)),
+        *(
+            PoolWindows(batch, 1, *compressor, decode)
+            for compressor in compressors
+            for batch in (1, 16, 128)
+            for decode in ("aligned", "spread")
+        ),
+        *(
+            PoolWindows(1, tokens, *compressor)
+            for compressor in compressors
+            for tokens in (4096, 32768)
+        ),
         *(Gather(*shape) for shape in ((1, 32768), (4, 32768), (32, 4096))),
         *(
             HeadProducts(tokens, 128, *shape, layers=10 if tokens <= 256 else 1)
             for shape in ((128, 512), (512, 128))
             for tokens in (1, 16, 64, 128, 256, 4096)
+        ),
+        *(
+            ProjectGroups(tokens, *model)
+            for model in ((64, 8), (128, 16))
+            for tokens in (1, 16, 128, 1024, 4096)
         ),
     ]
 

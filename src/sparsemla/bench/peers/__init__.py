@@ -2,9 +2,10 @@
 
 Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
 of unpacked wheels (the extension modules load without their packages' dependencies); among the
-files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. TileLang ships kernels
-as examples only; three files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``,
-``sparse_mla_bwd.py`` and ``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
+files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. vLLM's Python kernels
+of DeepSeek-V4 are loaded without importing vLLM. TileLang ships kernels as examples only; three
+files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
+``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from sparsemla.bench.peers.own import Sparsemla, Torch
 from sparsemla.bench.peers.sglang import SGLangTriton, SglFlashMLA
 from sparsemla.bench.peers.tilelang import TileLang
 from sparsemla.bench.peers.vllm import VLLM
+from sparsemla.bench.peers.vllm_python import VLLMPython
 
-PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, TileLang)
+PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, VLLMPython, TileLang)
 
 
 def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -26,18 +27,28 @@ from sparsemla.bench.workloads import (
 from sparsemla.cache import slots_of
 
 
+def load(directories: list[Path]) -> types.ModuleType:
+    """The package ``deep_gemm``.
+
+    Raises:
+        Unavailable: it is not there.
+    """
+    for root in directories:
+        third_party = str(root / "vllm/third_party")
+        if (root / "vllm/third_party/deep_gemm").is_dir():
+            if third_party not in sys.path:
+                sys.path.insert(0, third_party)
+            break
+    return installed("deep_gemm")
+
+
 class DeepGEMM(Peer):
     """DeepGEMM's FP8 indexer scores; it compiles at first use and needs ``CUDA_HOME``."""
 
     name = "DeepGEMM"
 
     def __init__(self, directories: list[Path]) -> None:
-        for root in directories:
-            third_party = root / "vllm/third_party"
-            if (third_party / "deep_gemm").is_dir():
-                sys.path.insert(0, str(third_party))
-                break
-        installed("deep_gemm")
+        load(directories)
         if not hasattr(torch.ops.deep_gemm, "fp8_fp4_mqa_logits"):
             raise Unavailable("deep_gemm registers no torch.ops.deep_gemm.fp8_fp4_mqa_logits")
 

@@ -17,6 +17,7 @@ from sparsemla.bench.workloads import (
     Gather,
     IndexWrite,
     Inputs,
+    QueryNormWrite,
     SelectTopk,
     Side,
     Workload,
@@ -51,6 +52,8 @@ class VLLM(Peer):
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, SelectTopk):
             return self._topk(workload, inputs)
+        if isinstance(workload, QueryNormWrite):
+            return [self._query_norm_write(inputs)]
         if isinstance(workload, CacheWrite):
             return self._cache_write(workload, inputs)
         if isinstance(workload, IndexWrite):
@@ -107,7 +110,7 @@ class VLLM(Peer):
         write = torch.ops._C_cache_ops.concat_and_cache_mla
         kv, slots, format = inputs["kv"], inputs["slot_mapping"], workload.format
         latent, rope = kv[:, :512].contiguous(), kv[:, 512:].contiguous()
-        cache = _empty_like(inputs["cache"])
+        cache = empty_like(inputs["cache"])
         one = torch.ones((), device=kv.device)
 
         def run() -> Results:
@@ -139,7 +142,7 @@ class VLLM(Peer):
         kv, q = inputs["kv"].clone(), inputs["q_rope"].clone()
         latent, rope = kv[:, :512], kv[:, 512:]
         normed = torch.empty(latent.shape, dtype=kv.dtype, device=kv.device)
-        cache = _empty_like(inputs["cache"])
+        cache = empty_like(inputs["cache"])
         one, dtype = torch.ones((), device=kv.device), self._cache_dtype(cache.format)
 
         def run_apart() -> Results:
@@ -159,18 +162,35 @@ class VLLM(Peer):
             q.copy_(inputs["q_rope"])
             kv.copy_(inputs["kv"])
 
-        def check(results: Results) -> None:
-            expected = inputs | {"cache": _empty_like(inputs["cache"])}
-            queries, rows = reference.fused_rope_rmsnorm_quant(**expected)
-            assert_close("queries", results[0], queries.bfloat16(), CACHE_ROWS)
-            written = PagedCache(results[1], cache.format).read(slots)
-            assert_close("rows", written, rows.bfloat16(), CACHE_ROWS)
-
         if cache.format is FP8_DS_MLA:
             name, run = "rms_norm, rotary_embedding, concat_and_cache_mla", run_apart
         else:
             name, run = "rms_norm, concat_and_cache_mla_rope_fused", run_fused
-        return Side(f"vLLM {name}", run, check, reset)
+        return Side(f"vLLM {name}", run, lambda got: _check_written(inputs, got), reset)
+
+    @staticmethod
+    def _query_norm_write(inputs: Inputs) -> Side:
+        """DeepSeek-V4's fused kernel, which takes rows that are normalised before."""
+        norm, fused = (
+            torch.ops._C.rms_norm,
+            torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+        )
+        q, kv, slots, positions, table = (
+            inputs[name] for name in ("q_rope", "kv", "slot_mapping", "positions", "cos_sin_cache")
+        )
+        cache, normed = empty_like(inputs["cache"]), torch.empty_like(kv)
+        pages, heads = cache.data.view(cache.num_pages, -1), q.shape[1]
+
+        def run() -> Results:
+            norm(normed, kv, inputs["kv_norm_weight"], 1e-6)
+            out = fused(q, normed, pages, slots, positions, table, heads, 1e-6, cache.page_size)
+            return out, cache.data
+
+        return Side(
+            "vLLM rms_norm, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+            run,
+            lambda got: _check_written(inputs, got),
+        )
 
     def _index_write(self, workload: IndexWrite, inputs: Inputs) -> list[Side]:
         ops, writes = torch.ops._C, torch.ops._C_cache_ops
@@ -180,7 +200,7 @@ class VLLM(Peer):
         q, codes = inputs["q"].clone(), torch.empty_like(inputs["q"], dtype=torch.float8_e4m3fn)
         num_tokens, num_heads, dim = q.shape
         scales = torch.empty(num_tokens * num_heads, 1, device=q.device)
-        cache = _empty_like(inputs["cache"])
+        cache = empty_like(inputs["cache"])
         limits = 1e-4, -448.0, 448.0
 
         def run() -> Results:
@@ -194,7 +214,7 @@ class VLLM(Peer):
             return codes, folded, cache.data
 
         def check(results: Results) -> None:
-            expected = _empty_like(inputs["cache"])
+            expected = empty_like(inputs["cache"])
             queries, folded = reference.fused_indexer_rope_quant(**inputs | {"cache": expected})
             # A last bit may double a scale and halve its codes, so compare their products.
             weighted = results[0].float() * results[1].float()[..., None]
@@ -211,7 +231,17 @@ class VLLM(Peer):
         return [Side(name, run, check, reset, note)]
 
 
-def _empty_like(cache: PagedCache) -> PagedCache:
+def _check_written(inputs: Inputs, results: Results) -> None:
+    """Compare rotated queries and written rows with the reference."""
+    cache = empty_like(inputs["cache"])
+    queries, rows = reference.fused_rope_rmsnorm_quant(**inputs | {"cache": cache})
+    assert_close("queries", results[0], queries.bfloat16(), CACHE_ROWS)
+    written = PagedCache(results[1], cache.format).read(inputs["slot_mapping"])
+    assert_close("rows", written, rows.bfloat16(), CACHE_ROWS)
+
+
+def empty_like(cache: PagedCache) -> PagedCache:
+    """A cache of the same format and size; its contents are not copied."""
     return PagedCache.allocate(
         cache.format, cache.num_pages, cache.page_size, device=cache.data.device
     )
