@@ -13,8 +13,8 @@ def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def lists(heads, num_tokens=512, topk=2048, dim=128):
-    iq, ik = meta(num_tokens, heads, dim, dtype=BF16), meta(8192, dim, dtype=BF16)
+def lists(heads, num_tokens=512, topk=2048, dim=128, dtype=BF16):
+    iq, ik = meta(num_tokens, heads, dim, dtype=dtype), meta(8192, dim, dtype=dtype)
     weights = meta(num_tokens, heads, dtype=FLOAT32)
     case = {"iq": iq, "weights": weights, "ik": ik, "topk_indices": meta(num_tokens, topk)}
     case["topk_lengths"] = None
@@ -63,6 +63,7 @@ def dense(heads, num_tokens=4096, dim=192, index_heads=64, index_dim=128):
 
 LAUNCHES = {
     "lists of 64 heads": functools.partial(lists, 64),
+    "lists of 3 heads in float16": functools.partial(lists, 3, dtype=torch.float16),
     "targets of 64 heads": functools.partial(target, 64),
     "dense, 128 heads": functools.partial(dense, 128),
 }

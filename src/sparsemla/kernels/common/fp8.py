@@ -78,5 +78,7 @@ def ceil_pow2(x):
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """``a @ b + acc``. The interpreter's bf16 product is wrong, so it gets float32 operands."""
     if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:  # after a return, the compiler would still check that the operands have one dtype
+        result = tl.dot(a, b, acc)
+    return result

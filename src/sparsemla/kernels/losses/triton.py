@@ -82,9 +82,9 @@ def _relu(x):
 @triton.jit
 def _as_operand(x, like, UPCAST: tl.constexpr):
     """``x`` in the dtype of the other operand, unless MMAs take float32."""
-    if UPCAST:
-        return x
-    return x.to(like.dtype)
+    if not UPCAST:
+        x = x.to(like.dtype)
+    return x
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
@@ -327,10 +327,9 @@ def selected_scores_backward(
     total = torch.zeros_like(dik, dtype=torch.float32)
     # float16 cannot hold small gradients.
     tiles = choose_tiles(num_heads, iq.dtype != torch.bfloat16)
-    term_dtype = torch.bfloat16 if iq.dtype == torch.bfloat16 else torch.float32
-    token_bytes = max(1, topk) * (dim * term_dtype.itemsize + ENTRY_BYTES)
+    token_bytes = max(1, topk) * (4 * dim + ENTRY_BYTES)
     chunk = max(1, min(num_tokens, LIST_BYTES // token_bytes))
-    terms = iq.new_empty(chunk * topk, dim, dtype=term_dtype)
+    terms = iq.new_empty(chunk * topk, dim, dtype=torch.float32)
     for first in range(0, num_tokens, chunk):
         some = slice(first, min(first + chunk, num_tokens))
         count = some.stop - first
