@@ -807,10 +807,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def good(row: dict[str, Any]) -> bool:
-    """Whether a row is within its bounds and its selection exact."""
-    shares = [row["share"], row["ours_error"]]
-    within = all(share is None or share <= 1 for share in shares)
-    return within and row["ours_exact"] == row["rows"] and row["ours_us"] is not None
+    """Whether a row is within its bounds and its selection exact.
+
+    Where SGLang's kernel is beyond the tolerance itself, as FlashMLA over FP8 rows is, the distance
+    from it says nothing.
+    """
+    apart = row["share"] is None or row["share"] <= 1 or row["theirs_error"] > 1
+    within = row["ours_error"] is None or row["ours_error"] <= 1
+    return apart and within and row["ours_exact"] == row["rows"] and row["ours_us"] is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
