@@ -203,8 +203,8 @@ class SparsePrefill(Workload):
 class SparseBackward(Workload):
     """The gradients of :class:`SparsePrefill`.
 
-    With as many tokens as rows, a token selects no row behind its own: about half of all entries
-    are -1.
+    With as many tokens as rows, a token selects its own row and none behind it: about half of all
+    entries are -1.
     """
 
     tokens: int
@@ -234,6 +234,7 @@ class SparseBackward(Workload):
         if self.causal:
             ids, last = inputs["topk_indices"], torch.arange(self.tokens, device=device)[:, None]
             inputs["topk_indices"] = ids.where(ids <= last, -1)
+            inputs["topk_indices"][:, 0] = last[:, 0]
         out, lse = ops.sparse_prefill(**inputs)
         draw = _generator(device)
         dout = torch.randn(out.shape, generator=draw, device=device, dtype=torch.bfloat16)
@@ -1323,6 +1324,7 @@ def all_workloads() -> list[Workload]:
             for heads in (64, 128)
             for selection in ("random", "overlapping")
         ),
+        SparseBackward(4096, 32768, 16, 576, 2048),
         *(
             CachedPrefill(tokens, context, 128, 2048)
             for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))

@@ -246,7 +246,7 @@ def _sparse_attention_backward(
     dkv = kv.new_empty(kv.shape, dtype=torch.float32 if as_float32 else kv.dtype)
 
     def compute() -> None:
-        _find("sparse_attention_backward", q, kv, topk_indices)(
+        _find("sparse_attention_backward", q, kv, topk_indices, dout)(
             dout=dout,
             q=q,
             kv=kv,
@@ -267,7 +267,9 @@ def _sparse_attention_backward(
     return (dq, dkv, d_sink), compute
 
 
-def _find(op: str, q: Tensor, kv: Tensor, topk_indices: Tensor) -> dispatch.Launch:
+def _find(
+    op: str, q: Tensor, kv: Tensor, topk_indices: Tensor, dout: Tensor | None = None
+) -> dispatch.Launch:
     """The launcher of an op for bfloat16 rows as of a cache, so that it is that of prefill."""
     cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
     return dispatch.find(
@@ -276,7 +278,7 @@ def _find(op: str, q: Tensor, kv: Tensor, topk_indices: Tensor) -> dispatch.Laun
         format=None if cache is None else cache.format,
         num_heads=q.shape[1],
         topk=topk_indices.shape[1],
-        aligned=aligned(q, cache),
+        aligned=aligned(q, dout, cache),
         out_dtype=q.dtype,
     )
 

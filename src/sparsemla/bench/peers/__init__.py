@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from sparsemla.bench.peers.base import Peer
+from sparsemla.bench.peers.cudnn import CuDNN
 from sparsemla.bench.peers.deep_gemm import DeepGEMM
 from sparsemla.bench.peers.fa3 import FA3
 from sparsemla.bench.peers.flash_mla import FlashMLA
@@ -27,7 +28,7 @@ from sparsemla.bench.peers.tilelang import TileLang
 from sparsemla.bench.peers.vllm import VLLM
 from sparsemla.bench.peers.vllm_python import VLLMPython
 
-PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, VLLMPython, TileLang)
+PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, VLLMPython, TileLang, CuDNN)
 
 
 def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:
@@ -65,6 +66,7 @@ def versions(directory: Path | None = None) -> dict[str, str]:
         "tilelang",
         "sgl_flash_mla",
         "sglang",
+        "nvidia_cudnn_frontend",
     ):
         path = sys.path if directory is None else [str(directory), *sys.path]
         package = next(iter(metadata.distributions(name=name, path=path)), None)

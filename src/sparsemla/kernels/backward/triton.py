@@ -311,6 +311,35 @@ def _terms(
         tl.atomic_add(total + index[:, None] * D + d, acc, mask=mask, sem="relaxed")
 
 
+def softmax_state(
+    dout: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The state ``[3, T, H]`` of ``_softmax_state``, and the tokens' terms of d_sink."""
+    num_tokens, num_heads, value_dim = out.shape
+    state = lse.new_empty(3, num_tokens, num_heads)
+    sink_terms = None if attn_sink is None else lse.new_empty(num_tokens, num_heads)
+    _softmax_state[(num_tokens * cdiv(num_heads, 8),)](
+        dout,
+        *dout.stride()[:2],
+        out,
+        *out.stride()[:2],
+        lse,
+        lse.stride(0),
+        dlse,
+        0 if dlse is None else dlse.stride(0),
+        attn_sink,
+        state,
+        sink_terms,
+        num_tokens * num_heads,
+        num_heads,
+        V=value_dim,
+        HEADS=8,
+        DIMS=128,
+        num_warps=4,
+    )
+    return state, sink_terms
+
+
 def sparse_attention_backward(
     *,
     dout: Tensor,
@@ -338,28 +367,8 @@ def sparse_attention_backward(
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
     tiles = choose_tiles(num_heads, q.dtype, q.device)
-    state = lse.new_empty(3, num_tokens, num_heads)
-    sink_terms = None if attn_sink is None else lse.new_empty(num_tokens, num_heads)
+    state, sink_terms = softmax_state(dout, out, lse, attn_sink, dlse)
     value_dim = out.shape[2]
-    _softmax_state[(num_tokens * cdiv(num_heads, 8),)](
-        dout,
-        *dout.stride()[:2],
-        out,
-        *out.stride()[:2],
-        lse,
-        lse.stride(0),
-        dlse,
-        0 if dlse is None else dlse.stride(0),
-        attn_sink,
-        state,
-        sink_terms,
-        num_tokens * num_heads,
-        num_heads,
-        V=value_dim,
-        HEADS=8,
-        DIMS=128,
-        num_warps=4,
-    )
     # float16 cannot hold small gradients, so its weights are bfloat16 too.
     weight_dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     term_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,38 @@
+"""Launches of the gradients of attention on Hopper, for the compile check."""
+
+import torch
+
+from sparsemla import dispatch
+
+TARGETS = ("sm_90",)
+TOKENS, ROWS, TOPK = 4096, 32768, 2048
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def backward(num_heads, head_dim):
+    def launch():
+        dispatch.load("sparse_attention_backward", "sm90")(
+            dout=meta(TOKENS, num_heads, 512),
+            q=meta(TOKENS, num_heads, head_dim),
+            kv=meta(ROWS, head_dim),
+            topk_indices=meta(TOKENS, TOPK, dtype=torch.int32),
+            out=meta(TOKENS, num_heads, 512),
+            lse=meta(TOKENS, num_heads, dtype=torch.float32),
+            softmax_scale=0.1,
+            topk_lengths=None,
+            attn_sink=None,
+            dlse=None,
+            deterministic=True,
+            max_workspace_bytes=TOKENS << 22,
+            dq=meta(TOKENS, num_heads, head_dim),
+            dkv=meta(ROWS, head_dim),
+            d_sink=None,
+        )
+
+    return launch
+
+
+LAUNCHES = {f"h{heads} d{dim}": backward(heads, dim) for heads, dim in ((128, 576), (64, 512))}
