@@ -94,7 +94,7 @@ class Config:
             "first_k_dense_replace": self.num_hidden_layers,
             "num_key_value_heads": self.num_attention_heads,
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
             "bos_token_id": None,
             "eos_token_id": None,
             "torch_dtype": "bfloat16",
@@ -204,7 +204,6 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
-        nn.init.normal_(self.weight, 0, 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight.to(x.dtype))
@@ -372,24 +371,32 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Body(nn.Module):
+    """The layers between tokens and logits."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
 class Model(nn.Module):
-    """The model; the names of its weights are those of DeepSeek-V3.2 without ``model.``."""
+    """The language model; its weights have the names of DeepSeek-V3.2's."""
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        nn.init.normal_(self.embed_tokens.weight, 0, 0.02)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = Body(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
         """Logits, float32 ``[B, S, 256]``."""
         rope = rope_of(self.config, tokens.shape[1], tokens.device)
-        x = self.embed_tokens(tokens).to(self.dtype)
-        for layer in self.layers:
+        x = self.model.embed_tokens(tokens).to(self.dtype)
+        for layer in self.model.layers:
             x = layer(x, rope, attend)
-        return functional.linear(self.norm(x), self.embed_tokens.weight.to(x.dtype)).float()
+        return self.lm_head(self.model.norm(x)).float()
 
     def parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The language model's parameters, and the indexer's."""
@@ -895,19 +902,20 @@ def checks(run: Run, text: Tensor) -> dict[str, tuple[bool, str]]:
 # --------------------------------------------------------------------------------------- export
 
 
-def quantized(model: Model) -> dict[str, Tensor]:
-    """The weights as in DeepSeek's checkpoints: e4m3 with a scale for each 128 x 128 block.
+KEPT = ("embed_tokens", "lm_head", "weights_proj")
+"""Matrices that stay bfloat16, as norms do."""
 
-    Norms, embeddings and the indexer's head weights stay bfloat16.
-    """
+
+def quantized(model: Model) -> dict[str, Tensor]:
+    """The weights as in DeepSeek's checkpoints: e4m3 with a scale for each 128 x 128 block."""
     weights = {}
     for name, weight in model.state_dict().items():
-        if weight.dim() == 1 or "embed_tokens" in name or "weights_proj" in name:
-            weights[f"model.{name}"] = weight.bfloat16()
+        if weight.dim() == 1 or any(part in name for part in KEPT):
+            weights[name] = weight.bfloat16()
         else:
             codes = HeadWeight.quantize(weight[None])
-            weights[f"model.{name}"] = codes.data[0].contiguous()
-            weights[f"model.{name}_scale_inv"] = codes.scale[0].contiguous()
+            weights[name] = codes.data[0].contiguous()
+            weights[f"{name}_scale_inv"] = codes.scale[0].contiguous()
     return weights
 
 
@@ -916,7 +924,7 @@ def exported(run: Run) -> Model:
     model = run.model("sparse")
     weights = quantized(model)
     for name, parameter in model.named_parameters():
-        weight, scale = (weights.get(f"model.{name}{end}") for end in ("", "_scale_inv"))
+        weight, scale = (weights.get(f"{name}{end}") for end in ("", "_scale_inv"))
         value = weight.float() if scale is None else dequantize_blocks(weight, scale)
         parameter.data.copy_(value)
     return model
