@@ -1,7 +1,7 @@
 """Bytes to train and to test a small model with: Python's sources, and recall.
 
 Every machine that runs this package has the sources of Python's library and of torch. Files of
-:data:`HELD_OUT` are never trained on. Recall is a text with items ``<ab=CD>``: a key of small
+:data:`HELD_OUT` are never trained on. Recall is a text with items ``<abCD>``: a key of small
 letters and a value of capitals. A key that comes again has the same value, however far back it was
 given, so the bytes of that value are certain for who finds the earlier item, and random for others.
 """
@@ -114,12 +114,13 @@ def windows(text: Tensor, count: int, length: int, generator: torch.Generator | 
 
 
 def stream(count: int, length: int, letters: int, generator: torch.Generator) -> Bytes:
-    """Rows of items only: keys come again and again."""
+    """Rows of items only: keys come again and again, in some rows few of them and in some many."""
     slots = (length + 1) // item_length(letters)
-    pairs = max(2, min(slots // 4, LETTERS**letters))
-    chosen = torch.randint(pairs, (count, slots), generator=generator)
+    most = max(2, min(slots // 4, LETTERS**letters))
+    pairs = torch.randint(2, most + 1, (count, 1), generator=generator)
+    chosen = (torch.rand(count, slots, generator=generator) * pairs).long()
     rows = torch.full((count, length + 1), ord("\n"), dtype=torch.uint8)
-    return _with_items(rows, chosen, pairs, letters, generator)
+    return _with_items(rows, chosen, most, letters, generator)
 
 
 def needles(
@@ -146,8 +147,8 @@ def needles(
 
 
 def item_length(letters: int) -> int:
-    """Bytes of ``<ab=CD>``."""
-    return 2 * letters + 3
+    """Bytes of ``<abCD>``."""
+    return 2 * letters + 2
 
 
 def _with_items(
@@ -161,17 +162,17 @@ def _with_items(
     powers = LETTERS ** torch.arange(letters)
     key, value = (x.gather(1, index)[:, :, None] // powers % LETTERS for x in (keys, values))
     mark = torch.ones_like(key[:, :, :1])
-    parts = [mark * ord("<"), key + ord("a"), mark * ord("="), value + ord("A"), mark * ord(">")]
+    parts = [mark * ord("<"), key + ord("a"), value + ord("A"), mark * ord(">")]
     items = torch.cat(parts, 2).to(torch.uint8)
 
-    length = width * items.shape[2]
+    length = width * item_length(letters)
     rows, kinds = rows.clone(), torch.full(rows.shape, TEXT, dtype=torch.uint8)
     there = (chosen >= 0)[:, :, None]
-    old, old_kinds = (x[:, -length:].view(count, width, -1) for x in (rows, kinds))
+    old, old_kinds = (x[:, -length:].view(items.shape) for x in (rows, kinds))
     rows[:, -length:] = items.where(there, old).flatten(1)
     known = (chosen[:, :, None] == chosen[:, None, :]).tril(-1).any(2) & (chosen >= 0)
     new_kinds = torch.zeros_like(items)
-    new_kinds[:, :, 2 + letters : 2 + 2 * letters] = ANSWER * known[:, :, None].to(torch.uint8)
+    new_kinds[:, :, 1 + letters : 1 + 2 * letters] = ANSWER * known[:, :, None].to(torch.uint8)
     kinds[:, -length:] = new_kinds.where(there, old_kinds).flatten(1)
     if (chosen >= 0).all():
         kinds[:, :-length] = 0
