@@ -9,6 +9,7 @@ given, so the bytes of that value are certain for who finds the earlier item, an
 from __future__ import annotations
 
 import hashlib
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ HELD_OUT = (
     "zipfile.py",
 )
 """Modules of Python's library that no model trains on, to measure a loss with."""
+
+GENERATED = re.compile(rb"(?i)auto(matically)?[- ]?generated|@generated|do not edit")
+"""Generated files say so in their first lines."""
 
 LETTERS = 26
 TEXT, ANSWER = 1, 2
@@ -67,7 +71,7 @@ def training_text(*, torch_too: bool = True) -> bytes:
                 continue
             text = path.read_bytes()
             digest = hashlib.sha256(text).digest()
-            if digest not in seen and b"generated" not in text[:400].lower():
+            if digest not in seen and not GENERATED.search(text[:400]):
                 seen.add(digest)
                 texts.append(text)
     return b"\n".join(texts)

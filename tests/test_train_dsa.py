@@ -1,0 +1,136 @@
+"""The example that trains a model with sparse attention, with a few steps of each stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import train_dsa
+from dsa_model import over, selection
+from safetensors.torch import load_file
+
+from sparsemla import corpus
+
+STEPS = {"dense": 12, "warm-up": 8, "sparse": 3, "control": 3}
+TINY = replace(
+    train_dsa.SIZES["toy"],
+    config=replace(train_dsa.SIZES["toy"].config, index_topk=8),
+    phases=(train_dsa.Phase(0.5, 256, 32, 0.5), train_dsa.Phase(1.0, 256, 64, 0.5)),
+    widths=(8, 16),
+    eval_rows=4,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The tiny size in the place of the toy, on a short text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train_dsa.SIZES, "toy", TINY)
+        patch.setattr(train_dsa, "training_text", lambda torch_too: corpus.held_out_text()[:50_000])
+        yield
+
+
+def train(folder: Path, *arguments: str) -> int:
+    steps = [str(STEPS[stage]) for stage in ("dense", "warm-up", "sparse")]
+    return train_dsa.main(["--out", str(folder), "--device", "cpu", "--steps", *steps, *arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert train(folder, "--export", str(folder / "model")) in (0, 1)
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def run_in(folder: Path) -> train_dsa.Run:
+    return train_dsa.Run(TINY, STEPS, folder, torch.device("cpu"), math.inf)
+
+
+def test_stages_train_their_own_part(folder):
+    trained = {stage: load_file(folder / f"{stage}.safetensors") for stage in STEPS}
+    everything = {name for name, _ in train_dsa.Model(TINY.config, TINY.dtype).named_parameters()}
+    indexer = {name for name in everything if ".indexer." in name}
+    assert {stage: set(weights) for stage, weights in trained.items()} == {
+        "dense": everything - indexer,
+        "warm-up": indexer,
+        "sparse": everything,
+        "control": everything - indexer,
+    }
+
+
+def test_losses_fall(folder):
+    log = lines(folder)
+    dense = [line["loss"] for line in log if line.get("stage") == "dense"]
+    warm = [sum(line["kl"]) for line in log if line.get("stage") == "warm-up"]
+    assert dense[-1] < dense[0] - 1
+    assert warm[-1] < 0.8 * warm[0]
+    assert [len(line["kl"]) for line in log if line.get("stage") == "sparse"] == [2, 2]
+
+
+def test_the_table_and_its_checks(folder):
+    results = json.loads((folder / "results.json").read_text())
+    assert list(results)[:4] == [
+        "dense control",
+        "sparse",
+        "sparse, FP8 cache",
+        "exported weights, FP8 cache",
+    ]
+    assert {"random rows", "last rows", "untrained indexer", "sparse, 16 rows"} < set(results)
+    for row in results.values():
+        assert row["loss"] == pytest.approx(sum(row["by_quarter"]) / 4, abs=1e-5)
+        assert set(row["recall"]) == {"16", "32", "64"}
+    passed = {line["check"]: line["passed"] for line in lines(folder) if "check" in line}
+    assert len(passed) == 11
+    assert not passed["the control recalls"]  # after so few steps
+    for name in (
+        "lists of all rows equal dense attention",
+        "inference picks the same bytes",
+        "two runs have the same bits",
+    ):
+        assert passed[name], name
+
+
+def test_a_run_that_stops_after_every_step_has_the_same_bits(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_dsa, "checks", lambda run, text: {})
+    status = [train(tmp_path, "--minutes", "0") for _ in range(sum(STEPS.values()))]
+    assert set(status) == {2}
+    assert train(tmp_path, "--minutes", "0") == 0
+    for stage in STEPS:
+        whole, parts = (load_file(path / f"{stage}.safetensors") for path in (folder, tmp_path))
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_checkpoint_is_one_of_transformers(folder):
+    pytest.importorskip("transformers")
+    from sparsemla.generate import load_checkpoint
+
+    stored = load_file(folder / "model" / "model.safetensors")
+    kinds = {str(weight.dtype) for weight in stored.values()}
+    assert kinds == {"torch.float8_e4m3fn", "torch.float32", "torch.bfloat16"}
+    checkpoint = load_checkpoint(folder / "model", cache_format="bf16", dtype="float32")
+    run = run_in(folder)
+    tokens = train_dsa.held_out(run)[0][0].tokens[:2]
+    checkpoint.attention.disable()
+    with torch.no_grad():
+        theirs = checkpoint.model(tokens).logits
+        ours = train_dsa.exported(run)(tokens, over(selection, TINY.config.index_topk))
+    away = (ours - theirs).abs().amax(-1)
+    # The others picked other rows: theirs by float32 scores, ours by bfloat16 ones.
+    assert (away < 1e-2).float().mean() > 0.9
+    assert away.median() < 1e-5
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [train_dsa.rate(step, 100, 10) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == rates[10] == 1
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0.1 <= rates[-1] < 0.11
