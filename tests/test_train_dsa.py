@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_dsa
-from dsa_model import over, selection
 from safetensors.torch import load_file
 
+import train_dsa
+from dsa_model import over, selection
 from sparsemla import corpus
 
 STEPS = {"dense": 12, "warm-up": 8, "sparse": 3, "control": 3}
