@@ -161,10 +161,10 @@ SIZES = {
         ),
         letters=2,
         pairs=48,
-        steps={"dense": 4000, "warm-up": 150, "sparse": 300, "control": 300},
+        steps={"dense": 4000, "warm-up": 300, "sparse": 500, "control": 500},
         rates={
             "dense": (1.5e-3, 0),
-            "warm-up": (0, 1e-3),
+            "warm-up": (0, 2e-3),
             "sparse": (3e-4, 1e-3),
             "control": (3e-4, 0),
         },
