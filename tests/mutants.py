@@ -772,7 +772,7 @@ def run_tests(arguments: str, source: Path, timeout: float) -> tuple[int | None,
     # A process of its own: Triton reads the sources of kernels when they are imported. It starts
     # from one that has imported what is not the package's, which takes longer than most checks.
     context = get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch"])
+    context.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     process = context.Process(target=_pytest, args=(arguments, source, log))
     process.start()
     process.join(timeout)
@@ -791,7 +791,9 @@ def _pytest(arguments: str, source: Path, log: Path) -> None:
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True
     path, _, expression = arguments.partition(" -k ")
+    # hypothesis is imported by now, so that pytest cannot rewrite its assertions.
     options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     sys.exit(pytest.main([*options, path, "-k", expression]))
 
 
