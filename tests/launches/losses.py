@@ -6,6 +6,9 @@ import torch
 
 from sparsemla import dispatch
 
+# Without FP8, sm_89 is like sm_80, and sm_120 has the same MMA.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
