@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    INDEX_MXFP4,
     RowFields,
     bf16_format,
     e4m3_format,
     get_format,
 )
-from sparsemla.formats import ceil_pow2, to_fp8
+from sparsemla.formats import ceil_pow2, from_e2m1, to_fp8
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import assert_equal
 from sparsemla.testing.shapes import INDEX_FORMATS, LATENT_FORMATS
@@ -29,12 +31,12 @@ with_scales = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.num_
 
 
 def random_fields(fmt, num_rows, seed=0):
-    """Arbitrary bits: every e4m3 code, including NaN, and scales that no quantiser makes."""
+    """Arbitrary bits: every code, including NaN, and scales that no quantiser makes."""
     draw = Draw(seed)
     fp8 = scales = bf16 = None
     if fmt.fp8_dim:
-        codes = draw.integers(0, 256, num_rows, fmt.fp8_dim, dtype=torch.uint8)
-        fp8 = codes.view(torch.float8_e4m3fn)
+        fp8 = draw.integers(0, 256, num_rows, fmt.code_bytes, dtype=torch.uint8)
+        fp8 = fp8 if fmt.is_fp4 else fp8.view(torch.float8_e4m3fn)
     if fmt.num_scales and fmt.scale_dtype == torch.float32:
         scales = draw.normal(num_rows, fmt.num_scales) * 1e3
         scales[0] = torch.tensor([0.0, 1e-40, torch.inf, torch.nan] * 5)[: fmt.num_scales]
@@ -78,7 +80,9 @@ def test_pack_and_unpack_keep_all_bits(fmt, page_size, num_rows, seed):
         (FP8_DS_MLA, 656),
         (FP8_584, 584),
         (FP8_528, 528),
+        (FP4_288, 288),
         (INDEX_FP8, 132),
+        (INDEX_MXFP4, 68),
         (e4m3_format(), 576 + 5 * 4),
         (e4m3_format(576, 512, 0), 576),
         (e4m3_format(576, 512, 32), 576 + 18 * 4),
@@ -129,6 +133,83 @@ def test_the_528_bytes_of_a_row(page_size, stride):
         record = data[row // page_size, row % page_size]
         assert record[:512].tolist() == fields.fp8[row].view(torch.uint8).tolist()
         assert record[512:].tolist() == fields.scales[row].view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 512), (2, 1024), (64, 18432)])
+def test_the_288_bytes_of_a_row(page_size, stride):
+    fields = random_fields(FP4_288, 2 * page_size)
+    data, _ = FP4_288.pack(fields, page_size)
+    assert data.stride() == (stride, 288, 1)
+    for row in range(2 * page_size):
+        record = data[row // page_size, row % page_size]
+        assert record[:256].tolist() == fields.fp8[row].tolist()
+        assert record[256:].tolist() == fields.scales[row].view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_the_68_byte_format_keeps_scales_behind_all_rows_of_a_page(page_size):
+    fields = random_fields(INDEX_MXFP4, 2 * page_size)
+    data, _ = INDEX_MXFP4.pack(fields, page_size)
+    assert data.stride(0) == 68 * page_size
+    for row in range(2 * page_size):
+        page, j = divmod(row, page_size)
+        flat = data[page].reshape(-1)
+        assert flat[64 * j :][:64].tolist() == fields.fp8[row].tolist()
+        scales = flat[64 * page_size + 4 * j :][:4]
+        assert scales.tolist() == fields.scales[row].view(torch.uint8).tolist()
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+
+
+def nearest(x, values):
+    """Index of the nearest of ascending values, the even one of two."""
+    return min(range(len(values)), key=lambda code: (abs(x - values[code]), code % 2))
+
+
+def record_by_hand(fmt, row):
+    """Codes and scales of a row of an FP4 format, as lists of bytes."""
+    codes, scales = [], []
+    for first in range(0, fmt.head_dim, fmt.scale_block):
+        block = row[first : first + fmt.scale_block]
+        amax = max([abs(x) for x in block if not math.isnan(x)], default=0.0)
+        if fmt == INDEX_MXFP4:  # the least power of two from 2^-126 on that covers amax with 6
+            code = next(e for e in range(1, 255) if e == 254 or amax <= 6 * 2.0 ** (e - 127))
+            scale = 2.0 ** (code - 127)
+        else:
+            code = nearest(min(max(amax / 6, 2**-9), 448), E4M3)
+            scale = E4M3[code]
+        scales.append(code)
+        for x in block:
+            sign = 8 if math.copysign(1, x) < 0 else 0
+            finite = min(abs(x) / scale, 6.0)
+            codes.append(7 if math.isnan(x) else sign + nearest(finite, E2M1))
+    return [low + 16 * high for low, high in zip(codes[0::2], codes[1::2], strict=True)], scales
+
+
+@pytest.mark.parametrize("fmt", [FP4_288, INDEX_MXFP4], ids=lambda fmt: fmt.name)
+def test_fp4_rows_are_those_of_the_description(fmt):
+    draw = Draw(0)
+    sizes = 2.0 ** draw.integers(-9, 9, 8, fmt.num_scales)
+    rows = draw.normal(8, fmt.head_dim) * sizes.repeat_interleave(fmt.scale_block, 1)
+    rows[0] = draw.integers(-24, 25, fmt.head_dim) / 4  # ties, with scale 1 in each block
+    rows[0, :: fmt.scale_block] = 6
+    rows[1] = draw.integers(-8, 9, fmt.head_dim) * 0.375  # ties of e4m3 scales
+    rows[2] *= 1e-38
+    rows[3] *= 1e33
+    rows[4, :40] = 0
+    rows[4, 4] = -0.0
+    rows[5, 7], rows[5, 99], rows[5, 100] = math.nan, math.inf, -math.inf
+    rows[6, :64] = math.nan
+    rows = rows.bfloat16().float()
+    stored = fmt.quantize(rows)
+    for row, codes, scales in zip(rows, stored.fp8, stored.scales.view(torch.uint8), strict=True):
+        expected_codes, expected_scales = record_by_hand(fmt, row.tolist())
+        assert scales.tolist() == expected_scales
+        assert codes.tolist() == expected_codes
+    if fmt == INDEX_MXFP4:  # 6 times the largest scale is an infinity again
+        assert_equal("infinities", fmt.dequantize(stored)[5, 99:101].float(), rows[5, 99:101])
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])
@@ -200,20 +281,24 @@ def test_nan_does_not_change_the_scale(fmt):
     expected = fmt.quantize(rows.index_fill(1, torch.tensor([1]), 0.0))
     stored = fmt.quantize(rows.index_fill(1, torch.tensor([1]), math.nan))
     assert_equal("scales", stored.scales.float(), expected.scales.float())
-    assert stored.fp8[:, 1].float().isnan().all()
-    assert_equal("others", stored.fp8[:, 2:].float(), expected.fp8[:, 2:].float())
+    values, others = fmt.dequantize(stored), fmt.dequantize(expected)
+    assert (values[:, 1] > 0).all() if fmt.is_fp4 else values[:, 1].isnan().all()
+    assert_equal("others", values[:, 2:], others[:, 2:])
 
 
 @with_scales
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e4])
 def test_quantisation_error_is_half_a_step(fmt, size):
     rows = Draw(1).normal(50, fmt.head_dim) * size
-    # e4m3 has 4 significant bits. Values below 2^-6 of a scale share the absolute step 2^-9.
+    # e4m3 has 4 significant bits. Values below 2^-6 of a scale share the absolute step 2^-9. e2m1
+    # has 2, and the step 1/2 below 1.
     stored = fmt.quantize(rows)
     scales = stored.scales.float().repeat_interleave(fmt.scale_block, 1)[:, : fmt.fp8_dim]
-    x = rows[:, : fmt.fp8_dim]
-    step = torch.maximum(x.abs() * 2**-4, scales * 2**-10)
-    exact = stored.fp8.float() * scales
+    largest = min(fmt.code_max * fmt.max_scale, 1e9)
+    x = rows[:, : fmt.fp8_dim].clamp(-largest, largest)
+    relative, absolute = (2**-2, 2**-2) if fmt.is_fp4 else (2**-4, 2**-10)
+    step = torch.maximum(x.abs() * relative, scales * absolute)
+    exact = (from_e2m1(stored.fp8) if fmt.is_fp4 else stored.fp8).float() * scales
     assert ((exact - x).abs() <= step * 1.0001).all()
 
 
@@ -234,7 +319,9 @@ def test_exact_scales_map_the_largest_value_to_448(fmt):
     assert (stored.fp8[:, first].float().abs().amax(1) == 448).all()
 
 
-@with_scales
+@pytest.mark.parametrize(
+    "fmt", [fmt for fmt in FORMATS if fmt.num_scales and fmt.scale_dtype != torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_each_block_has_its_own_scale(fmt, dtype):
     rows = torch.full((1, fmt.head_dim), 2.0**-8)
@@ -298,6 +385,7 @@ def test_unknown_names_are_refused(name):
         (lambda: e4m3_format(64, 64, -1), "scale_block"),
         (lambda: e4m3_format(64, 80), "value_dim"),
         (lambda: FP8_584.quantize(torch.ones(1, 512), scale_mode="exact"), "scale_mode"),
+        (lambda: FP4_288.quantize(torch.ones(1, 512), scale_mode="exact"), "scale_mode"),
         (lambda: FP8_DS_MLA.quantize(torch.ones(1, 576), scale_mode="up"), "scale_mode"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
@@ -46,6 +47,7 @@ FORMATS = [
     BF16_512,
     FP8_DS_MLA,
     FP8_584,
+    FP4_288,
     FP8_528,
     bf16_format(320, 256),
     e4m3_format(),

@@ -6,6 +6,7 @@ import torch
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
@@ -27,6 +28,7 @@ FORMATS = [
     bf16_format(100, 64),
     FP8_DS_MLA,
     FP8_584,
+    FP4_288,
     FP8_528,
     e4m3_format(),
     e4m3_format(scale_block=576),

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format, reference
+from sparsemla import (
+    INDEX_FP8,
+    INDEX_MXFP4,
+    PagedCache,
+    bf16_format,
+    dispatch,
+    e4m3_format,
+    reference,
+)
 
 pytest.importorskip("triton")
 
@@ -84,7 +92,7 @@ def test_ragged_rows_at_the_ends_of_the_keys():
     check_scores(out, reference.indexer_scores(**tensors, row_starts=starts, row_ends=ends))
 
 
-FORMATS = [INDEX_FP8, bf16_format(40), e4m3_format(64, 64, 64), e4m3_format(96, 96, 0)]
+FORMATS = [INDEX_FP8, INDEX_MXFP4, bf16_format(40), e4m3_format(64, 64, 64), e4m3_format(96, 96, 0)]
 
 
 def paged_inputs(fmt, lens, page_size, width):
@@ -111,8 +119,7 @@ def test_paged(query_len, page_size, fmt):
     cache, table = paged_inputs(fmt, lens, page_size, -(-130 // page_size))
     table[0, 2] = -1
     table[3, 0] = cache.num_pages
-    dtype = E4M3 if fmt.fp8_dim else torch.bfloat16
-    q = torch.randn(query_len, 4, 6, fmt.head_dim).to(dtype).transpose(0, 1)
+    q = torch.randn(query_len, 4, 6, fmt.head_dim).to(fmt.query_dtype).transpose(0, 1)
     arguments = {
         "q": q,
         "weights": torch.randn(4, query_len, 6, dtype=torch.bfloat16),
@@ -153,7 +160,6 @@ def best(inputs, topk, max_workspace_bytes, causal=True, ratio=1, as_slots=False
 def best_inputs(fmt, query_lens, lens, page_size=16, heads=5):
     """Small integers, so that scores are exact, with many ties."""
     cache, table = paged_inputs(fmt, lens, page_size, -(-max(lens) // page_size))
-    dtype = E4M3 if fmt.fp8_dim else torch.bfloat16
     for part in cache.fields():
         if part is not None:
             values = torch.randint(-1, 2, part.shape).float()
@@ -162,7 +168,7 @@ def best_inputs(fmt, query_lens, lens, page_size=16, heads=5):
             part.copy_(values.to(part.dtype))
     num_tokens = sum(query_lens)
     return {
-        "q": torch.randint(-1, 2, (num_tokens, heads, fmt.head_dim)).to(dtype),
+        "q": torch.randint(-1, 2, (num_tokens, heads, fmt.head_dim)).to(fmt.query_dtype),
         "weights": torch.randint(-2, 3, (num_tokens, heads)).float(),
         "cache": cache,
         "input_row_offsets": torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsemla import BF16_512, FP8_584, INDEX_FP8, Pooling, bf16_format, dispatch
+from sparsemla import BF16_512, FP8_584, INDEX_FP8, INDEX_MXFP4, Pooling, bf16_format, dispatch
 from sparsemla.testing.cases import Draw, pool_windows_case
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
@@ -40,6 +40,7 @@ def check_kernel(make):
         (FP8_584, CSA),
         (BF16_512, HCA),
         (INDEX_FP8, CSA),
+        (INDEX_MXFP4, CSA),
         (SMALL, CSA),
         (SMALL, HCA),
         (SMALL, Pooling(1)),

@@ -218,7 +218,7 @@ class PagedCache:
         fmt, data = self.format, self.data
         strides = data.stride()[:-1]
         if fmt.scales_in == "page":  # within a page the format fixes the row stride
-            strides = (*data.stride()[:-2], fmt.fp8_dim + 2 * fmt.bf16_dim)
+            strides = (*data.stride()[:-2], fmt.code_bytes + 2 * fmt.bf16_dim)
         starts = (data.data_ptr(), *(stride * data.itemsize for stride in strides))
         return data.numel() > 0 and all(start % 16 == 0 for start in starts)
 
@@ -247,7 +247,7 @@ class PagedCache:
         return self.format.fields(self.data, self.scales)
 
     def stored(self) -> RowFields:
-        """:meth:`fields` for kernels: e4m3 and e8m0 values as uint8."""
+        """:meth:`fields` for kernels: codes and scales of one byte as uint8."""
         return self.format.stored(self.data, self.scales)
 
     def gather(self, slots: Tensor) -> RowFields:
@@ -262,7 +262,7 @@ class PagedCache:
     def read(self, slots: Tensor) -> Tensor:
         """Dequantised rows ``[..., head_dim]``, bfloat16, of ``slots [...]``.
 
-        ``bfloat16(float32(fp8) * scale)`` for the quantised dims; the others are copied.
+        ``bfloat16(float32(code) * scale)`` for the quantised dims; the others are copied.
 
         Args:
             slots: int32, int64 or uint32 of any shape; every slot must be valid.

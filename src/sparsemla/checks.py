@@ -180,13 +180,12 @@ class Checker:
 
     def query_dtype(self, cache: PagedCache) -> torch.dtype:
         """The dtype of indexer queries for this key cache."""
-        fmt = cache.format
-        if fmt.num_scales > 1 or 0 < fmt.fp8_dim < fmt.head_dim:
+        if not cache.format.holds_index_keys:
             raise ValueError(
-                f"{self.op}: cache must hold keys of one dtype and at most one scale a row, "
-                f"got format {fmt.name}"
+                f"{self.op}: cache must hold keys of one dtype, with at most one scale a row or in "
+                f"MXFP4, got format {cache.format.name}"
             )
-        return torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
+        return cache.format.query_dtype
 
     def index_heads(self, name: str = "q") -> None:
         """Check that indexer queries have at least one head, HI."""

@@ -6,12 +6,14 @@ This file has every byte offset of the package. All other code sees a cache thro
 ========  ==========================  ====================================================
 view      dtype                       contents
 ========  ==========================  ====================================================
-fp8       float8_e4m3fn               the leading ``fp8_dim`` dims of each row, quantised
-scales    float32 or float8_e8m0fnu   one scale per ``scale_block`` quantised dims
+fp8       float8_e4m3fn, or uint8     codes of the leading ``fp8_dim`` dims of each row
+scales    float32, float8_e8m0fnu     one scale per ``scale_block`` quantised dims
+          or float8_e4m3fn
 bf16      bfloat16                    the remaining dims, unquantised
 ========  ==========================  ====================================================
 
-The value of a row is ``concat(bfloat16(float32(fp8) * scale), bf16)``.
+Codes are e4m3, or e2m1 (FP4) with two dims in a byte, the even one in the low bits. The value of a
+row is ``concat(bfloat16(float32(code) * scale), bf16)``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ from sparsemla.kinds import check_device, check_integer, check_kind
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
+E2M1_MAX = 6.0
+"""Largest e2m1."""
+
+E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Halfway between neighbours of e2m1's magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+
 LATENT_DIM = 512
 """Leading dims of an unquantised row that are its value; all dims of a shorter row."""
 
@@ -42,7 +50,7 @@ class RowFields(NamedTuple):
     """The fields of cache rows; None for a field that the format lacks.
 
     Attributes:
-        fp8: ``[..., fp8_dim]`` float8_e4m3fn.
+        fp8: ``[..., fp8_dim]`` float8_e4m3fn; e2m1 codes are uint8 ``[..., fp8_dim / 2]``.
         scales: ``[..., num_scales]`` of the format's ``scale_dtype``.
         bf16: ``[..., bf16_dim]`` bfloat16.
 
@@ -81,6 +89,41 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def to_e2m1(x: Tensor) -> Tensor:
+    """Round float32 ``x [..., n]`` to e2m1, to nearest even, saturating at ±6; NaN becomes 6.
+
+    Returns:
+        uint8 ``[..., n / 2]``: two codes a byte, the even dim in the low bits.
+
+    >>> to_e2m1(torch.tensor([0.25, 0.75, -5.0, 1e9]))
+    tensor([ 32, 126], dtype=torch.uint8)
+    """
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for below, middle in enumerate(E2M1_MIDDLES):  # ties go to the even code
+        code += magnitude >= middle if below % 2 else magnitude > middle
+    code = (code + 8 * x.signbit().to(torch.uint8)).where(~x.isnan(), 7)
+    return code[..., 0::2] | code[..., 1::2] << 4
+
+
+def from_e2m1(pairs: Tensor) -> Tensor:
+    """bfloat16 ``[..., 2 n]`` of the e2m1 codes in ``pairs [..., n]``, exact.
+
+    >>> from_e2m1(torch.tensor([32, 126], dtype=torch.uint8))
+    tensor([ 0.,  1., -4.,  6.], dtype=torch.bfloat16)
+    """
+    return _e2m1_pairs(pairs.device)[pairs.int()].view(torch.bfloat16)
+
+
+@functools.cache
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """int32 ``[256]``: two e2m1 codes to their two bfloat16 values, low bits first."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=device)
+    values = torch.cat([values, -values])
+    codes = torch.arange(256, device=device)
+    return torch.stack([values[codes & 15], values[codes >> 4]], -1).view(torch.int32).squeeze(-1)
+
+
 @dataclass(frozen=True)
 class CacheFormat:
     """The storage of one token in a cache.
@@ -92,15 +135,17 @@ class CacheFormat:
         name: name of the format; :func:`get_format` returns the format for this name.
         head_dim: dims of a row; the row is the key.
         value_dim: leading dims of the row that are also the value.
-        fp8_dim: leading dims stored as e4m3; the others are bfloat16.
+        fp8_dim: leading dims that are quantised; the others are bfloat16.
         scale_block: dims per scale; 0 stores no scales, and each scale is 1.
-        scale_dtype: dtype of a stored scale.
+        scale_dtype: dtype of a stored scale: float32, or e8m0, a power of two, or e4m3.
         scales_in: place of the scales: ``row`` (after the row's e4m3 values), ``page`` (after all
             rows of the page), ``tensor`` (in a second tensor) or ``none``.
         scale_row_bytes: bytes per row in the page's scale region, including padding.
         page_alignment: the bytes of a page are rounded up to a multiple of this.
         min_amax: lower bound of ``amax`` in the quantiser.
-        min_scale: lower bound of ``amax / 448`` in the quantiser with power-of-two scales.
+        min_scale: lower bound of a scale in the quantiser, unless ``scale_mode`` is ``exact``.
+        max_scale: upper bound of a scale in the quantiser.
+        code_dtype: dtype of quantised dims, float8_e4m3fn or float4_e2m1fn_x2.
 
     >>> FP8_DS_MLA.bytes_per_token, FP8_DS_MLA.num_scales, FP8_DS_MLA.storage_dtype
     (656, 4, torch.uint8)
@@ -117,6 +162,8 @@ class CacheFormat:
     page_alignment: int = 1
     min_amax: float = 0.0
     min_scale: float = FLOAT32_TINY
+    max_scale: float = float("inf")
+    code_dtype: torch.dtype = torch.float8_e4m3fn
 
     def __hash__(self) -> int:
         return hash(self.name)  # cheap, since each op call hashes the format
@@ -132,6 +179,32 @@ class CacheFormat:
         return self.head_dim - self.fp8_dim
 
     @property
+    def is_fp4(self) -> bool:
+        """Whether quantised dims are e2m1, two in a byte."""
+        return self.code_dtype == torch.float4_e2m1fn_x2
+
+    @property
+    def code_max(self) -> float:
+        """Largest value of a quantised dim before it is scaled."""
+        return E2M1_MAX if self.is_fp4 else FP8_MAX
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the quantised dims of a row."""
+        return self.fp8_dim // 2 if self.is_fp4 else self.fp8_dim
+
+    @property
+    def holds_index_keys(self) -> bool:
+        """Whether the indexer scores rows: of one dtype, and one scale a row or MXFP4."""
+        mxfp4 = self.is_fp4 and self.scale_dtype == torch.float8_e8m0fnu
+        return self.fp8_dim in (0, self.head_dim) and (self.num_scales <= 1 or mxfp4)
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Dtype of indexer queries for keys of this format."""
+        return torch.float8_e4m3fn if self.fp8_dim and not self.is_fp4 else torch.bfloat16
+
+    @property
     def storage_dtype(self) -> torch.dtype:
         """Dtype of the page tensor: bfloat16, float8_e4m3fn, or uint8 for mixed fields."""
         if self.fp8_dim == 0:
@@ -145,7 +218,7 @@ class CacheFormat:
     @property
     def _row_bytes(self) -> int:
         """Bytes of a row without its part of the page's scale region."""
-        return self.fp8_dim + self._inline_scale_bytes + 2 * self.bf16_dim
+        return self.code_bytes + self._inline_scale_bytes + 2 * self.bf16_dim
 
     @property
     def row_width(self) -> int:
@@ -225,17 +298,19 @@ class CacheFormat:
         [(2, 64, 448), (2, 64, 7), (2, 64, 64)]
         """
         fp8, scales, bf16 = self.stored(data, scales)
+        # torch does not index float4_e2m1fn_x2 tensors.
+        dtype = torch.uint8 if self.is_fp4 else self.code_dtype
         return RowFields(
-            None if fp8 is None else fp8[..., : self.fp8_dim].view(torch.float8_e4m3fn),
+            None if fp8 is None else fp8[..., : self.code_bytes].view(dtype),
             None if scales is None else scales.view(self.scale_dtype),
             bf16,
         )
 
     def stored(self, data: Tensor, scales: Tensor | None = None) -> RowFields:
-        """:meth:`fields` for kernels: e4m3 and e8m0 values as uint8.
+        """:meth:`fields` for kernels: codes and scales of one byte as uint8.
 
-        The last dimension of ``fp8`` may be larger than ``fp8_dim``, which saves a slice per call;
-        kernels read the first ``fp8_dim`` bytes.
+        The last dimension of ``fp8`` may be larger than ``code_bytes``, which saves a slice per
+        call; kernels read the first ``code_bytes``.
         """
         if self.fp8_dim == 0:
             return RowFields(None, None, _viewed(data, torch.bfloat16))
@@ -247,14 +322,14 @@ class CacheFormat:
         bf16 = None
         if self.scales_in == "page":
             # The page holds all data rows, then all scale rows; row_width counts both.
-            row = self.fp8_dim + bf16_bytes
-            fp8 = _region(data, 0, row, self.fp8_dim)
+            row = self.code_bytes + bf16_bytes
+            fp8 = _region(data, 0, row, self.code_bytes)
             tail = _region(data, row * data.shape[-2], self.scale_row_bytes, scale_bytes)
             if bf16_bytes:
-                bf16 = _region(data, self.fp8_dim, row, bf16_bytes).view(torch.bfloat16)
+                bf16 = _region(data, self.code_bytes, row, bf16_bytes).view(torch.bfloat16)
         else:
-            fp8, bf16_at = data, self.fp8_dim + scale_bytes
-            tail = data[..., self.fp8_dim : bf16_at]
+            fp8, bf16_at = data, self.code_bytes + scale_bytes
+            tail = data[..., self.code_bytes : bf16_at]
             if bf16_bytes:
                 bf16 = data[..., bf16_at : bf16_at + bf16_bytes].view(torch.bfloat16)
         return RowFields(fp8, _viewed(tail, scale_dtype), bf16)
@@ -264,16 +339,20 @@ class CacheFormat:
 
         For each block of ``scale_block`` dims::
 
-            pow2:   scale = ceil_pow2(max(max(amax, min_amax) / 448, min_scale))
-            exact:  scale = max(max(amax, min_amax) / 448, smallest normal float32)
-            fp8 = e4m3(clamp(x / scale, -448, 448))
+            s = max(amax, min_amax) / code_max           times the float32 1 / 6 for e2m1
+            pow2:   scale = ceil_pow2(clamp(s, min_scale, max_scale))
+            e4m3:   scale = e4m3(clamp(s, min_scale, max_scale))
+            exact:  scale = max(s, smallest normal float32)
+            code = round(clamp(x / scale, -code_max, code_max))
 
-        ``amax`` is the largest magnitude of the block, ignoring NaN. NaNs stay NaN and do not
-        change the scale of other values. The unquantised dims are cast to bfloat16.
+        ``amax`` is the largest magnitude of the block, ignoring NaN, and rounding is to nearest
+        even. Formats with e4m3 scales have the second rule, with e8m0 scales the first. NaNs do not
+        change the scale of other values; as e4m3 they stay NaN, as e2m1 they become 6. The
+        unquantised dims are cast to bfloat16.
 
         Args:
             rows: ``[..., head_dim]`` of any floating dtype.
-            scale_mode: ``pow2`` or ``exact`` (float32 scales only).
+            scale_mode: ``pow2`` or, for float32 scales, ``exact``.
 
         Raises:
             ValueError: the format lacks the scale mode.
@@ -289,10 +368,12 @@ class CacheFormat:
         if self.scale_block == 0:
             return RowFields(to_fp8(x), None, rest)
         scales = self._block_scales(x, scale_mode)
-        return RowFields(to_fp8(x / self._spread(scales)), scales.to(self.scale_dtype), rest)
+        x = x / self._spread(scales)
+        codes = to_e2m1(x) if self.is_fp4 else to_fp8(x)
+        return RowFields(codes, scales.to(self.scale_dtype), rest)
 
     def dequantize(self, fields: RowFields) -> Tensor:
-        """bfloat16 rows ``[..., head_dim]``: ``concat(bfloat16(float32(fp8) * scale), bf16)``.
+        """bfloat16 rows ``[..., head_dim]``: ``concat(bfloat16(float32(code) * scale), bf16)``.
 
         >>> rows = torch.full((1, 576), 3.0)
         >>> FP8_DS_MLA.dequantize(FP8_DS_MLA.quantize(rows))[0, :2]
@@ -300,7 +381,7 @@ class CacheFormat:
         """
         if fields.fp8 is None:
             return cast(Tensor, fields.bf16)
-        x = fields.fp8.float()
+        x = (from_e2m1(fields.fp8) if self.is_fp4 else fields.fp8).float()
         if fields.scales is not None:
             x = x * self._spread(fields.scales.float())
         x = x.to(torch.bfloat16)
@@ -338,14 +419,18 @@ class CacheFormat:
         pad = self.num_scales * self.scale_block - self.fp8_dim
         blocks = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (self.num_scales, -1))
         magnitudes = blocks.abs().where(~blocks.isnan(), 0.0)
-        scales = fp8_scales(magnitudes.amax(dim=-1).clamp_min(self.min_amax))
+        amax = magnitudes.amax(dim=-1).clamp_min(self.min_amax)
+        scales = amax * (1 / E2M1_MAX) if self.is_fp4 else fp8_scales(amax)
         if scale_mode == "exact":
             if self.scale_dtype != torch.float32:
                 raise ValueError(f"scale_mode must be 'pow2' for format {self.name}, got 'exact'")
             return scales.clamp_min(FLOAT32_TINY)
         if scale_mode != "pow2":
             raise ValueError(f"scale_mode must be 'pow2' or 'exact', got {scale_mode!r}")
-        return ceil_pow2(scales.clamp_min(self.min_scale))
+        scales = scales.clamp(self.min_scale, self.max_scale)
+        if self.scale_dtype == torch.float8_e4m3fn:
+            return scales.to(torch.float8_e4m3fn).float()
+        return ceil_pow2(scales)
 
     def _spread(self, scales: Tensor) -> Tensor:
         """Repeat each scale for the dims of its block."""
@@ -465,20 +550,51 @@ FP8_528 = CacheFormat(
 )
 """DeepSeek-V4.1's 528 bytes per token: 512 e4m3, RoPE dims included, and 16 e8m0 scales."""
 
+FP4_288 = CacheFormat(
+    "fp4_288",
+    512,
+    512,
+    fp8_dim=512,
+    scale_block=16,
+    scale_dtype=torch.float8_e4m3fn,
+    scales_in="row",
+    page_alignment=512,
+    min_scale=2**-9,  # the smallest e4m3
+    max_scale=FP8_MAX,
+    code_dtype=torch.float4_e2m1fn_x2,
+)
+"""DeepSeek-V4.1's 288 bytes per pooled row: 512 e2m1, RoPE dims included, and 32 e4m3 scales."""
+
 INDEX_FP8 = CacheFormat(
     "index_fp8", 128, 128, 128, 128, scales_in="page", scale_row_bytes=4, min_amax=1e-4
 )
 """Indexer keys, 132 bytes per token: 128 e4m3; after the page's rows, a float32 scale per token."""
 
-_FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, FP8_528, INDEX_FP8)}
+INDEX_MXFP4 = CacheFormat(
+    "index_mxfp4",
+    128,
+    128,
+    fp8_dim=128,
+    scale_block=32,
+    scale_dtype=torch.float8_e8m0fnu,
+    scales_in="page",
+    scale_row_bytes=4,
+    min_amax=6 * 2**-126,
+    max_scale=2.0**127,
+    code_dtype=torch.float4_e2m1fn_x2,
+)
+"""Indexer keys, 68 bytes per token: 128 e2m1; after the page's rows, 4 e8m0 scales per token."""
+
+_FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, FP8_528, FP4_288, INDEX_FP8, INDEX_MXFP4)}
 
 
 def get_format(name: str) -> CacheFormat:
     """The format with this name.
 
     Args:
-        name: ``fp8_ds_mla``, ``fp8_584``, ``fp8_528``, ``index_fp8``,
-            ``bf16_<head_dim>v<value_dim>`` or ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
+        name: ``fp8_ds_mla``, ``fp8_584``, ``fp8_528``, ``fp4_288``, ``index_fp8``,
+            ``index_mxfp4``, ``bf16_<head_dim>v<value_dim>`` or
+            ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
 
     Raises:
         TypeError: the name is not a string.

@@ -2,7 +2,16 @@
 
 import torch
 
-from sparsemla import BF16_576, FP8_528, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla import (
+    BF16_576,
+    FP4_288,
+    FP8_528,
+    FP8_584,
+    FP8_DS_MLA,
+    PagedCache,
+    dispatch,
+    e4m3_format,
+)
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -105,5 +114,6 @@ LAUNCHES = {
     ),
     "decode fp8_584 h64 extra": sparse_decode(FP8_584, 64, FP8_584),
     "decode fp8_528 h64": sparse_decode(FP8_528, 64),
+    "decode fp4_288 h64": sparse_decode(FP4_288, 64),
     "dense decode bf16 h128 s2": dense_decode(BF16_576, 128, 2),
 }

@@ -2,7 +2,16 @@
 
 import torch
 
-from sparsemla import BF16_576, FP8_528, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla import (
+    BF16_576,
+    FP4_288,
+    FP8_528,
+    FP8_584,
+    FP8_DS_MLA,
+    PagedCache,
+    dispatch,
+    e4m3_format,
+)
 
 
 def meta(*shape, dtype=torch.int32):
@@ -74,6 +83,7 @@ LAUNCHES = {
             FP8_DS_MLA,
             FP8_584,
             FP8_528,
+            FP4_288,
             e4m3_format(),
             e4m3_format(scale_block=576),
         )

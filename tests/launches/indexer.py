@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla import INDEX_FP8, PagedCache, bf16_format, dispatch, e4m3_format
+from sparsemla import INDEX_FP8, INDEX_MXFP4, PagedCache, bf16_format, dispatch, e4m3_format
 
 E4M3 = torch.float8_e4m3fn
 
@@ -26,9 +26,8 @@ def ragged(heads, dim, dtype):
 
 
 def paged(heads, fmt, query_len, page_size=64, ratio=1):
-    dtype = E4M3 if fmt.fp8_dim else torch.bfloat16
     dispatch.load("indexer_scores_paged", "triton")(
-        q=meta(128, query_len, heads, fmt.head_dim, dtype=dtype),
+        q=meta(128, query_len, heads, fmt.head_dim, dtype=fmt.query_dtype),
         weights=meta(128, query_len, heads, dtype=torch.float32),
         cache=PagedCache.allocate(fmt, 4096, page_size, device="meta"),
         page_table=meta(128, 512),
@@ -63,6 +62,7 @@ LAUNCHES = {
     "ragged 5 x 16": functools.partial(ragged, 5, 16, E4M3),
     "paged 64 x 128": functools.partial(paged, 64, INDEX_FP8, 1),
     "paged 64 x 128, 2 tokens": functools.partial(paged, 64, INDEX_FP8, 2),
+    "paged 64 x 128, mxfp4": functools.partial(paged, 64, INDEX_MXFP4, 1),
     "paged 32 x 96, bf16, ratio 4": functools.partial(paged, 32, bf16_format(96), 3, 7, 4),
     "paged 128 x 256": functools.partial(paged, 128, e4m3_format(256, 256, 0), 1),
     "best of 4096": functools.partial(best, 4096),

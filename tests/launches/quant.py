@@ -4,10 +4,12 @@ import torch
 
 from sparsemla import (
     BF16_576,
+    FP4_288,
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    INDEX_MXFP4,
     PagedCache,
     bf16_format,
     dispatch,
@@ -112,7 +114,7 @@ def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
             rope_first=True,
             hadamard=False,
             scale_mode="pow2",
-            out=meta(tokens, num_heads, 128, dtype=torch.float8_e4m3fn),
+            out=meta(tokens, num_heads, 128, dtype=fmt.query_dtype),
             weights_out=meta(tokens, num_heads, dtype=torch.float32),
         )
 
@@ -127,12 +129,14 @@ LAUNCHES = {
     "fused fp8_584": fused(FP8_584, norm_dim=512),
     "fused fp8_584, query norm": fused(FP8_584, query_norm=True),
     "fused fp8_528": fused(FP8_528),
+    "fused fp4_288": fused(FP4_288),
     "fused bf16": fused(BF16_576),
     "fused e4m3": fused(e4m3_format(), out_dtype=torch.float8_e4m3fn),
     "fused e4m3, a scale a row": fused(e4m3_format(scale_block=576)),
     "index step": index_step(INDEX_FP8),
     "index step, few tokens": index_step(INDEX_FP8, tokens=128),
     "index step, interleaved, 32 heads": index_step(INDEX_FP8, 32, interleaved=True),
+    "index step, mxfp4": index_step(INDEX_MXFP4),
     "keys index_fp8": index_keys(INDEX_FP8),
     "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),
     "keys bf16": index_keys(bf16_format(128)),

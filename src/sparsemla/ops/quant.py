@@ -267,7 +267,9 @@ def prepare_index_queries(
     """Rotate and quantise indexer queries, and fold every factor into the head weights.
 
     ``out = quantise(Hadamard(RoPE(q)))`` as the keys are, and
-    ``weights_out = weights * HI^-0.5 * DI^-0.5 * scale of the query``, in float32.
+    ``weights_out = weights * HI^-0.5 * DI^-0.5 * scale of the query``, in float32. An FP4 format
+    has several scales a row: ``out`` then has the values, exact in bfloat16, and ``weights_out`` no
+    scale.
 
     Args:
         q: ``[T, HI, DI]`` bfloat16, float16 or float32.
@@ -277,7 +279,8 @@ def prepare_index_queries(
         format: the format of the key cache and of the queries, which may be bfloat16.
         interleaved, rope_first, hadamard: as in :func:`append_index_keys`.
         scale_mode: ``pow2`` or ``exact`` scales.
-        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.
+        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised or an FP4 format,
+            written.
         weights_out: float32 ``[T, HI]``, written.
 
     Returns:
@@ -307,13 +310,12 @@ def prepare_index_queries(
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, format)
     check.hadamard(hadamard, q.shape[2])
-    if format.head_dim != q.shape[2] or format.num_scales > 1:
+    if format.head_dim != q.shape[2] or not format.holds_index_keys:
         raise ValueError(
-            f"prepare_index_queries: format must have head_dim {q.shape[2]} and at most one scale "
-            f"a row, got {format.name}"
+            f"prepare_index_queries: format must have head_dim {q.shape[2]}, and at most one scale "
+            f"a row or MXFP4, got {format.name}"
         )
-    dtype = torch.float8_e4m3fn if format.fp8_dim else torch.bfloat16
-    out = check.output("out", out, "T HI DI", dtype)
+    out = check.output("out", out, "T HI DI", format.query_dtype)
     weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
     _prepare_index_queries(
         q,
@@ -383,7 +385,8 @@ def fused_indexer_rope_quant(
             twice.
         eps: LayerNorm epsilon.
         interleaved, rope_first, hadamard, scale_mode, validate: as in :func:`append_index_keys`.
-        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised format, written.
+        out: ``[T, HI, DI]`` float8_e4m3fn, or bfloat16 for an unquantised or an FP4 format,
+            written.
         weights_out: float32 ``[T, HI]``, written.
 
     Returns:

@@ -91,11 +91,15 @@ def indexer_topk(
 def _request_keys(
     cache: PagedCache, page_table: Tensor, request: int, length: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Keys ``[n, DI]``, scales ``[n]`` or None, and the mask ``[n]`` of keys with a valid page."""
+    """Keys ``[n, DI]``, scales ``[n]`` or None, and the mask ``[n]`` of keys with a valid page.
+
+    Keys of several scales are dequantised, to bfloat16.
+    """
     positions = torch.arange(length, device=page_table.device)  # [n]
     slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
     valid = (slots >= 0) & (slots < cache.num_slots)
-    stored = cache.gather(torch.where(valid, slots, 0))
-    if stored.fp8 is None:
-        return cast(Tensor, stored.bf16), None, valid
-    return stored.fp8, None if stored.scales is None else stored.scales[:, 0], valid
+    slots = torch.where(valid, slots, 0)
+    if cache.format.num_scales > 1 or cache.format.fp8_dim == 0:
+        return cache.read(slots), None, valid
+    stored = cache.gather(slots)
+    return cast(Tensor, stored.fp8), None if stored.scales is None else stored.scales[:, 0], valid

@@ -112,8 +112,8 @@ def prepare_index_queries(
     rows = _rotate_index(q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
     folded = weights.float() * (num_heads * head_dim) ** -0.5  # [T, HI]
     fields = format.quantize(rows, scale_mode=scale_mode)
-    if fields.fp8 is None:
-        return rows.to(torch.bfloat16), folded
+    if fields.fp8 is None or format.is_fp4:
+        return format.dequantize(fields), folded
     return fields.fp8, folded if fields.scales is None else folded * fields.scales[..., 0]
 
 

@@ -1169,7 +1169,7 @@ def indexer_scores_paged_case(
     if own_lengths:
         lengths = (lengths[:, None] - draw.integers(0, 40, batch, query_len)).clamp_min(0)
     return {
-        "q": to_fp8(q) if format.fp8_dim else q.bfloat16(),
+        "q": q.to(format.query_dtype),
         "weights": index_weights(draw, batch, query_len, num_heads, exact=exact),
         "cache": cache,
         "page_table": table,
@@ -1202,7 +1202,7 @@ def indexer_topk_case(
     num_tokens = sum(query_lens)
     q = index_values(draw, num_tokens, num_heads, format.head_dim, exact=exact)
     return {
-        "q": to_fp8(q) if format.fp8_dim else q.bfloat16(),
+        "q": q.to(format.query_dtype),
         "weights": index_weights(draw, num_tokens, num_heads, exact=exact),
         "cache": cache,
         "input_row_offsets": offsets(draw, query_lens),

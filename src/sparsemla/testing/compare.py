@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsemla import ops, reference
 from sparsemla.cache import PagedCache
-from sparsemla.formats import bf16_format
+from sparsemla.formats import bf16_format, from_e2m1
 from sparsemla.testing.poison import poisoned_empty
 
 SHOWN = 5
@@ -123,6 +123,11 @@ MERGED_FP8_PROJECTION = Tolerance(rel=2.01 / 128, cos=5e-6, size=2**-5)
 BFLOAT16_ULP = Tolerance(1e-6, 1.01 / 128, 1e-6)
 FLOAT32_ULPS = Tolerance(rel=8.01 / 2**23, size=8.01 / 2**23)
 E4M3_STEP = Tolerance(1.01 * 2**-9, 1.01 / 8, 1e-4)
+# The neighbours of an e2m1 code are up to half of it away, and those of 0 and 1/2 half a scale. A
+# scale of queries, a power of two, is at most a third of the largest of 32 values, and that three
+# times their root mean square.
+E2M1_STEP = Tolerance(0.51, 1.01 / 2, 1e-3)
+FP4_QUERIES = Tolerance(rel=1.01 / 2, cos=1e-4, size=0.5)
 
 
 TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
@@ -452,7 +457,7 @@ def assert_rows_close(name: str, actual: PagedCache, expected: PagedCache) -> No
     """Check a cache written by an op against a cache written by its reference.
 
     Each field must be within its tolerance in :data:`ROW_TOLERANCES`: the last float32 bit may
-    change a rounding. At most 1% of the e4m3 values may differ.
+    change a rounding. At most 1% of the bytes of quantised values may differ.
 
     Raises:
         AssertionError: the message has the name, the field, the coordinates and both values.
@@ -461,9 +466,12 @@ def assert_rows_close(name: str, actual: PagedCache, expected: PagedCache) -> No
     for field, tolerance in ROW_TOLERANCES.items():
         if got[field] is None or wanted[field] is None:
             continue
-        assert_close(f"{name}.{field}", got[field].float(), wanted[field].float(), tolerance)
+        parts = got[field], wanted[field]
         if field == "fp8":
-            assert_few_differ(f"{name}.fp8", got[field], wanted[field])
+            assert_few_differ(f"{name}.fp8", *parts)
+        if field == "fp8" and actual.format.is_fp4:
+            parts, tolerance = (from_e2m1(parts[0]), from_e2m1(parts[1])), E2M1_STEP
+        assert_close(f"{name}.{field}", parts[0].float(), parts[1].float(), tolerance)
 
 
 def assert_few_differ(name: str, actual: Tensor, expected: Tensor, share: float = 0.01) -> None:

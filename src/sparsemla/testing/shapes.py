@@ -12,10 +12,12 @@ import torch
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    INDEX_MXFP4,
     bf16_format,
     e4m3_format,
 )
@@ -26,6 +28,7 @@ LATENT_FORMATS = (
     FP8_DS_MLA,
     FP8_584,
     FP8_528,
+    FP4_288,
     e4m3_format(),
     e4m3_format(576, 512, 0),
     e4m3_format(576, 512, 32),
@@ -35,6 +38,7 @@ LATENT_FORMATS = (
 INDEX_FORMATS = (
     INDEX_FP8,
     bf16_format(128),
+    INDEX_MXFP4,
     e4m3_format(128, 128, 128),
     e4m3_format(128, 128, 0),
 )

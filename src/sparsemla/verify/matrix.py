@@ -22,9 +22,11 @@ from torch import Tensor
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    INDEX_MXFP4,
     CacheFormat,
     bf16_format,
     e4m3_format,
@@ -40,6 +42,7 @@ from sparsemla.testing.compare import (
     FLOAT32_GRADIENT,
     FLOAT32_INDEX_GRADIENT,
     FLOAT32_ULPS,
+    FP4_QUERIES,
     FP8_PROJECTION,
     INDEX_LOSS,
     MERGED_FP8_PROJECTION,
@@ -195,8 +198,14 @@ def _index_steps() -> list[Case]:
             Case(name, build(make, INDEX_FP8, **some), quick=name in QUICK_CONVENTIONS)
             for name, some in CONVENTIONS.items()
         ),
-        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[2:]),
+        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[3:]),
         Case("bf16", build(make, bf16_format(128)), (BFLOAT16_ULP, FLOAT32_ULPS)),
+        Case("mxfp4", build(make, INDEX_MXFP4), (FP4_QUERIES, FLOAT32_ULPS)),
+        Case(
+            "mxfp4, DeepSeek-V4, hadamard",
+            build(make, INDEX_MXFP4, interleaved=True, rope_first=False, hadamard=True),
+            (FP4_QUERIES, FLOAT32_ULPS),
+        ),
         Case("64 heads, 70 tokens", build(make, INDEX_FP8, num_tokens=70, num_heads=64)),
         Case("32 heads, one token", build(make, INDEX_FP8, num_tokens=1, num_heads=32)),
         Case("exact scales", build(make, INDEX_FP8, scale_mode="exact")),
@@ -210,8 +219,14 @@ def _index_queries() -> list[Case]:
             Case(name, build(make, INDEX_FP8, **some), quick=name in QUICK_CONVENTIONS)
             for name, some in CONVENTIONS.items()
         ),
-        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[2:]),
+        *(Case(fmt.name, build(make, fmt)) for fmt in INDEX_FORMATS[3:]),
         Case("bf16", build(make, bf16_format(128)), (BFLOAT16_ULP, FLOAT32_ULPS)),
+        Case("mxfp4", build(make, INDEX_MXFP4), (FP4_QUERIES, FLOAT32_ULPS)),
+        Case(
+            "mxfp4, DeepSeek-V4, hadamard",
+            build(make, INDEX_MXFP4, interleaved=True, rope_first=False, hadamard=True),
+            (FP4_QUERIES, FLOAT32_ULPS),
+        ),
         Case("64 heads, 70 tokens", build(make, INDEX_FP8, num_tokens=70, num_heads=64)),
         Case("exact scales", build(make, INDEX_FP8, scale_mode="exact")),
     ]
@@ -236,10 +251,11 @@ def _pool_windows() -> list[Case]:
         *(
             Case(f"{name}, {fmt.name}", build(make, fmt, pooling), quick=fmt is FP8_584)
             for name, pooling in (("ratio 4, overlap", csa), ("ratio 128", hca))
-            for fmt in (FP8_584, BF16_512, INDEX_FP8)
+            for fmt in (FP8_584, BF16_512, INDEX_FP8, INDEX_MXFP4)
         ),
         Case("ratio 2", build(make, FP8_584, Pooling(2))),
         Case("ratio 1", build(make, FP8_584, Pooling(1), bias=False)),
+        Case("ratio 2, fp4_288", build(make, FP4_288, Pooling(2), bias=False)),
         Case("ratio 3, overlap, 100 dims", build(make, bf16_format(100), Pooling(3, overlap=True))),
         *(
             Case(f"{kind}, {name}", build(make, FP8_584, pooling, **some))
@@ -673,7 +689,7 @@ def _sparse_prefill() -> list[Case]:
         Case("duplicates", build(_duplicates)),
         *(
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
-            for fmt in LATENT_FORMATS[1:7]
+            for fmt in LATENT_FORMATS[1:8]
         ),
         *(
             Case(

@@ -119,8 +119,9 @@ def index_format_of(
     elif format is None:
         format = INDEX_FP8 if dim == INDEX_FP8.head_dim else e4m3_format(dim, dim, dim)
     check_format("index_format", format, dim, dim)
-    if format.num_scales > 1 or 0 < format.fp8_dim < dim:
+    if not format.holds_index_keys:
         raise ValueError(
-            f"index_format must have one dtype and at most one scale a row, got {format.name}"
+            f"index_format must have one dtype, and at most one scale a row or MXFP4, "
+            f"got {format.name}"
         )
     return format

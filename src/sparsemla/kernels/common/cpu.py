@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import RowFields
+from sparsemla.formats import RowFields, from_e2m1
 
 WORKSPACE_BYTES = 64 << 20
 """Bytes of a temporary buffer, of any context length; a kernel holds a few such buffers."""
@@ -60,7 +60,8 @@ def dequantize(fields: RowFields, scale_block: int) -> Tensor:
     """bfloat16 rows ``[n, head_dim]`` of parts ``[n, ...]``, as ``CacheFormat.dequantize``."""
     if fields.fp8 is None:
         return cast(Tensor, fields.bf16)
-    x = e4m3_to_bf16(fields.fp8)
+    packed = fields.fp8.dtype == torch.uint8
+    x = from_e2m1(fields.fp8) if packed else e4m3_to_bf16(fields.fp8)
     if fields.scales is not None:
         # A product with float32 scales is rounded once, to bfloat16.
         scales = fields.scales.float().repeat_interleave(scale_block, dim=-1)

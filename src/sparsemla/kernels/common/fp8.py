@@ -67,6 +67,18 @@ def decode_e8m0(code):
 
 
 @triton.jit
+def decode_scale(scale, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 of stored scales: float32, or uint8 codes, of e4m3 or of e8m0."""
+    if scale.dtype != tl.uint8:
+        value = scale
+    elif E4M3:
+        value = decode_e4m3(scale, NATIVE)
+    else:
+        value = decode_e8m0(scale)
+    return value
+
+
+@triton.jit
 def ceil_pow2(x):
     """The smallest power of two at or above a positive float32."""
     bits = x.to(tl.uint32, bitcast=True)

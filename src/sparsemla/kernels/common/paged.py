@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
@@ -17,7 +18,7 @@ from sparsemla.kernels.common.integers import next_power_of_2
 
 
 class Rows(NamedTuple):
-    """The stored parts of a cache; e4m3 and e8m0 are passed as uint8.
+    """The stored parts of a cache; codes and scales of one byte are passed as uint8.
 
     ``bf16`` has the part that is not quantised, which for training may be float16 or float32.
     """
@@ -41,7 +42,9 @@ class Layout(NamedTuple):
     value_block: int
     rest_block: int
     fp8_dim: int
+    is_fp4: bool
     scale_block: int
+    e4m3_scales: bool
     page_size: int
     linear: bool
     fp8_strides: tuple[int, int]
@@ -74,7 +77,9 @@ def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layo
         block_of(fmt.value_dim),
         block_of(rest) if rest else 0,
         fmt.fp8_dim,
+        fmt.is_fp4,
         fmt.scale_block,
+        fmt.scale_dtype == torch.float8_e4m3fn,
         page_size,
         all(page == page_size * row for page, row in strides),
         *strides,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, has_fp8
+from sparsemla.kernels.common.fp4 import unpack_e2m1
+from sparsemla.kernels.common.fp8 import decode_e4m3, decode_scale, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.common.slots import slot_of, slots_of_keys
@@ -297,17 +298,19 @@ def _gather_kernel(
         dim = block * SCALE_BLOCK + in_block
         real = (in_block < SCALE_BLOCK) & (dim < FP8_DIM)
         start = (page * L.fp8_strides[0] + offset * L.fp8_strides[1])[:, None, None]
-        source = rows.fp8 + start + dim
-        code = tl.load(source, mask=found[:, None, None] & real, other=0)
-        value = decode_e4m3(code, NATIVE)  # [ROWS, NUM_BLOCKS, BLOCK_DIMS]
+        if L.is_fp4:
+            pair = (block * SCALE_BLOCK // 2) + tl.arange(0, BLOCK_DIMS // 2)[None, None, :]
+            stored = found[:, None, None] & (2 * pair < FP8_DIM)
+            value = unpack_e2m1(tl.load(rows.fp8 + start + pair, mask=stored, other=0))
+        else:
+            code = tl.load(rows.fp8 + start + dim, mask=found[:, None, None] & real, other=0)
+            value = decode_e4m3(code, NATIVE)  # [ROWS, NUM_BLOCKS, BLOCK_DIMS]
         if rows.scales is not None:
             start = (page * L.scales_strides[0] + offset * L.scales_strides[1])[:, None, None]
             source = rows.scales + start
             stored = found[:, None, None] & (block * SCALE_BLOCK < FP8_DIM)
             scale = tl.load(source + block, mask=stored, other=0)
-            if scale.dtype == tl.uint8:
-                scale = decode_e8m0(scale)
-            value *= scale
+            value *= decode_scale(scale, L.e4m3_scales, NATIVE)
         target = out + row[:, None, None] * OUT_ROW + dim
         tl.store(target, value.to(tl.bfloat16), mask=covered[:, None, None] & real)
     if BF16_DIM > 0:

@@ -6,6 +6,8 @@ products of e4m3 values are multiples of 2^-18 below 2^18, and float64 adds up b
 without rounding. Heads are added in a fixed order.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -156,9 +158,10 @@ def _paged_scores(
     positions = torch.arange(part.start, part.stop)
     slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
     valid = cpu.valid_slots(cache, slots[None], None)[0]
-    stored = cache.gather(slots.where(valid, 0))
-    keys = cpu.dequantize(stored._replace(scales=None), 0).double()
-    scales = None if stored.scales is None else stored.scales[:, 0]
+    stored, scales = cache.gather(slots.where(valid, 0)), None
+    if cache.format.num_scales == 1:  # the score is multiplied, not the key
+        scales, stored = cast(Tensor, stored.scales)[:, 0], stored._replace(scales=None)
+    keys = cpu.dequantize(stored, cache.format.scale_block).double()
     scores = _scores(q, weights, keys, scales)
     return scores if valid.all() else scores.masked_fill_(~valid, -torch.inf)
 

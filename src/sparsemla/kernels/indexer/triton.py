@@ -4,7 +4,7 @@ A program handles a few query tokens of one request and a chunk of keys. It keep
 tokens as one matrix ``[tokens * heads, dims]`` and streams tiles of keys: swap-AB MMAs
 ``keys @ queries^T``, then ReLU, head weights and the sum over heads, all in float32. With keys on
 M, the sum over heads stays within a few lanes. Tensor cores without e4m3 get float16, which holds
-every e4m3 value.
+every e4m3 value. MXFP4 keys are converted to bfloat16 when a tile is loaded, which is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, has_fp8
+from sparsemla.kernels.common.fp4 import unpack_e2m1
+from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, decode_e8m0, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.topk.triton import SELECTION, Selection
@@ -36,6 +37,20 @@ def _load_rows(rows, valid, T: tl.constexpr):
     if T.decode:
         x = decode_e4m3(x, False).to(tl.float16)
     return x
+
+
+@triton.jit
+def _load_fp4_rows(rows, scales, valid, BLOCK: tl.constexpr, T: tl.constexpr):
+    """bfloat16 ``[R, block_d]`` from pointers to e2m1 codes and to their scales, ``[R]`` each."""
+    R: tl.constexpr = rows.shape[0]
+    NUM_SCALES: tl.constexpr = T.block_d // BLOCK
+    pair, block = tl.arange(0, T.block_d // 2), tl.arange(0, NUM_SCALES)
+    mask = valid[:, None] & (2 * pair < T.dim)[None, :]
+    x = unpack_e2m1(tl.load(rows[:, None] + pair[None, :], mask=mask, other=0))
+    mask = valid[:, None] & (block * BLOCK < T.dim)[None, :]
+    scale = decode_e8m0(tl.load(scales[:, None] + block[None, :], mask=mask, other=0))
+    x = tl.reshape(x, [R, NUM_SCALES, BLOCK]) * scale[:, :, None]
+    return tl.reshape(x, [R, T.block_d]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -222,6 +237,7 @@ def _paged_kernel(
     KEY_ROW: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
     SCALE_ROW: tl.constexpr,
+    FP4_BLOCK: tl.constexpr,
     T: tl.constexpr,
 ):
     """Score up to ``T.tokens`` tokens of one request against ``chunk`` paged keys.
@@ -294,11 +310,17 @@ def _paged_kernel(
             page = tl.load(table_row + column, mask=(n < last) & (column < table_width), other=-1)
             exists = (page >= 0) & (page < num_pages)
             page = page.to(tl.int64)
-            tile = _load_rows(keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW, exists, T)
-            score = _score(tile, queries, w, TOKENS, T.upcast)
-            if key_scales is not None:
+            rows = keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW
+            if FP4_BLOCK > 0:
                 scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
-                score *= tl.load(scales, mask=exists, other=0.0)[:, None]
+                tile = _load_fp4_rows(rows, scales, exists, FP4_BLOCK, T)
+                score = _score(tile, queries, w, TOKENS, T.upcast)
+            else:
+                tile = _load_rows(rows, exists, T)
+                score = _score(tile, queries, w, TOKENS, T.upcast)
+                if key_scales is not None:
+                    scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
+                    score *= tl.load(scales, mask=exists, other=0.0)[:, None]
             inside = exists[:, None] & (n[:, None] < end[None, :])
             at = out + (token * stride_out)[None, :] + n[:, None]
             mask = (n < last)[:, None] & valid[None, :]
@@ -417,11 +439,12 @@ def _paged_arguments(cache: PagedCache, decode: bool) -> dict[str, object]:
     fp8, scales, bf16 = cache.stored()
     keys = bf16
     if fp8 is not None:
-        keys = fp8 if decode else fp8.view(torch.float8_e4m3fn)
+        keys = fp8 if decode or cache.format.is_fp4 else fp8.view(torch.float8_e4m3fn)
     arguments = {"keys": keys, "key_scales": scales, "num_pages": cache.num_pages}
     arguments["PAGE_SIZE"] = cache.page_size
     arguments["KEY_PAGE"], arguments["KEY_ROW"] = page_and_row(keys)
     arguments["SCALE_PAGE"], arguments["SCALE_ROW"] = page_and_row(scales)
+    arguments["FP4_BLOCK"] = cache.format.scale_block if cache.format.is_fp4 else 0
     return arguments
 
 

@@ -1,7 +1,5 @@
 """The cache-writing ops on the CPU."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -97,9 +95,12 @@ def prepare_index_queries(
         rows = _hadamard(rows) if hadamard else rows
         stored = format.quantize(rows, scale_mode=scale_mode)
         folded = weights[tokens].float() * factor
-        if stored.scales is not None:
-            folded *= stored.scales[..., 0]
-        out[tokens] = cast(Tensor, stored.bf16) if stored.fp8 is None else stored.fp8
+        if stored.fp8 is None or format.is_fp4:
+            out[tokens] = format.dequantize(stored)
+        else:
+            out[tokens] = stored.fp8
+            if stored.scales is not None:
+                folded *= stored.scales[..., 0]
         weights_out[tokens] = folded
 
 

@@ -17,14 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import FLOAT32_TINY, FP8_MAX, CacheFormat
+from sparsemla.formats import E2M1_MAX, FLOAT32_TINY, FP8_MAX, CacheFormat
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
-from sparsemla.kernels.common.fp8 import ceil_pow2, encode_e4m3, has_fp8
+from sparsemla.kernels.common.fp4 import decode_e2m1, encode_e2m1, pack_e2m1
+from sparsemla.kernels.common.fp8 import ceil_pow2, decode_e4m3, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import Rows, cache_arguments
 
 TINY = tl.constexpr(FLOAT32_TINY)
 MAX = tl.constexpr(FP8_MAX)
+INVERSE_MAX = tl.constexpr(1 / E2M1_MAX)
 
 HEAD_DIMS = 1024
 """Query elements of a program: four 16-byte loads in flight per thread of its warp."""
@@ -34,11 +36,24 @@ LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 class Scaling(NamedTuple):
-    """Lower bounds of a block's amax and scale; whether scales are powers of two."""
+    """Lower bounds of a block's amax and scale; whether scales are powers of two, or e4m3.
+
+    For e2m1 also the upper bound of a scale and the dims that share it, else 0 each.
+    """
 
     min_amax: float
     min_scale: float
     pow2: bool
+    e4m3: bool
+    max_scale: float
+    fp4_block: int
+
+
+def scaling_of(fmt: CacheFormat, scale_mode: str) -> Scaling:
+    """How kernels compute the scales of a format."""
+    e4m3 = fmt.scale_dtype == torch.float8_e4m3fn
+    fp4 = (fmt.max_scale, fmt.scale_block) if fmt.is_fp4 else (0.0, 0)
+    return Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2" and not e4m3, e4m3, *fp4)
 
 
 @triton.jit
@@ -82,13 +97,20 @@ def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constex
 
 
 @triton.jit
-def _scale_of(amax, S: tl.constexpr):
+def _scale_of(amax, S: tl.constexpr, NATIVE: tl.constexpr):
     """The scale of blocks with the largest magnitude ``amax``, NaN ignored."""
     amax = tl.maximum(amax, S.min_amax)
-    scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    if S.fp4_block > 0:
+        scale = tl.minimum(tl.maximum(amax * INVERSE_MAX, S.min_scale), S.max_scale)
+    else:
+        scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if S.pow2:
-        return ceil_pow2(tl.maximum(scale, S.min_scale))
-    return tl.maximum(scale, TINY)
+        scale = ceil_pow2(tl.maximum(scale, S.min_scale))
+    elif S.e4m3:
+        scale = decode_e4m3(encode_e4m3(scale, NATIVE), NATIVE)
+    else:
+        scale = tl.maximum(scale, TINY)
+    return scale
 
 
 @triton.jit
@@ -100,7 +122,7 @@ def _divide(x, scale, S: tl.constexpr):
 
 
 @triton.jit
-def _store_fp8(
+def _store_codes(
     x,
     slot,
     kept,
@@ -115,19 +137,35 @@ def _store_fp8(
 ):
     """Quantise ``x [blocks, dims]``, and store its ``real`` dims of blocks up to ``END_BLOCK``."""
     if rows.scales is not None:
-        scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
+        scale = _scale_of(tl.max(tl.abs(x), axis=1), S, NATIVE)
         x = _divide(x, scale, S)
         block = FIRST_BLOCK + tl.arange(0, x.shape[0])
         target = (
             rows.scales + _row_offset(slot, L, L.scales_strides[0], L.scales_strides[1]) + block
         )
         stored = kept & (block < END_BLOCK)
-        if rows.scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
+        if L.e4m3_scales:
+            tl.store(target, encode_e4m3(scale, NATIVE), mask=stored)
+        elif rows.scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
             tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
             tl.store(target, scale, mask=stored)
-    target = rows.fp8 + _row_offset(slot, L, L.fp8_strides[0], L.fp8_strides[1]) + dim
-    tl.store(target, encode_e4m3(x, NATIVE), mask=kept & real)
+    target = rows.fp8 + _row_offset(slot, L, L.fp8_strides[0], L.fp8_strides[1])
+    if L.is_fp4:
+        place = tl.where(real, dim, -1)  # both dims of a byte are real, or neither
+        place, _ = tl.split(tl.reshape(place, [x.shape[0], x.shape[1] // 2, 2]))
+        tl.store(target + place // 2, pack_e2m1(x), mask=kept & (place >= 0))
+    else:
+        tl.store(target + dim, encode_e4m3(x, NATIVE), mask=kept & real)
+
+
+@triton.jit
+def _round_to_fp4(x, S: tl.constexpr, NATIVE: tl.constexpr):
+    """The values of ``x [rows, dims]`` after they are quantised to e2m1 and back, in float32."""
+    blocks = tl.reshape(x, [x.numel // S.fp4_block, S.fp4_block])
+    scale = _scale_of(tl.max(tl.abs(blocks), axis=1), S, NATIVE)
+    blocks = decode_e2m1(encode_e2m1(_divide(blocks, scale, S))) * scale[:, None]
+    return tl.reshape(blocks, x.shape)
 
 
 @triton.jit
@@ -438,7 +476,7 @@ def _fused_kernel(
         y = _rotated(_normed(y, tail_weight, rstd, tail, N), tail_rotation, rstd, N, ADJACENT)
 
     if rows.fp8 is not None:
-        _store_fp8(
+        _store_codes(
             x,
             slot,
             kept,
@@ -452,7 +490,7 @@ def _fused_kernel(
             NATIVE,
         )
     if TAIL < FP8_DIM:
-        _store_fp8(
+        _store_codes(
             y,
             slot,
             kept,
@@ -528,7 +566,7 @@ def fused_rope_rmsnorm_quant(
         kv_stride=kv.stride(0),
         kv_out_stride=0 if kv_out is None else kv_out.stride(0),
         table_stride=cos_sin_cache.stride(0),
-        S=Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2"),
+        S=scaling_of(fmt, scale_mode),
         NATIVE=has_fp8(kv.device),
         rows=rows,
         L=layout,
@@ -637,7 +675,7 @@ def _quantise_heads(
     target = (out + token * out_token_stride + head * out_head_stride)[:, None]
     weight = tl.load(weights + token * weights_stride + head, mask=live, other=0.0).to(tl.float32)
     weight *= factor
-    if STAGES > 0:
+    if STAGES > 0 or S.fp4_block > 0:
         dim = tl.arange(0, DIMS)[None, :]
         x = tl.load(source + dim, mask=live[:, None], other=0.0).to(tl.float32)
         rows = tl.broadcast_to(dim, [HEADS, DIMS])  # gives loads of the table the layout of x
@@ -646,9 +684,12 @@ def _quantise_heads(
         cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
         other = tl.load(source + partner, mask=live[:, None] & rotated, other=0.0).to(tl.float32)
         x = tl.where(rotated, x * cos + other * (sin * sign), x)
-        x = _hadamard(x, HEADS, DIMS, STAGES)
-        if SCALED:
-            scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
+        if STAGES > 0:
+            x = _hadamard(x, HEADS, DIMS, STAGES)
+        if S.fp4_block > 0:
+            x = _round_to_fp4(x, S, NATIVE)
+        elif SCALED:
+            scale = _scale_of(tl.max(tl.abs(x), axis=1), S, NATIVE)
             x = _divide(x, scale, S)
             weight *= scale
         tl.store(target + dim, _as_stored(x, target, NATIVE), mask=live[:, None])
@@ -665,7 +706,7 @@ def _quantise_heads(
         if SCALED:
             amax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
             amax = tl.maximum(amax, tl.max(tl.abs(x), axis=1))
-            scale = _scale_of(amax, S)
+            scale = _scale_of(amax, S, NATIVE)
             first, second = _divide(first, scale, S), _divide(second, scale, S)
             x = _divide(x, scale, S)
             weight *= scale
@@ -778,7 +819,11 @@ def _index_kernel(
         if STAGES > 0:
             x = _hadamard(x, 1, DIMS, STAGES)
         if rows.fp8 is not None:
-            _store_fp8(
+            BLOCK: tl.constexpr = S.fp4_block if S.fp4_block > 0 else DIMS
+            dim = tl.reshape(dim, [DIMS // BLOCK, BLOCK])
+            real = dim < D
+            x = tl.reshape(x, [DIMS // BLOCK, BLOCK])
+            _store_codes(
                 x,
                 slot,
                 kept,
@@ -787,7 +832,7 @@ def _index_kernel(
                 rows,
                 L,
                 0,
-                1,
+                DIMS // BLOCK,
                 S,
                 NATIVE,
             )
@@ -890,7 +935,7 @@ def _launch_index(
         positions=positions,
         num_positions=cos_sin_cache.shape[0],
         table_stride=cos_sin_cache.stride(0),
-        S=Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2"),
+        S=scaling_of(fmt, scale_mode),
         SCALED=fmt.num_scales > 0,
         NATIVE=has_fp8(positions.device),
         D=dim,

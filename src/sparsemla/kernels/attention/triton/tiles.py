@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from sparsemla.kernels.common.device import describe
-from sparsemla.kernels.common.fp8 import decode_e4m3, decode_e8m0, dot, has_fp8
+from sparsemla.kernels.common.fp4 import unpack_e2m1
+from sparsemla.kernels.common.fp8 import decode_e4m3, decode_scale, dot, has_fp8
 from sparsemla.kernels.common.paged import Layout
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -94,13 +95,19 @@ def load_rows(
         mask = mask & (d < START + DIM)[None, :]
     if L.fp8_dim > START:
         at = page * L.fp8_strides[0] + row * L.fp8_strides[1]
-        quantised = mask
-        if L.fp8_dim < START + DIM:
-            quantised = mask & (d < L.fp8_dim)[None, :]
-        codes = tl.load(rows.fp8 + at[:, None] + d[None, :], mask=quantised, other=0)
-        x = decode_e4m3(codes, NATIVE)
+        if L.is_fp4:
+            pair = START // 2 + tl.arange(0, BLOCK // 2)
+            real = valid[:, None] & (2 * pair < min(L.fp8_dim, START + DIM))[None, :]
+            pairs = tl.load(rows.fp8 + at[:, None] + pair[None, :], mask=real, other=0)
+            x = unpack_e2m1(pairs)
+        else:
+            quantised = mask
+            if L.fp8_dim < START + DIM:
+                quantised = mask & (d < L.fp8_dim)[None, :]
+            codes = tl.load(rows.fp8 + at[:, None] + d[None, :], mask=quantised, other=0)
+            x = decode_e4m3(codes, NATIVE)
         if L.scale_block > 0:
-            x = scaled(x, rows, page, row, valid, L, START, BLOCK)
+            x = scaled(x, rows, page, row, valid, L, START, BLOCK, NATIVE)
     if L.fp8_dim < START + DIM:
         at = page * L.bf16_strides[0] + row * L.bf16_strides[1]
         if L.fp8_dim <= START:
@@ -122,7 +129,17 @@ def load_rows(
 
 
 @triton.jit
-def scaled(x, rows, page, row, valid, L: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr):
+def scaled(
+    x,
+    rows,
+    page,
+    row,
+    valid,
+    L: tl.constexpr,
+    START: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Quantised dims times the scales of their blocks."""
     N: tl.constexpr = x.shape[0]
     GROUP: tl.constexpr = dims_of_a_scale(L.scale_block, START, BLOCK)
@@ -134,8 +151,7 @@ def scaled(x, rows, page, row, valid, L: tl.constexpr, START: tl.constexpr, BLOC
         mask=valid[:, None] & (first < L.fp8_dim)[None, :],
         other=0,
     )
-    if rows.scales.dtype.element_ty == tl.uint8:
-        scale = decode_e8m0(scale)
+    scale = decode_scale(scale, L.e4m3_scales, NATIVE)
     return (x.reshape(N, NUM_GROUPS, GROUP) * scale[:, :, None]).reshape(N, BLOCK)
 
 
