@@ -12,7 +12,16 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsemla import BF16_512, FP8_584, INDEX_FP8, Pooling, bf16_format, e4m3_format
+from sparsemla import (
+    BF16_512,
+    FP4_288,
+    FP8_584,
+    INDEX_FP8,
+    INDEX_MXFP4,
+    Pooling,
+    bf16_format,
+    e4m3_format,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -505,14 +514,20 @@ def test_a_step_is_copied_once_for_a_device(model):
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "row", "index"), [(None, 1024, 128), (FP8_584, 584, 68)], ids=str
+    ("formats", "index_dim", "row", "index"),
+    [
+        ((None, None), 64, 1024, 128),
+        ((FP8_584, None), 64, 584, 68),
+        ((FP4_288, INDEX_MXFP4), 128, 288, 68),
+    ],
+    ids=["bf16", "fp8_584", "fp4_288"],
 )
-def test_cache_bytes(cache_format, row, index):
-    model = compressed_copying_model(head_dim=512, rope_dim=64)
-    with enable(model, cache_format=cache_format, page_size=16):
+def test_cache_bytes(formats, index_dim, row, index):
+    model = compressed_copying_model(head_dim=512, rope_dim=64, index_head_dim=index_dim)
+    with enable(model, cache_format=formats[0], index_format=formats[1], page_size=16):
         cache = model(tokens(2, 33)).past_key_values
     assert cache.bytes_per_token == (row + index) / 4 + row / 128
-    states = 4 * 2 * (16 * 1024 + 16 * 128 + 136 * 512)
+    states = 4 * 2 * (16 * 1024 + 16 * 2 * index_dim + 136 * 512)
     assert cache.bytes_per_row == 3 * 136 * row + states
     # 48 columns fit: 16 entries of 4 tokens, and a page of 16 of 128.
     assert cache.nbytes == 2 * (cache.bytes_per_row + 16 * (row + index) + 16 * row)
