@@ -63,7 +63,9 @@ with warnings.catch_warnings():
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v32 import attention as deepseek_v32
     from vllm.models.deepseek_v32.common import kernels
-    from vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache import rope_quant_insert
+    from vllm.models.deepseek_v41.common.ops import fused_compress_quant_cache as v41_rows
+    from vllm.models.deepseek_v41.common.ops import indexer_k_store as v41_keys
+    from vllm.models.deepseek_v41.common.ops.cache_utils import dequantize_and_gather_k_cache_triton
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils import deep_gemm, torch_utils
@@ -94,8 +96,10 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
 from sparsemla import (
+    FP4_288,
     FP8_528,
     INDEX_FP8,
+    INDEX_MXFP4,
     PagedCache,
     dispatch,
     fused_indexer_rope_quant,
@@ -103,6 +107,7 @@ from sparsemla import (
     sparse_decode,
 )
 from sparsemla.kernels.attention.schedule import sm90_sparse
+from sparsemla.kernels.common.fp4 import encode_e2m1
 from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla.testing.compare import (
@@ -1417,7 +1422,55 @@ def test_the_528_bytes_of_a_row_are_those_of_vllms_kernel():
     ours, theirs = (PagedCache.allocate(FP8_528, 2, PAGE_SIZE) for _ in range(2))
     ours.write(slots[slots >= 0], rows[slots >= 0])
     unrotated = torch.tensor([[1.0, 0.0]]).repeat_interleave(32, 1)
-    rope_quant_insert(rows, 0 * slots, unrotated, theirs.data, slots, 1)
+    v41_rows.rope_quant_insert(rows, 0 * slots, unrotated, theirs.data, slots, 1)
+    assert_equal("bytes", ours.data, theirs.data)
+
+
+def e2m1_pairs(low, high):
+    """vLLM rounds by an instruction of Blackwell; test_formats.py checks this rounding."""
+    return encode_e2m1(low) | (encode_e2m1(high) << 4)
+
+
+def test_the_288_bytes_of_a_row_are_those_of_vllms_kernel(monkeypatch):
+    monkeypatch.setattr(v41_rows, "_fp32x2_to_fp4x2", e2m1_pairs)
+    draw, slots = Draw(0), torch.tensor([3, 70, 1, 0, -1, 64, 127])
+    rows = (draw.normal(7, 512) * draw.normal(7, 1).mul(3).exp()).bfloat16()
+    rows[0] = 0
+    rows[1] = draw.integers(-24, 25, 512) / 4  # ties
+    rows[1, ::16] = 6
+    rows[2, :16], rows[2, 16:32], rows[2, 32:40] = 1e4, 1e-6, torch.nan
+    ours, theirs = (PagedCache.allocate(FP4_288, 2, PAGE_SIZE) for _ in range(2))
+    ours.write(slots[slots >= 0], rows[slots >= 0])
+    unrotated = torch.tensor([[1.0, 0.0]]).repeat_interleave(32, 1)
+    v41_rows.rope_quant_insert(rows, 0 * slots, unrotated, theirs.data, slots, 1)
+    assert_equal("bytes", ours.data, theirs.data)
+    read, table = torch.zeros(1, 4, 512, dtype=torch.bfloat16), torch.tensor([[0]])
+    dequantize_and_gather_k_cache_triton(
+        read, theirs.data, torch.tensor([4]), None, table, PAGE_SIZE, 0
+    )
+    assert torch.equal(ours.read(torch.arange(4)), read[0])  # but for the sign of zeros
+
+
+def test_the_68_bytes_of_an_index_key_are_those_of_vllms_kernel(monkeypatch):
+    monkeypatch.setattr(v41_keys, "_fp32x2_to_fp4x2", e2m1_pairs)
+    draw, slots = Draw(0), torch.tensor([3, 70, 1, -1, 64, 127])
+    # Rows of 1 and -1 have a norm without rounding: the weight makes the values.
+    signs = draw.integers(0, 2, 6, 128).mul(2).sub(1).bfloat16()
+    weight = torch.cat(
+        [
+            draw.integers(1, 25, 32) / 4,  # ties
+            draw.normal(32) * 1e-30,
+            (1 + draw.normal(32).abs()) * 1.2e-38,  # below the smallest amax
+            draw.normal(32) * 1e6,
+        ]
+    ).bfloat16()
+    weight[0] = 6
+    ours, theirs = (PagedCache.allocate(INDEX_MXFP4, 2, PAGE_SIZE) for _ in range(2))
+    ours.write(slots[slots >= 0], (signs * weight)[slots >= 0])
+    unrotated = torch.tensor([[1.0, 0.0]]).repeat_interleave(32, 1)
+    v41_keys.indexer_k_norm_rope_store(
+        signs, 0 * slots, unrotated, weight, 0.0, theirs.data, slots, 1, True
+    )
     assert_equal("bytes", ours.data, theirs.data)
 
 
