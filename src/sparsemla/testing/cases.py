@@ -782,6 +782,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _eighths(x: Tensor) -> Tensor:
+    """Multiples of 1/8: their products have exact sums in float32, in any order.
+
+    A score of an indexer's head that is rounded to another side of 0 has another gradient.
+    """
+    return (8 * x).round() / 8
+
+
 def select_rows_case(
     draw: Draw, *, topk: int = 16, max_workspace_bytes: int = 8000, **options: object
 ) -> Arguments:
@@ -819,9 +827,9 @@ def selected_scores_case(
         draw, num_tokens, num_rows, topk, head_dim, share, with_lengths
     )
     return {
-        "iq": wrap(draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)),
+        "iq": wrap(_eighths(draw.normal(num_tokens, num_heads, head_dim)).to(dtype)),
         "weights": wrap(draw.normal(num_tokens, num_heads, dtype=weight_dtype)),
-        "ik": wrap(rows.to(dtype)),
+        "ik": wrap(_eighths(rows).to(dtype)),
         "topk_indices": wrap(indices.to(index_dtype)),
         "topk_lengths": lengths,
     }
@@ -954,7 +962,7 @@ def dense_index_loss_case(
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     q = draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)
     k = draw.normal(num_rows, *(() if shared_keys else (num_heads,)), head_dim, dtype=dtype)
-    ik = draw.normal(num_rows, index_dim, dtype=dtype)
+    ik = _eighths(draw.normal(num_rows, index_dim)).to(dtype)
     per_head = "sd" if shared_keys else "shd"
     logits = torch.einsum(f"thd,{per_head}->ths", q.float(), k.float()) * 2 * head_dim**-0.5
     lse = logits.masked_fill(~seen[:, None], -math.inf).logsumexp(-1)
@@ -964,7 +972,7 @@ def dense_index_loss_case(
         "q": wrap(q),
         "k": wrap(k),
         "lse": wrap(lse),
-        "iq": wrap(draw.normal(num_tokens, num_index_heads, index_dim, dtype=dtype)),
+        "iq": wrap(_eighths(draw.normal(num_tokens, num_index_heads, index_dim)).to(dtype)),
         "weights": wrap(weights.to(weight_dtype)),
         "ik": wrap(ik),
         "softmax_scale": 2 * head_dim**-0.5,
