@@ -88,7 +88,7 @@ def results_of(op, arguments, tolerances):
     found = {}
     for index, (result, tolerance) in enumerate(zip(results, tolerances, strict=False)):
         result = result[:, None] if result.dim() == 1 else result
-        found[f"{op}[{index}]"] = result, tolerance, sizes
+        found[f"{op}[{index}]"] = result, tolerance, sizes.get(index)
     if op in CACHE_WRITERS:
         for part, rows in arguments["cache"].fields()._asdict().items():
             if rows is not None:

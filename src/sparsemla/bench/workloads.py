@@ -48,6 +48,7 @@ from sparsemla.testing.compare import (
     assert_close,
     assert_equal,
     assert_rows_close,
+    gradient_sizes,
     run_reference,
     score_sizes,
 )
@@ -251,13 +252,16 @@ class SparseBackward(Workload):
 
     def check(self, inputs: Inputs, results: Results) -> None:
         dkv = torch.zeros(inputs["kv"].shape, device=inputs["kv"].device)
+        squares = torch.zeros_like(dkv)
         for first in range(0, self.tokens, 16):  # every token has a part in the gradient of rows
             some = slice(first, first + 16)
             names = ("dout", "q", "topk_indices", "out", "lse")
             arguments = inputs | {name: inputs[name][some] for name in names}
             dq, dkv, _ = reference.sparse_attention_backward(**arguments, accumulate=dkv)
-            assert_close("dq", results[0][some], dq, SPARSE_ATTENTION_GRADIENT)
-        assert_close("dkv", results[1], dkv, SPARSE_ATTENTION_GRADIENT)
+            dq_sizes, sizes = gradient_sizes(arguments)
+            squares += sizes.square()
+            assert_close("dq", results[0][some], dq, SPARSE_ATTENTION_GRADIENT, dq_sizes)
+        assert_close("dkv", results[1], dkv, SPARSE_ATTENTION_GRADIENT, squares.sqrt())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ and not the implementation.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from sparsemla import ops, reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import bf16_format, from_e2m1
+from sparsemla.reference.sparse_attention import weights_of_entries
 from sparsemla.testing.poison import poisoned_empty
 
 SHOWN = 5
@@ -62,10 +64,11 @@ DECODE_LSE = _ATTENTION_LSE
 DENSE_PREFILL_OUT = _ATTENTION_OUT
 DENSE_PREFILL_LSE = _ATTENTION_LSE
 
-# P and dS are rounded to bfloat16, like P above, and so is each term of the gradient of kv. A sum
-# of such terms has a standard deviation of 2^-9.3 of its root mean square; 2^-6 is nine of them.
-# The cosine allows twice the 4e-6 that these roundings give. If terms cancel, float32 sums of V
-# products leave about 2^-22. The gradient of the sink has float32 terms only.
+# P and dS are rounded to bfloat16, like P above, and so is each term of the gradient of kv. Sizes
+# come from gradient_sizes: the error of an element has a standard deviation of at most 2^-9.8 of
+# its size, and 2^-7 is seven of them. Limits are twice their bounds, as above. The cosine allows
+# twice the 4e-6 that these roundings give. If terms cancel, float32 sums of V products leave about
+# 2^-22. The gradient of the sink has float32 terms only.
 SPARSE_ATTENTION_GRADIENT = Tolerance(2**-20, rel=3.01 / 128, cos=1e-5, size=2**-6)
 SPARSE_ATTENTION_SINK_GRADIENT = Tolerance(1e-6, rel=2**-14, cos=1e-7, size=2**-14)
 # float32 throughout: scores of up to 16 have an error of 2^-20, and so has P.
@@ -201,9 +204,9 @@ def check_op(
     with poisoned_empty():
         results = run_op(op, arguments)
     expected = run_reference(op, arguments)
-    limits = (tolerances or TOLERANCES[op])[: len(expected)]
-    for index, (got, wanted, tolerance) in enumerate(zip(results, expected, limits, strict=True)):
-        assert_result(f"{op}[{index}]", got, wanted, tolerance, sizes_of(op, arguments))
+    limits, sizes = tolerances or TOLERANCES[op], sizes_of(op, arguments)
+    for index, (got, wanted) in enumerate(zip(results, expected, strict=True)):
+        assert_result(f"{op}[{index}]", got, wanted, limits[index], sizes.get(index))
     return results
 
 
@@ -246,10 +249,37 @@ def _as_tuple(results: Tensor | tuple[Tensor | None, ...] | None) -> tuple[Tenso
     return tuple(result for result in results if result is not None)
 
 
-def sizes_of(op: str, arguments: Mapping[str, Any]) -> Tensor | None:
-    """:func:`score_sizes` for ops that return scores, else None."""
-    scores = op.startswith("indexer_scores") or op == "selected_scores"
-    return score_sizes(op, arguments) if scores else None
+def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The sizes of results, by their index, where the result itself does not show them."""
+    if op.startswith("indexer_scores") or op == "selected_scores":
+        return {0: score_sizes(op, arguments)}
+    if op == "sparse_attention_backward":
+        return dict(enumerate(gradient_sizes(arguments)))
+    return {}
+
+
+def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The size of each element of dq and dkv: the root of the sum of squares of its rounded terms.
+
+    For dkv these are the products of each token and head, and each token's sum of them. Entries of
+    a token that name the same row have the same errors.
+    """
+    names = inspect.signature(weights_of_entries).parameters
+    given = {name: value for name, value in arguments.items() if name in names}
+    keys, valid, probs, dlogits = (x.double() for x in weights_of_entries(**given))
+    dout, q = arguments["dout"].double(), arguments["q"].double()
+    dq = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
+    terms = torch.einsum("thk,thd->tkd", dlogits, q)
+    squares = torch.einsum("thk,thd->tkd", dlogits.square(), q.square())
+    terms[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs, dout)
+    squares[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs.square(), dout.square())
+    ids, chosen = arguments["topk_indices"].long(), valid.bool()
+    named = ids.where(chosen, -1)
+    alike = (named[:, :, None] == named[:, None]).sum(-1)
+    squares = (squares + terms.square()) * alike[..., None]
+    dkv = torch.zeros(arguments["kv"].shape, dtype=squares.dtype, device=squares.device)
+    dkv.index_add_(0, ids[chosen], squares[chosen])
+    return dq.nan_to_num().sqrt(), dkv.nan_to_num().sqrt()
 
 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:

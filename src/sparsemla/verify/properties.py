@@ -111,9 +111,10 @@ def against_reference(
     names += ["state"]
     sizes = sizes_of(op, arguments)
     measured = []
-    for name, tolerance in zip(names, limits, strict=True):
+    for index, (name, tolerance) in enumerate(zip(names, limits, strict=True)):
         if name in results:
-            measured.append(_measure(name, results[name], expected[name], tolerance, sizes))
+            got, wanted = results[name], expected[name]
+            measured.append(_measure(name, got, wanted, tolerance, sizes.get(index)))
     if op in CACHE_WRITERS:
         measured.append(_other_rows(_cache(op_arguments), _cache(arguments), _slots(arguments)))
     return measured, results
