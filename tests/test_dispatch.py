@@ -8,6 +8,7 @@ import torch
 from sparsemla import (
     BF16_512,
     BF16_576,
+    FP4_288,
     FP8_584,
     FP8_DS_MLA,
     PagedCache,
@@ -39,13 +40,14 @@ def test_hopper_takes(op, fmt):
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"cache_format": bf16_format(192, 128).name}, "512 of value, got bf16_192v128"),
         ({"cache_format": e4m3_format(scale_block=32).name}, "scales of 64 or 128 dims"),
+        ({"cache_format": FP4_288.name}, "scales of 64 or 128 dims, or of a row, got fp4_288"),
         ({"extra_format": BF16_576.name}, "an extra cache of format fp8_ds_mla, got bf16_576v512"),
         (
             {"cache_format": e4m3_format().name, "extra_format": e4m3_format().name},
             "scales in the rows or pages of an extra cache",
         ),
     ],
-    ids=["GPU", "dtype", "alignment", "dims", "scales", "other format", "separate scales"],
+    ids=["GPU", "dtype", "alignment", "dims", "scales", "fp4", "other format", "separate scales"],
 )
 def test_hopper_refuses(change, reason):
     explained = explain(dataclasses.replace(HOPPER, **change))

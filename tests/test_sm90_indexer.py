@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsemla import INDEX_FP8
+from sparsemla import INDEX_FP8, INDEX_MXFP4
 from sparsemla.dispatch import Problem, explain
 from sparsemla.kernels.indexer import sm90
 
@@ -72,13 +72,14 @@ def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     ("change", "reason"),
     [
         ({"dtype": torch.bfloat16}, "needs float8_e4m3fn queries, got torch.bfloat16"),
+        ({"cache_format": INDEX_MXFP4.name}, "Hopper has no FP4 MMA, got index_mxfp4"),
         ({"num_heads": 257}, "up to 256 heads of up to 128 dims, got 257 of 128"),
         ({"head_dim": 256}, "got 64 of 256"),
         ({"page_size": 61}, "needs pages of a multiple of 64 keys, got 61"),
         ({"aligned": False}, "rows that start at multiples of 16 bytes"),
         ({"capability": (10, 0)}, "needs a Hopper GPU"),
     ],
-    ids=["dtype", "heads", "dims", "pages", "alignment", "GPU"],
+    ids=["dtype", "keys", "heads", "dims", "pages", "alignment", "GPU"],
 )
 def test_problems_that_the_kernel_refuses(change, reason):
     explained = explain(dataclasses.replace(SCORES, **change))

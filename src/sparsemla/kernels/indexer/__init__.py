@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch
 
+from sparsemla.formats import get_format
 from sparsemla.kernels.common.registry import Kernel, Op, Problem
 
 
@@ -27,6 +28,8 @@ def _cpu() -> ModuleType:
 
 def refused_by_sm90(problem: Problem) -> str | None:
     """Why the Hopper kernels refuse a problem, or None."""
+    if problem.cache_format and get_format(problem.cache_format).is_fp4:
+        return f"needs e4m3 keys, as Hopper has no FP4 MMA, got {problem.cache_format}"
     if problem.dtype != torch.float8_e4m3fn:
         return f"needs float8_e4m3fn queries, got {problem.dtype}"
     if problem.num_heads > 256 or problem.head_dim > 128:
