@@ -135,6 +135,13 @@ def test_sparse_decode_of_two_streams(extra_format, lengths, num_splits):
     check("sparse_decode", case, num_splits)
 
 
+def test_sparse_decode_of_the_records_of_deepseek_v41():
+    case = sparse_decode_case(
+        Draw(2, DEVICE), format=FP8_528, batch=2, num_heads=2, topk=40, extra=(FP4_288, 90, 50, 2)
+    )
+    check("sparse_decode", case, num_splits=2)
+
+
 @pytest.mark.parametrize("extra", [None, (FP8_584, 90, 50, 2)])
 def test_sparse_decode_of_tokens_with_lengths_of_their_own(extra):
     lengths = {"with_lengths": True, "with_extra_lengths": True, "own_lengths": True}

@@ -23,6 +23,7 @@ from sparsemla.formats import (
     BF16_512,
     BF16_576,
     FP4_288,
+    FP8_528,
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
@@ -914,6 +915,10 @@ def _sparse_decode() -> list[Case]:
                 build(make, format=fmt, num_heads=32, seq_len=300, topk=200, **both),
             )
             for fmt in (FP8_584, e4m3_format(scale_block=64))
+        ),
+        Case(
+            "fp8_528 and fp4_288",
+            build(make, format=FP8_528, num_heads=64, extra=(FP4_288, 300, 200, 64), **both),
         ),
         *(
             Case(
