@@ -158,10 +158,10 @@ def best(inputs, topk, max_workspace_bytes, causal=True, ratio=1, as_slots=False
 
 
 def best_inputs(fmt, query_lens, lens, page_size=16, heads=5):
-    """Small integers, so that scores are exact, with many ties."""
+    """Small integers, so that scores are exact, with many ties; as they are also in MXFP4."""
     cache, table = paged_inputs(fmt, lens, page_size, -(-max(lens) // page_size))
     for part in cache.fields():
-        if part is not None:
+        if part is not None and not fmt.is_fp4:
             values = torch.randint(-1, 2, part.shape).float()
             keep = part.float().isnan()
             values = torch.where(keep, NAN, values.abs() + 1 if part is cache.scales else values)
@@ -190,13 +190,17 @@ def test_best(max_workspace_bytes, causal):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "topk", "causal", "as_slots"),
-    [(4, 5, True, False), (4, 9, False, True), (128, 5, True, True)],
+    ("fmt", "ratio", "topk", "causal", "as_slots"),
+    [
+        (bf16_format(16), 4, 5, True, False),
+        (INDEX_MXFP4, 4, 9, False, True),
+        (bf16_format(16), 128, 5, True, True),
+    ],
 )
-def test_best_of_pooled_keys(ratio, topk, causal, as_slots):
+def test_best_of_pooled_keys(fmt, ratio, topk, causal, as_slots):
     """A prefill, drafts with own lengths, a decode, an empty request, more queries than tokens."""
     lens = [ratio * 40 + 2, ratio * 9, 0, ratio * 30 - 1, 2]
-    inputs = best_inputs(bf16_format(16), [6, 4, 0, 1, 3], [n // ratio for n in lens])
+    inputs = best_inputs(fmt, [6, 4, 0, 1, 3], [n // ratio for n in lens])
     inputs["seq_lens"] = torch.tensor(lens, dtype=torch.int32)
     inputs["page_table"][0, 1] = -1
     out = best(inputs, topk, 3000, causal, ratio, as_slots)

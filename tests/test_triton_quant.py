@@ -296,7 +296,7 @@ def test_rows_before_quantisation(fmt, norm_dim, rope_dim, interleaved):
 
 
 @pytest.mark.parametrize("fmt", [FP8_DS_MLA, FP8_584, INDEX_FP8, FP4_288, INDEX_MXFP4])
-def test_nan_does_not_change_the_scale(fmt):
+def test_nan_large_values_and_ties(fmt):
     cache = marked_cache(fmt, page_size=5)
     arguments = {
         "q_rope": torch.ones(2, 1, 64),
@@ -309,8 +309,10 @@ def test_nan_does_not_change_the_scale(fmt):
         "interleaved": True,
         "scale_mode": "pow2",
     }
-    arguments["kv"][:, 64:] *= 1e3  # beyond the largest scale of fp4_288
+    arguments["kv"][0, 64:] *= 1e3  # beyond the largest scale of fp4_288
     arguments["kv"][0, 70] = math.nan  # not among the dims that are normalised
+    arguments["kv"][1, 64:] = (torch.arange(fmt.head_dim - 64) % 49 - 24) / 4  # ties of e2m1
+    arguments["kv"][1, 64::16] = 6
     written, _ = run("fused_rope_rmsnorm_quant", cache, out=torch.zeros(2, 1, 64), **arguments)
     reference.fused_rope_rmsnorm_quant(cache=cache, **arguments)
     ours, expected = (one.gather(torch.arange(2)) for one in (written, cache))
