@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
+from sparsemla.backends.transformers.handle import Handle
 from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
 from sparsemla.backends.transformers.layers import Layers
+from sparsemla.backends.transformers.sequences import STAGES, Stage
 from sparsemla.backends.transformers.step import (
     Step,
     check_input,
@@ -24,14 +26,17 @@ from sparsemla.backends.transformers.step import (
     prepare_step,
     split_mask,
 )
+from sparsemla.backends.transformers.training import TrainingAttention
 from sparsemla.formats import CacheFormat
-from sparsemla.kinds import check_integer
+from sparsemla.kinds import check_integer, check_number
 
 LAYERS: dict[str, Callable[..., Layers]] = {
     **dict.fromkeys(ARCHITECTURES, LatentLayers),
     "deepseek_v4": CompressedLayers,
 }
 """Keyed by the configuration's ``model_type``."""
+
+PAGE_SIZE = 64
 
 NOT_SERVED = {
     "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
@@ -57,10 +62,12 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> NoReturn:
-        raise NotImplementedError("sparsemla's attention has no backward pass")
+        raise NotImplementedError(
+            "sparsemla's attention has no backward pass here; enable(model, training=True) has one"
+        )
 
 
-class PagedAttention:
+class PagedAttention(Handle):
     """The handle of an enabled model: it disables the attention and exposes cache and selections.
 
     A context manager that disables on exit.
@@ -73,6 +80,7 @@ class PagedAttention:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
+        super().__init__()
         self.cache: BatchCache | None = None
         self.selections: list[dict[int, Tensor]] = []
         base = cast(PreTrainedModel, model.base_model)
@@ -80,37 +88,17 @@ class PagedAttention:
         self._layers = layers
         self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        # Instance attributes hide the class's methods; disable() restores earlier ones.
-        places = [(module, "forward") for module in (base, *layers.modules)]
-        generates: Any = model if isinstance(model, GenerationMixin) else None
-        if generates is not None:
-            places.append((generates, "prepare_inputs_for_generation"))
-            places.append((generates, "create_masks_for_generate"))
-        self._before = [(module, name, vars(module).get(name)) for module, name in places]
         self._base_forward = base.forward
-        base.forward = self._forward
-        if generates is not None:
+        self._replace(base, "forward", self._forward)
+        if isinstance(model, GenerationMixin):
+            generates: Any = model
             prepare = generates.prepare_inputs_for_generation
-            step = functools.partial(prepare_step, prepare)
             # Keep the wrapped signature, which generate() reads.
-            generates.prepare_inputs_for_generation = functools.update_wrapper(step, prepare)
-            generates.create_masks_for_generate = mask_for_generate
+            step = functools.update_wrapper(functools.partial(prepare_step, prepare), prepare)
+            self._replace(generates, "prepare_inputs_for_generation", step)
+            self._replace(generates, "create_masks_for_generate", mask_for_generate)
         for layer_idx, module in enumerate(layers.modules):
-            module.forward = functools.partial(self._attend, layer_idx)
-
-    def __enter__(self) -> PagedAttention:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.disable()
-
-    def disable(self) -> None:
-        """Restore transformers' own attention; a second call does nothing."""
-        for module, name, value in self._before:
-            delattr(module, name)
-            if value is not None:
-                setattr(module, name, value)
-        self._before = []
+            self._replace(module, "forward", functools.partial(self._attend, layer_idx))
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
         """An empty cache for the model, for ``past_key_values``.
@@ -150,7 +138,10 @@ class PagedAttention:
         if kwargs.get("output_attentions", config.output_attentions):
             raise ValueError("output_attentions must be False: no attention matrix exists here")
         if self._base.training and torch.is_grad_enabled():
-            raise ValueError("model must be in eval mode or under torch.no_grad(), got training")
+            raise ValueError(
+                "model must be in eval mode or under torch.no_grad(), got training mode; "
+                "enable(model, training=True) trains"
+            )
         cache = self._resolve(past_key_values, given.shape[0])
         past, new = split_mask(attention_mask, cache, given.shape[1])
         decodes = given.shape[1] == 1
@@ -221,14 +212,38 @@ class PagedAttention:
         return out, *rest
 
 
+@overload
 def enable(
     model: PreTrainedModel,
     *,
     cache_format: CacheFormat | None = None,
     index_format: CacheFormat | None = None,
-    page_size: int = 64,
+    page_size: int = PAGE_SIZE,
     record_selections: bool = False,
-) -> PagedAttention:
+    training: Literal[False] = False,
+) -> PagedAttention: ...
+
+
+@overload
+def enable(
+    model: PreTrainedModel,
+    *,
+    training: Literal[True] | Stage,
+    index_loss_coefficient: float = 1.0,
+    record_selections: bool = False,
+) -> TrainingAttention: ...
+
+
+def enable(
+    model: PreTrainedModel,
+    *,
+    cache_format: CacheFormat | None = None,
+    index_format: CacheFormat | None = None,
+    page_size: int = PAGE_SIZE,
+    record_selections: bool = False,
+    training: bool | Stage = False,
+    index_loss_coefficient: float = 1.0,
+) -> PagedAttention | TrainingAttention:
     """Plug this package's attention into a DeepSeek-V3, V3.2, V4 or GLM-5 model.
 
     The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
@@ -252,16 +267,23 @@ def enable(
             ``cache_format``, else bfloat16.
         page_size: rows of a page.
         record_selections: record each step's selection in :attr:`PagedAttention.selections`.
+        training: ``"dense"``, ``"warmup"`` or ``"sparse"``, a stage of training DeepSeek-V3.2 or
+            GLM-5, see :attr:`TrainingAttention.stage`; True for ``"sparse"``. Weights are read in
+            each forward, nothing is copied, and no cache is kept.
+        index_loss_coefficient: with ``training``, the factor of the indexers' loss in the ``loss``
+            of the model's output. 0 gives their parameters gradients of 0.
 
     Returns:
-        The handle; its method ``disable`` restores the model.
+        The handle; its method ``disable`` restores the model. With ``training`` a
+        :class:`TrainingAttention`.
 
     Raises:
         TypeError: a model or format of another kind.
         ValueError: another architecture, a model that is enabled already, a layer with its
             attention offloaded or on several devices, or a format or head size that does not fit.
             The model's forward raises ValueError for 4D masks, packed sequences, caches of another
-            kind, ``output_attentions`` and training.
+            kind, ``output_attentions`` and training. With ``training``: another stage, arguments
+            of caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``
     and ``glm_moe_dsa``.
@@ -272,8 +294,25 @@ def enable(
     config: Any = base.config
     if reason := refuse(config.model_type):
         raise ValueError(reason)
-    if isinstance(getattr(vars(base).get("forward"), "__self__", None), PagedAttention):
+    if isinstance(getattr(vars(base).get("forward"), "__self__", None), Handle):
         raise ValueError("model must not be enabled already: disable its handle first")
+    if training is not False:
+        if cache_format is not None or index_format is not None or page_size != PAGE_SIZE:
+            raise ValueError(
+                "cache_format, index_format and page_size must be left out with training: "
+                "a model that trains keeps no cache"
+            )
+        if training is not True and training not in STAGES:
+            raise ValueError(
+                f"training must be True, False or one of {', '.join(STAGES)}, got {training!r}"
+            )
+        check_number("index_loss_coefficient", index_loss_coefficient)
+        return TrainingAttention(
+            model,
+            "sparse" if training is True else training,
+            index_loss_coefficient=index_loss_coefficient,
+            record_selections=record_selections,
+        )
     layers = LAYERS[config.model_type](
         base,
         cache_format=cache_format,

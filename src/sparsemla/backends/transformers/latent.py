@@ -7,7 +7,7 @@ heads and dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -299,10 +299,8 @@ class LatentLayers(Layers):
         indexer, plan = self.modules[layer_idx].indexer, step.plan
         cache = step.cache.index_keys[layer_idx]
         interleaved = self._architecture.interleaved_indexer
-        k = indexer.wk(x)  # [T, DI]
-        q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))  # [T, HI, DI]
-        weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))  # [T, HI]
         if cache.format.fp8_dim:
+            q, weights, k = _project_index(indexer, x, q_resid)
             q, weights = fused_indexer_rope_quant(
                 q,
                 weights,
@@ -318,13 +316,11 @@ class LatentLayers(Layers):
             )
         else:
             # Round where transformers rounds: a bfloat16 model then selects the same tokens.
-            rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
-            q, k = _rotated(rotate, q, indexer.k_norm(k)[:, None], *cos_sin)
+            q, weights, k = indexed(indexer, x, q_resid, cos_sin, interleaved=interleaved)
             slots = plan.slot_mapping
             at = slots // cache.page_size, slots % cache.page_size
-            cache.data.index_put_(at, k[:, 0].bfloat16())
+            cache.data.index_put_(at, k.bfloat16())
             q = q.bfloat16()
-            weights = weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
         topk_indices = indexer_topk(
             q,
             weights,
@@ -350,11 +346,40 @@ def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
     )
 
 
-def _rotated(
-    rotate: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, HI, DI]`` and keys ``[T, 1, DI]`` with their first R dims rotated."""
-    dims = [cos.shape[-1], q.shape[-1] - cos.shape[-1]]
+def _project_index(
+    indexer: Any,  # noqa: ANN401 - its class depends on the architecture
+    x: Tensor,
+    q_resid: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, HI, DI]``, head weights ``[T, HI]`` and keys ``[T, DI]``, as projected."""
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))
+    weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
+    return q, weights, indexer.wk(x)
+
+
+def indexed(
+    indexer: Any,  # noqa: ANN401 - its class depends on the architecture
+    x: Tensor,
+    q_resid: Tensor,
+    cos_sin: Sequence[Tensor],
+    *,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What scores are made of: queries, float32 head weights with every factor, and keys.
+
+    Args:
+        indexer: of a layer.
+        x, q_resid: ``[T, hidden]`` and the latent queries ``[T, n]``.
+        cos_sin: ``[T, R]`` each.
+        interleaved: see :class:`Architecture`.
+    """
+    q, weights, k = _project_index(indexer, x, q_resid)
+    k = indexer.k_norm(k)[:, None]  # [T, 1, DI]
+    rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+    rope_dim = cos_sin[0].shape[-1]
+    dims = [rope_dim, q.shape[-1] - rope_dim]
     (q_rope, q_rest), (k_rope, k_rest) = q.split(dims, dim=-1), k.split(dims, dim=-1)
-    q_rope, k_rope = rotate(q_rope, k_rope, cos, sin)
-    return torch.cat([q_rope, q_rest], dim=-1), torch.cat([k_rope, k_rest], dim=-1)
+    q_rope, k_rope = rotate(q_rope, k_rope, *cos_sin)
+    q = torch.cat([q_rope, q_rest], dim=-1)
+    k = torch.cat([k_rope, k_rest], dim=-1)[:, 0]
+    return q, weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale), k

@@ -36,7 +36,7 @@ class Layers(ABC):
     def __init__(self, base: PreTrainedModel, *, page_size: int, records: bool) -> None:
         self.modules: list[Any] = [layer.self_attn for layer in cast(Any, base).layers]
         for layer_idx, module in enumerate(self.modules):
-            _check_device(layer_idx, module)
+            check_device(layer_idx, module)
         check_integer("page_size", page_size, 1)
         self.page_size = page_size
         self.records = records
@@ -67,7 +67,7 @@ class Layers(ABC):
         """
 
 
-def _check_device(layer_idx: int, attention: nn.Module) -> None:
+def check_device(layer_idx: int, attention: nn.Module) -> None:
     """Refuse a layer if its attention is offloaded or on several devices."""
     devices = sorted({str(parameter.device) for parameter in attention.parameters()})
     if len(devices) > 1:

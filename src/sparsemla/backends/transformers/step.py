@@ -24,29 +24,14 @@ StepType = TypeVar("StepType", bound="Step")
 
 
 @dataclass(eq=False, kw_only=True)
-class Step:
-    """One forward of the model, passed to the attention modules as an extra argument.
+class Tokens:
+    """The real columns of a batch.
 
     Args:
-        cache: every layer writes and reads it.
-        decodes: the step has a single column: one token per row of the batch.
         tokens: int64 ``[T]``, indices of the real columns among B * S; None for all of them.
-        selections: the selection of each layer with an indexer, filled if recorded.
     """
 
-    cache: BatchCache
-    decodes: bool
     tokens: Tensor | None
-    selections: dict[int, Tensor] = field(default_factory=dict)
-    _copies: dict[torch.device, Any] = field(default_factory=dict, init=False)
-
-    def on(self: StepType, device: torch.device) -> StepType:
-        """The step with its tensors on ``device``, copied once per device."""
-        if device == self.cache.device:
-            return self
-        if device not in self._copies:
-            self._copies[device] = _moved(self, device)
-        return self._copies[device]
 
     def pick(self, x: Tensor) -> Tensor:
         """The tokens ``[T, n]`` of ``x [B, S, n]``."""
@@ -58,6 +43,31 @@ class Step:
         if self.tokens is None:
             return x.view(*shape)
         return x.new_zeros(*shape).flatten(0, 1).index_copy_(0, self.tokens, x).view(*shape)
+
+
+@dataclass(eq=False, kw_only=True)
+class Step(Tokens):
+    """One forward of the model, passed to the attention modules as an extra argument.
+
+    Args:
+        cache: every layer writes and reads it.
+        decodes: the step has a single column: one token per row of the batch.
+        tokens: see :class:`Tokens`.
+        selections: the selection of each layer with an indexer, filled if recorded.
+    """
+
+    cache: BatchCache
+    decodes: bool
+    selections: dict[int, Tensor] = field(default_factory=dict)
+    _copies: dict[torch.device, Any] = field(default_factory=dict, init=False)
+
+    def on(self: StepType, device: torch.device) -> StepType:
+        """The step with its tensors on ``device``, copied once per device."""
+        if device == self.cache.device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = _moved(self, device)
+        return self._copies[device]
 
 
 def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - a field of a step
