@@ -39,12 +39,29 @@ class Index(NamedTuple):
     scores: Tensor | None
 
 
+class Results:
+    """What the layers of a forward leave behind.
+
+    No dataclass: FSDP copies those that hold tensors with a graph, on their way to each layer.
+    Under activation checkpointing a layer runs again: what the first run left stays.
+
+    Attributes:
+        indexes: the results of indexers that later layers share, by layer.
+        losses: the indexer's loss in each layer.
+        selections: the selection of each layer with an indexer, filled if recorded.
+    """
+
+    def __init__(self) -> None:
+        self.indexes: dict[int, Index] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.selections: dict[int, Tensor] = {}
+
+
 @dataclass(eq=False, kw_only=True)
 class TrainingStep(Tokens):
     """One forward of the model, passed to the attention modules as an extra argument.
 
-    The tokens of all sequences are the rows 0 to T - 1, sequence after sequence. Under activation
-    checkpointing a layer runs again with the same step: what the first run stored stays.
+    The tokens of all sequences are the rows 0 to T - 1, sequence after sequence.
 
     Args:
         tokens: see :class:`Tokens`.
@@ -53,9 +70,7 @@ class TrainingStep(Tokens):
         stage: see :class:`TrainingAttention`.
         learns: whether indexers get a loss.
         replayed: selections by layer, as recorded; empty for the indexers' own.
-        indexes: the results of indexers that later layers share, by layer.
-        losses: the loss of each layer, filled in.
-        selections: the selection of each layer with an indexer, filled if recorded.
+        results: filled by the layers.
     """
 
     lengths: tuple[int, ...]
@@ -64,9 +79,7 @@ class TrainingStep(Tokens):
     stage: Stage
     learns: bool
     replayed: Mapping[int, Tensor]
-    indexes: dict[int, Index] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    selections: dict[int, Tensor] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
 
     def attends_to_all(self, topk: int) -> bool:
         """Whether attention is dense: by the stage, or because ``topk`` selects every token."""

@@ -49,7 +49,7 @@ class _After(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:  # noqa: ANN401
         ctx.others = [(x.shape, x.dtype, x.device) for x in others]
-        return value.view_as(value)
+        return value.detach()  # a view would make FSDP warn
 
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -213,16 +213,16 @@ class TrainingAttention(Handle):
             sparsemla_step=step,
             **kwargs,
         )
-        self.index_losses = step.losses
+        self.index_losses = step.results.losses
         if step.stage == "warmup":
             # The main model has no gradient, but FSDP's hooks wait for one on their way down.
             hidden_states = output[0]
             self.index_losses = {
                 layer_idx: _After.apply(loss, hidden_states)
-                for layer_idx, loss in step.losses.items()
+                for layer_idx, loss in step.results.losses.items()
             }
         if self._records and self.stage == "sparse":
-            self.selections.append(step.selections)
+            self.selections.append(step.results.selections)
         return output
 
     def _check_frozen(self) -> None:
@@ -271,7 +271,7 @@ class TrainingAttention(Handle):
             return forward(hidden_states, *args, sparsemla_step=step, **kwargs)
         output = forward(hidden_states.detach(), *args, sparsemla_step=step, **kwargs)
         out, *rest = output if isinstance(output, tuple) else (output,)
-        out = _After.apply(out, hidden_states, step.losses[layer_idx])
+        out = _After.apply(out, hidden_states, step.results.losses[layer_idx])
         return (out, *rest) if isinstance(output, tuple) else out
 
     def _attend(
@@ -308,7 +308,7 @@ class TrainingAttention(Handle):
         else:
             out, loss = self._attend_to_selected(attention, *parts, index, step)
         if loss is not None:
-            step.losses.setdefault(layer_idx, loss)
+            step.results.losses.setdefault(layer_idx, loss)
         out = attention.o_proj(out.flatten(1))  # of [T, H, V]
         out = step.place(out, hidden_states.shape)
         return (out, None, None) if self._architecture.shares_selection else (out, None)
@@ -324,7 +324,7 @@ class TrainingAttention(Handle):
         """What the layer's indexer, or the one that it shares, makes of the tokens."""
         owner = self._served[layer_idx]
         if owner != layer_idx:
-            return step.indexes.get(owner)
+            return step.results.indexes.get(owner)
         indexer = self._modules[layer_idx].indexer
         dense = step.attends_to_all(indexer.index_topk)
         records = self._records and step.stage == "sparse"
@@ -345,10 +345,10 @@ class TrainingAttention(Handle):
                 scores = selected_scores(iq, weights, ik, rows) if step.learns else None
             index = Index(iq, weights, ik, rows, scores)
             if self._served.count(owner) > 1:
-                step.indexes.setdefault(layer_idx, index)
+                step.results.indexes.setdefault(layer_idx, index)
         if records:
             rows = step.everything(x.device) if dense else cast(Index, index).topk_indices
-            step.selections.setdefault(layer_idx, step.positions(cast(Tensor, rows)))
+            step.results.selections.setdefault(layer_idx, step.positions(cast(Tensor, rows)))
         return index
 
     def _select(
