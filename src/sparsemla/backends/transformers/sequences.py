@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -79,7 +79,7 @@ class TrainingStep(Tokens):
     stage: Stage
     learns: bool
     replayed: Mapping[int, Tensor]
-    results: Results = field(default_factory=Results)
+    results: Results
 
     def attends_to_all(self, topk: int) -> bool:
         """Whether attention is dense: by the stage, or because ``topk`` selects every token."""

@@ -22,6 +22,7 @@ from sparsemla.backends.transformers.layers import check_device
 from sparsemla.backends.transformers.sequences import (
     STAGES,
     Index,
+    Results,
     Stage,
     TrainingStep,
     find_sequences,
@@ -202,6 +203,7 @@ class TrainingAttention(Handle):
             stage=self.stage,
             learns=learns,
             replayed=self._check_replayed(selections, len(ends)),
+            results=Results(),
         )
         output: Any = self._base_forward(
             input_ids=input_ids,
@@ -474,9 +476,13 @@ def _check_model(model: PreTrainedModel) -> None:
         check_device(layer_idx, layer.self_attn)
         projection = layer.self_attn.kv_b_proj
         # Its weight is read: an adapter around it, or a quantised one, would be lost.
-        if type(projection) is not nn.Linear or projection.weight.dtype not in FLOATS:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-            raise ValueError(
-                f"model must have a torch.nn.Linear of {dtypes} as kv_b_proj, got "
-                f"{type(projection).__name__} of {projection.weight.dtype} in layer {layer_idx}"
-            )
+        kind = type(projection).__name__
+        if type(projection) is nn.Linear and projection.weight.dtype in FLOATS:
+            continue
+        if type(projection) is nn.Linear:
+            kind = f"one of {projection.weight.dtype}"
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(
+            f"model must have a torch.nn.Linear of {dtypes} as kv_b_proj, got {kind} in layer "
+            f"{layer_idx}"
+        )
