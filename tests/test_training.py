@@ -27,6 +27,9 @@ from sparsemla.backends.transformers.dense import (  # noqa: E402
 )
 from sparsemla.testing.models import copying_model  # noqa: E402
 
+# transformers 5.23 renames gradient checkpointing; 5.17 has the old name only.
+old_name_of_checkpointing = pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")
+
 TOPK, ALL = 6, 64
 COLUMNS = 24
 
@@ -59,6 +62,13 @@ def assert_equal_gradients(
     for name, grad in expected.items():
         error = (found[name] - grad).abs().max() / grad.abs().max()
         assert error <= tolerance, (name, float(error))
+
+
+def count_calls(module: nn.Module) -> list[object]:
+    """Grows with each call of the module."""
+    calls: list[object] = []
+    module.register_forward_pre_hook(lambda *given: calls.append(None))
+    return calls
 
 
 def freeze(parameters: list[nn.Parameter]) -> None:
@@ -375,6 +385,7 @@ class TestReplay:
             pack_selections([lists, {1: lists[0]}])
 
 
+@old_name_of_checkpointing
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_checkpointing_changes_no_bit(shared_glm, stage):
     model, ids = shared_glm.requires_grad_(True).train(), tokens()
@@ -386,9 +397,10 @@ def test_checkpointing_changes_no_bit(shared_glm, stage):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model(ids, labels=ids).loss.backward()
         assert_equal_gradients(gradients(model), expected, 0)
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-        with pytest.raises(ValueError, match="must have use_reentrant=False"):
-            model(ids, labels=ids)
+        if stage == "sparse":
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+            with pytest.raises(ValueError, match="must have use_reentrant=False"):
+                model(ids, labels=ids)
     model.gradient_checkpointing_disable()
 
 
@@ -397,7 +409,7 @@ def test_compiles_without_graph_break():
     with enable(model, training=True):
         model(ids, labels=ids).loss.backward()
         expected = gradients(model)
-        step = torch.compile(model.__call__, fullgraph=True, backend="aot_eager")
+        step = torch.compile(model.__call__, fullgraph=True, backend="eager")
         step(ids, labels=ids).loss.backward()
     assert_equal_gradients(gradients(model), expected, 1e-5)
 
@@ -471,9 +483,11 @@ def _train(rank: int, world: int, kind: str, stage: Any) -> tuple[float, dict[st
             freeze(training.main_parameters())
         runs: Any = model
         if kind == "fsdp":
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
             for layer in model.model.layers:
                 fully_shard(layer)
             fully_shard(model)
+            again = count_calls(model.model.layers[1].mlp)
         elif kind == "ddp":
             training.index_loss_coefficient = 0.0
             runs = nn.parallel.DistributedDataParallel(model)
@@ -484,6 +498,8 @@ def _train(rank: int, world: int, kind: str, stage: Any) -> tuple[float, dict[st
             loss.backward()
     found = gradients(model)
     if kind == "fsdp":
+        # Two steps; what the warmup stage computes again, it stops before the MLP.
+        assert len(again) == (4 if stage == "sparse" else 2)
         found = {name: grad.full_tensor() for name, grad in found.items()}
     return loss.item(), found
 
@@ -510,6 +526,7 @@ def _on_two_processes(kind: str, stage: str, folder: Path) -> list[tuple[float, 
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@old_name_of_checkpointing
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_fsdp_equals_one_process(stage, tmp_path):
     loss, expected = _train(0, 1, "alone", stage)
@@ -526,6 +543,7 @@ def test_ddp_without_the_index_loss(tmp_path):
         assert all(grad.any() for name, grad in found.items() if "o_proj" in name)
 
 
+@old_name_of_checkpointing
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_trainer(model, tmp_path, stage):
     """The Trainer needs no subclass: the output's loss has all losses, for any accumulation."""

@@ -106,7 +106,9 @@ class TrainingAttention(Handle):
         for layer_idx, layer in enumerate(layers):
             attend = functools.partial(self._attend, layer_idx)
             self._replace(layer.self_attn, "forward", attend)
-            decode = functools.partial(self._layer, layer_idx, layer.forward)
+            # FSDP changes the class, and transformers checkpoints in the forward of the last one.
+            own = vars(layer).get("forward") or functools.partial(_forward_of_class, layer)
+            decode = functools.partial(self._layer, layer_idx, own)
             self._replace(layer, "forward", decode)
 
     @property
@@ -426,6 +428,10 @@ class TrainingAttention(Handle):
             row_weights=_mean(lse),
         )
         return out, loss
+
+
+def _forward_of_class(module: nn.Module, *args: object, **kwargs: object) -> object:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _mean(x: Tensor) -> Tensor:
