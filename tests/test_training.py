@@ -385,6 +385,21 @@ class TestReplay:
             pack_selections([lists, {1: lists[0]}])
 
 
+def test_a_warmup_keeps_no_graph_of_the_main_model(model):
+    kept: list[tuple[int, ...]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    with enable(model, training="warmup") as training:
+        freeze(training.main_parameters())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(tokens())
+    assert kept
+    assert not any(model.config.intermediate_size in shape for shape in kept)
+
+
 @old_name_of_checkpointing
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
 def test_checkpointing_changes_no_bit(shared_glm, stage):
