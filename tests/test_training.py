@@ -196,6 +196,9 @@ def test_losses_and_gradients_equal_transformers(
         language = output.loss - training.index_loss
         losses = training.index_losses
         output.loss.backward()
+        if stage == "sparse":
+            width = min(topk, int(mask.sum(1).max()))
+            assert training.selections[0][0].shape == (mask.sum(), width)
     found = gradients(model)
     theirs = Theirs(model, ids, mask, training.selections[0] if stage == "sparse" else None)
     torch.testing.assert_close(language, theirs.loss)
