@@ -69,7 +69,7 @@ class TrainingAttention(Handle):
     Attributes:
         index_losses: for each layer of the latest forward the mean over its tokens of
             ``KL(attention of all heads || softmax of the index scores)``, with a graph. Empty in
-            the dense stage, without gradients, and for indexers of which no parameter requires one.
+            the dense stage, without gradients, and if no parameter of an indexer requires one.
         index_loss_coefficient: factor of :attr:`index_loss` in the ``loss`` of the model's output.
         selections: if recorded, one dict per forward of the sparse stage: for each layer with an
             indexer int32 ``[T, K]``, ascending positions in the token's own sequence, then -1.
