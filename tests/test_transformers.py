@@ -76,6 +76,9 @@ def make_model(model_type: str = "deepseek_v32", **overrides: Any) -> Any:
     }
     if model_type != "deepseek_v3":
         settings |= {"index_topk": ALL, "index_n_heads": 16, "index_head_dim": 128}
+    if model_type == "hy_v4":
+        num_layers = overrides.get("num_hidden_layers", 2)
+        settings |= {"mlp_layer_types": ["dense"] * num_layers, "attn_implementation": "eager"}
     config = getattr(transformers, f"{name}Config")(**(settings | overrides))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +89,9 @@ def make_model(model_type: str = "deepseek_v32", **overrides: Any) -> Any:
                 deviation = 1.0 if "embed_tokens" in parameter_name else deviation
                 deviation *= 0.3 if "down_proj" in parameter_name else 1.0
                 parameter.normal_(0, deviation, generator=generator)
-            elif parameter_name.endswith("layernorm.weight") or "k_norm" in parameter_name:
+            elif (
+                parameter_name.endswith(("layernorm.weight", "sinks")) or "k_norm" in parameter_name
+            ):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -178,15 +183,21 @@ def test_steps_of_several_tokens(model):
         assert_close(torch.cat(pieces, 1), expected, rms=0.003)
 
 
+WITH_INDEXER = [model_type for model_type in CLASSES if model_type != "deepseek_v3"]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "least"),
+    ("model_type", "dtype", "index_format", "least"),
     [
-        (torch.float32, 0.97),  # bfloat16 keys and queries; a wrong rotation leaves less than half
-        (torch.bfloat16, 1.0),  # the same keys and queries, bit for bit
+        # bfloat16 keys and queries; a wrong rotation leaves less than half
+        *((model_type, torch.float32, None, 0.97) for model_type in WITH_INDEXER),
+        # the same keys and queries, bit for bit
+        *((model_type, torch.bfloat16, None, 1.0) for model_type in WITH_INDEXER),
+        ("hy_v4", torch.float32, INDEX_FP8, 0.9),
     ],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_selections_equal_transformers(model_type, dtype, least):
+def test_selections_equal_transformers(model_type, dtype, index_format, least):
     # One layer, so that different roundings of attention reach no indexer.
     num_layers = 2 if dtype == torch.float32 else 1
     model = make_model(model_type, index_topk=TOPK, num_hidden_layers=num_layers).to(dtype)
@@ -196,7 +207,7 @@ def test_selections_equal_transformers(model_type, dtype, least):
         layer.self_attn.indexer.register_forward_hook(lambda *a: theirs.append(a[-1][0]))
     with torch.no_grad():
         model(ids)
-        with enable(model, record_selections=True) as handle:
+        with enable(model, index_format=index_format, record_selections=True) as handle:
             model(ids)
     (ours,) = handle.selections
     for layer_idx in range(num_layers):
@@ -326,6 +337,28 @@ def test_512_tokens_equal_eager_attention(model_type, dtype, device):
         blind = without_attention(model)(expected.sequences[:, :-1], attention_mask=mask).logits
         right = blind[:, 59:].argmax(-1) == expected.sequences[:, 60:]
         assert right.float().mean() < 0.05
+
+
+@pytest.mark.parametrize("model_type", ["axk2", "hy_v4"])
+def test_relatives_choose_the_same_tokens(model_type):
+    """Each generated token is transformers' choice after the same tokens, by a margin of 18.
+
+    The bfloat16 model and its eager attention choose the same tokens.
+    """
+    model: Any = copying_model(model_type)
+    ids = tokens(1, 60) % 127 + 1
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 120, "do_sample": False}
+    with torch.no_grad():
+        with enable(model):
+            text = model.generate(ids, **arguments)
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = model.to(dtype)(text[:, :-1]).logits[:, 59:].float()
+            with enable(model):
+                ours = model(text[:, :-1]).logits[:, 59:].float()
+            best = logits.topk(2, -1)
+            assert torch.equal(best.indices[..., 0], text[:, 60:])
+            assert (best.values[..., 0] - best.values[..., 1]).min() > 17
+            assert (ours - logits).abs().max() < 1
 
 
 @pytest.mark.parametrize(
@@ -945,21 +978,35 @@ def test_an_empty_cache(model, max_length):
             handle.new_cache(2, max_length).crop(-1)
 
 
-def test_glm_shares_selections_and_rotates_its_indexer_interleaved():
-    model = make_model(
-        "glm_moe_dsa",
-        num_hidden_layers=3,
-        indexer_types=["full", "shared", "full"],
-        qk_nope_head_dim=192,
-        v_head_dim=256,
-    )
+RELATIVES = {
+    "glm_moe_dsa": {
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "shared", "full"],
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+    "hy_v4": {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    "axk2": {
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", RELATIVES)
+def test_relatives(model_type):
+    """Shared selections, sinks, gates of the output, other RoPE pairs and dims."""
+    model = make_model(model_type, **RELATIVES[model_type])
     ids = tokens(2, 60)
     with torch.no_grad():
         expected = model(ids).logits
         with enable(model, record_selections=True) as handle:
             output = model(ids[:, :50])
             assert_close(output.logits, expected[:, :50], rms=0.006)
-            assert set(handle.selections[0]) == set(handle.cache.index_keys) == {0, 2}
+            layers = {0, 1} if model_type == "axk2" else {0, 2}
+            assert set(handle.selections[0]) == set(handle.cache.index_keys) == layers
             output = model(ids[:, 50:51], past_key_values=output.past_key_values)
             assert_close(output.logits, expected[:, 50:51], rms=0.006)
         assert torch.equal(model(ids).logits, expected)
@@ -1035,7 +1082,7 @@ class TestRefusals:
         config = transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
         )
-        with pytest.raises(ValueError, match="glm_moe_dsa or deepseek_v4, got 'llama'"):
+        with pytest.raises(ValueError, match="hy_v4 or deepseek_v4, got 'llama'"):
             enable(transformers.LlamaForCausalLM(config))
         with pytest.raises(TypeError, match="must be a PreTrainedModel, got Linear"):
             enable(torch.nn.Linear(2, 2))

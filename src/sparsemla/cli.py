@@ -138,7 +138,7 @@ def generate(
         str, typer.Option(help="cpu, cuda, cuda:1, or auto: layers on all GPUs.")
     ] = "cpu",
 ) -> None:
-    """Continue a prompt greedily with a DeepSeek-V3, V3.2, V4 or GLM-5 checkpoint.
+    """Continue a prompt greedily with a checkpoint of a model that the transformers backend takes.
 
     The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the checkpoint,
     tokens are bytes if the vocabulary has 256.

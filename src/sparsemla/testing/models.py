@@ -18,6 +18,8 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
     "glm_moe_dsa": "GlmMoeDsa",
+    "axk2": "AXK2",
+    "hy_v4": "HYV4",
 }
 
 CONSTANT = 4.0
@@ -68,6 +70,9 @@ def copying_model(
     }
     if model_type != "deepseek_v3":
         settings |= {"index_topk": 32, "index_n_heads": 4, "index_head_dim": 64}
+    if model_type == "hy_v4":
+        settings["mlp_layer_types"] = ["dense"] * 2
+        settings["hc_mult"] = 1
     config = getattr(transformers, f"{CLASSES[model_type]}Config")(**(settings | sizes))
     model = getattr(transformers, f"{CLASSES[model_type]}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +81,7 @@ def copying_model(
             if parameter.dim() > 1:
                 modest = "o_proj" in name or "down_proj" in name
                 deviation = (0.3 if modest else 1.0) * parameter.shape[-1] ** -0.5
+                deviation *= 0.1 if "norm.mlp" in name else 1.0  # gates of a norm
                 parameter.normal_(0, deviation, generator=generator)
         embeddings = model.model.embed_tokens.weight
         embeddings.normal_(0, 1, generator=generator)
@@ -100,15 +106,26 @@ def _look_back(base: PreTrainedModel, lag: int, generator: torch.Generator) -> N
     behind = torch.stack([angles.cos(), -angles.sin()], dim=-1)  # [R / 2, 2]
     ahead = torch.stack([torch.ones_like(angles), torch.zeros_like(angles)], dim=-1)
 
+    def pairs(interleaved: bool) -> list[Tensor]:
+        return [(x if interleaved else x.T).flatten() for x in (behind, ahead)]
+
+    query, key = pairs(config.model_type != "hy_v4")
     attention.q_a_proj.weight[0] = 0
     attention.q_a_proj.weight[0, 0] = 2.0
-    q = attention.q_b_proj.weight.view(heads, nope + rope, -1)[0]
+    has_gate = config.model_type in ("axk2", "hy_v4")
+    fused = config.model_type == "axk2"
+    projection = attention.q_gate_proj if fused else attention.q_b_proj
+    q = projection.weight.view(heads, -1, projection.in_features)[0]
     q[:nope] *= 0.2
-    q[nope:] *= 0.1
-    q[nope:, 0] = behind.flatten() * 0.25 * (nope + rope) ** 0.5
+    q[nope : nope + rope] *= 0.1
+    q[nope : nope + rope, 0] = query * 0.25 * (nope + rope) ** 0.5
+    if has_gate:  # wide open
+        gate = q[nope + rope :] if fused else attention.gate_proj.weight[:value]
+        gate *= 0.2
+        gate[:, 0] = 2.0
     kv = attention.kv_a_proj_with_mqa.weight
     kv[latent:] *= 0.1
-    kv[latent:, 0] = ahead.flatten()
+    kv[latent:, 0] = key
     kv[:latent] = _orthonormal(latent, hidden, generator)
     read = _orthonormal(value, latent, generator)
     attention.kv_b_proj.weight.view(heads, nope + value, latent)[0, nope:] = read
@@ -118,12 +135,13 @@ def _look_back(base: PreTrainedModel, lag: int, generator: torch.Generator) -> N
 
     indexer = getattr(attention, "indexer", None)
     if indexer is not None:
-        interleaved = config.model_type == "glm_moe_dsa"
-        queries, keys = (x if interleaved else x.T for x in (behind, ahead))
+        query, key = pairs(config.model_type == "glm_moe_dsa")
+        first = indexer.head_dim - rope if config.model_type == "hy_v4" else 0
+        dims = slice(first, first + rope)
         wq = indexer.wq_b.weight.view(indexer.n_heads, indexer.head_dim, -1)
-        wq[:, :rope, 0] = queries.flatten()
-        indexer.k_norm.weight[:rope] = 0.2
-        indexer.k_norm.bias[:rope] = 3 * keys.flatten()
+        wq[:, dims, 0] = query
+        indexer.k_norm.weight[dims] = 0.2
+        indexer.k_norm.bias[dims] = 3 * key
         indexer.weights_proj.weight *= 0.2
         indexer.weights_proj.weight[:, 0] = 0.3
 

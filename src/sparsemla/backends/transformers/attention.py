@@ -244,7 +244,7 @@ def enable(
     training: bool | Stage = False,
     index_loss_coefficient: float = 1.0,
 ) -> PagedAttention | TrainingAttention:
-    """Plug this package's attention into a DeepSeek-V3, V3.2, V4 or GLM-5 model.
+    """Plug this package's attention into a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model.
 
     The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
     works as before: ``generate`` (greedy, sampling, beams, a static cache), batches with padding on
@@ -285,8 +285,8 @@ def enable(
             kind, ``output_attentions`` and training. With ``training``: another stage, arguments
             of caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
 
-    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``
-    and ``glm_moe_dsa``.
+    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
+    ``glm_moe_dsa``, ``axk2`` and ``hy_v4``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")

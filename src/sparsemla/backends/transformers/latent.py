@@ -1,8 +1,10 @@
-"""The attention of DeepSeek-V3, DeepSeek-V3.2 and GLM-5: a latent row and an index key per token.
+"""Attention with a latent row and an index key per token.
+
+It is that of DeepSeek-V3, DeepSeek-V3.2, GLM-5, A.X-K2 and Hunyuan V4.
 
 Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
-decode step), H heads, P and R query dims without and with RoPE, L latent dims, HI and DI indexer
-heads and dims.
+decode step), H heads, P and R query dims without and with RoPE, L latent dims, V value dims, HI and
+DI indexer heads and dims.
 """
 
 from __future__ import annotations
@@ -44,18 +46,25 @@ class Architecture(NamedTuple):
     """Differences between the attention modules of the model types.
 
     Args:
-        interleaved_indexer: the indexer's RoPE pairs are (2i, 2i+1), not (i, i + R/2).
+        interleaved: RoPE pairs are (2i, 2i+1), not (i, i + R/2); None if the configuration's
+            ``rope_interleave`` decides. The other types ignore that field.
+        interleaved_indexer: the same of the indexer.
+        indexer_rope_first: RoPE rotates the first dims of the indexer's heads, not the last.
         shares_selection: attention returns its selection for the next layers without an indexer.
     """
 
+    interleaved: bool | None = True
     interleaved_indexer: bool = False
+    indexer_rope_first: bool = True
     shares_selection: bool = False
 
 
 ARCHITECTURES = {
-    "deepseek_v3": Architecture(),
+    "deepseek_v3": Architecture(interleaved=None),
     "deepseek_v32": Architecture(),
+    "axk2": Architecture(),
     "glm_moe_dsa": Architecture(interleaved_indexer=True, shares_selection=True),
+    "hy_v4": Architecture(interleaved=False, indexer_rope_first=False, shares_selection=True),
 }
 """Keyed by the configuration's ``model_type``. Models without an indexer attend to every token."""
 
@@ -160,9 +169,8 @@ class LatentLayers(Layers):
             index_format = index_format_of(index_format, index_dim, rope_dim, cache_format)
         self._formats = cache_format, index_format
         self._architecture = ARCHITECTURES[config.model_type]
-        # The other types always interleave, even if a checkpoint's configuration says otherwise.
-        is_v3 = config.model_type == "deepseek_v3"
-        self._interleaved = bool(config.rope_interleave) if is_v3 else True
+        interleaved = self._architecture.interleaved
+        self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
         self._weights = [_absorb(attention) for attention in self.modules]
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
@@ -258,18 +266,13 @@ class LatentLayers(Layers):
         step = step.on(cache.data.device)
         x = step.pick(hidden_states)  # [T, hidden]
         *cos_sin, table = step.rotation(position_embeddings, hidden_states.shape[0])  # [T, R]
-        if attention.q_lora_rank is None:
-            q = attention.q_proj(x)
-        else:
-            q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
-            q = attention.q_b_proj(q_resid)
-        q = q.unflatten(-1, (attention.num_heads, -1)).bfloat16()  # [T, H, P + R]
+        q, q_resid, gate = _queries(attention, x)
         if layer_idx in step.cache.index_keys:
-            slots = self._select(layer_idx, x, q_resid, cos_sin, table, step)
+            slots = self._select(layer_idx, x, cast(Tensor, q_resid), cos_sin, table, step)
         elif slots is None and step.cache.index_keys:
             raise ValueError("prev_topk_indices must be given to a layer without an indexer")
         kv = attention.kv_a_proj_with_mqa(x)  # [T, L + R]
-        norm = attention.kv_a_layernorm
+        norm, sinks = attention.kv_a_layernorm, getattr(attention, "sinks", None)
         layer = MLALayer(
             *self._weights[layer_idx],
             norm.weight,
@@ -277,12 +280,15 @@ class LatentLayers(Layers):
             attention.scaling,
             norm_eps=norm.variance_epsilon,
             interleaved=self._interleaved,
+            attn_sink=None if sinks is None else sinks.detach().float(),
         )
         if not step.decodes:
             out = prefill_branch(q, kv, cache, layer, step.plan, topk_indices=slots)
         else:  # positions are rows of the RoPE table: a causal mask must not compare them
             causal = slots is not None
             out = decode_branch(q, kv, cache, layer, step.plan, topk_indices=slots, causal=causal)
+        if gate is not None:
+            out = out * gate.float().sigmoid()
         out = attention.o_proj(out.flatten(1).to(hidden_states.dtype))  # of [T, H, V]
         return step.place(out, hidden_states.shape), slots
 
@@ -299,6 +305,7 @@ class LatentLayers(Layers):
         indexer, plan = self.modules[layer_idx].indexer, step.plan
         cache = step.cache.index_keys[layer_idx]
         interleaved = self._architecture.interleaved_indexer
+        rope_first = self._architecture.indexer_rope_first
         if cache.format.fp8_dim:
             q, weights, k = _project_index(indexer, x, q_resid)
             q, weights = fused_indexer_rope_quant(
@@ -313,10 +320,18 @@ class LatentLayers(Layers):
                 slot_mapping=plan.slot_mapping,
                 eps=indexer.k_norm.eps,
                 interleaved=interleaved,
+                rope_first=rope_first,
             )
         else:
             # Round where transformers rounds: a bfloat16 model then selects the same tokens.
-            q, weights, k = indexed(indexer, x, q_resid, cos_sin, interleaved=interleaved)
+            q, weights, k = indexed(
+                indexer,
+                x,
+                q_resid,
+                cos_sin,
+                interleaved=interleaved,
+                rope_first=rope_first,
+            )
             slots = plan.slot_mapping
             at = slots // cache.page_size, slots % cache.page_size
             cache.data.index_put_(at, k.bfloat16())
@@ -364,6 +379,7 @@ def indexed(
     cos_sin: Sequence[Tensor],
     *,
     interleaved: bool,
+    rope_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What scores are made of: queries, float32 head weights with every factor, and keys.
 
@@ -371,15 +387,46 @@ def indexed(
         indexer: of a layer.
         x, q_resid: ``[T, hidden]`` and the latent queries ``[T, n]``.
         cos_sin: ``[T, R]`` each.
-        interleaved: see :class:`Architecture`.
+        interleaved, rope_first: see :class:`Architecture`.
     """
     q, weights, k = _project_index(indexer, x, q_resid)
-    k = indexer.k_norm(k)[:, None]  # [T, 1, DI]
+    k = indexer.k_norm(k.to(indexer.k_norm.weight.dtype)).to(x.dtype)
     rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
-    rope_dim = cos_sin[0].shape[-1]
-    dims = [rope_dim, q.shape[-1] - rope_dim]
-    (q_rope, q_rest), (k_rope, k_rest) = q.split(dims, dim=-1), k.split(dims, dim=-1)
-    q_rope, k_rope = rotate(q_rope, k_rope, *cos_sin)
-    q = torch.cat([q_rope, q_rest], dim=-1)
-    k = torch.cat([k_rope, k_rest], dim=-1)[:, 0]
-    return q, weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale), k
+    q, k = _rotated(rotate, q, k[:, None], *cos_sin, rope_first=rope_first)
+    return q, weights.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale), k[:, 0]
+
+
+def _queries(attention: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Queries ``[T, H, P + R]``, their low-rank input, and gates of the output ``[T, H, V]``."""
+    module = cast(Any, attention)
+    heads = module.num_heads, -1
+    if module.q_lora_rank is None:
+        return module.q_proj(x).unflatten(-1, heads).bfloat16(), None, None
+    q_a = module.q_a_proj(x)
+    q_resid = module.q_a_layernorm(q_a)
+    if hasattr(module, "q_gate_proj"):  # A.X-K2
+        both = module.q_gate_proj(torch.cat([q_resid, q_a], dim=-1)).unflatten(-1, heads)
+        q, gate = both.split([module.qk_head_dim, module.v_head_dim], dim=-1)
+    else:
+        q = module.q_b_proj(q_resid).unflatten(-1, heads)
+        has_gate = hasattr(module, "gate_proj")  # Hunyuan V4
+        gate = module.gate_proj(x).unflatten(-1, heads) if has_gate else None
+    return q.bfloat16(), q_resid, gate
+
+
+def _rotated(
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rope_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, HI, DI]`` and keys ``[T, 1, DI]`` with their first or last R dims rotated."""
+    rope_dim, rest_dim = cos.shape[-1], q.shape[-1] - cos.shape[-1]
+    rope = 0 if rope_first else 1
+    dims = [rope_dim, rest_dim] if rope_first else [rest_dim, rope_dim]
+    q_parts, k_parts = list(q.split(dims, dim=-1)), list(k.split(dims, dim=-1))
+    q_parts[rope], k_parts[rope] = rotate(q_parts[rope], k_parts[rope], cos, sin)
+    return torch.cat(q_parts, dim=-1), torch.cat(k_parts, dim=-1)

@@ -341,6 +341,7 @@ class TrainingAttention(Handle):
                     q_resid.detach(),
                     rotation,
                     interleaved=self._architecture.interleaved_indexer,
+                    rope_first=self._architecture.indexer_rope_first,
                 )
             ik = ik.to(iq.dtype)
             rows = scores = None
