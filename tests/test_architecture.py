@@ -46,7 +46,16 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
-    "sparsemla.warmup": ("kinds", "formats", "cache", "kernels.common", "dispatch", "ops"),
+    "sparsemla.warmup": (
+        "kinds",
+        "formats",
+        "cache",
+        "pooling",
+        "weights",
+        "kernels.common",
+        "dispatch",
+        "ops",
+    ),
     "sparsemla._api": (
         "cache",
         "dispatch",

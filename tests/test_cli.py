@@ -598,6 +598,7 @@ def test_exit_code_of_the_process(tmp_path):
 
 
 V32 = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
+V4 = V32 | {"compress_ratios": [0, 4, 128, 4], "head_dim": 512, "o_groups": 16}
 
 
 @pytest.mark.parametrize(
@@ -608,8 +609,9 @@ V32 = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
         ('{"num_attention_heads": 128}', (), "lacks index_topk, index_n_heads"),
         (json.dumps(V32), ("--tensor-parallel-size", 3), "must divide 128 heads, got 3"),
         (json.dumps(V32), ("--cache", "fp9"), "format name must be one of"),
+        (json.dumps(V4), ("--cache", "fp8_ds_mla"), "head_dim and value_dim 512 for this model"),
     ],
-    ids=["no JSON", "no object", "no indexer", "ranks", "format"],
+    ids=["no JSON", "no object", "no indexer", "ranks", "format", "dims"],
 )
 def test_warm_up_refuses(tmp_path: Path, content: str, arguments: Any, part: str) -> None:
     path = tmp_path / "config.json"
@@ -623,5 +625,6 @@ def test_warm_up_needs_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_warm_up_needs_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(V32))
-    assert_fails(run("warm-up", "--config", tmp_path), "needs a GPU")
+    for config in (V32, V4):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert_fails(run("warm-up", "--config", tmp_path), "needs a GPU")

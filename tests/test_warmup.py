@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sparsemla import BF16_576, FP8_DS_MLA, Serving, warm_up
-from sparsemla.testing.serving import Engine, random_step
+from sparsemla import BF16_512, BF16_576, FP8_528, FP8_584, FP8_DS_MLA, Serving, warm_up
+from sparsemla.testing.serving import CompressedEngine, Engine, random_step
 
 pytest.importorskip("triton")
 
@@ -26,7 +26,7 @@ COVERAGE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import test_warmup
-test_warmup.check_coverage(sys.argv[2], int(sys.argv[3]), drop=sys.argv[4])
+test_warmup.check_coverage(sys.argv[2], sys.argv[3], int(sys.argv[4]), drop=sys.argv[5])
 """
 
 
@@ -57,7 +57,39 @@ def run(code, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def check_coverage(target, num_steps, drop):
+def compressed(fmt, num_heads=64, **limits):
+    """What a small engine asks for DeepSeek-V4."""
+    limits = {"max_requests": 16, "max_tokens": 1024, "max_seq_len": 65536} | limits
+    return Serving(
+        fmt,
+        num_heads,
+        topk=512,
+        max_positions=65536,
+        table_dtype=torch.float32,
+        ratios=(0, 4, 128),
+        groups=num_heads // 8,
+        **limits,
+    )
+
+
+SERVINGS = {
+    "DeepSeek-V3.2": [
+        Serving(fmt, heads, max_query_len=query_len)
+        for fmt in (FP8_DS_MLA, BF16_576)
+        for heads, query_len in ((128, 1), (16, 3))
+    ],
+    "DeepSeek-V4": [compressed(FP8_584), compressed(BF16_512, 16, max_query_len=3)],
+    "DeepSeek-V4, fp8_528": [compressed(FP8_528)],
+}
+
+
+def engine_of(serving, device, gpu=None):
+    if serving.ratios:
+        return CompressedEngine(serving, device)
+    return Engine(serving, device, gpu)
+
+
+def check_coverage(target, model, num_steps, drop):
     """Warm up, then run random steps and print each kernel that they compile."""
     from sparsemla import dispatch, warmup
     from sparsemla.kernels.common.compiling import compile_only
@@ -66,28 +98,32 @@ def check_coverage(target, num_steps, drop):
     if drop:
         setattr(warmup, drop, lambda *arguments: None)
     gpu, meta = torch.device("cuda:0"), torch.device("meta")
-    servings = [
-        Serving(fmt, heads, max_query_len=query_len)
-        for fmt in (FP8_DS_MLA, BF16_576)
-        for heads, query_len in ((128, 1), (16, 3))
-    ]
+    servings = SERVINGS[model]
     with recorded(target) as kernels:
         warm_up(*servings, device=gpu, workers=1)
-        assert kernels
+        assert bool(kernels) == (drop != "_search_compressed")
         known = len(kernels)
         with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
             for serving in servings:
                 rng = random.Random(0)
                 for num_pages in (1000, 1024):
-                    engine = Engine(replace(serving, num_pages=num_pages), meta, gpu)
+                    engine = engine_of(replace(serving, num_pages=num_pages), meta, gpu)
                     for _ in range(num_steps):
                         engine.run(random_step(serving, rng))
         sys.stdout.write("\n".join(kernels[known:]))
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_steps_compile_nothing(target):
-    done = run(COVERAGE, target, "60", "")
+@pytest.mark.parametrize(
+    ("target", "model", "num_steps"),
+    [
+        ("sm_80", "DeepSeek-V3.2", 60),
+        ("sm_90", "DeepSeek-V3.2", 60),
+        ("sm_80", "DeepSeek-V4, fp8_528", 20),
+        ("sm_90", "DeepSeek-V4", 20),
+    ],
+)
+def test_steps_compile_nothing(target, model, num_steps):
+    done = run(COVERAGE, target, model, str(num_steps), "")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == ""
 
@@ -95,9 +131,29 @@ def test_steps_compile_nothing(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_many_steps_compile_nothing(target):
-    done = run(COVERAGE, target, "500", "")
+    done = run(COVERAGE, target, "DeepSeek-V3.2", "500", "")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == ""
+
+
+def test_steps_of_deepseek_v4_reach_its_kernels():
+    done = run(COVERAGE, "sm_80", "DeepSeek-V4, fp8_528", "5", "_search_compressed")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {line.split()[0] for line in done.stdout.splitlines()} >= {
+        "_fused_kernel",
+        "_visible_slots_kernel",
+        "_entry_slots_kernel",
+        "_pool_kernel",
+        "_keep_kernel",
+        "_index_kernel",
+        "_paged_kernel",
+        "_select_kernel",
+        "_slots_kernel",
+        "_sparse_decode",
+        "_sparse_prefill",
+        "_inputs_kernel",
+        "_groups_kernel",
+    }
 
 
 LEFT_OUT = {
@@ -114,7 +170,7 @@ LEFT_OUT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("search", LEFT_OUT)
 def test_steps_notice_what_a_warm_up_leaves_out(search):
-    done = run(COVERAGE, LEFT_OUT[search], "60", search)
+    done = run(COVERAGE, LEFT_OUT[search], "DeepSeek-V3.2", "60", search)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout
 
@@ -145,6 +201,18 @@ except RuntimeError as error:
 def test_wrong_arguments_are_refused(name, value, error):
     with pytest.raises(error, match=f"warm_up: {name}"):
         warm_up(value) if name == "configurations" else warm_up(**{name: value})
+
+
+def test_a_configuration_of_deepseek_v4():
+    config = {"num_attention_heads": 128, "index_topk": 1024, "index_n_heads": 64, "o_groups": 16}
+    config["compress_ratios"] = [128, 128, 4, 128, 4, 0]
+    serving = Serving.of_model(config, FP8_584, tensor_parallel_size=8, max_seq_len=1 << 20)
+    assert serving.ratios == (0, 4, 128)
+    assert (serving.num_heads, serving.groups) == (16, 2)
+    assert serving.columns == serving.columns_of(4) == 4096
+    assert serving.entry_widths(128) == [128, 512, 2048, 8192]
+    with pytest.raises(ValueError, match="cache_format must be given with ratios"):
+        replace(serving, cache_format=None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -250,13 +318,22 @@ def test_other_ops_are_warmed_up_by_functions_that_call_them():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("fmt", [FP8_DS_MLA, BF16_576], ids=lambda fmt: fmt.name)
-def test_steps_on_a_gpu_compile_and_load_nothing(fmt):
+@pytest.mark.parametrize(
+    "serving",
+    [
+        *(
+            Serving(fmt, num_heads=16, max_query_len=3, max_seq_len=32768, num_pages=1025)
+            for fmt in (FP8_DS_MLA, BF16_576)
+        ),
+        compressed(FP8_584, max_query_len=3, num_pages=1025),
+    ],
+    ids=lambda serving: serving.cache_format.name,
+)
+def test_steps_on_a_gpu_compile_and_load_nothing(serving):
     from sparsemla.kernels.common.compiling import count_compilations
 
-    serving = Serving(fmt, num_heads=16, max_query_len=3, max_seq_len=32768, num_pages=1025)
     warm_up(serving)
-    engine, rng = Engine(serving, torch.device("cuda", 0)), random.Random(0)
+    engine, rng = engine_of(serving, torch.device("cuda", 0)), random.Random(0)
     with count_compilations() as found:
         for _ in range(100):
             engine.run(random_step(serving, rng))

@@ -266,7 +266,9 @@ def warm_up(
     ],
     cache: Annotated[
         list[str] | None,
-        typer.Option(help="fp8_ds_mla, bf16, or another format's name; default: both."),
+        typer.Option(
+            help="bf16 or a format's name; default: bf16, and fp8_ds_mla or (DeepSeek-V4) fp8_584."
+        ),
     ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="GPUs that share the heads.")
@@ -280,7 +282,7 @@ def warm_up(
     ] = None,
     num_speculative_tokens: Annotated[int, typer.Option(min=0, help="Drafts of a decode.")] = 0,
 ) -> None:
-    """Compile every kernel that vLLM with these options reaches, into Triton's cache.
+    """Compile every kernel that an engine with these options reaches, into Triton's cache.
 
     An engine that starts later finds them there.
     """
@@ -289,17 +291,19 @@ def warm_up(
 
     try:
         model = read_config(config)
+        is_v4 = "compress_ratios" in model
+        bf16 = sparsemla.BF16_512 if is_v4 else sparsemla.BF16_576
         servings = [
             sparsemla.Serving.of_model(
                 model,
-                sparsemla.BF16_576 if name == "bf16" else sparsemla.get_format(name),
+                bf16 if name == "bf16" else sparsemla.get_format(name),
                 tensor_parallel_size=tensor_parallel_size,
                 max_tokens=max_num_batched_tokens,
                 max_requests=max_num_seqs,
                 max_query_len=1 + num_speculative_tokens,
                 max_seq_len=max_model_len,
             )
-            for name in cache or ["fp8_ds_mla", "bf16"]
+            for name in cache or ["fp8_584" if is_v4 else "fp8_ds_mla", "bf16"]
         ]
     except (ValueError, TypeError) as error:
         fail(error)

@@ -13,11 +13,12 @@ of a range launch the same kernels, all sizes between them do.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,16 +29,26 @@ from sparsemla.formats import INDEX_FP8, CacheFormat
 from sparsemla.kernels.common.device import meta_means
 from sparsemla.kinds import check_device, check_integer, check_kind
 from sparsemla.ops import (
+    entry_slots,
     fused_indexer_rope_quant,
+    fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    pool_windows,
+    prepare_index_queries,
+    project_groups,
     sparse_decode,
     sparse_prefill,
     to_slots,
+    visible_slots,
 )
+from sparsemla.pooling import Pooling, WindowState
+from sparsemla.weights import HeadWeight
 
 ROPE_DIM = 64
 """Dims of RoPE in an indexer's head."""
+SELECTED = 4
+"""Tokens of DeepSeek-V4's entries that overlap and that an indexer selects."""
 EVERY = 1024
 """Up to so many decodes, each count is looked at: more splits may be worse and better again."""
 
@@ -67,6 +78,12 @@ class Serving:
         interleaved: RoPE of the indexer rotates neighbours.
         max_positions: rows of the indexer's table of cosines and sines.
         table_dtype: of that table.
+        ratios: of the layers of a DeepSeek-V4: tokens of an entry, 0 for layers that attend to the
+            window only. Entries of 4 tokens overlap and are selected by the indexer. Empty for
+            other models.
+        sliding_window: tokens of the window, for DeepSeek-V4.
+        groups: groups of heads of the output projection on this rank, for DeepSeek-V4.
+        group_width: outputs of a group.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a limit below 1.
@@ -95,6 +112,10 @@ class Serving:
     interleaved: bool = False
     max_positions: int = 163840
     table_dtype: torch.dtype = torch.bfloat16
+    ratios: tuple[int, ...] = ()
+    sliding_window: int = 128
+    groups: int = 8
+    group_width: int = 1024
 
     def __post_init__(self) -> None:
         if self.cache_format is not None:
@@ -106,6 +127,12 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
+        for ratio in self.ratios:
+            check_integer("ratios", ratio)
+        for name in ("sliding_window", "groups", "group_width"):
+            check_integer(name, getattr(self, name), 1)
+        if self.ratios and self.cache_format is None:
+            raise ValueError("cache_format must be given with ratios, got None")
 
     @classmethod
     def of_model(
@@ -119,17 +146,18 @@ class Serving:
         max_query_len: int = 1,
         max_seq_len: int | None = None,
     ) -> Serving:
-        """What vLLM with both plugins asks for a model.
+        """What vLLM with both plugins asks for a model, or for DeepSeek-V4 any engine.
 
         Args:
-            config: ``config.json`` of a DeepSeek-V3.2 or GLM-5.
+            config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5.
             cache_format: of the latent cache.
             tensor_parallel_size: GPUs that share the heads.
             max_tokens, max_requests, max_query_len: fields of this class.
             max_seq_len: most tokens of a request; default the model's.
 
         Raises:
-            ValueError: the model has no indexer, or its heads cannot be shared so.
+            ValueError: the model has no indexer, its heads cannot be shared so, or the format has
+                other dims than a DeepSeek-V4's rows.
 
         >>> from sparsemla import FP8_DS_MLA
         >>> config = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
@@ -148,7 +176,7 @@ class Serving:
             )
         max_positions = config.get("max_position_embeddings", cls.max_positions)
         max_seq_len = max_seq_len or max_positions
-        return cls(
+        serving = cls(
             cache_format,
             num_heads=heads,
             query_pitch=config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
@@ -158,17 +186,51 @@ class Serving:
             max_requests=max_requests,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            max_workspace_bytes=512 << 20,
+            max_positions=max_positions,
+        )
+        if "compress_ratios" in config:
+            dim = config.get("head_dim", 512)
+            if (cache_format.head_dim, cache_format.value_dim) != (dim, dim):
+                raise ValueError(
+                    f"cache_format must have head_dim and value_dim {dim} for this model, "
+                    f"got {cache_format.name}"
+                )
+            return replace(
+                serving,
+                table_dtype=torch.float32,
+                ratios=tuple(sorted(set(config["compress_ratios"]))),
+                sliding_window=config.get("sliding_window", cls.sliding_window),
+                groups=max(config.get("o_groups", cls.groups) // tensor_parallel_size, 1),
+                group_width=config.get("o_lora_rank", cls.group_width),
+            )
+        return replace(
+            serving,
             # vLLM's tables are wide enough for a multiple of 128 tokens.
             table_width=-(-max_seq_len // 128) * 2,
-            max_workspace_bytes=512 << 20,
             interleaved=config.get("indexer_rope_interleave", False),
-            max_positions=max_positions,
         )
 
     @property
     def columns(self) -> int:
-        """Columns of the page table."""
-        return self.table_width or -(-self.max_seq_len // self.page_size)
+        """Columns of the page table of index keys, and of all caches but DeepSeek-V4's."""
+        return self.table_width or self.columns_of(self.index_ratio)
+
+    def columns_of(self, ratio: int) -> int:
+        """Columns of the page table of a cache that has a row for each ``ratio`` tokens."""
+        return -(-self.max_seq_len // (ratio * self.page_size))
+
+    @property
+    def index_ratio(self) -> int:
+        """Tokens of an index key."""
+        return SELECTED if self.ratios else 1
+
+    def entry_widths(self, ratio: int) -> list[int]:
+        """Numbers of entries that lists of all entries of a request may have room for."""
+        widths = [128]
+        while widths[-1] * ratio < self.max_seq_len:
+            widths.append(4 * widths[-1])
+        return widths
 
     @property
     def max_decodes(self) -> int:
@@ -278,6 +340,9 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
     def of(step: Callable[..., object], *arguments: object) -> Callable[[int], Kernels]:
         return lambda size: kernels_of(functools.partial(step, serving, *arguments, size))
 
+    if serving.ratios:
+        _search_compressed(serving, kernels_of)
+        return
     if serving.index_heads:
         caches = serving.caches(INDEX_FP8, serving.index_page_stride)
         _search_selection(serving, caches[0], kernels_of)  # does not see the number of pages
@@ -310,7 +375,7 @@ def _search_selection(serving: Serving, cache: PagedCache, kernels_of: KernelsOf
     def look(tokens: int, pages: int) -> Kernels:
         return kernels_of(lambda: _select_keys(serving, cache, tokens, 1, pages))
 
-    token_counts, page_counts = set[int](), set[int]()
+    token_counts, page_counts = set[int](), {serving.columns}  # a whole table is common
     # More tokens than eight for each multiprocessor only take more waves of the same kernels.
     max_tokens = min(serving.max_tokens, 8 * dispatch.num_multiprocessors(torch.device("meta")))
     for power in (4**i for i in range(6)):
@@ -401,6 +466,7 @@ def _select_keys(
         seq_lens=_empty(requests),
         page_table=_page_table(serving, requests, pages),
         topk=serving.topk,
+        ratio=serving.index_ratio,
         max_workspace_bytes=max_workspace_bytes or serving.max_workspace_bytes,
     )
 
@@ -485,3 +551,191 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],
     )
+
+
+def _search_compressed(serving: Serving, kernels_of: KernelsOf) -> None:
+    """Run every op of DeepSeek-V4's layers at sizes that reach all of its kernels."""
+
+    def search(step: Callable[..., object], *arguments: object, limit: int, every: int = 4) -> None:
+        _sizes(
+            lambda size: kernels_of(functools.partial(step, serving, *arguments, size)),
+            limit,
+            every=every,
+        )
+
+    fmt = cast(CacheFormat, serving.cache_format)
+    in_steps, in_decodes = serving.max_tokens, serving.max_decodes
+    poolings = [Pooling(ratio, overlap=ratio == SELECTED) for ratio in serving.ratios if ratio]
+    search(_project, limit=in_steps)
+    search(_find_window, limit=in_steps)
+    for pooling in poolings:
+        search(_find_entries, pooling.ratio, limit=in_steps)
+    caches = _compressed_caches(serving, fmt)  # of raw rows, and of entries
+    streams: list[_Stream | None] = [None]
+    for cache in caches:
+        search(_write_rows, cache, limit=in_steps)
+        for pooling in poolings:
+            search(_pool, cache, pooling, limit=in_steps)
+            if pooling.ratio == SELECTED:
+                streams.append(_Stream(cache, serving.topk, has_lengths=False))
+            else:
+                widths = serving.entry_widths(pooling.ratio)
+                streams += [_Stream(cache, width, has_lengths=True) for width in widths]
+    for cache, extra in itertools.product(caches, streams):
+        search(_attend_to_both, cache, extra, True, limit=in_decodes, every=EVERY)
+        search(_attend_to_both, cache, extra, False, limit=in_steps)
+    if SELECTED not in serving.ratios or not serving.index_heads:
+        return
+    search(_prepare_queries, limit=in_steps)
+    search(_find_slots, limit=in_steps)
+    key_caches = _compressed_caches(serving, INDEX_FP8)
+    _search_selection(serving, key_caches[0], kernels_of)
+    for keys in key_caches:
+        search(_pool, keys, Pooling(SELECTED, overlap=True), limit=in_steps)
+        for pages in (1, 16, 3):
+            if pages <= serving.columns:
+                _score_keys(serving, keys, pages)
+
+
+class _Stream(NamedTuple):
+    """Entries that tokens attend to: ``width`` of them, or as many as the lengths say."""
+
+    cache: PagedCache
+    width: int
+    has_lengths: bool
+
+
+def _compressed_caches(serving: Serving, fmt: CacheFormat) -> list[PagedCache]:
+    """Caches without memory, one of each class of page counts."""
+    page_counts = (1024, 1025) if serving.num_pages is None else (serving.num_pages,)
+    return [
+        PagedCache.allocate(fmt, pages, serving.page_size, device="meta") for pages in page_counts
+    ]
+
+
+def _tokens(size: int) -> dict[str, Any]:
+    """Positions and requests of a step's tokens."""
+    return {"positions": _empty(size, dtype=torch.int64), "request_ids": _empty(size)}
+
+
+def _rope_table(serving: Serving) -> Tensor:
+    return _empty(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype)
+
+
+def _find_window(serving: Serving, tokens: int) -> None:
+    visible_slots(
+        **_tokens(tokens),
+        page_table=_empty(min(tokens, serving.max_requests), serving.columns_of(1)),
+        width=serving.sliding_window,
+        page_size=serving.page_size,
+    )
+
+
+def _find_entries(serving: Serving, ratio: int, tokens: int) -> None:
+    page_table = _empty(min(tokens, serving.max_requests), serving.columns_of(ratio))
+    rows: dict[str, Any] = {
+        "page_table": page_table,
+        "ratio": ratio,
+        "page_size": serving.page_size,
+    }
+    entry_slots(**_tokens(tokens), **rows)
+    if ratio != SELECTED:
+        for width in serving.entry_widths(ratio):
+            visible_slots(**_tokens(tokens), **rows, width=width)
+
+
+def _write_rows(serving: Serving, cache: PagedCache, tokens: int) -> None:
+    """Raw rows, and the norm and rotation of queries."""
+    dim = cache.format.head_dim
+    q = _empty(tokens, serving.num_heads, dim, dtype=torch.bfloat16)
+    fused_rope_rmsnorm_quant(
+        q,
+        _empty(tokens, dim, dtype=torch.bfloat16),
+        _rope_table(serving),
+        _empty(dim, dtype=torch.bfloat16),
+        cache,
+        positions=_empty(tokens, dtype=torch.int64),
+        slot_mapping=_empty(tokens, dtype=torch.int64),
+        query_norm=True,
+        out=torch.empty_like(q),
+    )
+
+
+def _pool(serving: Serving, cache: PagedCache, pooling: Pooling, tokens: int) -> None:
+    """Entries or index keys of the windows that a step closes."""
+    dim = cache.format.head_dim
+    width = pooling.width(dim)
+    requests = min(tokens, serving.max_requests)
+    pool_windows(
+        _empty(tokens, width, dtype=torch.bfloat16),
+        _empty(tokens, width, dtype=torch.bfloat16),
+        _empty(dim, dtype=torch.bfloat16),
+        _rope_table(serving),
+        WindowState.allocate(
+            pooling,
+            dim,
+            num_rings=serving.max_requests,
+            max_drafts=serving.max_query_len - 1,
+            device="meta",
+        ),
+        cache,
+        pooling=pooling,
+        gate_bias=_empty(pooling.ratio, width, dtype=torch.float32),
+        **_tokens(tokens),
+        input_row_offsets=_empty(requests + 1),
+        ring_ids=_empty(requests),
+        slot_mapping=_empty(tokens),
+    )
+
+
+def _prepare_queries(serving: Serving, tokens: int) -> None:
+    heads = serving.index_heads
+    prepare_index_queries(
+        _empty(tokens, heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
+        _empty(tokens, heads, dtype=torch.bfloat16),
+        _rope_table(serving),
+        positions=_empty(tokens, dtype=torch.int64),
+        interleaved=True,
+        rope_first=False,
+    )
+
+
+def _attend_to_both(
+    serving: Serving, raw: PagedCache, extra: _Stream | None, decodes: bool, tokens: int
+) -> None:
+    """One softmax over the window and the entries of a second stream."""
+    rows = (tokens, 1) if decodes else (tokens,)
+    attend: Callable[..., object] = sparse_decode if decodes else sparse_prefill
+    second: dict[str, object] = {}
+    if extra is not None:
+        second = {
+            "extra_cache" if decodes else "extra_kv": extra.cache,
+            "extra_topk_indices": _empty(*rows, extra.width),
+            "extra_topk_lengths": _empty(tokens) if extra.has_lengths else None,
+        }
+    attend(
+        _empty(*rows, serving.num_heads, raw.format.head_dim, dtype=torch.bfloat16),
+        raw,
+        _empty(*rows, serving.sliding_window),
+        softmax_scale=1.0,
+        topk_lengths=_empty(tokens),
+        attn_sink=_empty(serving.num_heads, dtype=torch.float32),
+        **second,
+    )
+
+
+def _project(serving: Serving, tokens: int) -> None:
+    """The first output projection, with e4m3 and with bfloat16 weights."""
+    dim = cast(CacheFormat, serving.cache_format).head_dim
+    shape = serving.groups, serving.group_width, serving.num_heads // serving.groups * dim
+    blocks = shape[0], -(-shape[1] // 128), -(-shape[2] // 128)
+    for weight in (
+        HeadWeight(_empty(*shape, dtype=torch.bfloat16)),
+        HeadWeight(_empty(*shape, dtype=torch.float8_e4m3fn), _empty(*blocks, dtype=torch.float32)),
+    ):
+        project_groups(
+            _empty(tokens, serving.num_heads, dim, dtype=torch.bfloat16),
+            weight,
+            cos_sin_cache=_rope_table(serving),
+            positions=_empty(tokens, dtype=torch.int64),
+        )

@@ -1,26 +1,37 @@
-"""Steps of an engine: the ops that the vLLM plugin calls for a batch, in its order."""
+"""Steps of an engine: the ops that the vLLM plugin calls for a batch, and DeepSeek-V4's ops."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsemla import (
     INDEX_FP8,
+    HeadWeight,
     PagedCache,
+    Pooling,
+    WindowState,
     decode_workspace_size,
+    entry_slots,
     fused_indexer_rope_quant,
+    fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    pool_windows,
     prefill_workspace_rows,
+    prepare_index_queries,
+    project_groups,
     sparse_decode,
     sparse_prefill,
     split_prefill_chunks,
     to_slots,
+    visible_slots,
 )
+from sparsemla.formats import CacheFormat
 from sparsemla.warmup import Serving
 
 
@@ -250,3 +261,197 @@ class Engine:
             workspace=self.workspace,
         )
         return out.squeeze(1)
+
+
+class CompressedEngine:
+    """An engine with a layer of each kind of DeepSeek-V4, as the transformers backend calls ops.
+
+    Args:
+        serving: the configuration, with ratios and a number of pages.
+        device: where the tensors lie.
+    """
+
+    def __init__(self, serving: Serving, device: torch.device) -> None:
+        if serving.cache_format is None:
+            raise ValueError("serving must have a cache_format, got None")
+        self.serving, self.device, self.dim = serving, device, serving.cache_format.head_dim
+        self.raw = self._cache(serving.cache_format)
+        self.entries = self._cache(serving.cache_format)
+        self.keys = self._cache(INDEX_FP8)
+        shape = serving.groups, serving.group_width, serving.num_heads // serving.groups * self.dim
+        blocks = shape[0], -(-shape[1] // 128), -(-shape[2] // 128)
+        self.weights = (
+            HeadWeight(self._ones(*shape)),
+            HeadWeight(
+                self._ones(*shape, dtype=torch.float8_e4m3fn),
+                self._ones(*blocks, dtype=torch.float32),
+            ),
+        )
+        self.table = self._ones(serving.max_positions, 64, dtype=torch.float32)
+
+    def _cache(self, fmt: CacheFormat) -> PagedCache:
+        pages, page_size = self.serving.num_pages or 1, self.serving.page_size
+        return PagedCache.allocate(fmt, pages, page_size, device=self.device)
+
+    def _ones(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.ones(shape, dtype=dtype, device=self.device)
+
+    def _of(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def run(self, step: Step) -> None:
+        """One layer of each kind."""
+        serving, size = self.serving, sum(step.query_lens)
+        requests = range(len(step.query_lens))
+        positions: list[int] = []
+        ids: list[int] = []
+        offsets = [0]
+        for i in requests:
+            new, length = step.query_lens[i], step.seq_lens[i]
+            positions += range(length - new, length)
+            ids += [i] * new
+            offsets.append(offsets[-1] + new)
+        tokens: dict[str, Any] = {
+            "positions": self._of(positions, torch.int64),
+            "request_ids": self._of(ids),
+        }
+        requests_of: dict[str, Any] = {
+            "input_row_offsets": self._of(offsets),
+            "seq_lens": self._of([*step.seq_lens]),
+        }
+        decodes = max(step.query_lens) <= serving.max_query_len
+        window = visible_slots(
+            **tokens,
+            page_table=self._page_table(step, 1),
+            width=serving.sliding_window,
+            page_size=serving.page_size,
+        )
+        q = fused_rope_rmsnorm_quant(
+            self._ones(size, serving.num_heads, self.dim),
+            self._ones(size, self.dim),
+            self.table,
+            self._ones(self.dim),
+            self.raw,
+            positions=tokens["positions"],
+            slot_mapping=self._of([-1] * size, torch.int64),
+            query_norm=True,
+            out=self._ones(size, serving.num_heads, self.dim),
+        )
+        for ratio in serving.ratios:
+            extra: tuple[Tensor, Tensor | None] | None = None
+            if ratio:
+                extra = self._second_stream(step, ratio, tokens, requests_of)
+            out = self._attend(q, window, extra, decodes)
+            for weight in self.weights:
+                project_groups(out, weight, cos_sin_cache=self.table, positions=tokens["positions"])
+
+    def _page_table(self, step: Step, ratio: int) -> Tensor:
+        columns = self.serving.columns_of(ratio)
+        shape = len(step.query_lens), columns
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _second_stream(
+        self, step: Step, ratio: int, tokens: dict[str, Any], requests: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Slots of the entries to attend to, and their numbers unless all are valid or -1."""
+        serving, page_table = self.serving, self._page_table(step, ratio)
+        page_size = serving.page_size
+        closed = entry_slots(**tokens, page_table=page_table, ratio=ratio, page_size=page_size)
+        pooling = Pooling(ratio, overlap=ratio == 4)
+        self._pool(self.entries, pooling, tokens, requests, closed)
+        if ratio != 4:
+            longest = max(step.seq_lens)
+            width = min(w for w in serving.entry_widths(ratio) if w * ratio >= longest)
+            return visible_slots(
+                **tokens, page_table=page_table, width=width, ratio=ratio, page_size=page_size
+            )
+        self._pool(self.keys, pooling, tokens, requests, closed)
+        size, heads = len(tokens["positions"]), serving.index_heads
+        q, weights = prepare_index_queries(
+            self._ones(size, heads, INDEX_FP8.head_dim),
+            self._ones(size, heads),
+            self.table,
+            positions=tokens["positions"],
+            interleaved=True,
+            rope_first=False,
+        )
+        topk_indices = indexer_topk(
+            q,
+            weights,
+            self.keys,
+            **requests,
+            page_table=page_table,
+            topk=serving.topk,
+            ratio=ratio,
+            max_workspace_bytes=serving.max_workspace_bytes,
+        )
+        ids = tokens["request_ids"]
+        return to_slots(topk_indices, page_table, ids, page_size=page_size), None
+
+    def _pool(
+        self,
+        cache: PagedCache,
+        pooling: Pooling,
+        tokens: dict[str, Any],
+        requests: dict[str, Any],
+        closed: Tensor,
+    ) -> None:
+        dim, size = cache.format.head_dim, len(closed)
+        width = pooling.width(dim)
+        pool_windows(
+            self._ones(size, width),
+            self._ones(size, width),
+            self._ones(dim),
+            self.table,
+            WindowState.allocate(
+                pooling,
+                dim,
+                num_rings=self.serving.max_requests,
+                max_drafts=self.serving.max_query_len - 1,
+                device=self.device,
+            ),
+            cache,
+            pooling=pooling,
+            gate_bias=self._ones(pooling.ratio, width, dtype=torch.float32),
+            **tokens,
+            input_row_offsets=requests["input_row_offsets"],
+            ring_ids=torch.zeros_like(requests["seq_lens"]),
+            slot_mapping=closed,
+        )
+
+    def _attend(
+        self,
+        q: Tensor,
+        window: tuple[Tensor, Tensor],
+        extra: tuple[Tensor, Tensor | None] | None,
+        decodes: bool,
+    ) -> Tensor:
+        slots, lengths = window
+        cache = None if extra is None else self.entries
+        extra_slots, extra_lengths = (None, None) if extra is None else extra
+        sink = self._ones(q.shape[1], dtype=torch.float32)
+        if not decodes:
+            out, _ = sparse_prefill(
+                q,
+                self.raw,
+                slots,
+                softmax_scale=0.1,
+                topk_lengths=lengths,
+                attn_sink=sink,
+                extra_kv=cache,
+                extra_topk_indices=extra_slots,
+                extra_topk_lengths=extra_lengths,
+            )
+            return out
+        out, _ = sparse_decode(
+            q[:, None],
+            self.raw,
+            slots[:, None],
+            softmax_scale=0.1,
+            topk_lengths=lengths,
+            attn_sink=sink,
+            extra_cache=cache,
+            extra_topk_indices=None if extra_slots is None else extra_slots[:, None],
+            extra_topk_lengths=extra_lengths,
+        )
+        return out[:, 0]
