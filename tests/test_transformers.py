@@ -1082,7 +1082,7 @@ class TestRefusals:
         config = transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
         )
-        with pytest.raises(ValueError, match="hy_v4 or deepseek_v4, got 'llama'"):
+        with pytest.raises(ValueError, match="deepseek_v4 or glm5_next_text, got 'llama'"):
             enable(transformers.LlamaForCausalLM(config))
         with pytest.raises(TypeError, match="must be a PreTrainedModel, got Linear"):
             enable(torch.nn.Linear(2, 2))

@@ -155,7 +155,7 @@ def attend(layers: Any, cache: Any, x: Tensor, real: Tensor, pieces: list[int]) 
     for part, new in zip(x.split(pieces, 1), real.split(pieces, 1), strict=True):
         cache.reserve(int(cache.columns) + part.shape[1])
         step = (layers.decode_step if part.shape[1] == 1 else layers.packed_step)(cache, new)
-        out = [layers.attend(i, part, step, {})[0] for i in range(len(layers.modules))]
+        out = [layers.attend(i, part, step, {})[0] for i in layers.modules]
         outputs.append(torch.stack(out))
         selections += [
             torch.nn.functional.pad(s, (0, TOPK - s.shape[1]), value=-1)

@@ -138,7 +138,7 @@ def generate(
         str, typer.Option(help="cpu, cuda, cuda:1, or auto: layers on all GPUs.")
     ] = "cpu",
 ) -> None:
-    """Continue a prompt greedily with a checkpoint of a model that the transformers backend takes.
+    """Continue a prompt greedily with a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 checkpoint.
 
     The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the checkpoint,
     tokens are bytes if the vocabulary has 256.

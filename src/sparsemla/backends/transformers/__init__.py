@@ -1,10 +1,10 @@
 """This package's attention inside models of Hugging Face transformers, 5.17 to 5.23.
 
-:func:`enable` replaces the attention of a DeepSeek-V3, V3.2, V4, GLM-5, A.X-K2 or Hunyuan V4 model
-and the cache that the model keeps between steps: paged caches and the ops of this package take
-their place. Weights, ``generate`` and all other layers stay as they are in transformers.
-transformers expands keys and values for each head and masks a ``[tokens, context]`` score matrix;
-this backend stores rows that all heads share and attends to the selected ones only.
+:func:`enable` replaces the attention of a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model and the cache
+that the model keeps between steps: paged caches and the ops of this package take their place.
+Weights, ``generate`` and all other layers stay as they are in transformers. transformers expands
+keys and values for each head and masks a ``[tokens, context]`` score matrix; this backend stores
+rows that all heads share and attends to the selected ones only.
 ``enable(model, training=True)`` trains a DeepSeek-V3.2 or GLM-5 model with its indexers, over the
 same selections.
 """
@@ -12,6 +12,7 @@ same selections.
 from sparsemla.backends.transformers.attention import PagedAttention, enable, refuse
 from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedCache
+from sparsemla.backends.transformers.glm5_next import PooledCache
 from sparsemla.backends.transformers.latent import LatentCache
 from sparsemla.backends.transformers.selections import pack_selections, split_selections
 from sparsemla.backends.transformers.training import TrainingAttention
@@ -21,6 +22,7 @@ __all__ = [
     "CompressedCache",
     "LatentCache",
     "PagedAttention",
+    "PooledCache",
     "TrainingAttention",
     "enable",
     "pack_selections",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
+from sparsemla.backends.transformers.glm5_next import PooledLayers
 from sparsemla.backends.transformers.handle import Handle
 from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
 from sparsemla.backends.transformers.layers import Layers
@@ -33,6 +34,7 @@ from sparsemla.kinds import check_integer, check_number
 LAYERS: dict[str, Callable[..., Layers]] = {
     **dict.fromkeys(ARCHITECTURES, LatentLayers),
     "deepseek_v4": CompressedLayers,
+    "glm5_next_text": PooledLayers,
 }
 """Keyed by the configuration's ``model_type``."""
 
@@ -76,14 +78,13 @@ class PagedAttention(Handle):
         cache: the cache of the latest forward that kept one.
         selections: if recorded, one dict per forward: for each layer with an indexer int32
             ``[T, topk]``, ascending positions among the row's real tokens, for DeepSeek-V4 among
-            its entries; then -1.
+            its entries and for GLM-5.3 among its pools; then -1.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
+    def __init__(self, model: PreTrainedModel, base: PreTrainedModel, layers: Layers) -> None:
         super().__init__()
         self.cache: BatchCache | None = None
         self.selections: list[dict[int, Tensor]] = []
-        base = cast(PreTrainedModel, model.base_model)
         self._base = base
         self._layers = layers
         self._layer_formats = self.new_cache(0).formats
@@ -97,7 +98,7 @@ class PagedAttention(Handle):
             step = functools.update_wrapper(functools.partial(prepare_step, prepare), prepare)
             self._replace(generates, "prepare_inputs_for_generation", step)
             self._replace(generates, "create_masks_for_generate", mask_for_generate)
-        for layer_idx, module in enumerate(layers.modules):
+        for layer_idx, module in layers.modules.items():
             self._replace(module, "forward", functools.partial(self._attend, layer_idx))
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
@@ -158,8 +159,7 @@ class PagedAttention(Handle):
         keeps = use_cache or past_key_values is not None
         output = self._base_forward(
             input_ids=input_ids,
-            # transformers passes on a mask with four dimensions and builds none.
-            attention_mask=torch.empty(0, 0, 0, 0),
+            attention_mask=self._layers.mask(new),
             position_ids=position_ids,
             past_key_values=cache if keeps else None,
             inputs_embeds=inputs_embeds,
@@ -262,7 +262,8 @@ def enable(
         model: with or without its language model head; ``generate`` over a static cache needs
             the model with the head.
         cache_format: format of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. For
-            DeepSeek-V4 the format of raw rows and entries, both dims D. Default bfloat16.
+            DeepSeek-V4 the format of raw rows and entries, both dims D; for GLM-5.3 both dims L.
+            Default bfloat16.
         index_format: format of the indexer keys; default e4m3 with a scale per row with an FP8
             ``cache_format``, else bfloat16.
         page_size: rows of a page.
@@ -286,12 +287,13 @@ def enable(
             of caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
-    ``glm_moe_dsa``, ``axk2`` and ``hy_v4``.
+    ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
-    base = cast(PreTrainedModel, model.base_model)
-    config: Any = base.config
+    base: Any = model.base_model
+    base = getattr(base, "language_model", base)  # of a model that reads images, too
+    config = base.config
     if reason := refuse(config.model_type):
         raise ValueError(reason)
     if isinstance(getattr(vars(base).get("forward"), "__self__", None), Handle):
@@ -320,4 +322,4 @@ def enable(
         page_size=page_size,
         records=record_selections,
     )
-    return PagedAttention(model, layers)
+    return PagedAttention(model, base, layers)

@@ -71,24 +71,28 @@ class _Rings(Pages):
         super().reserve(min(num_tokens, 1))
 
 
-class _States:
+class States:
     """The rows of open windows of several layers; row ``b`` of a batch owns ring ``b``.
 
     Args:
         sizes: for each layer, by its index, its pooling, the dims of an entry and its device.
+        max_drafts: tokens by which a row can be wound back.
 
     Attributes:
         states: keyed by the layer's index.
     """
 
-    def __init__(self, sizes: Mapping[int, tuple[Pooling, int, torch.device]]) -> None:
+    def __init__(
+        self, sizes: Mapping[int, tuple[Pooling, int, torch.device]], *, max_drafts: int
+    ) -> None:
         self._sizes = dict(sizes)
+        self._max_drafts = max_drafts
         self.clear(0)
 
     def clear(self, batch_size: int) -> None:
         self.states = {
             layer_idx: WindowState.allocate(
-                pooling, dim, num_rings=batch_size, max_drafts=REWIND, device=device
+                pooling, dim, num_rings=batch_size, max_drafts=self._max_drafts, device=device
             )
             for layer_idx, (pooling, dim, device) in self._sizes.items()
         }
@@ -168,13 +172,14 @@ class CompressedCache(BatchCache):
                 if kind in kinds
             }
 
-        def states(kinds: Sequence[str], dim: int) -> _States:
-            return _States(
+        def states(kinds: Sequence[str], dim: int) -> States:
+            return States(
                 {
                     layer_idx: (poolings[kind], dim, device)
                     for layer_idx, (kind, device) in enumerate(layers)
                     if kind in kinds
-                }
+                },
+                max_drafts=REWIND,
             )
 
         ring = sliding_window + REWIND
@@ -368,13 +373,13 @@ class CompressedLayers(Layers):
         self._formats = cache_format, index_format
         self._weights = [
             group_o_a_proj(**stored_weight(module.o_a_proj), num_groups=config.o_groups)
-            for module in self.modules
+            for module in self.modules.values()
         ]
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> CompressedCache:
         cache = CompressedCache(
-            [(module.layer_type, module.sinks.device) for module in self.modules],
+            [(module.layer_type, module.sinks.device) for module in self.modules.values()],
             self._poolings,
             *self._formats,
             sliding_window=self._sliding_window,
@@ -382,7 +387,7 @@ class CompressedLayers(Layers):
             batch_size=batch_size,
             max_length=max_length,
         )
-        for module in self.modules:  # compiled steps find tables of the full length
+        for module in self.modules.values():  # compiled steps find tables of the full length
             self._table(module.rope_layer_type, module.sinks.device, cache.capacity)
         return cache
 

@@ -9,7 +9,7 @@ DI indexer heads and dims.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -171,7 +171,7 @@ class LatentLayers(Layers):
         self._architecture = ARCHITECTURES[config.model_type]
         interleaved = self._architecture.interleaved
         self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
-        self._weights = [_absorb(attention) for attention in self.modules]
+        self._weights = [absorb(attention) for attention in self.modules.values()]
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
         latent_format, index_format = self._formats
@@ -184,7 +184,7 @@ class LatentLayers(Layers):
             [empty(latent_format, layer_idx) for layer_idx in range(len(self.modules))],
             {
                 layer_idx: empty(index_format, layer_idx)
-                for layer_idx, attention in enumerate(self.modules)
+                for layer_idx, attention in self.modules.items()
                 if index_format is not None and attention.indexer is not None
             },
             batch_size,
@@ -350,7 +350,7 @@ class LatentLayers(Layers):
         return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
 
 
-def _absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
+def absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
     """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
     module = cast(Any, attention)  # its attributes depend on the architecture
     return absorb_kv_b_proj(

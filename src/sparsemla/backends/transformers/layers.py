@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,6 +14,9 @@ from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.step import Step
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.kinds import check_integer
+
+LINEAR = "linear_attention"
+"""Type of layers without keys, whose attention stays that of transformers."""
 
 
 class Layers(ABC):
@@ -24,7 +28,7 @@ class Layers(ABC):
         records: whether :attr:`Step.selections` is filled.
 
     Attributes:
-        modules: the attention module of each layer.
+        modules: the attention modules, keyed by the layer's index.
         gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
 
     Raises:
@@ -34,8 +38,13 @@ class Layers(ABC):
     gaps = True
 
     def __init__(self, base: PreTrainedModel, *, page_size: int, records: bool) -> None:
-        self.modules: list[Any] = [layer.self_attn for layer in cast(Any, base).layers]
-        for layer_idx, module in enumerate(self.modules):
+        kinds = getattr(base.config, "layer_types", None) or []
+        self.modules: dict[int, Any] = {
+            layer_idx: layer.self_attn
+            for layer_idx, layer in enumerate(cast(Any, base).layers)
+            if layer_idx >= len(kinds) or kinds[layer_idx] != LINEAR
+        }
+        for layer_idx, module in self.modules.items():
             check_device(layer_idx, module)
         check_integer("page_size", page_size, 1)
         self.page_size = page_size
@@ -44,6 +53,11 @@ class Layers(ABC):
     @abstractmethod
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
         """An empty cache, see :meth:`PagedAttention.new_cache`."""
+
+    def mask(self, new: Tensor) -> Tensor | dict[str, Tensor]:
+        """The mask that transformers gives to attention modules, for new columns ``[B, S]``."""
+        # transformers passes on a mask with four dimensions and builds none.
+        return torch.empty(0, 0, 0, 0)
 
     @abstractmethod
     def packed_step(self, cache: BatchCache, new: Tensor) -> Step:

@@ -1,0 +1,429 @@
+"""The attention of GLM-5.3-Flash: latent rows without RoPE, and an index key for every 16 tokens.
+
+A layer selects complete pools of ``index_kpool`` tokens by keys that are pooled from them. A token
+attends to the raw rows of its pools and of the pool that is still open. Other layers have linear
+attention: it stays that of transformers, and so do its states.
+
+Shapes: B rows of the batch, S columns of a step, T tokens of a step (the real ones, or B in a
+decode step), H heads, P query dims, L latent dims, HI and DI indexer heads and dims, K pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from sparsemla.backends.transformers.cache import BatchCache, Pages, ordinary_tensors
+from sparsemla.backends.transformers.deepseek_v4 import States
+from sparsemla.backends.transformers.latent import absorb
+from sparsemla.backends.transformers.layers import (
+    LINEAR,
+    Layers,
+    check_format,
+    index_format_of,
+)
+from sparsemla.backends.transformers.step import Step
+from sparsemla.cache import PagedCache, slots_of
+from sparsemla.formats import CacheFormat, bf16_format
+from sparsemla.ops import (
+    entry_slots,
+    fused_rope_rmsnorm_quant,
+    indexer_topk,
+    pool_windows,
+    prepare_index_queries,
+    project_heads,
+    sparse_decode,
+    sparse_prefill,
+    to_slots,
+)
+from sparsemla.plan import plan_batch
+from sparsemla.pooling import Pooling
+from sparsemla.rope import cos_sin_table
+
+NO_NORM = 2.0**40
+"""An epsilon beside which a row's mean square vanishes: its RMSNorm is a constant factor."""
+
+
+class _LinearStates:
+    """The states of layers with linear attention, which transformers writes.
+
+    Args:
+        layers: of the cache; None for layers with keys.
+    """
+
+    def __init__(self, layers: list[LinearAttentionLayer | None]) -> None:
+        self.layers = layers
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return tuple(LINEAR for layer in self.layers if layer is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.tensors())
+
+    def _states(self) -> Iterator[dict[int, Tensor | None]]:
+        for layer in self.layers:
+            if layer is not None:
+                yield from (layer.conv_states, layer.recurrent_states)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for states in self._states():
+            yield from (state for state in states.values() if state is not None)
+
+    def clear(self, batch_size: int) -> None:
+        """Start with new layers; transformers allocates their states."""
+        for layer_idx, layer in enumerate(self.layers):
+            if layer is not None:
+                self.layers[layer_idx] = LinearAttentionLayer()
+
+    def reserve(self, num_tokens: int) -> None:
+        """Do nothing: a state does not grow."""
+
+    def select(self, rows: Tensor) -> None:
+        for states in self._states():
+            for key, state in states.items():
+                if state is not None:
+                    chosen = state[rows.to(state.device)]
+                    in_place = chosen.shape == state.shape  # the addresses are kept
+                    states[key] = state.copy_(chosen) if in_place else chosen
+
+
+class PooledCache(BatchCache):
+    """Pages of latent rows and of pooled index keys, and the states of linear attention.
+
+    Args:
+        devices: of layers with keys, by the layer's index.
+        indexed: layers with an indexer.
+        num_layers: number of all layers.
+        pooling: of index keys.
+        cache_format: format of latent rows.
+        index_format: format of index keys.
+        page_size: rows of a page.
+        batch_size: B.
+        max_length: capacity in columns; None for pages that grow.
+
+    Attributes:
+        latents: a row for each token.
+        index_keys: a row for each complete pool.
+        states: the rows of pools that are still open.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[int, torch.device],
+        indexed: Sequence[int],
+        num_layers: int,
+        pooling: Pooling,
+        cache_format: CacheFormat,
+        index_format: CacheFormat,
+        *,
+        page_size: int,
+        batch_size: int,
+        max_length: int | None,
+    ) -> None:
+        first = next(iter(devices.values()))
+
+        def pages(layers: Sequence[int], format: CacheFormat, ratio: int) -> Pages:
+            caches = {
+                layer_idx: PagedCache.allocate(format, 0, page_size, device=devices[layer_idx])
+                for layer_idx in layers
+            }
+            return Pages(caches, first, page_size=page_size, ratio=ratio)
+
+        self.latents = pages(list(devices), cache_format, 1)
+        self.index_keys = pages(indexed, index_format, pooling.ratio)
+        self.states = States(
+            {
+                layer_idx: (pooling, index_format.head_dim, devices[layer_idx])
+                for layer_idx in indexed
+            },
+            max_drafts=1,  # a decode step writes a row for padding, too
+        )
+        linear = _LinearStates(
+            [None if layer in devices else LinearAttentionLayer() for layer in range(num_layers)]
+        )
+        super().__init__(
+            [self.latents, self.index_keys, self.states, linear],
+            first,
+            page_size=page_size,
+            batch_size=batch_size,
+            max_length=max_length,
+        )
+        self.layers = linear.layers
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that all layers keep for one token more: latent rows and index keys."""
+        return self.latents.row_bytes + self.index_keys.row_bytes / self.index_keys.ratio
+
+    def reset(self) -> None:
+        """Forget all columns but keep the pages."""
+        super().reset()
+        for layer in self.layers:
+            if layer is not None:
+                layer.reset()
+
+    def _shorten(self, lengths: Tensor) -> None:
+        if not torch.equal(lengths, self.lengths):
+            raise ValueError(
+                "past_key_values must keep its columns: linear attention has no states of earlier "
+                "ones; past_key_values.reset() forgets all"
+            )
+
+
+@dataclass(eq=False, kw_only=True)
+class PooledStep(Step):
+    """A step with positions and slots.
+
+    Args:
+        positions: int64 ``[T]``, position of each token among the real tokens of its row.
+        request_ids: int32 ``[T]``, row of each token.
+        input_row_offsets: int32 ``[B + 1]``, first token of each row.
+        seq_lens: int32 ``[B]``, tokens of each row, the step's included.
+        page_table, key_table: int32, pages of latent rows and of index keys.
+        ring_ids: int32 ``[B]``, ring of each row.
+        slot_mapping: int64 ``[T]``, slot of each token's latent row.
+        key_slots: int32 ``[T]``, slot of the index key that a token completes, else -1.
+    """
+
+    cache: PooledCache
+    positions: Tensor
+    request_ids: Tensor
+    input_row_offsets: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    key_table: Tensor
+    ring_ids: Tensor
+    slot_mapping: Tensor
+    key_slots: Tensor
+
+
+class PooledLayers(Layers):
+    """Attention in the absorbed form of MLA over the tokens of selected pools, without RoPE."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        *,
+        cache_format: CacheFormat | None,
+        index_format: CacheFormat | None,
+        page_size: int,
+        records: bool,
+    ) -> None:
+        super().__init__(base, page_size=page_size, records=records)
+        config: Any = base.config
+        if not self.modules:
+            raise ValueError("model must have a layer with sparse attention, got linear ones only")
+        if not config.index_kpool_always_select_tail:
+            raise ValueError("model must have index_kpool_always_select_tail, got False")
+        self._layer_types: list[str] = config.layer_types
+        self._pooling = Pooling(config.index_kpool)
+        latent_dim, index_dim = config.kv_lora_rank, config.index_head_dim
+        if cache_format is None:
+            cache_format = bf16_format(latent_dim)
+        check_format("cache_format", cache_format, latent_dim, latent_dim)
+        self._formats = cache_format, index_format_of(index_format, index_dim, 0, cache_format)
+        self._rope_dim = min(64, latent_dim, index_dim) // 2 * 2
+        self._weights = {layer_idx: absorb(module) for layer_idx, module in self.modules.items()}
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> PooledCache:
+        devices = {
+            layer_idx: module.o_proj.weight.device for layer_idx, module in self.modules.items()
+        }
+        cache = PooledCache(
+            devices,
+            [layer for layer, module in self.modules.items() if module.indexer is not None],
+            len(self._layer_types),
+            self._pooling,
+            *self._formats,
+            page_size=self.page_size,
+            batch_size=batch_size,
+            max_length=max_length,
+        )
+        for device in set(devices.values()):  # compiled steps find tables of the full length
+            self._table(device, cache.capacity)
+        return cache
+
+    def mask(self, new: Tensor) -> dict[str, Tensor]:
+        return dict.fromkeys(self._layer_types, new)
+
+    def packed_step(self, cache: BatchCache, new: Tensor) -> PooledStep:
+        cache = cast(PooledCache, cache)
+        new = new.cpu()
+        query_lens = new.sum(1)
+        plan = plan_batch(
+            query_lens,
+            cache.lengths.cpu() + query_lens,
+            cache.latents.table,
+            page_size=cache.page_size,
+            workspace_rows=None,
+            require_uniform=False,
+        )
+        return self._step(
+            cache,
+            plan.positions.long(),
+            plan.request_ids,
+            plan.input_row_offsets,
+            plan.seq_lens,
+            decodes=False,
+            tokens=None if new.all() else new.flatten().nonzero()[:, 0].to(cache.device),
+        )
+
+    def decode_step(self, cache: BatchCache, new: Tensor) -> PooledStep:
+        return self._step(
+            cast(PooledCache, cache),
+            cache.lengths.long(),
+            cache.rows[:-1],
+            cache.rows,
+            cache.lengths + new[:, 0],
+            decodes=True,
+            tokens=None,
+        )
+
+    def _step(
+        self,
+        cache: PooledCache,
+        positions: Tensor,
+        request_ids: Tensor,
+        input_row_offsets: Tensor,
+        seq_lens: Tensor,
+        *,
+        decodes: bool,
+        tokens: Tensor | None,
+    ) -> PooledStep:
+        return PooledStep(
+            cache=cache,
+            decodes=decodes,
+            tokens=tokens,
+            positions=positions,
+            request_ids=request_ids,
+            input_row_offsets=input_row_offsets,
+            seq_lens=seq_lens,
+            page_table=cache.latents.table,
+            key_table=cache.index_keys.table,
+            ring_ids=cache.rows[:-1],
+            slot_mapping=slots_of(cache.latents.table, request_ids, positions, cache.page_size),
+            key_slots=entry_slots(
+                positions,
+                cache.index_keys.table,
+                request_ids,
+                ratio=self._pooling.ratio,
+                page_size=cache.page_size,
+            ),
+        )
+
+    def attend(
+        self, layer_idx: int, hidden_states: Tensor, step: Step, given: Mapping[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        module = self.modules[layer_idx]
+        rows = cast(PooledStep, step).cache.latents.caches[layer_idx]
+        step = cast(PooledStep, step).on(rows.data.device)
+        w_uk, w_uv = self._weights[layer_idx]
+        x = step.pick(hidden_states)  # [T, hidden]
+        q_resid = module.q_a_layernorm(module.q_a_proj(x))
+        q = module.q_b_proj(q_resid).unflatten(-1, (module.num_heads, -1))  # [T, H, P]
+        norm = module.kv_a_layernorm
+        fused_rope_rmsnorm_quant(
+            x.new_empty(len(x), 0, self._rope_dim),  # nothing to rotate
+            module.kv_a_proj_with_mqa(x),
+            self._table(x.device, step.cache.capacity),
+            norm.weight,
+            rows,
+            positions=step.positions,
+            slot_mapping=step.slot_mapping,
+            eps=norm.variance_epsilon,
+        )
+        slots = given["prev_topk_indices"]
+        if module.indexer is not None:
+            slots = self._select(layer_idx, x, q_resid, step)
+        elif slots is None:
+            raise ValueError("prev_topk_indices must be given to a layer without an indexer")
+        q = project_heads(q.bfloat16(), w_uk)  # [T, H, L]
+        if step.decodes:
+            out, _ = sparse_decode(q[:, None], rows, slots[:, None], softmax_scale=module.scaling)
+            out = out[:, 0]
+        else:
+            out, _ = sparse_prefill(q, rows, slots, softmax_scale=module.scaling)
+        heads = project_heads(out, w_uv).flatten(1)
+        out = module.o_proj(heads.to(hidden_states.dtype))
+        return step.place(out, hidden_states.shape), None, slots
+
+    def _select(self, layer_idx: int, x: Tensor, q_resid: Tensor, step: PooledStep) -> Tensor:
+        """Store the index keys of pools that the step completes; slots ``[T, topk]`` of tokens."""
+        indexer, cache = self.modules[layer_idx].indexer, step.cache
+        keys, ratio = cache.index_keys.caches[layer_idx], self._pooling.ratio
+        table = self._table(x.device, cache.capacity)
+        dim = keys.format.head_dim
+        # Keys are normalised before they are pooled, and not again.
+        pool_windows(
+            indexer.k_norm(indexer.wk(x)),
+            functional.linear(x, indexer.index_kpool_compress_gate),
+            x.new_full((dim,), NO_NORM**0.5, dtype=torch.float32),
+            table,
+            cache.states.states[layer_idx],
+            keys,
+            pooling=self._pooling,
+            gate_bias=indexer.index_kpool_compress_ape.detach().float(),
+            positions=step.positions,
+            request_ids=step.request_ids,
+            input_row_offsets=step.input_row_offsets,
+            ring_ids=step.ring_ids,
+            slot_mapping=step.key_slots,
+            eps=NO_NORM,
+        )
+        q, weights = prepare_index_queries(
+            indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1)),
+            indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)),
+            table,
+            positions=step.positions,
+            format=keys.format,
+        )
+        pools = indexer_topk(
+            q,
+            weights,
+            keys,
+            input_row_offsets=step.input_row_offsets,
+            seq_lens=step.seq_lens,
+            page_table=step.key_table,
+            topk=min(indexer.index_topk // ratio, max(cache.capacity // ratio, 1)),
+            ratio=ratio,
+        )
+        if self.records:
+            step.selections[layer_idx] = pools
+        return to_slots(
+            _tokens_of(pools, step.positions, ratio),
+            step.page_table,
+            step.request_ids,
+            page_size=cache.page_size,
+        )
+
+    def _table(self, device: torch.device, capacity: int) -> Tensor:
+        """Cosines 1 and sines 0 for at least ``capacity`` positions, and for the one behind."""
+        table = self._tables.get(device)
+        if table is None or len(table) <= capacity:
+            table = self._tables[device] = self._new_table(device, capacity + 1)
+        return table
+
+    @ordinary_tensors
+    def _new_table(self, device: torch.device, num_positions: int) -> Tensor:
+        table = cos_sin_table(torch.zeros(self._rope_dim // 2, device=device), num_positions)
+        torch._dynamo.mark_static_address(table, guard=False)
+        return table
+
+
+def _tokens_of(pools: Tensor, positions: Tensor, ratio: int) -> Tensor:
+    """Positions of the tokens of ``pools [T, K]`` and of a token's open pool, the others -1."""
+    places = torch.arange(ratio, device=pools.device)
+    chosen = torch.where(pools[..., None] >= 0, pools[..., None] * ratio + places, -1)
+    own = ((positions + 1) // ratio * ratio)[:, None] + places[:-1]
+    own = torch.where(own <= positions[:, None], own, -1)
+    return torch.cat([chosen.flatten(1), own], dim=1).int()
