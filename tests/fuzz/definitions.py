@@ -694,6 +694,53 @@ def project_heads(near, weights, scale_block):
     return Near(value, bound)
 
 
+def unrotated(x, cos_sin_cache, positions):
+    """Heads' outputs ``[T, H, V]`` with the rotation of their last dims undone, not rounded."""
+    out, table = exactly(f64(x)), f64(cos_sin_cache).copy()
+    rope = table.shape[1]
+    table[:, rope // 2 :] *= -1
+    for t, position in enumerate(ints(positions)):
+        dims = t, slice(None), slice(out.value.shape[2] - rope, None)
+        turned = rotated(out.at(dims), table[position][None], True)
+        out.value[dims], out.error[dims] = turned
+    return out
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def selected_scores(iq, weights, ik, topk_indices, topk_lengths):
+    """float64 ``[T, K]``; -inf for entries that are not valid."""
+    q, w, k = f64(iq), f64(weights), f64(ik)
+    lists = ints(topk_indices)
+    scores = np.full(lists.shape, -np.inf)
+    for t, j, row in listed(lists, topk_lengths, len(k)):
+        scores[t, j] = w[t] @ np.maximum(q[t] @ k[row], 0)
+    return scores
+
+
+def selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths):
+    """float64 gradients of ``iq``, ``weights`` and ``ik``."""
+    d, q, w, k = f64(dscores), f64(iq), f64(weights), f64(ik)
+    grads = np.zeros_like(q), np.zeros_like(w), np.zeros_like(k)
+    for t, j, row in listed(ints(topk_indices), topk_lengths, len(k)):
+        dots = q[t] @ k[row]
+        factors = d[t, j] * w[t] * (dots > 0)
+        grads[0][t] += factors[:, None] * k[row]
+        grads[1][t] += d[t, j] * np.maximum(dots, 0)
+        grads[2][row] += factors @ q[t]
+    return grads
+
+
+def listed(lists, lengths, num_rows):
+    """Token, place and row of each valid entry."""
+    ends = [lists.shape[1]] * len(lists) if lengths is None else ints(lengths)
+    for t, row_ids in enumerate(lists):
+        for j, row in enumerate(row_ids[: max(ends[t], 0)]):
+            if 0 <= row < num_rows:
+                yield t, j, row
+
+
 # --- plans ---------------------------------------------------------------------------------------
 
 

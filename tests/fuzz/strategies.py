@@ -956,6 +956,73 @@ def project_heads(draw, shape):
     }
 
 
+PROJECT_GROUPS = cases(
+    num_tokens=st.integers(0, 5),
+    num_groups=st.integers(1, 3),
+    heads_per_group=st.integers(1, 3),
+    value_dim=st.sampled_from([16, 24, 40, 64]),
+    num_outputs=st.sampled_from([1, 17, 64, 130]),
+    rope_half=st.integers(0, 8),
+    scale_block=st.none() | st.sampled_from([(128, 128), (32, 16)]),
+    table_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    index_dtype=INT_DTYPES,
+    magnitude=st.sampled_from([1e-6, 1.0, 100.0]),
+    strided=FLAGS,
+)
+
+
+def project_groups(draw, shape):
+    num_tokens, groups = shape["num_tokens"], shape["num_groups"]
+    heads, value = groups * shape["heads_per_group"], shape["value_dim"]
+    x = draw.normal(num_tokens, heads, value, dtype=torch.bfloat16, magnitude=shape["magnitude"])
+    inputs = shape["heads_per_group"] * value
+    weight = head_weight(draw, groups, shape["num_outputs"], inputs, shape["scale_block"])
+    if shape["rope_half"] == 0:
+        return {"x": x, "weight": weight}
+    positions = [draw.number(0, MAX_POSITIONS - 1) for _ in range(num_tokens)]
+    return {
+        "x": x,
+        "weight": weight,
+        "cos_sin_cache": rope_table(draw, 2 * shape["rope_half"], shape["table_dtype"]),
+        "positions": draw.integers(positions, shape["index_dtype"]),
+    }
+
+
+SELECTED_SCORES = cases(
+    num_tokens=st.integers(0, 5),
+    num_heads=st.sampled_from([1, 3, 16, 33]),
+    head_dim=st.sampled_from([8, 32, 40, 128]),
+    num_rows=st.integers(1, 20),
+    topk=st.one_of(st.integers(1, 20), st.sampled_from([64, 65])),
+    dtype=FLOAT_DTYPES,
+    weight_dtype=FLOAT_DTYPES,
+    lengths=FLAGS,
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def selected_scores(draw, shape):
+    """Vectors of small whole numbers, so that every sum is exact and its sign certain."""
+    num_tokens, num_rows, dtype = shape["num_tokens"], shape["num_rows"], shape["dtype"]
+    heads, dim, topk = shape["num_heads"], shape["head_dim"], shape["topk"]
+    lengths = None
+    if shape["lengths"]:
+        lengths = draw.integers([draw.number(-1, topk + 2) for _ in range(num_tokens)])
+    beyond = outside(num_rows, shape["index_dtype"])
+    ids = [
+        draw.choice(beyond) if draw.chance(0.2) else draw.number(0, num_rows - 1)
+        for _ in range(num_tokens * topk)
+    ]
+    return {
+        "iq": draw.give(whole_numbers(draw, num_tokens, heads, dim).to(dtype)),
+        "weights": draw.give(whole_numbers(draw, num_tokens, heads).to(shape["weight_dtype"])),
+        "ik": draw.give(whole_numbers(draw, num_rows, dim).to(dtype)),
+        "topk_indices": draw.integers(ids, shape["index_dtype"], (num_tokens, topk)),
+        "topk_lengths": lengths,
+    }
+
+
 BRANCH = cases(
     requests=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=3),
     num_heads=st.one_of(st.integers(1, 5), st.just(17)),

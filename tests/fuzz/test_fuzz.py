@@ -799,6 +799,36 @@ def test_project_heads(backend, shape):
     check_near("out", out, *projected(backend, near, arguments["weight"]))
 
 
+@fuzz(strategies.PROJECT_GROUPS)
+def test_project_groups(backend, shape):
+    arguments = strategies.project_groups(draw_of(backend, shape), shape)
+    (out,) = called("project_groups", arguments, ("out",))
+    x, weight = arguments["x"], arguments["weight"]
+    near = definitions.exactly(f64(x))
+    if "positions" in arguments:
+        near = definitions.unrotated(x, arguments["cos_sin_cache"], arguments["positions"])
+        if weight.scale is None:
+            turned = slice(x.shape[2] - 2 * shape["rope_half"], None)
+            value, error = abs(near.value[..., turned]), near.error[..., turned]
+            near.error[..., turned] += 1.01 * half_step(value + error, torch.bfloat16)
+    groups = len(x), shape["num_groups"], weight.data.shape[2]
+    near = Near(near.value.reshape(groups), near.error.reshape(groups))
+    check_near("out", out, *projected(backend, near, weight))
+
+
+@fuzz(strategies.SELECTED_SCORES)
+def test_selected_scores(backend, shape):
+    draw = draw_of(backend, shape)
+    arguments = strategies.selected_scores(draw, shape)
+    scores = sparsemla.selected_scores(**arguments)
+    check_near("scores", scores, definitions.selected_scores(**arguments), 0)
+    dscores = draw.give(strategies.whole_numbers(draw, *scores.shape).float())
+    grads = sparsemla.selected_scores_backward(dscores, **arguments)
+    wanted = definitions.selected_scores_backward(dscores, **arguments)
+    for name, got, expected in zip(("iq", "weights", "ik"), grads, wanted, strict=True):
+        check_near(f"d{name}", got, expected, 1.01 * half_step(abs(expected), got.dtype))
+
+
 def branch_query(backend, arguments):
     """The rotated RoPE dims and the latent dims of the queries, both bfloat16."""
     layer, plan = arguments["layer"], arguments["plan"]
