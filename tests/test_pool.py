@@ -71,6 +71,8 @@ def test_windows_of_every_kind_and_format(device, pooling, fmt):
         {"dtype": torch.float16, "table_dtype": torch.bfloat16},
         {"index_dtype": torch.int64},
         {"max_drafts": 5},
+        {"state_page": 4},
+        {"state_page": 40, "max_drafts": 2, "with_rows": True},
         {"rope_dim": 0},
         {"steps": [(0, 300)]},
         {"steps": [(17, 1)]},
@@ -83,10 +85,11 @@ def test_windows_with_options(device, pooling, options):
     check_pool(lambda: pool_windows_case(Draw(1, device), SMALL, pooling, **options))
 
 
-def serve(device, pooling, chunks, *, max_drafts=0, rejected=()):
+def serve(device, pooling, chunks, *, max_drafts=0, rejected=(), state_page=None):
     """Entries and ring of one request of 300 tokens, served in chunks; NaN where nothing was kept.
 
-    ``rejected`` chunks are served with other values before the real ones.
+    ``rejected`` chunks are served with other values before the real ones. With ``state_page`` rows
+    of the ring are kept on pages of so many.
     """
     draw = Draw(5, device)
     total, dim = 300, SMALL.head_dim
@@ -102,6 +105,11 @@ def serve(device, pooling, chunks, *, max_drafts=0, rejected=()):
         "cache": PagedCache.allocate(SMALL, 40, 8, device=device),
         "ring_ids": draw.tensor([1]),
     }
+    if state_page is not None:
+        num_pages = -(-total // state_page)
+        rows = torch.empty(num_pages + 1, state_page, 2, pooling.width(dim), device=device)
+        fixed["state"] = WindowState(rows)
+        fixed["ring_ids"] = draw.permutation(num_pages)[None].int()
     fixed["state"].rows.fill_(math.nan)
     first = 0
     for number, count in enumerate(chunks):
@@ -135,11 +143,30 @@ def test_entries_do_not_depend_on_the_chunks(device, pooling, chunks):
     assert_equal("entries", parts, whole)
 
 
+@pytest.mark.parametrize("state_page", [None, 4, 8])
 @pytest.mark.parametrize("pooling", [CSA, HCA])
-def test_rejected_drafts_leave_no_trace(device, pooling):
+def test_rejected_drafts_leave_no_trace(device, pooling, state_page):
     whole, _ = serve(device, pooling, [300])
-    drafts, _ = serve(device, pooling, [6] * 50, max_drafts=6, rejected=range(1, 50, 2))
+    rejected = range(1, 50, 2)
+    drafts, rows = serve(
+        device, pooling, [6] * 50, max_drafts=6, rejected=rejected, state_page=state_page
+    )
     assert_equal("entries", drafts, whole)
+    if state_page is not None:  # every row is kept, so that any prefix can be continued
+        assert rows[:-1].flatten(0, 1).isfinite().all(-1).all(-1).sum() == 300
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 20])
+def test_rows_without_a_page_take_no_part(device, value):
+    def make():
+        case = pool_windows_case(Draw(6, device), SMALL, HCA, steps=[(127, 1)], state_page=8)
+        case["ring_ids"][0, 3:5] = value
+        return case
+
+    check_pool(make)
+    shorter = make()
+    shorter["ring_ids"] = shorter["ring_ids"][:, :12].contiguous()  # the token's own page is absent
+    check_pool(lambda: shorter | {"cache": make()["cache"], "state": make()["state"]})
 
 
 def test_a_batch_gives_each_request_its_own_entries(device):
@@ -238,6 +265,11 @@ def wrong(**changes):
             lambda case: case | {"state": WindowState(case["state"].rows[:, :7])},
             ValueError,
             "pool_windows: state must have rings of at least 8 rows, got 7",
+        ),
+        (
+            lambda case: case | {"ring_ids": case["ring_ids"][None, None]},
+            ValueError,
+            r"pool_windows: ring_ids must have shape \[B\] = \[B\], got \[1, 1, 6\]",
         ),
         (
             lambda case: case | {"gate_bias": case["gate_bias"][1:]},

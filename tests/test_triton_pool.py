@@ -60,6 +60,8 @@ def test_windows_of_every_kind(fmt, pooling):
         {"strided": True, "with_rows": True},
         {"dtype": torch.float32, "index_dtype": torch.int64},
         {"max_drafts": 3},
+        {"state_page": 4},
+        {"state_page": 20, "strided": True},
         {"steps": ((0, 21),)},
     ],
     ids=str,

@@ -54,7 +54,8 @@ class WindowState:
     """The last rows of requests, each request in a ring of its own.
 
     The row of position ``p`` is ``rows[ring_id, p % ring]``. It holds the token's values and its
-    gates, the bias added.
+    gates, the bias added. An engine may keep the rows on pages instead: each page is a ring here,
+    and :func:`sparsemla.pool_windows` takes a page table.
 
     Args:
         rows: float32 ``[num_rings, ring, 2, width]``, contiguous in the last dimension.

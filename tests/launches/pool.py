@@ -9,7 +9,16 @@ def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def pool(fmt, pooling, *, dtype=torch.bfloat16, num_tokens=128, batch=128, with_rows=False):
+def pool(
+    fmt,
+    pooling,
+    *,
+    dtype=torch.bfloat16,
+    num_tokens=128,
+    batch=128,
+    with_rows=False,
+    state_page=None,
+):
     def launch():
         dim = fmt.head_dim
         width = pooling.width(dim)
@@ -18,14 +27,16 @@ def pool(fmt, pooling, *, dtype=torch.bfloat16, num_tokens=128, batch=128, with_
             gates=meta(num_tokens, 2 * width, dtype=dtype)[:, width:],
             norm_weight=meta(dim, dtype=torch.bfloat16),
             cos_sin_cache=meta(1 << 20, 64, dtype=torch.float32),
-            state=WindowState.allocate(pooling, dim, num_rings=256, device="meta"),
+            state=WindowState(
+                meta(256, state_page or pooling.window, 2, width, dtype=torch.float32)
+            ),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             pooling=pooling,
             gate_bias=meta(pooling.ratio, width, dtype=torch.float32),
             positions=meta(num_tokens),
             request_ids=meta(num_tokens),
             input_row_offsets=meta(batch + 1),
-            ring_ids=meta(batch),
+            ring_ids=meta(batch) if state_page is None else meta(batch, 64),
             slot_mapping=meta(num_tokens),
             eps=1e-6,
             interleaved=True,
@@ -41,6 +52,8 @@ CSA, HCA = Pooling(4, overlap=True), Pooling(128)
 LAUNCHES = {
     "pool_windows ratio 4": pool(FP8_584, CSA),
     "pool_windows ratio 4, index keys": pool(INDEX_FP8, CSA, dtype=torch.float32),
+    "pool_windows ratio 4, paged state": pool(FP8_584, CSA, dtype=torch.float32, state_page=4),
     "pool_windows ratio 128": pool(FP8_584, HCA),
+    "pool_windows ratio 128, paged state": pool(FP8_584, HCA, dtype=torch.float32, state_page=8),
     "pool_windows ratio 128, prefill": pool(FP8_584, HCA, num_tokens=8192, batch=4, with_rows=True),
 }

@@ -57,7 +57,7 @@ def pool_windows(
         norm_weight: ``[D]`` bfloat16, float16 or float32.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         state: the rows of windows that are still open, written; rings of at least
-            ``pooling.window`` rows.
+            ``pooling.window`` rows, or pages of any number.
         cache: where the entries go; ``head_dim`` of its format is D.
         pooling: the windows.
         gate_bias: float32 ``[r, D]``, with overlap ``[r, 2 D]``.
@@ -67,7 +67,10 @@ def pool_windows(
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, the first token of each request, and
             the end of the last one; padding tokens may follow.
         ring_ids: int32 or int64 ``[B]``, the ring of each request in ``state``. Without a ring, -1,
-            a request has the tokens of this step only and keeps none.
+            a request has the tokens of this step only and keeps none. Or ``[B, W]``, pages of
+            state rows that an engine allocates like those of a cache: with ``n = rows.shape[1]``,
+            the row of position ``p`` is ``rows[ring_ids[b, p // n], p % n]``, and every row of the
+            step is kept. A position without a page in ``state`` is like one without a ring.
         slot_mapping: int32 or int64 ``[T]``, where the entry of the window goes that a token
             closes; negative writes nothing. Slots of other tokens are not used. No slot may occur
             twice.
@@ -122,14 +125,15 @@ def pool_windows(
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], dim)
     check.optional("gate_bias", gate_bias, "ratio W", torch.float32)
     check.tensor("state", state.rows, "rings rows 2 W", torch.float32)
-    if state.rows.shape[1] < pooling.window:
+    paged = isinstance(ring_ids, Tensor) and ring_ids.dim() == 2
+    if not paged and state.rows.shape[1] < pooling.window:
         raise ValueError(
             f"pool_windows: state must have rings of at least {pooling.window} rows, "
             f"got {state.rows.shape[1]}"
         )
     positions = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
-    check.tensor("ring_ids", ring_ids, "B", SIGNED)
+    check.tensor("ring_ids", ring_ids, "B pages" if paged else "B", SIGNED)
     input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "N", INTEGERS)
     if input_row_offsets.shape[0] != ring_ids.shape[0] + 1:
         raise ValueError(

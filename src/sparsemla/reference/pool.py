@@ -44,9 +44,9 @@ def pool_windows(
         first, end = input_row_offsets[request : request + 2].tolist()
         if not first <= token < end:
             continue
-        ring = int(ring_ids[request])
-        ring = ring if 0 <= ring < len(state.rows) else -1
-        if ring >= 0 and token + num_rows >= end:  # later rows would overwrite earlier ones
+        ring = _ring_of(position, ring_ids[request], state)
+        paged = ring_ids.dim() == 2
+        if ring >= 0 and (paged or token + num_rows >= end):  # later rows take places of a ring
             kept.append((ring, position % num_rows, token))
         if (position + 1) % ratio:
             continue
@@ -58,8 +58,11 @@ def pool_windows(
             part = slice(series * dim, series * dim + dim)
             if token - before >= first:
                 window.append((values[token - before, part], gates[token - before, part]))
-            elif ring >= 0:
-                row = state.rows[ring, (position - before) % num_rows]  # [2, W]
+                continue
+            place = position - before
+            ring = _ring_of(place, ring_ids[request], state)
+            if ring >= 0:
+                row = state.rows[ring, place % num_rows]  # [2, W]
                 window.append((row[0, part], row[1, part]))
         found, weights = (torch.stack(part) for part in zip(*window, strict=True))  # [n, D]
         pooled[token] = (weights.softmax(0) * found).sum(0)
@@ -79,3 +82,11 @@ def pool_windows(
         scale_mode=scale_mode,
     )
     return entries
+
+
+def _ring_of(position: int, ring_ids: Tensor, state: WindowState) -> int:
+    """The ring of a request ``[]``, or the page ``[W]`` of a position; -1 if there is none."""
+    num_rings, num_rows = state.rows.shape[:2]
+    page = position // num_rows if ring_ids.dim() else 0
+    ring = int(ring_ids.flatten()[page]) if page < ring_ids.numel() else -1
+    return ring if 0 <= ring < num_rings else -1

@@ -386,6 +386,7 @@ def pool_windows_case(
     strided: bool = False,
     interleaved: bool = True,
     with_rows: bool = False,
+    state_page: int | None = None,
 ) -> Arguments:
     """Arguments of ``pool_windows``.
 
@@ -407,6 +408,8 @@ def pool_windows_case(
         strided: make values and gates slices of one projection.
         interleaved: pairs of RoPE.
         with_rows: pass ``kv_out``.
+        state_page: keep rows on pages of so many, which begin with the first window that a step
+            reads; None for rings.
     """
     dim = format.head_dim
     width = pooling.width(dim)
@@ -416,15 +419,19 @@ def pool_windows_case(
     values, gates = both.chunk(2, dim=1)
     if not strided:
         values, gates = values.contiguous(), gates.contiguous()
-    state = WindowState.allocate(
-        pooling, dim, num_rings=batch + 1, max_drafts=max_drafts, device=draw.device
-    )
-    state.rows.fill_(math.nan)
-    rings = draw.permutation(batch + 1)[:batch].tolist()
-    ring = state.rows.shape[1]
-    for (first, _), ring_id in zip(steps, rings, strict=True):
-        for position in range(max(0, first - ring), first):
-            state.rows[ring_id, position % ring] = draw.normal(2, width)
+    kept = pooling.window + max_drafts
+    ring = state_page or kept
+    columns = 1 + (max(first + count for first, count in steps) // ring if state_page else 0)
+    num_rings = batch * columns + 1
+    rows = torch.full((num_rings, ring, 2, width), math.nan, device=draw.device)
+    state = WindowState(rows)
+    rings = draw.permutation(num_rings)[: batch * columns].view(batch, columns)
+    for number, (first, _) in enumerate(steps):
+        for position in range(max(0, first - kept), first):
+            ring_id = rings[number, position // ring if state_page else 0]
+            rows[ring_id, position % ring] = draw.normal(2, width)
+        if state_page:
+            rings[number, : max(0, first - kept) // ring] = -1
     if batch > 1:
         rings[1] = -1
     positions = [first + i for first, count in steps for i in range(count)]
@@ -447,7 +454,7 @@ def pool_windows_case(
         "positions": draw.tensor(positions, index_dtype),
         "request_ids": draw.tensor(requests, index_dtype),
         "input_row_offsets": draw.tensor(offsets, index_dtype),
-        "ring_ids": draw.tensor(rings),
+        "ring_ids": (rings if state_page else rings[:, 0]).int(),
         "slot_mapping": slots.to(torch.int32),
         "interleaved": interleaved,
     }

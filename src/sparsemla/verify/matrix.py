@@ -247,6 +247,7 @@ def _pool_windows() -> list[Case]:
             "page_size": 64,
         },
         "a long step": {"steps": [(0, 290), (9, 291)], "page_size": 64},
+        "rows on pages": {"state_page": 4, "steps": [(0, 290), (9, 130), (126, 3), (7, 1)]},
     }
     return [
         *(

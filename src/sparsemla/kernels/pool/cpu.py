@@ -38,9 +38,7 @@ def pool_windows(
     tokens = torch.arange(len(positions))
     firsts, ends = input_row_offsets.long()[requests], input_row_offsets.long()[requests + 1]
     known &= (tokens >= firsts) & (tokens < ends)
-    rings = ring_ids.long()[requests]
-    rings = rings.where(known & (rings >= 0) & (rings < len(state.rows)), -1)
-    places = positions.long()
+    requests, places = requests.where(known, -1), positions.long()
     closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
     pooled = torch.zeros(len(positions), norm_weight.shape[0], dtype=torch.float32)
     # A window takes its width in float32 four times over: values, gates, weights, products.
@@ -48,7 +46,17 @@ def pool_windows(
     for part in cpu.blocks(len(closing), cpu.WORKSPACE_BYTES // size):
         some = closing[part]
         pooled[some] = _pool(
-            values, gates, gate_bias, state, pooling, some, places, firsts, rings, pooled.shape[1]
+            values,
+            gates,
+            gate_bias,
+            state,
+            pooling,
+            some,
+            places,
+            firsts,
+            requests,
+            ring_ids,
+            pooled.shape[1],
         )
     starts = torch.zeros_like(positions)
     starts[closing] = positions[closing] + 1 - pooling.ratio
@@ -70,7 +78,9 @@ def pool_windows(
         kv_out=kv_out,
     )
     num_rows = state.rows.shape[1]
-    kept = ((rings >= 0) & (tokens + num_rows >= ends)).nonzero()[:, 0]
+    rings = _rings_of(ring_ids, requests, places[:, None], state)[:, 0]
+    paged = ring_ids.dim() == 2
+    kept = ((rings >= 0) & (paged | (tokens + num_rows >= ends))).nonzero()[:, 0]
     state.rows[rings[kept], places[kept] % num_rows] = torch.stack(
         [values[kept].float(), _biased(gates[kept], gate_bias, places[kept] % pooling.ratio)], 1
     )
@@ -85,7 +95,8 @@ def _pool(
     closing: Tensor,
     places: Tensor,
     firsts: Tensor,
-    rings: Tensor,
+    requests: Tensor,
+    ring_ids: Tensor,
     dim: int,
 ) -> Tensor:
     """The pools ``[n, D]`` of the windows that the tokens ``closing [n]`` close."""
@@ -93,9 +104,10 @@ def _pool(
     where = places[closing, None] - before  # [n, window]
     source = closing[:, None] - before
     in_step = (where >= 0) & (source >= firsts[closing, None])
-    in_ring = (where >= 0) & ~in_step & (rings[closing, None] >= 0)
+    ring = _rings_of(ring_ids, requests[closing], where, state)
+    in_ring = (where >= 0) & ~in_step & (ring >= 0)
     source = source.where(in_step, 0)
-    ring = rings[closing, None].where(in_ring, 0).expand_as(where)
+    ring = ring.where(in_ring, 0)
     row = (where % state.rows.shape[1]).where(in_ring, 0)
     biased = _biased(gates[source], gate_bias, where % pooling.ratio)
     if len(state.rows):
@@ -113,6 +125,18 @@ def _pool(
             for x in (found, biased)
         )
     return (biased.softmax(1) * found).sum(1)
+
+
+def _rings_of(ring_ids: Tensor, requests: Tensor, places: Tensor, state: WindowState) -> Tensor:
+    """Rings, or pages, of rows at positions ``[n, k]`` of requests ``[n]``; -1 if there is none."""
+    num_rings, num_rows = state.rows.shape[:2]
+    table = ring_ids.long().view(len(ring_ids), -1)
+    columns = places // num_rows if ring_ids.dim() == 2 else torch.zeros_like(places)
+    found = (requests[:, None] >= 0) & (columns >= 0) & (columns < table.shape[1])
+    if not table.numel():
+        return torch.full_like(places, -1)
+    rings = table[requests.clamp(min=0)[:, None], columns.where(found, 0)]
+    return rings.where(found & (rings >= 0) & (rings < num_rings), -1)
 
 
 def _biased(gates: Tensor, gate_bias: Tensor | None, places: Tensor) -> Tensor:

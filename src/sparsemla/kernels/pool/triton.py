@@ -31,10 +31,10 @@ KEPT_VALUES = 1024
 
 
 @triton.jit
-def _request_of(positions, request_ids, input_row_offsets, ring_ids, num_requests, num_rings):
-    """The token, its position, the first and end token of its request, and the ring.
+def _request_of(positions, request_ids, input_row_offsets, num_requests):
+    """The token, its position and request, and the first and end token of the request.
 
-    A position or ring is -1 if the token is not one of its request's or the number is out of range.
+    The position is -1 if the token is not one of its request's or the number is out of range.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -43,9 +43,15 @@ def _request_of(positions, request_ids, input_row_offsets, ring_ids, num_request
     first = tl.load(input_row_offsets + request, mask=known, other=0).to(tl.int64)
     end = tl.load(input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
     known = known & (token >= first) & (token < end)
-    ring = tl.load(ring_ids + request, mask=known, other=-1).to(tl.int64)
-    ring = tl.where((ring >= 0) & (ring < num_rings), ring, -1)
-    return token, tl.where(known, position, -1), first, end, ring
+    return token, tl.where(known, position, -1), request, first, end
+
+
+@triton.jit
+def _ring_of(ring_ids, num_rings, row, column, num_columns, live):
+    """Numbers of rings or pages in a row of the table; -1 where there is none."""
+    live = live & (column < num_columns)
+    ring = tl.load(ring_ids + row + column, mask=live, other=-1).to(tl.int64)
+    return tl.where((ring >= 0) & (ring < num_rings), ring, -1)
 
 
 @triton.jit
@@ -57,7 +63,7 @@ def _biased(gates, at, gate_bias, place, bias_stride, column, live):
     return gate
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rings"])
+@triton.jit(do_not_specialize=["num_requests", "num_rings", "table_stride", "num_columns"])
 def _pool_kernel(
     values,
     gates,
@@ -73,6 +79,8 @@ def _pool_kernel(
     slots,
     num_requests,
     num_rings,
+    table_stride,
+    num_columns,
     value_stride,
     gate_stride,
     bias_stride,
@@ -80,14 +88,15 @@ def _pool_kernel(
     row_stride,
     part_stride,
     RING: tl.constexpr,
+    PAGED: tl.constexpr,
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     D: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    token, position, first, _, ring = _request_of(
-        positions, request_ids, input_row_offsets, ring_ids, num_requests, num_rings
+    token, position, request, first, _ = _request_of(
+        positions, request_ids, input_row_offsets, num_requests
     )
     closes = (position >= 0) & ((position + 1) % RATIO == 0)
     if tl.program_id(1) == 0:
@@ -101,6 +110,9 @@ def _pool_kernel(
         return
 
     WINDOW: tl.constexpr = RATIO * (2 if OVERLAP else 1)
+    table = request * table_stride
+    if not PAGED:
+        ring = _ring_of(ring_ids, num_rings, table, 0, num_columns, position >= 0)
     m = tl.full([DIMS], float("-inf"), tl.float32)
     l = tl.zeros([DIMS], tl.float32)
     acc = tl.zeros([DIMS], tl.float32)
@@ -117,7 +129,11 @@ def _pool_kernel(
             column = tl.broadcast_to(column, [ROWS, DIMS])
         inside = real[:, None] & (dim < D)[None, :]
         in_step = inside & (source >= first)[:, None]
-        in_ring = inside & (source < first)[:, None] & (ring >= 0)
+        before_step = real & (source < first)
+        if PAGED:
+            ring = _ring_of(ring_ids, num_rings, table, place // RING, num_columns, before_step)
+            ring = ring[:, None]
+        in_ring = inside & before_step[:, None] & (ring >= 0)
         source = source[:, None]
         value = tl.load(values + source * value_stride + column, mask=in_step, other=0.0)
         gate = _biased(
@@ -143,7 +159,7 @@ def _pool_kernel(
     tl.store(target, acc / tl.where(dim < D, l, 1.0), mask=dim < D)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rings"])
+@triton.jit(do_not_specialize=["num_requests", "num_rings", "table_stride", "num_columns"])
 def _keep_kernel(
     values,
     gates,
@@ -155,6 +171,8 @@ def _keep_kernel(
     ring_ids,
     num_requests,
     num_rings,
+    table_stride,
+    num_columns,
     value_stride,
     gate_stride,
     bias_stride,
@@ -162,14 +180,18 @@ def _keep_kernel(
     row_stride,
     part_stride,
     RING: tl.constexpr,
+    PAGED: tl.constexpr,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token, position, _, end, ring = _request_of(
-        positions, request_ids, input_row_offsets, ring_ids, num_requests, num_rings
+    token, position, request, _, end = _request_of(
+        positions, request_ids, input_row_offsets, num_requests
     )
-    if (ring < 0) | (token + RING < end):  # a later row of the step takes its place
+    column = position // RING if PAGED else 0
+    ring = _ring_of(ring_ids, num_rings, request * table_stride, column, num_columns, position >= 0)
+    gone = False if PAGED else token + RING < end  # a later row of the step takes its place
+    if (ring < 0) | gone:
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < WIDTH
@@ -213,6 +235,7 @@ def pool_windows(
         return
     dim = norm_weight.shape[0]
     num_rings, ring = state.rows.shape[:2]
+    paged = ring_ids.dim() == 2
     step = {
         "values": values,
         "gates": gates,
@@ -224,6 +247,8 @@ def pool_windows(
         "ring_ids": ring_ids,
         "num_requests": len(ring_ids),
         "num_rings": num_rings,
+        "table_stride": ring_ids.stride(0),
+        "num_columns": ring_ids.shape[1] if paged else 1,
         "value_stride": values.stride(0),
         "gate_stride": gates.stride(0),
         "bias_stride": 0 if gate_bias is None else gate_bias.stride(0),
@@ -231,6 +256,7 @@ def pool_windows(
         "row_stride": state.rows.stride(1),
         "part_stride": state.rows.stride(2),
         "RING": ring,
+        "PAGED": paged,
         "RATIO": pooling.ratio,
     }
     pooled = torch.empty(num_tokens, dim, dtype=torch.float32, device=values.device)
