@@ -934,7 +934,7 @@ def test_layers_that_need_more_are_refused(config, changes):
 
 
 def test_the_workspace_of_a_layer_stays_where_it_is(config, monkeypatch):
-    monkeypatch.setattr(attention, "_workspace_bytes", lambda *args: 4096)
+    monkeypatch.setattr(attention, "decode_workspace_bytes", lambda *args: 4096)
     first, second = (layer(torch.zeros(4, TOPK, dtype=torch.int32), 8) for _ in range(2))
     with locked_workspace():
         assert first._workspace().data_ptr() == second._workspace().data_ptr()
@@ -969,7 +969,7 @@ def test_the_workspace_is_enough_for_every_batch(monkeypatch, num_heads):
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = torch.device("cuda", 0)
-    most = attention._workspace_bytes(512, num_heads, device)
+    most = attention.decode_workspace_bytes(512, num_heads, device)
     for tokens in range(1, 513):
         assert attention.decode_workspace_size(tokens, 1, num_heads, device=device) <= most
 

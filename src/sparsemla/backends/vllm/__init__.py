@@ -12,7 +12,14 @@ from sparsemla.backends.vllm.touched import ATTENTION, INDEXER, check, unsupport
 if TYPE_CHECKING:
     from sparsemla.backends.vllm.attention import SparseMLABackend
 
-__all__ = ["GENERIC_MODELS", "NVIDIA_MODELS", "SparseMLABackend", "register", "register_indexer"]
+__all__ = [
+    "GENERIC_MODELS",
+    "NVIDIA_MODELS",
+    "V4_MODELS",
+    "SparseMLABackend",
+    "register",
+    "register_indexer",
+]
 
 BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 
@@ -29,6 +36,13 @@ GENERIC_MODELS = {
     "DeepseekV32MTPModel": "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP",
 }
 """vLLM's portable classes, for GPUs that cannot run the NVIDIA classes with another selection."""
+
+
+V4_MODELS = {
+    "DeepseekV4ForCausalLM": "sparsemla.backends.vllm.deepseek_v4:DeepseekV4ForCausalLM",
+    "DeepSeekV4MTPModel": "sparsemla.backends.vllm.deepseek_v4:DeepSeekV4MTP",
+}
+"""vLLM's classes of DeepSeek-V4, which ask for the attention backend."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
@@ -50,6 +64,9 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
 def register() -> None:
     """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
+    DeepSeek-V4 asks for no backend, so its classes are registered, too: with another backend they
+    build vLLM's model as it is.
+
     For another version of vLLM it only logs why not, since the engine may serve without it; a
     selection of ``CUSTOM`` then stops the engine.
     """
@@ -60,9 +77,12 @@ def register() -> None:
         return
     # CUSTOM and not a new name: vLLM pickles a backend as an enum value, and a spawned process does
     # not know new members.
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    for architecture, model in V4_MODELS.items():
+        ModelRegistry.register_model(architecture, model)
 
 
 def register_indexer() -> None:

@@ -381,7 +381,9 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         if not self.batch_invariant:
             self.conversion_rows = self._conversion_rows()
             self.workspace_bytes = max(
-                _workspace_bytes(indices.shape[0], num_heads * self.dcp_world_size, indices.device),
+                decode_workspace_bytes(
+                    indices.shape[0], num_heads * self.dcp_world_size, indices.device
+                ),
                 self.conversion_rows * BF16_576.bytes_per_token,
             )
         # Grow vLLM's workspace now: captured graphs hold its address.
@@ -558,6 +560,6 @@ def _conversion_pays_off(
 
 
 @functools.cache
-def _workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
+def decode_workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
     """:func:`decode_workspace_size`, computed once for all layers."""
     return decode_workspace_size(max_tokens, 1, num_heads, device=device)

@@ -348,6 +348,8 @@ def select_keys(
     metadata: IndexerMetadata,
     topk: int,
     topk_indices_buffer: Tensor,
+    *,
+    ratio: int = 1,
 ) -> None:
     """Select keys for the tokens of a batch, and nothing for the padding behind them.
 
@@ -358,11 +360,12 @@ def select_keys(
         metadata: of the batch.
         topk: number of keys that a token selects.
         topk_indices_buffer: int32, its first T rows and ``topk`` columns are overwritten.
+        ratio: tokens of a key.
     """
     page_table = metadata.block_table
     if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
         # Not in a capture: the graph will be replayed with longer requests.
-        page_table = page_table[:, : -(-metadata.max_seq_len // cache.page_size)]
+        page_table = page_table[:, : -(-metadata.max_seq_len // (ratio * cache.page_size))]
     chosen = topk_indices_buffer[: q.shape[0], :topk]
     if metadata.sharded is not None:
         metadata.sharded.select_topk(
@@ -383,6 +386,7 @@ def select_keys(
         seq_lens=metadata.seq_lens,
         page_table=page_table,
         topk=topk,
+        ratio=ratio,
         max_workspace_bytes=max_score_bytes(),
         out=chosen,
     )

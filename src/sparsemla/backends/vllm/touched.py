@@ -310,7 +310,170 @@ NVIDIA = (
     Touched("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
 )
 
-TOUCHED = {"attention": ATTENTION, "indexer": INDEXER, "nvidia": NVIDIA, "warmup": WARMUP}
+DEEPSEEK_V4 = (
+    *INDEXER,
+    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "the switch", ("CUSTOM",)),
+    Touched(
+        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
+        "vLLM's kernels that still run",
+        ("register", "activate"),
+    ),
+    Touched("vllm.models:deepseek_v4", "base classes", ("DeepseekV4ForCausalLM", "DeepSeekV4MTP")),
+    Touched(
+        "vllm.models.deepseek_v4.nvidia:model",
+        "exchanged choice of attention",
+        ("_select_dsv4_attn_cls", "DeepseekV4DecoderLayer"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4:attention",
+        "exchanged class of compressors",
+        ("DeepseekCompressor", "DeepseekV4Attention", "DeepseekV4Indexer"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.attention:DeepseekV4Attention",
+        "base class: projections, caches, streams",
+        (
+            "_fused_qnorm_rope_kv_insert",
+            "_get_indexer_cls",
+            "_o_proj",
+            "_split_qkv_and_norm",
+            "attn_sink",
+            "backend_cls",
+            "compress_ratio",
+            "compressor",
+            "forward_mqa",
+            "get_padded_num_q_heads",
+            "indexer",
+            "kv_cache",
+            "kv_norm",
+            "max_num_batched_tokens",
+            "n_local_groups",
+            "n_local_heads",
+            "q_lora_rank",
+            "rotary_emb",
+            "scale",
+            "swa_backend_cls",
+            "swa_cache_layer",
+            "topk_indices_buffer",
+            "wo_a",
+            "wo_b",
+        ),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.attention:DeepseekV4Indexer",
+        "base class",
+        (
+            "_get_attn_cls",
+            "_get_cache_cls",
+            "_get_compressor_cls",
+            "_q_rope_quant",
+            "compressor",
+            "indexer_op",
+            "k_cache",
+        ),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.attention:DeepseekV4IndexerCache",
+        "base class",
+        ("kv_cache", "get_attn_backend"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.compressor:DeepseekCompressor",
+        "base class: weights and state",
+        (
+            "_static_forward_context",
+            "ape",
+            "forward",
+            "k_cache_prefix",
+            "norm",
+            "overlap",
+            "rms_norm_eps",
+            "state_cache",
+        ),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.compressor:CompressorBackend", "base class", ("get_builder_cls",)
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.compressor:CompressorMetadata",
+        "base class",
+        ("block_table", "slot_mapping", "token_to_req_indices"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.compressor:CompressorMetadataBuilder",
+        "base class",
+        ("build", "token_to_req_indices"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLABackend",
+        "base class",
+        ("get_builder_cls",),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLAMetadataBuilder",
+        "base class",
+        ("build_tile_scheduler",),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLABackend",
+        "base class",
+        ("get_name", "supports_compute_capability"),
+    ),
+    Touched(
+        "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLAMetadata",
+        "entries of a step",
+        (
+            "block_table",
+            "c128a_decode_topk_lens",
+            "c128a_global_decode_topk_indices",
+            "c128a_prefill_topk_indices",
+            "slot_mapping",
+        ),
+    ),
+    Touched(
+        "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
+        "raw rows of a step",
+        (
+            "decode_swa_indices",
+            "decode_swa_lens",
+            "num_decode_tokens",
+            "num_prefill_tokens",
+            "prefill_swa_indices",
+            "prefill_swa_lens",
+            "slot_mapping",
+            "token_to_req_indices",
+        ),
+    ),
+    Touched(
+        "vllm.v1.attention.backends.mla.compressor_utils:get_compressed_slot_mapping",
+        "slots of index keys",
+        (
+            "num_tokens",
+            "slot_mapping",
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+            "block_size",
+            "compress_ratio",
+            "out",
+        ),
+    ),
+    Touched(
+        "vllm.v1.attention.backends.mla.indexer:DeepseekV4IndexerBackend",
+        "base class",
+        ("get_builder_cls", "get_supported_kernel_block_sizes"),
+    ),
+    Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
+    Touched("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
+)
+
+TOUCHED = {
+    "attention": ATTENTION,
+    "deepseek_v4": DEEPSEEK_V4,
+    "indexer": INDEXER,
+    "nvidia": NVIDIA,
+    "warmup": WARMUP,
+}
 """The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
 
 

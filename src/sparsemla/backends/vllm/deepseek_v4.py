@@ -1,0 +1,667 @@
+"""DeepSeek-V4 in vLLM with the attention, the pooling and the indexer of this package.
+
+vLLM's models of DeepSeek-V4 choose their class of attention themselves and ask no backend. The
+models below exchange this choice, and the class of the compressors, if the attention backend is
+``CUSTOM``. Projections, caches and their groups, the metadata of a step, streams and graphs stay
+vLLM's. Exchanged are four things that a layer does between its projections:
+
+- the write of raw rows, with the norm of query heads (:func:`fused_rope_rmsnorm_quant`),
+- the compressors, which pool entries and index keys (:func:`pool_windows`, on vLLM's state pages),
+- the indexer (:func:`prepare_index_queries`, :func:`indexer_topk`),
+- attention (:func:`sparse_decode`, :func:`sparse_prefill`) and the first output projection
+  (:func:`project_groups`).
+
+Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.models import deepseek_v4
+from vllm.models.deepseek_v4 import attention
+from vllm.models.deepseek_v4.compressor import (
+    CompressorBackend,
+    CompressorMetadata,
+    CompressorMetadataBuilder,
+    DeepseekCompressor,
+)
+from vllm.models.deepseek_v4.nvidia import model
+from vllm.models.deepseek_v4.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLABackend,
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v4.sparse_mla import (
+    DeepseekV4FlashMLABackend,
+    DeepseekV4FlashMLAMetadata,
+)
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
+from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, dsa_indexer_uses_fp4
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from sparsemla import (
+    FP8_584,
+    INDEX_FP8,
+    HeadWeight,
+    PagedCache,
+    Pooling,
+    WindowState,
+    fused_rope_rmsnorm_quant,
+    group_o_a_proj,
+    pool_windows,
+    prepare_index_queries,
+    project_groups,
+    projection_weight,
+    sparse_decode,
+    sparse_prefill,
+    to_slots,
+)
+from sparsemla.backends.vllm.attention import decode_workspace_bytes
+from sparsemla.backends.vllm.indexer import (
+    IndexerBackend,
+    IndexerMetadata,
+    IndexerMetadataBuilder,
+    max_score_bytes,
+    select_keys,
+)
+from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
+
+CACHES = ("auto", "fp8", "fp8_ds_mla")
+"""Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes."""
+
+REPLACED = ("vllm.models.deepseek_v4.common.ops.", "vllm.models.deepseek_v4.nvidia.ops.")
+"""Modules of vLLM's kernels that no exchanged layer calls, and that some GPUs cannot compile."""
+
+
+@dataclass
+class StateMetadata(CompressorMetadata):
+    """Where a compressor keeps the rows of a step.
+
+    Attributes:
+        request_ids: int32 ``[T]``, the request of each token; -1 where nothing may be written.
+        query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
+    """
+
+    request_ids: Tensor | None = None
+    query_start_loc: Tensor | None = None
+
+
+class StateMetadataBuilder(CompressorMetadataBuilder):
+    """vLLM's metadata of a compressor's state, with the requests whose rows may be written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
+        super().__init__(*args, **kwargs)
+        self.request_ids = torch.empty_like(self.token_to_req_indices)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> StateMetadata:
+        """The metadata of one step."""
+        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        slots = found.slot_mapping
+        request_ids = self.request_ids[: len(slots)]
+        # Of a dummy batch the pages may be those of real requests; only its slots are -1.
+        request_ids.copy_(found.token_to_req_indices[: len(slots)].masked_fill(slots < 0, -1))
+        return StateMetadata(
+            **vars(found),
+            request_ids=request_ids,
+            query_start_loc=common_attn_metadata.query_start_loc,
+        )
+
+
+class StateBackend(CompressorBackend):
+    """vLLM's backend of a compressor's state, with :class:`StateMetadataBuilder`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[StateMetadataBuilder]:
+        """The class that builds the metadata of each step."""
+        return StateMetadataBuilder
+
+
+class Compressor(DeepseekCompressor):
+    """vLLM's compressor of entries or index keys, with :func:`sparsemla.pool_windows`.
+
+    Projected rows are kept on the pages of vLLM's state cache, in its layout.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        compress_ratio: int,
+        hidden_size: int,
+        head_dim: int,
+        rotate: bool = False,
+        prefix: str = "",
+        k_cache_prefix: str = "",
+        use_fp4_cache: bool = False,
+    ) -> None:
+        super().__init__(
+            vllm_config,
+            compress_ratio,
+            hidden_size,
+            head_dim,
+            rotate,
+            prefix,
+            k_cache_prefix,
+            use_fp4_cache,
+        )
+        self.state_cache.get_attn_backend = lambda: StateBackend
+        self.pooling = Pooling(compress_ratio, overlap=self.overlap)
+        self.format = FP8_584 if head_dim == FP8_584.head_dim else INDEX_FP8
+
+    def forward(self, kv_score: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase) -> None:
+        """Keep the rows of a step, and write what its tokens complete.
+
+        Args:
+            kv_score: float32 ``[T, 2 W]``, values and gates of each token, without the bias.
+            positions: int64 ``[T]``.
+            rotary_emb: vLLM's rotary embedding of entries.
+        """
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):  # vLLM profiles a step without a batch
+            return
+        state = metadata[self.state_cache.prefix]
+        slots = metadata[self.k_cache_prefix].slot_mapping
+        tokens = min(len(slots), len(state.request_ids))  # later rows are padding
+        values, gates = kv_score[:tokens].chunk(2, dim=-1)
+        pool_windows(
+            values,
+            gates,
+            self.norm.weight,
+            rotary_emb.cos_sin_cache,
+            WindowState(self.state_cache.kv_cache.unflatten(-1, (2, -1))),
+            PagedCache(self._static_forward_context[self.k_cache_prefix].kv_cache, self.format),
+            pooling=self.pooling,
+            gate_bias=self.ape,
+            positions=positions[:tokens],
+            request_ids=state.request_ids[:tokens],
+            input_row_offsets=state.query_start_loc,
+            ring_ids=state.block_table,
+            slot_mapping=slots[:tokens],
+            eps=self.rms_norm_eps,
+        )
+
+
+class IndexMetadataBuilder(IndexerMetadataBuilder):
+    """Metadata of the index keys, with slots of entries."""
+
+    supports_draft_decode_metadata_update = False  # the slots are this builder's
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.slots = torch.empty(tokens, dtype=torch.int64, device=device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """The metadata of one step."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)
+        metadata.slot_mapping = get_compressed_slot_mapping(
+            common.num_actual_tokens,
+            common.slot_mapping,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor.clamp_(min=0),
+            self.kv_cache_spec.num_states,
+            self.kv_cache_spec.tokens_per_state,
+            out=self.slots,
+        )
+        return metadata
+
+
+class IndexBackend(IndexerBackend, DeepseekV4IndexerBackend):
+    """vLLM's backend of DeepSeek-V4's index keys, with :class:`IndexMetadataBuilder`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[IndexMetadataBuilder]:
+        """The class that builds the metadata of each step."""
+        return IndexMetadataBuilder
+
+
+class IndexCache(attention.DeepseekV4IndexerCache):
+    """vLLM's cache of index keys, with the metadata of this package's indexer."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend that builds the metadata of each step."""
+        return IndexBackend
+
+
+class Selection(nn.Module):
+    """Scores and exact top-k of index keys, in the place of vLLM's ``SparseAttnIndexer``.
+
+    It takes the arguments of that class, whose constructor requires DeepGEMM.
+
+    Args:
+        k_cache: the index keys.
+        quant_block_size, scale_fmt, head_dim, max_model_len, max_total_seq_len: ignored.
+        topk_tokens: number of entries that a token selects.
+        topk_indices_buffer: int32 ``[max tokens, topk_tokens]``, written.
+        skip_k_cache_insert, use_fp4_cache: ignored; the compressor writes the keys.
+        compress_ratio: tokens of an entry.
+    """
+
+    def __init__(
+        self,
+        k_cache: IndexCache,
+        quant_block_size: int,
+        scale_fmt: str,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        max_total_seq_len: int,
+        topk_indices_buffer: Tensor,
+        skip_k_cache_insert: bool,
+        use_fp4_cache: bool,
+        compress_ratio: int,
+    ) -> None:
+        super().__init__()
+        self.k_cache, self.topk_tokens, self.ratio = k_cache, topk_tokens, compress_ratio
+        self.topk_indices_buffer = topk_indices_buffer
+
+    def forward(self, hidden_states: Tensor, q: Tensor, k: None, weights: Tensor) -> Tensor:
+        """Select entries for the tokens of a step.
+
+        Args:
+            hidden_states: ignored.
+            q: e4m3 ``[T, H, 128]``, index queries.
+            k: ignored.
+            weights: float32 ``[T, H]``, with the scales of the queries.
+
+        Returns:
+            The buffer of selections; its first T rows are new.
+        """
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
+            torch.empty(max_score_bytes(), dtype=torch.uint8, device=q.device)
+        else:
+            select_keys(
+                q,
+                weights,
+                PagedCache(self.k_cache.kv_cache, INDEX_FP8),
+                metadata[self.k_cache.prefix],
+                self.topk_tokens,
+                self.topk_indices_buffer,
+                ratio=self.ratio,
+            )
+        return self.topk_indices_buffer
+
+
+class Indexer(attention.DeepseekV4Indexer):
+    """vLLM's indexer of DeepSeek-V4 with this package's queries, keys and selection.
+
+    While all entries of a step fit into a selection, vLLM's class fills in all of them.
+    """
+
+    def _get_cache_cls(self) -> type[IndexCache]:
+        return IndexCache
+
+    def _get_compressor_cls(self) -> type[Compressor]:
+        return Compressor
+
+    def _get_attn_cls(self) -> type[Selection]:
+        return Selection
+
+    def _q_rope_quant(
+        self,
+        positions: Tensor,
+        q: Tensor,
+        rotary_emb: RotaryEmbeddingBase,
+        indexer_weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return prepare_index_queries(
+            q,
+            indexer_weights,
+            rotary_emb.cos_sin_cache,
+            positions=positions,
+            format=INDEX_FP8,
+            interleaved=True,
+            rope_first=False,
+        )
+
+
+class CompressedBackend(DeepseekV4FlashMLABackend):
+    """vLLM's backend of entries: their metadata, and the capabilities of this package."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the backend in vLLM's registry."""
+        return "CUSTOM"
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Whether the GPU is sm_80 or newer, as the ``triton`` tier needs."""
+        return capability.major >= 8
+
+
+class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+    """vLLM's metadata of raw rows, without a schedule of FlashMLA."""
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
+        """No schedules."""
+        return super().build_tile_scheduler(0)
+
+
+class WindowBackend(DeepseekSparseSWAFlashMLABackend):
+    """vLLM's backend of raw rows, with :class:`WindowMetadataBuilder`."""
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowMetadataBuilder]:
+        """The class that builds the metadata of each step."""
+        return WindowMetadataBuilder
+
+
+class SparseMLAV4Attention(attention.DeepseekV4Attention):
+    """A layer of DeepSeek-V4: vLLM's projections and caches, this package's kernels."""
+
+    backend_cls = CompressedBackend
+    swa_backend_cls = WindowBackend
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str,
+        topk_indices_buffer: Tensor | None = None,
+        aux_stream_list: list[torch.cuda.Stream] | None = None,
+    ) -> None:
+        registry = JitWarmupRegistry(vllm_config)
+        with registry.activate():
+            super().__init__(vllm_config, prefix, topk_indices_buffer, aux_stream_list)
+        for kernel, registrations in registry._registrations.items():
+            if not type(kernel).__module__.startswith(REPLACED):
+                for arguments, options in registrations:
+                    JitWarmupRegistry.register(kernel, *arguments, **options)
+        device = self.attn_sink.device
+        self.workspace_bytes = decode_workspace_bytes(
+            self.max_num_batched_tokens, self.n_local_heads, device
+        )
+        self._workspace()  # grow it now: captured graphs hold its address
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """The number of heads: none are added."""
+        return num_heads
+
+    def _get_indexer_cls(self, vllm_config: VllmConfig) -> type[Indexer]:
+        return Indexer
+
+    def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The row is not normalised: that is part of its write."""
+        qr, scale, _ = super()._split_qkv_and_norm(qr_kv)
+        return qr, scale, qr_kv[:, self.q_lora_rank :]
+
+    def _fused_qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - of vLLM's forward context
+    ) -> Tensor:
+        """Normalise and rotate the queries in place, and write the raw rows of a step."""
+        if isinstance(attn_metadata, dict):
+            slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
+            tokens = slice(len(slots))  # later rows are padding
+            fused_rope_rmsnorm_quant(
+                q[tokens],
+                kv[tokens],
+                self.rotary_emb.cos_sin_cache,
+                self.kv_norm.weight,
+                PagedCache(self.swa_cache_layer.kv_cache, FP8_584),
+                positions=positions[tokens],
+                slot_mapping=slots,
+                eps=self.eps,
+                query_norm=True,
+                out=q[tokens],
+            )
+        return q
+
+    def _workspace(self) -> Tensor | None:
+        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers."""
+        if self.workspace_bytes == 0:
+            return None
+        spec = ((self.workspace_bytes,), torch.uint8)
+        return current_workspace_manager().get_simultaneous(spec)[0]
+
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Attention of a step over the window and over entries.
+
+        Args:
+            q: ``[T, H, 512]`` bfloat16, decodes first.
+            kv: ignored, in the cache already.
+            positions: int64 ``[T]``.
+            output: ``[T, H, 512]``, written up to the padding.
+        """
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            self._workspace()
+            output.zero_()
+            return
+        window = metadata[self.swa_cache_layer.prefix]
+        entries = metadata.get(self.prefix)
+        decodes = slice(window.num_decode_tokens)
+        prefills = slice(decodes.stop, decodes.stop + window.num_prefill_tokens)
+        raw = PagedCache(self.swa_cache_layer.kv_cache, FP8_584)
+        cache = None if entries is None else PagedCache(self.kv_cache, FP8_584)
+        shared = {"softmax_scale": self.scale, "attn_sink": self.attn_sink}
+        if prefills.stop > prefills.start:
+            slots = lengths = None
+            if entries is not None:
+                slots = self._entry_slots(prefills, entries, window)
+                visible = (positions[prefills] + 1) // self.compress_ratio
+                lengths = visible.clamp(max=slots.shape[1]).int()
+            sparse_prefill(
+                q[prefills],
+                raw,
+                window.prefill_swa_indices[:, 0],
+                topk_lengths=window.prefill_swa_lens,
+                extra_kv=cache,
+                extra_topk_indices=slots,
+                extra_topk_lengths=lengths,
+                out=output[prefills],
+                **shared,
+            )
+        if decodes.stop:
+            slots = lengths = None
+            if entries is not None and self.compress_ratio == 128:
+                slots = entries.c128a_global_decode_topk_indices
+                lengths = entries.c128a_decode_topk_lens
+            elif entries is not None:
+                slots = self._entry_slots(decodes, entries, window)[:, None]
+            # Each token of a speculative decode has its own rows: pass it as a separate request.
+            sparse_decode(
+                q[decodes, None],
+                raw,
+                window.decode_swa_indices,
+                topk_lengths=window.decode_swa_lens,
+                extra_cache=cache,
+                extra_topk_indices=slots,
+                extra_topk_lengths=lengths,
+                workspace=self._workspace(),
+                out=output[decodes, None],
+                **shared,
+            )
+
+    def _entry_slots(
+        self,
+        tokens: slice,
+        entries: DeepseekV4FlashMLAMetadata,
+        window: DeepseekSparseSWAMetadata,
+    ) -> Tensor:
+        """Slots ``[T, K]`` of the entries that tokens attend to; -1 behind the last."""
+        if self.compress_ratio == 128:
+            chosen = entries.c128a_prefill_topk_indices
+        else:
+            chosen = self.topk_indices_buffer[tokens]
+        return to_slots(
+            chosen,
+            entries.block_table,
+            window.token_to_req_indices[tokens],
+            page_size=self.kv_cache.shape[1],
+        )
+
+    @functools.cached_property
+    def group_weight(self) -> HeadWeight:
+        """The first output projection, as vLLM has prepared it for its own kernels."""
+        weight = self.wo_a.weight
+        if weight.dtype == torch.bfloat16:
+            scale = None
+        elif weight.dtype == torch.float8_e4m3fn:
+            name = "weight_scale" if hasattr(self.wo_a, "weight_scale") else "weight_scale_inv"
+            scale = getattr(self.wo_a, name).flatten(0, -2)
+        else:  # packed for a kernel of GPUs without e4m3
+            inputs = self.n_heads * self.head_dim // self.n_groups
+            weight = projection_weight(self.wo_a, inputs, device=weight.device)
+            scale = None
+        return group_o_a_proj(weight.flatten(0, -2), scale, num_groups=self.n_local_groups)
+
+    def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
+        groups = project_groups(
+            o,
+            self.group_weight,
+            cos_sin_cache=self.rotary_emb.cos_sin_cache,
+            positions=positions,
+        )
+        return self.wo_b(groups.flatten(1))
+
+
+class WithAttention(nn.Module):
+    """A model of vLLM, built with this package's layers if the attention backend is ``CUSTOM``.
+
+    Raises:
+        ValueError: the configuration is not supported.
+        RuntimeError: something of vLLM does not fit, or one of its classes was not exchanged.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            return
+        check(DEEPSEEK_V4, sys.modules[__name__])
+        refuse(vllm_config)
+        with exchanged():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        check_layers(self)
+
+
+class DeepseekV4ForCausalLM(WithAttention, deepseek_v4.DeepseekV4ForCausalLM):
+    """vLLM's class of DeepSeek-V4."""
+
+
+class DeepSeekV4MTP(WithAttention, deepseek_v4.DeepSeekV4MTP):
+    """Its layer for multi-token prediction."""
+
+
+@contextlib.contextmanager
+def exchanged() -> Iterator[None]:
+    """Exchange what vLLM's models build their layers from, as long as a model is built."""
+    kept = model._select_dsv4_attn_cls, attention.DeepseekCompressor
+    model._select_dsv4_attn_cls = lambda vllm_config: SparseMLAV4Attention
+    attention.DeepseekCompressor = Compressor
+    try:
+        yield
+    finally:
+        model._select_dsv4_attn_cls, attention.DeepseekCompressor = kept
+
+
+def check_layers(built: nn.Module) -> list[SparseMLAV4Attention]:
+    """The layers of a model.
+
+    Raises:
+        RuntimeError: there is none, or a part of one is vLLM's.
+    """
+    layers = [each for each in built.modules() if isinstance(each, attention.DeepseekV4Attention)]
+    for layer in layers:
+        indexer, compressor = layer.indexer, layer.compressor
+        parts: list[tuple[nn.Module, type]] = [(layer, SparseMLAV4Attention)]
+        if compressor is not None:
+            parts.append((compressor, Compressor))
+        if indexer is not None:
+            parts += [
+                (indexer, Indexer),
+                (indexer.compressor, Compressor),
+                (indexer.k_cache, IndexCache),
+                (indexer.indexer_op, Selection),
+            ]
+        for part, expected in parts:
+            if type(part) is not expected:
+                raise RuntimeError(
+                    f"sparsemla: {layer.prefix} must have a {expected.__name__} of this package, "
+                    f"got {type(part).__module__}.{type(part).__name__}; serve without "
+                    "--attention-backend CUSTOM"
+                )
+    if not layers:
+        raise RuntimeError(
+            f"sparsemla: {type(built).__name__} must have layers of vllm.models.deepseek_v4, got "
+            "none; serve without --attention-backend CUSTOM"
+        )
+    return layers
+
+
+def refuse(config: VllmConfig) -> None:
+    """Raise ValueError for settings and models that these layers do not support."""
+    text, parallel = config.model_config.hf_text_config, config.parallel_config
+    speculative = config.speculative_config
+    capability = current_platform.get_device_capability()
+    dims = {name: getattr(text, name, None) for name in ("head_dim", "qk_rope_head_dim")}
+    index_dim = getattr(text, "index_head_dim", None)
+    ratios = set(getattr(text, "compress_rates", {}).values())
+    problems = {
+        "DeepSeek-V4 is served on NVIDIA GPUs only": current_platform.is_rocm()
+        or current_platform.is_xpu()
+        or current_platform.is_cpu(),
+        f"the GPU must be sm_80 or newer, got {capability}": capability is not None
+        and not CompressedBackend.supports_compute_capability(capability),
+        f"--kv-cache-dtype must be one of {', '.join(CACHES)}; got "
+        f"{config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in CACHES,
+        "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
+        f"the model's head_dim and qk_rope_head_dim must be 512 and 64, got {dims}": tuple(
+            dims.values()
+        )
+        != (512, 64),
+        f"the model's index_head_dim must be 128, got {index_dim}": index_dim != 128,
+        f"the model's compress_rates must be 4 and 128, got {sorted(ratios)}": not ratios
+        <= {0, 1, 4, 128},
+        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
+        "HiSparse must be off": config.attention_config.hisparse_config is not None,
+        "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
+        "DSpark's drafts are not supported": speculative is not None and speculative.use_dspark(),
+        "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(
+                f"sparsemla: {problem}; otherwise serve without --attention-backend CUSTOM"
+            )

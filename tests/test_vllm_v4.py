@@ -1,0 +1,617 @@
+"""DeepSeek-V4 in vLLM, checked against the real package, without a GPU.
+
+Groups of caches, their tensors, and the metadata of each step come from vLLM's own functions. Its
+Triton kernels run in the interpreter. CI installs vLLM for these files alone: see `.ci/run`.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm
+
+if not torch.cuda.is_available():
+    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm import envs
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+    from vllm.models.deepseek_v4 import attention as theirs
+    from vllm.models.deepseek_v4.nvidia import model as nvidia_model
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.attention.backends.utils import (
+        get_supported_kv_cache_layouts,
+        resolve_kv_cache_layout,
+    )
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    from vllm.v1.worker.gpu.attn_utils import (
+        build_attn_metadata,
+        init_attn_backend,
+        init_kv_cache,
+    )
+    from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
+
+    from sparsemla.backends import vllm as plugins
+    from sparsemla.backends.vllm import deepseek_v4, touched
+
+from sparsemla import (
+    FP8_584,
+    INDEX_FP8,
+    PagedCache,
+    Pooling,
+    WindowState,
+    group_o_a_proj,
+    reference,
+)
+from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import Tolerance, assert_close, assert_equal
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are built for the CPU"),
+]
+
+MAX_TOKENS, TOPK, HIDDEN = 160, 8, 64
+CONFIG = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 4, 128],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 64,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": TOPK,
+    "sliding_window": 128,
+    "vocab_size": 256,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 0,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 256,
+    },
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="session")
+def model_config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank(tmp_path_factory):
+    init_workspace_manager(torch.device("cpu"))
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    if model_parallel_is_initialized():  # by the tests of another file
+        return
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def like_a_gpu():
+    """What vLLM's class needs of a platform with streams, on the CPU."""
+    product = torch.mm
+
+    def mm(a, b, out_dtype=None):
+        return product(a, b) if out_dtype is None else product(a.to(out_dtype), b.to(out_dtype))
+
+    def norm(qr, kv, q_weight, kv_weight, eps):
+        rows = ((qr, q_weight), (kv, kv_weight))
+        return [rms_norm(x.float(), x.shape[-1:], w.float(), eps).to(x.dtype) for x, w in rows]
+
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(theirs, "fused_q_kv_rmsnorm", norm)  # interpreted, it takes a minute
+        change.setattr(type(current_platform), "device_type", "cpu")
+        change.setattr(torch.cuda, "Event", SimpleNamespace)
+        change.setattr(torch.cuda, "Stream", SimpleNamespace)
+        change.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        change.setattr(torch.accelerator, "empty_cache", lambda: None)
+        change.setattr(torch, "mm", mm)
+        yield
+
+
+def engine_config(model_config, backend="CUSTOM", dtype="auto"):
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        cache_config=CacheConfig(block_size=256, cache_dtype=dtype),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=8,
+            max_model_len=model_config.max_model_len,
+            is_encoder_decoder=False,
+        ),
+        attention_config=AttentionConfig(backend=backend),
+    )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU
+    return config
+
+
+@pytest.fixture
+def config(model_config):
+    config = engine_config(model_config)
+    with set_current_vllm_config(config):
+        yield config
+
+
+class Engine:
+    """Layers of each kind, with the caches and the metadata that vLLM's runner makes for them.
+
+    Pages hold NaN until they are written. Pages behind a window are given up as vLLM does it, and
+    hold NaN again.
+
+    Args:
+        config: vLLM's.
+        draw: randomness, of weights and pages.
+    """
+
+    def __init__(self, config, draw):
+        self.config, self.draw = config, draw
+        buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+        with set_default_torch_dtype(torch.bfloat16), deepseek_v4.exchanged():
+            attention = nvidia_model._select_dsv4_attn_cls(config)
+            self.layers = nn.ModuleList(
+                attention(config, f"model.layers.{i}.attn", buffer) for i in range(3)
+            )
+        deepseek_v4.check_layers(self.layers)
+        for name, weight in self.layers.named_parameters():
+            scale = 1 if weight.dim() == 1 or name.endswith("ape") else weight.shape[-1] ** -0.5
+            weight.copy_(draw.normal(*weight.shape) * scale + name.endswith("norm.weight"))
+        self.parts = config.compilation_config.static_forward_context
+        specs = {name: part.get_kv_cache_spec(config) for name, part in self.parts.items()}
+        specs = {name: spec for name, spec in specs.items() if spec is not None}
+        layouts = get_supported_kv_cache_layouts(
+            {self.parts[name].get_attn_backend() for name in specs}
+        )
+        resolve_kv_cache_layout(config, [[each.name for each in layouts]], specs.values())
+        groups = get_global_kv_cache_groups(config, [specs])
+        device = torch.device("cpu")
+        self.caches = get_kv_cache_configs(config, [specs], [16 << 20], groups)[0]
+        self.groups, support, sizes = init_attn_backend(self.caches, config, device)
+        self.support = support.min_cg_support.name
+        flat = [group for several in self.groups for group in several]
+        init_kv_cache(self.parts, self.caches, device, sizes, config, attn_groups=flat)
+        for part in self.parts.values():
+            part.kv_cache.view(torch.uint8).fill_(255)
+        self.free = draw.permutation(self.caches.num_blocks - 1).add(1).tolist()  # 0 is no page
+        self.tables = [{} for _ in self.caches.kv_cache_groups]
+
+    def allocate(self, request, first, last):
+        """Pages for positions ``first .. last`` of a request in every group."""
+        for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
+            spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
+            row = table.setdefault(request, torch.zeros(1024 // spec.block_size + 1).int())
+            window = getattr(spec, "sliding_window", None)
+            behind = 0 if window is None else first - window + 1
+            for block in range(-(-last // spec.block_size)):
+                if (block + 1) * spec.block_size <= behind:
+                    if row[block]:
+                        for name in group.layer_names:
+                            self.parts[name].kv_cache[row[block]].view(torch.uint8).fill_(255)
+                        self.free.append(int(row[block]))
+                    row[block] = 0
+                elif not row[block]:
+                    row[block] = self.free.pop(0)
+
+    def step(self, chunks, padding=0, dummy=False):
+        """Serve chunks ``(request, first, inputs [n, hidden])``, decodes first.
+
+        A dummy step has the pages of real requests, but no slots.
+
+        Returns:
+            The outputs of each layer ``[n, hidden]`` for each chunk.
+        """
+        ends = [first + len(inputs) for _, first, inputs in chunks]
+        for (request, first, _), end in zip(chunks, ends, strict=True):
+            self.allocate(request, first, end)
+        counts = [len(inputs) for *_, inputs in chunks]
+        positions = torch.cat(
+            [torch.arange(first, end) for (_, first, _), end in zip(chunks, ends, strict=True)]
+            + [torch.arange(3, 3 + padding)]  # padding is left as it was
+        )
+        tables, slots = [], []
+        for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
+            size = group.kv_cache_spec.block_size
+            rows = [table[request] for request, *_ in chunks]
+            tables.append(torch.stack(rows + [torch.full_like(rows[0], -1)] * bool(padding)))
+            owner = torch.repeat_interleave(torch.tensor(counts))
+            real = positions[: len(owner)]
+            found = tables[-1][owner, real // size].long() * size + real % size
+            slots.append(torch.cat([found, found.new_full((padding,), -1)]))
+            if dummy:
+                slots[-1].fill_(-1)
+        offsets = torch.tensor([0, *counts] + [0] * bool(padding)).cumsum(0).int()
+        lengths = torch.tensor([*ends] + [0] * bool(padding)).int()
+        metadata = build_attn_metadata(
+            self.groups,
+            len(lengths),
+            len(positions),
+            offsets,
+            offsets,
+            max(counts),
+            lengths,
+            max(ends),
+            tables,
+            torch.stack(slots),
+            self.caches,
+            seq_lens_cpu_upper_bound=lengths,
+            positions=positions,
+        )
+        x = torch.cat([inputs for *_, inputs in chunks])
+        x = torch.cat([x, x.new_full((padding, HIDDEN), math.nan)])
+        manager = current_workspace_manager()
+        manager.lock()  # as vLLM does it once graphs are captured
+        try:
+            with set_forward_context(metadata, self.config), torch.no_grad():
+                results = [layer(positions, x) for layer in self.layers]
+        finally:
+            manager.unlock()
+        return [result[: sum(counts)].split(counts) for result in results]
+
+
+def whole_request(layer, x):
+    """The layer's outputs ``[T, hidden]`` for a whole request, by the reference in one piece."""
+    tokens = len(x)
+    positions, request = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int32)
+    offsets, length = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
+    table = layer.rotary_emb.cos_sin_cache
+    qr, _, kv = layer._split_qkv_and_norm(layer.fused_wqa_wkv(x)[0])
+    raw = PagedCache.allocate(FP8_584, 1, tokens)
+    q, _ = reference.fused_rope_rmsnorm_quant(
+        layer.wq_b(qr).view(tokens, 4, 512),
+        kv,
+        table,
+        layer.kv_norm.weight,
+        raw,
+        positions=positions,
+        slot_mapping=positions,
+        eps=1e-6,
+        query_norm=True,
+    )
+    window = positions[:, None] - torch.arange(127, -1, -1)
+    extra = {}
+
+    def pooled(compressor, format, ratio):
+        cache = PagedCache.allocate(format, 1, tokens)
+        width = compressor.ape.shape[1]
+        projected = x.float() @ compressor.fused_wkv_wgate.weight.float().T
+        pooling = Pooling(ratio, overlap=ratio == 4)
+        reference.pool_windows(
+            projected[:, :width],
+            projected[:, width:],
+            compressor.norm.weight,
+            table,
+            WindowState(torch.zeros(1, pooling.window, 2, width)),
+            cache,
+            pooling=pooling,
+            gate_bias=compressor.ape,
+            positions=positions,
+            request_ids=request,
+            input_row_offsets=offsets,
+            ring_ids=torch.tensor([-1]),
+            slot_mapping=positions // ratio,
+        )
+        return cache
+
+    if layer.compressor is not None:
+        ratio = layer.compress_ratio
+        slots = torch.arange(tokens)[None].where(
+            torch.arange(tokens)[None] < (positions[:, None] + 1) // ratio, -1
+        )
+        if layer.indexer is not None:
+            keys = pooled(layer.indexer.compressor, INDEX_FP8, ratio)
+            queries, weights = reference.prepare_index_queries(
+                layer.indexer.wq_b(qr)[0].view(tokens, 16, 128),
+                layer.indexer.weights_proj(x)[0],
+                table,
+                positions=positions,
+                format=INDEX_FP8,
+                interleaved=True,
+                rope_first=False,
+            )
+            slots = reference.indexer_topk(
+                queries,
+                weights,
+                keys,
+                input_row_offsets=offsets,
+                seq_lens=length,
+                page_table=torch.zeros(1, 1, dtype=torch.int32),
+                topk=TOPK,
+                ratio=ratio,
+            )
+        entries = pooled(layer.compressor, FP8_584, ratio)
+        extra = {"extra_kv": entries, "extra_topk_indices": slots}
+    out, *_ = reference.sparse_prefill(
+        q, raw, window, softmax_scale=512**-0.5, attn_sink=layer.attn_sink, **extra
+    )
+    groups = reference.project_groups(
+        out.bfloat16(),
+        group_o_a_proj(layer.wo_a.weight, num_groups=2),
+        cos_sin_cache=table,
+        positions=positions,
+    )
+    return layer.wo_b(groups.flatten(1).bfloat16())
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+LENGTHS = 150, 21, 6
+STEPS = [
+    [(0, 121)],
+    [(0, 1), (1, 13)],
+    [(0, 5), (2, 3)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(1, 1), (2, 1), (0, 9)],
+    [(2, 1), (1, 6), (0, 13)],
+]
+OUT = Tolerance(2**-8, cos=1e-4, size=2**-4)
+
+
+def test_steps_of_an_engine_agree_with_whole_requests(config):
+    """Chunks, decodes and prefills in one batch, drafts that are served again, and padding."""
+    engine = Engine(config, Draw(0))
+    assert engine.support == "ALWAYS"  # any batch can be captured in a graph
+    x = [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS]
+    served = [0] * len(LENGTHS)
+    found = [[[] for _ in LENGTHS] for _ in engine.layers]
+    for number, step in enumerate(STEPS):
+        chunks = [(i, served[i], x[i][served[i] : served[i] + n]) for i, n in step]
+        if number % 2:  # other tokens first, as if they were rejected drafts
+            engine.step([(i, first, rows.flip(0) + 1) for i, first, rows in chunks])
+        padding = 3 if all(n == 1 for _, n in step) else 0
+        for results, outputs in zip(found, engine.step(chunks, padding), strict=True):
+            for (i, *_), output in zip(chunks, outputs, strict=True):
+                results[i].append(output)
+        for i, n in step:
+            served[i] += n
+    assert tuple(served) == LENGTHS
+    for layer, results in zip(engine.layers, found, strict=True):
+        for request, parts in enumerate(results):
+            expected = whole_request(layer, x[request])
+            assert_close(f"{layer.prefix}, {request}", torch.cat(parts), expected, OUT)
+
+
+def test_a_dummy_step_writes_nothing(config):
+    """vLLM runs such steps while other requests wait, with their pages in the block tables."""
+    engine = Engine(config, Draw(1))
+    x = engine.draw.normal(9, HIDDEN).bfloat16()
+    engine.step([(0, 0, x)])
+    before = {name: part.kv_cache.clone() for name, part in engine.parts.items()}
+    engine.step([(0, 3, x[3:8] + 1)], dummy=True)
+    for name, part in engine.parts.items():
+        assert_equal(name, part.kv_cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_a_step_without_a_batch_computes_nothing(config):
+    engine = Engine(config, Draw(1))
+    for layer in engine.layers:
+        with set_forward_context(None, config):
+            out = layer(torch.arange(2), torch.ones(2, HIDDEN).bfloat16())
+        assert (out == 0).all()
+
+
+OVERRIDDEN = touched.overridden(deepseek_v4)
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_signatures_match_vllm(name):
+    ours, vllms = OVERRIDDEN[name]
+    assert touched.parameters(ours) == touched.parameters(vllms)
+
+
+def test_everything_that_a_layer_calls_is_overridden():
+    assert {
+        "Compressor.forward",
+        "IndexCache.get_attn_backend",
+        "Indexer._get_attn_cls",
+        "Indexer._get_cache_cls",
+        "Indexer._get_compressor_cls",
+        "Indexer._q_rope_quant",
+        "SparseMLAV4Attention._fused_qnorm_rope_kv_insert",
+        "SparseMLAV4Attention._get_indexer_cls",
+        "SparseMLAV4Attention._o_proj",
+        "SparseMLAV4Attention._split_qkv_and_norm",
+        "SparseMLAV4Attention.forward_mqa",
+        "SparseMLAV4Attention.get_padded_num_q_heads",
+        "WindowMetadataBuilder.build_tile_scheduler",
+    } <= set(OVERRIDDEN)
+    assert not inspect.isabstract(deepseek_v4.SparseMLAV4Attention)
+
+
+@pytest.mark.parametrize("row", touched.DEEPSEEK_V4, ids=lambda row: row.path)
+def test_what_is_touched_fits_vllm(row):
+    assert row.problem() is None
+
+
+def test_every_import_from_vllm_has_a_row():
+    tree = ast.parse((Path(plugins.__file__).parent / "deepseek_v4.py").read_text())
+    imported = {
+        f"{node.module}:{each.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for each in node.names
+    }
+    assert imported <= {row.path for row in touched.DEEPSEEK_V4}
+
+
+class Experts(nn.Module):
+    """In the place of the mixture of experts, which needs a platform."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+@pytest.fixture
+def build_model(model_config, monkeypatch):
+    """Makes vLLM's model as its registry has it after the plugin was loaded."""
+    for architecture in plugins.V4_MODELS:
+        monkeypatch.setitem(ModelRegistry.models, architecture, None)
+    plugins.register()
+    monkeypatch.setattr(nvidia_model, "DeepseekV4MoE", Experts)
+    monkeypatch.setattr(nvidia_model.DeepseekV4ForCausalLM, "set_moe_parameters", lambda self: None)
+    # vLLM's own attention asks for a GPU.
+    cls = nvidia_model.DeepseekV4FlashMLAAttention
+    monkeypatch.setattr(cls, "__init__", theirs.DeepseekV4Attention.__init__)
+
+    def build(backend):
+        config = engine_config(model_config, backend)
+        config.kernel_config.enable_jit_warmup = False  # which needs TileLang
+        model = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            return model(vllm_config=config)
+
+    return build
+
+
+def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, monkeypatch):
+    kept = nvidia_model._select_dsv4_attn_cls, theirs.DeepseekCompressor
+    model = build_model("CUSTOM")
+    assert len(deepseek_v4.check_layers(model)) == 3
+    assert (nvidia_model._select_dsv4_attn_cls, theirs.DeepseekCompressor) == kept
+    with pytest.raises(RuntimeError, match=r"layers\.0\.attn must have a SparseMLAV4Attention"):
+        deepseek_v4.check_layers(build_model(None))
+    with monkeypatch.context() as change:
+        change.setattr(deepseek_v4, "exchanged", contextlib.nullcontext)
+        with pytest.raises(RuntimeError, match="serve without --attention-backend CUSTOM"):
+            build_model("CUSTOM")
+
+
+@pytest.mark.parametrize("part", ["compressor", "indexer", "indexer.compressor", "indexer.k_cache"])
+def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
+    engine = Engine(config, Draw(1))
+    *path, name = part.split(".")
+    owner = engine.layers[1].get_submodule(".".join(path))
+    vllms = type(getattr(owner, name)).__mro__[1]
+    getattr(owner, name).__class__ = vllms
+    with pytest.raises(
+        RuntimeError, match=rf"layers\.1\.attn must have a .* got {vllms.__module__}"
+    ):
+        deepseek_v4.check_layers(engine.layers)
+    with pytest.raises(RuntimeError, match=r"of vllm\.models\.deepseek_v4, got none"):
+        deepseek_v4.check_layers(nn.Linear(1, 1))
+
+
+def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
+    row = touched.Touched("vllm:gone", "a purpose")
+    monkeypatch.setattr(deepseek_v4, "DEEPSEEK_V4", (row,))
+    with pytest.raises(RuntimeError, match="vllm:gone"):
+        build_model("CUSTOM")
+    build_model(None)  # other backends are not concerned
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "reason"),
+    [
+        ("cache_config", "cache_dtype", "bfloat16", "must be one of auto, fp8, fp8_ds_mla; got bf"),
+        ("module", "dsa_indexer_uses_fp4", lambda config: True, "indexer_kv_dtype must be fp8"),
+        ("attention_config", "hisparse_config", object(), "HiSparse must be off"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+        ("model", "head_dim", 576, r"head_dim and qk_rope_head_dim must be 512 and 64, got .*576"),
+        ("model", "index_head_dim", 64, "index_head_dim must be 128, got 64"),
+        ("model", "compress_rates", {"any": 2}, r"compress_rates must be 4 and 128, got \[2\]"),
+        ("model", "vision_n_layers", 1, "images are not supported"),
+        ("engine", "speculative_config", SimpleNamespace(use_dspark=lambda: True), "DSpark"),
+        ("envs", "VLLM_BATCH_INVARIANT", True, "batch invariance is not supported"),
+        ("gpu", "get_device_capability", DeviceCapability(7, 5), "must be sm_80 or newer"),
+        ("gpu", "is_rocm", True, "on NVIDIA GPUs only"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused(config, monkeypatch, where, name, value, reason):
+    deepseek_v4.refuse(config)
+    if where == "gpu":
+        monkeypatch.setattr(type(current_platform), name, classmethod(lambda *args, **_: value))
+    else:
+        text = config.model_config.hf_text_config
+        places = {"model": text, "engine": config, "envs": envs, "module": deepseek_v4}
+        monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
+    with pytest.raises(ValueError, match=rf"sparsemla: .*{reason}.*without --attention-backend"):
+        deepseek_v4.refuse(config)
+
+
+def test_weights_of_any_quantisation_are_read(config):
+    layer = Engine(config, Draw(2)).layers[0]
+    draw = Draw(3)
+    codes = draw.normal(64, 1024).to(torch.float8_e4m3fn)
+    scales = draw.normal(1, 8).exp()
+    layer.wo_a.weight = nn.Parameter(codes, requires_grad=False)
+    layer.wo_a.weight_scale_inv = scales
+    assert_equal("codes", layer.group_weight.data.flatten(0, 1), codes)
+    assert_equal("scales", layer.group_weight.scale, scales.expand(2, 8)[:, None])
+    grouped = draw.normal(2, 32, 1024).to(torch.float8_e4m3fn)  # as prepared for DeepGEMM
+    layer.wo_a.weight = nn.Parameter(grouped, requires_grad=False)
+    del layer.group_weight
+    assert_equal("codes", layer.group_weight.data, grouped)
+    layer.wo_a.weight = nn.Parameter(torch.zeros(8, 8).int(), requires_grad=False)  # packed
+    whole = draw.normal(64, 1024).bfloat16()
+    layer.wo_a.forward = lambda x: x @ whole.T
+    del layer.group_weight
+    assert_equal("unpacked", layer.group_weight.data.flatten(0, 1), whole)
+
+
+def test_kernels_that_no_layer_calls_are_not_compiled_at_the_start(config):
+    registry = JitWarmupRegistry(config)
+    with registry.activate():
+        Engine(config, Draw(1))
+    names = {type(kernel).__module__ for kernel in registry._registrations}
+    assert "vllm.v1.attention.backends.mla.sparse_swa" in names
+    assert not any(name.startswith(deepseek_v4.REPLACED) for name in names)
