@@ -1,6 +1,7 @@
-"""vLLM's engine on a small DeepSeek-V3.2: the tokens of this package's backend and of FlashMLA's.
+"""vLLM's engine on a small model: the tokens of this package's backend and of FlashMLA's.
 
-The model is that of :mod:`sparsemla.testing.models`: it copies from its context and is sure of it.
+The model is the DeepSeek-V3.2 of :mod:`sparsemla.testing.models`, or with ``--model deepseek_v4``
+the DeepSeek-V4 of :mod:`sparsemla.testing.models_v4`: it copies from its context and is sure of it.
 Every mode serves it in a process of its own, with prompts that are longer than a selection, chunked
 prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared.
 
@@ -14,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-LENGTHS = (1500, 700, 60, 1, 2047, 900, 3000)
-"""Tokens of the prompts."""
 NUM_NEW = 64
+LENGTHS = (1500, 700, 60, 1, 2047, 900, 3000)
+"""Tokens of the prompts of DeepSeek-V3.2."""
 VOCABULARY, HIDDEN, HEADS, VALUE = 1024, 512, 8, 128
 
 
@@ -37,6 +39,7 @@ class Mode:
         cache: the cache's dtype.
         graphs: whether steps are captured.
         portable: exchange vLLM's class of the model for NVIDIA for the portable one.
+        model: type of the model.
     """
 
     plugins: str
@@ -44,6 +47,7 @@ class Mode:
     cache: str = "fp8_ds_mla"
     graphs: bool = False
     portable: bool = False
+    model: str = "deepseek_v32"
 
 
 BOTH = "sparsemla,sparsemla_indexer"
@@ -58,6 +62,12 @@ MODES = {
     "vllm, bf16": Mode("", "FLASH_ATTN_MLA_SPARSE", cache="bfloat16"),
     "attention, bf16": Mode("sparsemla", "CUSTOM", cache="bfloat16"),
     "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
+    "v4, vllm": Mode("", "FLASHMLA_SPARSE_DSV4", cache="fp8", model="deepseek_v4"),
+    "v4, vllm, graphs": Mode(
+        "", "FLASHMLA_SPARSE_DSV4", cache="fp8", graphs=True, model="deepseek_v4"
+    ),
+    "v4": Mode("sparsemla", "CUSTOM", cache="fp8", model="deepseek_v4"),
+    "v4, graphs": Mode("sparsemla", "CUSTOM", cache="fp8", graphs=True, model="deepseek_v4"),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -67,6 +77,9 @@ PAIRS = (
     ("both, portable", "both"),
     ("attention, bf16", "vllm, bf16"),
     ("both, bf16, graphs", "vllm, bf16"),
+    ("v4", "v4, vllm"),
+    ("v4, graphs", "v4, vllm, graphs"),
+    ("v4, graphs", "v4"),
 )
 
 
@@ -109,6 +122,60 @@ def make_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def make_v4_model(folder: Path) -> None:
+    """Write a DeepSeek-V4 with the heads, the hidden size and the dims of V4-Flash's attention."""
+    from safetensors.torch import save_file
+
+    from sparsemla.testing.models_v4 import compressed_copying_model, published_weights
+
+    model = compressed_copying_model(
+        head_dim=512,
+        rope_dim=64,
+        dtype=torch.bfloat16,
+        hidden_size=4096,
+        num_attention_heads=64,
+        o_groups=16,
+        o_lora_rank=1024,
+        q_lora_rank=1024,
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=128,
+        moe_intermediate_size=256,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        topk_method="noaux_tc",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    save_file(published_weights(model), folder / "model.safetensors", {"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, and how it is served.
+
+    Args:
+        make: writes it into a folder.
+        vocabulary: its tokens.
+        lengths: of the prompts.
+        max_length: of prompts and answers.
+        block_size: of vLLM's caches.
+    """
+
+    make: Callable[[Path], None]
+    vocabulary: int
+    lengths: tuple[int, ...]
+    max_length: int
+    block_size: int
+
+
+SERVED = {
+    "deepseek_v32": Served(make_model, VOCABULARY, LENGTHS, 4096, 64),
+    # Of longer contexts the layer of entries of 128 tokens would not know the latest entry.
+    "deepseek_v4": Served(make_v4_model, 256, (1200, 700, 300, 256, 1400, 900, 500), 1536, 256),
+}
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt."""
     # The engine runs in this process, where the model's class is exchanged.
@@ -124,22 +191,26 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         load_general_plugins()
         for architecture, name in GENERIC_MODELS.items():
             ModelRegistry.register_model(architecture, name)
+    served = SERVED[mode.model]
     llm = LLM(
         model=str(model),
         skip_tokenizer_init=True,
         kv_cache_dtype=mode.cache,
         enforce_eager=not mode.graphs,
         attention_config={"backend": mode.backend, "sparse_mla_force_mqa": True},
-        max_model_len=4096,
+        max_model_len=served.max_length,
         max_num_batched_tokens=1024,
         max_num_seqs=8,
-        block_size=64,
+        block_size=served.block_size,
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=1 << 30,  # and no measurement, so that several can serve at once
         enable_prefix_caching=False,
     )
     draw = np.random.default_rng(0)
-    prompts = [{"prompt_token_ids": draw.integers(2, VOCABULARY, n).tolist()} for n in LENGTHS]
+    prompts = [
+        {"prompt_token_ids": draw.integers(2, served.vocabulary, n).tolist()}
+        for n in served.lengths
+    ]
     params = SamplingParams(
         temperature=0,
         max_tokens=NUM_NEW,
@@ -183,6 +254,7 @@ def compare(name: str, base: str, folder: Path) -> bool:
 def main() -> int:
     """Serve the model by every mode; 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SERVED, default="deepseek_v32", help="type of the model")
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
@@ -191,7 +263,8 @@ def main() -> int:
     if arguments.serve:
         serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
-    make_model(model)
+    SERVED[arguments.model].make(model)
+    modes = [name for name, mode in MODES.items() if mode.model == arguments.model]
 
     def run(name: str) -> None:
         (folder / f"{name}.json").unlink(missing_ok=True)
@@ -202,10 +275,10 @@ def main() -> int:
             sys.stdout.write(f"{name}: failed, see {log.name}\n")
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        list(pool.map(run, MODES))
-    served = {name for name in MODES if (folder / f"{name}.json").exists()}
+        list(pool.map(run, modes))
+    served = {name for name in modes if (folder / f"{name}.json").exists()}
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
-    return int(served != set(MODES) or not all(equal))
+    return int(served != set(modes) or not all(equal))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from transformers import DeepseekV4ForCausalLM
     from vllm import envs
     from vllm.config import (
         AttentionConfig,
@@ -78,6 +79,7 @@ from sparsemla import (
 )
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import Tolerance, assert_close, assert_equal
+from sparsemla.testing.models_v4 import published_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -309,7 +311,8 @@ def whole_request(layer, x):
     positions, request = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int32)
     offsets, length = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
     table = layer.rotary_emb.cos_sin_cache
-    qr, _, kv = layer._split_qkv_and_norm(layer.fused_wqa_wkv(x)[0])
+    projected = layer.fused_wqa_wkv(x)[0]
+    qr, kv = layer._split_qkv_and_norm(projected)[0], projected[:, CONFIG["q_lora_rank"] :]
     raw = PagedCache.allocate(FP8_584, 1, tokens)
     q, _ = reference.fused_rope_rmsnorm_quant(
         layer.wq_b(qr).view(tokens, 4, 512),
@@ -328,11 +331,11 @@ def whole_request(layer, x):
     def pooled(compressor, format, ratio):
         cache = PagedCache.allocate(format, 1, tokens)
         width = compressor.ape.shape[1]
-        projected = x.float() @ compressor.fused_wkv_wgate.weight.float().T
+        rows = x.float() @ compressor.fused_wkv_wgate.weight.float().T
         pooling = Pooling(ratio, overlap=ratio == 4)
         reference.pool_windows(
-            projected[:, :width],
-            projected[:, width:],
+            rows[:, :width],
+            rows[:, width:],
             compressor.norm.weight,
             table,
             WindowState(torch.zeros(1, pooling.window, 2, width)),
@@ -495,6 +498,8 @@ def test_every_import_from_vllm_has_a_row():
 class Experts(nn.Module):
     """In the place of the mixture of experts, which needs a platform."""
 
+    use_native_mega_moe, n_redundant_experts = False, 0
+
     def __init__(self, *args, **kwargs):
         super().__init__()
 
@@ -519,6 +524,21 @@ def build_model(model_config, monkeypatch):
             return model(vllm_config=config)
 
     return build
+
+
+def test_the_model_reads_published_weights(build_model, model_config):
+    """As `examples/vllm_engine.py` writes them for a model of transformers."""
+    other = DeepseekV4ForCausalLM(model_config.hf_config)
+    weights = published_weights(other)
+    assert {"layers.2.ffn.experts.1.w3.weight", "layers.0.ffn.gate.bias"} <= set(weights)
+    weights = {name: weight for name, weight in weights.items() if ".ffn." not in name}
+    model = build_model("CUSTOM")
+    loaded = model.load_weights(weights.items())
+    assert loaded == {name for name, _ in model.named_parameters()}
+    compressor, theirs = model.model.layers[1].attn.compressor, other.model.layers[1].self_attn
+    assert_equal("bias", compressor.ape, theirs.compressor.position_bias)
+    norm = theirs.compressor.indexer.kv_norm.weight.bfloat16()
+    assert_equal("norm", model.model.layers[1].attn.indexer.compressor.norm.weight, norm)
 
 
 def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, monkeypatch):

@@ -8,6 +8,7 @@ distance: the score of a key then depends on its distance alone.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, TypeAlias
 
 import torch
@@ -114,6 +115,52 @@ def compressed_copying_model(
     return model
 
 
+PUBLISHED = (
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^model\.norm\.", "norm."),
+    (r"^model\.hc_head\.hc_", "hc_head_"),
+    (r"^model\.layers\.", "layers."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"compressor\.kv_norm\.", "compressor.norm."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.([qo])_([ab])_proj\.", r".w\1_\2."),
+    (r"\.kv_proj\.", ".wkv."),
+    (r"compressor\.gate_proj\.", "compressor.wgate."),
+    (r"\.position_bias$", ".ape"),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"shared_experts\.gate_proj\.", "shared_experts.w1."),
+    (r"shared_experts\.down_proj\.", "shared_experts.w2."),
+    (r"shared_experts\.up_proj\.", "shared_experts.w3."),
+)
+"""Names of transformers' weights, and of the published ones."""
+
+
+def published_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a DeepSeek-V4 by the names of published checkpoints, which vLLM reads."""
+    found: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        for pattern, replacement in PUBLISHED:
+            name = re.sub(pattern, replacement, name)
+        if ".experts." not in name:
+            found[name] = weight
+            continue
+        layer, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(weight):
+            parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                found[f"{layer}.{expert}.{part}.weight"] = rows.contiguous()
+    return found
+
+
 def _read_raw_row(attention: Module, frequencies: Tensor, lag: int = 37) -> None:
     """Head 0 reads part 0 of the token ``lag`` back, from the RoPE dims of its raw row."""
     rope = attention.head_dim - 2 * len(frequencies)
@@ -154,12 +201,13 @@ def _read_short_entries(attention: Module, frequencies: Tensor) -> None:
             bias[slot, series, first + dims] = 20
     size = _mark(compressor, rope, pairs, sought, ones=8)
     back = _only_read(attention)
+    rank = back.shape[1]
     for group, part in enumerate((1, 3)):
         for slot in range(4):
             dims = torch.arange(PART)
             back[group, dims, slot, 8 * slot + PART * group + dims] = 1
         attention.o_b_proj.weight[
-            FOUND + PART * part + torch.arange(PART), PART * group + torch.arange(PART)
+            FOUND + PART * part + torch.arange(PART), rank * group + torch.arange(PART)
         ] = 3 / size
     heads = indexer.num_heads // len(lags) * lags
     _look_for(indexer.q_b_proj, heads, frequencies, pairs, head_dim=indexer.head_dim)
