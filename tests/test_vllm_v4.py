@@ -226,6 +226,9 @@ class Engine:
         self.groups, support, sizes = init_attn_backend(self.caches, config, device)
         self.support = support.min_cg_support.name
         flat = [group for several in self.groups for group in several]
+        self.builders = {
+            name: group.get_metadata_builder(0) for group in flat for name in group.layer_names
+        }
         init_kv_cache(self.parts, self.caches, device, sizes, config, attn_groups=flat)
         for part in self.parts.values():
             part.kv_cache.view(torch.uint8).fill_(255)
@@ -441,6 +444,9 @@ def test_a_dummy_step_writes_nothing(config):
     engine.step([(0, 3, x[3:8] + 1)], dummy=True)
     for name, part in engine.parts.items():
         assert_equal(name, part.kv_cache.view(torch.uint8), before[name].view(torch.uint8))
+        if "state_cache" in name:  # of all tokens that a captured graph may have
+            builder = engine.builders[name]
+            assert (builder.request_ids == -1).all()
 
 
 def test_a_step_without_a_batch_computes_nothing(config):

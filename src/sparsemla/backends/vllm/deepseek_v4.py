@@ -121,6 +121,7 @@ class StateMetadataBuilder(CompressorMetadataBuilder):
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
         slots = found.slot_mapping
         request_ids = self.request_ids[: len(slots)]
+        self.request_ids[len(slots) :].fill_(-1)  # a captured graph may have more tokens
         # Of a dummy batch the pages may be those of real requests; only its slots are -1.
         request_ids.copy_(found.token_to_req_indices[: len(slots)].masked_fill(slots < 0, -1))
         return StateMetadata(

@@ -316,7 +316,7 @@ DEEPSEEK_V4 = (
     Touched(
         "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
         "vLLM's kernels that still run",
-        ("register", "activate"),
+        ("register", "activate", "_registrations"),
     ),
     Touched("vllm.models:deepseek_v4", "base classes", ("DeepseekV4ForCausalLM", "DeepSeekV4MTP")),
     Touched(
