@@ -75,6 +75,7 @@ class Serving:
         page_stride: elements between pages of the latent cache; None if pages are adjacent.
         index_page_stride: the same of the indexer's keys.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
+        ratio: tokens of an index key; above 1 the engine writes keys by other ops.
         interleaved: RoPE of the indexer rotates neighbours.
         max_positions: rows of the indexer's table of cosines and sines.
         table_dtype: of that table.
@@ -109,6 +110,7 @@ class Serving:
     page_stride: int | None = None
     index_page_stride: int | None = None
     max_workspace_bytes: int = 256 << 20
+    ratio: int = 1
     interleaved: bool = False
     max_positions: int = 163840
     table_dtype: torch.dtype = torch.bfloat16
@@ -123,7 +125,7 @@ class Serving:
         check_integer("index_heads", self.index_heads)
         for name in ("num_heads", "topk", "max_tokens", "max_requests", "max_query_len"):
             check_integer(name, getattr(self, name), 1)
-        for name in ("max_seq_len", "page_size", "max_workspace_bytes", "max_positions"):
+        for name in ("max_seq_len", "page_size", "max_workspace_bytes", "ratio", "max_positions"):
             check_integer(name, getattr(self, name), 1)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
@@ -223,7 +225,7 @@ class Serving:
     @property
     def index_ratio(self) -> int:
         """Tokens of an index key."""
-        return SELECTED if self.ratios else 1
+        return SELECTED if self.ratios else self.ratio
 
     def entry_widths(self, ratio: int) -> list[int]:
         """Numbers of entries that lists of all entries of a request may have room for."""
@@ -251,6 +253,21 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """A step of any size.
+
+    Args:
+        step: calls ops with tensors on torch's ``meta`` device for a number of tokens.
+        limit: most tokens.
+        every: up to so many tokens, each number is looked at.
+    """
+
+    step: Callable[[int], object]
+    limit: int
+    every: int = 4
+
+
+@dataclass(frozen=True)
 class WarmUp:
     """What a warm-up did.
 
@@ -273,7 +290,7 @@ class WarmUp:
 
 def warm_up(
     *configurations: Serving,
-    steps: Sequence[Callable[[], object]] = (),
+    steps: Sequence[Callable[[], object] | Sweep] = (),
     device: torch.device | str | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -285,7 +302,7 @@ def warm_up(
     Args:
         configurations: what the engines may ask of the GPU.
         steps: functions that call any other ops with tensors on torch's ``meta`` device, of the
-            shapes that will be served.
+            shapes that will be served; or sweeps over the sizes of such a function.
         device: the GPU; default the current one.
         workers: threads that compile; default one for each core, 16 at most.
         progress: called after each kernel with the numbers of kernels that are ready and of all.
@@ -305,7 +322,9 @@ def warm_up(
     for each in configurations:
         check_kind("warm_up: configurations", each, Serving)
     for name, functions in (("steps", steps), ("progress", () if progress is None else [progress])):
-        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+        if not isinstance(functions, Sequence) or not all(
+            callable(each) or isinstance(each, Sweep) for each in functions
+        ):
             raise TypeError(f"warm_up: {name} must be callable, got {functions!r}")
     check_device("warm_up: device", device)
     check_integer("warm_up: workers", 1 if workers is None else workers, 1)
@@ -323,7 +342,10 @@ def warm_up(
             for serving in configurations:
                 _search(serving, compiler.kernels_of)
             for step in steps:
-                step()
+                if isinstance(step, Sweep):
+                    _sweep(step, compiler.kernels_of)
+                else:
+                    step()
         compiler.finish(progress)
     seconds = time.perf_counter() - began
     return WarmUp(len(kernels.compiled), len(kernels.loaded), seconds)
@@ -347,7 +369,8 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         caches = serving.caches(INDEX_FP8, serving.index_page_stride)
         _search_selection(serving, caches[0], kernels_of)  # does not see the number of pages
         for cache in caches:
-            _sizes(of(_write_keys, cache), serving.max_tokens)
+            if serving.ratio == 1:
+                _sizes(of(_write_keys, cache), serving.max_tokens)
             # Scores also depend on the number of requests, but only on classes of sizes.
             for pages in (1, 16, 3):
                 if pages <= serving.columns:
@@ -362,6 +385,13 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         if serving.converts and cache.format.fp8_dim:
             for start in (0, 1, 2):
                 _sizes(of(_convert, cache, start), serving.max_requests)
+
+
+def _sweep(sweep: Sweep, kernels_of: KernelsOf) -> None:
+    def look(size: int) -> Kernels:
+        return kernels_of(functools.partial(sweep.step, size))
+
+    _sizes(look, sweep.limit, every=sweep.every)
 
 
 def _search_selection(serving: Serving, cache: PagedCache, kernels_of: KernelsOf) -> None:

@@ -83,6 +83,7 @@ from sparsemla.backends.vllm.indexer import (
     select_keys,
 )
 from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
+from sparsemla.backends.vllm.warmup import register_layers
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 """Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes."""
@@ -409,6 +410,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             self.max_num_batched_tokens, self.n_local_heads, device
         )
         self._workspace()  # grow it now: captured graphs hold its address
+        register_layers(type(self))
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

@@ -8,7 +8,7 @@ each worker once the caches are allocated, and before it captures graphs. Its op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm import envs
@@ -22,27 +22,42 @@ from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
+from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
+from sparsemla.warmup import Sweep
 
 LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its own name only
 PAGE_SIZE = 64
 
 
-class Kernels(VllmJitKernel[Serving]):
+Key: TypeAlias = Serving | CompressedLayer
+"""What the layers of one kind may ask of the GPU."""
+
+
+class Kernels(VllmJitKernel[Key]):
     """All kernels of the plugins, as a kernel that vLLM warms up."""
 
     def get_warmup_keys(
-        self, config: VllmConfig, layers: Callable[..., Iterator[Serving]], facts: tuple[Any, ...]
-    ) -> list[Serving]:
+        self, config: VllmConfig, layers: Callable[..., Iterator[Key]], facts: tuple[Any, ...]
+    ) -> list[Key]:
         """What the layers of one kind may ask of the GPU; equal layers are one."""
         return list(dict.fromkeys(layers(config, *facts)))
 
-    def compile(self, compile_key: Serving) -> None:
+    def compile(self, compile_key: Key) -> None:
         """Compile the kernels of a kind of layers."""
         self.compile_many([compile_key])
 
-    def compile_many(self, compile_keys: Iterable[Serving]) -> None:
+    def compile_many(self, compile_keys: Iterable[Key]) -> None:
         """Compile the kernels of all kinds of layers together, in parallel."""
-        LOGGER.info("sparsemla: %s before the engine is ready", warm_up(*compile_keys))
+        servings: list[Serving] = []
+        sweeps: list[Sweep] = []
+        for key in compile_keys:
+            if isinstance(key, CompressedLayer):
+                servings += key.selections()
+                sweeps += key.sweeps()
+            else:
+                servings.append(key)
+        done = warm_up(*servings, steps=sweeps)
+        LOGGER.info("sparsemla: %s before the engine is ready", done)
 
 
 KERNELS = Kernels()
@@ -62,6 +77,13 @@ def register_indexer(
     table = rotary.cos_sin_cache
     facts = index_heads, topk, not rotary.is_neox_style, table.shape[0], table.dtype
     JitWarmupRegistry.register(KERNELS, config, index_layers, facts)
+
+
+def register_layers(cls: type) -> None:
+    """Register the kernels of DeepSeek-V4's layers of a class."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
 
 
 def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
@@ -121,3 +143,50 @@ def _limits(config: VllmConfig) -> dict[str, Any]:
         "page_size": PAGE_SIZE,
         "table_width": get_block_table_width(blocks, block_size) * (block_size // PAGE_SIZE),
     }
+
+
+def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer]:
+    """Each layer of DeepSeek-V4 of a class."""
+    limits = _limits(config)
+    block_size = config.cache_config.block_size
+
+    def pages(part: Any, tokens: int) -> Pages:  # noqa: ANN401 - something with a cache
+        columns = cdiv(config.model_config.max_model_len, tokens)
+        count, rows = part.kv_cache.shape[:2]
+        width = get_block_table_width(columns, tokens)
+        return Pages(count, rows, part.kv_cache.stride(0), width)
+
+    context = config.compilation_config.static_forward_context
+    layers: list[Any] = [each for each in context.values() if type(each) is cls]
+    for layer in layers:
+        raw, weight = layer.swa_cache_layer, layer.group_weight
+        entries = keys = state = key_state = None
+        if layer.compressor is not None:
+            entries = pages(layer, block_size)
+            state = pages(layer.compressor.state_cache, layer.compressor.state_cache.block_size)
+        if layer.indexer is not None:
+            keys = pages(layer.indexer.k_cache, block_size)
+            key_rows = layer.indexer.compressor.state_cache
+            key_state = pages(key_rows, key_rows.block_size)
+        yield CompressedLayer(
+            ratio=layer.compress_ratio,
+            num_heads=layer.n_local_heads,
+            q_lora_rank=layer.q_lora_rank,
+            window=layer.window_size,
+            topk=config.model_config.hf_text_config.index_topk,
+            index_heads=0 if layer.indexer is None else layer.indexer.n_head,
+            num_groups=layer.n_local_groups,
+            o_lora_rank=layer.o_lora_rank,
+            scale_block=None if weight.scale is None else weight.scale_block,
+            raw=pages(raw, raw.block_size),
+            entries=entries,
+            keys=keys,
+            state=state,
+            key_state=key_state,
+            max_positions=layer.rotary_emb.cos_sin_cache.shape[0],
+            max_tokens=limits["max_tokens"],
+            max_requests=limits["max_requests"],
+            max_query_len=limits["max_query_len"],
+            max_seq_len=limits["max_seq_len"],
+            max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+        )

@@ -1,0 +1,279 @@
+"""What a layer of DeepSeek-V4 may ask of a GPU, for the warm-up. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsemla import (
+    FP8_584,
+    INDEX_FP8,
+    CacheFormat,
+    HeadWeight,
+    PagedCache,
+    Pooling,
+    Serving,
+    WindowState,
+    fused_rope_rmsnorm_quant,
+    pool_windows,
+    prepare_index_queries,
+    project_groups,
+    sparse_decode,
+    sparse_prefill,
+    to_slots,
+)
+from sparsemla.warmup import EVERY, Sweep
+
+ROPE_DIM = 64
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of a cache: their number, the rows of each, the elements between two, and columns.
+
+    Args:
+        count: pages of the cache.
+        rows: rows of a page.
+        stride: elements from a page to the next.
+        columns: columns of the page table.
+    """
+
+    count: int
+    rows: int
+    stride: int
+    columns: int
+
+    def cache(self, format: CacheFormat) -> PagedCache:
+        data = _empty(self.count * self.stride, dtype=torch.uint8)
+        shape = self.count, self.rows, format.row_width
+        return PagedCache(data.as_strided(shape, (self.stride, format.row_width, 1)), format)
+
+    def state(self, width: int) -> WindowState:
+        data = _empty(self.count * self.stride, dtype=torch.float32)
+        strides = self.stride, 2 * width, width, 1
+        return WindowState(data.as_strided((self.count, self.rows, 2, width), strides))
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """A layer's dims and caches, and the engine's limits.
+
+    Args:
+        ratio: tokens of an entry; 1 without entries.
+        num_heads: query heads of this rank.
+        q_lora_rank: values in front of the raw row in the fused projection.
+        window: raw rows that a token attends to.
+        topk: entries that a token selects.
+        index_heads: heads of the indexer.
+        num_groups, o_lora_rank: of the first output projection.
+        scale_block: of its e4m3 weight; None for a bfloat16 one.
+        raw, entries, keys, state, key_state: pages of the caches, None where there is none.
+        max_positions: rows of the table of cosines and sines.
+        max_tokens: most tokens of a step.
+        max_requests: most requests of a step.
+        max_query_len: most tokens of a decode.
+        max_seq_len: most tokens of a request.
+        max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
+    """
+
+    ratio: int
+    num_heads: int
+    q_lora_rank: int
+    window: int
+    topk: int
+    index_heads: int
+    num_groups: int
+    o_lora_rank: int
+    scale_block: tuple[int, int] | None
+    raw: Pages
+    entries: Pages | None
+    keys: Pages | None
+    state: Pages | None
+    key_state: Pages | None
+    max_positions: int
+    max_tokens: int
+    max_requests: int
+    max_query_len: int
+    max_seq_len: int
+    max_workspace_bytes: int
+
+    def selections(self) -> list[Serving]:
+        """The selection from index keys."""
+        if self.keys is None:
+            return []
+        return [
+            Serving(
+                None,
+                topk=self.topk,
+                index_heads=self.index_heads,
+                ratio=self.ratio,
+                max_tokens=self.max_tokens,
+                max_requests=self.max_requests,
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+                page_size=self.keys.rows,
+                table_width=self.keys.columns,
+                num_pages=self.keys.count,
+                index_page_stride=self.keys.stride,
+                max_workspace_bytes=self.max_workspace_bytes,
+            )
+        ]
+
+    def sweeps(self) -> Iterator[Sweep]:
+        """All other ops, at every number of tokens."""
+        yield Sweep(self._write, self.max_tokens)
+        yield Sweep(self._project, self.max_tokens)
+        decodes = min(self.max_tokens, self.max_requests * self.max_query_len)
+        for width in self._widths():
+            yield Sweep(functools.partial(self._decode, width), decodes, every=EVERY)
+            for start in (0, 1):
+                prefill = functools.partial(self._prefill, width, start)
+                yield Sweep(prefill, self.max_tokens - start)
+        if self.entries is not None:
+            yield Sweep(self._pool, self.max_tokens)
+        if self.keys is not None:
+            yield Sweep(self._prepare, self.max_tokens)
+
+    def _widths(self) -> list[int]:
+        """Columns of the lists of entries: powers of two, up to that of the longest request."""
+        if self.ratio != 128:
+            return [self.topk]
+        widths, width = [], 128
+        while width < self._most_entries():
+            widths.append(width)
+            width *= 2
+        return [*widths, self._most_entries()]
+
+    def _most_entries(self) -> int:
+        """Columns of vLLM's list of all entries: a multiple of 128."""
+        return -(-self.max_seq_len // (128 * 128)) * 128
+
+    def _table(self) -> Tensor:
+        return _empty(self.max_positions, ROPE_DIM, dtype=torch.float32)
+
+    def _q(self, *tokens: int) -> Tensor:
+        return _empty(*tokens, self.num_heads, FP8_584.head_dim, dtype=torch.bfloat16)
+
+    def _write(self, tokens: int) -> None:
+        q, dim = self._q(tokens), FP8_584.head_dim
+        projected = _empty(tokens, self.q_lora_rank + dim, dtype=torch.bfloat16)
+        fused_rope_rmsnorm_quant(
+            q,
+            projected[:, self.q_lora_rank :],
+            self._table(),
+            _empty(dim, dtype=torch.bfloat16),
+            self.raw.cache(FP8_584),
+            positions=_empty(tokens, dtype=torch.int64),
+            slot_mapping=_empty(tokens, dtype=torch.int64),
+            query_norm=True,
+            out=q,
+        )
+
+    def _project(self, tokens: int) -> None:
+        inputs = self.num_heads * FP8_584.head_dim // self.num_groups
+        shape = self.num_groups, self.o_lora_rank, inputs
+        if self.scale_block is None:
+            weight = HeadWeight(_empty(*shape, dtype=torch.bfloat16))
+        else:
+            blocks = [-(-n // block) for n, block in zip(shape[1:], self.scale_block, strict=True)]
+            weight = HeadWeight(
+                _empty(*shape, dtype=torch.float8_e4m3fn),
+                _empty(shape[0], *blocks, dtype=torch.float32),
+                self.scale_block,
+            )
+        positions = _empty(tokens, dtype=torch.int64)
+        project_groups(self._q(tokens), weight, cos_sin_cache=self._table(), positions=positions)
+
+    def _slots(self, width: int, start: int, tokens: int) -> Tensor | None:
+        """Slots of entries for tokens behind ``start`` others."""
+        if self.entries is None:
+            return None
+        requests = min(tokens, self.max_requests)
+        listed = self._most_entries() if self.ratio == 128 else self.topk
+        return to_slots(
+            _empty(start + tokens, listed)[start:, :width],
+            _empty(requests, self.entries.columns),
+            _empty(start + tokens)[start:],
+            page_size=self.entries.rows,
+        )
+
+    def _shared(self) -> dict[str, Any]:
+        sink = _empty(self.num_heads, dtype=torch.float32)
+        return {"softmax_scale": FP8_584.head_dim**-0.5, "attn_sink": sink}
+
+    def _decode(self, width: int, tokens: int) -> None:
+        slots = lengths = None
+        if self.ratio == 128:
+            slots = _empty(tokens, self._most_entries())[:, :width].view(tokens, 1, -1)
+            lengths = _empty(tokens)
+        elif (found := self._slots(width, 0, tokens)) is not None:
+            slots = found[:, None]
+        sparse_decode(
+            self._q(tokens, 1),
+            self.raw.cache(FP8_584),
+            _empty(tokens, 1, self.window),
+            topk_lengths=_empty(tokens),
+            extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
+            extra_topk_indices=slots,
+            extra_topk_lengths=lengths,
+            **self._shared(),
+        )
+
+    def _prefill(self, width: int, start: int, tokens: int) -> None:
+        slots = self._slots(width, start, tokens)
+        sparse_prefill(
+            self._q(start + tokens)[start:],
+            self.raw.cache(FP8_584),
+            _empty(tokens, 1, self.window)[:, 0],
+            topk_lengths=_empty(tokens),
+            extra_kv=None if self.entries is None else self.entries.cache(FP8_584),
+            extra_topk_indices=slots,
+            extra_topk_lengths=None if slots is None else _empty(tokens),
+            out=self._q(start + tokens)[start:],
+            **self._shared(),
+        )
+
+    def _pool(self, tokens: int) -> None:
+        parts = (self.state, self.entries, FP8_584), (self.key_state, self.keys, INDEX_FP8)
+        pooling = Pooling(self.ratio, overlap=self.ratio == 4)
+        requests = min(tokens, self.max_requests)
+        for state, pages, format in parts:
+            if state is None or pages is None:
+                continue
+            width = pooling.width(format.head_dim)
+            projected = _empty(tokens, 2 * width, dtype=torch.float32)
+            pool_windows(
+                projected[:, :width],
+                projected[:, width:],
+                _empty(format.head_dim, dtype=torch.bfloat16),
+                self._table(),
+                state.state(width),
+                pages.cache(format),
+                pooling=pooling,
+                gate_bias=_empty(self.ratio, width, dtype=torch.float32),
+                positions=_empty(tokens, dtype=torch.int64),
+                request_ids=_empty(tokens),
+                input_row_offsets=_empty(requests + 1),
+                ring_ids=_empty(requests, state.columns),
+                slot_mapping=_empty(tokens, dtype=torch.int64),
+            )
+
+    def _prepare(self, tokens: int) -> None:
+        prepare_index_queries(
+            _empty(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
+            _empty(tokens, self.index_heads, dtype=torch.bfloat16),
+            self._table(),
+            positions=_empty(tokens, dtype=torch.int64),
+            format=INDEX_FP8,
+            interleaved=True,
+            rope_first=False,
+        )
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
