@@ -84,6 +84,7 @@ ON_TOP = (
     "testing",
     "cli",
     "compat",
+    "corpus",
     "demo",
     "doctor",
     "generate",
