@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels run in the interpreter, which is chosen before the import."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,3 +94,33 @@ def fixed_seed():
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint as transformers saves it: real latent geometry, two layers, experts."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV32Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        index_topk=16,
+        index_n_heads=16,
+        first_k_dense_replace=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("checkpoint")
+    transformers.DeepseekV32ForCausalLM(config).save_pretrained(path)
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -36,36 +37,6 @@ def assert_fails(result: Any, *parts: str) -> None:
     assert line.startswith("sparsemla: ")
     for part in parts:
         assert part in line
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint as transformers saves it: real latent geometry, two layers, experts."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.DeepseekV32Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=64,
-        kv_lora_rank=512,
-        index_topk=16,
-        index_n_heads=16,
-        first_k_dense_replace=1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("checkpoint")
-    transformers.DeepseekV32ForCausalLM(config).save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -265,51 +236,55 @@ def test_explain_refuses(arguments, parts):
     assert_fails(run("explain", *arguments), *parts)
 
 
-def test_demo(tmp_path):
+def test_demo(checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    text = tmp_path / "text.txt"
-    text.write_bytes("Grüße aus dem Leuchtturm. ".encode() * 4)
-    result = run("demo", "--text", text, "--out", tmp_path / "out", "--tokens", 60)
+    from sparsemla import demo
+
+    monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
+    quick = functools.partial(demo.run_demo, timed=(64,), new_bytes=2)
+    monkeypatch.setattr(demo, "run_demo", quick)
+    result = run("demo", "--out", tmp_path / "out", "--tokens", 128)
     assert result.exit_code == 0, result.output
-    assert "100.00%" in result.output
-    assert "30 tokens were prefilled, 30 decoded" in result.output
-    assert (tmp_path / "out" / "selections.png").read_bytes().startswith(b"\x89PNG")
+    for part in ("selected, FP8 cache", "random rows", "With 16 of up to 128 rows"):
+        assert part in result.output
+    assert (tmp_path / "out" / "question.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_without_a_model(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run("demo", "--model", tmp_path / "no", "--out", tmp_path / "out")
+    assert_fails(result, "is not a model directory", "cannot read config.json")
 
 
 class TestTextFiles:
     def test_missing(self, tmp_path):
-        assert_fails(run("demo", "--text", tmp_path / "no.txt"), "cannot read", "No such file")
+        assert_fails(prompted(tmp_path / "no.txt"), "cannot read", "No such file")
 
     def test_directory(self, tmp_path):
-        assert_fails(run("demo", "--text", tmp_path), "cannot read", "Is a directory")
+        assert_fails(prompted(tmp_path), "cannot read", "Is a directory")
 
     def test_empty(self, tmp_path):
         (tmp_path / "empty.txt").touch()
-        assert_fails(run("demo", "--text", tmp_path / "empty.txt"), "is empty")
+        assert_fails(prompted(tmp_path / "empty.txt"), "is empty")
 
     def test_binary(self, tmp_path):
         (tmp_path / "binary").write_bytes(b"ab\0cd")
-        assert_fails(run("demo", "--text", tmp_path / "binary"), "NUL bytes")
+        assert_fails(prompted(tmp_path / "binary"), "NUL bytes")
 
-    def test_too_short(self, tmp_path):
-        (tmp_path / "one.txt").write_text("a")
-        assert_fails(run("demo", "--text", tmp_path / "one.txt"), "at least 2 bytes, got 1")
 
+def prompted(path: Path) -> Any:
+    return run("generate", "--model", "none", "--prompt-file", path)
+
+
+class TestPictures:
     def test_output_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").touch()
         assert_fails(run("demo", "--out", tmp_path / "file"), "cannot write")
 
     def test_a_picture_that_cannot_be_written(self, tmp_path):
-        (tmp_path / "selections.png").mkdir()
-        result = run("demo", "--out", tmp_path, "--tokens", 4)
-        assert_fails(result, f"cannot write {tmp_path / 'selections.png'}", "directory")
-
-
-@pytest.mark.parametrize("seed", [10**19 * 5, -(10**19)])
-def test_seeds_beyond_64_bits(seed, tmp_path):
-    result = run("demo", "--seed", seed, "--out", tmp_path / "out", "--tokens", 4)
-    assert_fails(result, "--seed must lie in", f"got {seed}")
-    assert not (tmp_path / "out").exists()
+        (tmp_path / "question.png").mkdir()
+        result = run("demo", "--out", tmp_path)
+        assert_fails(result, f"cannot write {tmp_path / 'question.png'}", "directory")
 
 
 @pytest.mark.parametrize("place", ["folder", "file/report.json"])
@@ -590,7 +565,10 @@ def test_exit_code_of_the_process(tmp_path):
     command = [sys.executable, "-c", "from sparsemla.cli import main; main()"]
     missing = tmp_path / "no.txt"
     failed = subprocess.run(
-        [*command, "demo", "--text", missing], capture_output=True, text=True, check=False
+        [*command, "generate", "--model", "none", "--prompt-file", missing],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert failed.returncode == 2
     assert failed.stdout == ""

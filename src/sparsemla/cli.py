@@ -70,56 +70,49 @@ def read_text(path: Path) -> bytes:
 
 @app.command()
 def demo(
-    text: Annotated[
-        Path | None, typer.Option(help="A text file; default: a text in the package.")
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint folder; default: the model in the package.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("sparsemla-demo"),
     tokens: Annotated[
-        int, typer.Option(min=2, help="Bytes of the text; transformers' memory grows as n^2.")
-    ] = 2080,
-    seed: Annotated[int, typer.Option(help="Seed of the model's weights.")] = 0,
+        int, typer.Option(min=128, help="Bytes of the texts; transformers' memory grows as n^2.")
+    ] = 4096,
+    seed: Annotated[int, typer.Option(min=0, help="Draws what the model must recall.")] = 0,
 ) -> None:
-    """Run one small model with transformers' attention and with this package's, and compare."""
-    content = None if text is None else read_text(text)
-    if not -(1 << 63) <= seed < 1 << 64:
-        fail(f"--seed must lie in [-2^63, 2^64), got {seed}")
-    try:
-        from rich.progress import Progress
-
-        from sparsemla.demo import OURS, report_table, run_demo, selection_masks, shipped_text
-        from sparsemla.picture import draw_selections
-    except ModuleNotFoundError as error:
-        missing_package(error)
-    content = (shipped_text() if content is None else content)[:tokens]
-    if len(content) < 2:
-        fail(f"{text} must hold at least 2 bytes, got {len(content)}")
-    picture = out / "selections.png"
+    """Show what a trained model loses, finds and saves with sparse attention."""
+    picture = out / "question.png"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"cannot write to {out}: {error.strerror}")
     if picture.is_dir():
         fail(f"cannot write {picture}: it is a directory")
-
-    console, errors = Console(), Console(stderr=True)
-    with Progress(console=errors, transient=True) as progress:
-        report = run_demo(content, seed=seed, progress=progress)
-    console.print(report_table(report))
-    largest = report.comparisons[OURS].max_difference
-    console.print(
-        f"{report.num_prompt} tokens were prefilled, {report.num_tokens - report.num_prompt} "
-        f"decoded. Cache bytes are per layer. All other rows compare with the first column: "
-        f"error of attention's output, share of selected tokens that are equal.\n"
-        f"The two largest logits of a position are at least {report.smallest_margin:.3f} "
-        f"apart; {OURS} moves a logit by at most {largest:.3f}.",
-        highlight=False,
-    )
     try:
-        with errors.status("drawing"):
-            draw_selections(picture, content, *selection_masks(report))
+        from rich.progress import Progress
+
+        from sparsemla import demo as work
+        from sparsemla.generate import CheckpointError
+        from sparsemla.picture import draw_question
+    except ModuleNotFoundError as error:
+        missing_package(error)
+    console, errors = Console(highlight=False), Console(stderr=True)
+    try:
+        with Progress(console=errors, transient=True) as progress:
+            report = work.run_demo(
+                model or work.shipped_model(), context=tokens, seed=seed, progress=progress
+            )
+    except CheckpointError as error:
+        fail(error)
+    console.print("The end of a text, and how the model goes on (after |):", style="bold")
+    console.print(work.shown(f"{report.prompt}|{report.continuation}"), markup=False)
+    for table in work.report_tables(report):
+        console.print(table)
+    console.print(work.summary(report))
+    try:
+        draw_question(picture, report.question)
     except OSError as error:
         fail(f"cannot write {picture}: {error.strerror}")
-    console.print(f"Tokens that the last queries selected: {picture}", highlight=False)
+    console.print(f"What each layer selects to answer a question: {picture}")
 
 
 @app.command()

@@ -1,27 +1,22 @@
-"""The demo: one small model reads a text with transformers' attention and with this package's.
+"""The demo: what a trained model loses, finds and saves with sparse attention, on a CPU.
 
-The model is a DeepseekV32ForCausalLM with the attention geometry of DeepSeek-V3.2 (but 8 heads) and
-seeded random weights, in float32. Tokens are bytes. Each pass prefills the start of the text and
-then decodes the rest, one given byte at a time, so every pass sees the same tokens.
-
-With purely random weights the top-1 byte is a coin toss, and agreement would only measure rounding.
-The weights are therefore scaled as in a trained network: the residual stream starts with embeddings
-of unit deviation, layers add modest updates, and the output embeddings are tied to the input's.
-Each position then clearly prefers its own byte. Top-1 agreement over such logits says little by
-itself, so the demo adds two controls, a pass without attention and transformers' own attention in
-bfloat16, and more sensitive quantities: logits, each layer's attention output, and the selections.
+The model in the package is a small DeepSeek-V3.2 that ``examples/train_dsa.py`` trained on Python
+sources and on recall; its tokens are bytes. Everything that it reads here it has never seen. It
+runs in transformers, with the same weights and four kinds of attention: transformers' own to all
+rows, this package's to the rows that the indexer selects, over two caches, and transformers' own to
+random rows. The last one is the control: a selection must matter to be worth anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -30,103 +25,58 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from torch.nn import functional
+from transformers import PreTrainedModel
 
 from sparsemla.backends.transformers import enable
-from sparsemla.formats import BF16_576, FP8_DS_MLA, CacheFormat
+from sparsemla.cache import PagedCache
+from sparsemla.corpus import ANSWER, Bytes, as_bytes, held_out_text, item_length, needles, windows
+from sparsemla.formats import BF16_576, FP8_DS_MLA, INDEX_FP8
+from sparsemla.generate import ByteTokenizer, Checkpoint, generate_text, load_checkpoint
+from sparsemla.ops.decode import sparse_decode
+from sparsemla.ops.indexer import indexer_topk
 
-THEIRS = "transformers float32"
-THEIRS_BF16 = "transformers bfloat16"
-OURS = "sparsemla bf16"
-OURS_FP8 = "sparsemla fp8_ds_mla"
-NO_ATTENTION = "no attention"
+DENSE = "all rows"
+OURS = "selected, bf16 cache"
+OURS_FP8 = "selected, FP8 cache"
+RANDOM = "random rows"
+MODES = (DENSE, OURS, OURS_FP8, RANDOM)
 
-NUM_LAYERS = 4
-TOPK = 256
-DECODE_TOKENS = 32
+LETTERS = 2
+"""Letters of a key of recall, and of a value."""
+
+QUESTION_BYTES = 512
+"""A row of recall has a question for so many of its bytes."""
+
+TIMED = (1024, 2048, 4096, 8192, 16384)
+"""Contexts at which attention is timed."""
+
+NEW_BYTES = 160
 
 
-def shipped_text() -> bytes:
-    """The text in the package."""
-    return resources.files("sparsemla").joinpath("data/demo.txt").read_bytes()
-
-
-def build_model(seed: int = 0) -> DeepseekV32ForCausalLM:
-    """The demo's model; see the module's docstring for its weights."""
-    config = DeepseekV32Config(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=NUM_LAYERS,
-        first_k_dense_replace=NUM_LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        q_lora_rank=256,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        index_n_heads=16,
-        index_head_dim=128,
-        index_topk=TOPK,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = DeepseekV32ForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                continue  # norms start as identities
-            deviation = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
-            if "down_proj" in name:
-                deviation *= 0.3
-            parameter.normal_(0, deviation, generator=generator)
-    return model
+def shipped_model() -> Path:
+    """The checkpoint in the package."""
+    return Path(str(resources.files("sparsemla").joinpath("data/model")))
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The results of one pass over the text.
+class Question:
+    """The last question of a text with items, and what each layer selects to answer it.
 
     Args:
-        logits: float32 ``[n, 256]``.
-        attention: ``[layers, n, hidden]``, the attention outputs.
-        selections: for each layer, int32 ``[n, topk]``, positions and -1.
-        prefill_seconds: time of the whole prompt.
-        decode_seconds: median time per token.
-        cache_bytes: measured bytes per token and layer. transformers 5.17 caches the keys and
-            values of each head, 5.18 and newer cache the latents.
+        text: the text up to the question's key, which is its end.
+        item: where the item with the answer begins.
+        selected: for each layer, int64 ``[k]``: positions that its last byte selected.
+        scores: for each layer, float32 ``[n]``: the indexer's scores of all bytes.
+        answer, found: the bytes of the value, and what the model says.
     """
 
-    logits: Tensor
-    attention: Tensor
-    selections: list[Tensor]
-    prefill_seconds: float
-    decode_seconds: float
-    cache_bytes: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The distance of a pass from transformers' own.
-
-    Args:
-        top1: share of positions with the same most likely byte.
-        max_difference, mean_difference: absolute differences of the logits.
-        attention_errors: per layer, ``|ours - theirs| / |theirs|`` over all positions.
-        prefill_overlap, decode_overlap: per layer, share of equal selected tokens over the
-            positions that see more than top-k tokens; NaN without such positions.
-    """
-
-    top1: float
-    max_difference: float
-    mean_difference: float
-    attention_errors: list[float]
-    prefill_overlap: list[float]
-    decode_overlap: list[float]
+    text: bytes
+    item: int
+    selected: list[Tensor]
+    scores: list[Tensor]
+    answer: str
+    found: str
 
 
 @dataclass(frozen=True)
@@ -134,231 +84,319 @@ class Report:
     """The demo's results.
 
     Args:
-        num_prompt: tokens of the prefill.
-        num_tokens: tokens of the prefill and of the decode steps.
-        traces: transformers' own pass first, then the passes with this package's attention.
-        comparisons: the other traces, and a pass without attention, against the first trace.
-        smallest_margin: smallest gap between the two largest logits of a position.
+        num_weights: of the model.
+        topk: rows that a byte selects.
+        prompt, continuation: the end of a text, and how the model goes on, over the FP8 cache.
+        loss: for each kind of attention, nats a byte of held-out text.
+        recall: for each kind of attention and context, the share of recalled values.
+        milliseconds: for each context, of one layer's attention of a decoded byte: selection and
+            sparse attention over FP8 caches, and dense attention by torch.
+        cache_bytes: bytes of a token in one layer: of all heads' keys and values in bfloat16, and
+            of the two caches here.
+        question: the last question of the longest text.
     """
 
-    num_prompt: int
-    num_tokens: int
-    traces: dict[str, Trace]
-    comparisons: dict[str, Comparison]
-    smallest_margin: float
+    num_weights: int
+    topk: int
+    prompt: str
+    continuation: str
+    loss: dict[str, float]
+    recall: dict[str, dict[int, float]]
+    milliseconds: dict[int, tuple[float, float]]
+    cache_bytes: dict[str, float]
+    question: Question
 
 
-def run_demo(text: bytes, *, seed: int, progress: Progress) -> Report:
-    """Pass over ``text`` with each kind of attention.
+def run_demo(
+    directory: Path,
+    *,
+    context: int,
+    timed: tuple[int, ...] = TIMED,
+    new_bytes: int = NEW_BYTES,
+    seed: int = 0,
+    progress: Progress,
+) -> Report:
+    """Read texts with each kind of attention.
 
     Args:
-        text: at least two bytes; the last :data:`DECODE_TOKENS`, at most half, are decoded.
-        seed: seed of the weights.
+        directory: a DeepSeek-V3.2 checkpoint whose tokens are bytes.
+        context: bytes of the longest text with recall, beside a quarter and half of them; the text
+            of the loss has half of them.
+        timed: contexts at which attention is timed.
+        new_bytes: bytes to continue a text with.
+        seed: draws the items of recall.
         progress: shows the progress bars.
-    """
-    ids = torch.tensor([list(text)])
-    num_prompt = len(text) - min(DECODE_TOKENS, len(text) // 2)
-    model = build_model(seed)
-    passes = {
-        THEIRS: functools.partial(_trace_transformers, model),
-        THEIRS_BF16: functools.partial(_trace_transformers, copy.deepcopy(model).bfloat16()),
-        OURS: functools.partial(_trace_ours, model, BF16_576),
-        OURS_FP8: functools.partial(_trace_ours, model, FP8_DS_MLA),
-    }
-    traces = {}
-    for name, trace in passes.items():
-        task = progress.add_task(name, total=1 + len(text) - num_prompt)
-        traces[name] = trace(ids, num_prompt, functools.partial(progress.advance, task))
-    task = progress.add_task(NO_ATTENTION, total=1)
-    control = _trace_without_attention(model, ids)
-    progress.advance(task)
 
-    theirs = traces[THEIRS]
-    comparisons = {
-        name: _compare(theirs, trace, num_prompt)
-        for name, trace in {**traces, NO_ATTENTION: control}.items()
-        if trace is not theirs
-    }
-    largest = theirs.logits.topk(2, -1).values
-    margin = (largest[:, 0] - largest[:, 1]).min().item()
-    return Report(num_prompt, len(text), traces, comparisons, margin)
+    Raises:
+        CheckpointError: the checkpoint is unusable.
+    """
+    checkpoint = load_checkpoint(directory, cache_format="bf16", dtype="float32")
+    checkpoint.attention.disable()
+    model, config = checkpoint.model, cast(Any, checkpoint.model.config)
+    text = as_bytes(held_out_text())
+    plain = windows(text, 2, context // 2 + 1, None)[1:].long()
+    asked = {length: _recall(text, length, seed) for length in _contexts(context)}
+
+    loss: dict[str, float] = {}
+    recall: dict[str, dict[int, float]] = {}
+    numbers = torch.Generator().manual_seed(seed)
+    task = progress.add_task("reading", total=len(MODES) * (1 + len(asked)))
+    for mode in MODES:
+        with _attention(model, mode, numbers):
+            loss[mode] = functional.cross_entropy(_read(model, plain[:, :-1]), plain[0, 1:]).item()
+            progress.advance(task)
+            recall[mode] = {}
+            for length, batch in asked.items():
+                recall[mode][length] = _recalled(_read(model, batch.tokens), batch)
+                progress.advance(task)
+
+    task = progress.add_task("writing", total=None)
+    prompt = bytes(plain[0, : context // 4].tolist())
+    continuation, cache_bytes = _continue(model, prompt, new_bytes)
+    question = _ask(model, asked[context])
+    progress.remove_task(task)
+
+    milliseconds = {}
+    task = progress.add_task("timing", total=len(timed))
+    for length in timed:
+        milliseconds[length] = _time_attention(config, length)
+        progress.advance(task)
+    heads, dims = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
+    return Report(
+        num_weights=sum(p.numel() for p in model.parameters()),
+        topk=config.index_topk,
+        prompt=prompt.decode(errors="replace"),
+        continuation=continuation,
+        loss=loss,
+        recall=recall,
+        milliseconds=milliseconds,
+        cache_bytes={DENSE: 2.0 * heads * dims, **cache_bytes},
+        question=question,
+    )
+
+
+def _contexts(longest: int) -> list[int]:
+    return [longest // 4, longest // 2, longest]
+
+
+def _recall(text: Tensor, length: int, seed: int) -> Bytes:
+    """A row of text with items, and questions about them at its end."""
+    generator = torch.Generator().manual_seed(seed + length)
+    pairs = max(2, length // QUESTION_BYTES * 6)
+    pairs = min(pairs, length // item_length(LETTERS) // 4)
+    return needles(windows(text, 1, length + 1, generator), pairs, LETTERS, generator)
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits ``[n, 256]`` of the bytes after each of a row's."""
+    return cast(Any, model)(tokens, use_cache=False).logits[0].float()
+
+
+def _recalled(logits: Tensor, batch: Bytes) -> float:
+    """The share of values of which all letters are right."""
+    right = (logits.argmax(-1) == batch.labels[0])[batch.kinds[0] == ANSWER]
+    return right.view(-1, LETTERS).all(1).float().mean().item()
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return list(cast(Any, model.base_model).layers)
 
 
 @contextlib.contextmanager
-def _hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    handles = list(handles)
+def _attention(model: PreTrainedModel, mode: str, generator: torch.Generator) -> Iterator[None]:
+    """Let the model attend as ``mode`` says."""
+    if mode in (OURS, OURS_FP8):
+        with enable(model, cache_format=BF16_576 if mode == OURS else FP8_DS_MLA):
+            yield
+        return
+    indexers = [layer.self_attn.indexer for layer in _layers(model)]
+    topk = indexers[0].index_topk
+
+    def choose(hidden_states: Tensor, *given: object, **named: object) -> Tensor:
+        length = hidden_states.shape[1]
+        if mode == DENSE:
+            return torch.arange(length).expand(1, length, length)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        draw = torch.rand(length, length, generator=generator).masked_fill_(later, 2)
+        # What a byte must not see, transformers masks.
+        return draw.topk(min(topk, length), largest=False).indices[None].int()
+
     try:
+        for indexer in indexers:
+            indexer.forward = choose
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for indexer in indexers:
+            del indexer.forward
 
 
-def _layers(model: DeepseekV32ForCausalLM) -> list[Any]:
-    return list(cast(Any, model.model.layers))
+def _continue(
+    model: PreTrainedModel, prompt: bytes, new_bytes: int
+) -> tuple[str, dict[str, float]]:
+    """The text over the FP8 cache, and bytes of a token in one layer of each cache."""
+    sizes: dict[str, float] = {}
+    pieces: list[str] = []
+    for mode, cache_format in ((OURS, BF16_576), (OURS_FP8, FP8_DS_MLA)):
+        pieces.clear()
+        with enable(model, cache_format=cache_format) as handle:
+            some = Checkpoint(model, handle, ByteTokenizer())
+            count = new_bytes if mode == OURS_FP8 else 1
+            stats = generate_text(some, prompt, count, write=pieces.append)
+        sizes[mode] = stats.cache_bytes_per_token / len(_layers(model))
+    return "".join(pieces), sizes
 
 
-def _trace(
-    model: DeepseekV32ForCausalLM, ids: Tensor, num_prompt: int, advance: Callable[[], None]
-) -> tuple[Trace, Any]:
-    """Prefill and decode; the trace, without selections, and the final cache."""
-    outputs: list[list[Tensor]] = [[] for _ in _layers(model)]
+def _ask(model: PreTrainedModel, batch: Bytes) -> Question:
+    """Ask the last question of a row."""
+    row = bytes(batch.tokens[0].tolist()) + bytes(batch.labels[0, -1:].tolist())
+    end = len(row) - 1 - LETTERS  # ends with the value and >
+    text, answer = row[:end], row[end : end + LETTERS]
+    inputs: list[Tensor] = []
 
-    def record(layer_idx: int, module: object, inputs: object, output: tuple[Tensor, ...]) -> None:
-        outputs[layer_idx].append(output[0][0].float())
+    def capture(module: object, given: tuple[object, ...], out: Tensor) -> None:
+        inputs.append(out.detach())
 
-    hooks = (
-        layer.self_attn.register_forward_hook(functools.partial(record, layer_idx))
-        for layer_idx, layer in enumerate(_layers(model))
-    )
-    logits, seconds, past = [], [], None
-    with torch.no_grad(), _hooks(hooks):
-        model(ids[:, :2])  # warm-up: loads the kernels
-        for output in outputs:
-            output.clear()
-        for part in (ids[:, :num_prompt], *ids[:, num_prompt:].split(1, dim=1)):
-            began = time.perf_counter()
-            result = model(part, past_key_values=past, use_cache=True)
-            seconds.append(time.perf_counter() - began)
-            logits.append(result.logits[0].float())
-            past = result.past_key_values
-            advance()
-    attention = torch.stack([torch.cat(output) for output in outputs])
-    return Trace(torch.cat(logits), attention, [], seconds[0], median(seconds[1:]), 0.0), past
-
-
-def _trace_ours(
-    model: DeepseekV32ForCausalLM,
-    cache_format: CacheFormat,
-    ids: Tensor,
-    num_prompt: int,
-    advance: Callable[[], None],
-) -> Trace:
-    with enable(model, cache_format=cache_format, record_selections=True) as handle:
-        trace, cache = _trace(model, ids, num_prompt, advance)
-    steps = handle.selections[1:]  # the first one is the warm-up
-    selections = [_stack([step[layer_idx] for step in steps]) for layer_idx in range(NUM_LAYERS)]
-    return replace(trace, selections=selections, cache_bytes=cache.bytes_per_token / NUM_LAYERS)
-
-
-def _trace_transformers(
-    model: DeepseekV32ForCausalLM, ids: Tensor, num_prompt: int, advance: Callable[[], None]
-) -> Trace:
-    chosen: list[list[Tensor]] = [[] for _ in _layers(model)]
-
-    def record(layer_idx: int, module: object, inputs: object, output: Tensor) -> None:
-        chosen[layer_idx].append(output[0])
-
-    hooks = (
-        layer.self_attn.indexer.register_forward_hook(functools.partial(record, layer_idx))
-        for layer_idx, layer in enumerate(_layers(model))
-    )
-    with _hooks(hooks):
-        trace, cache = _trace(model, ids, num_prompt, advance)
-    # A position with fewer than top-k past tokens lists future ones, which transformers masks.
-    own = torch.arange(ids.shape[1])[:, None]
-    selections = [_stack(steps[1:]) for steps in chosen]
-    selections = [rows.where(rows <= own, -1) for rows in selections]
-    stored = [
-        tensor
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values, layer.indexer_keys)
-    ]
-    cache_bytes = sum(tensor.nbytes for tensor in stored) / (ids.shape[1] * NUM_LAYERS)
-    return replace(trace, selections=selections, cache_bytes=cache_bytes)
-
-
-def _trace_without_attention(model: DeepseekV32ForCausalLM, ids: Tensor) -> Trace:
-    attentions = [layer.self_attn for layer in _layers(model)]
+    hooks = [layer.input_layernorm.register_forward_hook(capture) for layer in _layers(model)]
+    found = b""
     try:
-        for module in attentions:
-            module.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-        with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0]
+        with enable(model, cache_format=FP8_DS_MLA, record_selections=True) as handle:
+            for _ in range(LETTERS):
+                logits = _read(model, torch.tensor([list(text + found)]))
+                found += bytes([int(logits[-1].argmax())])
+            selections = handle.selections[0]
     finally:
-        for module in attentions:
-            del module.forward
-    attention = torch.zeros(NUM_LAYERS, ids.shape[1], model.config.hidden_size)
-    nothing = torch.full((ids.shape[1], 1), -1)
-    return Trace(logits, attention, [nothing] * NUM_LAYERS, 0.0, 0.0, 0.0)
-
-
-def _stack(steps: list[Tensor]) -> Tensor:
-    """Selections of several steps as rows of one width."""
-    width = max(step.shape[1] for step in steps)
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(step, (0, width - step.shape[1]), value=-1) for step in steps])
-
-
-def _mask(selection: Tensor) -> Tensor:
-    """Bool ``[n, n]`` of a selection ``[n, topk]``: True where a row selected a column."""
-    size = selection.shape[0]
-    mask = torch.zeros(size, size + 1, dtype=torch.bool)
-    mask.scatter_(1, selection.long().where(selection >= 0, size), True)
-    return mask[:, :size]
-
-
-def selection_masks(report: Report) -> tuple[list[Tensor], list[Tensor]]:
-    """Per layer a bool mask ``[n, n]``: transformers' selections, and this package's."""
-    theirs, ours = (report.traces[name].selections for name in (THEIRS, OURS))
-    return [_mask(selection) for selection in theirs], [_mask(selection) for selection in ours]
-
-
-def _overlap(theirs: Tensor, ours: Tensor) -> float:
-    """Share of common entries of two masks ``[m, n]`` with the same number of entries per row."""
-    total = int(theirs.sum())
-    return int((theirs & ours).sum()) / total if total else math.nan
-
-
-def _compare(theirs: Trace, ours: Trace, num_prompt: int) -> Comparison:
-    difference = (ours.logits - theirs.logits).abs()
-    overlaps = []
-    for mine, other in zip(ours.selections, theirs.selections, strict=True):
-        masks = _mask(other), _mask(mine)
-        choosing = slice(TOPK, num_prompt), slice(max(TOPK, num_prompt), None)
-        overlaps.append([_overlap(masks[0][rows], masks[1][rows]) for rows in choosing])
-    errors = (ours.attention - theirs.attention).norm(dim=(1, 2)) / theirs.attention.norm(
-        dim=(1, 2)
-    )
-    return Comparison(
-        top1=(ours.logits.argmax(-1) == theirs.logits.argmax(-1)).float().mean().item(),
-        max_difference=difference.max().item(),
-        mean_difference=difference.mean().item(),
-        attention_errors=errors.tolist(),
-        prefill_overlap=[prefill for prefill, _ in overlaps],
-        decode_overlap=[decode for _, decode in overlaps],
+        for hook in hooks:
+            hook.remove()
+    scores = [
+        _scores(layer.self_attn, model, x)
+        for layer, x in zip(_layers(model), inputs, strict=False)  # of the first letter
+    ]
+    last = [selections[layer_idx][-1] for layer_idx in range(len(scores))]
+    return Question(
+        text=text,
+        item=text.find(text[-1 - LETTERS :] + answer),
+        selected=[rows[rows >= 0].long() for rows in last],
+        scores=scores,
+        answer=answer.decode(errors="replace"),
+        found=found.decode(errors="replace"),
     )
 
 
-def report_table(report: Report) -> Table:
-    """The report as a table: one column per pass, the pass without attention last."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    names = [*report.traces, NO_ATTENTION]
-    for name in names:
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+@torch.no_grad()
+def _scores(attention: Any, model: PreTrainedModel, x: Tensor) -> Tensor:  # noqa: ANN401
+    """The indexer's scores ``[n]`` of all bytes for the last one, from attention's input."""
+    indexer, rope = attention.indexer, attention.qk_rope_head_dim
+    cos, sin = cast(Any, model.base_model).rotary_emb(x, torch.arange(x.shape[1])[None])
+    cos, sin = cos[0, :, : rope // 2], sin[0, :, : rope // 2]
 
-    def add(label: str, cells: dict[str, str]) -> None:
-        table.add_row(label, *(cells.get(name, "") for name in names))
+    def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b, rest = heads.split([rope // 2, rope // 2, heads.shape[-1] - rope], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    traces, compared = report.traces, dict(report.comparisons)
-    add("prefill, seconds", {n: f"{t.prefill_seconds:.2f}" for n, t in traces.items()})
-    add("decode, ms/token", {n: f"{1000 * t.decode_seconds:.1f}" for n, t in traces.items()})
-    add("cache, B/token", {n: f"{t.cache_bytes:.0f}" for n, t in traces.items()})
-    table.add_section()
-    add("same top-1", {n: f"{c.top1:.2%}" for n, c in compared.items()})
-    add("logit diff, max", {n: f"{c.max_difference:.3f}" for n, c in compared.items()})
-    add("logit diff, mean", {n: f"{c.mean_difference:.4f}" for n, c in compared.items()})
-    del compared[NO_ATTENTION]
-    for label, attribute in (
-        ("attention error", "attention_errors"),
-        ("chosen, prefill", "prefill_overlap"),
-        ("chosen, decode", "decode_overlap"),
-    ):
-        table.add_section()
-        table.add_row(label)
-        for layer_idx in range(NUM_LAYERS):
-            values = {n: getattr(c, attribute)[layer_idx] for n, c in compared.items()}
-            cells = {n: "-" if math.isnan(x) else f"{x:.2%}" for n, x in values.items()}
-            add(f"  layer {layer_idx}", cells)
-    return table
+    q_low = attention.q_a_layernorm(attention.q_a_proj(x[0, -1]))
+    q = rotate(indexer.wq_b(q_low).view(indexer.n_heads, -1), cos[-1], sin[-1])
+    k = rotate(indexer.k_norm(indexer.wk(x[0])), cos, sin)
+    weights = indexer.weights_proj(x[0, -1]) * indexer.n_heads**-0.5
+    return weights @ (q @ k.T * indexer.softmax_scale).relu()
+
+
+def _time_attention(config: Any, length: int) -> tuple[float, float]:  # noqa: ANN401
+    """Milliseconds of one layer's attention of a decoded byte: ours, and the fastest dense one.
+
+    The caches hold random rows: time does not depend on them.
+    """
+    heads, topk = config.num_attention_heads, min(config.index_topk, length)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    pages = math.ceil(length / 64)
+    slots = torch.arange(length)
+    latents = PagedCache.allocate(FP8_DS_MLA, num_pages=pages, page_size=64)
+    keys = PagedCache.allocate(INDEX_FP8, num_pages=pages, page_size=64)
+    latents.write(slots, draw(length, 576))
+    keys.write(slots, draw(length, 128))
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    q, iq = draw(1, 1, heads, 576).bfloat16(), draw(1, config.index_n_heads, 128)
+    iq, weights = iq.to(torch.float8_e4m3fn), draw(1, config.index_n_heads)
+    scale = config.qk_head_dim**-0.5
+
+    def sparse() -> None:
+        rows = indexer_topk(
+            iq,
+            weights,
+            keys,
+            input_row_offsets=torch.tensor([0, 1]),
+            seq_lens=torch.tensor([length]),
+            page_table=table,
+            topk=topk,
+            as_slots=True,
+        )
+        sparse_decode(q, latents, rows[None], softmax_scale=scale)
+
+    def dense(dtype: torch.dtype) -> Callable[[], object]:
+        query, k = (draw(1, heads, n, config.qk_head_dim).to(dtype) for n in (1, length))
+        v = draw(1, heads, length, config.v_head_dim).to(dtype)
+        return lambda: functional.scaled_dot_product_attention(query, k, v, scale=scale)
+
+    with torch.no_grad():
+        ours, *theirs = map(_milliseconds, (sparse, dense(torch.float32), dense(torch.bfloat16)))
+    return ours, min(theirs)
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    """The median of some calls."""
+    seconds = []
+    for _ in range(12):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return 1000 * median(seconds[2:])
+
+
+def report_tables(report: Report) -> list[Table]:
+    """Quality by kind of attention, and time by context."""
+    quality = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    quality.add_column("each byte attends to", no_wrap=True)
+    quality.add_column("loss,\nnats/byte", justify="right")
+    for length in report.recall[DENSE]:
+        quality.add_column(f"recall at\n{length} bytes", justify="right")
+    quality.add_column("cache,\nB/token", justify="right")
+    for mode in MODES:
+        shares = (f"{share:.0%}" for share in report.recall[mode].values())
+        size = report.cache_bytes.get(mode)
+        quality.add_row(
+            mode, f"{report.loss[mode]:.3f}", *shares, "" if size is None else f"{size:.0f}"
+        )
+
+    times = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    times.add_column("attention of a decoded\nbyte, ms a layer, after", no_wrap=True)
+    for length in report.milliseconds:
+        times.add_column(f"{length}", justify="right")
+    for index, name in enumerate((OURS_FP8, "all rows, torch's SDPA")):
+        times.add_row(name, *(f"{pair[index]:.2f}" for pair in report.milliseconds.values()))
+    return [quality, times]
+
+
+def summary(report: Report) -> str:
+    """What was shown, in one sentence."""
+    longest = max(report.recall[DENSE])
+    loss, recall = report.loss, {mode: report.recall[mode][longest] for mode in MODES}
+    context, (ours, dense) = max(report.milliseconds.items())
+    return (
+        f"With {report.topk} of up to {longest} rows a byte, which its indexer selects from an FP8 "
+        f"cache, this trained model of {report.num_weights / 1e6:.1f} million weights has a loss "
+        f"of {loss[OURS_FP8]:.3f} against {loss[DENSE]:.3f} with all rows and recalls "
+        f"{recall[OURS_FP8]:.0%} of the values against {recall[DENSE]:.0%} (random rows: "
+        f"{recall[RANDOM]:.0%}), keeps {report.cache_bytes[OURS_FP8]:.0f} bytes a token and layer "
+        f"instead of {report.cache_bytes[DENSE]:.0f}, and at {context} bytes attends "
+        f"{dense / ours:.1f} times as fast."
+    )
+
+
+def shown(text: str, width: int = 76, lines: int = 6) -> str:
+    """The last lines of a text, as much as fits."""
+    rows = [re.sub(r"[^\x20-\x7e]", "?", line)[:width] for line in text.split("\n")]
+    return "\n".join(rows[-lines:])
