@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import torch
@@ -45,13 +46,13 @@ def test_the_report(report):
         demo.OURS: 1152 + 256,
         demo.OURS_FP8: 656 + 132,
     }
-    assert len(report.prompt) == CONTEXT // 4
+    assert len(report.prompt) == CONTEXT // 2
     assert report.continuation
 
 
 def test_each_kind_of_attention_sees_its_rows(report, model, monkeypatch):
     text = corpus.as_bytes(corpus.held_out_text())
-    rows = corpus.windows(text, 2, CONTEXT // 2 + 1, None)[1:].long()
+    rows = corpus.windows(text, demo.PIECES, CONTEXT // 2 + 1, None)[1:2].long()
     tokens, labels = rows[:, :-1], rows[0, 1:]
 
     def read(mode):
@@ -96,7 +97,7 @@ def test_tables_fit_a_terminal(report):
 def test_the_summary_is_one_sentence(report):
     text = demo.summary(report)
     assert text.count(". ") == 0
-    assert text.endswith("times as fast.")
+    assert re.search(r"in [\d.]+ ms a layer instead of [\d.]+\.$", text)
     assert f"{report.loss[demo.OURS_FP8]:.3f} against {report.loss[demo.DENSE]:.3f}" in text
 
 
@@ -111,3 +112,12 @@ def test_picture_is_a_png(report, tmp_path):
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert data.endswith(b"IEND\xaeB`\x82")
     assert len(data) > 10_000
+
+
+def test_the_model_in_the_package_recalls():
+    loaded = load_checkpoint(demo.shipped_model(), cache_format="fp8_ds_mla", dtype="float32")
+    batch = demo._recall(corpus.as_bytes(corpus.held_out_text()), 512, seed=0)
+    assert (batch.kinds == corpus.ANSWER).sum() == 6 * demo.LETTERS
+    assert demo._recalled(demo._read(loaded.model, batch.tokens), batch) > 0.8
+    files = list(demo.shipped_model().iterdir())
+    assert sum(path.stat().st_size for path in files) < 12 << 20

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_dsa
-from dsa_model import over, selection
+from dsa_model import learning, over, selection
 from sparsemla import corpus
 
 STEPS = {"dense": 12, "warm-up": 8, "sparse": 3, "control": 3}
@@ -64,6 +64,20 @@ def test_stages_train_their_own_part(folder):
         "sparse": everything,
         "control": everything - indexer,
     }
+
+
+def test_each_loss_reaches_its_own_part():
+    model = train_dsa.Model(TINY.config, TINY.dtype)
+    language, indexer = model.parts()
+    losses = []
+    batch = corpus.stream(2, 32, 1, torch.Generator().manual_seed(0))
+    logits = model(batch.tokens, learning(losses, TINY.config.index_topk))
+    torch.stack(losses).sum().backward(retain_graph=True)
+    assert [p.grad for p in language if p.grad is not None] == []
+    assert all(p.grad.abs().max() > 0 for p in indexer)
+    model.zero_grad()
+    sum(train_dsa.losses_of(logits, batch)).backward()
+    assert [p.grad for p in indexer if p.grad is not None] == []
 
 
 def test_losses_fall(folder):

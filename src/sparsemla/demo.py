@@ -10,6 +10,7 @@ random rows. The last one is the control: a selection must matter to be worth an
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import time
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from sparsemla.backends.transformers import enable
+from sparsemla.backends.transformers import PagedAttention, enable
 from sparsemla.cache import PagedCache
 from sparsemla.corpus import ANSWER, Bytes, as_bytes, held_out_text, item_length, needles, windows
 from sparsemla.formats import BF16_576, FP8_DS_MLA, INDEX_FP8
@@ -51,7 +52,11 @@ QUESTION_BYTES = 512
 TIMED = (1024, 2048, 4096, 8192, 16384)
 """Contexts at which attention is timed."""
 
-NEW_BYTES = 160
+PIECES = 9
+"""Pieces of the held-out text, of which the second one has prose as well as code."""
+
+PROMPT_BYTES, NEW_BYTES = 1024, 160
+"""Bytes of the text that the model continues, and with how many."""
 
 
 def shipped_model() -> Path:
@@ -88,7 +93,8 @@ class Report:
         topk: rows that a byte selects.
         prompt, continuation: the end of a text, and how the model goes on, over the FP8 cache.
         loss: for each kind of attention, nats a byte of held-out text.
-        recall: for each kind of attention and context, the share of recalled values.
+        recall: for each kind of attention but the bfloat16 cache, and each context, the share of
+            recalled values.
         milliseconds: for each context, of one layer's attention of a decoded byte: selection and
             sparse attention over FP8 caches, and dense attention by torch.
         cache_bytes: bytes of a token in one layer: of all heads' keys and values in bfloat16, and
@@ -134,34 +140,43 @@ def run_demo(
     checkpoint.attention.disable()
     model, config = checkpoint.model, cast(Any, checkpoint.model.config)
     text = as_bytes(held_out_text())
-    plain = windows(text, 2, context // 2 + 1, None)[1:].long()
+    plain = windows(text, PIECES, context // 2 + 1, None)[1:2].long()
     asked = {length: _recall(text, length, seed) for length in _contexts(context)}
 
     loss: dict[str, float] = {}
     recall: dict[str, dict[int, float]] = {}
+    heads, dims = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
+    cache_bytes = {DENSE: 2.0 * heads * dims}
+    questions = []
     numbers = torch.Generator().manual_seed(seed)
-    task = progress.add_task("reading", total=len(MODES) * (1 + len(asked)))
+    task = progress.add_task("reading", total=len(MODES) + (len(MODES) - 1) * len(asked))
     for mode in MODES:
-        with _attention(model, mode, numbers):
-            loss[mode] = functional.cross_entropy(_read(model, plain[:, :-1]), plain[0, 1:]).item()
+        with _attention(model, mode, numbers) as handle, _inputs(model) as inputs:
+            logits = _read(model, plain[:, :-1])
+            loss[mode] = functional.cross_entropy(logits, plain[0, 1:]).item()
             progress.advance(task)
+            if handle is not None and handle.cache is not None:
+                cache_bytes[mode] = handle.cache.bytes_per_token / len(_layers(model))
+            if mode == OURS:
+                continue
             recall[mode] = {}
             for length, batch in asked.items():
-                recall[mode][length] = _recalled(_read(model, batch.tokens), batch)
+                logits = _read(model, batch.tokens)
+                recall[mode][length] = _recalled(logits, batch)
                 progress.advance(task)
+            if handle is not None:
+                picked = handle.selections[-1]
+                questions.append(_question(model, asked[context], logits, picked, inputs))
 
-    task = progress.add_task("writing", total=None)
-    prompt = bytes(plain[0, : context // 4].tolist())
-    continuation, cache_bytes = _continue(model, prompt, new_bytes)
-    question = _ask(model, asked[context])
-    progress.remove_task(task)
+    task = progress.add_task("writing", total=new_bytes)
+    prompt = bytes(plain[0, :-1].tolist())[-PROMPT_BYTES:]
+    continuation = _continue(model, prompt, new_bytes, lambda: progress.advance(task))
 
     milliseconds = {}
     task = progress.add_task("timing", total=len(timed))
     for length in timed:
         milliseconds[length] = _time_attention(config, length)
         progress.advance(task)
-    heads, dims = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
     return Report(
         num_weights=sum(p.numel() for p in model.parameters()),
         topk=config.index_topk,
@@ -170,8 +185,8 @@ def run_demo(
         loss=loss,
         recall=recall,
         milliseconds=milliseconds,
-        cache_bytes={DENSE: 2.0 * heads * dims, **cache_bytes},
-        question=question,
+        cache_bytes=cache_bytes,
+        question=questions[0],
     )
 
 
@@ -190,7 +205,7 @@ def _recall(text: Tensor, length: int, seed: int) -> Bytes:
 @torch.no_grad()
 def _read(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Logits ``[n, 256]`` of the bytes after each of a row's."""
-    return cast(Any, model)(tokens, use_cache=False).logits[0].float()
+    return cast(Any, model)(tokens).logits[0].float()
 
 
 def _recalled(logits: Tensor, batch: Bytes) -> float:
@@ -204,11 +219,14 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, mode: str, generator: torch.Generator) -> Iterator[None]:
-    """Let the model attend as ``mode`` says."""
+def _attention(
+    model: PreTrainedModel, mode: str, generator: torch.Generator
+) -> Iterator[PagedAttention | None]:
+    """Let the model attend as ``mode`` says; gives the handle of this package's attention."""
     if mode in (OURS, OURS_FP8):
-        with enable(model, cache_format=BF16_576 if mode == OURS else FP8_DS_MLA):
-            yield
+        cache_format = BF16_576 if mode == OURS else FP8_DS_MLA
+        with enable(model, cache_format=cache_format, record_selections=True) as handle:
+            yield handle
         return
     indexers = [layer.self_attn.indexer for layer in _layers(model)]
     topk = indexers[0].index_topk
@@ -225,61 +243,70 @@ def _attention(model: PreTrainedModel, mode: str, generator: torch.Generator) ->
     try:
         for indexer in indexers:
             indexer.forward = choose
-        yield
+        yield None
     finally:
         for indexer in indexers:
             del indexer.forward
 
 
-def _continue(
-    model: PreTrainedModel, prompt: bytes, new_bytes: int
-) -> tuple[str, dict[str, float]]:
-    """The text over the FP8 cache, and bytes of a token in one layer of each cache."""
-    sizes: dict[str, float] = {}
-    pieces: list[str] = []
-    for mode, cache_format in ((OURS, BF16_576), (OURS_FP8, FP8_DS_MLA)):
-        pieces.clear()
-        with enable(model, cache_format=cache_format) as handle:
-            some = Checkpoint(model, handle, ByteTokenizer())
-            count = new_bytes if mode == OURS_FP8 else 1
-            stats = generate_text(some, prompt, count, write=pieces.append)
-        sizes[mode] = stats.cache_bytes_per_token / len(_layers(model))
-    return "".join(pieces), sizes
+@contextlib.contextmanager
+def _inputs(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """What the attention of each layer read in the latest forward, ``[1, n, hidden]``."""
+    inputs: dict[int, Tensor] = {}
 
+    def record(layer_idx: int, module: object, given: object, out: Tensor) -> None:
+        inputs[layer_idx] = out
 
-def _ask(model: PreTrainedModel, batch: Bytes) -> Question:
-    """Ask the last question of a row."""
-    row = bytes(batch.tokens[0].tolist()) + bytes(batch.labels[0, -1:].tolist())
-    end = len(row) - 1 - LETTERS  # ends with the value and >
-    text, answer = row[:end], row[end : end + LETTERS]
-    inputs: list[Tensor] = []
-
-    def capture(module: object, given: tuple[object, ...], out: Tensor) -> None:
-        inputs.append(out.detach())
-
-    hooks = [layer.input_layernorm.register_forward_hook(capture) for layer in _layers(model)]
-    found = b""
+    hooks = [
+        layer.input_layernorm.register_forward_hook(functools.partial(record, layer_idx))
+        for layer_idx, layer in enumerate(_layers(model))
+    ]
     try:
-        with enable(model, cache_format=FP8_DS_MLA, record_selections=True) as handle:
-            for _ in range(LETTERS):
-                logits = _read(model, torch.tensor([list(text + found)]))
-                found += bytes([int(logits[-1].argmax())])
-            selections = handle.selections[0]
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
-    scores = [
-        _scores(layer.self_attn, model, x)
-        for layer, x in zip(_layers(model), inputs, strict=False)  # of the first letter
-    ]
-    last = [selections[layer_idx][-1] for layer_idx in range(len(scores))]
+
+
+def _continue(
+    model: PreTrainedModel, prompt: bytes, new_bytes: int, advance: Callable[[], None]
+) -> str:
+    """What the model writes after a prompt, over the FP8 cache."""
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        advance()
+
+    with enable(model, cache_format=FP8_DS_MLA) as handle:
+        some = Checkpoint(model, handle, ByteTokenizer())
+        generate_text(some, prompt, new_bytes, write=write)
+    return "".join(pieces)
+
+
+def _question(
+    model: PreTrainedModel,
+    batch: Bytes,
+    logits: Tensor,
+    selections: dict[int, Tensor],
+    inputs: dict[int, Tensor],
+) -> Question:
+    """The last question of a row that the model has read, with ``logits`` as the result."""
+    row = bytes(batch.tokens[0].tolist()) + bytes(batch.labels[0, -1:].tolist())
+    end = len(row) - 1 - LETTERS  # the row ends with the value and >
+    text, answer = row[:end], row[end : end + LETTERS]
+    found = logits[end - 1 : end - 1 + LETTERS].argmax(-1)
+    rows = [selections[layer_idx][end - 1].long() for layer_idx in inputs]
     return Question(
         text=text,
         item=text.find(text[-1 - LETTERS :] + answer),
-        selected=[rows[rows >= 0].long() for rows in last],
-        scores=scores,
+        selected=[some[some >= 0] for some in rows],
+        scores=[
+            _scores(layer.self_attn, model, x[:, :end])
+            for layer, x in zip(_layers(model), inputs.values(), strict=True)
+        ],
         answer=answer.decode(errors="replace"),
-        found=found.decode(errors="replace"),
+        found=bytes(found.tolist()).decode(errors="replace"),
     )
 
 
@@ -341,19 +368,16 @@ def _time_attention(config: Any, length: int) -> tuple[float, float]:  # noqa: A
         v = draw(1, heads, length, config.v_head_dim).to(dtype)
         return lambda: functional.scaled_dot_product_attention(query, k, v, scale=scale)
 
+    kinds = (sparse, dense(torch.float32), dense(torch.bfloat16))
+    seconds: list[list[float]] = [[] for _ in kinds]
     with torch.no_grad():
-        ours, *theirs = map(_milliseconds, (sparse, dense(torch.float32), dense(torch.bfloat16)))
+        for _ in range(12):  # in turn, so that all meet the same load of the machine
+            for work, times in zip(kinds, seconds, strict=True):
+                began = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - began)
+    ours, *theirs = (1000 * median(times[2:]) for times in seconds)
     return ours, min(theirs)
-
-
-def _milliseconds(work: Callable[[], object]) -> float:
-    """The median of some calls."""
-    seconds = []
-    for _ in range(12):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return 1000 * median(seconds[2:])
 
 
 def report_tables(report: Report) -> list[Table]:
@@ -365,7 +389,8 @@ def report_tables(report: Report) -> list[Table]:
         quality.add_column(f"recall at\n{length} bytes", justify="right")
     quality.add_column("cache,\nB/token", justify="right")
     for mode in MODES:
-        shares = (f"{share:.0%}" for share in report.recall[mode].values())
+        shares = [f"{share:.0%}" for share in report.recall.get(mode, {}).values()]
+        shares += [""] * (len(report.recall[DENSE]) - len(shares))
         size = report.cache_bytes.get(mode)
         quality.add_row(
             mode, f"{report.loss[mode]:.3f}", *shares, "" if size is None else f"{size:.0f}"
@@ -383,7 +408,7 @@ def report_tables(report: Report) -> list[Table]:
 def summary(report: Report) -> str:
     """What was shown, in one sentence."""
     longest = max(report.recall[DENSE])
-    loss, recall = report.loss, {mode: report.recall[mode][longest] for mode in MODES}
+    loss, recall = report.loss, {m: shares[longest] for m, shares in report.recall.items()}
     context, (ours, dense) = max(report.milliseconds.items())
     return (
         f"With {report.topk} of up to {longest} rows a byte, which its indexer selects from an FP8 "
@@ -391,8 +416,8 @@ def summary(report: Report) -> str:
         f"of {loss[OURS_FP8]:.3f} against {loss[DENSE]:.3f} with all rows and recalls "
         f"{recall[OURS_FP8]:.0%} of the values against {recall[DENSE]:.0%} (random rows: "
         f"{recall[RANDOM]:.0%}), keeps {report.cache_bytes[OURS_FP8]:.0f} bytes a token and layer "
-        f"instead of {report.cache_bytes[DENSE]:.0f}, and at {context} bytes attends "
-        f"{dense / ours:.1f} times as fast."
+        f"instead of {report.cache_bytes[DENSE]:.0f}, and after {context} bytes attends for a new "
+        f"one in {ours:.1f} ms a layer instead of {dense:.1f}."
     )
 
 
