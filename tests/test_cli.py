@@ -245,7 +245,7 @@ def test_demo(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run_demo", quick)
     result = run("demo", "--out", tmp_path / "out", "--tokens", 128)
     assert result.exit_code == 0, result.output
-    for part in ("selected, FP8 cache", "random rows", "With 16 of up to 128 rows"):
+    for part in ("|", "selected, FP8 cache", "random rows", "With 16 of up to 128 rows"):
         assert part in result.output
     assert (tmp_path / "out" / "question.png").read_bytes().startswith(b"\x89PNG")
 

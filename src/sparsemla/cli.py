@@ -104,7 +104,9 @@ def demo(
     except CheckpointError as error:
         fail(error)
     console.print("The end of a text, and how the model goes on (after |):", style="bold")
-    console.print(work.shown(f"{report.prompt}|{report.continuation}"), markup=False)
+    lines = 4 + report.continuation.count("\n")
+    text = work.shown(f"{report.prompt}|{report.continuation}", lines=lines)
+    console.print(text, markup=False)
     for table in work.report_tables(report):
         console.print(table)
     console.print(work.summary(report))

@@ -421,7 +421,7 @@ def summary(report: Report) -> str:
     )
 
 
-def shown(text: str, width: int = 76, lines: int = 6) -> str:
+def shown(text: str, *, lines: int, width: int = 76) -> str:
     """The last lines of a text, as much as fits."""
     rows = [re.sub(r"[^\x20-\x7e]", "?", line)[:width] for line in text.split("\n")]
     return "\n".join(rows[-lines:])
