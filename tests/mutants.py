@@ -318,15 +318,15 @@ CPU_MUTANTS = (
     portable(
         "rows of an earlier step are read from this one",
         "pool/triton.py",
-        "in_ring = inside & (source < first)[:, None] & (ring >= 0)",
-        "in_ring = inside & (source < first)[:, None] & (ring >= 0) & (RING < 0)",
+        "in_ring = inside & before_step[:, None] & (ring >= 0)",
+        "in_ring = inside & before_step[:, None] & (ring >= 0) & (RING < 0)",
         POOL,
     ),
     portable(
         "the oldest row of a ring is not kept",
         "pool/triton.py",
-        "if (ring < 0) | (token + RING < end):",
-        "if (ring < 0) | (token + RING <= end):",
+        "gone = False if PAGED else token + RING < end",
+        "gone = False if PAGED else token + RING <= end",
         "tests/test_triton_pool.py -k 21",
     ),
     portable(

@@ -446,7 +446,7 @@ class TestGenerate:
     def test_another_architecture(self, prompt, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         result = run("generate", "--model", tmp_path, "--prompt-file", prompt)
-        assert_fails(result, "glm_moe_dsa or deepseek_v4, got 'llama'")
+        assert_fails(result, "deepseek_v4 or glm5_next_text, got 'llama'")
 
     def test_no_tokenizer(self, checkpoint, prompt, tmp_path):
         config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 1000}

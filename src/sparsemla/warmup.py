@@ -129,6 +129,7 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
+        check_kind("ratios", self.ratios, tuple)
         for ratio in self.ratios:
             check_integer("ratios", ratio)
         for name in ("sliding_window", "groups", "group_width"):

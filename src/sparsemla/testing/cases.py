@@ -423,7 +423,9 @@ def pool_windows_case(
     ring = state_page or kept
     columns = 1 + (max(first + count for first, count in steps) // ring if state_page else 0)
     num_rings = batch * columns + 1
-    rows = torch.full((num_rings, ring, 2, width), math.nan, device=draw.device)
+    rows = torch.full(
+        (num_rings, ring, 2, width), math.nan, dtype=torch.float32, device=draw.device
+    )
     state = WindowState(rows)
     rings = draw.permutation(num_rings)[: batch * columns].view(batch, columns)
     for number, (first, _) in enumerate(steps):
