@@ -971,7 +971,7 @@ def dense_index_loss_case(
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     q = draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)
     k = draw.normal(num_rows, *(() if shared_keys else (num_heads,)), head_dim, dtype=dtype)
-    ik = _eighths(draw.normal(num_rows, index_dim)).to(dtype)
+    ik = draw.normal(num_rows, index_dim, dtype=dtype)
     per_head = "sd" if shared_keys else "shd"
     logits = torch.einsum(f"thd,{per_head}->ths", q.float(), k.float()) * 2 * head_dim**-0.5
     lse = logits.masked_fill(~seen[:, None], -math.inf).logsumexp(-1)
@@ -981,7 +981,7 @@ def dense_index_loss_case(
         "q": wrap(q),
         "k": wrap(k),
         "lse": wrap(lse),
-        "iq": wrap(_eighths(draw.normal(num_tokens, num_index_heads, index_dim)).to(dtype)),
+        "iq": wrap(draw.normal(num_tokens, num_index_heads, index_dim, dtype=dtype)),
         "weights": wrap(weights.to(weight_dtype)),
         "ik": wrap(ik),
         "softmax_scale": 2 * head_dim**-0.5,
