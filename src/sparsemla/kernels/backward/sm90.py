@@ -663,6 +663,7 @@ def sparse_attention_backward(
         topk_indices, topk_indices.stride(0), topk_lengths, ends, topk, kv.shape[0], num_warps=4
     )
 
+    # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
     q, dout = (x if all(x.stride()) else x.contiguous() for x in (q, dout))
     width, heads = cdiv(topk, BLOCK.value) * BLOCK.value, 64 if num_heads <= 64 else 128
     token_bytes = 4 * num_heads * width + topk * (2 * head_dim + ENTRY_BYTES)
