@@ -78,7 +78,7 @@ def test_every_op_has_cases():
 
 @pytest.mark.parametrize("op", MATRIX)
 def test_two_draws_of_a_case_have_the_same_shapes_and_other_values(op):
-    for case in run.chosen_cases(op, "cpu", quick=False):
+    for case in run.chosen_cases(op, "cpu", quick=True):
         if case.replayed:
             first, second = case.build(Draw(0)), case.build(Draw(1))
             lead = next(value for value in first.values() if isinstance(value, torch.Tensor))

@@ -65,10 +65,10 @@ DENSE_PREFILL_OUT = _ATTENTION_OUT
 DENSE_PREFILL_LSE = _ATTENTION_LSE
 
 # P and dS are rounded to bfloat16, like P above, and so is each term of the gradient of kv. Sizes
-# come from gradient_sizes: the error of an element has a standard deviation of at most 2^-9.8 of
-# its size, and 2^-7 is seven of them. Limits are twice their bounds, as above. The cosine allows
-# twice the 4e-6 that these roundings give. If terms cancel, float32 sums of V products leave about
-# 2^-22. The gradient of the sink has float32 terms only.
+# come from gradient_sizes: the error of an element has a standard deviation of at most 2^-8.8 of
+# its size, and 2^-6 is seven of them. The cosine allows twice the 4e-6 that these roundings give.
+# If terms cancel, float32 sums of V products leave about 2^-22. The gradient of the sink has
+# float32 terms only.
 SPARSE_ATTENTION_GRADIENT = Tolerance(2**-20, rel=3.01 / 128, cos=1e-5, size=2**-6)
 SPARSE_ATTENTION_SINK_GRADIENT = Tolerance(1e-6, rel=2**-14, cos=1e-7, size=2**-14)
 # float32 throughout: scores of up to 16 have an error of 2^-20, and so has P.
@@ -261,22 +261,22 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
 def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The size of each element of dq and dkv: the root of the sum of squares of its rounded terms.
 
-    For dkv these are the products of each token and head, and each token's sum of them. Entries of
-    a token that name the same row have the same errors.
+    Entries of a token that name the same row have the same errors, which add up. For dkv, terms are
+    the products of each token and head, and each token's sum of them.
     """
     names = inspect.signature(weights_of_entries).parameters
     given = {name: value for name, value in arguments.items() if name in names}
     keys, valid, probs, dlogits = (x.double() for x in weights_of_entries(**given))
     dout, q = arguments["dout"].double(), arguments["q"].double()
-    dq = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
+    ids, chosen = arguments["topk_indices"].long(), valid.bool()
+    named = ids.where(chosen, -1)
+    alike = (named[:, :, None] == named[:, None]).sum(-1)[..., None]
+    dq = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square() * alike)
     terms = torch.einsum("thk,thd->tkd", dlogits, q)
     squares = torch.einsum("thk,thd->tkd", dlogits.square(), q.square())
     terms[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs, dout)
     squares[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs.square(), dout.square())
-    ids, chosen = arguments["topk_indices"].long(), valid.bool()
-    named = ids.where(chosen, -1)
-    alike = (named[:, :, None] == named[:, None]).sum(-1)
-    squares = (squares + terms.square()) * alike[..., None]
+    squares = (squares + terms.square()) * alike
     dkv = torch.zeros(arguments["kv"].shape, dtype=squares.dtype, device=squares.device)
     dkv.index_add_(0, ids[chosen], squares[chosen])
     return dq.nan_to_num().sqrt(), dkv.nan_to_num().sqrt()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
+from sparsemla.ops._repeat import unrepeated
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import WindowState
 from sparsemla.testing.cases import Arguments
@@ -267,7 +268,7 @@ def recorded_tiers() -> Iterator[list[str]]:
             tiers.append(chosen)
         return select(problem)
 
-    with mock.patch.object(dispatch, "select", recording):
+    with unrepeated(), mock.patch.object(dispatch, "select", recording):
         yield tiers
 
 
