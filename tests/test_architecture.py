@@ -46,6 +46,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
+    "sparsemla.ops._repeat": ("formats", "pooling", "kernels.common"),
     "sparsemla.warmup": (
         "kinds",
         "formats",
@@ -86,6 +87,7 @@ ON_TOP = (
     "compat",
     "corpus",
     "demo",
+    "demo_v4",
     "doctor",
     "generate",
     "picture",

@@ -442,7 +442,7 @@ def test_one_compiled_graph_serves_all_batch_sizes():
         return sparsemla.sparse_decode(q, cache, slots, softmax_scale=0.05)[0]
 
     compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
-    for batch in (3, 5, 9, *range(10, 24)):
+    for batch in (3, 5, 9, 10, 13, 16, 20, 23):
         case = decode_arguments(batch=batch)
         arguments = case["q"], case["cache"], case["topk_indices"].repeat(1, 1, 40)
         assert_equal("out", compiled(*arguments), run(*arguments))

@@ -219,7 +219,7 @@ class PagedCache:
         strides = data.stride()[:-1]
         if fmt.scales_in == "page":  # within a page the format fixes the row stride
             strides = (*data.stride()[:-2], fmt.code_bytes + 2 * fmt.bf16_dim)
-        starts = (data.data_ptr(), *(stride * data.itemsize for stride in strides))
+        starts = (misalignment(data), *(stride * data.itemsize for stride in strides))
         return data.numel() > 0 and all(start % 16 == 0 for start in starts)
 
     def layer(self, layer_idx: int) -> PagedCache:
@@ -314,6 +314,12 @@ class PagedCache:
         for view, field in zip(self.fields(), fields, strict=True):
             if view is not None and field is not None:
                 scatter_rows(view, slots[valid], field)
+
+
+def misalignment(tensor: Tensor) -> int:
+    """The address of a tensor modulo 16, which repeated calls share; other bits they do not."""
+    with torch._C.DisableTorchFunction():
+        return tensor.data_ptr() % 16
 
 
 def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:

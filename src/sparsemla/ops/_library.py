@@ -13,9 +13,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
+from sparsemla.cache import PagedCache, misalignment
 from sparsemla.dispatch import Launch, only_compiles
 from sparsemla.formats import CacheFormat, get_format
+from sparsemla.ops._repeat import recording
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
 
@@ -129,13 +130,18 @@ def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., N
             if only_compiles(lead.device):
                 launch(lead, *flat)
 
+        on_device = _on_device(launch)
         _LIBRARY.define(name + _schema(parameters, mutates))
-        _LIBRARY.impl(name, _on_device(launch), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
-        call = getattr(torch.ops.sparsemla, name)
-        if not records:
-            return call
-        return lambda *arguments: call(*split(arguments))
+        dispatched = getattr(torch.ops.sparsemla, name)
+
+        def call(*arguments: object) -> None:
+            # A recording could not watch a launcher behind torch's dispatcher.
+            watched = not torch.compiler.is_compiling() and recording()
+            (on_device if watched else dispatched)(*split(arguments))
+
+        return call
 
     return register
 
@@ -226,6 +232,6 @@ def aligned(*rows: Tensor | PagedCache | None) -> bool:
 
 def _aligned(rows: Tensor | None) -> bool:
     return rows is None or (
-        rows.data_ptr() % 16 == 0
+        misalignment(rows) == 0
         and all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:-1])
     )

@@ -11,6 +11,7 @@ from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kinds import check_device, check_integer
+from sparsemla.ops._repeat import repeated
 from sparsemla.ops.decode import (
     _dense_decode,
     _sparse_decode,
@@ -131,6 +132,7 @@ class _Scratch:
         return self.workspace[first : first + size].view(dtype).view(shape)
 
 
+@repeated
 def decode_branch(
     q: Tensor,
     kv: Tensor,
@@ -498,7 +500,7 @@ def _absorb(
     batch_invariant: bool = False,
 ) -> None:
     """Write the step's rows, and the query ``[T, H, L + R]`` in the latent space."""
-    latent, rope = query.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+    latent, rope = query[..., : layer.kv_lora_rank], query[..., layer.kv_lora_rank :]
     q_nope = q[..., : layer.qk_nope_head_dim]
     # The GEMM comes first: it loads its weights while the previous kernel still runs.
     project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)

@@ -11,6 +11,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
+from sparsemla.ops._repeat import repeated
 
 
 def decode_workspace_size(
@@ -85,6 +86,7 @@ def _check_splits(
     return None if num_splits is None else (num_splits,)
 
 
+@repeated
 def sparse_decode(
     q: Tensor,
     cache: PagedCache,
@@ -218,6 +220,7 @@ def _sparse_decode(
     )
 
 
+@repeated
 def dense_decode(
     q: Tensor,
     cache: PagedCache,
@@ -328,6 +331,7 @@ def _dense_decode(
     )
 
 
+@repeated
 def merge_states(
     outs: Tensor,
     lses: Tensor,

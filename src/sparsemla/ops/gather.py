@@ -7,8 +7,10 @@ from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, SIGNED, Checker
 from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
 
 
+@repeated
 def to_slots(
     topk_indices: Tensor,
     page_table: Tensor,
@@ -92,6 +94,7 @@ def _to_slots(
     return dispatch.find("to_slots", topk_indices, topk=topk_indices.shape[1])
 
 
+@repeated
 def entry_slots(
     positions: Tensor,
     page_table: Tensor,
@@ -154,6 +157,7 @@ def _entry_slots(
     return dispatch.find("entry_slots", positions)
 
 
+@repeated
 def visible_slots(
     positions: Tensor,
     page_table: Tensor,
@@ -232,6 +236,7 @@ def _visible_slots(
     return dispatch.find("visible_slots", positions)
 
 
+@repeated
 def gather_dequant(
     cache: PagedCache,
     page_table: Tensor,

@@ -7,11 +7,13 @@ from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.ops._library import aligned, operator
+from sparsemla.ops._repeat import repeated
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS
 
 
+@repeated
 def indexer_scores(
     q: Tensor,
     weights: Tensor,
@@ -81,6 +83,7 @@ def _indexer_scores(
     )
 
 
+@repeated
 def indexer_scores_paged(
     q: Tensor,
     weights: Tensor,
@@ -168,6 +171,7 @@ def _indexer_scores_paged(
     )
 
 
+@repeated
 def indexer_topk(
     q: Tensor,
     weights: Tensor,

@@ -8,10 +8,12 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, SIGNED, Checker
 from sparsemla.formats import ScaleMode
 from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.pooling import Pooling, WindowState
 
 
+@repeated
 def pool_windows(
     values: Tensor,
     gates: Tensor,

@@ -11,9 +11,11 @@ from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
+from sparsemla.ops._repeat import repeated
 from sparsemla.plan import host_ints
 
 
+@repeated
 def sparse_prefill(
     q: Tensor,
     kv: Tensor | PagedCache,
@@ -218,6 +220,7 @@ def prefill_workspace_rows(
     return max(min(num_rows, max_rows), *(n for _, n in pairs))
 
 
+@repeated
 def dense_prefill(
     q: Tensor,
     k: Tensor,

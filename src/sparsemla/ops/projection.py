@@ -7,10 +7,12 @@ from sparsemla import dispatch
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kinds import check_integer, check_kind
 from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.weights import HeadWeight
 
 
+@repeated
 def project_heads(
     x: Tensor,
     weight: HeadWeight,
@@ -114,6 +116,7 @@ def _project_heads(
     return dispatch.find("project_heads", x, num_heads=x.shape[-2])
 
 
+@repeated
 def project_groups(
     x: Tensor,
     weight: HeadWeight,

@@ -8,11 +8,13 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
 from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
 
 TABLES = (torch.float32, torch.bfloat16)
 ROTATED = (*FLOATS, torch.float8_e4m3fn)
 
 
+@repeated
 def fused_rope_rmsnorm_quant(
     q_rope: Tensor,
     kv: Tensor,
@@ -152,6 +154,7 @@ def _fused_rope_rmsnorm_quant(
     )
 
 
+@repeated
 def append_index_keys(
     k: Tensor,
     norm_weight: Tensor,
@@ -250,6 +253,7 @@ def _append_index_keys(
     return dispatch.find("append_index_keys", k, format=cache.format)
 
 
+@repeated
 def prepare_index_queries(
     q: Tensor,
     weights: Tensor,
@@ -350,6 +354,7 @@ def _prepare_index_queries(
     return dispatch.find("prepare_index_queries", q, format=format, num_heads=q.shape[1])
 
 
+@repeated
 def fused_indexer_rope_quant(
     q: Tensor,
     weights: Tensor,

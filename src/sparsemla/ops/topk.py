@@ -6,12 +6,14 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
 
 SCORES = (torch.float32, torch.bfloat16)
 MAX_COLUMNS = 2**30
 """Kernels count columns, and a little beyond the last, in 32 bits."""
 
 
+@repeated
 def select_topk(
     scores: Tensor,
     topk: int,
@@ -88,6 +90,7 @@ def _select_topk(
     return dispatch.find("select_topk", scores, topk=topk)
 
 
+@repeated
 def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:
     """The exact ``topk`` best of candidates from several parts of a row.
 

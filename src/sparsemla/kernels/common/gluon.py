@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if hasattr(async_copy, "async_load"):
     async_load = async_copy.async_load
@@ -34,6 +37,14 @@ def opaque_zero(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+def descriptor(
+    tensor: Tensor, shape: list[int], strides: list[int], box: list[int], layout: gl.constexpr
+) -> TensorDescriptor:
+    """A TMA descriptor. Triton asserts an alignment, which repeated calls share."""
+    with torch._C.DisableTorchFunction():
+        return TensorDescriptor(tensor, shape, strides, box, layout)
 
 
 if hasattr(gl, "barrier"):

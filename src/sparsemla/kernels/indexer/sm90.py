@@ -50,13 +50,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import async_load, reinterpret, tma_load
+from sparsemla.kernels.common.gluon import async_load, descriptor, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer import triton as portable
@@ -818,8 +817,8 @@ def launch(
     d = tiling.block_d
     q_box, k_box = [1, tiling.tokens, tiling.block_h, d], [1, COPY_KEYS.value, d]
     score[(num_multiprocessors(q.device),)](
-        TensorDescriptor(q, list(q.shape), list(q.stride()), q_box, operand_layout(d, 4)),
-        TensorDescriptor(k, list(k.shape), list(k.stride()), k_box, operand_layout(d, 3)),
+        descriptor(q, list(q.shape), list(q.stride()), q_box, operand_layout(d, 4)),
+        descriptor(k, list(k.shape), list(k.stride()), k_box, operand_layout(d, 3)),
         queries[:-4],
         keys,
         num_groups,

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparsemla.cache import misalignment
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.early import begins_early
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret
@@ -258,9 +259,9 @@ def _supports(x: Tensor, weight: HeadWeight) -> bool:
         return False
     if outputs % OUTPUTS.value or inputs % INPUTS.value or inputs > MAX_STEPS * INPUTS.value:
         return False
-    starts = x.data_ptr() | weight.data.data_ptr()
-    strides = [2 * x.stride(0), 2 * x.stride(1), *weight.data.stride()[:2]]
-    return starts % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    starts = misalignment(x), misalignment(weight.data)
+    strides = 2 * x.stride(0), 2 * x.stride(1), *weight.data.stride()[:2]
+    return not any(start % 16 for start in (*starts, *strides))
 
 
 def project_heads(

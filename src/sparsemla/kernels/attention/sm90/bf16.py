@@ -48,7 +48,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
@@ -80,7 +79,13 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_bf16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
+from sparsemla.kernels.common.gluon import (
+    async_load,
+    descriptor,
+    opaque_zero,
+    reinterpret,
+    tma_load,
+)
 from sparsemla.kernels.common.paged import cache_arguments
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -785,7 +790,7 @@ def launch(
     pages = None
     if paged and cache.page_size % 64 == 0:
         size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
-        pages = TensorDescriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
+        pages = descriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
     _attend[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,
         queries.in_units(8),
