@@ -185,6 +185,12 @@ def test_every_case_is_named_once_and_measures_an_op():
         assert all(each.op == op for each in run.select_workloads(op))
     with pytest.raises(ValueError, match="op must be one of sparse_prefill"):
         run.select_workloads("attention")
+    found = run.select_workloads(None, case="^sparse.*batch 1,.*fp8_584")
+    assert {(each.op, each.batch) for each in found} == {("sparse_decode", 1)}
+    with pytest.raises(ValueError, match="case must match a workload, such as 'batch 1"):
+        run.select_workloads("select_topk", case="fp8_584")
+    with pytest.raises(ValueError, match=r"case must be a regular expression, got '\(': missing"):
+        run.select_workloads(None, case="(")
 
 
 def test_overlapping_selections_are_distinct_ascending_and_shared():
@@ -357,7 +363,7 @@ class FlashMLALike:
     ):
         assert (k_cache.shape[1:3], dims, splits) == ((64, 1), 512, None)
         if fp8:
-            assert q.shape[2] in (64, 128)
+            assert q.shape[2] in peers.FlashMLA.HEADS
             names = {
                 "topk_length": "topk_lengths",
                 "extra_k_cache": "extra_cache",
@@ -367,7 +373,8 @@ class FlashMLALike:
             more = {names.get(name, name): value for name, value in more.items()}
             if more:
                 assert len(more["attn_sink"]) == q.shape[2]
-                more["extra_cache"] = PagedCache(more["extra_cache"][:, :, 0], FP8_584)
+                extra = more["extra_cache"]
+                more["extra_cache"] = None if extra is None else PagedCache(extra[:, :, 0], FP8_584)
             cache = PagedCache(k_cache[:, :, 0], FP8_584 if more else FP8_DS_MLA)
             return ops.sparse_decode(q, cache, ids, softmax_scale=scale, **more)
         cache = PagedCache(k_cache[:, :, 0], BF16_576)
@@ -595,7 +602,7 @@ def test_vllm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         "vLLM rms_norm, rotary_embedding, concat_and_cache_mla",
         "vLLM concat_and_cache_mla",
         "vLLM rms_norm, concat_and_cache_mla_rope_fused",
-        "vLLM rms_norm, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+        "vLLM fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
         "vLLM rotary_embedding, per_token_group_fp8_quant, indexer_k_quant_and_cache",
         "vLLM cp_gather_and_upconvert",
     ]
@@ -668,7 +675,7 @@ def test_vllm_python_gets_the_inputs_in_its_layout(timer, monkeypatch):
     peer.rotate = SimpleNamespace(_fused_inv_rope_fp8_quant_kernel_impl=kernels.quantise)
     monkeypatch.setattr(vllm_python.deep_gemm, "load", lambda directories: kernels)
     monkeypatch.setattr(vllm_python.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(peers.VLLMPython, "_cute_dsl", lambda self: kernels.compress)
+    peer.cute_dsl = kernels.compress
     names = []
     for workload in [each for each in SMALL if peer.supports(each) is None]:
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
@@ -699,6 +706,12 @@ from .fused_compress_quant_cache import launcher as _SAVE_PARTIAL_STATES_KERNEL
 from vllm.utils.torch_utils import direct_register_custom_op
 direct_register_custom_op(op_name="op", op_func=print, fake_impl=print)
 """,
+        "models/deepseek_v4/common/ops/fused_indexer_q": "fused_indexer_q_rope_quant = 1",
+        "models/deepseek_v4/common/ops/cache_utils": """
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_fp8_min_max
+from vllm.transformers_utils.deepseek_v4_utils import get_compress_ratios
+compute_global_topk_indices_and_lens = 2
+""",
         "model_executor/warmup/jit_warmup": "launcher = 'launcher'",
     }
     for name, text in contents.items():
@@ -711,6 +724,7 @@ direct_register_custom_op(op_name="op", op_func=print, fake_impl=print)
     peer = peers.VLLMPython([tmp_path])
     assert peers.sys.modules["vllm"] is imported
     assert peer.save == peer.compress[0] == "launcher"
+    assert (peer.queries, peer.slots) == (1, 2)
     assert {name for name in set(peers.sys.modules) - before if "vllm" in name} == set()
     with pytest.raises(peers.base.Unavailable, match="vllm/models/deepseek_v4/common/ops is not"):
         peers.VLLMPython([tmp_path / "vllm"])
@@ -927,7 +941,7 @@ def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, 
 def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
     """The measuring command, on a CPU instead of a GPU."""
     chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
-    monkeypatch.setattr(command, "select_workloads", lambda op, full: chosen)
+    monkeypatch.setattr(command, "select_workloads", lambda op, full, case: chosen)
     monkeypatch.setattr(command, "Timer", lambda device: timer)
     monkeypatch.setattr(command, "measure", lambda timer: CEILINGS)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, ops
-from sparsemla.bench import run, step, timeline
+from sparsemla.bench import host, run, step, timeline
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings
+from sparsemla.bench.compressed_step import CompressedStepOfPeers
 from sparsemla.bench.peers import Torch
 from sparsemla.bench.peers.base import Unavailable
 from sparsemla.bench.timing import Timer
@@ -85,9 +86,9 @@ def test_full_grid_only_on_request():
 def test_the_step_of_the_peers_needs_all_of_them():
     with pytest.raises(Unavailable, match="FlashMLA is not here"):
         step.StepOfPeers([Torch()])
-    found, missing = step.with_step([Torch()], {"TileLang": "is not installed"})
+    found, missing = run.with_steps([Torch()], {"TileLang": "is not installed"})
     assert len(found) == 1
-    assert list(missing) == ["TileLang", step.StepOfPeers.name]
+    assert list(missing) == ["TileLang", step.StepOfPeers.name, CompressedStepOfPeers.name]
 
 
 class Fakes:
@@ -172,6 +173,21 @@ def test_files_without_lines_are_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.json is not a time line"):
         timeline.load(path)
+
+
+def test_host_times_are_saved_and_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    row = host.Row("sparse_decode", "batch 1", 2, 60.0, 12.5, 6.0)
+    times = host.HostTimes("H200", "abc", "2026-01-01", {"torch": "2.11"}, 1.0, 3.0, (row,))
+    path = tmp_path / "host.json"
+    host.save(path, times)
+    assert host.load(path) == times
+    monkeypatch.setattr("sys.argv", ["bench", "--host-times", str(path)])
+    assert main() == 0
+    assert "sparse_decode | batch 1 | 2 | 60.0 | 12.5 | 6.0" in capsys.readouterr().out
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"host\.json does not hold times of the host"):
+        host.load(path)
 
 
 def test_lines_are_saved_and_plotted(tmp_path, capsys, monkeypatch):

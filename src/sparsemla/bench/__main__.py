@@ -11,9 +11,9 @@ def main() -> int:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(prog="python -m sparsemla.bench", description=bench.__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name in ("op", "device", "commit"):
+    for name in ("op", "case", "device", "commit"):
         parser.add_argument(f"--{name}")
-    for name in ("json", "plot", "peers", "table", "launches"):
+    for name in ("json", "plot", "peers", "table", "launches", "host-times"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--full", action="store_true")
     try:

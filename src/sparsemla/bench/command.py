@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from sparsemla.bench import cpu, report, timeline
+from sparsemla.bench import cpu, host, report, timeline
 from sparsemla.bench.ceilings import measure
 from sparsemla.bench.peers import find_peers
-from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads
-from sparsemla.bench.step import with_step
+from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla.bench.timing import Timer
 from sparsemla.bench.workloads import Workload
 
@@ -26,6 +25,7 @@ def bench(
     write: Callable[[str], object],
     *,
     op: str | None = None,
+    case: str | None = None,
     json: Path | None = None,
     plot: Path | None = None,
     peers: Path | None = None,
@@ -34,12 +34,14 @@ def bench(
     table: Path | None = None,
     full: bool = False,
     launches: Path | None = None,
+    host_times: Path | None = None,
 ) -> int:
     """Measure, or with ``table`` only turn a JSON file into the table (and plots).
 
     Args:
         write: takes each line of output.
         op: measure this op only.
+        case: a regular expression; measure only workloads with an op and a case that contain it.
         json: file to add the rows to; its rows of other workloads stay.
         plot: folder for bar and line plots.
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
@@ -49,6 +51,8 @@ def bench(
         full: measure every size of the whole decode step and of top-k, not only some.
         launches: a JSON file for begin and end of each kernel of some decode steps; nothing
             else is measured, and without a GPU the file is only read.
+        host_times: a JSON file for the host's time of eager calls; nothing else is measured, and
+            without a GPU the file is only read.
 
     Returns:
         The exit code: 1 if a result was wrong, or one of this package is missing.
@@ -66,27 +70,28 @@ def bench(
         return 0
     if launches is not None:
         return _launches(write, launches, plot, peers)
+    if host_times is not None:
+        return _host_times(write, host_times, commit, peers)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
-        if op is not None or json is not None or plot is not None or peers is not None:
-            raise ValueError("op, json, plot and peers need the device cuda")
+        if any(option is not None for option in (op, case, json, plot, peers)):
+            raise ValueError("op, case, json, plot and peers need the device cuda")
         return _compare_on_cpu(write)
     if device != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"device must be cpu or, where there is a GPU, cuda; got {device!r}")
-    return _measure(write, op, json, plot, peers, commit, full)
+    workloads = select_workloads(op, full, case)
+    return _measure(write, workloads, json, plot, peers, commit)
 
 
 def _measure(
     write: Callable[[str], object],
-    op: str | None,
+    workloads: list[Workload],
     json: Path | None,
     plot: Path | None,
     peers: Path | None,
     commit: str | None,
-    full: bool,
 ) -> int:
-    workloads = select_workloads(op, full)
-    competitors, missing = with_step(*find_peers(peers))
+    competitors, missing = with_steps(*find_peers(peers))
     for name, reason in missing.items():
         write(f"without {name}: {reason}")
     timer = Timer("cuda")
@@ -121,7 +126,7 @@ def _launches(
     write: Callable[[str], object], path: Path, plot: Path | None, peers: Path | None
 ) -> int:
     if torch.cuda.is_available():
-        competitors, missing = with_step(*find_peers(peers))
+        competitors, missing = with_steps(*find_peers(peers))
         for name, reason in missing.items():
             write(f"without {name}: {reason}")
         timeline.save(path, timeline.record(competitors, Timer("cuda")))
@@ -130,6 +135,17 @@ def _launches(
         write(text)
     if plot is not None:
         timeline.plot(lines, plot / "decode_step_launches.png")
+    return 0
+
+
+def _host_times(
+    write: Callable[[str], object], path: Path, commit: str | None, peers: Path | None
+) -> int:
+    if torch.cuda.is_available():
+        stamp = Stamp.now(commit, peers)
+        host.save(path, host.measure(stamp.commit, stamp.date, stamp.versions))
+    for text in host.text_lines(host.load(path)):
+        write(text)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from sparsemla.bench.ceilings import Ceilings
+from sparsemla.bench.compressed_step import CompressedStepOfPeers, compressed_step_workloads
 from sparsemla.bench.peers import versions
-from sparsemla.bench.peers.base import Peer
+from sparsemla.bench.peers.base import Peer, Unavailable
 from sparsemla.bench.report import Row
-from sparsemla.bench.step import step_workloads
+from sparsemla.bench.step import StepOfPeers, step_workloads
 from sparsemla.bench.timing import Prepared, Results, Timer, Timing
 from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
 
@@ -51,20 +53,47 @@ class Outcome:
     refusals: dict[str, str]
 
 
-def select_workloads(op: str | None, full: bool = False) -> list[Workload]:
-    """The workloads, of one op or of all; with ``full``, every size of the step and of top-k.
+def select_workloads(op: str | None, full: bool = False, case: str | None = None) -> list[Workload]:
+    """The workloads of one op or of all; with ``full``, every size of the steps and of top-k.
+
+    Args:
+        op: an op's name; None for all.
+        full: every size.
+        case: a regular expression that ``op, case`` must contain; None for all.
 
     Raises:
-        ValueError: no workload measures this op.
+        ValueError: no workload measures this op, or none of its cases matches.
     """
-    workloads = [*all_workloads(), *step_workloads(full), *(topk_table() if full else [])]
-    if op is None:
+    steps = *step_workloads(full), *compressed_step_workloads(full)
+    workloads = [*all_workloads(), *steps, *(topk_table() if full else [])]
+    if op is not None:
+        chosen = [workload for workload in workloads if workload.op == op]
+        if not chosen:
+            known = ", ".join(dict.fromkeys(workload.op for workload in workloads))
+            raise ValueError(f"op must be one of {known}; got {op!r}")
+        workloads = chosen
+    if case is None:
         return workloads
-    chosen = [workload for workload in workloads if workload.op == op]
+    try:
+        pattern = re.compile(case)
+    except re.error as error:
+        raise ValueError(f"case must be a regular expression, got {case!r}: {error}") from error
+    chosen = [each for each in workloads if pattern.search(f"{each.op}, {each.case}")]
     if not chosen:
-        known = ", ".join(dict.fromkeys(workload.op for workload in workloads))
-        raise ValueError(f"op must be one of {known}; got {op!r}")
+        raise ValueError(f"case must match a workload, such as {workloads[0].case!r}; got {case!r}")
     return chosen
+
+
+def with_steps(found: list[Peer], missing: dict[str, str]) -> tuple[list[Peer], dict[str, str]]:
+    """The results of :func:`find_peers`, with each step if all its packages are installed."""
+    steps: list[Peer] = []
+    reasons = {}
+    for kind in (StepOfPeers, CompressedStepOfPeers):
+        try:
+            steps.append(kind(found))
+        except Unavailable as error:
+            reasons[kind.name] = str(error)
+    return [*found, *steps], missing | reasons
 
 
 def run_all(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from sparsemla import ops, reference
-from sparsemla.bench.peers.base import Peer, Unavailable
+from sparsemla.bench.peers.base import Peer, one
 from sparsemla.bench.peers.deep_gemm import DeepGEMM
 from sparsemla.bench.peers.flash_mla import FlashMLA
 from sparsemla.bench.peers.vllm import CACHE_ROWS, VLLM
@@ -40,8 +40,6 @@ from sparsemla.plan import Plan, plan_batch
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.testing.compare import Tolerance, assert_close
 from sparsemla.weights import HeadWeight, MLALayer
-
-PeerT = TypeVar("PeerT", bound=Peer)
 
 TOPK = 2048
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
@@ -221,9 +219,9 @@ class StepOfPeers(Peer):
     name = "vLLM, DeepGEMM, FlashMLA"
 
     def __init__(self, found: list[Peer]) -> None:
-        self.attention = _one(found, FlashMLA).module
-        _one(found, DeepGEMM)
-        _one(found, VLLM)
+        self.attention = one(found, FlashMLA).module
+        one(found, DeepGEMM)
+        one(found, VLLM)
 
     def supports(self, workload: Workload) -> str | None:
         return None if isinstance(workload, DecodeStep) else "is a whole step"
@@ -320,7 +318,7 @@ class StepOfPeers(Peer):
         schedule = scorer.get_paged_mqa_logits_metadata(lens, PAGE_SIZE, processors, None)
         workspace = torch.zeros(VLLM.WORKSPACE_BYTES, dtype=torch.uint8, device=lens.device)
         select = selector.persistent_topk
-        if batch <= 64 and hasattr(selector, "cooperative_topk"):
+        if batch <= VLLM.COOPERATIVE_ROWS and hasattr(selector, "cooperative_topk"):
             select = selector.cooperative_topk
 
         def run() -> Tensor:
@@ -370,21 +368,6 @@ class StepOfPeers(Peer):
 def _given(inputs: Inputs) -> tuple[Callable[[], Tensor], Callable[[], None]]:
     """The selection in the inputs, instead of an indexer's."""
     return lambda: inputs["topk_indices"], lambda: None
-
-
-def with_step(found: list[Peer], missing: dict[str, str]) -> tuple[list[Peer], dict[str, str]]:
-    """The results of :func:`find_peers`, with the step if all its packages are installed."""
-    try:
-        return [*found, StepOfPeers(found)], missing
-    except Unavailable as error:
-        return found, missing | {StepOfPeers.name: str(error)}
-
-
-def _one(found: list[Peer], kind: type[PeerT]) -> PeerT:
-    for peer in found:
-        if isinstance(peer, kind):
-            return peer
-    raise Unavailable(f"{kind.name} is not here")
 
 
 def _layer(draw: torch.Generator, heads: int, positions: int) -> MLALayer:

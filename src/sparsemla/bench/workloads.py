@@ -355,8 +355,8 @@ class CachedPrefill(Workload):
 class WindowedPrefill(Workload):
     """DeepSeek-V4: a chunk of a request's tokens over a window of rows and a compressed cache.
 
-    Both caches have 584 bytes per token and are read in place. The other way converts them into one
-    workspace and joins both selections in one list.
+    Both caches have 584 bytes per token. They are read in place, or converted into one workspace
+    first: this package follows :func:`prefill_workspace_rows`.
     """
 
     tokens: int
@@ -415,7 +415,23 @@ class WindowedPrefill(Workload):
         names = "kv", "topk_indices", "extra_kv", "extra_topk_indices", "attn_sink"
         return {name: inputs[name] for name in ("q", *names, "softmax_scale")}
 
+    def converts(self, device: torch.device) -> bool:
+        """Whether this package converts both caches first."""
+        rows = prefill_workspace_rows(
+            [self.tokens],
+            [self.tokens + self.topk - 1 + self.extra_context],
+            cache_format=FP8_584,
+            num_heads=self.heads,
+            topk=self.topk + self.extra_topk,
+            device=device,
+        )
+        return rows is not None
+
     def run(self, inputs: Inputs) -> Results:
+        converts = self.converts(inputs["q"].device)
+        return self.converted(inputs) if converts else self.in_place(inputs)
+
+    def in_place(self, inputs: Inputs) -> Results:
         return ops.sparse_prefill(**self._arguments(inputs))
 
     def convert(self, inputs: Inputs) -> Tensor:
@@ -943,15 +959,20 @@ class PoolWindows(Workload):
         return 0.0
 
     def build(self, device: torch.device) -> Inputs:
-        draw = _generator(device)
-        pooling, dim = self.pooling, self.format.head_dim
-        ratio, width = pooling.ratio, pooling.width(dim)
-        steps = torch.arange(self.query_len, device=device)
+        ratio = self.pooling.ratio
         begins = torch.zeros(self.batch, dtype=torch.int64, device=device)
         if self.decode == "aligned":
             begins += self.DECODED + ratio - 1
         elif self.decode == "spread":
             begins += self.DECODED + torch.arange(self.batch, device=device) % ratio
+        table = cos_sin_table(rope_frequencies(64, 1.6e5), int(begins.amax()) + self.query_len)
+        return self.build_at(_generator(device), begins, table.to(device))
+
+    def build_at(self, draw: torch.Generator, begins: Tensor, cos_sin_cache: Tensor) -> Inputs:
+        """Inputs of requests whose steps begin at the positions ``begins [B]``."""
+        pooling, dim, device = self.pooling, self.format.head_dim, draw.device
+        ratio, width = pooling.ratio, pooling.width(dim)
+        steps = torch.arange(self.query_len, device=device)
         positions = (begins[:, None] + steps).flatten()
         num_tokens = len(positions)
         # One GEMM gives values and gates.
@@ -961,12 +982,11 @@ class PoolWindows(Workload):
         slots = torch.randperm(self.NUM_PAGES * PAGE_SIZE, generator=draw, device=device)
         slots = slots[:num_tokens].masked_fill((positions + 1) % ratio != 0, -1)
         requests = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
-        max_positions = int(positions.amax()) + 1
         return {
             "values": projected[:, :width],
             "gates": projected[:, width:],
             "norm_weight": torch.rand(dim, generator=draw, device=device).bfloat16() + 0.5,
-            "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1.6e5), max_positions).to(device),
+            "cos_sin_cache": cos_sin_cache,
             "state": state,
             "cache": PagedCache.allocate(self.format, self.NUM_PAGES, PAGE_SIZE, device=device),
             "pooling": pooling,
@@ -1346,7 +1366,8 @@ def all_workloads() -> list[Workload]:
         ),
         *(SparseDecode(128, 1, heads, 32768, 2048, format=e4m3_format()) for heads in (128, 16)),
         *(
-            WindowedDecode(128, 1, heads, 128, 128, extra_context=32768, extra_topk=topk)
+            WindowedDecode(batch, 1, heads, 128, 128, extra_context=32768, extra_topk=topk)
+            for batch in (1, 4, 16, 64, 128)
             for heads in (128, 64)
             for topk in (512, 1024)
         ),

@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import Inputs, Side, Workload
@@ -31,6 +31,21 @@ class Peer(ABC):
     @abstractmethod
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         """The peer's kernels for a supported workload, with inputs converted to its layout."""
+
+
+PeerT = TypeVar("PeerT", bound=Peer)
+
+
+def one(found: list[Peer], kind: type[PeerT]) -> PeerT:
+    """The peer of a kind.
+
+    Raises:
+        Unavailable: it is not among those found.
+    """
+    for peer in found:
+        if isinstance(peer, kind):
+            return peer
+    raise Unavailable(f"{kind.name} is not here")
 
 
 def side(

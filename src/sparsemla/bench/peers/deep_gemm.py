@@ -101,6 +101,9 @@ class DeepGEMM(Peer):
         def persistent(logits: Tensor) -> None:
             ops.persistent_topk(logits, ends, out, room, topk, workload.keys)
 
+        def cooperative(logits: Tensor) -> None:
+            ops.cooperative_topk(logits, ends, out, room, topk, workload.keys)
+
         def of_torch(logits: Tensor) -> None:
             columns = torch.arange(logits.shape[1], device=logits.device)
             logits.masked_fill_(columns >= ends[:, None], -torch.inf)
@@ -111,6 +114,8 @@ class DeepGEMM(Peer):
             "top_k_per_row_decode": of_decode,
             "persistent_topk": persistent,
         }
+        if num_rows <= VLLM.COOPERATIVE_ROWS:
+            kernels["cooperative_topk"] = cooperative
         kernels = {name: kernel for name, kernel in kernels.items() if hasattr(ops, name)}
 
         def runner(select: Callable[[Tensor], None]) -> Callable[[], Results]:

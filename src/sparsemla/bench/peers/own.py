@@ -68,11 +68,7 @@ class Sparsemla(Peer):
         return None if quantised else "has one way only"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
-        if isinstance(workload, WindowedPrefill):
-            through = workload.converted
-            name = "sparsemla through a workspace"
-            return [side(name, workload, inputs, lambda: through(inputs))]
-        if isinstance(workload, CachedPrefill):
+        if isinstance(workload, (CachedPrefill, WindowedPrefill)):
             other, name = workload.converted, "sparsemla through a workspace"
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"

@@ -37,6 +37,8 @@ class VLLM(Peer):
     name = "vLLM"
     GATHER: ClassVar[str] = "cp_gather_and_upconvert_fp8_kv_cache"
     WORKSPACE_BYTES: ClassVar[int] = 64 << 20
+    COOPERATIVE_ROWS: ClassVar[int] = 64
+    """Most rows of ``cooperative_topk``, which vLLM prefers to ``persistent_topk``."""
 
     def __init__(self, directories: list[Path]) -> None:
         for root in directories:
@@ -86,7 +88,7 @@ class VLLM(Peer):
                 scores, ends, out, workspace, topk, num_cols
             ),
         }
-        if num_rows <= 64:
+        if num_rows <= self.COOPERATIVE_ROWS:
             kernels["cooperative_topk"] = lambda out: ops.cooperative_topk(
                 scores, ends, out, workspace, topk, num_cols
             )
@@ -171,25 +173,25 @@ class VLLM(Peer):
     @staticmethod
     def _query_norm_write(inputs: Inputs) -> Side:
         """DeepSeek-V4's fused kernel, which takes rows that are normalised before."""
-        norm, fused = (
-            torch.ops._C.rms_norm,
-            torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
-        )
+        fused = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
         q, kv, slots, positions, table = (
             inputs[name] for name in ("q_rope", "kv", "slot_mapping", "positions", "cos_sin_cache")
         )
-        cache, normed = empty_like(inputs["cache"]), torch.empty_like(kv)
+        weight = inputs["kv_norm_weight"]
+        normed = torch.nn.functional.rms_norm(kv.float(), kv.shape[1:], weight.float(), 1e-6)
+        normed = normed.to(kv.dtype)
+        cache = empty_like(inputs["cache"])
         pages, heads = cache.data.view(cache.num_pages, -1), q.shape[1]
 
         def run() -> Results:
-            norm(normed, kv, inputs["kv_norm_weight"], 1e-6)
             out = fused(q, normed, pages, slots, positions, table, heads, 1e-6, cache.page_size)
             return out, cache.data
 
         return Side(
-            "vLLM rms_norm, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+            "vLLM fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
             run,
             lambda got: _check_written(inputs, got),
+            note="rows normalised before, with the q-lora vectors",
         )
 
     def _index_write(self, workload: IndexWrite, inputs: Inputs) -> list[Side]:

@@ -7,8 +7,10 @@ the helpers that these files import; stand-ins take the place of the rest.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -26,8 +28,9 @@ from sparsemla.bench.peers.vllm import CACHE_ROWS, empty_like
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import Inputs, PoolWindows, ProjectGroups, Side, Workload
 from sparsemla.cache import PagedCache
-from sparsemla.formats import INDEX_FP8
+from sparsemla.formats import INDEX_FP8, CacheFormat
 from sparsemla.testing.compare import UNQUANTIZED_PROJECTION, assert_close, assert_equal
+from sparsemla.weights import HeadWeight
 
 FOLDERS = (
     "model_executor.warmup",
@@ -60,6 +63,8 @@ class VLLMPython(Peer):
             compress = _module(f"{self.OPS}.fused_compress_quant_cache")
             self.save = _module(f"{self.OPS}.save_partial_states")._SAVE_PARTIAL_STATES_KERNEL
             self.rotate = _module(f"{self.OPS}.fused_inv_rope_fp8_quant")
+            self.queries = _module(f"{self.OPS}.fused_indexer_q").fused_indexer_q_rope_quant
+            self.slots = _module(f"{self.OPS}.cache_utils").compute_global_topk_indices_and_lens
         self.compress = compress.compress_norm_rope_store_triton
 
     def supports(self, workload: Workload) -> str | None:
@@ -71,34 +76,55 @@ class VLLMPython(Peer):
         return self._pools(workload, inputs) if isinstance(workload, PoolWindows) else []
 
     def _pools(self, workload: PoolWindows, inputs: Inputs) -> list[Side]:
-        if workload.format is INDEX_FP8:
-            return [self._pool("vLLM Triton", self.compress, workload, inputs)]
-        note = "vLLM takes its CuTe DSL kernel on NVIDIA GPUs"
-        sides = [self._pool("vLLM Triton", self.compress, workload, inputs, note)]
-        if all(importlib.util.find_spec(name) for name in ("cutlass", "quack")):
-            sides.append(self._pool("vLLM CuTe DSL", self._cute_dsl(), workload, inputs))
-        return sides
+        return [
+            self._pool(kind, workload, inputs) for kind in self.kinds(workload.format, every=True)
+        ]
 
-    def _cute_dsl(self) -> Callable[..., None]:
-        """The compressor for 512 dims on NVIDIA GPUs; it has the interface of Triton's."""
+    def kinds(self, format: CacheFormat, *, every: bool = False) -> list[str]:
+        """The languages of the compressors that vLLM has for a format, its choice last.
+
+        With ``every`` also those that it takes on other GPUs only.
+        """
+        has_cute_dsl = all(importlib.util.find_spec(name) for name in ("cutlass", "quack"))
+        if format is INDEX_FP8 or not has_cute_dsl:
+            return ["Triton"]
+        return ["Triton", "CuTe DSL"] if every else ["CuTe DSL"]
+
+    @functools.cached_property
+    def cute_dsl(self) -> Callable[..., None]:
+        """The compressor for 512 dims on NVIDIA GPUs; it has the interface of Triton's.
+
+        Imported once, because each import compiles its kernels again.
+        """
         with stand_ins(self.root):
             ops = _module("models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
         compressor: Callable[..., None] = ops._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
         return compressor
 
-    def _pool(
-        self,
-        name: str,
-        compress: Callable[..., None],
-        workload: PoolWindows,
-        inputs: Inputs,
-        note: str = "",
-    ) -> Side:
-        """Every token's row into a paged state, then the entries from there."""
+    def note(self, kind: str, format: CacheFormat) -> str:
+        """A remark on the time of a compressor."""
+        other = kind == "Triton" and format is not INDEX_FP8
+        return "vLLM takes its CuTe DSL kernel on NVIDIA GPUs" if other else ""
+
+    def _pool(self, kind: str, workload: PoolWindows, inputs: Inputs) -> Side:
+        cache = empty_like(inputs["cache"])
+        compress, check = self.compressor(kind, workload, inputs, cache)
+
+        def run() -> Results:
+            compress()
+            return (cache.data,)
+
+        note = self.note(kind, workload.format)
+        return Side(f"vLLM {kind} compressor", run, lambda got: check(), note=note)
+
+    def compressor(
+        self, kind: str, workload: PoolWindows, inputs: Inputs, cache: PagedCache
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Every token's row into a paged state, then the entries from there; and their check."""
+        compress = self.compress if kind == "Triton" else self.cute_dsl
         pooling, dim = workload.pooling, workload.format.head_dim
         width, page = pooling.width(dim), self.STATE_PAGES[pooling.ratio]
         state, table, slots = _paged_state(inputs, page)
-        cache = empty_like(inputs["cache"])
         # Elements of a scale, and bytes of a row's elements and of its scales.
         block, row, scale = (128, 128, 4) if workload.format is INDEX_FP8 else (64, 576, 8)
         kept = {
@@ -128,46 +154,61 @@ class VLLMPython(Peer):
             "scale_dim": scale,
         }
 
-        def run() -> Results:
+        def run() -> None:
             self.save(kv=inputs["values"], score=inputs["gates"], ape=inputs["gate_bias"], **kept)
             compress(**kept, **constants)
-            return (cache.data,)
 
-        def check(results: Results) -> None:
+        def check() -> None:
             some, expected, rings = workload.expected(inputs)
             targets = inputs["slot_mapping"][some]
             targets = targets[targets >= 0]
             if len(targets):
-                written = PagedCache(results[0], cache.format).read(targets)
+                written = cache.read(targets)
                 wanted = expected.read(torch.arange(len(targets), device=targets.device))
                 assert_close("entries", written, wanted, CACHE_ROWS)
             last = inputs["positions"][some] % rings.rows.shape[1]
             wanted = rings.rows[torch.arange(len(some), device=some.device), last]
             assert_equal("state", state.view(-1, 2, width)[slots[some]], wanted)
 
-        return Side(f"{name} compressor", run, check, note=note)
+        return run, check
 
     def _project(self, workload: ProjectGroups, inputs: Inputs) -> Side:
+        x = inputs["x"]
+        names = "weight", "cos_sin_cache", "positions"
+        project = self.projection(*(inputs[name] for name in names), heads=x.shape[1])
+
+        def run() -> Results:
+            return (project(x),)
+
+        def check(results: Results) -> None:
+            # Its scales are powers of two, so it rounds activations otherwise.
+            workload.check_within(UNQUANTIZED_PROJECTION, inputs, results)
+
+        return Side("vLLM fused_inv_rope_fp8_quant, DeepGEMM fp8_einsum", run, check)
+
+    def projection(
+        self, weight: HeadWeight, table: Tensor, positions: Tensor, *, heads: int
+    ) -> Callable[[Tensor], Tensor]:
         """Its inverse rotation and quantisation, then DeepGEMM with FP32 scales as on Hopper."""
         gemm = deep_gemm.load(self.directories)
-        x, weight = inputs["x"], inputs["weight"]
-        num_tokens, heads, dim = x.shape
         groups, outputs, width = weight.data.shape
+        num_tokens, rope = len(positions), table.shape[1]
+        dim = width * groups // heads
         # Scales lie with tokens next to each other, each column aligned to 16 bytes.
         aligned = -(-num_tokens // 4) * 4
         limit = torch.finfo(torch.float8_e4m3fn).max
-        out = torch.empty(num_tokens, groups, outputs, dtype=torch.bfloat16, device=x.device)
+        out = weight.data.new_empty(num_tokens, groups, outputs, dtype=torch.bfloat16)
 
-        def run() -> Results:
+        def project(x: Tensor) -> Tensor:
             codes, scales = self.rotate._fused_inv_rope_fp8_quant_kernel_impl(
                 x,
-                inputs["positions"],
-                inputs["cos_sin_cache"],
+                positions,
+                table,
                 heads // groups,
                 128,
                 dim // 128,
-                dim - inputs["cos_sin_cache"].shape[1],
-                inputs["cos_sin_cache"].shape[1] // 2,
+                dim - rope,
+                rope // 2,
                 False,
                 limit,
                 aligned,
@@ -186,13 +227,9 @@ class VLLMPython(Peer):
                 recipe=(1, 128, 128),
             )
             gemm.set_pdl(False)
-            return (out,)
+            return out
 
-        def check(results: Results) -> None:
-            # Its scales are powers of two, so it rounds activations otherwise.
-            workload.check_within(UNQUANTIZED_PROJECTION, inputs, results)
-
-        return Side("vLLM fused_inv_rope_fp8_quant, DeepGEMM fp8_einsum", run, check)
+        return project
 
 
 def _paged_state(inputs: Inputs, page: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,6 +277,9 @@ def stand_ins(root: Path) -> Iterator[None]:
     platform = SimpleNamespace(
         is_rocm=lambda: False,
         is_cuda=lambda: True,
+        is_xpu=lambda: False,
+        is_cpu=lambda: False,
+        fp8_dtype=lambda: torch.float8_e4m3fn,
         is_arch_support_pdl=_is_hopper,
     )
     parts["vllm.envs"] = {}
@@ -252,7 +292,12 @@ def stand_ins(root: Path) -> Iterator[None]:
     parts["vllm.utils.deep_gemm"] = {"mqa_logits_use_mx_scales": lambda: False}
     parts["vllm.utils.import_utils"] = {"has_cutedsl": lambda: False}
     parts["vllm.utils.torch_utils"] = {"direct_register_custom_op": lambda **_: None}
-    for name, contents in parts.items():
+    parts["vllm.model_executor.layers.quantization.utils.quant_utils"] = {"get_fp8_min_max": None}
+    parts["vllm.transformers_utils.deepseek_v4_utils"] = {"get_compress_ratios": None}
+    for name in list(parts):
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            parts.setdefault(parent, {})
+    for name, contents in sorted(parts.items()):  # packages before their parts
         module = types.ModuleType(name)
         module.__dict__.update(contents)
         sys.modules[name] = module
