@@ -250,6 +250,23 @@ def test_demo(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "question.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_demo_of_v4(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from sparsemla import demo_v4
+
+    quick = functools.partial(demo_v4.run_demo, timed=(256,), new_tokens=1)
+    monkeypatch.setattr(demo_v4, "run_demo", quick)
+    result = run("demo", "--model", "v4", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for part in ("entries of 4, selected", "index keys scored", "built, not trained"):
+        assert part in result.output
+    assert (tmp_path / "out" / "contexts.png").read_bytes().startswith(b"\x89PNG")
+    result = run("demo", "--model", "v4", "--tokens", 256, "--out", tmp_path / "out")
+    assert_fails(result, "--tokens is for trained models")
+    assert_fails(run("demo", "--model", "v4", "--device", "tpu"), "--device must be cpu, or cuda")
+    assert_fails(run("demo", "--device", "cuda"), "--device must be cpu for a trained model")
+
+
 def test_demo_without_a_model(tmp_path):
     pytest.importorskip("matplotlib")
     result = run("demo", "--model", tmp_path / "no", "--out", tmp_path / "out")
@@ -576,7 +593,10 @@ def test_exit_code_of_the_process(tmp_path):
 
 
 V32 = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
-V4 = V32 | {"compress_ratios": [0, 4, 128, 4], "head_dim": 512, "o_groups": 16}
+V4 = V32 | {"head_dim": 512, "o_groups": 16}
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+LISTED = V4 | {"compress_ratios": [0, 4, 128, 4]}
+BY_TYPE = V4 | {"layer_types": ["sliding_attention", *RATES], "compress_rates": RATES}
 
 
 @pytest.mark.parametrize(
@@ -587,9 +607,15 @@ V4 = V32 | {"compress_ratios": [0, 4, 128, 4], "head_dim": 512, "o_groups": 16}
         ('{"num_attention_heads": 128}', (), "lacks index_topk, index_n_heads"),
         (json.dumps(V32), ("--tensor-parallel-size", 3), "must divide 128 heads, got 3"),
         (json.dumps(V32), ("--cache", "fp9"), "format name must be one of"),
-        (json.dumps(V4), ("--cache", "fp8_ds_mla"), "head_dim and value_dim 512 for this model"),
+        (
+            json.dumps(LISTED),
+            ("--cache", "fp8_ds_mla"),
+            "head_dim and value_dim 512 for this model",
+        ),
+        (json.dumps(BY_TYPE), ("--cache", "bf16_576v512"), "dim 512 for this model, got bf16_576"),
+        (json.dumps(LISTED | {"model_type": "deepseek_v41"}), (), "layers share entries"),
     ],
-    ids=["no JSON", "no object", "no indexer", "ranks", "format", "dims"],
+    ids=["no JSON", "no object", "no indexer", "ranks", "format", "dims", "types", "V4.1"],
 )
 def test_warm_up_refuses(tmp_path: Path, content: str, arguments: Any, part: str) -> None:
     path = tmp_path / "config.json"
@@ -603,6 +629,6 @@ def test_warm_up_needs_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_warm_up_needs_a_gpu(tmp_path: Path) -> None:
-    for config in (V32, V4):
+    for config in (V32, LISTED, BY_TYPE):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert_fails(run("warm-up", "--config", tmp_path), "needs a GPU")

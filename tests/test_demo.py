@@ -1,4 +1,4 @@
-"""The demo with a tiny model that nobody trained: its numbers, tables and picture."""
+"""The demos, one with a tiny model that nobody trained: numbers, tables and pictures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 from rich.progress import Progress
 
-from sparsemla import corpus, demo
+from sparsemla import corpus, demo, demo_v4
 from sparsemla.generate import load_checkpoint
-from sparsemla.picture import draw_question
+from sparsemla.picture import draw_contexts, draw_question
 
 CONTEXT, TOPK = 256, 16
 
@@ -121,3 +121,47 @@ def test_the_model_in_the_package_recalls():
     assert demo._recalled(demo._read(loaded.model, batch.tokens), batch) > 0.8
     files = list(demo.shipped_model().iterdir())
     assert sum(path.stat().st_size for path in files) < 12 << 20
+
+
+@pytest.fixture(scope="module")
+def report_v4() -> demo_v4.Report:
+    return demo_v4.run_demo(timed=(96, 4096), new_tokens=3, progress=Progress(disable=True))
+
+
+def test_tokens_of_v4_equal_eager_attention(report_v4):
+    assert report_v4.num_equal == report_v4.num_new == 3
+    assert report_v4.margin > 17
+    for mode in (demo_v4.EAGER, demo_v4.OURS, demo_v4.OURS_FP8):
+        assert report_v4.right[mode] == [1.0] * 4
+        assert report_v4.apart[mode] < report_v4.margin / 2
+    raw, *entries = report_v4.right[demo_v4.RAW_ONLY]
+    assert raw == 1
+    assert sum(entries) < 2.5
+
+
+def test_what_layers_of_v4_keep_and_read(report_v4):
+    kept, ring = report_v4.kept, 584 * (128 + 8)
+    assert kept == {
+        demo_v4.WINDOW: (0, ring),
+        demo_v4.CSA: ((584 + 132) / 4, ring + 4 * 2 * 16 * (1024 + 256)),
+        demo_v4.HCA: (584 / 128, ring + 4 * 2 * 136 * 512),
+        demo_v4.DENSE: (656, 0),
+    }
+    assert report_v4.scored == {96: 24, 4096: 1024}
+    assert [list(found.values()) for found in report_v4.rows.values()] == [
+        [96, 96 + 24, 96, 96],
+        [128, 128 + 512, 128 + 32, 4096],
+    ]
+    assert min(ms for found in report_v4.milliseconds.values() for ms in found.values()) > 0
+
+
+def test_the_pages_of_v4(report_v4, tmp_path):
+    console = Console(file=io.StringIO(), width=80)
+    for table in demo_v4.report_tables(report_v4):
+        console.print(table)
+    text = console.file.getvalue()
+    assert all(name in text for name in (*demo_v4.MODES, *demo_v4.KINDS.values()))
+    assert "…" not in text
+    assert "3 of 3 greedy tokens" in demo_v4.summary(report_v4)
+    draw_contexts(tmp_path / "contexts.png", report_v4)
+    assert (tmp_path / "contexts.png").read_bytes().startswith(b"\x89PNG")

@@ -71,16 +71,33 @@ def read_text(path: Path) -> bytes:
 @app.command()
 def demo(
     model: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; default: the model in the package.")
+        str | None,
+        typer.Option(
+            help="A checkpoint folder, or v4: a DeepSeek-V4 that is built, not trained; "
+            "default: the trained model in the package."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("sparsemla-demo"),
     tokens: Annotated[
-        int, typer.Option(min=128, help="Bytes of the texts; transformers' memory grows as n^2.")
-    ] = 4096,
+        int | None,
+        typer.Option(
+            min=128,
+            help="Bytes of a trained model's texts, 4096 by default; transformers' memory grows "
+            "as n^2.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws what the model must recall.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Of v4: cpu or cuda, for which kernels are compiled first.")
+    ] = "cpu",
 ) -> None:
-    """Show what a trained model loses, finds and saves with sparse attention."""
-    picture = out / "question.png"
+    """Show what a trained model loses, finds and saves with sparse attention, or what V4 reads."""
+    is_v4 = model == "v4"
+    if is_v4 and tokens is not None:
+        fail("--tokens is for trained models")
+    if device not in (("cpu", "cuda") if is_v4 else ("cpu",)):
+        fail(f"--device must be cpu{', or cuda' if is_v4 else ' for a trained model'}")
+    picture = out / ("contexts.png" if is_v4 else "question.png")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,18 +105,31 @@ def demo(
     if picture.is_dir():
         fail(f"cannot write {picture}: it is a directory")
     try:
-        from rich.progress import Progress
-
-        from sparsemla import demo as work
-        from sparsemla.generate import CheckpointError
-        from sparsemla.picture import draw_question
+        if is_v4:
+            _show_v4(picture, seed, device)
+        else:
+            _show_trained(model, picture, tokens or 4096, seed)
     except ModuleNotFoundError as error:
         missing_package(error)
+    except OSError as error:
+        fail(f"cannot write {picture}: {error.strerror}")
+
+
+def _show_trained(model: str | None, picture: Path, tokens: int, seed: int) -> None:
+    from rich.progress import Progress
+
+    from sparsemla import demo as work
+    from sparsemla.generate import CheckpointError
+    from sparsemla.picture import draw_question
+
     console, errors = Console(highlight=False), Console(stderr=True)
     try:
         with Progress(console=errors, transient=True) as progress:
             report = work.run_demo(
-                model or work.shipped_model(), context=tokens, seed=seed, progress=progress
+                Path(model) if model else work.shipped_model(),
+                context=tokens,
+                seed=seed,
+                progress=progress,
             )
     except CheckpointError as error:
         fail(error)
@@ -110,11 +140,28 @@ def demo(
     for table in work.report_tables(report):
         console.print(table)
     console.print(work.summary(report))
-    try:
-        draw_question(picture, report.question)
-    except OSError as error:
-        fail(f"cannot write {picture}: {error.strerror}")
+    draw_question(picture, report.question)
     console.print(f"What each layer selects to answer a question: {picture}")
+
+
+def _show_v4(picture: Path, seed: int, device: str) -> None:
+    import torch
+    from rich.progress import Progress
+
+    from sparsemla import demo_v4 as work
+    from sparsemla.picture import draw_contexts
+
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda needs a GPU")
+    console, errors = Console(highlight=False), Console(stderr=True)
+    with Progress(console=errors, transient=True) as progress:
+        report = work.run_demo(device=device, seed=seed, progress=progress)
+    console.print("Each part of a token is copied by a path of its own:", style="bold")
+    for table in work.report_tables(report):
+        console.print(table)
+    console.print(work.summary(report))
+    draw_contexts(picture, report)
+    console.print(f"Rows and time by context: {picture}")
 
 
 @app.command()
@@ -211,6 +258,9 @@ def explain(
 @app.command()
 def bench(
     op: Annotated[str | None, typer.Option(help="Measure this op only.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="A regular expression: only workloads that contain it.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for bar and line plots.")] = None,
     peers: Annotated[
@@ -229,6 +279,9 @@ def bench(
     launches: Annotated[
         Path | None, typer.Option(help="JSON file: only trace when decode steps' kernels run.")
     ] = None,
+    host_times: Annotated[
+        Path | None, typer.Option(help="JSON file: only time eager calls on the host.")
+    ] = None,
 ) -> None:
     """Time every op beside every peer that is installed, each result checked first.
 
@@ -240,6 +293,7 @@ def bench(
         code = command.bench(
             typer.echo,
             op=op,
+            case=case,
             json=json,
             plot=plot,
             peers=peers,
@@ -248,6 +302,7 @@ def bench(
             table=table,
             full=full,
             launches=launches,
+            host_times=host_times,
         )
     except (ValueError, OSError) as error:
         fail(error)
@@ -279,14 +334,17 @@ def warm_up(
 ) -> None:
     """Compile every kernel that an engine with these options reaches, into Triton's cache.
 
-    An engine that starts later finds them there.
+    An engine that starts later finds them there: vLLM with both plugins, or for DeepSeek-V4 an
+    engine of one's own.
     """
     import torch
     from rich.progress import Progress
 
+    from sparsemla.warmup import entry_ratios
+
     try:
         model = read_config(config)
-        is_v4 = "compress_ratios" in model
+        is_v4 = bool(entry_ratios(model))
         bf16 = sparsemla.BF16_512 if is_v4 else sparsemla.BF16_576
         servings = [
             sparsemla.Serving.of_model(

@@ -368,16 +368,23 @@ def _time_attention(config: Any, length: int) -> tuple[float, float]:  # noqa: A
         v = draw(1, heads, length, config.v_head_dim).to(dtype)
         return lambda: functional.scaled_dot_product_attention(query, k, v, scale=scale)
 
-    kinds = (sparse, dense(torch.float32), dense(torch.bfloat16))
-    seconds: list[list[float]] = [[] for _ in kinds]
-    with torch.no_grad():
-        for _ in range(12):  # in turn, so that all meet the same load of the machine
-            for work, times in zip(kinds, seconds, strict=True):
-                began = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - began)
-    ours, *theirs = (1000 * median(times[2:]) for times in seconds)
+    works = [sparse, dense(torch.float32), dense(torch.bfloat16)]
+    ours, *theirs = median_times(works, torch.device("cpu"))
     return ours, min(theirs)
+
+
+@torch.no_grad()
+def median_times(works: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """Milliseconds of each function, from its call to the end of its work on a device."""
+    seconds: list[list[float]] = [[] for _ in works]
+    for _ in range(12):  # in turn, so that all meet the same load of the machine
+        for work, times in zip(works, seconds, strict=True):
+            began = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    return [1000 * median(times[2:]) for times in seconds]
 
 
 def report_tables(report: Report) -> list[Table]:

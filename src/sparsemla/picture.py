@@ -1,4 +1,4 @@
-"""The demo's picture: what each layer selects to answer a question, and why."""
+"""The demos' pictures: what each layer selects to answer a question, and what layers read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from matplotlib.figure import Figure
 
 from sparsemla.corpus import item_length
 from sparsemla.demo import LETTERS, Question
+from sparsemla.demo_v4 import CSA, DENSE, HCA, KINDS, WINDOW, Report
 
 COLUMNS = 128
 AROUND, LAST = 2, 4
 """Rows of text around the item with the answer, and at the end."""
 
 NOT_SELECTED, SELECTED, ITEM = "#c9ced6", "#2f6db3", "#e08214"
+COLOURS = {WINDOW: "#7a8591", CSA: SELECTED, HCA: "#3a9a6b", DENSE: ITEM}
 
 
 def draw_question(path: Path, question: Question) -> None:
@@ -102,3 +104,30 @@ def _draw_text(axes: Axes, text: bytes, counts: torch.Tensor, most: int) -> None
         )
     axes.set_xticks([])
     axes.set_yticks([])
+
+
+def draw_contexts(path: Path, report: Report) -> None:
+    """Draw, as a PNG, what layers of DeepSeek-V4 read for a new token, and their time.
+
+    Args:
+        path: file of the picture.
+        report: the demo's results.
+    """
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows, times = figure.subplots(1, 2)
+    for kind, name in KINDS.items():
+        style = {"color": COLOURS[kind], "marker": "o", "markersize": 4, "label": name}
+        lengths = list(report.rows)
+        rows.loglog(lengths, [found[kind] for found in report.rows.values()], **style)
+        times.loglog(lengths, [ms[kind] for ms in report.milliseconds.values()], **style)
+    rows.set_title("rows that a new token attends to", loc="left")
+    times.set_title(f"milliseconds of its attention in a layer, on {report.device}", loc="left")
+    for axes in (rows, times):
+        axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("tokens before")
+        axes.grid(color=NOT_SELECTED, linewidth=0.5)
+    rows.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

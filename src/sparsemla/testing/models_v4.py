@@ -115,6 +115,24 @@ def compressed_copying_model(
     return model
 
 
+FIRST_COPIED = 152
+"""From this position on the tokens that :func:`compressed_copying_model` copies are there."""
+
+
+def parts_of(tokens: Tensor) -> Tensor:
+    """The four parts ``[..., 4]`` of tokens of :func:`compressed_copying_model`."""
+    return torch.stack([tokens // PART**power % PART for power in (3, 2, 1, 0)], -1)
+
+
+def copied_tokens(ids: Tensor) -> Tensor:
+    """The token after each position of ``ids [..., n]`` from :data:`FIRST_COPIED` on."""
+    at = torch.arange(FIRST_COPIED, ids.shape[-1], device=ids.device)
+    latest = ((at + 1) // 128 - 1) * 128 + 77
+    sources = torch.stack([at - 37, at - 150, latest, at - 5])
+    a, b, c, d = ((parts_of(ids[..., row])[..., i] + 1) % PART for i, row in enumerate(sources))
+    return ((a * PART + b) * PART + c) * PART + d
+
+
 PUBLISHED = (
     (r"^model\.embed_tokens\.", "embed."),
     (r"^lm_head\.", "head."),
