@@ -6,7 +6,6 @@ launches need a process in which Triton does not interpret.
 
 import os
 import random
-import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -51,10 +50,12 @@ def recorded(name):
         yield kernels
 
 
-def run(code, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, os.path.dirname(__file__), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(run_python):
+    def run(code, *arguments):
+        return run_python(code, os.path.dirname(__file__), *arguments)
+
+    return run
 
 
 def compressed(fmt, num_heads=64, **limits):
@@ -78,6 +79,7 @@ SERVINGS = {
         for fmt in (FP8_DS_MLA, BF16_576)
         for heads, query_len in ((128, 1), (16, 3))
     ],
+    "DeepSeek-V3.2, fp8_ds_mla": [Serving(FP8_DS_MLA, 16, max_query_len=3)],
     "DeepSeek-V4": [compressed(FP8_584), compressed(BF16_512, 16, max_query_len=3)],
     "DeepSeek-V4, fp8_528": [compressed(FP8_528)],
 }
@@ -116,13 +118,13 @@ def check_coverage(target, model, num_steps, drop):
 @pytest.mark.parametrize(
     ("target", "model", "num_steps"),
     [
-        ("sm_80", "DeepSeek-V3.2", 60),
-        ("sm_90", "DeepSeek-V3.2", 60),
+        ("sm_80", "DeepSeek-V3.2, fp8_ds_mla", 60),
+        ("sm_90", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_80", "DeepSeek-V4, fp8_528", 20),
         ("sm_90", "DeepSeek-V4", 20),
     ],
 )
-def test_steps_compile_nothing(target, model, num_steps):
+def test_steps_compile_nothing(run, target, model, num_steps):
     done = run(COVERAGE, target, model, str(num_steps), "")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == ""
@@ -130,13 +132,13 @@ def test_steps_compile_nothing(target, model, num_steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_many_steps_compile_nothing(target):
+def test_many_steps_compile_nothing(run, target):
     done = run(COVERAGE, target, "DeepSeek-V3.2", "500", "")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == ""
 
 
-def test_steps_of_deepseek_v4_reach_its_kernels():
+def test_steps_of_deepseek_v4_reach_its_kernels(run):
     done = run(COVERAGE, "sm_80", "DeepSeek-V4, fp8_528", "5", "_search_compressed")
     assert done.returncode == 0, done.stderr[-4000:]
     assert {line.split()[0] for line in done.stdout.splitlines()} >= {
@@ -169,8 +171,8 @@ LEFT_OUT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", LEFT_OUT)
-def test_steps_notice_what_a_warm_up_leaves_out(search):
-    done = run(COVERAGE, LEFT_OUT[search], "DeepSeek-V3.2", "60", search)
+def test_steps_notice_what_a_warm_up_leaves_out(run, search):
+    done = run(COVERAGE, LEFT_OUT[search], "DeepSeek-V3.2, fp8_ds_mla", "60", search)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout
 
@@ -208,6 +210,10 @@ def test_a_configuration_of_deepseek_v4():
     config["compress_ratios"] = [128, 128, 4, 128, 4, 0]
     serving = Serving.of_model(config, FP8_584, tensor_parallel_size=8, max_seq_len=1 << 20)
     assert serving.ratios == (0, 4, 128)
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    del config["compress_ratios"]
+    config |= {"layer_types": ["sliding_attention", *rates], "compress_rates": rates}  # theirs
+    assert serving == Serving.of_model(config, FP8_584, tensor_parallel_size=8, max_seq_len=1 << 20)
     assert (serving.num_heads, serving.groups) == (16, 2)
     assert serving.columns == serving.columns_of(4) == 4096
     assert serving.entry_widths(128) == [128, 512, 2048, 8192]
@@ -216,7 +222,7 @@ def test_a_configuration_of_deepseek_v4():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_needed():
+def test_a_gpu_is_needed(run):
     done = run(NO_GPU)
     assert "got none" in done.stdout, done.stderr
 
@@ -245,7 +251,7 @@ print(JITFunction.run is run, _async_compile.active_mode.get())
 """
 
 
-def test_a_kernel_that_does_not_compile_surfaces():
+def test_a_kernel_that_does_not_compile_surfaces(run):
     done = run(FAILS)
     assert done.returncode == 0, done.stderr[-4000:]
     first, again, left = done.stdout.splitlines()
@@ -278,7 +284,7 @@ assert outer == found
 """
 
 
-def test_compilations_are_counted(tmp_path, monkeypatch):
+def test_compilations_are_counted(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert [run(COUNT).stdout.split() for _ in range(2)] == [
         ["_slots_kernel", "found"],
@@ -310,10 +316,31 @@ print(*[kernel.split()[0] for kernel in kernels])
 """
 
 
-def test_other_ops_are_warmed_up_by_functions_that_call_them():
+def test_other_ops_are_warmed_up_by_functions_that_call_them(run):
     # Outside a warm-up, such calls do nothing.
     done = run(OTHER_OPS)
     assert done.stdout.split() == ["_attend", "_merge"], done.stderr[-4000:]
+
+
+CONVERTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from sparsemla import FP4_288, FP8_528, FP8_DS_MLA, Serving, warm_up
+from test_warmup import recorded
+
+with recorded("sm_90") as kernels:
+    for fmt in (FP4_288, FP8_528, FP8_DS_MLA):
+        known = len(kernels)
+        limits = {"index_heads": 0, "max_tokens": 1, "max_requests": 1}
+        warm_up(Serving(fmt, 16, **limits), device="cuda:0", workers=1)
+        print(fmt.name, any(name.startswith("_gather_kernel") for name in kernels[known:]))
+"""
+
+
+def test_rows_that_no_prefill_converts_are_not_converted(run):
+    done = run(CONVERTED)
+    found = done.stdout.splitlines()
+    assert found == ["fp4_288 False", "fp8_528 False", "fp8_ds_mla True"], done.stderr[-4000:]
 
 
 @pytest.mark.gpu

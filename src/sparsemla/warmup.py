@@ -149,18 +149,19 @@ class Serving:
         max_query_len: int = 1,
         max_seq_len: int | None = None,
     ) -> Serving:
-        """What vLLM with both plugins asks for a model, or for DeepSeek-V4 any engine.
+        """What vLLM with both plugins asks for a model; for DeepSeek-V4, an engine of one's own.
 
         Args:
-            config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5.
+            config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5, as published or as
+                transformers writes it.
             cache_format: of the latent cache.
             tensor_parallel_size: GPUs that share the heads.
             max_tokens, max_requests, max_query_len: fields of this class.
             max_seq_len: most tokens of a request; default the model's.
 
         Raises:
-            ValueError: the model has no indexer, its heads cannot be shared so, or the format has
-                other dims than a DeepSeek-V4's rows.
+            ValueError: the model has no indexer, its heads cannot be shared so, the format has
+                other dims than a DeepSeek-V4's rows, or the model is a DeepSeek-V4.1.
 
         >>> from sparsemla import FP8_DS_MLA
         >>> config = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
@@ -192,7 +193,7 @@ class Serving:
             max_workspace_bytes=512 << 20,
             max_positions=max_positions,
         )
-        if "compress_ratios" in config:
+        if ratios := entry_ratios(config):
             dim = config.get("head_dim", 512)
             if (cache_format.head_dim, cache_format.value_dim) != (dim, dim):
                 raise ValueError(
@@ -202,7 +203,7 @@ class Serving:
             return replace(
                 serving,
                 table_dtype=torch.float32,
-                ratios=tuple(sorted(set(config["compress_ratios"]))),
+                ratios=ratios,
                 sliding_window=config.get("sliding_window", cls.sliding_window),
                 groups=max(config.get("o_groups", cls.groups) // tensor_parallel_size, 1),
                 group_width=config.get("o_lora_rank", cls.group_width),
@@ -251,6 +252,29 @@ class Serving:
             data = data.as_strided((pages, self.page_size, width), (stride, width, 1))
             caches.append(PagedCache(data, format))
         return caches
+
+
+def entry_ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens of an entry in the kinds of layers of a DeepSeek-V4, 0 for none; empty for others.
+
+    Args:
+        config: ``config.json``: published ones have ``compress_ratios``, one for each layer, those
+            of transformers ``layer_types`` and ``compress_rates``.
+
+    Raises:
+        ValueError: the model is a DeepSeek-V4.1.
+
+    >>> rates = {"compressed_sparse_attention": 4}
+    >>> entry_ratios({"layer_types": ["sliding_attention", *rates], "compress_rates": rates})
+    (0, 4)
+    """
+    if config.get("model_type") == "deepseek_v41":
+        raise ValueError("config must not be of a deepseek_v41, whose layers share entries")
+    if "compress_ratios" in config:
+        return tuple(sorted(set(config["compress_ratios"])))
+    rates = config.get("compress_rates") or {}
+    kinds = config.get("layer_types") or [] if rates else []
+    return tuple(sorted({rates.get(kind, 0) for kind in kinds}))
 
 
 @dataclass(frozen=True)
@@ -383,9 +407,22 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         rows = _flat(cache)
         _sizes(of(_decode, rows), serving.max_decodes, every=EVERY)
         _sizes(of(_prefill, rows), serving.max_tokens)
-        if serving.converts and cache.format.fp8_dim:
+        if serving.converts and _may_convert(serving, cache.format):
             for start in (0, 1, 2):
                 _sizes(of(_convert, cache, start), serving.max_requests)
+
+
+def _may_convert(serving: Serving, format: CacheFormat) -> bool:
+    """Whether there are prefills that are faster over converted rows on this GPU."""
+    problem = dispatch.problem_of(
+        "sparse_prefill",
+        torch.device("meta"),
+        torch.bfloat16,
+        cache_format=format.name,
+        num_heads=serving.num_heads,
+        topk=serving.topk,
+    )
+    return dispatch.converts_first(problem, num_tokens=1, num_keys=1 << 30, num_rows=1)
 
 
 def _sweep(sweep: Sweep, kernels_of: KernelsOf) -> None:
