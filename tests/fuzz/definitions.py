@@ -732,6 +732,98 @@ def selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_length
     return grads
 
 
+def listed_attention(q, kv, topk_indices, topk_lengths, softmax_scale, attn_sink):
+    """Attention of ``q [T, H, D]`` over listed rows."""
+    rows, lists, sinks = f64(kv), ints(topk_indices), f64(attn_sink)
+    result = Attention.empty(*q.value.shape[:2], value_dim=min(rows.shape[1], 512))
+    for t, ids in enumerate(lists):
+        length = None if topk_lengths is None else ints(topk_lengths)[t]
+        keys = rows[valid_entries(ids, length, len(rows))]
+        for h in range(q.value.shape[1]):
+            sink = None if sinks is None else sinks[h]
+            pair = Near(keys, None), Near(keys[:, :512], None)
+            attend(result, (t, h), q.at((t, h)), *pair, softmax_scale, sink)
+    return result
+
+
+def listed_gradients(
+    dout, q, kv, topk_indices, out, lse, softmax_scale, topk_lengths, attn_sink, dlse
+):
+    """Gradients of q, kv and the sink, and the magnitudes of their terms."""
+    given, queries, rows, result, logs = (f64(x) for x in (dout, q, kv, out, lse))
+    size = queries.shape[:2]
+    dlogs = np.zeros(size) if dlse is None else f64(dlse)
+    share = np.ones(size) if attn_sink is None else shares(logs, f64(attn_sink))
+    dq, dkv, dsink = (np.zeros((2, *shape)) for shape in (queries.shape, rows.shape, size[1:]))
+    for t, ids in enumerate(ints(topk_indices)):
+        length = None if topk_lengths is None else ints(topk_lengths)[t]
+        at = valid_entries(ids, length, len(rows))
+        if len(at) == 0:
+            continue
+        keys = rows[at]
+        p = np.exp(softmax_scale * queries[t] @ keys.T - logs[t][:, None])  # [H, n]
+        g, more = share[t][:, None], dlogs[t][:, None]
+        for i, size_of in enumerate((np.asarray, abs)):  # the values, and their magnitudes
+            d, o, values = size_of(given[t]), size_of(result[t]), size_of(keys[:, :512])
+            delta = (d * o).sum(-1, keepdims=True)
+            ds = p * (g * (d @ values.T - (-delta if i else delta)) + size_of(more))
+            dq[i, t] = size_of(softmax_scale) * ds @ size_of(keys)
+            terms = size_of(softmax_scale) * ds.T @ size_of(queries[t])
+            terms[:, :512] += (g * p).T @ d
+            np.add.at(dkv[i], at, terms)
+            dsink[i] += (1 if i else -1) * (1 - share[t]) * delta[:, 0]
+    return [Near(*pair) for pair in (dq, dkv, dsink)]
+
+
+def shares(lse, sinks):
+    """What a sink leaves of the weights."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(sinks - lse))
+
+
+def attention_target(q, kv, topk_indices, lse, softmax_scale, topk_lengths, attn_sink, normalize):
+    """Target ``[T, K]``: the weights of all heads together, 0 for entries that are not valid."""
+    queries, rows, logs, lists = f64(q), f64(kv), f64(lse), ints(topk_indices)
+    share = np.ones(logs.shape) if attn_sink is None else shares(logs, f64(attn_sink))
+    target = np.zeros(lists.shape)
+    for t, j, row in listed(lists, topk_lengths, len(rows)):
+        z = softmax_scale * queries[t] @ rows[row]
+        target[t, j] = (np.exp(z - logs[t]) * share[t]).sum()
+    mass = target.sum(1, keepdims=True)
+    return target / np.where(mass > 0, mass, 1) if normalize else target
+
+
+def dense_index_gradients(
+    q, k, lse, iq, weights, ik, softmax_scale, row_starts, row_ends, row_weights
+):
+    """The loss and the gradients of iq, weights and ik, with the magnitudes of their terms."""
+    queries, keys, logs, iqs, ws, iks = (f64(x) for x in (q, k, lse, iq, weights, ik))
+    keys = keys if keys.ndim == 3 else keys[:, None].repeat(queries.shape[1], 1)
+    factors = np.ones(len(queries)) if row_weights is None else f64(row_weights)
+    starts, ends = ints(row_starts), ints(row_ends)
+    loss, grads = np.zeros(2), [np.zeros((2, *x.shape)) for x in (iqs, ws, iks)]
+    for t, factor in enumerate(factors):
+        at = np.arange(max(starts[t], 0), max(min(ends[t], len(iks)), starts[t], 0))
+        if len(at) == 0:
+            continue
+        z = softmax_scale * np.einsum("hd,shd->hs", queries[t], keys[at])
+        target = np.exp(z - logs[t][:, None]).sum(0)
+        target /= target.sum()
+        dots = iqs[t] @ iks[at].T  # [HI, n]
+        scores = ws[t] @ np.maximum(dots, 0)
+        logs_of = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
+        terms = target * (np.log(target) - logs_of)
+        loss += factor * terms.sum(), abs(factor) * abs(terms).sum()
+        p = np.exp(logs_of)
+        for i, d in enumerate((factor * (p - target), abs(factor) * (p + target))):
+            size_of = abs if i else np.asarray
+            shares_of = d * size_of(ws[t])[:, None] * (dots > 0)  # [HI, n]
+            grads[0][i, t] = shares_of @ size_of(iks[at])
+            grads[1][i, t] = np.maximum(dots, 0) @ d
+            np.add.at(grads[2][i], at, shares_of.T @ size_of(iqs[t]))
+    return Near(*loss), [Near(*pair) for pair in grads]
+
+
 def listed(lists, lengths, num_rows):
     """Token, place and row of each valid entry."""
     ends = [lists.shape[1]] * len(lists) if lengths is None else ints(lengths)

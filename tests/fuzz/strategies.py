@@ -1023,6 +1023,88 @@ def selected_scores(draw, shape):
     }
 
 
+SPARSE_ATTENTION = cases(
+    num_tokens=st.integers(0, 4),
+    num_heads=HEADS,
+    head_dim=st.sampled_from([1, 24, 128, 576]),
+    num_rows=st.integers(1, 40),
+    topk=st.one_of(st.integers(0, 20), st.sampled_from([64, 65])),
+    dtype=FLOAT_DTYPES,
+    lengths=FLAGS,
+    sink=FLAGS,
+    dlse=FLAGS,
+    deterministic=FLAGS,
+    normalize=FLAGS,
+    index_dtype=INT_DTYPES,
+    magnitude=MAGNITUDES,
+    strided=FLAGS,
+)
+
+
+def sparse_attention(draw, shape):
+    """Arguments of ``sparse_attention``; rows that no list names are NaN."""
+    num_tokens, num_rows, dim = shape["num_tokens"], shape["num_rows"], shape["head_dim"]
+    topk, lengths = shape["topk"], None
+    if shape["lengths"]:
+        lengths = [draw.number(0, topk + 2) for _ in range(num_tokens)]
+    used = draw.shuffled(range(num_rows))[: draw.number(1, num_rows)]
+    kinds = {"dtype": shape["index_dtype"], "lengths": lengths}
+    indices = selections(draw, num_tokens, topk, used, num_rows, **kinds)
+    kv = draw.normal(num_rows, dim, dtype=shape["dtype"], magnitude=shape["magnitude"])
+    kv[[row for row in range(num_rows) if row not in used]] = math.nan
+    return {
+        "q": draw.normal(num_tokens, shape["num_heads"], dim, dtype=shape["dtype"]),
+        "kv": kv,
+        "topk_indices": indices,
+        "softmax_scale": draw.choice([0.3, 1.0, 2.0]) * dim**-0.5 / max(shape["magnitude"], 0.1),
+        "topk_lengths": None if lengths is None else draw.integers(lengths, shape["index_dtype"]),
+        "attn_sink": sinks(draw, shape["num_heads"]) if shape["sink"] else None,
+    }
+
+
+DENSE_INDEX = cases(
+    num_tokens=st.integers(0, 5),
+    num_rows=st.integers(1, 40),
+    num_heads=st.integers(1, 5),
+    index_heads=st.sampled_from([1, 3, 16, 33]),
+    head_dim=st.sampled_from([8, 40, 192]),
+    index_dim=st.sampled_from([8, 40, 128]),
+    shared=FLAGS,
+    row_weights=FLAGS,
+    dtype=FLOAT_DTYPES,
+    index_dtype=INT_DTYPES,
+    max_workspace_bytes=st.sampled_from([1, 1 << 20]),
+    strided=FLAGS,
+)
+
+
+def dense_index(draw, shape):
+    """The indexer's vectors are small whole numbers, so that the sign of every dot is certain."""
+    num_tokens, num_rows, dtype = shape["num_tokens"], shape["num_rows"], shape["dtype"]
+    heads, dim = shape["num_heads"], shape["head_dim"]
+    size = num_tokens, shape["index_heads"]
+    bounds = [
+        [draw.choice([end, draw.number(0, num_rows)]) for _ in range(num_tokens)]
+        for end in (0, num_rows)
+    ]
+    keys = (num_rows, dim) if shape["shared"] else (num_rows, heads, dim)
+    weights = draw.give(whole_numbers(draw, *size) * size[1] ** -0.5 / 16)
+    factors = draw.normal(num_tokens).abs() if shape["row_weights"] else None
+    return {
+        "q": draw.normal(num_tokens, heads, dim, dtype=dtype),
+        "k": draw.normal(*keys, dtype=dtype),
+        "lse": draw.normal(num_tokens, heads),
+        "iq": draw.give(whole_numbers(draw, *size, shape["index_dim"]).to(dtype)),
+        "weights": weights,
+        "ik": draw.give(whole_numbers(draw, num_rows, shape["index_dim"]).to(dtype)),
+        "softmax_scale": dim**-0.5,
+        "row_starts": draw.integers(bounds[0], shape["index_dtype"]),
+        "row_ends": draw.integers(bounds[1], shape["index_dtype"]),
+        "row_weights": factors,
+        "max_workspace_bytes": shape["max_workspace_bytes"],
+    }
+
+
 BRANCH = cases(
     requests=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=3),
     num_heads=st.one_of(st.integers(1, 5), st.just(17)),

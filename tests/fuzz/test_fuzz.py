@@ -13,7 +13,6 @@ op that must not depend on a difference between two calls, such as other pages.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from typing import NamedTuple
 from unittest import mock
@@ -28,6 +27,7 @@ import sparsemla
 import strategies
 from definitions import FLOAT32, INF, SUM, TINY, Near, f64, half_step, ints, rounded
 from sparsemla import PlanBuffers, dispatch, plan_batch
+from sparsemla.ops._repeat import unrepeated
 from sparsemla.testing.poison import poisoned_empty
 from strategies import E4M3, Draw
 
@@ -49,7 +49,11 @@ class Backend(NamedTuple):
         def find(op, lead, **problem):
             return dispatch.load(op, self.tier)
 
-        with mock.patch.object(dispatch, "find", find), warnings.catch_warnings():
+        with (
+            unrepeated(),
+            mock.patch.object(dispatch, "find", find),
+            warnings.catch_warnings(),
+        ):
             # numpy, which interprets, warns of log2(0) and of exp2 overflowing.
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
@@ -74,22 +78,31 @@ def backend(request):
 # Shrinking an example takes minutes, so only runs by hand do it.
 PHASES = [p for p in Phase if p is not Phase.shrink or not settings.default.derandomize]
 
-SLOWER = 5
-"""Slow backends run one in this number of examples."""
+SLOWER = 10
+"""Slow backends run this many times fewer examples."""
+
+SMALL = {"batch": 2, "num_heads": 5, "num_splits": 2, "query_len": 2, "topk": 129}
+"""The largest sizes of slow backends."""
+
+
+def small(shape):
+    limited = {name: shape[name] for name in SMALL if shape.get(name) is not None}
+    return shape | {name: min(size, SMALL[name]) for name, size in limited.items()}
 
 
 def fuzz(shapes, times=1):
     """A test of drawn shapes on each backend; ``times`` multiplies the number of quick examples."""
 
     def decorate(test):
-        @functools.wraps(test)
-        def run(backend, shape):
-            if not backend.slow or shape["seed"] % (SLOWER * times) == 0:
-                with backend.active():
-                    test(backend, shape)
+        def run(backend):
+            examples, drawn = times * settings.default.max_examples, shapes
+            if backend.slow:
+                examples, drawn = settings.default.max_examples // SLOWER, shapes.map(small)
+            each = settings(phases=PHASES, max_examples=examples)(given(shape=drawn)(test))
+            with backend.active():
+                each(backend=backend)
 
-        examples = times * settings.default.max_examples
-        return settings(phases=PHASES, max_examples=examples)(given(shape=shapes)(run))
+        return run
 
     return decorate
 
@@ -827,6 +840,51 @@ def test_selected_scores(backend, shape):
     wanted = definitions.selected_scores_backward(dscores, **arguments)
     for name, got, expected in zip(("iq", "weights", "ik"), grads, wanted, strict=True):
         check_near(f"d{name}", got, expected, 1.01 * half_step(abs(expected), got.dtype))
+
+
+@fuzz(strategies.SPARSE_ATTENTION)
+def test_sparse_attention(backend, shape):
+    draw = draw_of(backend, shape)
+    arguments = strategies.sparse_attention(draw, shape)
+    q, sink = arguments["q"], arguments["attn_sink"]
+    out, lse = sparsemla.sparse_attention(**arguments)
+    expected = definitions.listed_attention(**{**arguments, "q": loose_query(backend, q)})
+    check_attention(backend, q, (out, lse), expected, sink=sink)
+
+    inputs = (*(arguments.pop(name) for name in ("q", "kv", "topk_indices")), out, lse)
+    dlse = draw.normal(*lse.shape) if shape["dlse"] else None
+    dout = draw.normal(*out.shape, dtype=q.dtype)
+    options = {**arguments, "dlse": dlse}
+    grads = sparsemla.sparse_attention_backward(
+        dout, *inputs, **options, deterministic=shape["deterministic"]
+    )
+    wanted = definitions.listed_gradients(dout, *inputs, **options)
+    unit = 2.0**-15 if q.dtype == torch.float32 else 3.1 * 2.0**-8
+    for name, got, near in zip(("dq", "dkv", "d_sink"), grads, wanted, strict=True):
+        if got is None:
+            continue
+        bound = unit * near.error if name != "d_sink" else 2.0**-13 * near.error
+        bound = bound + 1.01 * half_step(abs(near.value) + bound, got.dtype)
+        check_near(name, got, near.value, bound)
+
+    options = {**arguments, "normalize": shape["normalize"]}
+    target = sparsemla.attention_target(*inputs[:3], lse, **options)
+    wanted = definitions.attention_target(*inputs[:3], lse, **options)
+    check_near("target", target, wanted, 2.0**-12 * wanted + 2.0**-30)
+
+
+@fuzz(strategies.DENSE_INDEX)
+def test_dense_index_loss(backend, shape):
+    arguments = strategies.dense_index(draw_of(backend, shape), shape)
+    loss, *grads = sparsemla.dense_index_gradients(**arguments)
+    del arguments["max_workspace_bytes"]
+    near, wanted = definitions.dense_index_gradients(**arguments)
+    check_near("loss", loss, near.value, 2.0**-13 * near.error)
+    unit = 2.0**-14 if arguments["q"].dtype == torch.float32 else 3.1 * 2.0**-8
+    for name, got, grad in zip(("diq", "dweights", "dik"), grads, wanted, strict=True):
+        bound = unit * grad.error
+        bound = bound + 1.01 * half_step(abs(grad.value) + bound, got.dtype)
+        check_near(name, got, grad.value, bound)
 
 
 def branch_query(backend, arguments):
