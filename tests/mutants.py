@@ -74,6 +74,10 @@ NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
 WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
+WRITES_FP4 = "tests/test_triton_quant.py -k latent_rows_are_written and fp4_288"
+TIES_FP4 = "tests/test_triton_quant.py -k nan_large_values_and_ties and fp4_288"
+DECODE_FP4 = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp4_288"
+KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
@@ -392,6 +396,34 @@ CPU_MUTANTS = (
         "acc = keys * 0.0\n    for first in range(0, num_tokens, TOKENS):",
         "tests/test_triton_losses.py -k workspace_does_not",
     ),
+    portable(
+        "the dims of a byte of FP4 are written in the other order",
+        "common/fp4.py",
+        "return low | (high << 4)",
+        "return high | (low << 4)",
+        WRITES_FP4,
+    ),
+    portable(
+        "the dims of a byte of FP4 are read in the other order",
+        "common/fp4.py",
+        "tl.interleave(decode_e2m1(pairs), decode_e2m1(pairs >> 4))",
+        "tl.interleave(decode_e2m1(pairs >> 4), decode_e2m1(pairs))",
+        DECODE_FP4,
+    ),
+    portable(
+        "a tie of FP4 goes to the odd code",
+        "common/fp4.py",
+        "(magnitude > 0.25)",
+        "(magnitude >= 0.25)",
+        TIES_FP4,
+    ),
+    portable(
+        "scores without the scales of FP4 keys",
+        "indexer/triton.py",
+        "[R, NUM_SCALES, BLOCK]) * scale[:, :, None]",
+        "[R, NUM_SCALES, BLOCK]) * (scale[:, :, None] * 0 + 1)",
+        KEYS_FP4,
+    ),
 )
 
 ROWS = "attention/sm90/bf16.py"
@@ -679,6 +711,34 @@ GPU_MUTANTS = (
         "sparse_attention_backward",
     ),
     hopper(
+        "scores forget what the output and the LSE add",
+        "backward/sm90.py",
+        "(share[:, None] * dp - offset[:, None]) * scale",
+        "(share[:, None] * dp) * scale",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "queries do not wait for rows and weights",
+        "backward/sm90.py",
+        "            mbarrier.wait(smem.full.index(stage), phase)\n            fence",
+        "            fence",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "queries add the first half of the RoPE dims twice",
+        "backward/sm90.py",
+        "rope_row, rope_valid, 512 + part * 32,",
+        "rope_row, rope_valid, 512,",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "values take the first half of the gradient twice",
+        "backward/sm90.py",
+        "_load_half(smem.dout.index(h), dout, token, part, bar, HEADS)",
+        "_load_half(smem.dout.index(h), dout, token, 0, bar, HEADS)",
+        "sparse_attention_backward",
+    ),
+    hopper(
         "the scale of vectors is ignored",
         "projection/sm90.py",
         "factor = (x_scale * gl.load(scale + row_scale))[:, None]",
@@ -800,7 +860,10 @@ def run_tests(arguments: str, source: Path, timeout: float) -> tuple[int | None,
     # A process of its own: Triton reads the sources of kernels when they are imported. It starts
     # from one that has imported what is not the package's, which takes longer than most checks.
     context = get_context("forkserver")
-    context.set_forkserver_preload(["hypothesis", "pytest", "torch"])
+    packages = ["hypothesis", "pytest", "torch"]
+    if "TRITON_INTERPRET" in os.environ:  # which Triton's functions read when they are imported
+        packages.append("triton.runtime.interpreter")
+    context.set_forkserver_preload(packages)
     process = context.Process(target=_pytest, args=(arguments, source, log))
     process.start()
     process.join(timeout)
