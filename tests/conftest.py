@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run in the interpreter, which is chosen before the import."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+import processes
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -58,6 +61,37 @@ def _repair_interpreter():
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_splat = bool_splat
     interpreter._patch_lang_tensor = patch
+    _patch_once(interpreter)
+
+
+def _patch_once(interpreter):
+    """Patch the language once for each grid, and not again for each call of a device function.
+
+    A sixth of the time of a small kernel goes there.
+    """
+    patch = interpreter._patch_lang
+    patched = set()  # while a grid runs
+
+    @functools.cache
+    def languages(fn):
+        found = (interpreter.tl, interpreter.tl.core)
+        return {x for x in found if any(value is x for value in fn.__globals__.values())}
+
+    def patch_new(fn):
+        if patched >= languages(fn):
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        patched.update(languages(fn))
+        restore = scope.restore
+
+        def restore_all():
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_new
 
 
 _repair_interpreter()
@@ -94,6 +128,18 @@ def fixed_seed():
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    with processes.compiler() as process:
+        yield process
+
+
+@pytest.fixture
+def run_python(compiler):
+    """Runs ``python -c`` with code and arguments, with torch and Triton imported."""
+    return functools.partial(processes.run, compiler)
 
 
 @pytest.fixture(scope="session")

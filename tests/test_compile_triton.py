@@ -4,11 +4,6 @@ Each file of ``tests/launches`` holds a table ``LAUNCHES``: name -> function wit
 calls one launcher with tensors on the ``meta`` device; and ``TARGETS``, if only some are meant.
 """
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -32,16 +27,6 @@ def every_launch():
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )
-
-
-@pytest.fixture(scope="session")
-def compiler():
-    """A process that compiles: in this one, Triton may be the interpreter, which cannot."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            process.submit(os.getpid).result()  # starts the process
-        yield process
 
 
 @pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))
@@ -113,10 +98,8 @@ for launches in (
 """
 
 
-def test_different_counts_share_a_kernel():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COUNTS, str(TABLES[0].parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def test_different_counts_share_a_kernel(run_python):
+    done = run_python(COUNTS, str(TABLES[0].parent))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["1"] * 4  # each a single kernel
 
@@ -134,10 +117,8 @@ for target in TARGETS:
 """
 
 
-def test_codes_are_rounded_once():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CODES, str(TABLES[0].parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def test_codes_are_rounded_once(run_python):
+    done = run_python(CODES, str(TABLES[0].parent))
     assert done.returncode == 0, done.stderr[-4000:]
     names = ("sm_89", "sm_90", "sm_100", "sm_120")
     assert done.stdout.splitlines() == [f"{one} cvt.rn.satfinite.e4m3x2.f32" for one in names]

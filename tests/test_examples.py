@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
@@ -82,11 +80,11 @@ def test_an_indexer_without_its_loss_does_not_recall(capsys):
         ("sglang_hooks.py", "--fa3"),
     ],
 )
-def test_the_examples_for_engines_say_what_they_take(name, option):
+def test_the_examples_for_engines_say_what_they_take(run_python, name, option):
     """They need a GPU and the engine."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, check=True
-    )
+    code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    done = run_python(code, str(EXAMPLES / name), "--help")
+    assert done.returncode == 0, done.stderr
     assert option in done.stdout
 
 

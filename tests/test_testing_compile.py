@@ -1,9 +1,5 @@
 """The compile-only driver reports the resources of kernels and refuses kernels that do not fit."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
@@ -57,16 +53,28 @@ def launch(mode):
 """
 
 
-def compile_table(tmp_path, launch, kernel=KERNEL):
-    table = tmp_path / "table.py"
-    table.write_text(f"{kernel}\nLAUNCHES = {{'case': lambda: {launch}}}\n")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "sparsemla.testing.compile", str(table), "sm_90"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+COMMAND = """
+import runpy, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the module that has been imported
+    runpy.run_module("sparsemla.testing.compile", run_name="__main__")
+"""
 
 
-def test_report_lists_the_resources_of_a_kernel(tmp_path):
-    done = compile_table(tmp_path, "launch(64)")
+@pytest.fixture
+def compile_table(run_python, tmp_path):
+    """Runs ``python -m sparsemla.testing.compile`` on a launch of a kernel."""
+
+    def run(launch, kernel=KERNEL):
+        table = tmp_path / "table.py"
+        table.write_text(f"{kernel}\nLAUNCHES = {{'case': lambda: {launch}}}\n")
+        return run_python(COMMAND, str(table), "sm_90")
+
+    return run
+
+
+def test_report_lists_the_resources_of_a_kernel(compile_table):
+    done = compile_table("launch(64)")
     assert done.returncode == 0, done.stderr
     for word in ("product", "sm_90", "(3, 4)", "shared", "spills    0", "wgmma.mma_async"):
         assert word in done.stdout
@@ -79,8 +87,8 @@ def test_report_lists_the_resources_of_a_kernel(tmp_path):
         ("launch(64, grid=(1, 65536))", "must have at most 65535 programs along the second"),
     ],
 )
-def test_kernels_that_do_not_fit_are_refused(tmp_path, launch, message):
-    done = compile_table(tmp_path, launch)
+def test_kernels_that_do_not_fit_are_refused(compile_table, launch, message):
+    done = compile_table(launch)
     assert done.returncode != 0
     assert message in done.stderr
 
@@ -89,7 +97,7 @@ def test_kernels_that_do_not_fit_are_refused(tmp_path, launch, message):
     ("mode", "reused"),
     [("dead", True), ("invalidated", False), ("used", False), ("uninitialised", False)],
 )
-def test_reused_barrier_memory_is_found(tmp_path, mode, reused):
-    done = compile_table(tmp_path, f"launch({mode!r})", WITH_BARRIER)
+def test_reused_barrier_memory_is_found(compile_table, mode, reused):
+    done = compile_table(f"launch({mode!r})", WITH_BARRIER)
     assert done.returncode == 0, done.stderr
     assert ("reused" in done.stdout) == reused, done.stdout

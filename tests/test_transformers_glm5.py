@@ -36,28 +36,35 @@ def tokens(batch_size: int, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 0.02), (torch.bfloat16, 0.2)], ids=str
+    ("dtype", "bound", "latent", "index_dim"),
+    [
+        (torch.float32, 0.02, 64, 32),
+        (torch.bfloat16, 0.2, 64, 32),
+        (torch.bfloat16, 0.2, 512, 128),  # GLM-5.3-Flash's
+    ],
+    ids=str,
 )
-def test_logits_beside_eager_attention(dtype, bound):
+def test_logits_beside_eager_attention(dtype, bound, latent, index_dim, device):
     """The bounds of DeepSeek-V4's layers; the logits' deviation is 1."""
-    model = pooled_model(dtype, index_topk=512)
-    ids = tokens(1, 150)
+    sizes = {"kv_lora_rank": latent, "index_head_dim": index_dim, "index_topk": 512}
+    model = pooled_model(dtype, **sizes).to(device)
+    ids = tokens(1, 150).to(device)
     expected = model(ids).logits.float()
     with enable(model, page_size=8) as handle:
         whole = model(ids).logits.float()
         cache = handle.new_cache(1)
         pieces = [70, 1, 1, 1, 5, 40, 1, 1, 30]
         parts = [model(part, past_key_values=cache).logits for part in ids.split(pieces, 1)]
-        assert cache.bytes_per_token == 2 * 2 * 64 + 2 * 32 / 4
+        assert cache.bytes_per_token == 2 * 2 * latent + 2 * index_dim / 4
     assert 0.8 < expected.std() < 1.2
     for got in (whole, torch.cat(parts, 1).float()):
         assert (got - expected).abs().max() < bound
     assert torch.equal(model(ids).logits.float(), expected)
 
 
-def test_selections_equal_transformers():
+def test_selections_equal_transformers(device):
     """bfloat16 keys and queries flip some; the keys of other pools or gates flip most."""
-    model, ids, theirs = pooled_model(), tokens(1, 150), []
+    model, ids, theirs = pooled_model().to(device), tokens(1, 150).to(device), []
     indexer = model.model.language_model.layers[1].self_attn.indexer
     hook = indexer.register_forward_hook(lambda *a: theirs.append(a[-1][0]))
     model(ids)

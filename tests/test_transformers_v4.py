@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import deepseek_v4, enable  # noqa: E402
 from sparsemla.testing.models import copying_model  # noqa: E402
-from sparsemla.testing.models_v4 import compressed_copying_model  # noqa: E402
+from sparsemla.testing.models_v4 import compressed_copying_model, copied_tokens  # noqa: E402
 
 SLIDING, CSA, HCA = 0, 4, 128
 MIXED = [SLIDING, CSA, HCA, CSA]
@@ -108,14 +108,14 @@ PIECES = [130, 1, 1, 1, 5, 60, 3, 1, 1, 1, 96]
     ],
     ids=str,
 )
-def test_logits_beside_eager_attention(ratios, dtype, bound):
+def test_logits_beside_eager_attention(ratios, dtype, bound, device):
     """Every token sees all entries, so that no selection can flip; the logits' deviation is 1.
 
     Queries, keys and the outputs of heads are rounded to bfloat16: 2^-9 of values around 1 in each
     layer. Errors of bfloat16 models are those of transformers' own bfloat16.
     """
-    model = make_model(ratios).to(dtype)
-    ids = tokens(1, 300)
+    model = make_model(ratios).to(device, dtype)
+    ids = tokens(1, 300).to(device)
     expected = model(ids).logits.float()
     with enable(model, page_size=8) as handle:
         whole = model(ids).logits.float()
@@ -217,20 +217,6 @@ def test_rows_of_a_batch_equal_each_alone(exact):
             assert torch.equal(batch[:, row, real[row]], alone[:, 0])
 
 
-def expected_tokens(ids: Tensor) -> Tensor:
-    """The next token of each position after the 152nd, as :func:`compressed_copying_model` says."""
-    at = torch.arange(152, ids.shape[-1])
-    latest = ((at + 1) // 128 - 1) * 128 + 77
-    found = [
-        ids[..., at - 37] // 64,
-        ids[..., at - 150] // 16,
-        ids[..., latest] // 4,
-        ids[..., at - 5],
-    ]
-    a, b, c, d = ((part + 1) % 4 for part in found)
-    return ((a * 4 + b) * 4 + c) * 4 + d
-
-
 @pytest.fixture(scope="module")
 def shared_model() -> Any:
     return compressed_copying_model()
@@ -258,6 +244,16 @@ def text(shared_model: Any) -> Tensor:
     return generated(shared_model)
 
 
+HEADS_OF_FLASH = {
+    "head_dim": 512,
+    "rope_dim": 64,
+    "num_attention_heads": 64,
+    "o_groups": 16,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+
+
 def right(model: Any, text: Tensor) -> Tensor:
     """Whether each of the 512 tokens is the most likely one after those before it."""
     logits = model(text[:, :-1]).logits[:, 199:]
@@ -272,7 +268,7 @@ def test_512_tokens_equal_eager_attention(model, text, device):
     if device != "cpu":
         model = copy.deepcopy(model).to(device)
         text = generated(model)
-    assert torch.equal(expected_tokens(text[:, :-1])[:, -512:], text[:, 200:])
+    assert torch.equal(copied_tokens(text[:, :-1])[:, -512:], text[:, 200:])
     assert right(model, text).all()
     logits = model(text[:, :-1]).logits[:, 199:]
     best = logits.topk(2, -1).values
@@ -289,12 +285,12 @@ def test_512_tokens_equal_eager_attention(model, text, device):
     ("sizes", "dtype", "cache_format"),
     [
         ({}, torch.bfloat16, None),
-        ({"head_dim": 512, "rope_dim": 64}, torch.float32, FP8_584),
+        (HEADS_OF_FLASH, torch.float32, FP8_584),
     ],
     ids=["bf16", "fp8_584"],
 )
-def test_other_dtypes_choose_the_same_tokens(text, sizes, dtype, cache_format):
-    other = compressed_copying_model(dtype=dtype, **sizes)
+def test_other_dtypes_choose_the_same_tokens(text, sizes, dtype, cache_format, device):
+    other, text = compressed_copying_model(dtype=dtype, **sizes).to(device), text.to(device)
     if dtype == torch.bfloat16:
         assert right(other, text).all()
     with enable(other, cache_format=cache_format):
@@ -367,8 +363,10 @@ class TestMutants:
     ],
     ids=str,
 )
-def test_generate_gives_the_same_tokens(model, options):
-    ids = tokens(2, 200)
+def test_generate_gives_the_same_tokens(model, options, device):
+    if device != "cpu":
+        model = copy.deepcopy(model).to(device)
+    ids = tokens(2, 200).to(device)
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, **options}
     torch.manual_seed(0)
     expected = model.generate(ids, **arguments)
@@ -385,7 +383,7 @@ def test_padding_is_not_pooled(model):
         got = model.generate(ids, attention_mask=mask, max_new_tokens=12)
         alone = model.generate(ids[1:, 30:], attention_mask=mask[1:, 30:], max_new_tokens=12)
         assert torch.equal(got[1:, 200:], alone[:, 170:])
-        assert torch.equal(expected_tokens(alone)[:, 19:-1], alone[:, 172:])
+        assert torch.equal(copied_tokens(alone)[:, 19:-1], alone[:, 172:])
         model(ids, attention_mask=mask * 0)  # padding only
         assert handle.cache.lengths.tolist() == [0, 0]
 
@@ -477,7 +475,7 @@ class TestContinuing:
             assert cache.lengths.tolist() == [170, 170]
 
 
-def test_decode_steps_compile_once():
+def test_decode_steps_compile_once(device):
     torch._dynamo.reset()
     model = make_model(
         [CSA, HCA],
@@ -485,8 +483,8 @@ def test_decode_steps_compile_once():
         hc_mult=1,
         hc_sinkhorn_iters=1,
         experts_implementation="batched_mm",
-    )
-    ids, mask = tokens(2, 140), torch.ones(2, 140, dtype=torch.long)
+    ).to(device)
+    ids, mask = tokens(2, 140).to(device), torch.ones(2, 140, dtype=torch.long, device=device)
     mask[1, :9] = 0
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     step = torch.compile(model.__call__, fullgraph=True, backend=counter)

@@ -14,8 +14,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
@@ -95,6 +93,7 @@ with warnings.catch_warnings():
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
+import replay
 from sparsemla import (
     FP4_288,
     FP8_528,
@@ -1827,69 +1826,14 @@ def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, 
     assert away[TOPK:].mean() < 0.3
 
 
-# The arguments of the calls that a step makes, as tensors without memory.
-REPLAY = """
-import pickle, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-import sparsemla
-from sparsemla import dispatch
-from sparsemla.kernels.common.compiling import compile_only
-from sparsemla.kernels.common.device import meta_means
-from test_warmup import recorded
-
-def meta(argument):
-    kind, *parts = argument if isinstance(argument, tuple) else (None,)
-    if kind == "tensor":
-        shape, strides, offset, dtype = parts
-        return torch.empty(1 << 40, dtype=dtype, device="meta").as_strided(shape, strides, offset)
-    if kind == "cache":
-        return sparsemla.PagedCache(meta(parts[0]), sparsemla.get_format(parts[1]))
-    return argument
-
-configurations, calls = pickle.load(sys.stdin.buffer)
-gpu = torch.device("cuda:0")
-with recorded("sm_90") as kernels:
-    sparsemla.warm_up(*configurations, device=gpu, workers=1)
-    known = len(kernels)
-    with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
-        for op, arguments, options in calls:
-            options = {name: meta(option) for name, option in options.items()}
-            getattr(sparsemla, op)(*map(meta, arguments), **options)
-print(known, *kernels[known:], sep="\\n")
-"""
-
-
-def without_memory(argument):
-    """A tensor or a cache as its shape, strides, place in 16 bytes, and dtype or format."""
-    if isinstance(argument, PagedCache):
-        return "cache", without_memory(argument.data), argument.format.name
-    if isinstance(argument, torch.Tensor):
-        offset = argument.data_ptr() % 16 // argument.element_size()
-        return "tensor", tuple(argument.shape), argument.stride(), offset, argument.dtype
-    return argument
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """The calls of ops that the plugins make."""
-    made = []
-
-    def spied(op):
-        def call(*arguments, **options):
-            options_made = {name: without_memory(option) for name, option in options.items()}
-            made.append((op.__name__, [*map(without_memory, arguments)], options_made))
-            return op(*arguments, **options)
-
-        return call
-
-    for module, names in (
-        (attention, ("gather_dequant", "sparse_decode", "sparse_prefill", "to_slots")),
-        (indexer, ("fused_indexer_rope_quant", "indexer_topk")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, spied(getattr(module, name)))
-    return made
+    ops = {
+        attention: ("gather_dequant", "sparse_decode", "sparse_prefill", "to_slots"),
+        indexer: ("fused_indexer_rope_quant", "indexer_topk"),
+    }
+    return replay.spy(monkeypatch, ops)
 
 
 @contextlib.contextmanager
@@ -1915,25 +1859,10 @@ def in_engine(config, **batch):
     return Batch(Draw(0), **batch, columns=get_block_table_width(blocks, PAGE_SIZE))
 
 
-def kernels_of(configurations, calls):
-    """Number of kernels that a warm-up compiles, and those that calls need beside them."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAY, os.path.dirname(__file__)],
-        input=pickle.dumps((configurations, calls)),
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    known, *missing = done.stdout.decode().splitlines()
-    return int(known), missing
-
-
 @pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_a_batch_reaches_no_kernel_that_was_not_warmed_up(
-    config, calls, monkeypatch, num_heads, dtype
+    run_python, config, calls, monkeypatch, num_heads, dtype
 ):
     with warmed_up(config, monkeypatch) as configurations:
         for lens in (MIXED, {"query_lens": [1, 1, 1], "seq_lens": [1, 65, 300]}):
@@ -1945,12 +1874,12 @@ def test_a_batch_reaches_no_kernel_that_was_not_warmed_up(
     (serving,) = configurations
     assert (serving.num_heads, serving.page_size) == (num_heads, PAGE_SIZE)
     assert {op for op, *_ in calls} == {"sparse_decode", "sparse_prefill"}
-    known, missing = kernels_of(configurations, calls)
-    assert known > 0
-    assert missing == []
+    assert replay.missing_kernels(run_python, calls, *configurations) == []
 
 
-def test_converted_prefills_reach_no_kernel_that_was_not_warmed_up(engine, calls, monkeypatch):
+def test_converted_prefills_reach_no_kernel_that_was_not_warmed_up(
+    run_python, engine, calls, monkeypatch
+):
     made = engine(16, MAX_TOKENS, 4096)
     batches = [in_engine(made, **CONVERTED, topk=SELECTED, padded_tokens=n) for n in (0, 3)]
     with warmed_up(made, monkeypatch) as configurations:
@@ -1963,10 +1892,12 @@ def test_converted_prefills_reach_no_kernel_that_was_not_warmed_up(engine, calls
         )
     assert configurations[0].converts
     assert {op for op, *_ in calls} >= {"gather_dequant", "to_slots", "sparse_prefill"}
-    assert kernels_of(configurations, calls)[1] == []
+    assert replay.missing_kernels(run_python, calls, *configurations) == []
 
 
-def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(config, calls, monkeypatch, request):
+def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(
+    run_python, config, calls, monkeypatch, request
+):
     with warmed_up(config, monkeypatch) as configurations:
         made = request.getfixturevalue("mla_layer")
         for lens in INDEXED.values():
@@ -1974,4 +1905,4 @@ def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(config, calls, mon
     (serving,) = configurations
     assert (serving.index_heads, serving.topk) == (32, TOPK)
     assert {op for op, *_ in calls} == {"fused_indexer_rope_quant", "indexer_topk"}
-    assert kernels_of(configurations, calls)[1] == []
+    assert replay.missing_kernels(run_python, calls, *configurations) == []

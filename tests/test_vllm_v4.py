@@ -11,9 +11,6 @@ import inspect
 import json
 import math
 import os
-import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,10 +68,10 @@ with warnings.catch_warnings():
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import deepseek_v4, indexer, touched, warmup
 
+import replay
 from sparsemla import (
     FP8_584,
     INDEX_FP8,
-    HeadWeight,
     PagedCache,
     Pooling,
     WindowState,
@@ -650,94 +647,30 @@ def test_kernels_that_no_layer_calls_are_not_compiled_at_the_start(config):
     assert not any(name.startswith(deepseek_v4.REPLACED) for name in names)
 
 
-# The arguments of the calls that steps make, as tensors without memory.
-REPLAY = """
-import pickle, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-import sparsemla
-from sparsemla import dispatch
-from sparsemla.kernels.common.compiling import compile_only
-from sparsemla.kernels.common.device import meta_means
-from test_warmup import recorded
-
-def meta(argument):
-    kind, *parts = argument if isinstance(argument, tuple) else (None,)
-    if kind == "tensor":
-        shape, strides, offset, dtype = parts
-        return torch.empty(1 << 40, dtype=dtype, device="meta").as_strided(shape, strides, offset)
-    if kind == "cache":
-        return sparsemla.PagedCache(meta(parts[0]), sparsemla.get_format(parts[1]))
-    if kind == "state":
-        return sparsemla.WindowState(meta(parts[0]))
-    if kind == "weight":
-        return sparsemla.HeadWeight(meta(parts[0]))
-    return argument
-
-layers, calls = pickle.load(sys.stdin.buffer)
-gpu = torch.device("cuda:0")
-with recorded("sm_90") as kernels:
-    servings = [serving for layer in layers for serving in layer.selections()]
-    sweeps = [sweep for layer in layers for sweep in layer.sweeps()]
-    sparsemla.warm_up(*servings, steps=sweeps, device=gpu, workers=1)
-    known = len(kernels)
-    with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
-        for op, arguments, options in calls:
-            options = {name: meta(option) for name, option in options.items()}
-            getattr(sparsemla, op)(*map(meta, arguments), **options)
-print(known, *kernels[known:], sep="\\n")
-"""
-
-
-def without_memory(argument):
-    """A tensor as its shape, strides, place in 16 bytes, and dtype; likewise what is made of it."""
-    if isinstance(argument, PagedCache):
-        return "cache", without_memory(argument.data), argument.format.name
-    if isinstance(argument, WindowState):
-        return "state", without_memory(argument.rows)
-    if isinstance(argument, HeadWeight):
-        return "weight", without_memory(argument.data)
-    if isinstance(argument, torch.Tensor):
-        offset = argument.data_ptr() % 16 // argument.element_size()
-        return "tensor", tuple(argument.shape), argument.stride(), offset, argument.dtype
-    return argument
-
-
-def test_steps_reach_no_kernel_that_was_not_warmed_up(config, monkeypatch):
-    calls = []
+def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkeypatch):
     engine = Engine(config, Draw(4))
     layers = list(warmup.compressed_layers(config, deepseek_v4.SparseMLAV4Attention))
     assert [layer.ratio for layer in layers] == [1, 4, 128]
-
-    def spied(op):
-        def call(*arguments, **options):
-            kept = {name: without_memory(option) for name, option in options.items()}
-            calls.append((op.__name__, [*map(without_memory, arguments)], kept))
-            return op(*arguments, **options)
-
-        return call
-
-    for module, names in (
-        (deepseek_v4, ("fused_rope_rmsnorm_quant", "pool_windows", "prepare_index_queries")),
-        (deepseek_v4, ("project_groups", "sparse_decode", "sparse_prefill", "to_slots")),
-        (indexer, ("indexer_topk",)),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, spied(getattr(module, name)))
+    calls = replay.spy(
+        monkeypatch,
+        {
+            deepseek_v4: (
+                "fused_rope_rmsnorm_quant",
+                "pool_windows",
+                "prepare_index_queries",
+                "project_groups",
+                "sparse_decode",
+                "sparse_prefill",
+                "to_slots",
+            ),
+            indexer: ("indexer_topk",),
+        },
+    )
     x = engine.draw.normal(48, HIDDEN).bfloat16()
     engine.step([(0, 0, x[:40])])
     engine.step([(0, 40, x[40:41]), (1, 0, x[:5])])
     engine.step([(0, 41, x[41:42]), (1, 5, x[5:6])], padding=3)
     assert {op for op, *_ in calls} >= {"pool_windows", "indexer_topk", "sparse_decode"}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAY, os.path.dirname(__file__)],
-        input=pickle.dumps((layers, calls)),
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    known, *missing = done.stdout.decode().splitlines()
-    assert int(known) > 0
-    assert missing == []
+    servings = [serving for layer in layers for serving in layer.selections()]
+    sweeps = [sweep for layer in layers for sweep in layer.sweeps()]
+    assert replay.missing_kernels(run_python, calls, *servings, steps=sweeps) == []

@@ -4,6 +4,9 @@ import torch
 
 from sparsemla import FP8_584, INDEX_FP8, PagedCache, Pooling, WindowState, dispatch
 
+# Without an MMA, the PTX of sm_120 is that of sm_100.
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+
 
 def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -16,6 +16,10 @@ from sparsemla import (
     e4m3_format,
 )
 
+# Without an MMA, the PTX of sm_120 is that of sm_100; that of sm_89 is sm_90's, or without FP8
+# sm_80's.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -48,4 +48,4 @@ LAUNCHES = {
     "backward h128": backward(128),
     "forward f32": forward(16, torch.float32),
 }
-TARGETS = ("sm_80", "sm_90", "gfx942")  # one for each kind of MMA; f32 has none
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # one for each kind of MMA; f32 has none
