@@ -3,7 +3,8 @@
 The model is the DeepSeek-V3.2 of :mod:`sparsemla.testing.models`, or with ``--model deepseek_v4``
 the DeepSeek-V4 of :mod:`sparsemla.testing.models_v4`: it copies from its context and is sure of it.
 Every mode serves it in a process of its own, with prompts that are longer than a selection, chunked
-prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared.
+prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared. For
+each mode a line says which classes served, and which kernels were compiled once it was ready.
 
 Needs vLLM 0.33 and a GPU that it serves sparse models on. Run ``python examples/vllm_engine.py``.
 """
@@ -15,7 +16,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +148,7 @@ def make_v4_model(folder: Path) -> None:
         topk_method="noaux_tc",
     )
     folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(published_weights(model), folder / "model.safetensors", {"format": "pt"})
 
@@ -176,11 +179,35 @@ SERVED = {
 }
 
 
+def attention_classes(model: torch.nn.Module) -> list[str]:
+    """The model's class, and those that compute its attention."""
+    parts = [model]
+    for module in model.modules():
+        parts.append(getattr(module, "impl", module))
+    classes = {type(part) for part in parts}
+    kinds = ("Attention", "Compressor", "Impl", "Indexer")
+    return [
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        *sorted(
+            f"{each.__module__}.{each.__qualname__}"
+            for each in classes
+            if any(kind in each.__qualname__ for kind in kinds)
+        ),
+    ]
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
-    """Serve the model and write what came of each prompt."""
+    """Serve the model and write what came of each prompt.
+
+    Raises:
+        RuntimeError: the attention is this package's and should not be, or should be and is not.
+    """
     # The engine runs in this process, where the model's class is exchanged.
     os.environ |= {"VLLM_PLUGINS": mode.plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    began = time.perf_counter()
     from vllm import LLM, SamplingParams
+
+    from sparsemla.kernels.common.compiling import count_compilations
 
     if mode.portable:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -206,6 +233,10 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         kv_cache_memory_bytes=1 << 30,  # and no measurement, so that several can serve at once
         enable_prefix_caching=False,
     )
+    (classes,) = llm.apply_model(attention_classes)
+    if any(name.startswith("sparsemla.") for name in classes) != bool(mode.plugins):
+        raise RuntimeError(f"plugins {mode.plugins!r}, but these classes serve: {classes}")
+    ready = time.perf_counter()
     draw = np.random.default_rng(0)
     prompts = [
         {"prompt_token_ids": draw.integers(2, served.vocabulary, n).tolist()}
@@ -220,7 +251,9 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         detokenize=False,
     )
     found = []
-    for answer in llm.generate(prompts, params):
+    with count_compilations() as kernels:
+        answers = llm.generate(prompts, params)
+    for answer in answers:
         ids = answer.prompt_token_ids
         pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
         best = [
@@ -233,12 +266,30 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
                 "margin": min(each[-1] - each[-2] for each in best),
             }
         )
-    result.write_text(json.dumps(found))
+    report = {
+        "answers": found,
+        "classes": classes,
+        "compiled": kernels.compiled,
+        "loaded": kernels.loaded,
+        "seconds": [ready - began, time.perf_counter() - ready],
+    }
+    result.write_text(json.dumps(report))
+
+
+def describe(name: str, folder: Path) -> None:
+    """Tell what served in a mode, and what was compiled for it."""
+    report = json.loads((folder / f"{name}.json").read_text())
+    start, rest = report["seconds"]
+    sys.stdout.write(
+        f"{name}: ready after {start:.0f} s, answered in {rest:.1f} s; compiled while serving: "
+        f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
+        f"classes: {', '.join(report['classes'])}\n"
+    )
 
 
 def compare(name: str, base: str, folder: Path) -> bool:
     """Tell how far two modes are apart, and whether all tokens are equal."""
-    read = (json.loads((folder / f"{each}.json").read_text()) for each in (name, base))
+    read = (json.loads((folder / f"{each}.json").read_text())["answers"] for each in (name, base))
     pairs = list(zip(*read, strict=True))
     equal = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs)
     apart = np.concatenate([np.abs(np.subtract(a["prompt"], b["prompt"])) for a, b in pairs])
@@ -251,6 +302,31 @@ def compare(name: str, base: str, folder: Path) -> bool:
     return equal == len(pairs)
 
 
+def serve_apart(
+    script: str, names: Collection[str], folder: Path, at_once: int, limit: float
+) -> set[str]:
+    """Serve each of these by a process of its own; the names of those that wrote a result."""
+
+    def run(name: str) -> None:
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        command = [sys.executable, script, "--folder", str(folder), "--serve", name]
+        path = folder / f"{name}.log"
+        try:
+            with path.open("w") as log:
+                done = subprocess.run(command, stdout=log, stderr=log, check=False, timeout=limit)
+            if done.returncode == 0:
+                return
+            failed = f"failed with code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            failed = f"did not end in {limit:g} s"
+        last = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
+        sys.stdout.write(f"{name}: {failed}; the end of {path}:\n{last}\n")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(run, names))
+    return {name for name in names if (folder / f"{name}.json").exists()}
+
+
 def main() -> int:
     """Serve the model by every mode; 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -258,6 +334,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
     if arguments.serve:
@@ -265,18 +342,9 @@ def main() -> int:
         return 0
     SERVED[arguments.model].make(model)
     modes = [name for name, mode in MODES.items() if mode.model == arguments.model]
-
-    def run(name: str) -> None:
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--folder", str(folder), "--serve", name]
-        with (folder / f"{name}.log").open("w") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, check=False)
-        if done.returncode:
-            sys.stdout.write(f"{name}: failed, see {log.name}\n")
-
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        list(pool.map(run, modes))
-    served = {name for name in modes if (folder / f"{name}.json").exists()}
+    served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
+    for name in sorted(served):
+        describe(name, folder)
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
     return int(served != set(modes) or not all(equal))
 

@@ -14,17 +14,15 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_engine import BOTH, LENGTHS, NUM_NEW, VOCABULARY, make_model
+from vllm_engine import BOTH, LENGTHS, NUM_NEW, VOCABULARY, make_model, serve_apart
 
 PARTS = "queries", "selection", "attention"
 
@@ -158,30 +156,21 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("vllm-invariance"), help="for files")
     parser.add_argument("--serve", choices=RUNS, help="one run only, in this process")
     parser.add_argument("--at-once", type=int, default=1, help="runs that are served at once")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a run")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
     if arguments.serve:
         serve(RUNS[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
     make_model(model)
-
-    def run(name: str) -> None:
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--folder", str(folder), "--serve", name]
-        with (folder / f"{name}.log").open("w") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, check=False)
-        if done.returncode:
-            sys.stdout.write(f"{name}: failed, see {log.name}\n")
-
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        list(pool.map(run, RUNS))
+    served = serve_apart(__file__, RUNS, folder, arguments.at_once, arguments.limit)
     right = []
     for name in RUNS:
         kind = name.split(",")[0]
         base = f"{kind}, alone"
         if name == base:
             continue
-        if not all((folder / f"{each}.json").exists() for each in (name, base)):
+        if not {name, base} <= served:
             right.append(False)
             continue
         right.append(compare(name, base, folder) == (kind != CONTROL))
