@@ -90,7 +90,12 @@ TABLE = (
     Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80")),
     Support("sm_89", ("L40S", "RTX 4090"), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_89")),
     Support("sm_100", ("B200",), _from_3_6(Proof.COMPILED), _COMPILES),
-    Support("sm_120", ("RTX 5090",), _from_3_6(Proof.COMPILED), _COMPILES),
+    Support(
+        "sm_120",
+        ("RTX 5090",),
+        _from_3_6(Proof.COMPILED),
+        "Every launch compiles, or its PTX is that of `sm_100` or `sm_80`; none was run.",
+    ),
     Support("gfx942", ("MI300X",), _from_3_6(Proof.COMPILED), _COMPILES),
     Support("cpu", ("x86-64",), (), "The tests pass on Python 3.11, 3.12 and 3.13."),
 )
