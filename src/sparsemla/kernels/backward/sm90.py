@@ -217,7 +217,8 @@ def _weights_consumer(
                 s = warpgroup_mma(smem.q_rope, smem.k_rope.permute((1, 0)), s, is_async=True)
             s, dp = warpgroup_mma_wait(0, deps=[s, dp])
             mbarrier.arrive(smem.empty.index(3), count=1)
-            mbarrier.arrive(smem.empty.index(4), count=1)
+            if ROPE > 0:
+                mbarrier.arrive(smem.empty.index(4), count=1)
             if i + 1 == num_pairs:
                 mbarrier.arrive(smem.heads.index(1), count=1)
             weight = gl.exp2(s * scale_log2 - lse2[:, None])
@@ -261,8 +262,8 @@ def _weights_producer(
                 mbarrier.wait(smem.empty.index(p), phase)
                 _copy_dims(smem.kv.index(p), kv, kv_row, row, valid, p * 128, 128, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(consumer + p), increment_count=False)
-            mbarrier.wait(smem.empty.index(4), phase)
             if ROPE > 0:
+                mbarrier.wait(smem.empty.index(4), phase)
                 _copy_dims(smem.k_rope, kv, kv_row, row, valid, 512, 64, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(consumer + 4), increment_count=False)
             row, valid = _load_rows(lists, token, block + 1, ROWS)
