@@ -4,7 +4,6 @@ import functools
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -15,86 +14,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _repair_interpreter():
-    """Repair five differences between the interpreter and a GPU.
-
-    Casts from float32 to bfloat16 round instead of truncating. ``range`` takes a kernel's argument:
-    numpy 2.4 refuses the conversion of Triton 3.6; Triton 3.9 has the same repair. A scalar
-    comparison becomes a bool when it meets a block: otherwise it has the type of its operands, and
-    Triton 3.9 refuses such a mask. The maximum of a number and NaN is the number.
-    A value that rounds up to a power of two in e4m3 becomes it: the interpreter gives half of it.
-    """
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:  # no Triton on this platform
-        return
-    builder = interpreter.InterpreterBuilder
-    cast = builder.cast_impl
-    fp_to_fp = builder.create_fp_to_fp
-    splat = builder.create_splat
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def rounding_cast(self, src, dst_type):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-            return cast(self, src, dst_type)
-        rounded = torch.tensor(src.data).bfloat16()
-        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
-
-    def rounding_fp_to_fp(self, src, dst_type, rounding_mode):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
-            return fp_to_fp(self, src, dst_type, rounding_mode)
-        rounded = torch.tensor(src.data).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
-
-    def bool_splat(self, ret_ty, arg):
-        is_bool = arg.data.dtype.kind == "b"
-        return splat(self, ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if is_bool else arg)
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    builder.cast_impl = rounding_cast
-    builder.create_fp_to_fp = rounding_fp_to_fp
-    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
-    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    builder.create_splat = bool_splat
-    interpreter._patch_lang_tensor = patch
-    _patch_once(interpreter)
-
-
-def _patch_once(interpreter):
-    """Patch the language once for each grid, and not again for each call of a device function.
-
-    A sixth of the time of a small kernel goes there.
-    """
-    patch = interpreter._patch_lang
-    patched = set()  # while a grid runs
-
-    @functools.cache
-    def languages(fn):
-        found = (interpreter.tl, interpreter.tl.core)
-        return {x for x in found if any(value is x for value in fn.__globals__.values())}
-
-    def patch_new(fn):
-        if patched >= languages(fn):
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        patched.update(languages(fn))
-        restore = scope.restore
-
-        def restore_all():
-            patched.clear()
-            restore()
-
-        scope.restore = restore_all
-        return scope
-
-    interpreter._patch_lang = patch_new
-
-
-_repair_interpreter()
+try:
+    from sparsemla.testing.interpreter.portable import repair
+except ImportError:  # no Triton on this platform
+    pass
+else:
+    repair()
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("long", deadline=None, max_examples=1000)

@@ -5,7 +5,7 @@ Triton's interpreter, or ``verify`` on a GPU. It is found if the check fails, or
 mutant that does not compile proves nothing and counts as broken.
 
     python tests/mutants.py                       # on the CPU
-    python tests/mutants.py --gpu --json FILE     # Hopper's kernels, on an H100 or H200
+    python tests/mutants.py --hopper --json FILE  # Hopper's kernels, on a GPU or interpreted
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src/sparsemla"
@@ -38,8 +39,8 @@ class Mutant:
         file: path below ``sparsemla/kernels``.
         old: text that occurs once in the file.
         new: its replacement.
-        check: arguments of pytest, or of ``verify`` on a GPU.
-        gpu: whether only a GPU can tell.
+        check: arguments of pytest, or of ``verify``.
+        gpu: whether ``verify`` tells, on a GPU or in the interpreter of Hopper's kernels.
     """
 
     name: str
@@ -56,7 +57,7 @@ def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
 
 
 def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
-    """A mutant that quick cases of these ops find on a GPU."""
+    """A mutant that quick cases of these ops find with Hopper's kernels."""
     return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu=True)
 
 
@@ -829,7 +830,8 @@ def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str,
 
 def verify(arguments: str, source: Path, timeout: float) -> tuple[int, str]:
     """Exit code and output of ``verify`` on the package in ``source``."""
-    command = ["-m", "sparsemla.verify", "--quick", "--device", "cuda", *arguments.split()]
+    where = ["cuda"] if torch.cuda.is_available() else ["cpu", "--as", "sm_90"]
+    command = ["-m", "sparsemla.verify", "--quick", "--device", *where, *arguments.split()]
     command += ["--json", str(report_of(source))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
@@ -910,19 +912,37 @@ def right_passes(mutants: Iterable[Mutant], jobs: int, timeout: float) -> list[s
         ]
 
 
+def hopper_mutants() -> list[Mutant]:
+    """Those that this machine can tell."""
+    if torch.cuda.is_available():
+        return list(GPU_MUTANTS)
+    from sparsemla.testing.interpreter import interpreted_ops
+
+    return [
+        mutant
+        for mutant in GPU_MUTANTS
+        if "sm90" in mutant.file
+        and set(mutant.check.replace("--op ", "").split()) <= set(interpreted_ops())
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mutants and write a line for each; 1 if one is not found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpu", action="store_true", help="mutants that only a GPU can tell")
+    parser.add_argument(
+        "--hopper",
+        action="store_true",
+        help="mutants of Hopper's kernels: on a CPU, those that are interpreted",
+    )
     parser.add_argument("--json", type=Path, help="where to write all outcomes")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: 8, on a CPU 2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")
     parser.add_argument("-k", default="", help="only mutants with this in name or file")
     options = parser.parse_args(arguments)
-    jobs = options.jobs or (8 if options.gpu else 2)
+    jobs = options.jobs or (8 if torch.cuda.is_available() else 2)
     mutants = [
         mutant
-        for mutant in (GPU_MUTANTS if options.gpu else CPU_MUTANTS)
+        for mutant in (hopper_mutants() if options.hopper else CPU_MUTANTS)
         if options.k in f"{mutant.file} {mutant.name}"
     ]
     wrong = right_passes(mutants, jobs, options.timeout)

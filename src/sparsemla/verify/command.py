@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +37,11 @@ def verify(
     ] = 0,
     acting_as: Annotated[
         str | None,
-        typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
+        typer.Option(
+            "--as",
+            help="Run the code of an older GPU (sm_80, sm_89) on this one, or on the CPU that of "
+            "Hopper (sm_90), interpreted.",
+        ),
     ] = None,
 ) -> None:
     """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
@@ -52,12 +57,14 @@ def verify(
     from sparsemla.verify import run
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ops = tuple(op or run.MATRIX)
+    if device == "cpu" and acting_as:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     try:
-        run.check_choice(device, ops, beside, acting_as)
+        run.check_choice(device, op or (), beside, acting_as)
     except ValueError as error:
         typer.echo(f"sparsemla: {error}", err=True)
         raise typer.Exit(2) from None
+    ops = tuple(op or run.usual_ops(device, acting_as))
     path = json
     if path is None and not quick and _in_checkout():
         name = run.device_name(device, acting_as).lower().replace(" ", "-")

@@ -141,13 +141,15 @@ def verify(
     Args:
         device: ``cpu`` or ``cuda``.
         quick: run a few cases per op, with fewer reruns.
-        ops: names of ops; default all.
+        ops: names of ops; default: those of :func:`usual_ops`.
         commit: commit to record in the report instead of the checkout's.
         jobs: number of processes; a first run spends most of its time in compilation.
         beside: number of processes that keep the device busy while long calls are repeated, see
             :mod:`sparsemla.verify.beside`; 0 skips these calls.
         acting_as: name of an older GPU to emulate, see :mod:`sparsemla.testing.emulate`; only in a
-            process that has not used the GPU yet.
+            process that has not used the GPU yet. On the CPU ``sm_90``: run the kernels for Hopper
+            in an interpreter, see :mod:`sparsemla.testing.interpreter`; only in a process in which
+            Triton interprets.
         on_case: called with the names of op and case before each case, if jobs is 1.
         on_op: called with the report of each op.
         on_shared: called with the result of each repeated call.
@@ -163,7 +165,7 @@ def verify(
     (True, {'out': 0.0})
     """
     check_choice(device, ops, beside, acting_as)
-    names = ops or tuple(MATRIX)
+    names = ops or usual_ops(device, acting_as)
     groups = {op: range(0, len(chosen_cases(op, device, quick)), GROUP) for op in names}
     reports = []
     with ExitStack() as stack:
@@ -224,7 +226,7 @@ def _run_group(
     """Run up to :data:`GROUP` cases of an op, starting with number ``first``."""
     started = time.perf_counter()
     outcomes = []
-    with _acting(acting_as):
+    with _acting(acting_as, device):
         for case in chosen_cases(op, device, quick)[first : first + GROUP]:
             if on_case is not None:
                 on_case(op, case.name)
@@ -232,9 +234,13 @@ def _run_group(
     return _Group(outcomes, time.perf_counter() - started)
 
 
-def _acting(name: str | None) -> AbstractContextManager[None]:
+def _acting(name: str | None, device: str) -> AbstractContextManager[None]:
     if name is None:
         return nullcontext()
+    if device == "cpu":
+        from sparsemla.testing.interpreter import acting_as_hopper  # needs Triton
+
+        return acting_as_hopper()
     from sparsemla.testing.emulate import acting_as  # needs Triton
 
     return acting_as(name)
@@ -255,14 +261,26 @@ def check_choice(
     for op in ops:
         if op not in MATRIX:
             raise ValueError(f"op must be one of {', '.join(MATRIX)}; got {op!r}")
-    if acting_as is not None and device != "cuda":
-        raise ValueError(f"device must be cuda to act as {acting_as}, got {device!r}")
-    if acting_as is not None:
-        if beside:
-            raise ValueError(f"beside must be 0 to act as {acting_as}, got {beside}")
+    if acting_as is None:
+        return
+    if beside:
+        raise ValueError(f"beside must be 0 to act as {acting_as}, got {beside}")
+    if device == "cpu":
+        if acting_as != "sm_90":
+            raise ValueError(f"a CPU can act as sm_90 only, got {acting_as!r}")
+    else:
         from sparsemla.testing.emulate import older_target  # needs Triton
 
         older_target(acting_as)
+
+
+def usual_ops(device: str, acting_as: str | None) -> tuple[str, ...]:
+    """All ops, or those with kernels for Hopper that a CPU can interpret."""
+    if acting_as is None or device != "cpu":
+        return tuple(MATRIX)
+    from sparsemla.testing.interpreter import interpreted_ops  # needs Triton
+
+    return tuple(op for op in MATRIX if op in interpreted_ops())
 
 
 def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
@@ -275,10 +293,9 @@ def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:
 
 
 def device_name(device: str, acting_as: str | None = None) -> str:
-    """Name of the GPU and of the GPU that it emulates, or ``cpu``."""
-    if device == "cpu":
-        return device
-    return torch.cuda.get_device_name() + (f" as {acting_as}" if acting_as else "")
+    """Name of the GPU, or ``cpu``, and of the GPU that it emulates."""
+    name = device if device == "cpu" else torch.cuda.get_device_name()
+    return name + (f" as {acting_as}" if acting_as else "")
 
 
 def kernel_hash() -> str:

@@ -1,0 +1,86 @@
+"""Repairs of Triton's own interpreter, which runs the portable kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@functools.cache
+def repair() -> None:
+    """Repair five differences between the interpreter and a GPU.
+
+    Casts from float32 to bfloat16 round instead of truncating. ``range`` takes a kernel's argument:
+    numpy 2.4 refuses the conversion of Triton 3.6; Triton 3.9 has the same repair. A scalar
+    comparison becomes a bool when it meets a block: otherwise it has the type of its operands, and
+    Triton 3.9 refuses such a mask. The maximum of a number and NaN is the number.
+    A value that rounds up to a power of two in e4m3 becomes it: the interpreter gives half of it.
+    """
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+    fp_to_fp = builder.create_fp_to_fp
+    splat = builder.create_splat
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        rounded = torch.tensor(src.data).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    def rounding_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+            return fp_to_fp(self, src, dst_type, rounding_mode)
+        rounded = torch.tensor(src.data).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
+
+    def bool_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        is_bool = arg.data.dtype.kind == "b"
+        return splat(self, ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if is_bool else arg)
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    builder.cast_impl = rounding_cast
+    builder.create_fp_to_fp = rounding_fp_to_fp
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_splat = bool_splat
+    interpreter._patch_lang_tensor = patch
+    _patch_once()
+
+
+def _patch_once() -> None:
+    """Patch the language once for each grid, and not again for each call of a device function.
+
+    A sixth of the time of a small kernel goes there.
+    """
+    patch = interpreter._patch_lang
+    patched: set[Any] = set()  # while a grid runs
+
+    @functools.cache
+    def languages(fn: Any) -> set[Any]:
+        found = (interpreter.tl, interpreter.tl.core)
+        return {x for x in found if any(value is x for value in fn.__globals__.values())}
+
+    def patch_new(fn: Any) -> Any:
+        if patched >= languages(fn):
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        patched.update(languages(fn))
+        restore = scope.restore
+
+        def restore_all() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_new

@@ -1,0 +1,256 @@
+"""The interpreter of Gluon: what it finds in small kernels, and Hopper's kernels in it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparsemla.kernels.common.gluon import async_load, reinterpret, tma_load
+from sparsemla.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
+from sparsemla.verify import run
+from sparsemla.verify.matrix import MATRIX
+
+pytestmark = [
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="Triton does not interpret"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+SEEDS = range(8)
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+MATRIX_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+TOKEN_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+# ---- two partitions ----------------------------------------------------------------------------
+
+
+@gluon.jit
+def copy_producer(x, smem, full, empty, BLOCKS: gl.constexpr, WAITS: gl.constexpr):
+    for block in range(BLOCKS):
+        if WAITS:
+            mbarrier.wait(empty, (block & 1) ^ 1)
+        async_load(smem, x + block * 64 + gl.arange(0, 64, VECTOR))
+        async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def copy_consumer(out, smem, full, empty, BLOCKS: gl.constexpr, WAITS: gl.constexpr):
+    for block in range(BLOCKS):
+        if WAITS:
+            mbarrier.wait(full, block & 1)
+        gl.store(out + block * 64 + gl.arange(0, 64, VECTOR), smem.load(VECTOR))
+        mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
+def copy_kernel(
+    x, out, BLOCKS: gl.constexpr, COUNT: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr
+):
+    smem = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=COUNT)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [
+            (copy_consumer, (out, smem, full, empty, BLOCKS, FULL)),
+            (copy_producer, (x, smem, full, empty, BLOCKS, EMPTY)),
+        ],
+        [4],
+        [24],
+    )
+
+
+def copied(seed, count=128, full=True, empty=True):
+    """Whether a kernel with these waits copies right."""
+    x, out = torch.arange(256, dtype=torch.int32), torch.empty(256, dtype=torch.int32)
+    with interpreting(seed):
+        copy_kernel[(1,)](x, out, 4, count, full, empty)
+    return torch.equal(out, x)
+
+
+def test_a_right_kernel_is_right_in_every_order():
+    assert all(copied(seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("missing", ["full", "empty"])
+def test_a_missing_wait_shows_in_some_order(missing):
+    def is_right(seed):
+        try:
+            return copied(seed, **{missing: False})
+        except RuntimeError:  # a wait for a phase that has passed
+            return False
+
+    assert not all(is_right(seed) for seed in SEEDS)
+
+
+def test_a_missing_arrival_is_a_deadlock():
+    with pytest.raises(RuntimeError, match="deadlock: 2 partitions wait"):
+        copied(0, count=129)
+
+
+def test_arrivals_are_counted():
+    with pytest.raises(RuntimeError, match="more than 64 arrivals"):
+        copied(0, count=64)
+
+
+# ---- an MMA ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def product_kernel(a, b, out, FENCE: gl.constexpr, WAIT: gl.constexpr):
+    rows = gl.arange(0, 64, gl.SliceLayout(1, MATRIX_LAYOUT))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, MATRIX_LAYOUT))
+    at = rows[:, None] * 64 + columns[None, :]
+    left = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    right = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    left.store(gl.load(a + at))
+    right.store(gl.load(b + at))
+    if FENCE:
+        fence_async_shared()
+    acc = gl.zeros([64, 64], gl.float32, ACC)
+    acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
+    if WAIT:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.store(out + at, gl.convert_layout(acc, MATRIX_LAYOUT))
+
+
+def product(fence=True, wait=True):
+    a, b = torch.randn(2, 64, 64).bfloat16()
+    out = torch.empty(64, 64)
+    with interpreting():
+        product_kernel[(1,)](a, b, out, fence, wait)
+    return torch.allclose(out, a.float() @ b.float(), atol=1e-4)
+
+
+def test_a_product():
+    assert product()
+
+
+def test_an_mma_needs_a_fence_and_a_wait():
+    with pytest.raises(RuntimeError, match="without a proxy fence"):
+        product(fence=False)
+    with pytest.raises(RuntimeError, match="without a wait for its MMA"):
+        product(wait=False)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def panel_kernel(desc, out, PANEL: gl.constexpr):
+    smem = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
+    panels = reinterpret(smem, gl.bfloat16, [2, 64, 64], TILE)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, 2 * 64 * 64 * 2)
+    for panel in gl.static_range(2):
+        to = reinterpret(panels.index(panel), gl.bfloat16, [1, 64, 64], TOKEN_TILE)
+        tma_load(desc, [1, 0, panel * 64], bar, to)
+    mbarrier.wait(bar, 0)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, MATRIX_LAYOUT))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, MATRIX_LAYOUT))
+    gl.store(out + rows[:, None] * 128 + columns[None, :], smem.load(MATRIX_LAYOUT))
+
+
+def test_a_tile_is_panels_of_64_columns_and_tma_fills_with_zeros():
+    x, out = torch.randn(2, 50, 100).bfloat16(), torch.empty(64, 128, dtype=torch.bfloat16)
+    desc = TensorDescriptor(
+        torch.nn.functional.pad(x, (0, 4)), [2, 50, 100], [50 * 104, 104, 1], [1, 64, 64],
+        TOKEN_TILE.value,
+    )  # fmt: skip
+    with interpreting():
+        panel_kernel[(1,)](desc, out, 0)
+    assert torch.equal(out, torch.nn.functional.pad(x[1], (0, 28, 0, 14)))
+
+
+@gluon.jit
+def load_kernel(x, out, last):
+    at = gl.arange(0, 64, VECTOR)
+    gl.store(out + at, gl.load(x + at, mask=at < last))
+
+
+def test_addresses_stay_inside_and_masked_elements_are_poison():
+    x, out = torch.arange(32, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    with interpreting():
+        load_kernel[(1,)](x, out, 32)
+        assert torch.equal(out[:32], x)
+        assert (out[32:] == 0x7F7F7F7F).all()
+        with pytest.raises(IndexError, match="bytes 0 to 132 of a storage of 128"):
+            load_kernel[(1,)](x, out, 33)
+
+
+@gluon.jit
+def number_kernel(x, y, out):
+    at = gl.arange(0, 4, VECTOR)
+    a, b = gl.load(x + at), gl.load(y + at)
+    gl.store(out + at, (a // 4).to(gl.float32))
+    gl.store(out + (4 + at), (a % 4).to(gl.float32))
+    gl.store(out + (8 + at), b.to(gl.bfloat16) * 3)
+    gl.store(out + (12 + at), b.to(gl.float8e4nv).to(gl.float32))
+    gl.store(out + (16 + at), (a.to(gl.uint32) >> 28).to(gl.float32))
+    gl.store(out + (20 + at), gl.maximum(b, gl.where(a > 0, float("nan"), 0.0)))
+
+
+def test_numbers_are_those_of_triton():
+    x = torch.tensor([-7, 7, -8, 9], dtype=torch.int32)
+    y = torch.tensor([1.004, 1000.0, -0.3, 2.0**-10])
+    out = torch.empty(6, 4)
+    with interpreting():
+        number_kernel[(1,)](x, y, out)
+    assert out[0].tolist() == [-1, 1, -2, 2]
+    assert out[1].tolist() == [-3, 3, 0, 1]
+    assert torch.equal(out[2], (y.bfloat16() * 3).float())
+    assert out[3].tolist() == [1.0, 448.0, -0.3125, 2.0**-9 * 0.0]
+    assert out[4].tolist() == [15, 0, 15, 0]
+    assert torch.equal(out[5], torch.tensor([1.004, 1000.0, 0.0, 2.0**-10]))
+
+
+def test_the_environment_is_checked(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be 1"), acting_as_hopper():
+        pass
+
+
+# ---- Hopper's kernels --------------------------------------------------------------------------
+
+SLOW = (  # or without kernels for Hopper
+    "maxima that climb",
+    "140 requests",
+    "float32",
+    "W_U",
+    "parts, ",
+    "a few requests of 128 heads",
+    "128 x 512",
+)
+CASES = [
+    (op, case)
+    for op in MATRIX
+    if op in interpreted_ops()
+    for case in run.chosen_cases(op, "cpu", quick=True)
+    if not any(part in case.name for part in SLOW)
+]
+
+
+@pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}: {case.name}" for op, case in CASES])
+def test_kernels_for_hopper(op, case):
+    """Right on poisoned memory, and with equal bits when things happen in another order."""
+    with acting_as_hopper():
+        outcome = run._run_case(op, case, "cpu", reruns=1)
+    assert outcome.tiers == ("sm90",)
+    assert outcome.failures == ()
