@@ -1,4 +1,4 @@
-"""Tests find every mutant of the portable kernels; ``mutants.py --gpu`` runs Hopper's on a GPU."""
+"""Tests find every mutant of the portable kernels; ``mutants.py --hopper`` runs Hopper's."""
 
 import ast
 

@@ -38,7 +38,7 @@ from sparsemla.verify.properties import (
 )
 
 PACKAGE = Path(sparsemla.__file__).parent
-RERUNS, QUICK_RERUNS = 20, 5
+RERUNS, QUICK_RERUNS, INTERPRETED_RERUNS = 20, 5, 1
 GROUP = 12
 """Number of cases in a unit of work of a process."""
 SHOWN = 40
@@ -225,12 +225,15 @@ def _run_group(
 ) -> _Group:
     """Run up to :data:`GROUP` cases of an op, starting with number ``first``."""
     started = time.perf_counter()
+    reruns = QUICK_RERUNS if quick else RERUNS
+    if device == "cpu" and acting_as is not None:
+        reruns = INTERPRETED_RERUNS
     outcomes = []
     with _acting(acting_as, device):
         for case in chosen_cases(op, device, quick)[first : first + GROUP]:
             if on_case is not None:
                 on_case(op, case.name)
-            outcomes.append(_run_case(op, case, device, QUICK_RERUNS if quick else RERUNS))
+            outcomes.append(_run_case(op, case, device, reruns))
     return _Group(outcomes, time.perf_counter() - started)
 
 
