@@ -74,6 +74,7 @@ with warnings.catch_warnings():
         CommonAttentionMetadata,
     )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
     from vllm.v1.attention.ops import dcp
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm.v1.worker import workspace
@@ -1692,6 +1693,8 @@ def test_the_longest_share_bounds_all_of_them():
         shards = [exchange.Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
         counts = [int(shard.lengths(torch.tensor(seq_len))) for shard in shards]
         assert (shards[0].longest(seq_len), seq_len) == (max(counts), sum(counts))
+        theirs = get_dcp_local_seq_lens(torch.tensor(seq_len), num_ranks, None, interleave)
+        assert counts == theirs.tolist()
         rows = [shard.positions(torch.arange(n)) for shard, n in zip(shards, counts, strict=True)]
         assert_equal("positions", torch.cat(rows).sort().values, torch.arange(seq_len))
 

@@ -4,19 +4,19 @@ The positions of a context are dealt out to the ranks, so each rank scores a par
 offers its own best, with scores and positions; all ranks gather all offers and merge them in the
 order of :func:`sparsemla.select_topk`. Every rank gets the selection that one rank alone would
 make, because a key's score does not depend on where the key is stored.
+
+This module imports nothing of vLLM: the caller brings the collective.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_dcp_group
-from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from sparsemla import PagedCache, indexer_scores_paged, merge_topk, select_topk
 
@@ -79,7 +79,9 @@ class Shard:
 
     def lengths(self, seq_lens: Tensor) -> Tensor:
         """How many of the first ``seq_lens`` positions this rank keeps."""
-        return get_dcp_local_seq_lens(seq_lens, self.num_ranks, self.rank, self.interleave)
+        whole = seq_lens // (self.interleave * self.num_ranks) * self.interleave
+        rest = seq_lens - whole * self.num_ranks - self.rank * self.interleave
+        return whole + rest.clamp(0, self.interleave)
 
     def longest(self, seq_len: int) -> int:
         """How many of the first ``seq_len`` positions the rank with most of them keeps."""
@@ -100,11 +102,13 @@ class ShardedRows:
         shard: this rank's share.
         runs: the requests, by numbers of query tokens on the host.
         lengths: int32 ``[T]``, keys of each token on this rank; 0 for padding.
+        all_gather: joins a tensor of each rank along their first dim, in the order of ranks.
     """
 
     shard: Shard
     runs: list[Run]
     lengths: Tensor
+    all_gather: Callable[[Tensor], Tensor]
 
     def select_topk(
         self,
@@ -150,5 +154,5 @@ class ShardedRows:
                 rows = select_topk(scores, offered, row_ends=lengths)
                 values = scores.gather(1, rows.clamp(min=0).long())
                 offer = torch.stack([values.view(torch.int32), self.shard.positions(rows)])
-                offers = get_dcp_group().all_gather(offer, dim=0).unflatten(0, (-1, 2))
+                offers = self.all_gather(offer).unflatten(0, (-1, 2))
                 merge_topk(offers[:, 0].view(torch.float32), offers[:, 1], topk, out=out[tokens])

@@ -9,6 +9,7 @@ hook ``SparseAttnIndexer`` is too late: it receives e4m3 queries, quantised by a
 does not compile below sm_89.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,7 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         group = get_dcp_group()
         interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self.shard = Shard(group.rank_in_group, group.world_size, interleave)
+        self.all_gather = functools.partial(group.all_gather, dim=0)
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -147,7 +149,7 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         seq_lens = seq_lens.where(self.tokens < ends[-1], 0)  # later rows are padding
         self.lengths.copy_(self.shard.lengths(seq_lens))
         runs = Run.all_of(common.query_start_loc_cpu)
-        metadata.sharded = ShardedRows(self.shard, runs, self.lengths)
+        metadata.sharded = ShardedRows(self.shard, runs, self.lengths, self.all_gather)
         return metadata
 
 

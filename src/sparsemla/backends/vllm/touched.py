@@ -276,11 +276,6 @@ INDEXER = (
         ("seq_lens", "max_seq_len", "slot_mapping", "block_table"),
     ),
     Touched("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
-    Touched(
-        "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens",
-        "keys that a rank keeps",
-        ("seq_lens", "dcp_size", "dcp_rank", "cp_kv_cache_interleave_size"),
-    ),
     Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
 )
 
