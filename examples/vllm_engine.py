@@ -6,7 +6,11 @@ Every mode serves it in a process of its own, with prompts that are longer than 
 prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared. For
 each mode a line says which classes served, and which kernels were compiled once it was ready.
 
-Needs vLLM 0.33 and a GPU that it serves sparse models on. Run ``python examples/vllm_engine.py``.
+Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the contexts, too. They
+are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line.
+
+Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
+two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +47,9 @@ class Mode:
         graphs: whether steps are captured.
         portable: exchange vLLM's class of the model for NVIDIA for the portable one.
         model: type of the model.
+        gpus: that share the heads.
+        dcp: of them, those that share each context.
+        interleave: consecutive tokens of a context that one of these keeps.
     """
 
     plugins: str
@@ -50,9 +58,15 @@ class Mode:
     graphs: bool = False
     portable: bool = False
     model: str = "deepseek_v32"
+    gpus: int = 1
+    dcp: int = 1
+    interleave: int = 1
 
 
 BOTH = "sparsemla,sparsemla_indexer"
+V4 = {"cache": "fp8", "model": "deepseek_v4"}
+TP2: dict[str, Any] = {"gpus": 2}
+DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 MODES = {
     "vllm": Mode("", "FLASHMLA_SPARSE"),
     "vllm, graphs": Mode("", "FLASHMLA_SPARSE", graphs=True),
@@ -64,12 +78,21 @@ MODES = {
     "vllm, bf16": Mode("", "FLASH_ATTN_MLA_SPARSE", cache="bfloat16"),
     "attention, bf16": Mode("sparsemla", "CUSTOM", cache="bfloat16"),
     "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
-    "v4, vllm": Mode("", "FLASHMLA_SPARSE_DSV4", cache="fp8", model="deepseek_v4"),
-    "v4, vllm, graphs": Mode(
-        "", "FLASHMLA_SPARSE_DSV4", cache="fp8", graphs=True, model="deepseek_v4"
-    ),
-    "v4": Mode("sparsemla", "CUSTOM", cache="fp8", model="deepseek_v4"),
-    "v4, graphs": Mode("sparsemla", "CUSTOM", cache="fp8", graphs=True, model="deepseek_v4"),
+    "both, tp2": Mode(BOTH, "CUSTOM", **TP2),
+    "both, graphs, tp2": Mode(BOTH, "CUSTOM", graphs=True, **TP2),
+    "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
+    "vllm, dcp2": Mode("", "FLASHMLA_SPARSE", **DCP2),
+    "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
+    "both, dcp2": Mode(BOTH, "CUSTOM", **DCP2),
+    "both, graphs, dcp2": Mode(BOTH, "CUSTOM", graphs=True, **DCP2),
+    "both, portable, dcp2": Mode(BOTH, "CUSTOM", portable=True, **DCP2),
+    "both, bf16, graphs, dcp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **DCP2),
+    "both, bf16, dcp2 in pages": Mode(BOTH, "CUSTOM", cache="bfloat16", interleave=64, **DCP2),
+    "v4, vllm": Mode("", "FLASHMLA_SPARSE_DSV4", **V4),
+    "v4, vllm, graphs": Mode("", "FLASHMLA_SPARSE_DSV4", graphs=True, **V4),
+    "v4": Mode("sparsemla", "CUSTOM", **V4),
+    "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
+    "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -79,10 +102,37 @@ PAIRS = (
     ("both, portable", "both"),
     ("attention, bf16", "vllm, bf16"),
     ("both, bf16, graphs", "vllm, bf16"),
+    ("both, tp2", "both"),
+    ("both, graphs, tp2", "both, graphs"),
+    ("both, bf16, graphs, tp2", "both, bf16, graphs"),
+    ("vllm, dcp2", "vllm"),
+    ("attention, dcp2", "attention"),
+    ("both, dcp2", "both, tp2"),
+    ("both, graphs, dcp2", "both, graphs, tp2"),
+    ("both, portable, dcp2", "both, portable"),
+    ("both, bf16, graphs, dcp2", "both, bf16, graphs, tp2"),
+    ("both, bf16, dcp2 in pages", "both, bf16, graphs, tp2"),
     ("v4", "v4, vllm"),
     ("v4, graphs", "v4, vllm, graphs"),
     ("v4, graphs", "v4"),
+    ("v4, graphs, tp2", "v4, graphs"),
 )
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_USE_DIRECT_DCP_A2A": "0",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
+}
+"""Collectives without NVLink multicast, which shared hosts and virtual machines may not allow.
+
+All are NCCL's, except that vLLM's NVIDIA class of DeepSeek-V3.2 adds and normalises in FlashInfer's
+all-reduce where that is installed. No variable turns it off, but ``trtllm`` needs no multicast.
+"""
 
 
 def make_model(folder: Path) -> None:
@@ -163,6 +213,7 @@ class Served:
         lengths: of the prompts.
         max_length: of prompts and answers.
         block_size: of vLLM's caches.
+        step: most tokens of a step.
     """
 
     make: Callable[[Path], None]
@@ -170,12 +221,18 @@ class Served:
     lengths: tuple[int, ...]
     max_length: int
     block_size: int
+    step: int
 
 
 SERVED = {
-    "deepseek_v32": Served(make_model, VOCABULARY, LENGTHS, 4096, 64),
+    "deepseek_v32": Served(make_model, VOCABULARY, LENGTHS, 4096, 64, 1024),
     # Of longer contexts the layer of entries of 128 tokens would not know the latest entry.
-    "deepseek_v4": Served(make_v4_model, 256, (1200, 700, 300, 256, 1400, 900, 500), 1536, 256),
+    # For the hyper-connections vLLM compiles a TileLang kernel for each way to split a sum that a
+    # step may take, one after the other: 23 for steps of up to 1024 tokens on 132 multiprocessors,
+    # 6 for 256.
+    "deepseek_v4": Served(
+        make_v4_model, 256, (1200, 700, 300, 256, 1400, 900, 500), 1536, 256, 256
+    ),
 }
 
 
@@ -196,18 +253,61 @@ def attention_classes(model: torch.nn.Module) -> list[str]:
     ]
 
 
+def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
+    """Arguments of vLLM's engine."""
+    served = SERVED[mode.model]
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "kv_cache_dtype": mode.cache,
+        "enforce_eager": not mode.graphs,
+        "attention_config": {"backend": mode.backend, "sparse_mla_force_mqa": True},
+        "max_model_len": served.max_length,
+        "max_num_batched_tokens": served.step,
+        "max_num_seqs": 8,
+        "block_size": served.block_size,
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30,  # no measurement, so that several can serve at once
+        "enable_prefix_caching": False,
+        # It times kernels at many sizes, for which a comparison of tokens need not wait.
+        "enable_flashinfer_autotune": False,
+        "tensor_parallel_size": mode.gpus,
+        "decode_context_parallel_size": mode.dcp,
+        "cp_kv_cache_interleave_size": mode.interleave,
+        "disable_custom_all_reduce": True,
+    }
+
+
+def count(worker: Any) -> None:  # noqa: ANN401 - of vLLM
+    """Begin to count the compilations of a worker's process."""
+    from sparsemla.kernels.common.compiling import count_compilations
+
+    worker.counting = count_compilations()
+    worker.kernels = worker.counting.__enter__()
+
+
+def counted(worker: Any) -> tuple[list[str], list[str]]:  # noqa: ANN401 - of vLLM
+    """Kernels that the process compiled since, and those that it found in Triton's cache."""
+    return worker.kernels.compiled, worker.kernels.loaded
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
     Raises:
-        RuntimeError: the attention is this package's and should not be, or should be and is not.
+        RuntimeError: other classes serve than the mode asks for.
     """
-    # The engine runs in this process, where the model's class is exchanged.
-    os.environ |= {"VLLM_PLUGINS": mode.plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # The scheduler runs in this process, where the model's class is exchanged; the workers of
+    # several GPUs are its forks. DeepGEMM compiles for these requests only, once they need it.
+    os.environ |= {
+        "VLLM_PLUGINS": mode.plugins,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        **NO_MULTICAST,
+    }
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
-
-    from sparsemla.kernels.common.compiling import count_compilations
 
     if mode.portable:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -219,23 +319,12 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         for architecture, name in GENERIC_MODELS.items():
             ModelRegistry.register_model(architecture, name)
     served = SERVED[mode.model]
-    llm = LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        kv_cache_dtype=mode.cache,
-        enforce_eager=not mode.graphs,
-        attention_config={"backend": mode.backend, "sparse_mla_force_mqa": True},
-        max_model_len=served.max_length,
-        max_num_batched_tokens=1024,
-        max_num_seqs=8,
-        block_size=served.block_size,
-        gpu_memory_utilization=0.2,
-        kv_cache_memory_bytes=1 << 30,  # and no measurement, so that several can serve at once
-        enable_prefix_caching=False,
-    )
-    (classes,) = llm.apply_model(attention_classes)
-    if any(name.startswith("sparsemla.") for name in classes) != bool(mode.plugins):
-        raise RuntimeError(f"plugins {mode.plugins!r}, but these classes serve: {classes}")
+    llm = LLM(**engine_arguments(mode, model))
+    classes, *others = llm.apply_model(attention_classes)
+    ours = any(name.startswith("sparsemla.") for name in classes)
+    portable = classes[0].startswith("vllm.model_executor.models.")
+    if ours != bool(mode.plugins) or portable < mode.portable or any(x != classes for x in others):
+        raise RuntimeError(f"{mode} needs other classes than those that serve: {classes, *others}")
     ready = time.perf_counter()
     draw = np.random.default_rng(0)
     prompts = [
@@ -251,8 +340,10 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         detokenize=False,
     )
     found = []
-    with count_compilations() as kernels:
-        answers = llm.generate(prompts, params)
+    llm.collective_rpc(count)
+    answers = llm.generate(prompts, params)
+    answered = time.perf_counter()
+    kernels = llm.collective_rpc(counted)
     for answer in answers:
         ids = answer.prompt_token_ids
         pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
@@ -269,9 +360,9 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     report = {
         "answers": found,
         "classes": classes,
-        "compiled": kernels.compiled,
-        "loaded": kernels.loaded,
-        "seconds": [ready - began, time.perf_counter() - ready],
+        "compiled": [name for compiled, _ in kernels for name in compiled],
+        "loaded": [name for _, loaded in kernels for name in loaded],
+        "seconds": [ready - began, answered - ready],
     }
     result.write_text(json.dumps(report))
 
@@ -327,12 +418,32 @@ def serve_apart(
     return {name for name in names if (folder / f"{name}.json").exists()}
 
 
+def select_modes(model: str, gpus: int | None, present: int) -> list[str]:
+    """The modes to serve; those that need more GPUs than are present are named and left out.
+
+    Args:
+        model: type of the model.
+        gpus: only modes of so many GPUs, and those that they are compared with; None for all.
+        present: number of GPUs here.
+    """
+    modes = {name: mode for name, mode in MODES.items() if mode.model == model}
+    if gpus is not None:
+        chosen = {name for name, mode in modes.items() if mode.gpus == gpus}
+        chosen |= {base for name, base in PAIRS if name in chosen}
+        modes = {name: mode for name, mode in modes.items() if name in chosen}
+    for name, mode in modes.items():
+        if mode.gpus > present:
+            sys.stdout.write(f"{name}: left out, needs {mode.gpus} GPUs and finds {present}\n")
+    return [name for name, mode in modes.items() if mode.gpus <= present]
+
+
 def main() -> int:
     """Serve the model by every mode; 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SERVED, default="deepseek_v32", help="type of the model")
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
+    parser.add_argument("--gpus", type=int, help="only modes of so many GPUs, and their bases")
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
@@ -340,8 +451,8 @@ def main() -> int:
     if arguments.serve:
         serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
+    modes = select_modes(arguments.model, arguments.gpus, torch.cuda.device_count())
     SERVED[arguments.model].make(model)
-    modes = [name for name, mode in MODES.items() if mode.model == arguments.model]
     served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):
         describe(name, folder)

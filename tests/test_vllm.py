@@ -1674,6 +1674,53 @@ def run_rank(rank, folder):
                 destroy_model_parallel()
 
 
+ENGINES = """
+import json
+from pathlib import Path
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_engine import MODES, engine_arguments
+
+type(current_platform).device_type = "cuda"  # a configuration needs one
+for name, mode in MODES.items():
+    if mode.model == "deepseek_v32" and mode.gpus > 1:
+        config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
+        refused = []
+        if mode.plugins:
+            with set_current_vllm_config(config):
+                refused = AttentionBackendEnum[mode.backend].get_class().validate_configuration(
+                    576, config.model_config.dtype, mode.cache, config.cache_config.block_size,
+                    True, False, True, False, False, DeviceCapability(9, 0), "decoder",
+                    use_dcp=mode.dcp > 1,
+                )
+        parallel = config.parallel_config
+        print(json.dumps([
+            name,
+            parallel.distributed_executor_backend,
+            parallel.tensor_parallel_size,
+            parallel.decode_context_parallel_size,
+            parallel.cp_kv_cache_interleave_size,
+            refused,
+        ]))
+"""
+
+
+def test_vllm_accepts_the_modes_of_several_gpus_of_the_example(run_code, tmp_path):
+    """All of them but the GPUs: configurations, and the backend with shared contexts."""
+    sizes = {"max_position_embeddings": 4096, "index_topk": 512}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
+    assert status == 0, err
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    assert len(lines) == 10
+    for name, *rest in lines:
+        interleave = 64 if "in pages" in name else 1
+        assert rest == ["mp", 2, 2 if "dcp2" in name else 1, interleave, []], name
+
+
 def test_a_run_is_cut_into_requests_or_into_tokens_of_one():
     runs = exchange.Run.all_of(torch.tensor([0, 1, 2, 3, 3, 13]))
     assert [run.query_len for run in runs] == [1, 10]
