@@ -1,6 +1,7 @@
-"""Python code in new processes that begin with torch and Triton imported, which takes seconds.
+"""Python code in other processes: new ones in which Triton compiles, and two ranks of a group.
 
-Triton compiles there; it may interpret in the process of the tests.
+New ones begin with torch and Triton imported, which takes seconds. Triton may interpret in the
+process of the tests.
 """
 
 from __future__ import annotations
@@ -9,13 +10,64 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+import torch
+
+RANK_DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+        ],
+    ),
+]
+"""Where :func:`on_two_ranks` can run."""
+
+
+def on_two_ranks(
+    folder: Path, device: str, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """``function(rank, *arguments)`` of two ranks, each a process, with gloo, or NCCL and a GPU.
+
+    Processes on the CPU are forked, because the import of transformers takes seconds.
+    """
+    context = get_context("fork" if device == "cpu" else "spawn")
+    ranks = [
+        context.Process(target=_rank, args=(rank, folder, device, function, arguments), daemon=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        assert rank.exitcode == 0
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def _rank(
+    rank: int, folder: Path, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)  # the threads of OpenMP are not forked
+    backend, place = "gloo", None
+    if device == "cuda":
+        backend, place = "nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(place)
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group(
+        backend, init_method=meeting, rank=rank, world_size=2, device_id=place
+    )
+    torch.save(function(rank, *arguments), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 @contextmanager
