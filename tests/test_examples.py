@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import processes
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache
 from sparsemla.bench import report
 from sparsemla.testing.compare import assert_equal
@@ -103,6 +104,46 @@ def test_modes_for_more_gpus_than_there_are_are_left_out_with_a_line(capsys):
     assert set(two) == {name for pair in pairs for name in pair}
     assert select_modes("deepseek_v4", 2, 2) == ["v4, graphs", "v4, graphs, tp2"]
     assert capsys.readouterr().out == ""
+
+
+def measured(rank, device):
+    """A row of ``examples/exchange_bench.py`` in one of two ranks."""
+    import exchange_bench
+
+    place = torch.device(device, rank if device == "cuda" else 0)
+    return [asdict(exchange_bench.measure(context, 3, 128, place, 2)) for context in (300, 1000)]
+
+
+def with_positions_of_one_rank(rank):
+    """The error of ranks that offer their rows as positions."""
+    import exchange_bench
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_bench.Shard, "positions", lambda shard, rows: rows)
+        with pytest.raises(AssertionError) as error:
+            exchange_bench.functions(300, 3, 128, torch.device("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_the_exchange_of_two_ranks_is_checked_and_timed(tmp_path, device):
+    import exchange_bench
+
+    one, other = processes.on_two_ranks(tmp_path, device, measured, device)
+    assert one == other
+    rows = [exchange_bench.Row(**row) for row in one]
+    assert [(row.context, row.batch, row.num_ranks) for row in rows] == [(300, 3, 2), (1000, 3, 2)]
+    for row in rows:
+        assert min(row.local, row.selection, row.gather, row.slots, row.alone) > 0
+        assert set(row.how.values()) == {"launch" if device == "cpu" else "graph"}
+    header, *lines = exchange_bench.table(rows).splitlines()
+    assert [line.split()[:2] for line in lines] == [["300", "3"], ["1000", "3"]]
+    assert len(header.split()) == len(lines[0].split()) + 1
+
+
+def test_a_wrong_exchange_is_not_timed(tmp_path):
+    for error in processes.on_two_ranks(tmp_path, "cpu", with_positions_of_one_rank):
+        assert error.startswith("selection: ")
 
 
 def kernels_of_layers(count, selection, attention):

@@ -92,10 +92,16 @@ class Timer:
 
         return Prepared(replay, "graph")
 
-    def interleaved(self, sides: list[Prepared]) -> list[Timing]:
-        """The sides' times; the sides run in turn, in a new order each time."""
-        longest = max(median(self._samples([side], 3)[0]) for side in sides)
-        repeats = min(max(int(1e3 * self.budget_ms / max(longest, 1.0)), 10), 200)
+    def interleaved(self, sides: list[Prepared], repeats: int | None = None) -> list[Timing]:
+        """The sides' times; the sides run in turn, in a new order each time.
+
+        Args:
+            sides: functions that were prepared.
+            repeats: runs of each side; default what the budget allows, 10 to 200.
+        """
+        if repeats is None:
+            longest = max(median(self._samples([side], 3)[0]) for side in sides)
+            repeats = min(max(int(1e3 * self.budget_ms / max(longest, 1.0)), 10), 200)
         return [
             Timing(median(times), *_tails(times), side.how)
             for side, times in zip(sides, self._samples(sides, repeats), strict=True)

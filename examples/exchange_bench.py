@@ -1,0 +1,211 @@
+"""Keys that ranks share: the time of a selection with its exchange, and of what a rank does alone.
+
+Under vLLM's decode context parallelism each rank keeps a part of every context, here each page in
+turn. It scores its part and offers its best; the ranks gather all offers and merge them, and each
+attends to the selected rows that it keeps. This is the code of the plugin for vLLM, with
+collectives of ``torch.distributed``. Every rank first compares its selection with that of one rank
+for whole contexts.
+
+Run ``torchrun --nproc-per-node 2 examples/exchange_bench.py``, on GPUs with NCCL. A time is the
+median of the slowest rank. With several ranks on CPUs, it shows that the program works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+
+from sparsemla import indexer_scores_paged, indexer_topk, select_topk, to_slots
+from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla.bench.timing import Results, Timer
+from sparsemla.bench.workloads import PAGE_SIZE, IndexerScoresPaged
+from sparsemla.testing.compare import assert_equal
+
+CONTEXTS = (32768, 131072, 1048576)
+BATCHES = (1, 16, 64, 128)
+MAX_WORKSPACE_BYTES = 512 << 20
+"""Of scores; vLLM's default."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of a decode step's selection, one token a request.
+
+    Args:
+        device: name of the GPU, or ``cpu``.
+        num_ranks, context, batch, topk: the size.
+        local: scores of a rank's part, and its best.
+        selection: the same, and the exchange.
+        gather: the all-gather of the exchange by itself.
+        slots: slots of the selected rows that the rank keeps, with ops of torch.
+        alone: the selection of one rank for whole contexts.
+        how: ``graph``, a replay of a CUDA graph, or ``launch``, for each of these.
+    """
+
+    device: str
+    num_ranks: int
+    context: int
+    batch: int
+    topk: int
+    local: float
+    selection: float
+    gather: float
+    slots: float
+    alone: float
+    how: dict[str, str]
+
+
+class RankTimer(Timer):
+    """Times functions that ranks run together: they begin together."""
+
+    def flush(self) -> None:
+        """Overwrite the L2 cache, and wait for the other ranks."""
+        super().flush()
+        distributed.all_reduce(torch.zeros(1, device=self.device))
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, joined along their first dim."""
+    joined = tensor.new_empty(distributed.get_world_size() * tensor.shape[0], *tensor.shape[1:])
+    # Its name from torch 2.13 on, and before.
+    gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+    gather(joined, tensor)
+    return joined
+
+
+def kept_slots(shard: Shard, positions: Tensor, page_table: Tensor) -> Tensor:
+    """Slots of one token of each request for the positions that a rank keeps, and -1 for others."""
+    turn = positions // shard.interleave
+    rows = turn // shard.num_ranks * shard.interleave + positions % shard.interleave
+    kept = (positions >= 0) & (turn % shard.num_ranks == shard.rank)
+    requests = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    return to_slots(rows.where(kept, -1), page_table, requests, page_size=PAGE_SIZE)
+
+
+def functions(
+    context: int, batch: int, topk: int, device: torch.device
+) -> tuple[Shard, dict[str, Callable[[], Results]]]:
+    """This rank's share, and what is timed; checks the selection.
+
+    Raises:
+        AssertionError: the selection or its slots are not those of one rank.
+    """
+    shard = Shard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
+    inputs = IndexerScoresPaged(batch, 1, context).build(device)  # the same on all ranks
+    q, weights, cache = inputs["q"].flatten(0, 1), inputs["weights"].flatten(0, 1), inputs["cache"]
+    whole = inputs["page_table"]
+    whole = functional.pad(whole, (0, -whole.shape[1] % shard.num_ranks))  # parts are as wide
+    part = whole[:, shard.rank :: shard.num_ranks].contiguous()
+    seq_lens = inputs["seq_lens"].flatten()
+    lengths = shard.lengths(seq_lens)
+    columns = part.shape[1] * PAGE_SIZE
+    best = min(topk, columns)
+    rows = ShardedRows(shard, [Run(slice(0, batch), 0, 1)], lengths, all_gather)
+    chosen = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    offer = torch.zeros(2, batch, best, dtype=torch.int32, device=device)
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+    def local() -> Results:
+        scores = indexer_scores_paged(
+            q[:, None], weights[:, None], cache, part, lengths[:, None], max_seq_len=columns
+        )
+        return (select_topk(scores[:, 0], best, row_ends=lengths),)
+
+    def selection() -> Results:
+        limit = MAX_WORKSPACE_BYTES
+        rows.select_topk(q, weights, cache, part, topk, max_workspace_bytes=limit, out=chosen)
+        return (chosen,)
+
+    def gather() -> Results:
+        return (all_gather(offer),)
+
+    def slots() -> Results:
+        return (kept_slots(shard, chosen, part),)
+
+    def alone() -> Results:
+        selected = indexer_topk(
+            q,
+            weights,
+            cache,
+            input_row_offsets=offsets,
+            seq_lens=seq_lens,
+            page_table=whole,
+            topk=topk,
+            max_workspace_bytes=MAX_WORKSPACE_BYTES,
+        )
+        return (selected,)
+
+    (expected,) = alone()
+    assert_equal("selection", *selection(), expected)
+    everywhere = to_slots(expected, whole, offsets[:-1], page_size=PAGE_SIZE)
+    turn = expected // PAGE_SIZE % shard.num_ranks
+    assert_equal("slots", *slots(), everywhere.where(turn == shard.rank, -1))
+    return shard, {each.__name__: each for each in (local, selection, gather, slots, alone)}
+
+
+def measure(context: int, batch: int, topk: int, device: torch.device, repeats: int) -> Row:
+    """Check and time a size, on all ranks."""
+    shard, sides = functions(context, batch, topk, device)
+    timer = RankTimer(device)
+    timings = timer.interleaved([timer.prepare(each) for each in sides.values()], repeats)
+    slowest = torch.tensor([timing.us for timing in timings], device=device)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    us = dict(zip(sides, slowest.tolist(), strict=True))
+    how = {name: timing.how for name, timing in zip(sides, timings, strict=True)}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Row(name, shard.num_ranks, context, batch, topk, **us, how=how)
+
+
+def table(rows: list[Row]) -> str:
+    """Times as text; what the exchange adds is the difference of two of them."""
+    lines = ["context  batch   local  selection  exchange  gather   slots    alone   (us)"]
+    for row in rows:
+        added = row.selection - row.local
+        lines.append(
+            f"{row.context:7d} {row.batch:6d} {row.local:7.1f} {row.selection:10.1f} {added:9.1f} "
+            f"{row.gather:7.1f} {row.slots:7.1f} {row.alone:8.1f}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Measure all sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    several = functools.partial(parser.add_argument, type=int, nargs="+")
+    several("--contexts", default=CONTEXTS, help="tokens of a request")
+    several("--batches", default=BATCHES, help="requests of a step")
+    parser.add_argument("--topk", type=int, default=2048, help="keys that a token selects")
+    parser.add_argument("--repeats", type=int, default=50, help="runs that are timed")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    arguments = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows = []
+    for context, batch in itertools.product(arguments.contexts, arguments.batches):
+        rows.append(measure(context, batch, arguments.topk, device, arguments.repeats))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if distributed.get_rank() == 0:
+        sys.stdout.write(table(rows))
+        if arguments.json:
+            arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
