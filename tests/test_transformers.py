@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,8 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from devices import spread
 from sparsemla import (
     BF16_576,
     FP8_584,
@@ -720,27 +719,6 @@ class TestCompiled:
 class TestSeveralDevices:
     """Layers on several devices, as ``from_pretrained(device_map=...)`` puts them."""
 
-    def spread(self, model: Any, devices: list[torch.device]) -> None:
-        """Put the layers on the devices in turn; hooks bring the inputs, as accelerate's do."""
-
-        def bring(device: torch.device, module: Any, args: Any, kwargs: Any) -> Any:
-            return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-
-        def place(module: Any, device: torch.device) -> None:  # Module.to refuses fake tensors
-            for part in module.modules():
-                for name, tensor in part.named_parameters(recurse=False):
-                    part._parameters[name] = torch.nn.Parameter(tensor.to(device), False)
-                for name, tensor in part.named_buffers(recurse=False):
-                    part._buffers[name] = tensor.to(device)
-
-        place(model, devices[0])
-        modules = [*model.model.layers, model.model.norm]
-        for index, module in enumerate(modules):
-            device = devices[0] if module is modules[-1] else devices[index % len(devices)]
-            place(module, device)
-            hook = functools.partial(bring, device)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-
     def model(self) -> Any:
         types = ["full", "shared", "full", "shared"]
         return make_model("glm_moe_dsa", num_hidden_layers=4, indexer_types=types)
@@ -756,7 +734,7 @@ class TestSeveralDevices:
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]
         with FakeTensorMode():
             model = self.model()
-            self.spread(model, devices)
+            spread(model, devices)
             token = torch.zeros(3, 1, dtype=torch.long, device=devices[0])
             with enable(model, page_size=8, cache_format=cache_format) as handle:
                 cache = handle.new_cache(3)
@@ -809,7 +787,7 @@ class TestSeveralDevices:
         ids[1, :10] = PAD
         arguments = {"attention_mask": (ids != PAD).long(), "max_new_tokens": 12}
         one, two = self.model().cuda(0), self.model()
-        self.spread(two, [torch.device("cuda:0"), torch.device("cuda:1")])
+        spread(two, [torch.device("cuda:0"), torch.device("cuda:1")])
         for options in ({}, {"num_beams": 3}, {"use_cache": False}):
             with enable(one, page_size=8), enable(two, page_size=8):
                 expected = one.generate(ids, **arguments, **options)

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from devices import spread
 from sparsemla import (
     BF16_512,
     FP4_288,
@@ -373,6 +374,22 @@ def test_generate_gives_the_same_tokens(model, options, device):
     torch.manual_seed(0)
     with enable(model, page_size=8):
         assert torch.equal(model.generate(ids, **arguments), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_say_the_same_as_one(model):
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    one, two = copy.deepcopy(model).to(devices[0]), copy.deepcopy(model)
+    spread(two, devices)
+    ids = tokens(2, 200).to(devices[0])
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    for options in ({}, {"num_beams": 3}, {"use_cache": False}):
+        arguments = {"attention_mask": mask, "max_new_tokens": 12, **options}
+        with enable(one, page_size=8), enable(two, page_size=8):
+            expected = one.generate(ids, **arguments)
+            assert torch.equal(two.generate(ids, **arguments), expected)
 
 
 def test_padding_is_not_pooled(model):
