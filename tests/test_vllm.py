@@ -1960,3 +1960,35 @@ def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(
     assert (serving.index_heads, serving.topk) == (32, TOPK)
     assert {op for op, *_ in calls} == {"fused_indexer_rope_quant", "indexer_topk"}
     assert replay.missing_kernels(run_python, calls, *configurations) == []
+
+
+def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
+    run_python, config, mla_layer, monkeypatch
+):
+    """One rank of two, as both do the same: the other offers the same keys."""
+    two = {"world_size": 2, "all_gather": lambda offer, dim: torch.cat([offer, offer], dim)}
+    group = SimpleNamespace(rank_in_group=0, **two)
+    monkeypatch.setattr(indexer, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
+    ops = {exchange: ("indexer_scores_paged", "select_topk", "merge_topk")}
+    calls = replay.spy(monkeypatch, ops)
+    cache, keys = mla_layer.indexer.inner.k_cache, PagedCache.allocate(INDEX_FP8, 70, PAGE_SIZE)
+    cache.kv_cache = keys.data
+    for lens in SHARED.values():
+        batch = in_engine(config, **lens)
+        made = indexer.ShardedIndexerMetadataBuilder(
+            cache.get_kv_cache_spec(config), [cache.prefix], config, torch.device("cpu")
+        )
+        made.build(0, batch.common()).sharded.select_topk(
+            batch.draw.normal(batch.rows, 32, 128).to(torch.float8_e4m3fn),
+            batch.draw.normal(batch.rows, 32),
+            keys,
+            batch.block_table[:, : 1 + max(lens["seq_lens"]) // (2 * PAGE_SIZE)],
+            TOPK,
+            max_workspace_bytes=indexer.max_score_bytes(),
+            out=torch.empty(MAX_TOKENS, TOPK, dtype=torch.int32)[: batch.rows],
+        )
+    serving, shared = warmup.index_layers(config, 32, TOPK, False, 2048, torch.bfloat16)
+    assert (shared.num_ranks, shared.pages.columns) == (2, serving.table_width)
+    assert {op for op, *_ in calls} == {"indexer_scores_paged", "select_topk", "merge_topk"}
+    assert replay.missing_kernels(run_python, calls, steps=[*shared.sweeps()]) == []

@@ -23,13 +23,14 @@ from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
+from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
 LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its own name only
 PAGE_SIZE = 64
 
 
-Key: TypeAlias = Serving | CompressedLayer
+Key: TypeAlias = Serving | CompressedLayer | ShardedIndex
 """What the layers of one kind may ask of the GPU."""
 
 
@@ -51,11 +52,12 @@ class Kernels(VllmJitKernel[Key]):
         servings: list[Serving] = []
         sweeps: list[Sweep] = []
         for key in compile_keys:
+            if isinstance(key, Serving):
+                servings.append(key)
+                continue
+            sweeps += key.sweeps()
             if isinstance(key, CompressedLayer):
                 servings += key.selections()
-                sweeps += key.sweeps()
-            else:
-                servings.append(key)
         done = warm_up(*servings, steps=sweeps)
         LOGGER.info("sparsemla: %s before the engine is ready", done)
 
@@ -111,22 +113,35 @@ def index_layers(
     interleaved: bool,
     max_positions: int,
     table_dtype: torch.dtype,
-) -> Iterator[Serving]:
+) -> Iterator[Serving | ShardedIndex]:
     """The configuration of each layer with an index cache."""
+    limits, num_ranks = _limits(config), config.parallel_config.decode_context_parallel_size
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, DeepseekV32IndexerCache):
+            count, stride = layer.kv_cache.shape[0], layer.kv_cache.stride(0)
             yield Serving(
                 None,
                 topk=topk,
                 index_heads=index_heads,
-                num_pages=layer.kv_cache.shape[0],
-                index_page_stride=layer.kv_cache.stride(0),
+                num_pages=count,
+                index_page_stride=stride,
                 max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
                 interleaved=interleaved,
                 max_positions=max_positions,
                 table_dtype=table_dtype,
-                **_limits(config),
+                **limits,
             )
+            if num_ranks > 1:
+                yield ShardedIndex(
+                    num_ranks,
+                    topk,
+                    index_heads,
+                    Pages(count, PAGE_SIZE, stride, limits["table_width"]),
+                    max_tokens=limits["max_tokens"],
+                    max_requests=limits["max_requests"],
+                    max_query_len=limits["max_query_len"],
+                    max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+                )
 
 
 def _limits(config: VllmConfig) -> dict[str, Any]:
