@@ -64,7 +64,7 @@ class Mode:
 
 
 BOTH = "sparsemla,sparsemla_indexer"
-V4 = {"cache": "fp8", "model": "deepseek_v4"}
+V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 MODES = {
