@@ -229,7 +229,7 @@ SERVED = {
     # Of longer contexts the layer of entries of 128 tokens would not know the latest entry.
     # For the hyper-connections vLLM compiles a TileLang kernel for each way to split a sum that a
     # step may take, one after the other: 23 for steps of up to 1024 tokens on 132 multiprocessors,
-    # 6 for 256.
+    # 6 for 256. DeepGEMM compiles a kernel for most of them, too, once a step needs it.
     "deepseek_v4": Served(
         make_v4_model, 256, (1200, 700, 300, 256, 1400, 900, 500), 1536, 256, 256
     ),
