@@ -546,9 +546,10 @@ def test_fsdp_equals_one_process(stage, device, tmp_path):
         assert_equal_gradients(found, expected, same_gradients)
 
 
-def test_ddp_without_the_index_loss(tmp_path):
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_ddp_without_the_index_loss(device, tmp_path):
     """A coefficient of 0 leaves zeros: DDP finds no parameter without a gradient."""
-    for _, found in processes.on_two_ranks(tmp_path, "cpu", _train, 2, "ddp", "sparse", "cpu"):
+    for _, found in processes.on_two_ranks(tmp_path, device, _train, 2, "ddp", "sparse", device):
         assert not any(grad.any() for name, grad in found.items() if "indexer" in name)
         assert all(grad.any() for name, grad in found.items() if "o_proj" in name)
 
