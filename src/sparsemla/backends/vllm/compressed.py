@@ -49,12 +49,12 @@ class Pages:
     columns: int
 
     def cache(self, format: CacheFormat) -> PagedCache:
-        data = _empty(self.count * self.stride, dtype=torch.uint8)
+        data = without_memory(self.count * self.stride, dtype=torch.uint8)
         shape = self.count, self.rows, format.row_width
         return PagedCache(data.as_strided(shape, (self.stride, format.row_width, 1)), format)
 
     def state(self, width: int) -> WindowState:
-        data = _empty(self.count * self.stride, dtype=torch.float32)
+        data = without_memory(self.count * self.stride, dtype=torch.float32)
         strides = self.stride, 2 * width, width, 1
         return WindowState(data.as_strided((self.count, self.rows, 2, width), strides))
 
@@ -154,22 +154,22 @@ class CompressedLayer:
         return -(-self.max_seq_len // (128 * 128)) * 128
 
     def _table(self) -> Tensor:
-        return _empty(self.max_positions, ROPE_DIM, dtype=torch.float32)
+        return without_memory(self.max_positions, ROPE_DIM, dtype=torch.float32)
 
     def _q(self, *tokens: int) -> Tensor:
-        return _empty(*tokens, self.num_heads, FP8_584.head_dim, dtype=torch.bfloat16)
+        return without_memory(*tokens, self.num_heads, FP8_584.head_dim, dtype=torch.bfloat16)
 
     def _write(self, tokens: int) -> None:
         q, dim = self._q(tokens), FP8_584.head_dim
-        projected = _empty(tokens, self.q_lora_rank + dim, dtype=torch.bfloat16)
+        projected = without_memory(tokens, self.q_lora_rank + dim, dtype=torch.bfloat16)
         fused_rope_rmsnorm_quant(
             q,
             projected[:, self.q_lora_rank :],
             self._table(),
-            _empty(dim, dtype=torch.bfloat16),
+            without_memory(dim, dtype=torch.bfloat16),
             self.raw.cache(FP8_584),
-            positions=_empty(tokens, dtype=torch.int64),
-            slot_mapping=_empty(tokens, dtype=torch.int64),
+            positions=without_memory(tokens, dtype=torch.int64),
+            slot_mapping=without_memory(tokens, dtype=torch.int64),
             query_norm=True,
             out=q,
         )
@@ -178,15 +178,15 @@ class CompressedLayer:
         inputs = self.num_heads * FP8_584.head_dim // self.num_groups
         shape = self.num_groups, self.o_lora_rank, inputs
         if self.scale_block is None:
-            weight = HeadWeight(_empty(*shape, dtype=torch.bfloat16))
+            weight = HeadWeight(without_memory(*shape, dtype=torch.bfloat16))
         else:
             blocks = [-(-n // block) for n, block in zip(shape[1:], self.scale_block, strict=True)]
             weight = HeadWeight(
-                _empty(*shape, dtype=torch.float8_e4m3fn),
-                _empty(shape[0], *blocks, dtype=torch.float32),
+                without_memory(*shape, dtype=torch.float8_e4m3fn),
+                without_memory(shape[0], *blocks, dtype=torch.float32),
                 self.scale_block,
             )
-        positions = _empty(tokens, dtype=torch.int64)
+        positions = without_memory(tokens, dtype=torch.int64)
         project_groups(self._q(tokens), weight, cos_sin_cache=self._table(), positions=positions)
 
     def _slots(self, width: int, start: int, tokens: int) -> Tensor | None:
@@ -196,28 +196,28 @@ class CompressedLayer:
         requests = min(tokens, self.max_requests)
         listed = self._most_entries() if self.ratio == 128 else self.topk
         return to_slots(
-            _empty(start + tokens, listed)[start:, :width],
-            _empty(requests, self.entries.columns),
-            _empty(start + tokens)[start:],
+            without_memory(start + tokens, listed)[start:, :width],
+            without_memory(requests, self.entries.columns),
+            without_memory(start + tokens)[start:],
             page_size=self.entries.rows,
         )
 
     def _shared(self) -> dict[str, Any]:
-        sink = _empty(self.num_heads, dtype=torch.float32)
+        sink = without_memory(self.num_heads, dtype=torch.float32)
         return {"softmax_scale": FP8_584.head_dim**-0.5, "attn_sink": sink}
 
     def _decode(self, width: int, tokens: int) -> None:
         slots = lengths = None
         if self.ratio == 128:
-            slots = _empty(tokens, self._most_entries())[:, :width].view(tokens, 1, -1)
-            lengths = _empty(tokens)
+            slots = without_memory(tokens, self._most_entries())[:, :width].view(tokens, 1, -1)
+            lengths = without_memory(tokens)
         elif (found := self._slots(width, 0, tokens)) is not None:
             slots = found[:, None]
         sparse_decode(
             self._q(tokens, 1),
             self.raw.cache(FP8_584),
-            _empty(tokens, 1, self.window),
-            topk_lengths=_empty(tokens),
+            without_memory(tokens, 1, self.window),
+            topk_lengths=without_memory(tokens),
             extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
             extra_topk_indices=slots,
             extra_topk_lengths=lengths,
@@ -229,11 +229,11 @@ class CompressedLayer:
         sparse_prefill(
             self._q(start + tokens)[start:],
             self.raw.cache(FP8_584),
-            _empty(tokens, 1, self.window)[:, 0],
-            topk_lengths=_empty(tokens),
+            without_memory(tokens, 1, self.window)[:, 0],
+            topk_lengths=without_memory(tokens),
             extra_kv=None if self.entries is None else self.entries.cache(FP8_584),
             extra_topk_indices=slots,
-            extra_topk_lengths=None if slots is None else _empty(tokens),
+            extra_topk_lengths=None if slots is None else without_memory(tokens),
             out=self._q(start + tokens)[start:],
             **self._shared(),
         )
@@ -246,34 +246,35 @@ class CompressedLayer:
             if state is None or pages is None:
                 continue
             width = pooling.width(format.head_dim)
-            projected = _empty(tokens, 2 * width, dtype=torch.float32)
+            projected = without_memory(tokens, 2 * width, dtype=torch.float32)
             pool_windows(
                 projected[:, :width],
                 projected[:, width:],
-                _empty(format.head_dim, dtype=torch.bfloat16),
+                without_memory(format.head_dim, dtype=torch.bfloat16),
                 self._table(),
                 state.state(width),
                 pages.cache(format),
                 pooling=pooling,
-                gate_bias=_empty(self.ratio, width, dtype=torch.float32),
-                positions=_empty(tokens, dtype=torch.int64),
-                request_ids=_empty(tokens),
-                input_row_offsets=_empty(requests + 1),
-                ring_ids=_empty(requests, state.columns),
-                slot_mapping=_empty(tokens, dtype=torch.int64),
+                gate_bias=without_memory(self.ratio, width, dtype=torch.float32),
+                positions=without_memory(tokens, dtype=torch.int64),
+                request_ids=without_memory(tokens),
+                input_row_offsets=without_memory(requests + 1),
+                ring_ids=without_memory(requests, state.columns),
+                slot_mapping=without_memory(tokens, dtype=torch.int64),
             )
 
     def _prepare(self, tokens: int) -> None:
         prepare_index_queries(
-            _empty(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
-            _empty(tokens, self.index_heads, dtype=torch.bfloat16),
+            without_memory(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
+            without_memory(tokens, self.index_heads, dtype=torch.bfloat16),
             self._table(),
-            positions=_empty(tokens, dtype=torch.int64),
+            positions=without_memory(tokens, dtype=torch.int64),
             format=INDEX_FP8,
             interleaved=True,
             rope_first=False,
         )
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def without_memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A tensor for launches that only compile."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsemla import INDEX_FP8
-from sparsemla.backends.vllm.compressed import Pages, _empty
+from sparsemla.backends.vllm.compressed import Pages, without_memory
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
 from sparsemla.warmup import Sweep
 
@@ -86,21 +86,21 @@ class ShardedIndex:
         rows = ShardedRows(
             _Shapes(0, self.num_ranks, 1),
             [Run(slice(start, start + requests), start, query_len)],
-            _empty(tokens),
+            without_memory(tokens),
             self._all_gather,
         )
         rows.select_topk(
-            _empty(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.float8_e4m3fn),
-            _empty(tokens, self.index_heads, dtype=torch.float32),
+            without_memory(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.float8_e4m3fn),
+            without_memory(tokens, self.index_heads, dtype=torch.float32),
             self.pages.cache(INDEX_FP8),
-            _empty(start + requests, self.pages.columns)[:, : sizes["pages"]],
+            without_memory(start + requests, self.pages.columns)[:, : sizes["pages"]],
             self.topk,
             max_workspace_bytes=self.max_workspace_bytes,
-            out=_empty(tokens, self.topk),
+            out=without_memory(tokens, self.topk),
         )
 
     def _all_gather(self, offer: Tensor) -> Tensor:
-        return _empty(self.num_ranks * offer.shape[0], *offer.shape[1:])
+        return without_memory(self.num_ranks * offer.shape[0], *offer.shape[1:])
 
 
 def _powers(limit: int) -> list[int]:
