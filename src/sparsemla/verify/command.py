@@ -76,7 +76,8 @@ def verify(
     console = Console(soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        num_cases = sum(len(run.chosen_cases(one, device, quick)) for one in ops)
+        cases_of = run.device_of_cases(device, acting_as)
+        num_cases = sum(len(run.chosen_cases(one, cases_of, quick)) for one in ops)
         task = progress.add_task("", total=num_cases)
 
         def on_case(op: str, case: str) -> None:

@@ -166,7 +166,8 @@ def verify(
     """
     check_choice(device, ops, beside, acting_as)
     names = ops or usual_ops(device, acting_as)
-    groups = {op: range(0, len(chosen_cases(op, device, quick)), GROUP) for op in names}
+    cases_of = device_of_cases(device, acting_as)
+    groups = {op: range(0, len(chosen_cases(op, cases_of, quick)), GROUP) for op in names}
     reports = []
     with ExitStack() as stack:
         if jobs == 1:
@@ -230,11 +231,18 @@ def _run_group(
         reruns = INTERPRETED_RERUNS
     outcomes = []
     with _acting(acting_as, device):
-        for case in chosen_cases(op, device, quick)[first : first + GROUP]:
+        for case in chosen_cases(op, device_of_cases(device, acting_as), quick)[
+            first : first + GROUP
+        ]:
             if on_case is not None:
                 on_case(op, case.name)
             outcomes.append(_run_case(op, case, device, reruns))
     return _Group(outcomes, time.perf_counter() - started)
+
+
+def device_of_cases(device: str, acting_as: str | None) -> str:
+    """The device whose cases run."""
+    return device if acting_as is None else "cuda"
 
 
 def _acting(name: str | None, device: str) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from triton.runtime.jit import ConstexprFunction, JITCallable
 from sparsemla import dispatch
 from sparsemla.kernels.common.registry import Problem
 from sparsemla.testing.interpreter.language import FUNCTIONS, RANGE, TMA_LOAD
-from sparsemla.testing.interpreter.memory import Descriptor, Pointer
+from sparsemla.testing.interpreter.memory import Descriptor, GlobalMemory
 from sparsemla.testing.interpreter.portable import repair
 from sparsemla.testing.interpreter.schedule import Program, running
 from sparsemla.testing.interpreter.values import as_tensor
@@ -117,8 +117,9 @@ def _launch(
     bound = inspect.signature(kernel.fn).bind(*args, **own)
     bound.apply_defaults()
     constants = {kernel.arg_names[i] for i in kernel.constexprs}
+    memory = GlobalMemory()
     given = {
-        name: _constant(value) if name in constants else _argument(value)
+        name: _constant(value) if name in constants else _argument(value, memory)
         for name, value in bound.arguments.items()
     }
     sizes = (*grid, 1, 1)[:3]
@@ -134,14 +135,14 @@ def _constant(value: Any) -> Any:
     return value.value if isinstance(value, gl.constexpr) else value
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: Any, memory: GlobalMemory) -> Any:
     """An argument of a launch as the kernel sees it."""
     if isinstance(value, torch.Tensor):
-        return Pointer.to_tensor(value)
+        return memory.pointer_to(value)
     if isinstance(value, TensorDescriptor):
-        return Descriptor(value)
+        return Descriptor(memory, value)
     if isinstance(value, tuple):
-        parts = [_argument(part) for part in value]
+        parts = [_argument(part, memory) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     value = _constant(value)
     return value if isinstance(value, bool) else as_tensor(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -52,27 +53,70 @@ def typed(raw: Array, dtype: tl.dtype) -> Array:
     return raw[..., : raw.shape[-1] // size * size].view(UNSIGNED[size])
 
 
+class GlobalMemory:
+    """The storages of a launch's tensors."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Array] = {}
+        """Bytes by their first address."""
+
+    def pointer_to(self, tensor: torch.Tensor) -> Pointer:
+        """A pointer to the first element."""
+        self._add(tensor.untyped_storage())
+        return Pointer(self, np.asarray(tensor.data_ptr(), np.int64), TYPES[tensor.dtype])
+
+    def elements(self, at: Array, element: tl.dtype) -> tuple[Array, Array]:
+        """The elements of the storage that these addresses lie in, and their places there.
+
+        Raises:
+            IndexError: addresses outside of the storage, or odd ones.
+        """
+        size, low, high = bytes_of(element), int(at.min()), int(at.max())
+        start = self._start_of(low)
+        raw = self._storages[start]
+        if high + size > start + raw.size:
+            raise IndexError(
+                f"a kernel accesses bytes {low - start} to {high + size - start} of a storage of "
+                f"{raw.size}"
+            )
+        if ((at - start) % size).any():
+            raise IndexError(f"a kernel accesses {element} at an address that it does not divide")
+        return typed(raw, element), (at - start) // size
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        if size:
+            raw = (ctypes.c_uint8 * size).from_address(storage.data_ptr())
+            self._storages[storage.data_ptr()] = np.ctypeslib.as_array(raw)
+
+    def _start_of(self, address: int) -> int:
+        """The first address of the storage with this one."""
+        for start, raw in self._storages.items():
+            if start <= address < start + raw.size:
+                return start
+        # A kernel may know a tensor by its distance from another one.
+        for each in gc.get_objects():
+            if type(each) is torch.Tensor and each.device.type == "cpu":
+                storage = each.untyped_storage()
+                if storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
+                    self._add(storage)
+                    return storage.data_ptr()
+        raise IndexError("a kernel accesses memory outside of all tensors")
+
+
 class Pointer:
-    """Addresses in the storage of a tensor.
+    """Addresses of elements.
 
     Args:
-        storage: its bytes.
-        at: offsets in bytes.
+        memory: where they lie.
+        at: the addresses.
         element: type of the elements.
     """
 
-    def __init__(self, storage: Array, at: Array, element: tl.dtype) -> None:
-        self._storage = storage
+    def __init__(self, memory: GlobalMemory, at: Array, element: tl.dtype) -> None:
+        self._memory = memory
         self._at = at
         self.dtype = tl.pointer_type(element)
-
-    @classmethod
-    def to_tensor(cls, tensor: torch.Tensor) -> Pointer:
-        found = tensor.untyped_storage()
-        size = found.nbytes()
-        storage = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(found.data_ptr()))
-        start = np.asarray(tensor.storage_offset() * tensor.itemsize, np.int64)
-        return cls(storage, start, TYPES[tensor.dtype])
 
     @property
     def shape(self) -> list[int]:
@@ -81,16 +125,15 @@ class Pointer:
     def to(self, dtype: Any, bitcast: bool = False) -> Pointer | Tensor:
         if not dtype.is_ptr():
             return Tensor(self._at, tl.int64)
-        return Pointer(self._storage, self._at, dtype.element_ty)
+        return Pointer(self._memory, self._at, dtype.element_ty)
 
     def __getitem__(self, places: Any) -> Pointer:
-        return Pointer(self._storage, self._at[places], self.dtype.element_ty)
+        return Pointer(self._memory, self._at[places], self.dtype.element_ty)
 
     def __add__(self, elements: Any) -> Pointer:
         element = self.dtype.element_ty
-        return Pointer(
-            self._storage, self._at + bytes_of(element) * array_in(elements, tl.int64), element
-        )
+        at = self._at + bytes_of(element) * array_in(elements, tl.int64)
+        return Pointer(self._memory, at, element)
 
     __radd__ = __add__
 
@@ -104,7 +147,9 @@ class Pointer:
         else:
             given = to_bits(array_in(other, element), element)
             bits = np.array(np.broadcast_to(given, inside.shape))
-        bits[inside] = typed(self._storage, element)[self._places(inside)]
+        if inside.any():
+            elements, places = self._elements(inside)
+            bits[inside] = elements[places]
         return Tensor(from_bits(bits, element), element)
 
     def store(self, value: Any, mask: Any) -> None:
@@ -112,31 +157,24 @@ class Pointer:
         element = self.dtype.element_ty
         values = array_in(value, element)
         inside = self._inside(mask, values.shape)
-        bits = np.broadcast_to(to_bits(values, element), inside.shape)
-        typed(self._storage, element)[self._places(inside)] = bits[inside]
+        if inside.any():
+            elements, places = self._elements(inside)
+            elements[places] = np.broadcast_to(to_bits(values, element), inside.shape)[inside]
 
     def _inside(self, mask: Any, shape: tuple[int, ...] = ()) -> Array:
         found = np.asarray(array_of(True if mask is None else mask), bool)
         return np.broadcast_to(found, np.broadcast_shapes(self._at.shape, found.shape, shape))
 
-    def _places(self, inside: Array) -> Array:
-        size = bytes_of(self.dtype.element_ty)
+    def _elements(self, inside: Array) -> tuple[Array, Array]:
         at = np.broadcast_to(self._at, inside.shape)[inside]
-        if at.size and (at.min() < 0 or at.max() + size > self._storage.size):
-            raise IndexError(
-                f"a kernel accesses bytes {at.min()} to {at.max() + size} of a storage of "
-                f"{self._storage.size}"
-            )
-        if (at % size).any():
-            raise IndexError(f"a kernel accesses {self.dtype} at odd addresses")
-        return np.asarray(at // size)
+        return self._memory.elements(at, self.dtype.element_ty)
 
 
 class Descriptor:
     """A TMA descriptor: boxes of a tensor, with zeros beyond its end."""
 
-    def __init__(self, descriptor: TensorDescriptor) -> None:
-        self._pointer = Pointer.to_tensor(descriptor.base)
+    def __init__(self, memory: GlobalMemory, descriptor: TensorDescriptor) -> None:
+        self._pointer = memory.pointer_to(descriptor.base)
         self._axes = list(
             zip(descriptor.shape, descriptor.strides, descriptor.block_shape, strict=True)
         )
