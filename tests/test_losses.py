@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
 
 import sparsemla
 from sparsemla import dispatch, reference
+from sparsemla.reference.losses import dense_distributions
 from sparsemla.testing import cases
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import (
@@ -22,6 +23,8 @@ from sparsemla.testing.compare import (
     assert_close,
     assert_equal,
     check_op,
+    run_reference,
+    sizes_of,
 )
 
 FLOAT32 = {"dtype": torch.float32}
@@ -71,6 +74,41 @@ def test_dense_losses(device, options):
     case = cases.dense_index_loss_case(Draw(3, device), **options)
     (loss,) = check_op("dense_index_loss", case)
     assert_equal("loss", check_op("dense_index_gradients", case)[0], loss)
+
+
+def rounded(x, bits):
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**bits).round(), exponent - bits)
+
+
+def check_rounded(case, *, terms, sums):
+    """Check gradients in bfloat16 with so many bits of their terms, and of a sum at any time."""
+    names = "q", "k", "lse", "iq", "weights", "ik", "softmax_scale", "row_starts", "row_ends"
+    scores, target = dense_distributions(**{name: case[name] for name in names})
+    given = scores.softmax(-1).nan_to_num() - target
+    iq, ik = case["iq"].float(), case["ik"].float().nan_to_num()
+    positive = torch.einsum("thd,sd->ths", iq, ik) > 0
+    b = rounded(given[:, None] * case["weights"][..., None] * positive, terms)
+    diq, dik = torch.zeros_like(iq), torch.zeros_like(ik)
+    for row in range(len(ik)):
+        diq = rounded(diq + b[..., row, None] * ik[row], sums)
+    for share, query in zip(b.flatten(0, 1), iq.flatten(0, 1), strict=True):
+        dik = rounded(dik + share[:, None] * query, sums)
+    expected = run_reference("dense_index_gradients", case)
+    sizes = sizes_of("dense_index_gradients", case)
+    for index, got in ((1, diq), (3, dik)):
+        tolerance = TOLERANCES["dense_index_gradients"][index]
+        assert_close("gradient", got.bfloat16(), expected[index], tolerance, sizes[index])
+
+
+@pytest.mark.parametrize("seed", range(3, 11))
+def test_terms_may_be_bfloat16_and_sums_may_not(seed):
+    check_rounded(cases.dense_index_loss_case(Draw(seed)), terms=8, sums=24)
+    case = cases.dense_index_loss_case(Draw(seed), num_index_heads=8, index_dim=128)
+    check_rounded(case, terms=8, sums=24)
+    for wrong in ({"terms": 6, "sums": 24}, {"terms": 8, "sums": 8}):
+        with pytest.raises(AssertionError, match="gradient"):
+            check_rounded(case, **wrong)
 
 
 @pytest.mark.parametrize("ranges", ["causal", "segments", "ragged"])

@@ -360,6 +360,7 @@ SLIPS = {
         ("selected_scores, 8 heads", changed(weights=first_two_swapped)),
         ("selected_scores_backward, 8 heads", changed(weights=first_two_swapped)),
         ("dense_index_loss, ragged", changed(weights=first_two_swapped)),
+        ("dense_index_gradients, ragged", changed(weights=first_two_swapped)),
     ],
     "sinks left out": [("attention_target, sinks", changed(attn_sink=without))],
     "norm weights left out": [

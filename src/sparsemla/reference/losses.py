@@ -36,7 +36,7 @@ def selected_scores(
     topk_lengths: Tensor | None = None,
 ) -> Tensor:
     """``sum_h weights[t, h] * relu(<iq[t, h], ik[j]>)`` of listed rows j, -inf where invalid."""
-    keys, valid = _listed(ik, topk_indices, topk_lengths)
+    keys, valid = listed_rows(ik, topk_indices, topk_lengths)
     logits = torch.einsum("thd,tkd->thk", _wide(iq), keys)  # [T, HI, K]
     scores = torch.einsum("th,thk->tk", _wide(weights), logits.relu())
     return scores.masked_fill(~valid, -torch.inf)
@@ -52,7 +52,7 @@ def selected_scores_backward(
     topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of iq, weights and ik, by the formulas; invalid entries take no part."""
-    keys, valid = _listed(ik, topk_indices, topk_lengths)
+    keys, valid = listed_rows(ik, topk_indices, topk_lengths)
     iq, weights = _wide(iq), _wide(weights)
     logits = torch.einsum("thd,tkd->thk", iq, keys)  # [T, HI, K]
     given = _wide(dscores).where(valid, 0)  # [T, K]
@@ -76,7 +76,7 @@ def attention_target(
     normalize: bool = True,
 ) -> Tensor:
     """What all heads together attend to: ``sum_h exp(z[t, h, j] - lse[t, h])``, a distribution."""
-    keys, valid = _listed(kv, topk_indices, topk_lengths)
+    keys, valid = listed_rows(kv, topk_indices, topk_lengths)
     logits = torch.einsum("thd,tkd->thk", _wide(q), keys) * softmax_scale  # [T, H, K]
     probs = (logits - lse[..., None]).exp()
     if attn_sink is not None:
@@ -113,6 +113,23 @@ def dense_index_loss(
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     """:func:`index_loss` over all rows between ``row_starts`` and ``row_ends``."""
+    rows = row_starts, row_ends
+    scores, target = dense_distributions(q, k, lse, iq, weights, ik, softmax_scale, *rows)
+    return index_loss(scores, target, row_weights=row_weights)
+
+
+def dense_distributions(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+    softmax_scale: float,
+    row_starts: Tensor,
+    row_ends: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Index scores ``[T, S]``, -inf for rows that a token does not see, and their target."""
     rows = torch.arange(ik.shape[0], device=ik.device)
     seen = (rows >= row_starts[:, None]) & (rows < row_ends[:, None])  # [T, S]
     keys = k if k.dim() == 3 else k[:, None].expand(-1, q.shape[1], -1)  # [S, H, D]
@@ -121,7 +138,7 @@ def dense_index_loss(
     keys = _wide(ik).where(seen.any(0)[:, None], 0)  # rows that no token sees may be NaN
     logits = torch.einsum("thd,sd->ths", _wide(iq), keys).relu()  # [T, HI, S]
     scores = torch.einsum("th,ths->ts", _wide(weights), logits).masked_fill(~seen, -torch.inf)
-    return index_loss(scores, _normalized(target), row_weights=row_weights)
+    return scores, _normalized(target)
 
 
 def dense_index_gradients(
@@ -163,7 +180,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _listed(rows: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def listed_rows(rows: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """The listed rows ``[T, K, D]``, 0 where invalid, and the valid entries ``[T, K]``."""
     valid = (indices >= 0) & (indices < rows.shape[0])
     if lengths is not None:
