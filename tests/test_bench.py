@@ -42,6 +42,11 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.WindowedPrefill(3, 64, 200, 128),
+    workloads.AttentionTarget(5, 300, 4, 576, 128),
+    workloads.SelectedScores(5, 300, 128),
+    workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),
+    workloads.DenseIndexLoss(20, 2),
+    workloads.DenseIndexGradients(20, 2),
     workloads.DenseDecode(3, 2, 4, 130),
     workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA),
     workloads.IndexerScores(9, 40),
@@ -131,6 +136,53 @@ def test_work_of_a_sparse_backward():
     causal.check(inputs, (dq, dkv))
     with pytest.raises(AssertionError, match="dkv"):
         causal.check(inputs, (dq, dkv.roll(1, 0)))
+
+
+def test_work_of_the_indexers_losses():
+    workload = workloads.AttentionTarget(4096, 8192, 128, 576, 2048)
+    assert workload.flop == 2 * 4096 * 128 * 2048 * 576
+    small = workloads.AttentionTarget(2, 64, 4, 576, 64)
+    # All 64 rows once; per token 4 heads and their lse, 64 ids and as many results.
+    assert small.unique_bytes(small.build(CPU)) == 64 * 1152 + 2 * (4 * 1152 + 4 * 4 + 2 * 64 * 4)
+    scores = workloads.SelectedScores(4096, 8192, 2048)
+    assert scores.flop == 2 * 4096 * 64 * 2048 * 128
+    assert workloads.SelectedScoresBackward(4096, 8192, 2048).flop == 3 * scores.flop
+    small = workloads.SelectedScores(2, 64, 64)
+    read = 64 * 256 + 2 * (64 * 256 + 64 * 4 + 64 * 4)
+    assert small.unique_bytes(small.build(CPU)) == read + 2 * 64 * 4
+    small = workloads.SelectedScoresBackward(2, 64, 64)
+    # dscores come in; gradients of queries, weights and all rows go out.
+    written = 64 * 256 + 2 * (64 * 256 + 64 * 4)
+    assert small.unique_bytes(small.build(CPU)) == read + 2 * 64 * 4 + written
+    pairs = 4096 * 4097 // 2
+    loss, gradients = (
+        kind(4096, 128) for kind in (workloads.DenseIndexLoss, workloads.DenseIndexGradients)
+    )
+    assert loss.flop == 2 * pairs * (128 * 192 + 64 * 128)
+    assert gradients.flop == loss.flop + 2 * pairs * 2 * 64 * 128
+    small = workloads.DenseIndexLoss(3, 2), workloads.DenseIndexGradients(3, 2)
+    inputs = small[0].build(CPU)
+    assert inputs["row_ends"].tolist() == [1, 2, 3]
+    read = 3 * (2 * 2 * 2 * 192 + 2 * 4 + 64 * 256 + 64 * 4 + 256 + 2 * 4)
+    assert small[0].unique_bytes(inputs) == read
+    assert small[1].unique_bytes(inputs) == read + 3 * (64 * 256 + 64 * 4 + 256)
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize(
+    "workload", [workloads.SelectedScoresBackward(40, 64, 16), workloads.DenseIndexGradients(40, 2)]
+)
+def test_gradients_of_every_token_are_checked(workload, index, monkeypatch):
+    """With the definition applied to a few tokens at a time; one row in the place of another."""
+    monkeypatch.setattr(type(workload), "at_once", 16, raising=False)
+    inputs = workload.build(CPU)
+    *rest, diq, dweights, dik = workload.run(inputs)
+    gradients = [diq, dweights, dik]
+    workload.check(inputs, (*rest, *gradients))
+    gradients[index][-1] = gradients[index][-2]
+    name = ("diq", "dweights", "dik")[index]
+    with pytest.raises(AssertionError, match=name):
+        workload.check(inputs, (*rest, *gradients))
 
 
 def test_work_of_a_sparse_decode():

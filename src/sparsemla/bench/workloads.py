@@ -10,7 +10,7 @@ share 7 of 8 positions, in ascending order, like selections of a trained indexer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -33,24 +33,30 @@ from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.testing.compare import (
+    ATTENTION_TARGET,
     BFLOAT16_ULP,
     DECODE_LSE,
     DENSE_DECODE_OUT,
     E4M3_STEP,
     FLOAT32_ULPS,
     FP8_PROJECTION,
+    INDEX_LOSS,
     INDEXER_SCORES,
+    SELECTED_SCORES,
     SPARSE_ATTENTION_GRADIENT,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,
     SPARSE_PREFILL_OUT,
+    TOLERANCES,
     Tolerance,
     assert_close,
     assert_equal,
+    assert_result,
     assert_rows_close,
     gradient_sizes,
     run_reference,
     score_sizes,
+    sizes_of,
 )
 from sparsemla.weights import HeadWeight
 
@@ -262,6 +268,194 @@ class SparseBackward(Workload):
             squares += sizes.square()
             assert_close("dq", results[0][some], dq, SPARSE_ATTENTION_GRADIENT, dq_sizes)
         assert_close("dkv", results[1], dkv, SPARSE_ATTENTION_GRADIENT, squares.sqrt())
+
+
+@dataclass(frozen=True)
+class AttentionTarget(Workload):
+    """What all heads of a :class:`SparsePrefill` attend to."""
+
+    tokens: int
+    context: int
+    heads: int
+    head_dim: int
+    topk: int
+    selection: Selection = "random"
+    op: ClassVar[str] = "attention_target"
+
+    @property
+    def label(self) -> str:
+        return self.selection
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * self.heads * self.topk * self.head_dim
+
+    def build(self, device: torch.device) -> Inputs:
+        shape = self.tokens, self.context, self.heads, self.head_dim, self.topk
+        inputs = SparsePrefill(*shape, self.selection).build(device)
+        _, lse = ops.sparse_prefill(**inputs)
+        return inputs | {"lse": lse}
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = 2 * self.heads * self.head_dim + 4 * self.heads + 2 * 4 * self.topk
+        return 2 * rows * self.head_dim + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.attention_target(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["q"].device)
+        names = ("q", "topk_indices", "lse")
+        expected = reference.attention_target(
+            **inputs | {name: inputs[name][some] for name in names}
+        )
+        assert_close(self.op, results[0][some], expected, ATTENTION_TARGET)
+
+
+@dataclass(frozen=True)
+class SelectedScores(Workload):
+    """Index scores of listed rows."""
+
+    tokens: int
+    context: int
+    topk: int
+    selection: Selection = "random"
+    op: ClassVar[str] = "selected_scores"
+
+    @property
+    def label(self) -> str:
+        return self.selection
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.tokens * INDEX_HEADS * self.topk * INDEX_DIM
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        return {
+            **_indexer(draw, self.tokens, self.context),
+            "topk_indices": _select(draw, self.tokens, self.context, self.topk, self.selection),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = INDEX_HEADS * (2 * INDEX_DIM + 4) + 2 * 4 * self.topk
+        return 2 * rows * INDEX_DIM + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.selected_scores(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        some = _some(self.tokens, 16, inputs["iq"].device)
+        names = ("iq", "weights", "topk_indices")
+        arguments = inputs | {name: inputs[name][some] for name in names}
+        (expected,) = run_reference(self.op, arguments)
+        sizes = score_sizes(self.op, arguments)
+        assert_close(self.op, results[0][some], expected, SELECTED_SCORES, sizes)
+
+
+@dataclass(frozen=True)
+class SelectedScoresBackward(SelectedScores):
+    """The gradients of :class:`SelectedScores`."""
+
+    op: ClassVar[str] = "selected_scores_backward"
+
+    @property
+    def flop(self) -> float:
+        return 3 * super().flop
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs = super().build(device)
+        shape = self.tokens, self.topk
+        return inputs | {"dscores": torch.randn(shape, generator=_generator(device), device=device)}
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        rows = inputs["topk_indices"].unique().numel()
+        per_token = 2 * INDEX_HEADS * (2 * INDEX_DIM + 4) + 2 * 4 * self.topk
+        return 2 * (rows + self.context) * INDEX_DIM + self.tokens * per_token
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.selected_scores_backward(**inputs)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        _check_index_gradients(self.op, inputs, results, 16)
+
+
+@dataclass(frozen=True)
+class DenseIndexLoss(Workload):
+    """The indexer's loss over all rows of one causal sequence."""
+
+    tokens: int
+    heads: int
+    head_dim: int = 192
+    op: ClassVar[str] = "dense_index_loss"
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and a row that it sees."""
+        return self.tokens * (self.tokens + 1) // 2
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.pairs * (self.heads * self.head_dim + INDEX_HEADS * INDEX_DIM)
+
+    def build(self, device: torch.device) -> Inputs:
+        draw = _generator(device)
+        q, k = (_queries(draw, self.tokens, self.heads, self.head_dim) for _ in range(2))
+        offsets = torch.tensor([0, self.tokens], dtype=torch.int32, device=device)
+        scale = self.head_dim**-0.5
+        _, lse = ops.dense_prefill(q, k, k, offsets, offsets, softmax_scale=scale)
+        ends = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=device)
+        return {
+            "q": q,
+            "k": k,
+            "lse": lse,
+            **_indexer(draw, self.tokens, self.tokens),
+            "softmax_scale": scale,
+            "row_starts": torch.zeros_like(ends),
+            "row_ends": ends,
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        names = "q", "k", "lse", "iq", "weights", "ik", "row_starts", "row_ends"
+        return sum(inputs[name].nbytes for name in names)
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.dense_index_loss(**inputs)[None],)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens whose scores of all heads the definition keeps at a time."""
+        return max((1 << 27) // (self.heads * self.tokens), 1)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        parts = _parts_of_tokens(inputs, self.at_once)
+        loss = sum(reference.dense_index_loss(**arguments).double() for _, arguments in parts)
+        assert_close(self.op, results[0][0], torch.as_tensor(loss), INDEX_LOSS)
+
+
+@dataclass(frozen=True)
+class DenseIndexGradients(DenseIndexLoss):
+    """:class:`DenseIndexLoss` and its gradients."""
+
+    op: ClassVar[str] = "dense_index_gradients"
+
+    @property
+    def flop(self) -> float:
+        return super().flop + 2.0 * self.pairs * 2 * INDEX_HEADS * INDEX_DIM
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        results = sum(inputs[name].nbytes for name in ("iq", "weights", "ik"))
+        return super().unique_bytes(inputs) + results
+
+    def run(self, inputs: Inputs) -> Results:
+        loss, *gradients = ops.dense_index_gradients(**inputs)
+        return loss[None], *gradients
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        super().check(inputs, results)
+        _check_index_gradients(self.op, inputs, results[1:], self.at_once)
 
 
 @dataclass(frozen=True)
@@ -1350,6 +1544,23 @@ def all_workloads() -> list[Workload]:
         ),
         SparseBackward(4096, 32768, 16, 576, 2048),
         *(
+            AttentionTarget(4096, context, heads, 576, 2048, selection)
+            for context in (8192, 32768, 131072)
+            for heads in (64, 128)
+            for selection in ("random", "overlapping")
+        ),
+        *(
+            kind(4096, context, 2048, selection)
+            for kind in (SelectedScores, SelectedScoresBackward)
+            for context in (8192, 32768, 131072)
+            for selection in ("random", "overlapping")
+        ),
+        *(
+            kind(tokens, 128)
+            for kind in (DenseIndexLoss, DenseIndexGradients)
+            for tokens in (4096, 8192)
+        ),
+        *(
             CachedPrefill(tokens, context, 128, 2048)
             for tokens, context in ((4096, 32768), (4096, 131072), (256, 131072))
         ),
@@ -1448,6 +1659,17 @@ def _head_weight(draw: torch.Generator, heads: int, outputs: int, inputs: int) -
     return HeadWeight(data, scale, (128, 128))
 
 
+def _indexer(draw: torch.Generator, num_tokens: int, num_rows: int) -> Inputs:
+    """An indexer in bfloat16, with scores of order 1."""
+    queries = num_tokens, INDEX_HEADS, INDEX_DIM
+    weights = torch.randn(queries[:2], generator=draw, device=draw.device)
+    return {
+        "iq": _queries(draw, *queries) * 10,
+        "weights": weights * (INDEX_HEADS * INDEX_DIM) ** -0.5,
+        "ik": _rows(draw, num_rows, INDEX_DIM) * 10,
+    }
+
+
 def _index_queries(draw: torch.Generator, num_tokens: int) -> Tensor:
     shape = num_tokens, INDEX_HEADS, INDEX_DIM
     return to_fp8(torch.randn(shape, generator=draw, device=draw.device))
@@ -1520,6 +1742,30 @@ def _check_attention(
         ("out", "lse"), results, expected, tolerances, strict=False
     ):
         assert_close(f"{name} {label}", result[some], wanted, tolerance)
+
+
+def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inputs]]:
+    """The inputs of a training op for some tokens at a time."""
+    names = "dscores", "q", "lse", "iq", "weights", "topk_indices", "row_starts", "row_ends"
+    for first in range(0, len(inputs["iq"]), at_once):
+        some = slice(first, first + at_once)
+        yield some, inputs | {name: inputs[name][some] for name in names if name in inputs}
+
+
+def _check_index_gradients(op: str, inputs: Inputs, results: Results, at_once: int) -> None:
+    """Check diq, dweights and dik; every token has a part in the gradient of rows."""
+    expected = torch.zeros(inputs["ik"].shape, device=inputs["ik"].device)
+    squares = torch.zeros_like(expected)
+    *tolerances, of_rows = TOLERANCES[op][-3:]
+    for some, arguments in _parts_of_tokens(inputs, at_once):
+        *wanted, dik = run_reference(op, arguments)[-3:]
+        *sizes, row_sizes = sizes_of(op, arguments).values()
+        for index, name in enumerate(("diq", "dweights")):
+            got = results[index][some]
+            assert_result(f"{op} {name}", got, wanted[index], tolerances[index], sizes[index])
+        expected += dik
+        squares += row_sizes.square()
+    assert_result(f"{op} dik", results[2], expected, of_rows, squares.sqrt())
 
 
 def _check_scores(results: Results, some: Tensor, inputs: Inputs, op: str) -> None:

@@ -294,8 +294,8 @@ def selected_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tenso
 
     Terms of dik are those of each token and head, and each entry's sum of them.
     """
-    names = "topk_indices", "topk_lengths"
-    keys, valid = listed_rows(arguments["ik"], *(arguments[name] for name in names))
+    indices, lengths = arguments["topk_indices"], arguments.get("topk_lengths")
+    keys, valid = listed_rows(arguments["ik"], indices, lengths)
     given = arguments["dscores"].where(valid, 0)
     iq, weights = arguments["iq"].float(), arguments["weights"].float()
     logits = torch.einsum("thd,tkd->thk", iq, keys)
@@ -305,7 +305,7 @@ def selected_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tenso
     shares = torch.einsum("thk,thd->tkd", dlogits, iq).square()
     shares += torch.einsum("thk,thd->tkd", dlogits.square(), iq.square())
     dik = torch.zeros_like(arguments["ik"], dtype=torch.float32)
-    dik.index_add_(0, arguments["topk_indices"][valid].long(), shares[valid])
+    dik.index_add_(0, indices[valid].long(), shares[valid])
     return diq.nan_to_num().sqrt(), dweights.nan_to_num().sqrt(), dik.nan_to_num().sqrt()
 
 
@@ -318,7 +318,7 @@ def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
     names = inspect.signature(dense_distributions).parameters
     scores, target = dense_distributions(**{name: arguments[name] for name in names})
     share = scores.softmax(-1).nan_to_num()
-    factors = arguments["row_weights"]
+    factors = arguments.get("row_weights")
     factors = scores.new_ones(()) if factors is None else factors[:, None]
     kept, given = (share + target) * factors, (share - target).abs() * factors
     given = kept if arguments["iq"].dtype == torch.float32 else given + 2**-9 * kept
