@@ -365,8 +365,8 @@ CPU_MUTANTS = (
     portable(
         "the slope of the ReLU is 1 everywhere",
         "losses/triton.py",
-        "dx = tl.where(x > 0, given[None, :] * w[:, None], 0.0)",
-        "dx = given[None, :] * w[:, None] + x * 0",
+        "dx = tl.where(x > 0, given * factors[:, None], 0.0)",
+        "dx = given * factors[:, None] + x * 0",
         INDEX_LISTS,
     ),
     portable(

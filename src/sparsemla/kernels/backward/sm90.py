@@ -35,12 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsemla.kernels.attention.triton.tiles import LOG2E, end_of
+from sparsemla.kernels.attention.triton.tiles import LOG2E
 from sparsemla.kernels.backward import triton as portable
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
+from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, end_of, length_of
 
 BLOCK = gl.constexpr(64)
 """Entries of a block."""
@@ -87,9 +87,7 @@ class Lists(NamedTuple):
 def _list_ends(topk_indices, stride, topk_lengths, ends, topk, num_rows):
     """One past the last valid entry of each list."""
     token = tl.program_id(0).to(tl.int64)
-    length = topk
-    if topk_lengths is not None:
-        length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
+    length = length_of(topk_lengths, token, topk)
     tl.store(ends + token, end_of(topk_indices + token * stride, length, num_rows, 1024))
 
 

@@ -24,10 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemla.kernels.attention.triton.tiles import LOG2E, end_of, is_hopper, is_slot
+from sparsemla.kernels.attention.triton.tiles import LOG2E, is_hopper
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
+from sparsemla.kernels.common.lists import (
+    ENTRY_BYTES,
+    add_terms,
+    end_of,
+    length_of,
+    load_entries,
+)
 
 
 class Tiles(NamedTuple):
@@ -113,22 +119,6 @@ def _load_dims(x, row, real, start, D: tl.constexpr, DIMS: tl.constexpr):
     return tl.load(x + row[:, None] + d[None, :], mask=mask, other=0)
 
 
-@triton.jit
-def _load_indices(topk_indices, at, length, num_slots):
-    """Indices of a list as int64, and whether they are valid; an invalid one becomes 0."""
-    index = tl.load(topk_indices + at, mask=at < length, other=-1)
-    valid = is_slot(index, num_slots) & (at < length)
-    return tl.where(valid, index, 0).to(tl.int64), valid
-
-
-@triton.jit
-def _length_of(topk_lengths, token, topk):
-    length = topk
-    if topk_lengths is not None:
-        length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
-    return length
-
-
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_heads"])
 def _weights(
     q,
@@ -165,8 +155,8 @@ def _weights(
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
     head = tl.program_id(0) // num_tiles % num_blocks * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
-    length = _length_of(topk_lengths, token, topk)
-    index, valid = _load_indices(topk_indices + token * indices_token, at, length, num_slots)
+    length = length_of(topk_lengths, token, topk)
+    index, valid = load_entries(topk_indices + token * indices_token, at, length, num_slots)
 
     target = (token * num_heads + head.to(tl.int64)[:, None]) * topk + at[None, :]
     inside = real[:, None] & (at < topk)[None, :]
@@ -229,12 +219,12 @@ def _queries(
     first = tl.program_id(0) % NUM_PARTS * DIMS
     real = head < num_heads
     topk_indices += token * indices_token
-    end = end_of(topk_indices, _length_of(topk_lengths, token, topk), num_slots, 1024)
+    end = end_of(topk_indices, length_of(topk_lengths, token, topk), num_slots, 1024)
     acc = tl.zeros([HEADS, DIMS], tl.float32)
     dscores += (token * num_heads + head.to(tl.int64)[:, None]) * topk
     for start in range(0, end, KEYS):
         at = start + tl.arange(0, KEYS)
-        index, valid = _load_indices(topk_indices, at, end, num_slots)
+        index, valid = load_entries(topk_indices, at, end, num_slots)
         ds = tl.load(dscores + at[None, :], mask=real[:, None] & (at < end)[None, :], other=0)
         rows = _load_dims(kv, index * kv_row, valid, first, D, DIMS)
         acc = dot(ds, rows.to(ds.dtype), acc, UPCAST)
@@ -277,8 +267,8 @@ def _terms(
     token = (tl.program_id(0) // (num_tiles * NUM_PARTS)).to(tl.int64)
     at = tl.program_id(0) // NUM_PARTS % num_tiles * KEYS + tl.arange(0, KEYS)
     first = tl.program_id(0) % NUM_PARTS * DIMS
-    length = _length_of(topk_lengths, token, topk)
-    index, valid = _load_indices(topk_indices + token * indices_token, at, length, num_slots)
+    length = length_of(topk_lengths, token, topk)
+    index, valid = load_entries(topk_indices + token * indices_token, at, length, num_slots)
     if tl.max(valid.to(tl.int32), 0) == 0:
         return
     acc = tl.zeros([KEYS, DIMS], tl.float32)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.slots import is_slot
 
 ENTRY_BYTES = 48
 """Workspace of an entry for its place in the lists: keys and values of the sort, twice."""
@@ -23,17 +24,34 @@ UNROLL = 8
 
 
 @triton.jit
-def load_entries(topk_indices, topk_lengths, token, at, topk, num_rows):
-    """The rows that places of a token's list name, as int64, and whether they are valid.
-
-    ``topk_indices`` points at the list. An invalid entry becomes row 0.
-    """
+def length_of(topk_lengths, token, topk):
+    """The entries of a token's list that count, if they are valid."""
     length = topk
     if topk_lengths is not None:
         length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
-    row = tl.load(topk_indices + at, mask=at < length, other=-1).to(tl.int64)
-    valid = (row >= 0) & (row < num_rows)
-    return tl.where(valid, row, 0), valid
+    return length
+
+
+@triton.jit
+def end_of(topk_indices, length, num_slots, CHUNK: tl.constexpr):
+    """One past the last valid slot of a list: an unused tail costs no tile."""
+    end = 0
+    for start in range(0, length, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        slots = tl.load(topk_indices + at, mask=at < length, other=-1)
+        end = tl.maximum(end, tl.max(tl.where(is_slot(slots, num_slots), at + 1, 0)))
+    return end
+
+
+@triton.jit
+def load_entries(topk_indices, at, length, num_rows):
+    """The rows that places of a list name, as int64, and whether they are valid.
+
+    ``topk_indices`` points at the list. An invalid entry becomes row 0.
+    """
+    row = tl.load(topk_indices + at, mask=at < length, other=-1)
+    valid = is_slot(row, num_rows) & (at < length)
+    return tl.where(valid, row, 0).to(tl.int64), valid
 
 
 def entries_of_rows(

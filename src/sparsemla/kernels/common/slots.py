@@ -5,6 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
+def is_slot(slots, num_slots):
+    """``0 <= slots < num_slots`` in one comparison."""
+    if slots.dtype == tl.int32:
+        inside = slots.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+    else:
+        inside = slots.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
+    return inside
+
+
+@triton.jit
 def slot_of(page, offset, PAGE_SIZE: tl.constexpr):
     """int32 slots of int64 page ids; -1 if an id is negative or its slot does not fit int32."""
     known = (page >= 0) & (page <= (1 << 31) // PAGE_SIZE)  # before a product that may wrap

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, load_entries
+from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, length_of, load_entries
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -87,6 +87,16 @@ def _as_operand(x, like, UPCAST: tl.constexpr):
     return x
 
 
+@triton.jit
+def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
+    """Add the part of a tile of keys to diq and dweights; ``given`` has the shape of a score."""
+    x = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
+    x = dot(queries, tl.trans(keys), x, UPCAST)
+    dw += tl.sum(_relu(x) * given, 1)
+    dx = tl.where(x > 0, given * factors[:, None], 0.0)
+    return dot(_as_operand(dx, keys, UPCAST), keys, dq, UPCAST), dw
+
+
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_scores(
     iq,
@@ -113,7 +123,8 @@ def _list_scores(
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
     topk_indices += token * indices_token
-    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    length = length_of(topk_lengths, token, topk)
+    row, valid = load_entries(topk_indices, at, length, num_rows)
     keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
     score = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
@@ -160,18 +171,16 @@ def _list_queries(
     queries = iq + token * iq_token
     queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
     topk_indices += token * indices_token
+    length = length_of(topk_lengths, token, topk)
     dscores += token * dscores_token
     dw = tl.zeros([HEADS], tl.float32)
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
     for start in range(0, topk, KEYS):
         at = start + tl.arange(0, KEYS)
-        row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+        row, valid = load_entries(topk_indices, at, length, num_rows)
         given = tl.load(dscores + at, mask=valid, other=0)
         keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
-        x = dot(queries, tl.trans(keys), tl.zeros([HEADS, KEYS], tl.float32), T.upcast)
-        dw += tl.sum(_relu(x) * given[None, :], 1)
-        dx = tl.where(x > 0, given[None, :] * w[:, None], 0.0)
-        dq = dot(_as_operand(dx, keys, T.upcast), keys, dq, T.upcast)
+        dq, dw = _add_queries(queries, keys, given[None, :], w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)
@@ -207,7 +216,8 @@ def _list_terms(
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
     topk_indices += token * indices_token
-    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    length = length_of(topk_lengths, token, topk)
+    row, valid = load_entries(topk_indices, at, length, num_rows)
     given = tl.load(dscores + token * dscores_token + at, mask=valid, other=0)
     keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
     term = tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -254,7 +264,8 @@ def _list_targets(
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
     topk_indices += token * indices_token
-    row, valid = load_entries(topk_indices, topk_lengths, token, at, topk, num_rows)
+    length = length_of(topk_lengths, token, topk)
+    row, valid = load_entries(topk_indices, at, length, num_rows)
     total = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
@@ -573,10 +584,7 @@ def _dense_queries(
         # A row that no token of the tile sees may be NaN.
         there = tl.max(seen.to(tl.int32), 0) > 0
         keys = _load_rows(ik, row * ik_row, there, 0, DIM, BLOCK_D)
-        x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
-        dw += tl.sum(_relu(x) * g, 1)
-        dx = tl.where(x > 0, g * w[:, None], 0.0)
-        dq = dot(_as_operand(dx, keys, T.upcast), keys, dq, T.upcast)
+        dq, dw = _add_queries(queries, keys, g, w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)

@@ -17,14 +17,14 @@ from sparsemla.kernels.attention.triton.tiles import (
     attend_slots,
     attend_tile,
     choose_tile,
-    end_of,
-    is_slot,
     load_queries,
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, has_fp8
 from sparsemla.kernels.common.integers import cdiv
+from sparsemla.kernels.common.lists import end_of
 from sparsemla.kernels.common.paged import cache_arguments
+from sparsemla.kernels.common.slots import is_slot
 
 
 def length_strides(lengths: Tensor | None) -> tuple[int, int | None]:

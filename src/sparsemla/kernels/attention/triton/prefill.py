@@ -16,13 +16,13 @@ from sparsemla.kernels.attention.triton.tiles import (
     Tile,
     attend_slots,
     choose_tile,
-    end_of,
     is_hopper,
     load_queries,
     store_state,
 )
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.lists import end_of
 from sparsemla.kernels.common.paged import (
     Layout,
     Rows,

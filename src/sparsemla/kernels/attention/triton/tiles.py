@@ -16,6 +16,7 @@ from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.fp4 import unpack_e2m1
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_scale, dot, has_fp8
 from sparsemla.kernels.common.paged import Layout
+from sparsemla.kernels.common.slots import is_slot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -277,27 +278,6 @@ def attend_tile(
         p, alpha, m, l = softmax_step(q_value, value, s, seen, scale_log2, m, l, UPCAST)
     acc = dot(p, value, acc * alpha[:, None], UPCAST)
     return m, l, acc
-
-
-@triton.jit
-def is_slot(slots, num_slots):
-    """``0 <= slots < num_slots`` in one comparison."""
-    if slots.dtype == tl.int32:
-        inside = slots.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
-    else:
-        inside = slots.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
-    return inside
-
-
-@triton.jit
-def end_of(topk_indices, length, num_slots, CHUNK: tl.constexpr):
-    """One past the last valid slot of a list: an unused tail costs no tile."""
-    end = 0
-    for start in range(0, length, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        slots = tl.load(topk_indices + at, mask=at < length, other=-1)
-        end = tl.maximum(end, tl.max(tl.where(is_slot(slots, num_slots), at + 1, 0)))
-    return end
 
 
 @triton.jit
