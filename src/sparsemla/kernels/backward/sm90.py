@@ -21,8 +21,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,31 +36,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsemla.kernels.attention.triton.tiles import LOG2E
 from sparsemla.kernels.backward import triton as portable
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret, tma_load
+from sparsemla.kernels.common.gluon import opaque_zero, reinterpret, tma_load
+from sparsemla.kernels.common.hopper import (
+    BLOCK,
+    COPY,
+    STORE,
+    TILE,
+    Lists,
+    copy_dims,
+    list_ends,
+    load_heads,
+    load_rows,
+    num_pairs_of,
+    store_128,
+    store_tile,
+    tiles_of_heads,
+)
 from sparsemla.kernels.common.integers import cdiv
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, end_of, length_of
+from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
 
-BLOCK = gl.constexpr(64)
-"""Entries of a block."""
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 NARROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-TOKEN_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 ROPE_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 TOKEN_ROPE_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-# The rows of a warp, each in one piece: 64 and 32 columns of bfloat16.
-STORE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
-        [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
+# As STORE, of 32 columns.
 STORE_ROPE = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
@@ -74,79 +73,20 @@ STORE_ROPE = gl.constexpr(
 )
 
 
-class Lists(NamedTuple):
-    """The tokens' lists, each up to its last valid entry."""
-
-    indices: object
-    stride: object
-    ends: object
-    num_rows: object
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _list_ends(topk_indices, stride, topk_lengths, ends, topk, num_rows):
-    """One past the last valid entry of each list."""
-    token = tl.program_id(0).to(tl.int64)
-    length = length_of(topk_lengths, token, topk)
-    tl.store(ends + token, end_of(topk_indices + token * stride, length, num_rows, 1024))
-
-
-@gluon.jit
-def _num_pairs(lists, token):
-    """Pairs of blocks of a list; a loop that may be skipped makes the compiler serialise MMAs."""
-    return gl.maximum(gl.cdiv(gl.load(lists.ends + token), 2 * BLOCK), 1)
-
-
-@gluon.jit
-def _load_rows(lists, token, block, LAYOUT: gl.constexpr):
-    """Rows of a block of a list, and which entries are valid."""
-    at = block * BLOCK + gl.arange(0, BLOCK, LAYOUT)
-    end = gl.load(lists.ends + token)
-    indices = lists.indices + token.to(gl.int64) * lists.stride
-    row = gl.load(indices + at, mask=at < end, other=-1).to(gl.int64)
-    return row, (row >= 0) & (row < lists.num_rows)
-
-
-@gluon.jit
-def _copy_dims(to, kv, kv_row, row, valid, first, DIMS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to copy dims of rows; zeros where not valid. Strides count 8 elements."""
-    dims = first + gl.arange(0, DIMS, gl.SliceLayout(0, LAYOUT))
-    at = 8 * row * kv_row
-    async_load(to, kv + at[:, None] + dims[None, :], mask=valid[:, None])
-
-
-@gluon.jit
-def _load_tile(to, desc, token, head, column, bar, HEADS: gl.constexpr):
-    """Start to copy 64 columns of a token's heads by TMA; zeros for heads that do not exist."""
-    tma_load(
-        desc, [token, head, column], bar, reinterpret(to, gl.bfloat16, [1, HEADS, 64], TOKEN_TILE)
-    )
-
-
 @gluon.jit
 def _load_half(to, desc, token, part, bar, HEADS: gl.constexpr):
     """Start to copy half ``part`` of the value dims of a token's heads."""
     panels = reinterpret(to, gl.bfloat16, [4, HEADS, 64], TILE)
     for j in gl.static_range(4):
-        _load_tile(panels.index(j), desc, token, 0, part * 256 + j * 64, bar, HEADS)
-
-
-@gluon.jit
-def _store_tile(target, values, row_offsets, real, LAYOUT: gl.constexpr):
-    """Store rows of bfloat16 at the offsets of ``row_offsets``; both follow ``LAYOUT``."""
-    values = gl.convert_layout(values, LAYOUT)
-    columns = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
-    gl.store(target + row_offsets[:, None] + columns[None, :], values, mask=real[:, None])
+        load_heads(panels.index(j), desc, token, 0, part * 256 + j * 64, bar, HEADS)
 
 
 @gluon.jit
 def _store_wide(target, acc, row_offsets, real):
     """Store 64 x 256 float32 as bfloat16, 64 columns at a time."""
     halves = acc.to(gl.bfloat16).reshape([64, 2, 128]).permute((0, 2, 1)).split()
-    for h in gl.static_range(2):
-        quarters = halves[h].reshape([64, 2, 64]).permute((0, 2, 1)).split()
-        _store_tile(target + h * 128, quarters[0], row_offsets, real, STORE)
-        _store_tile(target + (h * 128 + 64), quarters[1], row_offsets, real, STORE)
+    store_128(target, halves[0], row_offsets, real)
+    store_128(target + 128, halves[1], row_offsets, real)
 
 
 # ---- _weights ----------------------------------------------------------------------------------
@@ -183,7 +123,7 @@ def _weights_consumer(
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         token = (job // TILES).to(gl.int64)
         first_head = job % TILES * 64
-        num_pairs = _num_pairs(lists, token)
+        num_pairs = num_pairs_of(lists, token)
         head = first_head + gl.arange(0, 64, ROWS)
         at = state + token * num_heads + head
         lse2 = gl.load(at, mask=head < num_heads, other=0.0)
@@ -195,7 +135,7 @@ def _weights_consumer(
         for i in range(num_pairs):
             block = 2 * i + W
             zero = opaque_zero(i)
-            _, valid = _load_rows(lists, token, block, gl.SliceLayout(0, S_LAYOUT))
+            _, valid = load_rows(lists, token, block, gl.SliceLayout(0, S_LAYOUT))
             s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             dp = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             for p in gl.static_range(4):
@@ -224,8 +164,8 @@ def _weights_consumer(
             weight = gl.where(valid[None, :], weight * share[:, None], 0.0).to(gl.bfloat16)
             ds = gl.where(valid[None, :], ds, 0.0).to(gl.bfloat16)
             real = (head < num_heads) & (block * BLOCK < width)
-            _store_tile(probs + block * BLOCK, weight, rows, real, STORE)
-            _store_tile(dscores + block * BLOCK, ds, rows, real, STORE)
+            store_tile(probs + block * BLOCK, weight, rows, real, STORE)
+            store_tile(dscores + block * BLOCK, ds, rows, real, STORE)
             phase = phase ^ 1
         turn = turn ^ 1
 
@@ -240,8 +180,8 @@ def _weights_producer(
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         token = job // TILES
         first_head = job % TILES * 64
-        num_blocks = 2 * _num_pairs(lists, token)
-        row, valid = _load_rows(lists, token, 0, ROWS)
+        num_blocks = 2 * num_pairs_of(lists, token)
+        row, valid = load_rows(lists, token, 0, ROWS)
         mbarrier.wait(smem.heads.index(1), turn)
         bar = smem.heads.index(0)
         mbarrier.expect(bar, 64 * 2 * (2 * 512 + ROPE))
@@ -250,21 +190,21 @@ def _weights_producer(
             dout_panels = reinterpret(smem.dout.index(p), gl.bfloat16, [2, 64, 64], TILE)
             for j in gl.static_range(2):
                 column = p * 128 + j * 64
-                _load_tile(q_panels.index(j), q, token, first_head, column, bar, 64)
-                _load_tile(dout_panels.index(j), dout, token, first_head, column, bar, 64)
+                load_heads(q_panels.index(j), q, token, first_head, column, bar, 64)
+                load_heads(dout_panels.index(j), dout, token, first_head, column, bar, 64)
         if ROPE > 0:
-            _load_tile(smem.q_rope, q, token, first_head, 512, bar, 64)
+            load_heads(smem.q_rope, q, token, first_head, 512, bar, 64)
         for block in range(num_blocks):
             consumer = block % 2 * PANELS
             for p in gl.static_range(4):
                 mbarrier.wait(smem.empty.index(p), phase)
-                _copy_dims(smem.kv.index(p), kv, kv_row, row, valid, p * 128, 128, COPY)
+                copy_dims(smem.kv.index(p), kv, kv_row, row, valid, p * 128, 128, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(consumer + p), increment_count=False)
             if ROPE > 0:
                 mbarrier.wait(smem.empty.index(4), phase)
-                _copy_dims(smem.k_rope, kv, kv_row, row, valid, 512, 64, COPY)
+                copy_dims(smem.k_rope, kv, kv_row, row, valid, 512, 64, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(consumer + 4), increment_count=False)
-            row, valid = _load_rows(lists, token, block + 1, ROWS)
+            row, valid = load_rows(lists, token, block + 1, ROWS)
             phase = phase ^ 1
         turn = turn ^ 1
 
@@ -350,7 +290,7 @@ def _queries_consumer(
         part = W if PARTS == 1 else job % 2
         acc = gl.zeros([64, 256], gl.float32, WIDE)
         rope = gl.zeros([64, 32], gl.float32, NARROW)
-        for _ in range(2 * _num_pairs(lists, token)):
+        for _ in range(2 * num_pairs_of(lists, token)):
             mbarrier.wait(smem.full.index(stage), phase)
             fence_async_shared()
             ds = smem.dscores.index(stage * PARTS + tile)
@@ -370,7 +310,7 @@ def _queries_consumer(
         _store_wide(target + part * 256, acc, head.to(gl.int64) * dq_head, head < num_heads)
         if ROPE > 0:
             head = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE_ROPE))
-            _store_tile(
+            store_tile(
                 target + (512 + part * 32), rope.to(gl.bfloat16), head.to(gl.int64) * dq_head,
                 head < num_heads, STORE_ROPE,
             )  # fmt: skip
@@ -388,28 +328,28 @@ def _queries_producer(
     phase = 1
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         token = job // PARTS
-        num_blocks = 2 * _num_pairs(lists, token)
-        row, valid = _load_rows(lists, token, 0, ROWS)
+        num_blocks = 2 * num_pairs_of(lists, token)
+        row, valid = load_rows(lists, token, 0, ROWS)
         for block in range(num_blocks):
             mbarrier.wait(smem.empty.index(stage), phase)
             bar = smem.full.index(stage)
             mbarrier.expect(bar, PARTS * 64 * 64 * 2)
             for t in gl.static_range(PARTS):
                 to = smem.dscores.index(stage * PARTS + t)
-                _load_tile(to, dscores, token, 64 * t, block * BLOCK, bar, 64)
+                load_heads(to, dscores, token, 64 * t, block * BLOCK, bar, 64)
             rope_row = gl.convert_layout(row, ROPE_ROWS)
             rope_valid = gl.convert_layout(valid, ROPE_ROWS)
             for h in gl.static_range(HALVES):
                 part = h if PARTS == 1 else job % 2
                 to = stage * HALVES + h
-                _copy_dims(smem.kv.index(to), kv, kv_row, row, valid, part * 256, 256, COPY)
+                copy_dims(smem.kv.index(to), kv, kv_row, row, valid, part * 256, 256, COPY)
                 if ROPE > 0:
-                    _copy_dims(
+                    copy_dims(
                         smem.k_rope.index(to), kv, kv_row, rope_row, rope_valid, 512 + part * 32,
                         32, COPY_ROPE,
                     )  # fmt: skip
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            row, valid = _load_rows(lists, token, block + 1, ROWS)
+            row, valid = load_rows(lists, token, block + 1, ROWS)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -488,7 +428,7 @@ def _terms_consumer(
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         token = (job // PARTS).to(gl.int64)
         part = W if PARTS == 1 else job % 2
-        num_steps = _num_pairs(lists, token) * HALVES
+        num_steps = num_pairs_of(lists, token) * HALVES
         mbarrier.wait(smem.heads.index(0), turn)
         for i in range(num_steps):
             mbarrier.wait(smem.full.index(stage), phase)
@@ -516,7 +456,7 @@ def _terms_consumer(
             _store_wide(target + part * 256, acc, at * D, at < topk)
             if D > 512:
                 at = first + gl.arange(0, 64, gl.SliceLayout(1, STORE_ROPE))
-                _store_tile(
+                store_tile(
                     target + (512 + part * 32), rope.to(gl.bfloat16), at * D, at < topk, STORE_ROPE
                 )
         turn = turn ^ 1
@@ -533,7 +473,7 @@ def _terms_producer(
     turn = 1
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         token = job // PARTS
-        num_blocks = 2 * _num_pairs(lists, token)
+        num_blocks = 2 * num_pairs_of(lists, token)
         mbarrier.wait(smem.heads.index(1), turn)
         turn = turn ^ 1
         bar = smem.heads.index(0)
@@ -549,8 +489,8 @@ def _terms_producer(
             mbarrier.wait(smem.empty.index(stage), phase)
             bar = smem.full.index(stage)
             mbarrier.expect(bar, 2 * HEADS * 64 * 2)
-            _load_tile(smem.dscores.index(stage), dscores, token, 0, block * BLOCK, bar, HEADS)
-            _load_tile(smem.probs.index(stage), probs, token, 0, block * BLOCK, bar, HEADS)
+            load_heads(smem.dscores.index(stage), dscores, token, 0, block * BLOCK, bar, HEADS)
+            load_heads(smem.probs.index(stage), probs, token, 0, block * BLOCK, bar, HEADS)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -610,10 +550,10 @@ def _terms(
 # ---- the launcher ------------------------------------------------------------------------------
 
 
-def _tiles(x: Tensor, heads: int, columns: int = 64) -> TensorDescriptor:
-    """Tiles of a token's ``heads`` and ``columns`` of ``x [n, H, _]``; zeros beyond the heads."""
-    layout = TOKEN_TILE if columns == 64 else TOKEN_ROPE_TILE
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, heads, columns], layout.value)
+def _tiles_of_rope(x: Tensor, heads: int) -> TensorDescriptor:
+    """Like :func:`tiles_of_heads`, of 32 dims."""
+    layout = TOKEN_ROPE_TILE.value
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, heads, 32], layout)
 
 
 def sparse_attention_backward(
@@ -657,10 +597,7 @@ def sparse_attention_backward(
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
     state, sink_terms = portable.softmax_state(dout, out, lse, attn_sink, dlse)
-    ends = torch.empty(num_tokens, dtype=torch.int32, device=q.device)
-    _list_ends[(num_tokens,)](
-        topk_indices, topk_indices.stride(0), topk_lengths, ends, topk, kv.shape[0], num_warps=4
-    )
+    ends = list_ends(topk_indices, topk_lengths, kv.shape[0])
 
     # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
     q, dout = (x if all(x.stride()) else x.contiguous() for x in (q, dout))
@@ -682,8 +619,8 @@ def sparse_attention_backward(
         lists = Lists(indices, indices.stride(0), ends[some], kv.shape[0])
         _weights[grid](
             jobs,
-            _tiles(q[some], 64),
-            _tiles(dout[some], 64),
+            tiles_of_heads(q[some], 64),
+            tiles_of_heads(dout[some], 64),
             kv,
             kv.stride(0) // 8,
             lists,
@@ -701,7 +638,7 @@ def sparse_attention_backward(
         )
         _queries[grid](
             jobs,
-            _tiles(dscores[:count], 64),
+            tiles_of_heads(dscores[:count], 64),
             kv,
             kv.stride(0) // 8,
             lists,
@@ -714,11 +651,11 @@ def sparse_attention_backward(
         )
         _terms[grid](
             jobs,
-            _tiles(q[some], heads),
-            _tiles(q[some], heads, 32),
-            _tiles(dout[some], heads),
-            _tiles(probs[:count], heads),
-            _tiles(dscores[:count], heads),
+            tiles_of_heads(q[some], heads),
+            _tiles_of_rope(q[some], heads),
+            tiles_of_heads(dout[some], heads),
+            tiles_of_heads(probs[:count], heads),
+            tiles_of_heads(dscores[:count], heads),
             lists,
             terms,
             topk,

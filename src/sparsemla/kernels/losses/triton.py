@@ -398,8 +398,13 @@ def attention_target(
         num_stages=3,
     )
     if normalize:
-        mass = out.sum(-1, keepdim=True)
-        out.div_(mass.where(mass != 0, 1))
+        normalize_rows(out)
+
+
+def normalize_rows(target: Tensor) -> None:
+    """Divide rows by their sum, in place; a row without mass stays 0."""
+    mass = target.sum(-1, keepdim=True)
+    target.div_(mass.where(mass != 0, 1))
 
 
 def _panel(dim: int) -> int:
