@@ -617,7 +617,13 @@ def _dense_index_loss(
     loss = lse.new_empty(())
 
     def compute() -> None:
-        dispatch.find("dense_index_loss", q, num_heads=q.shape[1])(
+        dispatch.find(
+            "dense_index_loss",
+            q,
+            num_heads=q.shape[1],
+            aligned=aligned(q, k, iq, ik),
+            head_dim=iq.shape[2],
+        )(
             q=q,
             k=k,
             lse=lse,
@@ -653,7 +659,13 @@ def _dense_index_gradients(
     diq, dweights, dik = _new_gradients(iq, weights, ik)
 
     def compute() -> None:
-        dispatch.find("dense_index_gradients", q, num_heads=q.shape[1])(
+        dispatch.find(
+            "dense_index_gradients",
+            q,
+            num_heads=q.shape[1],
+            aligned=aligned(q, k, iq, ik),
+            head_dim=iq.shape[2],
+        )(
             q=q,
             k=k,
             lse=lse,

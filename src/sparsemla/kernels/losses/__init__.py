@@ -45,6 +45,17 @@ def _indexer_refused_by_sm90(problem: Problem) -> str | None:
     return None
 
 
+def _dense_refused_by_sm90(problem: Problem) -> str | None:
+    """Why the Hopper kernels of the dense loss refuse a problem, or None."""
+    if problem.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {problem.dtype}"
+    if problem.head_dim != 128:
+        return f"needs index heads of 128 dims, got {problem.head_dim}"
+    if not problem.aligned:
+        return "needs queries and keys with rows that start at multiples of 16 bytes"
+    return None
+
+
 GRADIENTS = ("diq", "dweights", "dik")
 
 OPS = {
@@ -75,6 +86,7 @@ OPS = {
     "dense_index_loss": Op(
         ("loss",),
         (
+            Kernel("sm90", lambda: _sm90().dense_index_loss, _dense_refused_by_sm90),
             Kernel("triton", lambda: _triton().dense_index_loss),
             Kernel("cpu", lambda: _cpu().dense_index_loss),
         ),
@@ -82,6 +94,7 @@ OPS = {
     "dense_index_gradients": Op(
         ("loss", *GRADIENTS),
         (
+            Kernel("sm90", lambda: _sm90().dense_index_gradients, _dense_refused_by_sm90),
             Kernel("triton", lambda: _triton().dense_index_gradients),
             Kernel("cpu", lambda: _cpu().dense_index_gradients),
         ),

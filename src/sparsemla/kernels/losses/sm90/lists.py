@@ -49,6 +49,7 @@ from sparsemla.kernels.common.hopper import (
     list_ends,
     load_heads,
     load_rows,
+    next_stage,
     store_128,
     store_tile,
     tiles_of_heads,
@@ -91,13 +92,6 @@ def _num_blocks(lists, token):
 
 
 @gluon.jit
-def _next(stage, phase, COUNT: gl.constexpr):
-    """The stage after a stage, and its phase."""
-    last = stage == COUNT - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def _load_head_weights(indexer, token):
     """Weights of the heads, as the columns of an accumulator; 0 for heads that do not exist."""
     head = gl.arange(0, 64, gl.SliceLayout(0, ACC))
@@ -121,7 +115,7 @@ def _producer(num_tokens, smem, q, keys, keys_row, lists):
                 panels = reinterpret(smem.q.index(w * 2 + turn), gl.bfloat16, [2, 64, 64], TILE)
                 load_heads(panels.index(0), q, first + w, 0, 0, bar, 64)
                 load_heads(panels.index(1), q, first + w, 0, 64, bar, 64)
-        turn, turn_phase = _next(turn, turn_phase, 2)
+        turn, turn_phase = next_stage(turn, turn_phase, 2)
         blocks_0 = _num_blocks(lists, first)
         blocks_1 = gl.where(second > first, _num_blocks(lists, second), 0)
         row_0, valid_0 = load_rows(lists, first, 0, ROWS)
@@ -131,14 +125,14 @@ def _producer(num_tokens, smem, q, keys, keys_row, lists):
                 mbarrier.wait(smem.empty.index(stage_0), phase_0)
                 copy_dims(smem.keys.index(stage_0), keys, keys_row, row_0, valid_0, 0, DIM, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(stage_0), increment_count=False)
-                stage_0, phase_0 = _next(stage_0, phase_0, STAGES)
+                stage_0, phase_0 = next_stage(stage_0, phase_0, STAGES)
             row_0, valid_0 = load_rows(lists, first, block + 1, ROWS)
             if block < blocks_1:
                 to = STAGES + stage_1
                 mbarrier.wait(smem.empty.index(to), phase_1)
                 copy_dims(smem.keys.index(to), keys, keys_row, row_1, valid_1, 0, DIM, COPY)
                 async_copy.mbarrier_arrive(smem.full.index(to), increment_count=False)
-                stage_1, phase_1 = _next(stage_1, phase_1, STAGES)
+                stage_1, phase_1 = next_stage(stage_1, phase_1, STAGES)
             row_1, valid_1 = load_rows(lists, second, block + 1, ROWS)
 
 
@@ -176,12 +170,12 @@ def _scores_consumer(W: gl.constexpr, num_tokens, smem, lists, indexer, out, top
             mbarrier.arrive(smem.empty.index(bar), count=1)
             if block + 1 == num_blocks:
                 mbarrier.arrive(smem.heads_empty.index(heads), count=1)
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
             x = gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) * w[None, :]
             score = gl.sum(gl.where(real[None, :], x, 0.0), 1)
             at = block * BLOCK + gl.arange(0, BLOCK, ROWS)
             gl.store(out + token * topk + at, gl.where(valid, score, float("-inf")), mask=at < topk)
-        turn, turn_phase = _next(turn, turn_phase, 2)
+        turn, turn_phase = next_stage(turn, turn_phase, 2)
 
 
 @gluon.jit
@@ -235,8 +229,8 @@ def _gradients_consumer(
             if block + 1 == num_blocks:
                 mbarrier.arrive(smem.heads_empty.index(heads), count=1)
             store_tile(target + 64, other.to(gl.bfloat16), at * DIM, at < topk, STORE)
-            stage, phase = _next(stage, phase, STAGES)
-        turn, turn_phase = _next(turn, turn_phase, 2)
+            stage, phase = next_stage(stage, phase, STAGES)
+        turn, turn_phase = next_stage(turn, turn_phase, 2)
         dw = gl.convert_layout(gl.sum(gl.sum(dw, 0), 0), gl.SliceLayout(0, ACC))
         head = gl.arange(0, 64, gl.SliceLayout(0, ACC))
         at = dweights + token * indexer.num_heads + head
