@@ -1603,12 +1603,15 @@ def _index_loss() -> list[Case]:
 
 def _dense_index(op: str) -> list[Case]:
     make = cases.dense_index_loss_case
+    tiles = {"num_tokens": 150, "num_rows": 300, "index_dim": 128, "num_index_heads": 9}
     options: dict[str, dict[str, Any]] = {
         "causal, 70 tokens": {"ranges": "causal", "num_tokens": 70, "num_rows": 150},
         "weighted, strided": {"with_row_weights": True, "strided": True},
         "shared keys of 576 dims": {"shared_keys": True, "head_dim": 576, "num_heads": 16},
         "64 index heads of 128": {"num_index_heads": 64, "index_dim": 128},
         "in parts": {"num_tokens": 150, "num_rows": 300, "max_workspace_bytes": 1},
+        "in parts, index heads of 128": {"max_workspace_bytes": 1} | tiles,
+        "causal, 64 heads of 64": {"ranges": "causal", "head_dim": 64, "num_heads": 64} | tiles,
         "one token": {"num_tokens": 1, "num_rows": 1},
     }
     large = {"ranges": "causal", "num_tokens": 4096, "num_rows": 4096, "num_index_heads": 16}
@@ -1617,7 +1620,10 @@ def _dense_index(op: str) -> list[Case]:
     )
     return [
         Case("ragged", build(make), quick=True),
-        *(Case(name, build(make, **some)) for name, some in options.items()),
+        *(
+            Case(name, build(make, **some), quick="index_dim" in some)
+            for name, some in options.items()
+        ),
         Case("float32", build(make, dtype=torch.float32), precise, quick=True),
         Case("4096 tokens", build(make, index_dim=64, **large), large=True),
     ]

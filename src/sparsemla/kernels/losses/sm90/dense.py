@@ -545,7 +545,7 @@ def _keys_consumer(
             for h in range(HEADS):
                 head = group * HEADS + h
                 real = (token < grid.num_tokens) & (head < weights.num_heads)
-                at_head = weights.table + head * weights.stride + token
+                at_head = weights.table + head.to(gl.int64) * weights.stride + token
                 w = gl.load(at_head, mask=real, other=0.0)
                 mbarrier.wait(smem.full.index(stage), phase)
                 x = gl.zeros([64, 64], gl.float32, ACC)
