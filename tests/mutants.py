@@ -82,6 +82,7 @@ KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
+LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
@@ -316,23 +317,37 @@ CPU_MUTANTS = (
     portable(
         "the older window takes part with its second series",
         "pool/triton.py",
-        "tl.where(at < RATIO, 0, D)[:, None]",
-        "tl.where(at < RATIO, D, 0)[:, None]",
+        "column += tl.where(at < RATIO, 0, D)[:, None]",
+        "column += tl.where(at < RATIO, D, 0)[:, None]",
         POOL,
     ),
     portable(
         "rows of an earlier step are read from this one",
         "pool/triton.py",
-        "in_ring = inside & before_step[:, None] & (ring >= 0)",
-        "in_ring = inside & before_step[:, None] & (ring >= 0) & (RING < 0)",
+        "in_ring = inside & before_step[:, None] & (source_ring >= 0)",
+        "in_ring = inside & before_step[:, None] & (source_ring >= 0) & (RING < 0)",
         POOL,
     ),
     portable(
         "the oldest row of a ring is not kept",
         "pool/triton.py",
-        "gone = False if PAGED else token + RING < end",
-        "gone = False if PAGED else token + RING <= end",
-        "tests/test_triton_pool.py -k 21",
+        "range(tl.maximum(chosen, chosen_end - RING), chosen_end, ROWS)",
+        "range(tl.maximum(chosen, chosen_end - RING + 1), chosen_end, ROWS)",
+        LONG_POOL,
+    ),
+    portable(
+        "a long step is kept before its windows are pooled",
+        "pool/triton.py",
+        "short = known & (end - first <= RING - WINDOW + 1)",
+        "short = known",
+        LONG_POOL,
+    ),
+    portable(
+        "a long step pools one of the windows that reach before it",
+        "pool/triton.py",
+        "closing += RATIO\n",
+        "closing = last\n",
+        LONG_POOL,
     ),
     portable(
         "the sink leaves the weights of values as they are",
