@@ -1381,6 +1381,7 @@ def _project_groups() -> list[Case]:
     make = cases.project_groups_case
     kinds = ("bf16", "128x128")
     flash = {"num_heads": 64, "num_groups": 8, "dim": 512, "rows": 1024}
+    one_group = {"num_heads": 8, "num_groups": 1}
     options: dict[str, dict[str, Any]] = {
         "one token": {"num_tokens": 1},
         "no rotation, strided": {"rope_dim": None, "strided": True},
@@ -1396,6 +1397,8 @@ def _project_groups() -> list[Case]:
             "strided": True,
         },
         "one group, 300 tokens": {"num_groups": 1, "num_tokens": 300, "rows": 130},
+        "128 rows": {"rows": 128},
+        "128 rows, 140 tokens": {"rows": 128, "num_tokens": 140},
     }
     return [
         *(
@@ -1403,7 +1406,7 @@ def _project_groups() -> list[Case]:
                 f"{name}, {kind}",
                 build(make, block=SCALE_BLOCKS[kind], **some),
                 tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
-                quick=name == "one token",
+                quick=name in ("one token", "128 rows", "128 rows, 140 tokens"),
             )
             for name, some in options.items()
             for kind in kinds
@@ -1424,11 +1427,34 @@ def _project_groups() -> list[Case]:
                 f"DeepSeek-V4-Flash, {tokens} tokens, {kind}",
                 build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash),
                 tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
-                quick=tokens == 17,
+                quick=tokens in (17, 1000),
                 large=True,
             )
             for tokens in (1, 17, 128, 1000)
             for kind in kinds
+        ),
+        *(
+            Case(
+                f"one group of DeepSeek-V4, {tokens} tokens, {kind}",
+                build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash | one_group),
+                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                quick=tokens == 9,
+                large=True,
+            )
+            for tokens in (9, 64, 65)
+            for kind in kinds
+        ),
+        Case(
+            "one group of DeepSeek-V4, 5 parts, 128x128",
+            build(
+                make,
+                num_parts=5,
+                with_sink=True,
+                block=SCALE_BLOCKS["128x128"],
+                **flash | one_group,
+            ),
+            tolerances=(MERGED_FP8_PROJECTION,),
+            large=True,
         ),
     ]
 
