@@ -47,11 +47,10 @@ class Tolerance:
 
 
 # Attention in bfloat16. Rounding P, and keys with scales that are not powers of two, changes each
-# term by at most a factor 1 ± 2^-9. The error of a vector then has a standard deviation of at most
-# 2^-9.8 of its root mean square, and 2^-7 is seven standard deviations. Rounding the result changes
-# an element by at most 2^-8 of itself. An element passes by the larger of both limits, so each one
-# is at least twice its bound: twice the larger bound exceeds the sum of both errors. The spacing of
-# float16 is at least 2^-24.
+# term by at most a factor 1 ± 2^-8. The error of a vector then has a standard deviation of at most
+# 2^-8.8 of its root mean square, and 2^-6 is seven standard deviations. Rounding the result changes
+# an element by at most 2^-8 of itself, a quarter of its limit. An element passes by the larger of
+# both limits. The spacing of float16 is at least 2^-24.
 _ATTENTION_OUT = Tolerance(2**-24, rel=2.01 / 128, cos=5e-6, size=2**-6)
 # Logarithms of sums of float32 exponentials. One key more or less among 2048 changes them by 2^-11.
 _ATTENTION_LSE = Tolerance(1e-6, 2.01 / 65536)
