@@ -188,7 +188,7 @@ def decode_arguments():
         {"topk_indices": None},
         {"out": torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16).expand(2, 1, 16, 512)},
     ],
-    ids=str,
+    ids=["splits", "scale", "dtype", "batch", "strides", "nothing", "overlap"],
 )
 def test_a_wrong_call_fails_after_right_ones(wrong, launched):
     right = decode_arguments() | {"out": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)}
@@ -301,9 +301,9 @@ def test_old_signatures_are_forgotten(launched, monkeypatch):
 
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="the other tests run by themselves")
 def test_with_compiled_kernels():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-o", "addopts=", __file__]
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts="]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", *options, __file__],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
