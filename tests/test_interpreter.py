@@ -153,7 +153,7 @@ def test_an_mma_needs_a_fence_and_a_wait():
 
 
 @gluon.jit
-def panel_kernel(desc, out, PANEL: gl.constexpr):
+def panel_kernel(desc, out):
     smem = gl.allocate_shared_memory(gl.bfloat16, [64, 128], TILE)
     panels = reinterpret(smem, gl.bfloat16, [2, 64, 64], TILE)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -175,7 +175,7 @@ def test_a_tile_is_panels_of_64_columns_and_tma_fills_with_zeros():
         TOKEN_TILE.value,
     )  # fmt: skip
     with interpreting():
-        panel_kernel[(1,)](desc, out, 0)
+        panel_kernel[(1,)](desc, out)
     assert torch.equal(out, torch.nn.functional.pad(x[1], (0, 28, 0, 14)))
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from sparsemla.testing.interpreter.values import Array, Tensor, array_of, divide
 
 
-def decoded(codes: Tensor) -> Tensor:
+def _decoded(codes: Tensor) -> Tensor:
     """The e4m3 numbers of bytes."""
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -43,7 +43,7 @@ def _key_pairs(codes: Tensor, factors: Tensor | None = None) -> Tensor:
     ``codes`` is ``[pairs * 2, dims]`` or ``[pairs, 2, blocks, dims]``, ``factors`` like the latter,
     a word with the float16 of both keys.
     """
-    x = decoded(codes).values
+    x = _decoded(codes).values
     pairs = x.reshape(-1, 2, x.size // len(x), 1) if x.ndim == 2 else x
     if factors is not None:
         both = np.stack(_halves(factors), 1)[:, :, 0].view(np.float16).astype(np.float32)
@@ -82,8 +82,8 @@ def known() -> Mapping[str, Callable[..., Tensor]]:
         " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}": _encoded,
         inside(bf16.scale_pairs): lambda x, alpha: x.to(tl.float32) * alpha,
         inside(bf16.prefetch_blocks): _no_result,
-        chunks.DEQUANTIZE.value: lambda codes, scale: decoded(codes) * scale,
-        fp8_few_heads.DEQUANTISE.value: decoded,
+        chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,
+        fp8_few_heads.DEQUANTISE.value: _decoded,
         fp8_few_heads.DEQUANTISE_KEY_PAIRS.value: _key_pairs,
         fp8_few_heads.SCALE_KEY_PAIRS.value: _key_pairs,
         fp8_few_heads.SCALE_AND_ROUND.value: lambda x, y: (x.to(tl.float32) * y).to(tl.bfloat16),

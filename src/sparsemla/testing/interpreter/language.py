@@ -54,15 +54,10 @@ def _reduction(compute: Callable[..., Array]) -> Callable[..., Tensor]:
     return call
 
 
-def _reduce(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
-    """``gl.reduce`` of a tensor or a tuple of tensors, with a function of the kernel."""
-    return _scan(x, axis, combine, joined=False)
-
-
-def _scan(
-    x: Any, axis: int, combine: Callable[..., Any], reverse: bool = False, joined: bool = True
-) -> Any:
-    """``gl.associative_scan``, or its last result."""
+def _running(
+    x: Any, axis: int, combine: Callable[..., Any], reverse: bool = False
+) -> list[tuple[Tensor, ...]]:
+    """What a function of the kernel makes of the first slices of one or several tensors."""
     parts = x if isinstance(x, tuple) else (x,)
     results: list[tuple[Tensor, ...]] = []
     order = range(parts[0].shape[axis])
@@ -72,16 +67,23 @@ def _scan(
             found = combine(*results[-1], *each)
             each = found if isinstance(found, tuple) else (found,)
         results.append(each)
-    if joined:
-        if reverse:
-            results.reverse()
-        last = tuple(
-            Tensor(np.stack([one[i].values for one in results], axis), part.dtype)
-            for i, part in enumerate(parts)
-        )
-    else:
-        last = results[-1]
+    return results
+
+
+def _reduce(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
+    last = _running(x, axis, combine)[-1]
     return last if isinstance(x, tuple) else last[0]
+
+
+def _scan(x: Any, axis: int, combine: Callable[..., Any], reverse: bool = False) -> Any:
+    results = _running(x, axis, combine, reverse)
+    if reverse:
+        results.reverse()
+    joined = tuple(
+        Tensor(np.stack([part.values for part in parts], axis), parts[0].dtype)
+        for parts in zip(*results, strict=True)
+    )
+    return joined if isinstance(x, tuple) else joined[0]
 
 
 def _where(condition: Any, x: Any, y: Any) -> Tensor:
@@ -107,7 +109,7 @@ def _full(shape: Sequence[int], value: Any, dtype: tl.dtype, layout: object = No
     return Tensor(np.broadcast_to(array_in(value, dtype), numbers_of((shape,))), dtype)
 
 
-def _range(*bounds: Any) -> Iterator[Tensor]:
+def tensor_range(*bounds: Any) -> Iterator[Tensor]:
     """Loop variables are tensors."""
     for i in range(*[int(bound) for bound in bounds]):
         yield as_tensor(i)
@@ -208,9 +210,10 @@ def _arrive_after_copies(bar: Shared, increment_count: bool = True) -> None:
     program().later(event)
 
 
-def _tma_load(
+def tma_load(
     source: Descriptor, place: Sequence[Any], bar: Shared, to: Shared, pred: Any = True
 ) -> None:
+    """Has the name of a cp.async in a module of its own, so the table cannot hold both."""
     if pred:
         start = [int(each) for each in place]
 
@@ -320,7 +323,3 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "warpgroup_mma_wait": _warpgroup_mma_wait,
 }
 """Functions of ``gluon.language`` and of its modules for NVIDIA's GPUs."""
-
-TMA_LOAD = _tma_load
-"""Has a name of cp.async, too, in a module of its own."""
-RANGE = _range

@@ -24,7 +24,7 @@ from triton.runtime.jit import ConstexprFunction, JITCallable
 
 from sparsemla import dispatch
 from sparsemla.kernels.common.registry import Problem
-from sparsemla.testing.interpreter.language import FUNCTIONS, RANGE, TMA_LOAD
+from sparsemla.testing.interpreter.language import FUNCTIONS, tensor_range, tma_load
 from sparsemla.testing.interpreter.memory import Descriptor, GlobalMemory
 from sparsemla.testing.interpreter.portable import repair
 from sparsemla.testing.interpreter.schedule import Program, running
@@ -153,7 +153,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the device whose names mean the interpreter's functions."""
     known = function.__globals__
     names = {name: _translate(known[name]) for name in _names(function.__code__) if name in known}
-    names |= {"range": RANGE, "__builtins__": builtins}
+    names |= {"range": tensor_range, "__builtins__": builtins}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
@@ -175,7 +175,7 @@ def _translate(value: Any) -> Any:
     if isinstance(value, ModuleType):
         return _Module(value) if value.__name__.startswith("triton.") else value
     if any(value is load for load in TMA_LOADS):
-        return TMA_LOAD
+        return tma_load
     if callable(value) and not isinstance(value, type):
         return _of_language(value) or value
     return value

@@ -86,21 +86,12 @@ from sparsemla.kernels.common.gluon import (
     reinterpret,
     tma_load,
 )
+from sparsemla.kernels.common.hopper import STORE
 from sparsemla.kernels.common.paged import cache_arguments
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
 COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-# 64 columns of O_LAYOUT, the rows of a warp each in one piece.
-STORE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PAGE_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
