@@ -61,10 +61,17 @@ def compiler():
         yield process
 
 
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Like ``compiler``, which remembers kernels: nothing is compiled in this one."""
+    with processes.compiler() as process:
+        yield process
+
+
 @pytest.fixture
-def run_python(compiler):
+def run_python(fresh_process):
     """Runs ``python -c`` with code and arguments, with torch and Triton imported."""
-    return functools.partial(processes.run, compiler)
+    return functools.partial(processes.run, fresh_process)
 
 
 @pytest.fixture(scope="session")
