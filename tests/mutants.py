@@ -82,6 +82,7 @@ KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
+LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
@@ -316,23 +317,37 @@ CPU_MUTANTS = (
     portable(
         "the older window takes part with its second series",
         "pool/triton.py",
-        "tl.where(at < RATIO, 0, D)[:, None]",
-        "tl.where(at < RATIO, D, 0)[:, None]",
+        "column += tl.where(at < RATIO, 0, D)[:, None]",
+        "column += tl.where(at < RATIO, D, 0)[:, None]",
         POOL,
     ),
     portable(
         "rows of an earlier step are read from this one",
         "pool/triton.py",
-        "in_ring = inside & before_step[:, None] & (ring >= 0)",
-        "in_ring = inside & before_step[:, None] & (ring >= 0) & (RING < 0)",
+        "in_ring = inside & before_step[:, None] & (source_ring >= 0)",
+        "in_ring = inside & before_step[:, None] & (source_ring >= 0) & (RING < 0)",
         POOL,
     ),
     portable(
         "the oldest row of a ring is not kept",
         "pool/triton.py",
-        "gone = False if PAGED else token + RING < end",
-        "gone = False if PAGED else token + RING <= end",
-        "tests/test_triton_pool.py -k 21",
+        "range(tl.maximum(chosen, chosen_end - RING), chosen_end, ROWS)",
+        "range(tl.maximum(chosen, chosen_end - RING + 1), chosen_end, ROWS)",
+        LONG_POOL,
+    ),
+    portable(
+        "a long step is kept before its windows are pooled",
+        "pool/triton.py",
+        "short = known & (end - first <= RING - WINDOW + 1)",
+        "short = known",
+        LONG_POOL,
+    ),
+    portable(
+        "a long step pools one of the windows that reach before it",
+        "pool/triton.py",
+        "closing += RATIO\n",
+        "closing = last\n",
+        LONG_POOL,
     ),
     portable(
         "the sink leaves the weights of values as they are",
@@ -740,6 +755,55 @@ GPU_MUTANTS = (
         "sparse_attention_backward",
     ),
     hopper(
+        "targets: a panel is overwritten while MMAs read it",
+        "losses/sm90/targets.py",
+        "                    mbarrier.wait(smem.empty.index(stage * PANELS + p), phase)\n",
+        "",
+        "attention_target",
+    ),
+    hopper(
+        "targets: heads that do not exist attend",
+        "losses/sm90/targets.py",
+        "gl.where((head < num_heads)[None, :], p, 0.0)",
+        "p",
+        "attention_target",
+    ),
+    hopper(
+        "terms of index keys take the first 64 dims of the queries twice",
+        "losses/sm90/lists.py",
+        "operand, panels.index(1), other",
+        "operand, panels.index(0), other",
+        "selected_scores_backward",
+    ),
+    hopper(
+        "index queries add entries whose score has no slope",
+        "losses/sm90/lists.py",
+        "b = gl.where(x > 0, given[:, None] * w[None, :], 0.0)",
+        "b = (given[:, None] * w[None, :] + x * 0)",
+        "selected_scores_backward",
+    ),
+    hopper(
+        "a token attends to rows that it does not see",
+        "losses/sm90/dense.py",
+        "gl.where(seen, total, 0.0)",
+        "total",
+        "dense_index_gradients",
+    ),
+    hopper(
+        "index keys forget earlier chunks of tokens",
+        "losses/sm90/dense.py",
+        "dk = gl.load(sums + at, mask=there, other=0.0)",
+        "dk = gl.zeros([64, DIM], gl.float32, WIDE)",
+        "dense_index_gradients",
+    ),
+    hopper(
+        "index queries do not wait for rows and gradients",
+        "losses/sm90/dense.py",
+        "mbarrier.wait(smem.full.index(stage), phase)\n            x = gl.zeros([64, 64]",
+        "x = gl.zeros([64, 64]",
+        "dense_index_gradients",
+    ),
+    hopper(
         "the scale of vectors is ignored",
         "projection/sm90.py",
         "factor = (x_scale * gl.load(scale + row_scale))[:, None]",
@@ -752,6 +816,41 @@ GPU_MUTANTS = (
         "        gdc_wait()\n",
         "",
         "project_heads",
+    ),
+    hopper(
+        "the scale of inputs is ignored",
+        "projection/sm90_groups.py",
+        "factor = gl.load(scales.inputs + at, mask=real, other=0.0)",
+        "factor = gl.load(scales.inputs + at, mask=real, other=0.0) * 0 + 1",
+        "project_groups",
+    ),
+    hopper(
+        "each split takes the first steps",
+        "projection/sm90_groups.py",
+        "tile % tiles * OUTPUTS, token, split * STEPS",
+        "tile % tiles * OUTPUTS, token, split * 0",
+        "project_groups",
+    ),
+    hopper(
+        "one of two parts of tokens has the scales of the other",
+        "projection/sm90_groups.py",
+        "high += acc * high_factor[:, None]",
+        "high += acc * low_factor[:, None]",
+        "project_groups",
+    ),
+    hopper(
+        "a stage is overwritten while MMAs read it",
+        "projection/sm90_groups.py",
+        "            mbarrier.wait(smem.empty.index(stage), phase)\n",
+        "",
+        "project_groups",
+    ),
+    hopper(
+        "inputs are copied before the kernel in front has ended",
+        "projection/sm90_groups.py",
+        "an earlier kernel may write all but the weights\n        gdc_wait()\n",
+        "an earlier kernel may write all but the weights\n        pass\n",
+        "project_groups",
     ),
     hopper(
         "parts are not rescaled when merged",

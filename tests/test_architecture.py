@@ -78,6 +78,7 @@ FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.projection", "sparsemla.kernels.quant"),
     ("sparsemla.kernels.pool", "sparsemla.kernels.quant"),
     ("sparsemla.kernels.backward", "sparsemla.kernels.attention"),
+    ("sparsemla.kernels.losses", "sparsemla.kernels.attention"),
 }
 ON_TOP = (
     "backends",

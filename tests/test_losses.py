@@ -65,6 +65,7 @@ def test_targets(device, options):
         {"with_row_weights": True, "strided": True},
         {"shared_keys": True, "head_dim": 576},
         {"num_index_heads": 20, "index_dim": 128},
+        {"ranges": "causal", "num_tokens": 140, "num_rows": 270, "index_dim": 128},
         {"num_tokens": 0},
         {"dtype": torch.float16},
     ],
@@ -437,8 +438,9 @@ def test_the_dense_loss_is_bounded(device):
     assert largest.bytes <= bound < 512 * 1024 * 4
 
 
-def test_the_workspace_does_not_change_the_loss(device):
-    options = {"num_tokens": 200, "num_rows": 300, "num_index_heads": 2}
+@pytest.mark.parametrize("index_dim", [32, 128])
+def test_the_workspace_does_not_change_the_loss(device, index_dim):
+    options = {"num_tokens": 200, "num_rows": 300, "num_index_heads": 2, "index_dim": index_dim}
     case = cases.dense_index_loss_case(Draw(25, device), **options)
     whole = sparsemla.dense_index_gradients(**case)
     parts = sparsemla.dense_index_gradients(**case | {"max_workspace_bytes": 1})

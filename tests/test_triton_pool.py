@@ -63,6 +63,7 @@ def test_windows_of_every_kind(fmt, pooling):
         {"state_page": 4},
         {"state_page": 20, "strided": True},
         {"steps": ((0, 21),)},
+        {"steps": ((6, 21), (3, 1), (7, 1))},
     ],
     ids=str,
 )

@@ -146,7 +146,6 @@ def test_steps_of_deepseek_v4_reach_its_kernels(run):
         "_visible_slots_kernel",
         "_entry_slots_kernel",
         "_pool_kernel",
-        "_keep_kernel",
         "_index_kernel",
         "_paged_kernel",
         "_select_kernel",

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from sparsemla import dispatch
+from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import differentiate, functional
+from sparsemla.ops._library import aligned, differentiate, functional
 from sparsemla.ops.indexer import QUERIES, indexer_scores
 from sparsemla.ops.topk import select_topk
 
@@ -167,6 +168,12 @@ def _indexer(check: Checker, iq: Tensor, weights: Tensor, ik: Tensor) -> None:
     check.tensor("ik", ik, "S DI", iq.dtype)
 
 
+def _find(op: str, iq: Tensor, ik: Tensor) -> dispatch.Launch:
+    """The launcher of an op over lists for an indexer."""
+    _, num_heads, dim = iq.shape
+    return dispatch.find(op, iq, num_heads=num_heads, aligned=aligned(iq, ik), head_dim=dim)
+
+
 @functional
 def _selected_scores(
     iq: Tensor, weights: Tensor, ik: Tensor, topk_indices: Tensor, topk_lengths: Tensor | None
@@ -174,7 +181,7 @@ def _selected_scores(
     out = iq.new_empty(topk_indices.shape, dtype=torch.float32)
 
     def compute() -> None:
-        dispatch.find("selected_scores", iq)(
+        _find("selected_scores", iq, ik)(
             iq=iq,
             weights=weights,
             ik=ik,
@@ -244,7 +251,7 @@ def _selected_scores_backward(
     diq, dweights, dik = _new_gradients(iq, weights, ik)
 
     def compute() -> None:
-        dispatch.find("selected_scores_backward", iq)(
+        _find("selected_scores_backward", iq, ik)(
             dscores=dscores,
             iq=iq,
             weights=weights,
@@ -361,7 +368,14 @@ def _attention_target(
     out = q.new_empty(topk_indices.shape, dtype=torch.float32)
 
     def compute() -> None:
-        dispatch.find("attention_target", q, num_heads=q.shape[1])(
+        cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
+        dispatch.find(
+            "attention_target",
+            q,
+            format=None if cache is None else cache.format,
+            num_heads=q.shape[1],
+            aligned=aligned(q, cache),
+        )(
             q=q,
             kv=kv,
             topk_indices=topk_indices,
@@ -603,7 +617,13 @@ def _dense_index_loss(
     loss = lse.new_empty(())
 
     def compute() -> None:
-        dispatch.find("dense_index_loss", q, num_heads=q.shape[1])(
+        dispatch.find(
+            "dense_index_loss",
+            q,
+            num_heads=q.shape[1],
+            aligned=aligned(q, k, iq, ik),
+            head_dim=iq.shape[2],
+        )(
             q=q,
             k=k,
             lse=lse,
@@ -639,7 +659,13 @@ def _dense_index_gradients(
     diq, dweights, dik = _new_gradients(iq, weights, ik)
 
     def compute() -> None:
-        dispatch.find("dense_index_gradients", q, num_heads=q.shape[1])(
+        dispatch.find(
+            "dense_index_gradients",
+            q,
+            num_heads=q.shape[1],
+            aligned=aligned(q, k, iq, ik),
+            head_dim=iq.shape[2],
+        )(
             q=q,
             k=k,
             lse=lse,

@@ -146,7 +146,8 @@ def project_groups(
 
     Args:
         x: bfloat16 ``[T, H, V]``; with lses, the parts, float32 ``[S, T, H, V]``; may be strided.
-        weight: ``[G, N, K]``, one matrix per group (:func:`group_o_a_proj`).
+        weight: ``[G, N, K]``, one matrix per group (:func:`group_o_a_proj`). The op may read it
+            before the previous kernel has ended, so synchronise after a kernel that writes it.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half: the table
             that rotated the queries; None if nothing is to be undone.
         positions: int32, int64 or uint32 ``[T]``, of the queries; with cos_sin_cache.

@@ -1381,6 +1381,7 @@ def _project_groups() -> list[Case]:
     make = cases.project_groups_case
     kinds = ("bf16", "128x128")
     flash = {"num_heads": 64, "num_groups": 8, "dim": 512, "rows": 1024}
+    one_group = {"num_heads": 8, "num_groups": 1}
     options: dict[str, dict[str, Any]] = {
         "one token": {"num_tokens": 1},
         "no rotation, strided": {"rope_dim": None, "strided": True},
@@ -1396,6 +1397,8 @@ def _project_groups() -> list[Case]:
             "strided": True,
         },
         "one group, 300 tokens": {"num_groups": 1, "num_tokens": 300, "rows": 130},
+        "128 rows": {"rows": 128},
+        "128 rows, 140 tokens": {"rows": 128, "num_tokens": 140},
     }
     return [
         *(
@@ -1403,7 +1406,7 @@ def _project_groups() -> list[Case]:
                 f"{name}, {kind}",
                 build(make, block=SCALE_BLOCKS[kind], **some),
                 tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
-                quick=name == "one token",
+                quick=name in ("one token", "128 rows", "128 rows, 140 tokens"),
             )
             for name, some in options.items()
             for kind in kinds
@@ -1424,11 +1427,34 @@ def _project_groups() -> list[Case]:
                 f"DeepSeek-V4-Flash, {tokens} tokens, {kind}",
                 build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash),
                 tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
-                quick=tokens == 17,
+                quick=tokens in (17, 1000),
                 large=True,
             )
             for tokens in (1, 17, 128, 1000)
             for kind in kinds
+        ),
+        *(
+            Case(
+                f"one group of DeepSeek-V4, {tokens} tokens, {kind}",
+                build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash | one_group),
+                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                quick=tokens == 9,
+                large=True,
+            )
+            for tokens in (9, 64, 65)
+            for kind in kinds
+        ),
+        Case(
+            "one group of DeepSeek-V4, 5 parts, 128x128",
+            build(
+                make,
+                num_parts=5,
+                with_sink=True,
+                block=SCALE_BLOCKS["128x128"],
+                **flash | one_group,
+            ),
+            tolerances=(MERGED_FP8_PROJECTION,),
+            large=True,
         ),
     ]
 
@@ -1603,12 +1629,15 @@ def _index_loss() -> list[Case]:
 
 def _dense_index(op: str) -> list[Case]:
     make = cases.dense_index_loss_case
+    tiles = {"num_tokens": 150, "num_rows": 300, "index_dim": 128, "num_index_heads": 9}
     options: dict[str, dict[str, Any]] = {
         "causal, 70 tokens": {"ranges": "causal", "num_tokens": 70, "num_rows": 150},
         "weighted, strided": {"with_row_weights": True, "strided": True},
         "shared keys of 576 dims": {"shared_keys": True, "head_dim": 576, "num_heads": 16},
         "64 index heads of 128": {"num_index_heads": 64, "index_dim": 128},
         "in parts": {"num_tokens": 150, "num_rows": 300, "max_workspace_bytes": 1},
+        "in parts, index heads of 128": {"max_workspace_bytes": 1} | tiles,
+        "causal, 64 heads of 64": {"ranges": "causal", "head_dim": 64, "num_heads": 64} | tiles,
         "one token": {"num_tokens": 1, "num_rows": 1},
     }
     large = {"ranges": "causal", "num_tokens": 4096, "num_rows": 4096, "num_index_heads": 16}
@@ -1617,7 +1646,10 @@ def _dense_index(op: str) -> list[Case]:
     )
     return [
         Case("ragged", build(make), quick=True),
-        *(Case(name, build(make, **some)) for name, some in options.items()),
+        *(
+            Case(name, build(make, **some), quick="index_dim" in some)
+            for name, some in options.items()
+        ),
         Case("float32", build(make, dtype=torch.float32), precise, quick=True),
         Case("4096 tokens", build(make, index_dim=64, **large), large=True),
     ]

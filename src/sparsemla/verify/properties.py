@@ -66,7 +66,12 @@ PER_REQUEST = {
 The arguments of ops with a plan have one row per token.
 """
 
-READ_AHEAD = {"project_heads": "weight", "decode_branch": "layer", "prefill_branch": "layer"}
+READ_AHEAD = {
+    "project_heads": "weight",
+    "project_groups": "weight",
+    "decode_branch": "layer",
+    "prefill_branch": "layer",
+}
 """Arguments that an op may read before the previous kernel ends."""
 
 THREADS = 1, 2

@@ -35,6 +35,13 @@ STORE = gl.constexpr(
 )
 
 
+@gluon.jit
+def next_stage(stage, phase, COUNT: gl.constexpr):
+    """The stage after a stage, and its phase."""
+    last = stage == COUNT - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
 class Lists(NamedTuple):
     """The tokens' lists, each up to its last valid entry."""
 

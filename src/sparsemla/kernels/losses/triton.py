@@ -413,7 +413,7 @@ def _panel(dim: int) -> int:
 
 
 @triton.jit
-def _load_ranges(row_starts, row_ends, token, real, num_rows):
+def load_ranges(row_starts, row_ends, token, real, num_rows):
     """Start and end of what tokens see; 0 and 0 for tokens that are not real."""
     start = tl.load(row_starts + token, mask=real, other=0)
     start = tl.minimum(tl.maximum(start, 0), num_rows).to(tl.int32)
@@ -472,7 +472,7 @@ def _dense_tiles(
     token = (tl.program_id(0) // num_tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     begin = tl.program_id(0) % num_tiles * KEYS
     real = token < num_tokens
-    start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+    start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
     low, high = _union(start, end, num_rows)
     if (low >= begin + KEYS) | (high <= begin):
         return
@@ -507,18 +507,18 @@ def _dense_tiles(
     tl.store(scores + at, score, mask=seen)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "pitch"])
 def _dense_losses(
-    scores, target, row_starts, row_ends, row_weights, losses, num_rows, BLOCK: tl.constexpr
+    scores, target, row_starts, row_ends, row_weights, losses, num_rows, pitch, BLOCK: tl.constexpr
 ):
     """The loss of a token. Its target becomes the gradient of its scores."""
     token = tl.program_id(0).to(tl.int64)
-    start, end = _load_ranges(row_starts, row_ends, token, token >= 0, num_rows)
+    start, end = load_ranges(row_starts, row_ends, token, token >= 0, num_rows)
     if start >= end:
         tl.store(losses + token, 0.0)
         return
-    scores += token * num_rows
-    target += token * num_rows
+    scores += token * pitch
+    target += token * pitch
     m = tl.full([BLOCK], MINUS_INF, tl.float32)
     l = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -575,7 +575,7 @@ def _dense_queries(
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     token = (tl.program_id(0) // num_heads * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     real = token < num_tokens
-    start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+    start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
     low, high = _union(start, end, num_rows)
     queries = _load_rows(iq + head * iq_head, token * iq_token, real, 0, DIM, BLOCK_D)
     w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
@@ -632,7 +632,7 @@ def _dense_keys(
     for first in range(0, num_tokens, TOKENS):
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
         real = token < num_tokens
-        start, end = _load_ranges(row_starts, row_ends, token, real, num_rows)
+        start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
         low, high = _union(start, end, num_rows)
         if (low < begin + KEYS) & (high > begin):
             seen = _sees(start, end, row)
@@ -707,6 +707,27 @@ def dense_index_gradients(
     )
 
 
+def losses_of_tokens(
+    scores: Tensor,
+    target: Tensor,
+    ranges: tuple[Tensor, Tensor],
+    row_weights: Tensor | None,
+    losses: Tensor,
+    num_rows: int,
+) -> None:
+    """Write the losses of tokens; their target ``[n, >= S]`` becomes the gradient of the scores."""
+    _dense_losses[(losses.shape[0],)](
+        scores,
+        target,
+        *ranges,
+        row_weights,
+        losses,
+        num_rows,
+        target.stride(0),
+        BLOCK=LOSS_BLOCK,
+    )
+
+
 def _dense(
     attention: tuple[Tensor, Tensor, Tensor, float],
     indexer: tuple[Tensor, Tensor, Tensor],
@@ -760,15 +781,8 @@ def _dense(
             num_warps=tiles.num_warps,
             num_stages=3,
         )
-        _dense_losses[(count,)](
-            scores,
-            target,
-            *seen,
-            None if row_weights is None else row_weights[some],
-            losses[some],
-            num_rows,
-            BLOCK=LOSS_BLOCK,
-        )
+        weights_of_rows = None if row_weights is None else row_weights[some]
+        losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
             diq, dweights, _ = grads
             sizes = count, num_rows, iq.shape[1]

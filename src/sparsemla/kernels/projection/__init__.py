@@ -11,6 +11,12 @@ def _sm90() -> ModuleType:
     return sm90
 
 
+def _sm90_groups() -> ModuleType:
+    from sparsemla.kernels.projection import sm90_groups
+
+    return sm90_groups
+
+
 def _triton() -> ModuleType:
     from sparsemla.kernels.projection import triton
 
@@ -36,6 +42,7 @@ OPS = {
     "project_groups": Op(
         ("out",),
         (
+            Kernel("sm90", lambda: _sm90_groups().project_groups),
             Kernel("triton", lambda: _triton().project_groups),
             Kernel("cpu", lambda: _cpu().project_groups),
         ),

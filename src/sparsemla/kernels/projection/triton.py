@@ -683,7 +683,7 @@ def _tiles_of_groups(num_tokens: int, weight: HeadWeight, device: torch.device) 
     return Tiles(rows, tokens, step, warps=rows // 16, stages=4)
 
 
-def _inputs_of_groups(
+def inputs_of_groups(
     x: Tensor,
     weight: HeadWeight,
     cos_sin_cache: Tensor | None,
@@ -763,7 +763,7 @@ def project_groups(
     num_groups, outputs, inputs = data.shape
     rows, scales = x, None
     if lses is not None or cos_sin_cache is not None or scale is not None or x.stride(1) != dim:
-        rows, scales = _inputs_of_groups(
+        rows, scales = inputs_of_groups(
             x, weight, cos_sin_cache, positions, lses, attn_sink, workspace
         )
     if scale is not None:  # MMAs of codes read them from shared memory if they are loaded as e4m3
