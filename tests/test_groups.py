@@ -17,23 +17,19 @@ from sparsemla.formats import fp8_scales, to_fp8
 from sparsemla.reference.quant import rotate_last
 from sparsemla.testing.cases import Draw, embed, project_groups_case
 from sparsemla.testing.compare import (
-    BRANCH_OUT,
     FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
-    PROJECTION,
     UNQUANTIZED_PROJECTION,
     Tolerance,
     assert_close,
     assert_equal,
     check_op,
+    projection_tolerances,
+    sizes_of,
 )
 
 BLOCKS = {"bf16": None, "128x128": (128, 128)}
 by_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-
-
-def tolerance_of(block):
-    return (PROJECTION if block is None else FP8_PROJECTION,)
 
 
 @by_block
@@ -56,7 +52,7 @@ def tolerance_of(block):
 )
 def test_products(device, block, options):
     case = project_groups_case(Draw(0, device), block=block, **options)
-    check_op("project_groups", case, tolerance_of(block))
+    check_op("project_groups", case, projection_tolerances(block))
 
 
 @pytest.mark.parametrize("num_parts", [None, 2])
@@ -84,13 +80,14 @@ def test_parts_of_a_split_attention(device, block, num_parts):
     case = project_groups_case(
         Draw(2, device), block=block, num_parts=num_parts, with_sink=num_parts > 1
     )
-    check_op("project_groups", case, (BRANCH_OUT if block is None else MERGED_FP8_PROJECTION,))
+    check_op("project_groups", case, projection_tolerances(block, merged=True))
     parts = {name: case.pop(name) for name in ("x", "lses", "attn_sink")}
     merged, _ = sparsemla.merge_states(parts["x"], parts["lses"], attn_sink=parts["attn_sink"])
     out = sparsemla.project_groups(**case, x=merged.bfloat16())
     again = sparsemla.project_groups(**case, **parts)
-    tolerance = BRANCH_OUT if block is None else MERGED_FP8_PROJECTION
-    assert_close("merged first", again, out.float(), tolerance)
+    (tolerance,) = projection_tolerances(block, merged=True)
+    sizes = sizes_of("project_groups", parts | case).get(0)
+    assert_close("merged first", again, out.float(), tolerance, sizes)
 
 
 @by_block
@@ -98,7 +95,7 @@ def test_heads_without_rotation_are_projected_as_one(device, block):
     case = project_groups_case(Draw(3, device), block=block, rope_dim=None)
     grouped = case["x"].reshape(7, 2, 3 * 128)
     expected = sparsemla.project_heads(grouped, case["weight"])
-    assert_close("out", sparsemla.project_groups(**case), expected, *tolerance_of(block))
+    assert_close("out", sparsemla.project_groups(**case), expected, *projection_tolerances(block))
 
 
 def by_definition(case):

@@ -6,12 +6,10 @@ import torch
 from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
 from sparsemla.testing.cases import Draw, project_groups_case, project_heads_case
 from sparsemla.testing.compare import (
-    BRANCH_OUT,
-    FP8_PROJECTION,
-    MERGED_FP8_PROJECTION,
-    PROJECTION,
     assert_close,
     assert_equal,
+    projection_tolerances,
+    sizes_of,
 )
 from sparsemla.testing.poison import poisoned_empty
 
@@ -92,9 +90,9 @@ def test_parts_of_a_split_attention(scale_block, num_parts, tokens):
     )
     out = torch.empty(tokens, 3, 80, dtype=torch.bfloat16, device=DEVICE)
     dispatch.load("project_heads", "triton")(**case, out=out)
-    expected = reference.project_heads(**case)
-    tolerance = BRANCH_OUT if scale_block is None else MERGED_FP8_PROJECTION
-    assert_close("out", out, expected, tolerance)
+    (tolerance,) = projection_tolerances(scale_block, merged=True)
+    sizes = sizes_of("project_heads", case).get(0)
+    assert_close("out", out, reference.project_heads(**case), tolerance, sizes)
 
 
 def test_rows_of_zeros_and_of_huge_numbers_are_independent():
@@ -147,9 +145,11 @@ def test_token_gets_the_same_bits_alone_and_in_a_batch(scale_block, num_parts):
     case = {"lses": None, "attn_sink": None} | case | {"batch_invariant": True}
     out = torch.empty(70, 3, 80, dtype=torch.bfloat16, device=DEVICE)
     dispatch.load("project_heads", "triton")(**case, out=out)
-    tolerance = BRANCH_OUT if scale_block is None else MERGED_FP8_PROJECTION
     plain = {name: case[name] for name in ("x", "weight", "lses", "attn_sink")}
-    assert_close("out", out, reference.project_heads(**plain), tolerance)
+    merged = plain["lses"] is not None
+    (tolerance,) = projection_tolerances(scale_block, merged=merged)
+    sizes = sizes_of("project_heads", plain).get(0)
+    assert_close("out", out, reference.project_heads(**plain), tolerance, sizes)
     for token in (0, 17, 69):
         own = {"x": case["x"][..., token : token + 1, :, :]}
         if num_parts:
@@ -196,7 +196,6 @@ def test_groups(block, options):
     rest = {"cos_sin_cache": None, "positions": None, "lses": None, "attn_sink": None} | case
     with poisoned_empty():
         dispatch.load("project_groups", "triton")(**rest, out=out)
-    tolerance = PROJECTION if block is None else FP8_PROJECTION
-    if "num_parts" in options:
-        tolerance = BRANCH_OUT if block is None else MERGED_FP8_PROJECTION
-    assert_close("out", out, reference.project_groups(**case), tolerance)
+    (tolerance,) = projection_tolerances(block, merged="num_parts" in options)
+    sizes = sizes_of("project_groups", case).get(0)
+    assert_close("out", out, reference.project_groups(**case), tolerance, sizes)

@@ -32,6 +32,7 @@ from sparsemla.formats import (
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table, rope_frequencies
+from sparsemla.testing.cases import eighths
 from sparsemla.testing.compare import (
     ATTENTION_TARGET,
     BFLOAT16_ULP,
@@ -1660,13 +1661,13 @@ def _head_weight(draw: torch.Generator, heads: int, outputs: int, inputs: int) -
 
 
 def _indexer(draw: torch.Generator, num_tokens: int, num_rows: int) -> Inputs:
-    """An indexer in bfloat16, with scores of order 1."""
+    """An indexer in bfloat16, with scores of order 1; its heads have exact ones."""
     queries = num_tokens, INDEX_HEADS, INDEX_DIM
     weights = torch.randn(queries[:2], generator=draw, device=draw.device)
     return {
-        "iq": _queries(draw, *queries) * 10,
+        "iq": eighths(_queries(draw, *queries) * 10),
         "weights": weights * (INDEX_HEADS * INDEX_DIM) ** -0.5,
-        "ik": _rows(draw, num_rows, INDEX_DIM) * 10,
+        "ik": eighths(_rows(draw, num_rows, INDEX_DIM) * 10),
     }
 
 

@@ -791,7 +791,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _eighths(x: Tensor) -> Tensor:
+def eighths(x: Tensor) -> Tensor:
     """Multiples of 1/8: their products have exact sums in float32, in any order.
 
     A score of an indexer's head that is rounded to another side of 0 has another gradient.
@@ -836,9 +836,9 @@ def selected_scores_case(
         draw, num_tokens, num_rows, topk, head_dim, share, with_lengths
     )
     return {
-        "iq": wrap(_eighths(draw.normal(num_tokens, num_heads, head_dim)).to(dtype)),
+        "iq": wrap(eighths(draw.normal(num_tokens, num_heads, head_dim)).to(dtype)),
         "weights": wrap(draw.normal(num_tokens, num_heads, dtype=weight_dtype)),
-        "ik": wrap(_eighths(rows).to(dtype)),
+        "ik": wrap(eighths(rows).to(dtype)),
         "topk_indices": wrap(indices.to(index_dtype)),
         "topk_lengths": lengths,
     }

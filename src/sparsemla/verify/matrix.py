@@ -38,7 +38,6 @@ from sparsemla.testing.cases import Arguments, Draw, embed, mla_layer
 from sparsemla.testing.compare import (
     BFLOAT16_ULP,
     BRANCH_FP8_OUT,
-    BRANCH_OUT,
     EXACT,
     FLOAT32_GRADIENT,
     FLOAT32_INDEX_GRADIENT,
@@ -51,6 +50,7 @@ from sparsemla.testing.compare import (
     SPARSE_PREFILL_LSE,
     SPARSE_PREFILL_OUT,
     Tolerance,
+    projection_tolerances,
 )
 from sparsemla.testing.shapes import (
     CONVENTIONS,
@@ -1330,7 +1330,7 @@ def _project_heads() -> list[Case]:
             Case(
                 f"{name}, {kind}",
                 build(make, rows=rows, cols=cols, block=block, num_heads=16),
-                tolerances=None if block is None else (FP8_PROJECTION,),
+                tolerances=projection_tolerances(block),
                 quick="V3" in name and kind in ("bf16", "128x128"),
             )
             for name, (rows, cols) in PROJECTION_SHAPES.items()
@@ -1340,7 +1340,7 @@ def _project_heads() -> list[Case]:
             Case(
                 f"{tokens} tokens, {kind}",
                 build(make, num_tokens=tokens, rows=128, cols=256, block=SCALE_BLOCKS[kind]),
-                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind]),
             )
             for tokens in (1, 65, 500)
             for kind in ("bf16", "128x128")
@@ -1358,7 +1358,7 @@ def _project_heads() -> list[Case]:
                     num_parts=parts,
                     with_sink=parts > 1,
                 ),
-                tolerances=(BRANCH_OUT if SCALE_BLOCKS[kind] is None else MERGED_FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind], merged=True),
                 quick=tokens == 4,
             )
             for parts, tokens in ((1, 4), (2, 70), (5, 4), (64, 17))
@@ -1405,7 +1405,7 @@ def _project_groups() -> list[Case]:
             Case(
                 f"{name}, {kind}",
                 build(make, block=SCALE_BLOCKS[kind], **some),
-                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind]),
                 quick=name in ("one token", "128 rows", "128 rows, 140 tokens"),
             )
             for name, some in options.items()
@@ -1415,7 +1415,7 @@ def _project_groups() -> list[Case]:
             Case(
                 f"{parts} parts, {kind}",
                 build(make, block=SCALE_BLOCKS[kind], num_parts=parts, with_sink=parts > 1),
-                tolerances=(BRANCH_OUT if SCALE_BLOCKS[kind] is None else MERGED_FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind], merged=True),
                 quick=parts == 5,
             )
             for parts in (1, 5)
@@ -1426,7 +1426,7 @@ def _project_groups() -> list[Case]:
             Case(
                 f"DeepSeek-V4-Flash, {tokens} tokens, {kind}",
                 build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash),
-                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind]),
                 quick=tokens in (17, 1000),
                 large=True,
             )
@@ -1437,7 +1437,7 @@ def _project_groups() -> list[Case]:
             Case(
                 f"one group of DeepSeek-V4, {tokens} tokens, {kind}",
                 build(make, num_tokens=tokens, block=SCALE_BLOCKS[kind], **flash | one_group),
-                tolerances=None if SCALE_BLOCKS[kind] is None else (FP8_PROJECTION,),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind]),
                 quick=tokens == 9,
                 large=True,
             )
