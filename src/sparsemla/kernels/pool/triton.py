@@ -182,6 +182,15 @@ def _pool_window(
 
 
 @triton.jit
+def _place_of(token, request, RATIO: tl.constexpr, DENSE: tl.constexpr):
+    """Row of the entry that a token closes.
+
+    Two that one request closes are ``RATIO`` tokens apart or more, so no two have one place.
+    """
+    return token // RATIO + request if DENSE else token
+
+
+@triton.jit
 def _pick(numbers, chosen):
     """The number that is chosen."""
     return tl.sum(tl.where(chosen, numbers, 0), 0)
@@ -214,9 +223,14 @@ def _pool_kernel(
     TOKENS: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
+    DENSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Pool and keep ``DIMS`` dims of ``TOKENS`` tokens; zeros for those that close no window."""
+    """Pool and keep ``DIMS`` dims of ``TOKENS`` tokens.
+
+    If ``DENSE``, entries stand at :func:`_place_of`, and else at their tokens, with zeros for tokens
+    that close no window.
+    """
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
     WINDOW: tl.constexpr = RATIO * SERIES
@@ -234,11 +248,14 @@ def _pool_kernel(
     if tl.program_id(0) % SLICES == 0:
         live = token < num_tokens
         slot = tl.load(slot_mapping + token, mask=live)
-        tl.store(slots + token, tl.where(closes, slot, -1), mask=live)
-        tl.store(starts + token, tl.where(closes, position + 1 - RATIO, 0), mask=live)
-    empty = ((token < num_tokens) & (closes == 0))[:, None] & (dim < D)[None, :]
-    target = pooled + token[:, None] * D + dim[None, :]
-    tl.store(target, tl.zeros([TOKENS, DIMS], tl.float32), mask=empty)
+        marked = closes if DENSE else live
+        place = _place_of(token, request, RATIO, DENSE)
+        tl.store(slots + place, tl.where(closes, slot, -1), mask=marked)
+        tl.store(starts + place, tl.where(closes, position + 1 - RATIO, 0), mask=marked)
+    if not DENSE:
+        empty = ((token < num_tokens) & (closes == 0))[:, None] & (dim < D)[None, :]
+        target = pooled + token[:, None] * D + dim[None, :]
+        tl.store(target, tl.zeros([TOKENS, DIMS], tl.float32), mask=empty)
 
     if PAGED:  # no row takes the place of another one
         short = known
@@ -266,7 +283,8 @@ def _pool_kernel(
         here = token == chosen
         chosen_position, chosen_first = _pick(position, here), _pick(first, here)
         chosen_end, chosen_ring = _pick(end, here), _pick(ring, here)
-        table = _pick(request, here) * table_stride
+        chosen_request = _pick(request, here)
+        table = chosen_request * table_stride
         is_first = _pick(leads.to(tl.int32), here) > 0
         last = tl.where(is_first, tl.minimum(chosen + FIRST, chosen_end), chosen + 1)
         closing = chosen + (RATIO - 1 - chosen_position % RATIO)
@@ -290,7 +308,8 @@ def _pool_kernel(
                 D,
                 ROWS,
             )
-            tl.store(pooled + closing * D + dim, entry, mask=dim < D)
+            place = _place_of(closing, chosen_request, RATIO, DENSE)
+            tl.store(pooled + place * D + dim, entry, mask=dim < D)
             closing += RATIO
         if is_first:
             tl.debug_barrier()  # other threads have read the rows that these overwrite
@@ -338,16 +357,28 @@ def pool_windows(
     dim = norm_weight.shape[0]
     num_rings, ring = state.rows.shape[:2]
     paged = ring_ids.dim() == 2
-    pooled = torch.empty(num_tokens, dim, dtype=torch.float32, device=values.device)
-    starts, slots = torch.empty_like(positions), torch.empty_like(slot_mapping)
+    num_requests = len(ring_ids)
+    # In a long step the second launch passes over few rows that are no entries.
+    num_rows = (num_tokens - 1) // pooling.ratio + num_requests
+    dense = kv_out is None and 2 * num_rows <= num_tokens
+    if not dense:
+        num_rows = num_tokens
+    pooled = torch.empty(num_rows, dim, dtype=torch.float32, device=values.device)
+    marks = torch.empty(2, num_rows, dtype=torch.int64, device=values.device)
+    starts, slots = marks[0], marks[1]
+    if dense:
+        marks.fill_(-1)
     # The tile is the same for any step, and so is the order of its sums.
     rows = min(next_power_of_2(pooling.window), POOL_ROWS)
     dims = min(next_power_of_2(dim), 128 if rows <= 8 else 64)
     warps = max(1, rows * dims // WARP_VALUES)
     slices, tokens = cdiv(dim, dims), 1
-    # Tokens share a program if there are too many to run at once; few of them close a window.
+    # Tokens of a long step share a program if there are too many to run at once: one or two of
+    # them close a window. In a short step all may, each for its own request.
     resident = RESIDENT * num_multiprocessors(values.device)
-    while 4 * tokens <= pooling.ratio and cdiv(num_tokens, tokens) * slices * warps > resident:
+    while 4 * tokens * num_requests <= num_tokens and 4 * tokens <= pooling.ratio:
+        if cdiv(num_tokens, tokens) * slices * warps <= resident:
+            break
         tokens *= 4
     programs = cdiv(num_tokens, tokens) * slices
     _pool_kernel[(programs,)](
@@ -369,7 +400,7 @@ def pool_windows(
         starts=starts,
         slots=slots,
         num_tokens=num_tokens,
-        num_requests=len(ring_ids),
+        num_requests=num_requests,
         num_rings=num_rings,
         table_stride=ring_ids.stride(0),
         num_columns=ring_ids.shape[1] if paged else 1,
@@ -381,11 +412,12 @@ def pool_windows(
         TOKENS=tokens,
         DIMS=dims,
         ROWS=rows,
+        DENSE=dense,
         num_warps=warps,
         enable_fp_fusion=False,  # equal sums give equal bits in every variant of the kernel
         **begins_early(values.device, programs * warps),
     )
-    no_queries = pooled.new_empty(num_tokens, 0, cos_sin_cache.shape[1])
+    no_queries = pooled.new_empty(num_rows, 0, cos_sin_cache.shape[1])
     fused_rope_rmsnorm_quant(
         q_rope=no_queries,
         kv=pooled,
