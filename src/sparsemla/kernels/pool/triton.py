@@ -228,8 +228,8 @@ def _pool_kernel(
 ):
     """Pool and keep ``DIMS`` dims of ``TOKENS`` tokens.
 
-    If ``DENSE``, entries stand at :func:`_place_of`, and else at their tokens, with zeros for tokens
-    that close no window.
+    If ``DENSE``, entries are stored at :func:`_place_of`, and else at their tokens, with zeros for
+    tokens that close no window.
     """
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
