@@ -778,8 +778,22 @@ GPU_MUTANTS = (
     hopper(
         "index queries add entries whose score has no slope",
         "losses/sm90/lists.py",
-        "b = gl.where(x > 0, given[:, None] * w[None, :], 0.0)",
-        "b = (given[:, None] * w[None, :] + x * 0)",
+        "b = gl.where(x > 0, g * w[None, :], 0.0)",
+        "b = (g * w[None, :] + x * 0)",
+        "selected_scores_backward",
+    ),
+    hopper(
+        "the first rows of a list come from the list before",
+        "losses/sm90/lists.py",
+        "then = gl.where(last, next_token, token)",
+        "then = token",
+        "selected_scores",
+    ),
+    hopper(
+        "index keys keep the order of an accumulator's dims",
+        "losses/sm90/lists.py",
+        "copy_(total.unflatten(1, parts).transpose(2, 3))",
+        "copy_(total.unflatten(1, parts))",
         "selected_scores_backward",
     ),
     hopper(

@@ -1,8 +1,8 @@
 """Index scores of listed rows and their gradients, for up to 64 heads of 128 dims.
 
 A consumer warpgroup has a token: its heads stay in shared memory and blocks of 64 entries pass by.
-The two consumers of a CTA have neighbouring tokens and share nothing, so nothing of a token is
-summed twice. With entries on M and heads on N::
+The two consumers of a CTA have tokens, producers and stages of their own and share nothing, so
+nothing of a token is summed twice. With entries on M and heads on N::
 
     _scores      x = k q^T, then sum_h w relu(x)
     _gradients   x = k q^T, b = g w [x > 0]; terms = b q and diq += b^T k in one step
@@ -11,10 +11,19 @@ summed twice. With entries on M and heads on N::
 transposed, of the second. Terms are bfloat16, and each row of dik adds its own in the order of
 tokens and entries.
 
+Blocks come in pairs. A producer loads entries a pair ahead, across the ends of lists: if each block
+waited for its entries, their latency would bound both kernels::
+
+    producer     rows of n | entries of n + 2 | rows of n + 1 | entries of n + 3 | ...
+    _scores      x of n    | x of n + 1         |                       | x of n + 2
+                           | sum of n, store    | sum of n + 1, store   |
+    _gradients   x         | b, store b | diq, half of the terms | the other half | x of n + 1
+                                                                 | store a half   | store the other
+
 Barriers, for each consumer; stages of rows and two buffers of heads::
 
     barrier         arrivals             waits     guards
-    full [STAGES]   128 copies' threads  consumer  rows of a block
+    full [STAGES]   64, copies' threads  consumer  rows of a block, and g
     empty [STAGES]  1, consumer          producer  a stage may be overwritten
     heads_full [2]  1, TMA               consumer  the heads of a token
     heads_empty [2] 1, consumer          producer  they may be overwritten
@@ -38,17 +47,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.gluon import opaque_zero, reinterpret
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import (
     BLOCK,
-    COPY,
     STORE,
     TILE,
     Lists,
     copy_dims,
     list_ends,
     load_heads,
-    load_rows,
     next_stage,
     store_128,
     store_tile,
@@ -60,10 +67,24 @@ from sparsemla.kernels.losses import triton as portable
 
 DIM = gl.constexpr(128)
 STAGES = gl.constexpr(4)
-"""Blocks in flight of a consumer, 16 KiB each."""
+"""Blocks in flight of a consumer, 16 KiB each; an even number."""
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
+# A producer has two warps.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
+COPY_GIVEN = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Half of the terms: what a thread has of a row in an accumulator, in pieces of 16 bytes.
+STORE_TERMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
 
 
 class Memory(NamedTuple):
@@ -85,10 +106,30 @@ class Indexer(NamedTuple):
     num_heads: object
 
 
+class Given(NamedTuple):
+    """The gradients of scores, in global memory and those of the stages."""
+
+    dscores: object
+    dscores_token: object
+    stages: object  # [2 * STAGES, 64], 0 for entries that are not valid
+
+
 @gluon.jit
-def _num_blocks(lists, token):
-    """Blocks of a list; a loop that may be skipped makes the compiler serialise MMAs."""
-    return gl.maximum(gl.cdiv(gl.load(lists.ends + token), BLOCK), 1)
+def _num_pairs(end):
+    """Pairs of blocks of a list; a loop that may be skipped makes the compiler serialise MMAs."""
+    return gl.maximum(gl.cdiv(end, 2 * BLOCK), 1)
+
+
+@gluon.jit
+def _load_entries(lists, token, block, end, LAYOUT: gl.constexpr):
+    """A block of a list as it is: whoever tests its entries later does not wait for them now."""
+    at = block * BLOCK + gl.arange(0, BLOCK, LAYOUT)
+    return gl.load(lists.indices + token.to(gl.int64) * lists.stride + at, mask=at < end, other=-1)
+
+
+@gluon.jit
+def _are_valid(entries, lists):
+    return (entries >= 0) & (entries < lists.num_rows)
 
 
 @gluon.jit
@@ -100,40 +141,56 @@ def _load_head_weights(indexer, token):
 
 
 @gluon.jit
-def _producer(num_tokens, smem, q, keys, keys_row, lists):
+def _copy_block(to, phase, smem, keys, keys_row, lists, given, token, block, end, entries):
+    """Copy the rows of a block, and the gradients of its scores if there are any."""
+    if given is not None:
+        own = _load_entries(lists, token, block, end, COPY_GIVEN)
+    mbarrier.wait(smem.empty.index(to), phase)
+    valid = _are_valid(entries, lists)
+    copy_dims(smem.keys.index(to), keys, keys_row, entries.to(gl.int64), valid, 0, DIM, COPY)
+    if given is not None:
+        at = given.dscores + token.to(gl.int64) * given.dscores_token + block * BLOCK
+        at += gl.arange(0, BLOCK, COPY_GIVEN)
+        async_load(given.stages.index(to), at, mask=_are_valid(own, lists))
+    async_copy.mbarrier_arrive(smem.full.index(to), increment_count=False)
+
+
+@gluon.jit
+def _producer(W: gl.constexpr, num_tokens, smem, q, keys, keys_row, lists, given):
     ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
-    stage_0, stage_1 = 0, 0
-    phase_0, phase_1 = 1, 1
+    stage, phase = 0, 1
     turn, turn_phase = 0, 1
-    for first in range(2 * gl.program_id(0), num_tokens, 2 * gl.num_programs(0)):
-        second = gl.minimum(first + 1, num_tokens - 1)
-        for w in gl.static_range(2):
-            if first + w < num_tokens:
-                mbarrier.wait(smem.heads_empty.index(w * 2 + turn), turn_phase)
-                bar = smem.heads_full.index(w * 2 + turn)
-                mbarrier.expect(bar, 64 * DIM * 2)
-                panels = reinterpret(smem.q.index(w * 2 + turn), gl.bfloat16, [2, 64, 64], TILE)
-                load_heads(panels.index(0), q, first + w, 0, 0, bar, 64)
-                load_heads(panels.index(1), q, first + w, 0, 64, bar, 64)
+    step = 2 * gl.num_programs(0)
+    first = gl.minimum(2 * gl.program_id(0) + W, num_tokens - 1)
+    end = gl.load(lists.ends + first)
+    even = _load_entries(lists, first, 0, end, ROWS)
+    odd = _load_entries(lists, first, 1, end, ROWS)
+    for token in range(2 * gl.program_id(0) + W, num_tokens, step):
+        next_token = gl.minimum(token + step, num_tokens - 1)
+        next_end = gl.load(lists.ends + next_token)
+        heads = W * 2 + turn
+        mbarrier.wait(smem.heads_empty.index(heads), turn_phase)
+        bar = smem.heads_full.index(heads)
+        mbarrier.expect(bar, 64 * DIM * 2)
+        panels = reinterpret(smem.q.index(heads), gl.bfloat16, [2, 64, 64], TILE)
+        load_heads(panels.index(0), q, token, 0, 0, bar, 64)
+        load_heads(panels.index(1), q, token, 0, 64, bar, 64)
         turn, turn_phase = next_stage(turn, turn_phase, 2)
-        blocks_0 = _num_blocks(lists, first)
-        blocks_1 = gl.where(second > first, _num_blocks(lists, second), 0)
-        row_0, valid_0 = load_rows(lists, first, 0, ROWS)
-        row_1, valid_1 = load_rows(lists, second, 0, ROWS)
-        for block in range(gl.maximum(blocks_0, blocks_1)):
-            if block < blocks_0:
-                mbarrier.wait(smem.empty.index(stage_0), phase_0)
-                copy_dims(smem.keys.index(stage_0), keys, keys_row, row_0, valid_0, 0, DIM, COPY)
-                async_copy.mbarrier_arrive(smem.full.index(stage_0), increment_count=False)
-                stage_0, phase_0 = next_stage(stage_0, phase_0, STAGES)
-            row_0, valid_0 = load_rows(lists, first, block + 1, ROWS)
-            if block < blocks_1:
-                to = STAGES + stage_1
-                mbarrier.wait(smem.empty.index(to), phase_1)
-                copy_dims(smem.keys.index(to), keys, keys_row, row_1, valid_1, 0, DIM, COPY)
-                async_copy.mbarrier_arrive(smem.full.index(to), increment_count=False)
-                stage_1, phase_1 = next_stage(stage_1, phase_1, STAGES)
-            row_1, valid_1 = load_rows(lists, second, block + 1, ROWS)
+        num_pairs = _num_pairs(end)
+        for pair in range(num_pairs):
+            last = pair + 1 == num_pairs
+            then = gl.where(last, next_token, token)
+            then_end = gl.where(last, next_end, end)
+            then_block = gl.where(last, 0, 2 * pair + 2)
+            to = W * STAGES + 2 * stage
+            _copy_block(to, phase, smem, keys, keys_row, lists, given, token, 2 * pair, end, even)
+            even = _load_entries(lists, then, then_block, then_end, ROWS)
+            _copy_block(
+                to + 1, phase, smem, keys, keys_row, lists, given, token, 2 * pair + 1, end, odd
+            )
+            odd = _load_entries(lists, then, then_block + 1, then_end, ROWS)
+            stage, phase = next_stage(stage, phase, STAGES // 2)
+        end = next_end
 
 
 @gluon.jit
@@ -150,38 +207,70 @@ def _sum_rows_of_threads(x):
 
 
 @gluon.jit
+def _store_scores(target, block, x, entries, lists, w, real, topk):
+    """Sum over the heads, and store -inf for entries that are not valid."""
+    x = gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) * w[None, :]
+    score = gl.sum(gl.where(real[None, :], x, 0.0), 1)
+    score = gl.where(_are_valid(entries, lists), score, float("-inf"))
+    at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, ACC))
+    gl.store(target + at, score, mask=at < topk)
+
+
+@gluon.jit
 def _scores_consumer(W: gl.constexpr, num_tokens, smem, lists, indexer, out, topk):
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
     turn, turn_phase = 0, 0
     for job in range(2 * gl.program_id(0) + W, num_tokens, 2 * gl.num_programs(0)):
         token = job.to(gl.int64)
-        num_blocks = _num_blocks(lists, token)
+        end = gl.load(lists.ends + token)
+        num_pairs = _num_pairs(end)
+        target = out + token * topk
         w = _load_head_weights(indexer, token)
         real = gl.arange(0, 64, gl.SliceLayout(0, ACC)) < indexer.num_heads
         heads = W * 2 + turn
         mbarrier.wait(smem.heads_full.index(heads), turn_phase)
-        for block in range(num_blocks):
-            _, valid = load_rows(lists, token, block, ROWS)
-            bar = W * STAGES + stage
-            mbarrier.wait(smem.full.index(bar), phase)
+        for pair in range(num_pairs):
+            even = W * STAGES + 2 * stage
+            odd = even + 1
+            q = smem.q.index(heads)
+            mbarrier.wait(smem.full.index(even), phase)
             fence_async_shared()
-            x = warpgroup_mma_wait(0, deps=[_logits(smem, bar, smem.q.index(heads))])
-            mbarrier.arrive(smem.empty.index(bar), count=1)
-            if block + 1 == num_blocks:
+            x_even = _logits(smem, even, q)
+            mbarrier.wait(smem.full.index(odd), phase)
+            fence_async_shared()
+            x_odd = _logits(smem, odd, q)
+            even_entries = _load_entries(lists, token, 2 * pair, end, ROWS)
+            odd_entries = _load_entries(lists, token, 2 * pair + 1, end, ROWS)
+            x_even = warpgroup_mma_wait(1, deps=[x_even])
+            mbarrier.arrive(smem.empty.index(even), count=1)
+            _store_scores(target, 2 * pair, x_even, even_entries, lists, w, real, topk)
+            x_odd = warpgroup_mma_wait(0, deps=[x_odd])
+            mbarrier.arrive(smem.empty.index(odd), count=1)
+            if pair + 1 == num_pairs:
                 mbarrier.arrive(smem.heads_empty.index(heads), count=1)
-            stage, phase = next_stage(stage, phase, STAGES)
-            x = gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) * w[None, :]
-            score = gl.sum(gl.where(real[None, :], x, 0.0), 1)
+            _store_scores(target, 2 * pair + 1, x_odd, odd_entries, lists, w, real, topk)
+            stage, phase = next_stage(stage, phase, STAGES // 2)
+        for block in range(2 * num_pairs, gl.cdiv(topk, BLOCK)):
             at = block * BLOCK + gl.arange(0, BLOCK, ROWS)
-            gl.store(out + token * topk + at, gl.where(valid, score, float("-inf")), mask=at < topk)
+            gl.store(target + at, gl.full([BLOCK], float("-inf"), gl.float32, ROWS), mask=at < topk)
         turn, turn_phase = next_stage(turn, turn_phase, 2)
 
 
 @gluon.jit
+def _store_terms(target, acc, at, topk):
+    """Store half of the dims of the terms of a block, in the order of an accumulator's threads.
+
+    A thread has columns ``8 j + 2 l + i`` of a row, and its neighbours other ``l``. They become
+    columns ``8 l + 2 j + i`` of 32, so nothing moves between threads.
+    """
+    terms = acc.to(gl.bfloat16).reshape([64, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    store_tile(target, terms.reshape([64, 64]), at * DIM, at < topk, STORE_TERMS)
+
+
+@gluon.jit
 def _gradients_consumer(
-    W: gl.constexpr, num_tokens, smem, products, lists, indexer, dscores, dscores_token, terms,
-    diq, dweights, topk,
+    W: gl.constexpr, num_tokens, smem, products, lists, indexer, given, terms, diq, dweights, topk
 ):  # fmt: skip
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -189,7 +278,7 @@ def _gradients_consumer(
     turn, turn_phase = 0, 0
     for job in range(2 * gl.program_id(0) + W, num_tokens, 2 * gl.num_programs(0)):
         token = job.to(gl.int64)
-        num_blocks = _num_blocks(lists, token)
+        num_blocks = 2 * _num_pairs(gl.load(lists.ends + token))
         w = _load_head_weights(indexer, token)
         heads = W * 2 + turn
         mbarrier.wait(smem.heads_full.index(heads), turn_phase)
@@ -197,23 +286,20 @@ def _gradients_consumer(
         dq = gl.zeros([64, DIM], gl.float32, WIDE)
         for block in range(num_blocks):
             zero = opaque_zero(block)
-            _, valid = load_rows(lists, token, block, ROWS)
-            at = block * BLOCK + gl.arange(0, BLOCK, ROWS)
-            given = gl.load(dscores + token * dscores_token + at, mask=valid, other=0.0)
             bar = W * STAGES + stage
             mbarrier.wait(smem.full.index(bar), phase)
             fence_async_shared()
             heads_of_token = smem.q.index(heads + zero)
-            x = warpgroup_mma_wait(0, deps=[_logits(smem, bar, heads_of_token)])
-            dw += _sum_rows_of_threads(
-                gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) * given[:, None]
-            )
-            b = gl.where(x > 0, given[:, None] * w[None, :], 0.0).to(gl.bfloat16)
+            x = _logits(smem, bar, heads_of_token)
+            g = given.stages.index(bar).load(ROWS)[:, None]
+            x = warpgroup_mma_wait(0, deps=[x])
+            dw += _sum_rows_of_threads(gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) * g)
+            b = gl.where(x > 0, g * w[None, :], 0.0).to(gl.bfloat16)
             products.index(W + zero).store(b)
             fence_async_shared()
             operand = gl.convert_layout(b, OPERAND)
             panels = reinterpret(heads_of_token, gl.bfloat16, [2, 64, 64], TILE)
-            at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, STORE))
+            at = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, STORE_TERMS))
             target = terms + token * topk * DIM
             dq = warpgroup_mma(
                 products.index(W + zero).permute((1, 0)), smem.keys.index(bar), dq, is_async=True
@@ -224,11 +310,11 @@ def _gradients_consumer(
             mbarrier.arrive(smem.empty.index(bar), count=1)
             other = gl.zeros([64, 64], gl.float32, ACC)
             other = warpgroup_mma(operand, panels.index(1), other, use_acc=False, is_async=True)
-            store_tile(target, term.to(gl.bfloat16), at * DIM, at < topk, STORE)
+            _store_terms(target, term, at, topk)
             other = warpgroup_mma_wait(0, deps=[other])
             if block + 1 == num_blocks:
                 mbarrier.arrive(smem.heads_empty.index(heads), count=1)
-            store_tile(target + 64, other.to(gl.bfloat16), at * DIM, at < topk, STORE)
+            _store_terms(target + 64, other, at, topk)
             stage, phase = next_stage(stage, phase, STAGES)
         turn, turn_phase = next_stage(turn, turn_phase, 2)
         dw = gl.convert_layout(gl.sum(gl.sum(dw, 0), 0), gl.SliceLayout(0, ACC))
@@ -252,7 +338,7 @@ def _allocate():
         heads_empty=gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout()),
     )
     for b in gl.static_range(2 * STAGES):
-        mbarrier.init(smem.full.index(b), count=128)
+        mbarrier.init(smem.full.index(b), count=64)
         mbarrier.init(smem.empty.index(b), count=1)
     for b in gl.static_range(2 * 2):
         mbarrier.init(smem.heads_full.index(b), count=1)
@@ -269,10 +355,11 @@ def _scores(num_tokens, q, keys, keys_row, lists, indexer, out, topk):
         [
             (_scores_consumer, (0, num_tokens, smem, lists, indexer, out, topk)),
             (_scores_consumer, (1, num_tokens, smem, lists, indexer, out, topk)),
-            (_producer, (num_tokens, smem, q, keys, keys_row, lists)),
+            (_producer, (0, num_tokens, smem, q, keys, keys_row, lists, None)),
+            (_producer, (1, num_tokens, smem, q, keys, keys_row, lists, None)),
         ],
-        [4, 4],
-        [208, 96],
+        [4, 2, 2],
+        [208, 96, 96],
     )
 
 
@@ -284,21 +371,31 @@ def _gradients(
     """The gradients of a token's heads and weights, and the terms of dik ``[n K, DIM]``."""
     smem = _allocate()
     products = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
+    stages = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], PLAIN)
+    given = Given(dscores, dscores_token, stages)
     gl.warp_specialize(
         [
-            (_gradients_consumer, (0, num_tokens, smem, products, lists, indexer, dscores,
-                                   dscores_token, terms, diq, dweights, topk)),
-            (_gradients_consumer, (1, num_tokens, smem, products, lists, indexer, dscores,
-                                   dscores_token, terms, diq, dweights, topk)),
-            (_producer, (num_tokens, smem, q, keys, keys_row, lists)),
+            (_gradients_consumer, (0, num_tokens, smem, products, lists, indexer, given, terms,
+                                   diq, dweights, topk)),
+            (_gradients_consumer, (1, num_tokens, smem, products, lists, indexer, given, terms,
+                                   diq, dweights, topk)),
+            (_producer, (0, num_tokens, smem, q, keys, keys_row, lists, given)),
+            (_producer, (1, num_tokens, smem, q, keys, keys_row, lists, given)),
         ],
-        [4, 4],
-        [232, 48],
+        [4, 2, 2],
+        [224, 64, 64],
     )  # fmt: skip
 
 
 def _grid(num_tokens: int, device: torch.device) -> tuple[int]:
     return (min(cdiv(num_tokens, 2), num_multiprocessors(device)),)
+
+
+def _tokens_at_once(num_tokens: int, topk: int, device: torch.device) -> int:
+    """Tokens with terms that fit the workspace, so many that every consumer is busy to the end."""
+    limit = max(1, portable.LIST_BYTES // (topk * (2 * DIM.value + ENTRY_BYTES)))
+    wave = 2 * num_multiprocessors(device)
+    return min(num_tokens, limit - limit % wave if limit > wave else limit)
 
 
 def selected_scores(
@@ -311,7 +408,6 @@ def selected_scores(
     out: Tensor,
 ) -> None:
     (num_tokens, num_heads, _), topk = iq.shape, topk_indices.shape[1]
-    out.fill_(-torch.inf)  # what is behind the last valid entry of a list
     if out.numel() == 0:
         return
     ends = list_ends(topk_indices, topk_lengths, ik.shape[0])
@@ -347,7 +443,7 @@ def selected_scores_backward(
         return
     total = torch.zeros_like(dik, dtype=torch.float32)
     ends = list_ends(topk_indices, topk_lengths, ik.shape[0])
-    chunk = max(1, min(num_tokens, portable.LIST_BYTES // (topk * (2 * dim + ENTRY_BYTES))))
+    chunk = _tokens_at_once(num_tokens, topk, iq.device)
     terms = iq.new_empty(chunk * topk, dim)
     for first in range(0, num_tokens, chunk):
         some = slice(first, min(first + chunk, num_tokens))
@@ -370,4 +466,6 @@ def selected_scores_backward(
         )
         lengths = None if topk_lengths is None else topk_lengths[some]
         add_terms(terms, indices, lengths, total)
-    dik.copy_(total)
+    # `_store_terms` has swapped two parts of the dims.
+    parts = (4, 4, 4, 2)
+    dik.unflatten(1, parts).copy_(total.unflatten(1, parts).transpose(2, 3))
