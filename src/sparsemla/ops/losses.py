@@ -212,7 +212,7 @@ def selected_scores_backward(
         dik[j]        += sum_h b[t, h, j] iq[t, h]             for each t and entry that names j
 
     Sums are in float32. The shares of a row of ``dik`` are added in the order of the entries, in
-    chunks of tokens whose size depends on shapes only: no atomic adds, the same bits in every run.
+    chunks of tokens: no atomic adds, the same bits in every run.
 
     Args:
         dscores: float32 ``[T, K]``; values at invalid entries are ignored, even NaN.
