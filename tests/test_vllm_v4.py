@@ -6,6 +6,7 @@ Triton kernels run in the interpreter. CI installs vLLM for these files alone: s
 
 import ast
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -58,6 +59,8 @@ with warnings.catch_warnings():
         resolve_kv_cache_layout,
     )
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    from vllm.v1.worker import workspace
+    from vllm.v1.worker.block_table import get_block_table_width
     from vllm.v1.worker.gpu.attn_utils import (
         build_attn_metadata,
         init_attn_backend,
@@ -66,7 +69,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import deepseek_v4, indexer, touched, warmup
+    from sparsemla.backends.vllm import conversions, deepseek_v4, indexer, touched, warmup
 
 import replay
 from sparsemla import (
@@ -75,6 +78,7 @@ from sparsemla import (
     PagedCache,
     Pooling,
     WindowState,
+    dispatch,
     group_o_a_proj,
     reference,
 )
@@ -240,7 +244,9 @@ class Engine:
         """Pages for positions ``first .. last`` of a request in every group."""
         for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
             spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
-            row = table.setdefault(request, torch.zeros(1024 // spec.block_size + 1).int())
+            most = spec.max_num_blocks_per_req(self.config, self.config.model_config.max_model_len)
+            width = get_block_table_width(most, spec.block_size)
+            row = table.setdefault(request, torch.zeros(width).int())
             window = getattr(spec, "sliding_window", None)
             behind = 0 if window is None else first - window + 1
             for block in range(-(-last // spec.block_size)):
@@ -253,10 +259,11 @@ class Engine:
                 elif not row[block]:
                     row[block] = self.free.pop(0)
 
-    def step(self, chunks, padding=0, dummy=False):
+    def step(self, chunks, padding=0, dummy=False, **options):
         """Serve chunks ``(request, first, inputs [n, hidden])``, decodes first.
 
-        A dummy step has the pages of real requests, but no slots.
+        A dummy step has the pages of real requests, but no slots. Options are those of vLLM's
+        metadata.
 
         Returns:
             The outputs of each layer ``[n, hidden]`` for each chunk.
@@ -298,6 +305,7 @@ class Engine:
             self.caches,
             seq_lens_cpu_upper_bound=lengths,
             positions=positions,
+            **options,
         )
         x = torch.cat([inputs for *_, inputs in chunks])
         x = torch.cat([x, x.new_full((padding, HIDDEN), math.nan)])
@@ -414,14 +422,41 @@ STEPS = [
 OUT = Tolerance(2**-8, cos=1e-4, size=2**-4)
 
 
-def test_steps_of_an_engine_agree_with_whole_requests(config):
-    """Chunks, decodes and prefills in one batch, drafts that are served again, and padding."""
-    engine = Engine(config, Draw(0))
-    assert engine.support == "ALWAYS"  # any batch can be captured in a graph
-    x = [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS]
-    served = [0] * len(LENGTHS)
-    found = [[[] for _ in LENGTHS] for _ in engine.layers]
-    for number, step in enumerate(STEPS):
+@pytest.fixture
+def convert_from(monkeypatch):
+    """Makes prefills of so many tokens or more convert their rows, and lists the conversions."""
+
+    def make(min_tokens):
+        op = dispatch.OPS["sparse_prefill"]
+
+        def converts_first(problem, num_tokens, num_keys, num_rows):
+            return num_tokens >= min_tokens
+
+        kernels = [dataclasses.replace(each, converts_first=converts_first) for each in op.kernels]
+        changed = dataclasses.replace(op, kernels=kernels)
+        monkeypatch.setitem(dispatch.OPS, "sparse_prefill", changed)
+        monkeypatch.setattr(workspace, "_manager", None)
+        init_workspace_manager(torch.device("cpu"))
+        conversions.reserved_rows.cache_clear()
+        made = []
+        attend = deepseek_v4.attend
+
+        def spied(conversion, *arguments, **options):
+            made.append(conversion)
+            attend(conversion, *arguments, **options)
+
+        monkeypatch.setattr(deepseek_v4, "attend", spied)
+        return made
+
+    yield make
+    conversions.reserved_rows.cache_clear()
+
+
+def serve(engine, x, steps=STEPS):
+    """The outputs ``[layer][request]`` of each layer for whole requests."""
+    served = [0] * len(x)
+    found = [[[] for _ in x] for _ in engine.layers]
+    for number, step in enumerate(steps):
         chunks = [(i, served[i], x[i][served[i] : served[i] + n]) for i, n in step]
         if number % 2:  # other tokens first, as if they were rejected drafts
             engine.step([(i, first, rows.flip(0) + 1) for i, first, rows in chunks])
@@ -431,11 +466,132 @@ def test_steps_of_an_engine_agree_with_whole_requests(config):
                 results[i].append(output)
         for i, n in step:
             served[i] += n
-    assert tuple(served) == LENGTHS
+    assert served == list(map(len, x))
+    return [[torch.cat(parts) for parts in results] for results in found]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "most_rows", "num_conversions"),
+    [(1000, None, 0), (5, None, 21), (5, 170, 23)],
+    ids=["in place", "converted", "in chunks"],
+)
+def test_steps_of_an_engine_agree_with_whole_requests(
+    config, convert_from, monkeypatch, min_tokens, most_rows, num_conversions
+):
+    """Chunks, decodes and prefills in one batch, drafts that are served again, and padding."""
+    if most_rows is not None:
+        monkeypatch.setattr(conversions.Rule, "most_rows", most_rows)
+    converted = convert_from(min_tokens)
+    engine = Engine(config, Draw(0))
+    assert engine.support == "ALWAYS"  # any batch can be captured in a graph
+    x = [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS]
+    found = serve(engine, x)
     for layer, results in zip(engine.layers, found, strict=True):
-        for request, parts in enumerate(results):
+        for request, result in enumerate(results):
             expected = whole_request(layer, x[request])
-            assert_close(f"{layer.prefix}, {request}", torch.cat(parts), expected, OUT)
+            assert_close(f"{layer.prefix}, {request}", result, expected, OUT)
+    assert len(converted) == num_conversions
+
+
+def test_a_prefill_behind_decodes_may_have_padding(config, convert_from, monkeypatch):
+    converted, outputs = convert_from(5), []
+    engine = Engine(config, Draw(1))
+    x = engine.draw.normal(9, HIDDEN).bfloat16()
+    engine.step([(0, 0, x[:3])])
+
+    def kept(layer, o, positions):
+        outputs.append(o)
+        return theirs_of(layer, o, positions)
+
+    theirs_of = deepseek_v4.SparseMLAV4Attention._o_proj
+    monkeypatch.setattr(deepseek_v4.SparseMLAV4Attention, "_o_proj", kept)
+    engine.step([(0, 3, x[3:4]), (1, 0, x[:6])], padding=3)
+    assert [each.tokens for each in converted] == [slice(1, 7)] * 3
+    assert all((o[-3:] == 0).all() and o[:-3].any(-1).all() for o in outputs)
+
+
+def test_prefills_of_captured_graphs_and_beyond_the_workspace_are_read_in_place(
+    config, convert_from
+):
+    """Graphs keep addresses; vLLM's bounds of lengths count drafts that were not accepted."""
+    converted = convert_from(5)
+    engine = Engine(config, Draw(1))
+    x = engine.draw.normal(9, HIDDEN).bfloat16()
+    expected = engine.step([(0, 0, x)])
+    assert len(converted) == 3
+    found = [engine.step([(0, 0, x)], for_cudagraph_capture=True)]
+    for layer in engine.layers:
+        layer.conversion_rows = 1
+    found.append(engine.step([(0, 0, x)]))
+    assert len(converted) == 3
+    for results in found:
+        for (result,), (wanted,) in zip(results, expected, strict=True):
+            assert_close("in place", result, wanted, OUT)
+
+
+def test_a_microbatch_reserves_room_for_conversions(config, convert_from, monkeypatch):
+    """Microbatches have workspaces of their own, which vLLM's profiling run claims."""
+    converted = convert_from(5)
+    engine = Engine(config, Draw(1))
+    monkeypatch.setattr(workspace, "_manager", None)
+    init_workspace_manager(torch.device("cpu"))
+    with set_forward_context(None, config):
+        engine.layers[1](torch.arange(2), torch.ones(2, HIDDEN).bfloat16())
+    engine.step([(0, 0, engine.draw.normal(120, HIDDEN).bfloat16())])
+    assert len(converted) == 3
+
+
+@pytest.fixture
+def like_hopper(monkeypatch):
+    """The CPU's tier with the measurements of Hopper's."""
+    op = dispatch.OPS["sparse_prefill"]
+    converts_first = op.kernel("sm90").converts_first
+    kernels = [dataclasses.replace(kernel, converts_first=converts_first) for kernel in op.kernels]
+    monkeypatch.setitem(dispatch.OPS, "sparse_prefill", dataclasses.replace(op, kernels=kernels))
+    yield
+    conversions.reserved_rows.cache_clear()
+
+
+def rule(ratio=4, num_heads=64, topk=512, max_tokens=8192, max_seq_len=1 << 20):
+    device = torch.device("cpu")
+    return conversions.Rule(ratio, num_heads, 128, topk, max_tokens, max_seq_len, device)
+
+
+def test_the_measured_prefills_are_converted_where_it_was_faster(like_hopper):
+    assert rule().chunks([4096], [32768]) == [(0, 1)]
+    assert rule().chunks([4096], [1 << 20]) == []  # 262144 entries
+    assert rule(num_heads=128, topk=1024).chunks([4096], [32768]) == [(0, 1)]
+    assert rule().chunks([64], [32768]) == []
+
+
+@pytest.mark.parametrize("max_tokens", [64, 264, 2048])
+@pytest.mark.parametrize("num_heads", [8, 128])
+@pytest.mark.parametrize("ratio", deepseek_v4.RATIOS)
+def test_every_step_that_gains_has_its_rows(like_hopper, ratio, num_heads, max_tokens):
+    longest = 1 << 17
+    made = rule(ratio, num_heads, max_tokens=max_tokens, max_seq_len=longest)
+    reserved, gains = conversions.reserved_rows(made), 0
+    for tokens in {2, 132, 133, 200, max_tokens - 1, max_tokens}:
+        for context in (0, 100, 2000, 9000, 60000, longest):
+            length = min(context + tokens, longest)
+            for query_lens, seq_lens in (
+                ([tokens], [length]),
+                ([1, tokens - 1], [length, length]),
+                ([tokens // 2] * 2, [length, tokens // 2]),
+            ):
+                if tokens > max_tokens:
+                    continue
+                for begin, end in made.chunks(query_lens, seq_lens):
+                    pairs = list(zip(query_lens[begin:end], seq_lens[begin:end], strict=True))
+                    parts = (
+                        [made.raw_rows(m, n) for m, n in pairs],
+                        [made.entries(n) for _, n in pairs],
+                    )
+                    nothing = torch.empty(0)
+                    rows = sum(conversions.Part.of(nothing, part).num_rows for part in parts)
+                    assert rows <= reserved
+                    gains += 1
+    assert bool(gains) is bool(reserved)
 
 
 def test_a_dummy_step_writes_nothing(config):
@@ -647,7 +803,12 @@ def test_kernels_that_no_layer_calls_are_not_compiled_at_the_start(config):
     assert not any(name.startswith(deepseek_v4.REPLACED) for name in names)
 
 
-def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkeypatch):
+@pytest.mark.parametrize("min_tokens", [1000, 1], ids=["in place", "converted"])
+def test_steps_reach_no_kernel_that_was_not_warmed_up(
+    run_python, config, convert_from, monkeypatch, min_tokens
+):
+    monkeypatch.setattr(conversions.Rule, "most_rows", 60)  # the last step has two chunks
+    converted = convert_from(min_tokens)
     engine = Engine(config, Draw(4))
     layers = list(warmup.compressed_layers(config, deepseek_v4.SparseMLAV4Attention))
     assert [layer.ratio for layer in layers] == [1, 4, 128]
@@ -663,6 +824,7 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkey
                 "sparse_prefill",
                 "to_slots",
             ),
+            conversions: ("gather_dequant", "sparse_prefill", "to_slots"),
             indexer: ("indexer_topk",),
         },
     )
@@ -670,6 +832,10 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkey
     engine.step([(0, 0, x[:40])])
     engine.step([(0, 40, x[40:41]), (1, 0, x[:5])])
     engine.step([(0, 41, x[41:42]), (1, 5, x[5:6])], padding=3)
+    engine.step([(0, 42, x[42:43]), (1, 6, x[6:9]), (2, 0, x[:40])])
+    chunks = [len(each.raw.starts) for each in converted[-4:]]
+    assert chunks == ([2, 1, 1, 2] if min_tokens == 1 else [])
+    assert all(layer.converts is bool(converted) for layer in layers)
     assert {op for op, *_ in calls} >= {"pool_windows", "indexer_topk", "sparse_decode"}
     servings = [serving for layer in layers for serving in layer.selections()]
     sweeps = [sweep for layer in layers for sweep in layer.sweeps()]

@@ -27,6 +27,7 @@ from sparsemla import (
     sparse_prefill,
     to_slots,
 )
+from sparsemla.backends.vllm.conversions import MULTIPLE, Chosen, Conversion, Part, attend
 from sparsemla.warmup import EVERY, Sweep
 
 ROPE_DIM = 64
@@ -79,6 +80,7 @@ class CompressedLayer:
         max_query_len: most tokens of a decode.
         max_seq_len: most tokens of a request.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
+        converts: prefills may read converted rows.
     """
 
     ratio: int
@@ -101,6 +103,7 @@ class CompressedLayer:
     max_query_len: int
     max_seq_len: int
     max_workspace_bytes: int
+    converts: bool
 
     def selections(self) -> list[Serving]:
         """The selection from index keys."""
@@ -134,6 +137,9 @@ class CompressedLayer:
             for start in (0, 1):
                 prefill = functools.partial(self._prefill, width, start)
                 yield Sweep(prefill, self.max_tokens - start)
+                if self.converts:
+                    convert = functools.partial(self._convert, width, start)
+                    yield Sweep(convert, self.max_tokens - start)
         if self.entries is not None:
             yield Sweep(self._pool, self.max_tokens)
         if self.keys is not None:
@@ -189,14 +195,18 @@ class CompressedLayer:
         positions = without_memory(tokens, dtype=torch.int64)
         project_groups(self._q(tokens), weight, cos_sin_cache=self._table(), positions=positions)
 
+    def _chosen(self, width: int, start: int, tokens: int) -> Tensor:
+        """Numbers of entries for tokens behind ``start`` others."""
+        listed = self._most_entries() if self.ratio == 128 else self.topk
+        return without_memory(start + tokens, listed)[start:, :width]
+
     def _slots(self, width: int, start: int, tokens: int) -> Tensor | None:
         """Slots of entries for tokens behind ``start`` others."""
         if self.entries is None:
             return None
         requests = min(tokens, self.max_requests)
-        listed = self._most_entries() if self.ratio == 128 else self.topk
         return to_slots(
-            without_memory(start + tokens, listed)[start:, :width],
+            self._chosen(width, start, tokens),
             without_memory(requests, self.entries.columns),
             without_memory(start + tokens)[start:],
             page_size=self.entries.rows,
@@ -235,6 +245,40 @@ class CompressedLayer:
             extra_topk_indices=slots,
             extra_topk_lengths=None if slots is None else without_memory(tokens),
             out=self._q(start + tokens)[start:],
+            **self._shared(),
+        )
+
+    def _convert(self, width: int, start: int, tokens: int) -> None:
+        """Prefill over converted rows, behind ``start`` decodes of one token."""
+        end = start + tokens
+        requests = min(tokens, self.max_requests)
+        behind = slice(start, start + requests)
+        lengths, starts = without_memory(requests), without_memory(requests)
+        num_rows = MULTIPLE * tokens
+        chosen = entries = None
+        if self.entries is not None:
+            table = without_memory(behind.stop, self.entries.columns)
+            indices = self._chosen(width, start, tokens)
+            cache = self.entries.cache(FP8_584)
+            chosen = Chosen(cache, table, indices, without_memory(tokens))
+            entries = Part(lengths, starts, num_rows)
+        conversion = Conversion(
+            slice(start, end),
+            behind,
+            request_ids=without_memory(tokens),
+            raw=Part(lengths, starts, num_rows, without_memory(requests)),
+            window=without_memory(tokens, self.window),
+            window_lengths=without_memory(tokens),
+            entries=entries,
+        )
+        attend(
+            conversion,
+            self._q(end),
+            self.raw.cache(FP8_584),
+            without_memory(behind.stop, self.raw.columns),
+            chosen,
+            without_memory(conversion.num_rows, FP8_584.head_dim, dtype=torch.bfloat16),
+            out=self._q(end),
             **self._shared(),
         )
 

@@ -11,7 +11,8 @@ vLLM's. Exchanged are four things that a layer does between its projections:
 - attention (:func:`sparse_decode`, :func:`sparse_prefill`) and the first output projection
   (:func:`project_groups`).
 
-Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not called.
+Prefills read the FP8 caches in place, or first convert the rows that they see to bfloat16 if that
+is faster. Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.backends.vllm.attention import decode_workspace_bytes
+from sparsemla.backends.vllm.conversions import (
+    ROW_BYTES,
+    Chosen,
+    Conversion,
+    Part,
+    Rule,
+    attend,
+    reserved_rows,
+)
 from sparsemla.backends.vllm.indexer import (
     IndexerBackend,
     IndexerMetadata,
@@ -84,6 +94,9 @@ from sparsemla.backends.vllm.indexer import (
 )
 from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
 from sparsemla.backends.vllm.warmup import register_layers
+
+RATIOS = 1, 4, 128
+"""Tokens of an entry; 1 in layers without entries."""
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 """Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes."""
@@ -368,12 +381,104 @@ class CompressedBackend(DeepseekV4FlashMLABackend):
         return capability.major >= 8
 
 
+@dataclass
+class WindowMetadata(DeepseekSparseSWAMetadata):
+    """vLLM's metadata of raw rows, with the chunks of prefills to convert.
+
+    Attributes:
+        conversions: chunks of all prefills of the batch, keyed by the ratio of the layers that
+            convert them; others read the caches in place.
+    """
+
+    conversions: dict[int, tuple[Conversion, ...]] = field(default_factory=dict)
+
+
 class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
-    """vLLM's metadata of raw rows, without a schedule of FlashMLA."""
+    """vLLM's metadata of raw rows, with conversions, and without a schedule of FlashMLA."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
+        super().__init__(*args, **kwargs)
+        self.rules = [conversion_rule(self.vllm_config, ratio, self.device) for ratio in RATIOS]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        replay_start: Tensor | None = None,
+    ) -> WindowMetadata:
+        """The metadata of one step."""
+        found = super().build(common_prefix_len, common_attn_metadata, fast_build, replay_start)
+        metadata = WindowMetadata(**vars(found))
+        if metadata.num_prefills:
+            query_lens = metadata.prefill_query_lens_cpu.tolist()
+            seq_lens = metadata.prefill_seq_lens_cpu.tolist()  # upper bounds
+            for rule in self.rules:
+                chunks = [
+                    self._conversion(metadata, rule, query_lens, seq_lens, begin, end)
+                    for begin, end in rule.chunks(query_lens, seq_lens)
+                ]
+                metadata.conversions[rule.ratio] = tuple(chunks)
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> WindowMetadata:
+        """Metadata with fixed addresses: a captured prefill reads the caches in place."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.conversions.clear()
+        return metadata
+
+    def _conversion(
+        self,
+        metadata: WindowMetadata,
+        rule: Rule,
+        query_lens: list[int],
+        seq_lens: list[int],
+        begin: int,
+        end: int,
+    ) -> Conversion:
+        """The conversion of prefills ``begin .. end - 1``."""
+        requests = slice(metadata.num_decodes + begin, metadata.num_decodes + end)
+        offsets = metadata.query_start_loc_cpu[[requests.start, requests.stop]].tolist()
+        tokens, decodes = slice(*offsets), metadata.num_decode_tokens
+        request_ids = metadata.token_to_req_indices[tokens] - requests.start
+        lengths = metadata.prefill_seq_lens[begin:end]
+        # Copies begin at multiples of 16 bytes, as kernels are compiled for.
+        seen = metadata.prefill_gather_lens[begin:end].clone()
+        window = metadata.prefill_swa_lens[tokens.start - decodes : tokens.stop - decodes].clone()
+        pairs = list(zip(query_lens[begin:end], seq_lens[begin:end], strict=True))
+        raw = Part.of(seen, [rule.raw_rows(m, n) for m, n in pairs], lengths - seen)
+        entries = None
+        if rule.ratio > 1:
+            entries = Part.of(lengths // rule.ratio, [rule.entries(n) for _, n in pairs])
+        # The last token of a request owns its last row, and a token's window ends with its own.
+        ends = metadata.query_start_loc[requests.start + 1 : requests.stop + 1]
+        device, int32 = lengths.device, torch.int32
+        numbers = torch.arange(tokens.start, tokens.stop, dtype=int32, device=device)
+        behind = (raw.starts + seen - ends)[request_ids] + numbers + 1 - window
+        columns = torch.arange(rule.window, dtype=int32, device=device)
+        return Conversion(
+            tokens, requests, request_ids, raw, behind[:, None] + columns, window, entries
+        )
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
         """No schedules."""
         return super().build_tile_scheduler(0)
+
+
+def conversion_rule(config: VllmConfig, ratio: int, device: torch.device) -> Rule:
+    """When layers of a ratio convert rows for prefills."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    return Rule(
+        ratio,
+        num_heads=model.get_num_attention_heads(config.parallel_config),
+        window=text.sliding_window,
+        topk=text.index_topk,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_seq_len=model.max_model_len,
+        device=device,
+    )
 
 
 class WindowBackend(DeepseekSparseSWAFlashMLABackend):
@@ -406,8 +511,11 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 for arguments, options in registrations:
                     JitWarmupRegistry.register(kernel, *arguments, **options)
         device = self.attn_sink.device
-        self.workspace_bytes = decode_workspace_bytes(
-            self.max_num_batched_tokens, self.n_local_heads, device
+        rule = conversion_rule(vllm_config, self.compress_ratio, device)
+        self.conversion_rows = reserved_rows(rule)
+        self.workspace_bytes = max(
+            decode_workspace_bytes(self.max_num_batched_tokens, self.n_local_heads, device),
+            self.conversion_rows * ROW_BYTES,
         )
         self._workspace()  # grow it now: captured graphs hold its address
         register_layers(type(self))
@@ -451,7 +559,10 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
         return q
 
     def _workspace(self) -> Tensor | None:
-        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers."""
+        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
+
+        It is as large as that of any step, because vLLM gives each microbatch one of its own.
+        """
         if self.workspace_bytes == 0:
             return None
         spec = ((self.workspace_bytes,), torch.uint8)
@@ -478,12 +589,32 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
         raw = PagedCache(self.swa_cache_layer.kv_cache, FP8_584)
         cache = None if entries is None else PagedCache(self.kv_cache, FP8_584)
         shared = {"softmax_scale": self.scale, "attn_sink": self.attn_sink}
-        if prefills.stop > prefills.start:
+        conversions = window.conversions.get(self.compress_ratio, ())
+        fits = all(each.num_rows <= self.conversion_rows for each in conversions)
+        if conversions and fits:
+            for each in conversions:
+                chosen = None
+                if entries is not None and cache is not None:
+                    indices = self._chosen_entries(each.tokens, entries, window)
+                    lengths = self._num_entries(positions[each.tokens], indices)
+                    chosen = Chosen(cache, entries.block_table, indices, lengths)
+                rows = ((each.num_rows, FP8_584.head_dim), torch.bfloat16)
+                attend(
+                    each,
+                    q,
+                    raw,
+                    window.block_table,
+                    chosen,
+                    current_workspace_manager().get_simultaneous(rows)[0],
+                    out=output,
+                    **shared,
+                )
+            output[conversions[-1].tokens.stop : prefills.stop] = 0  # padding
+        elif prefills.stop > prefills.start:
             slots = lengths = None
             if entries is not None:
                 slots = self._entry_slots(prefills, entries, window)
-                visible = (positions[prefills] + 1) // self.compress_ratio
-                lengths = visible.clamp(max=slots.shape[1]).int()
+                lengths = self._num_entries(positions[prefills], slots)
             sparse_prefill(
                 q[prefills],
                 raw,
@@ -516,19 +647,25 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 **shared,
             )
 
+    def _chosen_entries(
+        self, tokens: slice, entries: DeepseekV4FlashMLAMetadata, window: WindowMetadata
+    ) -> Tensor:
+        """Entries ``[T, K]`` of their requests that tokens attend to; -1 behind the last."""
+        if self.compress_ratio == 128:
+            first = window.num_decode_tokens
+            return entries.c128a_prefill_topk_indices[tokens.start - first : tokens.stop - first]
+        return self.topk_indices_buffer[tokens]
+
+    def _num_entries(self, positions: Tensor, indices: Tensor) -> Tensor:
+        """The number of entries ``[T]`` that tokens at ``positions [T]`` attend to."""
+        return ((positions + 1) // self.compress_ratio).clamp(max=indices.shape[1]).int()
+
     def _entry_slots(
-        self,
-        tokens: slice,
-        entries: DeepseekV4FlashMLAMetadata,
-        window: DeepseekSparseSWAMetadata,
+        self, tokens: slice, entries: DeepseekV4FlashMLAMetadata, window: WindowMetadata
     ) -> Tensor:
         """Slots ``[T, K]`` of the entries that tokens attend to; -1 behind the last."""
-        if self.compress_ratio == 128:
-            chosen = entries.c128a_prefill_topk_indices
-        else:
-            chosen = self.topk_indices_buffer[tokens]
         return to_slots(
-            chosen,
+            self._chosen_entries(tokens, entries, window),
             entries.block_table,
             window.token_to_req_indices[tokens],
             page_size=self.kv_cache.shape[1],

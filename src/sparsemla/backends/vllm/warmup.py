@@ -204,4 +204,5 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
             max_query_len=limits["max_query_len"],
             max_seq_len=limits["max_seq_len"],
             max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+            converts=layer.conversion_rows > 0,
         )
