@@ -81,6 +81,8 @@ DECODE_FP4 = "tests/test_triton_decode.py -k sparse_decode_of_every_format and f
 KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
 QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
+GROUP_STEPS = "tests/test_triton_projection.py -k test_groups and 192 and block1"
+GROUPS_ACROSS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block2"
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
@@ -303,16 +305,30 @@ CPU_MUTANTS = (
     portable(
         "a group's outputs are rotated once more",
         "projection/triton.py",
+        "even = tl.where(rotated, a * cos + b * sin, a)",
+        "even = tl.where(rotated, a * cos - b * sin, a)",
+        GROUPS,
+    ),
+    portable(
+        "a group's outputs are rotated once more, with steps across heads",
+        "projection/triton.py",
         "tl.where(is_first, sin, -sin)",
         "tl.where(is_first, -sin, sin)",
-        GROUPS,
+        GROUPS_ACROSS,
+    ),
+    portable(
+        "all steps of a head have the dims of the first",
+        "projection/triton.py",
+        "dim = step * STEP + in_step",
+        "dim = step * 0 + in_step",
+        GROUP_STEPS,
     ),
     portable(
         "groups take heads by turns",
         "projection/triton.py",
-        "head = row // STEPS * HEADS + first // V",
-        "head = row // STEPS + first // V * (num_rows // STEPS)",
-        GROUPS,
+        "head = row // STEPS * HEADS + k // V",
+        "head = row // STEPS + k // V * (num_rows // STEPS)",
+        GROUPS_ACROSS,
     ),
     portable(
         "the older window takes part with its second series",
@@ -848,8 +864,8 @@ GPU_MUTANTS = (
     hopper(
         "one of two parts of tokens has the scales of the other",
         "projection/sm90_groups.py",
-        "high += acc * high_factor[:, None]",
-        "high += acc * low_factor[:, None]",
+        "high += acc * (high_scale * of_weights)[:, None]",
+        "high += acc * (low_scale * of_weights)[:, None]",
         "project_groups",
     ),
     hopper(

@@ -1,12 +1,16 @@
-"""Problems that Hopper's projection of groups takes; no GPU is needed."""
+"""Problems and tiles of Hopper's projection of groups; no GPU is needed."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from sparsemla import HeadWeight
+import sparsemla
+from sparsemla import HeadWeight, reference
 from sparsemla.kernels.projection import sm90_groups
+from sparsemla.testing.cases import Draw, project_groups_case
+from sparsemla.testing.compare import FP8_PROJECTION, assert_close, assert_equal
+from sparsemla.testing.interpreter import acting_as_hopper
 
 
 def weight(outputs, inputs, scale_block=(128, 128)):
@@ -49,3 +53,47 @@ def test_problems_that_the_kernel_takes(weight):
 )
 def test_problems_that_the_kernel_refuses(weight):
     assert not sm90_groups._supports(weight)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_groups", "tiles"),
+    [
+        (1, 8, (64, 8)),
+        (33, 8, (64, 64)),
+        (65, 8, (64, 128)),
+        (128, 8, (64, 128)),
+        (128, 16, (128, 128)),
+        (256, 8, (128, 128)),
+        (512, 8, (128, 256)),
+        (1024, 1, (64, 128)),
+        (4096, 8, (128, 256)),
+    ],
+)
+def test_tiles_keep_multiprocessors_of_an_h200_busy(num_tokens, num_groups, tiles):
+    assert sm90_groups._tiles_of(num_tokens, num_groups, 1024, 132) == tiles
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_results_do_not_depend_on_tiles(monkeypatch):
+    case = project_groups_case(
+        Draw(0), num_tokens=140, num_heads=2, num_groups=1, dim=256, rows=128, block=(128, 128)
+    )
+    results = []
+    for tiles in ((64, 128), (128, 128), (128, 256)):
+        monkeypatch.setattr(sm90_groups, "_tiles_of", lambda *_, t=tiles: sm90_groups.Tiles(*t))
+        with acting_as_hopper():
+            results.append(sparsemla.project_groups(**case))
+    assert_close("out", results[0], reference.project_groups(**case), FP8_PROJECTION)
+    for result in results[1:]:
+        assert_equal("out", result, results[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_multiprocessors_share_the_steps_of_few_tiles(monkeypatch):
+    monkeypatch.setattr(sm90_groups, "num_multiprocessors", lambda _: 16)
+    case = project_groups_case(
+        Draw(1), num_tokens=70, num_heads=4, num_groups=1, dim=256, rows=128, block=(128, 128)
+    )
+    with acting_as_hopper():
+        out = sparsemla.project_groups(**case)
+    assert_close("out", out, reference.project_groups(**case), FP8_PROJECTION)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
+from sparsemla.formats import to_fp8
 from sparsemla.testing.cases import Draw, project_groups_case, project_heads_case
 from sparsemla.testing.compare import (
     assert_close,
@@ -109,18 +110,16 @@ def test_rows_of_zeros_and_of_huge_numbers_are_independent():
         )
 
 
+def fma(a, b, c):
+    """A fused multiply-add: float64 represents it before its rounding."""
+    return (a.double() * b.double() + c.double()).float()
+
+
 @pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
 def test_codes_equal_correctly_rounded_division(ulps):
-    """Codes of ``_quantise``, which divides with an error of up to 2 ulp.
-
-    float64 represents a multiply-add before its rounding.
-    """
+    """Codes of ``_quantise``, which divides with an error of up to 2 ulp."""
     values = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.isfinite()]
-
-    def fma(a, b, c):
-        return (a.double() * b.double() + c.double()).float()
-
     top = torch.cat([values[values > 1e-4], torch.tensor([1e-4])])
     parts = projection.INVERSE.value, projection.INVERSE_REST.value
     inverse, rest = (torch.tensor(part) for part in parts)
@@ -134,6 +133,28 @@ def test_codes_equal_correctly_rounded_division(ulps):
         inverse = ((1 / scale).view(torch.int32) + ulps).view(torch.float32)
         rest = fma(-scale, inverse, torch.ones(())) * inverse
         assert torch.equal(fma(x, inverse, x * rest), x / scale)
+
+
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_codes_of_float32_values_equal_correctly_rounded_division(ulps):
+    generator = torch.Generator().manual_seed(0)
+    amax = torch.rand(1000, generator=generator) + 1
+    parts = projection.INVERSE.value, projection.INVERSE_REST.value
+    inverse, rest = (torch.tensor(part) for part in parts)
+    scale = fma(amax, inverse, amax * rest)
+    assert torch.equal(scale, amax / 448)
+
+    # Any values, and those next to middles of neighbouring codes.
+    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = ((codes[1:] + codes[:-1]) / 2 * scale[:, None]).view(torch.int32)
+    values = torch.rand(1000, 1000, generator=generator) * amax[:, None]
+    x = torch.cat([values, *((ties + near).view(torch.float32) for near in (-1, 0, 1))], dim=1)
+    scale = scale[:, None]
+    inverse = ((1 / scale).view(torch.int32) + ulps).view(torch.float32)
+    rest = fma(-scale, inverse, torch.ones(())) * inverse
+    quotients = fma(x, inverse, x * rest)
+    assert (quotients != x / scale).float().mean() < 1e-4
+    assert torch.equal(to_fp8(quotients).view(torch.uint8), to_fp8(x / scale).view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_parts", [None, 3])
@@ -184,6 +205,7 @@ def test_parts_are_merged_in_a_workspace():
         {"num_tokens": 65, "num_heads": 1, "num_groups": 1, "rows": 80},
         {"num_heads": 3, "num_groups": 1, "dim": 65, "rows": 20},
         {"num_heads": 4, "num_groups": 4, "rope_dim": None, "strided": True},
+        {"num_heads": 4, "num_groups": 2, "dim": 192, "rope_dim": 80},
         {"num_parts": 3, "with_sink": True, "table_dtype": torch.bfloat16},
         {"num_parts": 1, "num_heads": 2, "dim": 40, "rope_dim": 30},
     ],

@@ -27,6 +27,7 @@ def project(tokens, groups=8):
     return launch
 
 
-LAUNCHES = {f"{tokens} tokens": project(tokens) for tokens in (1, 16, 64, 128, 4096)} | {
+LAUNCHES = {f"{tokens} tokens": project(tokens) for tokens in (1, 16, 64, 128, 256, 4096)} | {
     "16 tokens, 1 group": project(16, groups=1),
+    "128 tokens, 1 group": project(128, groups=1),
 }

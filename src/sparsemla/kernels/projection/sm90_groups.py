@@ -7,11 +7,13 @@ TMA copies a tile of the weights and one of the inputs into a stage of a ring, a
 the step is scaled and added to a total.
 
 - ``_few_kernel`` is bound by the bytes of the weights: tiles of 64 outputs, on M of the MMA, and of
-  8 to 64 tokens, on N. V4-Flash has 128 such tiles, one for a multiprocessor. If there are fewer,
+  8 to 128 tokens, on N. V4-Flash has 128 such tiles, one for a multiprocessor. If there are fewer,
   several CTAs share the steps of a tile, and ``_sum_kernel`` adds their totals in order.
 - ``_many_kernel`` is bound by the L2 cache and by MMAs: tiles of 128 outputs and of 128 or 256
   tokens. Each of two consumers has half of the tokens, 64 for an MMA. While one scales a product,
   the other's MMA runs.
+
+Above 64 tokens, the tiles are those with the fewest bytes from the L2 cache for a multiprocessor.
 
 Time line of a CTA:
 
@@ -61,7 +63,7 @@ FEW_OUTPUTS = gl.constexpr(64)
 MANY_OUTPUTS = gl.constexpr(128)
 """Outputs of a tile of many tokens: N of an MMA."""
 TOKENS = gl.constexpr(64)
-"""Tokens of an MMA of ``_many_kernel``, and most tokens of ``_few_kernel``."""
+"""Tokens of an MMA of ``_many_kernel``."""
 RING_BYTES = 192 * 1024
 """Shared memory of all stages."""
 MAX_STAGES = 16
@@ -70,6 +72,8 @@ MIN_STEPS = 4
 """Fewest steps for which a CTA is worth its share of the sum."""
 FEW_REGISTERS = 96
 """Registers of a thread at the start: a CTA fits beside the programs that prepare the inputs."""
+WIDE_REGISTERS = 128
+"""The same for tiles of 128 tokens: a consumer gets 200, for a total and a product of 64 each."""
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -262,17 +266,17 @@ def _few_consumer(
 
 
 @gluon.jit
-def _load_factors(scales, shape, group, output, first, step, PARTS: gl.constexpr):
-    """Products of both scales of a step, for 64 tokens and, of two parts, 64 more."""
+def _load_scales(scales, shape, group, output, first, step, PARTS: gl.constexpr):
+    """A step's scales of the weights, of 64 tokens and, of two parts, of 64 more."""
     token = first + gl.arange(0, TOKENS, gl.SliceLayout(1, ACC))
     at = scales.inputs + (group * shape.steps + step).to(gl.int64) * shape.tokens
-    weight_scale = gl.load(_scale_row(scales, group, output) + step)
-    low = gl.load(at + token, mask=token < shape.tokens, other=0.0) * weight_scale
+    of_weights = gl.load(_scale_row(scales, group, output) + step)
+    low = gl.load(at + token, mask=token < shape.tokens, other=0.0)
     high = low
     if PARTS == 2:
         token += TOKENS
-        high = gl.load(at + token, mask=token < shape.tokens, other=0.0) * weight_scale
-    return low, high
+        high = gl.load(at + token, mask=token < shape.tokens, other=0.0)
+    return of_weights, low, high
 
 
 @gluon.jit
@@ -298,7 +302,10 @@ def _many_consumer(
     W: gl.constexpr, num_jobs, smem, shape, scales, out, PARTS: gl.constexpr, STEPS: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """``PARTS`` times 64 tokens of each tile. The scales of a step are loaded a step ahead."""
+    """``PARTS`` times 64 tokens of each tile.
+
+    The scales of a step are loaded a step ahead, and not multiplied before: that would wait.
+    """
     if EARLY:
         gdc_wait()
     stage = 0
@@ -306,25 +313,25 @@ def _many_consumer(
     for job in range(gl.program_id(0), num_jobs, gl.num_programs(0)):
         group, output, first, _ = _tile_of(job, shape, STEPS, MANY_OUTPUTS, 2 * PARTS * TOKENS)
         first += W * PARTS * TOKENS
-        low_factor, high_factor = _load_factors(scales, shape, group, output, first, 0, PARTS)
+        following = _load_scales(scales, shape, group, output, first, 0, PARTS)
         low = gl.zeros([TOKENS, MANY_OUTPUTS], gl.float32, ACC)
         high = gl.zeros([TOKENS, MANY_OUTPUTS], gl.float32, ACC)
         for step in range(STEPS):
+            of_weights, low_scale, high_scale = following
             ahead = gl.minimum(step + 1, STEPS - 1)
-            following = _load_factors(scales, shape, group, output, first, ahead, PARTS)
+            following = _load_scales(scales, shape, group, output, first, ahead, PARTS)
             mbarrier.wait(smem.full.index(stage), phase)
             weights = smem.weights.index(stage).permute((1, 0))
             tokens = (2 * stage + W) * PARTS
             acc = _multiply(smem.inputs.index(tokens), weights)
             if PARTS == 2:
-                low += acc * low_factor[:, None]
+                low += acc * (low_scale * of_weights)[:, None]
                 acc = _multiply(smem.inputs.index(tokens + 1), weights)
             mbarrier.arrive(smem.empty.index(stage), count=1)
             if PARTS == 2:
-                high += acc * high_factor[:, None]
+                high += acc * (high_scale * of_weights)[:, None]
             else:
-                low += acc * low_factor[:, None]
-            low_factor, high_factor = following
+                low += acc * (low_scale * of_weights)[:, None]
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -415,6 +422,30 @@ def _sum_kernel(
     tl.store(out + output, total.to(tl.bfloat16), mask=real)
 
 
+class Tiles(NamedTuple):
+    """Outputs and tokens of a tile; 64 outputs are for ``_few_kernel``."""
+
+    outputs: int
+    tokens: int
+
+
+def _num_tiles(tiles: Tiles, num_tokens: int, num_groups: int, outputs: int) -> int:
+    return num_groups * (outputs // tiles.outputs) * cdiv(num_tokens, tiles.tokens)
+
+
+def _tiles_of(num_tokens: int, num_groups: int, outputs: int, processors: int) -> Tiles:
+    few, many = FEW_OUTPUTS.value, MANY_OUTPUTS.value
+    if num_tokens <= 64:
+        return Tiles(few, max(8, next_power_of_2(num_tokens)))
+
+    def rows_of_a_processor(tiles: Tiles) -> int:
+        """Rows of weights and inputs that a multiprocessor reads in each step of all its tiles."""
+        turns = cdiv(_num_tiles(tiles, num_tokens, num_groups, outputs), processors)
+        return turns * (tiles.outputs + tiles.tokens)
+
+    return min(Tiles(many, 256), Tiles(many, 128), Tiles(few, 128), key=rows_of_a_processor)
+
+
 def _supports(weight: HeadWeight) -> bool:
     """Whether all tiles are whole, and TMA can copy them."""
     _, outputs, inputs = weight.data.shape
@@ -455,11 +486,10 @@ def project_groups(
     )
     num_tokens, num_groups, inputs = rows.shape
     outputs, steps = weight.data.shape[1], inputs // INPUTS.value
-    few, parts = num_tokens <= TOKENS.value, 1 if num_tokens <= 2 * TOKENS.value else 2
-    width = max(8, next_power_of_2(num_tokens)) if few else 2 * parts * TOKENS.value
-    tile = FEW_OUTPUTS.value if few else MANY_OUTPUTS.value
-    token_tiles, processors = cdiv(num_tokens, width), num_multiprocessors(x.device)
-    jobs, splits = num_groups * (outputs // tile) * token_tiles, 1
+    processors = num_multiprocessors(x.device)
+    tiles = _tiles_of(num_tokens, num_groups, outputs, processors)
+    few = tiles.outputs == FEW_OUTPUTS.value
+    jobs, splits = _num_tiles(tiles, num_tokens, num_groups, outputs), 1
     while few and 2 * jobs * splits <= processors and steps % (2 * splits * MIN_STEPS) == 0:
         splits *= 2
     results = out
@@ -467,11 +497,12 @@ def project_groups(
         results = out.new_empty((splits, *out.shape), dtype=torch.float32)
     codes = weight.data.view(torch.float8_e4m3fn).flatten(0, 1)
     rows = rows.view(torch.float8_e4m3fn).flatten(1)
-    boxes = [tile, INPUTS.value], [width if few else TOKENS.value, INPUTS.value]
+    box = tiles.tokens if few else TOKENS.value
+    boxes = [tiles.outputs, INPUTS.value], [box, INPUTS.value]
     arguments = (
         jobs * splits,
         num_tokens,
-        token_tiles,
+        cdiv(num_tokens, tiles.tokens),
         (num_groups, outputs, steps),
         *(
             descriptor(matrix, list(matrix.shape), list(matrix.stride()), box, TILE.value)
@@ -480,20 +511,24 @@ def project_groups(
         Scales(input_scales, weight.scale, *weight.scale.stride()[:2], weight.scale_block[0]),
         Out(results, results.stride(0) if splits > 1 else 0, *results.stride()[-3:-1]),
     )
+    stages = RING_BYTES // ((tiles.outputs + tiles.tokens) * INPUTS.value)
     constants = {
         "STEPS": steps // splits,
-        "STAGES": min(RING_BYTES // ((tile + width) * INPUTS.value), MAX_STAGES, steps // splits),
+        "STAGES": min(stages, MAX_STAGES, steps // splits),
         "num_warps": 4,
         **begins_early(x.device),
     }
     grid = (min(jobs * splits, processors),)
     if few:
-        block_steps = next_power_of_2(steps // splits)
         _few_kernel[grid](
-            *arguments, WIDTH=width, BLOCK_STEPS=block_steps, maxnreg=FEW_REGISTERS, **constants
+            *arguments,
+            WIDTH=tiles.tokens,
+            BLOCK_STEPS=next_power_of_2(steps // splits),
+            maxnreg=FEW_REGISTERS if tiles.tokens <= 64 else WIDE_REGISTERS,
+            **constants,
         )
     else:
-        _many_kernel[grid](*arguments, PARTS=parts, **constants)
+        _many_kernel[grid](*arguments, PARTS=tiles.tokens // (2 * TOKENS.value), **constants)
     if splits > 1:
         num_programs = num_tokens * num_groups
         _sum_kernel[(num_programs,)](

@@ -110,11 +110,12 @@ def _tiles_of_many(num_tokens: int, weight: HeadWeight, device: torch.device) ->
 
 @triton.jit
 def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
-    """e4m3 codes of bfloat16 values ``x [rows, dims]`` and ``scale [rows]``.
+    """uint8 e4m3 codes of float32 values ``x [rows, dims]`` and ``scale [rows]``.
 
     Activations often hit ties of e4m3, so both divisions have to be rounded correctly.
-    Multiplications by an inverse in two parts achieve this for bfloat16 values up to 2**117 (a test
-    tries all). For larger values, quotients may differ in the last bit, but codes do not.
+    Multiplications by an inverse in two parts achieve this for the scale, and for bfloat16 values
+    up to 2**117 (a test tries all). The quotient of another value may differ in the last bit if it
+    is within 2**-43 of the middle of two float32 numbers, so codes do not differ in practice.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     if UPCAST:  # the interpreter's fma rounds twice
@@ -125,12 +126,7 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
         inverse = 1.0 / scale
         rest = tl.fma(-scale, inverse, tl.full(scale.shape, 1.0, tl.float32)) * inverse
         x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), x * rest[:, None])
-    codes = encode_e4m3(x, NATIVE)
-    if NATIVE:
-        codes = codes.to(tl.float8e4nv, bitcast=True)
-    else:
-        codes = decode_e4m3(codes, NATIVE).to(tl.bfloat16)
-    return codes, scale
+    return encode_e4m3(x, NATIVE), scale
 
 
 @triton.jit
@@ -309,7 +305,8 @@ def _few_kernel(
         if scale is None:
             total = dot(a, tl.trans(inputs[step]), total, UPCAST)
         else:
-            b, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
+            codes, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
+            b = _as_operand(codes, NATIVE)
             part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
             total += part * (b_scale[None, :] * scales[step])
     target = out + (token * out_token_stride + head * out_head_stride)[None, :] + row[:, None]
@@ -363,7 +360,8 @@ def _many_kernel(
     if ONCE:
         b = tl.load(x + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
         if scale is not None:
-            b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+            codes, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+            b = _as_operand(codes, NATIVE)
         for first in range(0, N, BLOCK_N):
             row = first + tl.arange(0, BLOCK_N)
             inside = (row < N)[:, None] & (k < K)[None, :]
@@ -394,7 +392,8 @@ def _many_kernel(
                 a_scale = _load_row_scales(
                     at, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
                 )
-                b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+                codes, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
+                b = _as_operand(codes, NATIVE)
                 part = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
                 total += part * (b_scale[:, None] * a_scale)
         inside = live[:, None] & (row < N)[None, :]
@@ -513,6 +512,20 @@ def _merge_heads(x, part_stride, lses, lse_part_stride, num_parts, sink, live, r
     return (acc * (1.0 / tl.where(l == 0, 1.0, l))).to(tl.bfloat16).to(tl.float32)
 
 
+@triton.jit
+def _rotate_back(y, first, position, table, num_positions, stride, R: tl.constexpr):
+    """Undo the rotation of pairs of neighbours in ``y [rows, dims]``, pair ``first`` and later."""
+    PAIRS: tl.constexpr = y.shape[1] // 2
+    # A table row for each row of pairs, so that the loads do not set the layout of everything.
+    pair = tl.broadcast_to(first + tl.arange(0, PAIRS)[None, :], [y.shape[0], PAIRS])
+    rotated = (pair >= 0) & (pair < R // 2)
+    cos, sin = load_cos_sin(table, position, num_positions, stride, pair, rotated, R)
+    a, b = tl.split(tl.reshape(y, [y.shape[0], PAIRS, 2]))
+    even = tl.where(rotated, a * cos + b * sin, a)
+    odd = tl.where(rotated, b * cos - a * sin, b)
+    return tl.reshape(tl.join(even, odd), y.shape)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_parts"])
 def _inputs_kernel(
     x,
@@ -539,32 +552,41 @@ def _inputs_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
+    UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge, rotate back and round ``ROWS`` of a token's rows of STEP inputs of a group.
+    """Merge, rotate back and round ``ROWS`` rows of STEP inputs of a token.
 
     ``inputs`` are ``[T, G, K]``, and ``scales [G * steps, T]``, as the products read the scales of
-    many tokens at a time.
+    many tokens at a time. If heads have whole steps, a program takes the same step of several
+    heads, so that only programs of rotated steps rotate. Else it takes any rows.
     """
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
     K: tl.constexpr = HEADS * V
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
-    programs = tl.cdiv(num_rows, ROWS)
+    WHOLE: tl.constexpr = V % STEP == 0
+    HEAD_STEPS: tl.constexpr = V // STEP if WHOLE else 1
+    programs = tl.cdiv(num_rows, ROWS) * HEAD_STEPS
     token = (tl.program_id(0) // programs).to(tl.int64)
-    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]
+    step = tl.program_id(0) % programs % HEAD_STEPS
+    row = tl.program_id(0) % programs // HEAD_STEPS * ROWS + tl.arange(0, ROWS)[:, None]
     in_step = tl.arange(0, BLOCK_K)[None, :]
-    first = row % STEPS * STEP
-    k = first + in_step
-    real = (row < num_rows) & (in_step < STEP) & (k < K)
-    if V % STEP == 0:  # all of a row belongs to one head
-        head = row // STEPS * HEADS + first // V
-        dim = first % V + in_step
-        live = row < num_rows
+    live = row < num_rows
+    if WHOLE:
+        head = row
+        dim = step * STEP + in_step
+        real = live & (in_step < STEP)
+        target = inputs + (token * num_rows + row) * V + dim
     else:
+        k = row % STEPS * STEP + in_step
         head = row // STEPS * HEADS + k // V
         dim = k % V
-        live = real
+        live = live & (in_step < STEP) & (k < K)
+        real = live
+        target = inputs + (token * (num_rows // STEPS) + row // STEPS) * K + k
+    if cos_sin is not None:
+        position = tl.load(positions + token).to(tl.int64)
     source = x + token * x_token_stride + head.to(tl.int64) * x_head_stride + dim
     if lses is not None:
         lses += token * lse_token_stride + head
@@ -575,28 +597,34 @@ def _inputs_kernel(
     else:
         y = tl.load(source, mask=real, other=0.0).to(tl.float32)
     if cos_sin is not None:
-        r = dim - (V - R)
-        rotated = real & (r >= 0)
-        is_first = r % 2 == 0
-        partner = source + tl.where(is_first, 1, -1)
-        if lses is not None:
-            other = _merge_heads(
-                partner, x_part_stride, lses, lse_part_stride, num_parts, sink, live, rotated
-            )
+        if WHOLE and STEP % 2 == 0 and (V - R) % 2 == 0:  # both dims of a pair are in a row
+            if (step + 1) * STEP > V - R:
+                pair = step * (STEP // 2) - (V - R) // 2
+                y = _rotate_back(y, pair, position, cos_sin, num_positions, table_stride, R)
         else:
-            other = tl.load(partner, mask=rotated, other=0.0).to(tl.float32)
-        position = tl.load(positions + token).to(tl.int64)
-        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, r // 2, rotated, R)
-        y = tl.where(rotated, y * cos + other * tl.where(is_first, sin, -sin), y)
-    target = inputs + (token * (num_rows // STEPS) + row // STEPS) * K + k
+            r = dim - (V - R)
+            rotated = real & (r >= 0)
+            is_first = r % 2 == 0
+            partner = source + tl.where(is_first, 1, -1)
+            if lses is not None:
+                other = _merge_heads(
+                    partner, x_part_stride, lses, lse_part_stride, num_parts, sink, live, rotated
+                )
+            else:
+                other = tl.load(partner, mask=rotated, other=0.0).to(tl.float32)
+            cos, sin = load_cos_sin(
+                cos_sin, position, num_positions, table_stride, r // 2, rotated, R
+            )
+            y = tl.where(rotated, y * cos + other * tl.where(is_first, sin, -sin), y)
     if scales is None:
         tl.store(target, y.to(tl.bfloat16), mask=real)
     else:
-        amax = tl.maximum(tl.max(tl.abs(y), axis=1), 1e-4)[:, None]
-        scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-        codes = encode_e4m3(tl.div_rn(y, tl.broadcast_to(scale, y.shape)), NATIVE)
-        tl.store(target, codes, mask=real)
-        tl.store(scales + row.to(tl.int64) * num_tokens + token, scale, mask=row < num_rows)
+        codes, scale = _quantise(y, NATIVE, UPCAST)
+        # 8 codes per thread, as of the inputs: with 16, both would change their layout.
+        WIDTH: tl.constexpr = 8 if BLOCK_K >= 8 else BLOCK_K
+        tl.store(tl.max_contiguous(target, [1, WIDTH]), codes, mask=real)
+        at = (row * HEAD_STEPS + step).to(tl.int64) * num_tokens + token
+        tl.store(scales + at, scale[:, None], mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -711,9 +739,13 @@ def inputs_of_groups(
     else:
         scales = workspace[first : first + scales_size].view(torch.float32)
     table = cos_sin_cache
-    num_rows, block = num_groups * cdiv(inputs, step), next_power_of_2(step)
+    block = next_power_of_2(step)
+    if dim % step == 0:
+        num_rows, steps = num_heads, dim // step
+    else:
+        num_rows, steps = num_groups * cdiv(inputs, step), 1
     rows_of_program = min(max(1, HEAD_DIMS // block), next_power_of_2(num_rows))
-    num_programs = num_tokens * cdiv(num_rows, rows_of_program)
+    num_programs = num_tokens * steps * cdiv(num_rows, rows_of_program)
     _inputs_kernel[(num_programs,)](
         x=x,
         lses=lses,
@@ -739,6 +771,7 @@ def inputs_of_groups(
         BLOCK_K=block,
         ROWS=rows_of_program,
         NATIVE=has_fp8(x.device),
+        UPCAST=INTERPRETED,
         **LAUNCH,
         **begins_early(x.device, num_programs),
     )
