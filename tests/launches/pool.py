@@ -59,5 +59,10 @@ LAUNCHES = {
     "pool_windows ratio 128": pool(FP8_584, HCA),
     "pool_windows ratio 128, paged state": pool(FP8_584, HCA, dtype=torch.float32, state_page=8),
     "pool_windows ratio 128, prefill": pool(FP8_584, HCA, num_tokens=8192, batch=4, with_rows=True),
-    "pool_windows ratio 4, prefill": pool(FP8_584, CSA, num_tokens=8192, batch=4),
+    "pool_windows ratio 4, long step": pool(
+        FP8_584, CSA, dtype=torch.float32, num_tokens=8192, batch=4
+    ),
+    "pool_windows ratio 128, long step on pages": pool(
+        FP8_584, HCA, dtype=torch.float32, num_tokens=8192, batch=4, state_page=8
+    ),
 }

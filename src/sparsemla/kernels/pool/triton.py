@@ -1,14 +1,18 @@
 """Pooled windows in Triton: two launches.
 
-1. ``_pool_kernel``: a program pools some dims of the windows that a few tokens close, and keeps the
-   same dims of the step's last rows.
+1. ``_pool_kernel``: a program pools some dims of a window that the step closes, and keeps the same
+   dims of the step's last rows.
 2. The fused write of latent rows normalises, rotates, quantises and stores the entries. The norm
    needs all dims of an entry, so it cannot be part of programs that have some.
 
-A row of a ring takes the place of the row one ring before it. While a step is short no pool needs
-that row, so every token is kept by its own program. In a longer step the program of a request's
-first token pools all windows that reach before the step, and keeps the rows afterwards: it alone
-reads and writes its dims of the ring.
+In a short step each token has its programs, which end soon unless it closes a window. In a long one
+few tokens do, so programs belong to places of entries: as many neighbouring tokens as a window has,
+of which at most one closes a window.
+
+A row of a ring takes the place of the row one ring before. If a request has few tokens in the step,
+no pool needs that row, and every program keeps its tokens. Else the request's first program pools
+all windows that reach before the step, and keeps the rows afterwards: it alone reads and writes its
+dims of the ring.
 
 Shapes: T tokens, D dims of an entry.
 """
@@ -23,19 +27,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.early import (
-    RESIDENT,
-    begins_early,
-    let_next_begin,
-    wait_for_inputs,
-)
+from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.quant.triton import fused_rope_rmsnorm_quant
 from sparsemla.pooling import Pooling, WindowState
 
 POOL_ROWS = 128
 """Most tokens of a window that a program loads at a time."""
+
+KEPT_ROWS = tl.constexpr(8)
+"""Tokens that a program of a long step keeps at a time."""
 
 WARP_VALUES = 1024
 """Values of a tile for each warp, and as many gates: eight 16-byte loads of each per thread."""
@@ -52,6 +53,14 @@ class Inputs(NamedTuple):
     bias_stride: int
 
 
+class Rings(NamedTuple):
+    """A request's row of the table of rings or pages."""
+
+    row: Tensor
+    num_columns: int
+    num_rings: int
+
+
 class Kept(NamedTuple):
     """The rows of open windows, and strides of rings, of their rows, and of values and gates."""
 
@@ -61,28 +70,61 @@ class Kept(NamedTuple):
     part_stride: int
 
 
-@triton.jit
-def _requests_of(token, num_tokens, positions, request_ids, input_row_offsets, num_requests):
-    """Positions and requests of tokens, and the first and end token of each request.
+class Step(NamedTuple):
+    """The tokens of the step and their requests."""
 
-    The position is -1 if the token is not one of its request's or the number is out of range.
-    """
-    live = token < num_tokens
-    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-    request = tl.load(request_ids + token, mask=live, other=0).to(tl.int64)
-    known = live & (request >= 0) & (request < num_requests) & (position >= 0)
-    first = tl.load(input_row_offsets + request, mask=known, other=0).to(tl.int64)
-    end = tl.load(input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
+    positions: Tensor
+    request_ids: Tensor
+    input_row_offsets: Tensor
+    num_tokens: int
+    num_requests: int
+
+
+@triton.jit
+def _is_of(step, token, request, live):
+    """Whether a token is the request's, as its number and its position say."""
+    live = live & (tl.load(step.request_ids + token, mask=live, other=-1) == request)
+    return live & (tl.load(step.positions + token, mask=live, other=-1).to(tl.int64) >= 0)
+
+
+@triton.jit
+def _one_token(step, token):
+    """The token's request, the request's tokens, and an end that is 0 if the token is not one."""
+    request = tl.load(step.request_ids + token).to(tl.int64)
+    known = (request >= 0) & (request < step.num_requests)
+    first = tl.load(step.input_row_offsets + request, mask=known, other=0).to(tl.int64)
+    end = tl.load(step.input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
     known = known & (token >= first) & (token < end)
-    return tl.where(known, position, -1), request, first, end
+    return request, first, end, tl.where(known, token + 1, 0)
 
 
 @triton.jit
-def _ring_of(ring_ids, num_rings, row, column, num_columns, live):
-    """Numbers of rings or pages in rows of the table; -1 where there is none."""
-    live = live & (column < num_columns)
-    ring = tl.load(ring_ids + row + column, mask=live, other=-1).to(tl.int64)
-    return tl.where((ring >= 0) & (ring < num_rings), ring, -1)
+def _tokens_of_entry(step, entry, RATIO: tl.constexpr):
+    """The request with a place of an entry, the request's tokens, and the place's tokens.
+
+    The entry that a token closes stands at ``token // RATIO + request``. Two of a request are
+    ``RATIO`` tokens apart or more, and the places of a request follow those of the one before.
+    """
+    request = tl.zeros([], tl.int64)
+    above = step.num_requests.to(tl.int64)
+    while above - request > 1:
+        middle = (request + above) // 2
+        lowest = tl.load(step.input_row_offsets + middle).to(tl.int64) // RATIO + middle
+        is_below = lowest <= entry
+        request = tl.where(is_below, middle, request)
+        above = tl.where(is_below, above, middle)
+    first = tl.load(step.input_row_offsets + request).to(tl.int64)
+    end = tl.load(step.input_row_offsets + request + 1).to(tl.int64)
+    begin = (entry - request) * RATIO
+    return request, first, end, tl.maximum(begin, first), tl.minimum(begin + RATIO, end)
+
+
+@triton.jit
+def _ring_of(rings, column, live):
+    """Numbers of rings or pages in columns of a request's row; -1 where there is none."""
+    live = live & (column < rings.num_columns)
+    ring = tl.load(rings.row + column, mask=live, other=-1).to(tl.int64)
+    return tl.where((ring >= 0) & (ring < rings.num_rings), ring, -1)
 
 
 @triton.jit
@@ -100,24 +142,36 @@ def _load_inputs(inputs, token, place, column, live):
 def _keep_rows(
     inputs,
     kept,
-    token,
+    begin,
+    end,
     position,
     ring,
-    live,
+    rings,
     dim,
     RING: tl.constexpr,
+    PAGED: tl.constexpr,
     RATIO: tl.constexpr,
     SERIES: tl.constexpr,
     D: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Keep ``dim [1, dims]`` of each series of tokens ``[rows, 1]`` that are ``live``."""
-    live = live & (ring >= 0) & (dim < D)
-    row = kept.rows + ring * kept.ring_stride + position % RING * kept.row_stride
-    for series in tl.static_range(SERIES):
-        column = series * D + dim
-        value, gate = _load_inputs(inputs, token, position % RATIO, column, live)
-        tl.store(row + column, value, mask=live)
-        tl.store(row + kept.part_stride + column, gate, mask=live)
+    """Keep ``dim [dims]`` of tokens from ``begin``, at ``position``, up to ``end``."""
+    for start in range(begin, end, ROWS):
+        token = start + tl.arange(0, ROWS)
+        place = position + (token - begin)
+        live = token < end
+        own_ring = ring
+        if PAGED:
+            own_ring = _ring_of(rings, place // RING, live)[:, None]
+        live = live[:, None] & (own_ring >= 0) & (dim < D)[None, :]
+        row = kept.rows + own_ring * kept.ring_stride + (place % RING * kept.row_stride)[:, None]
+        for series in tl.static_range(SERIES):
+            column = series * D + dim[None, :]
+            value, gate = _load_inputs(
+                inputs, token[:, None], (place % RATIO)[:, None], column, live
+            )
+            tl.store(row + column, value, mask=live)
+            tl.store(row + kept.part_stride + column, gate, mask=live)
 
 
 @triton.jit
@@ -128,10 +182,7 @@ def _pool_window(
     position,
     first,
     ring,
-    ring_ids,
-    num_rings,
-    table,
-    num_columns,
+    rings,
     dim,
     RING: tl.constexpr,
     PAGED: tl.constexpr,
@@ -153,7 +204,7 @@ def _pool_window(
         place = position - (WINDOW - 1) + at
         source = token - (WINDOW - 1) + at
         real = (at < WINDOW) & (place >= 0)
-        column = tl.broadcast_to(dim[None, :], [ROWS, dim.shape[0]])
+        column = dim[None, :]
         if SERIES == 2:  # the older window takes part with its first series
             column += tl.where(at < RATIO, 0, D)[:, None]
         inside = real[:, None] & (dim < D)[None, :]
@@ -161,8 +212,7 @@ def _pool_window(
         before_step = real & (source < first)
         source_ring = ring
         if PAGED:
-            page = _ring_of(ring_ids, num_rings, table, place // RING, num_columns, before_step)
-            source_ring = page[:, None]
+            source_ring = _ring_of(rings, place // RING, before_step)[:, None]
         in_ring = inside & before_step[:, None] & (source_ring >= 0)
         place = place[:, None]
         row = kept.rows + source_ring * kept.ring_stride + place % RING * kept.row_stride + column
@@ -179,21 +229,6 @@ def _pool_window(
         acc = acc * alpha + tl.sum(p * value, 0)
         m = largest
     return acc / tl.where(dim < D, l, 1.0)
-
-
-@triton.jit
-def _place_of(token, request, RATIO: tl.constexpr, DENSE: tl.constexpr):
-    """Row of the entry that a token closes.
-
-    Two that one request closes are ``RATIO`` tokens apart or more, so no two have one place.
-    """
-    return token // RATIO + request if DENSE else token
-
-
-@triton.jit
-def _pick(numbers, chosen):
-    """The number that is chosen."""
-    return tl.sum(tl.where(chosen, numbers, 0), 0)
 
 
 @triton.jit(
@@ -220,86 +255,90 @@ def _pool_kernel(
     RATIO: tl.constexpr,
     SERIES: tl.constexpr,
     D: tl.constexpr,
-    TOKENS: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
-    DENSE: tl.constexpr,
+    LONG: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Pool and keep ``DIMS`` dims of ``TOKENS`` tokens.
-
-    If ``DENSE``, entries are stored at :func:`_place_of`, and else at their tokens, with zeros for
-    tokens that close no window.
-    """
+    """Pool and keep ``DIMS`` dims of a token or, in a long step, of the tokens of an entry."""
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
     WINDOW: tl.constexpr = RATIO * SERIES
     SLICES: tl.constexpr = (D + DIMS - 1) // DIMS
-    stop = (tl.program_id(0) // SLICES + 1).to(tl.int64) * TOKENS
-    token = stop - TOKENS + tl.arange(0, TOKENS)
+    at = (tl.program_id(0) // SLICES).to(tl.int64)
     dim = tl.program_id(0) % SLICES * DIMS + tl.arange(0, DIMS)
-    position, request, first, end = _requests_of(
-        token, num_tokens, positions, request_ids, input_row_offsets, num_requests
-    )
-    known = position >= 0
-    column = position // RING if PAGED else tl.zeros([TOKENS], tl.int64)
-    ring = _ring_of(ring_ids, num_rings, request * table_stride, column, num_columns, known)
-    closes = known & ((position + 1) % RATIO == 0)
-    if tl.program_id(0) % SLICES == 0:
-        live = token < num_tokens
-        slot = tl.load(slot_mapping + token, mask=live)
-        marked = closes if DENSE else live
-        place = _place_of(token, request, RATIO, DENSE)
-        tl.store(slots + place, tl.where(closes, slot, -1), mask=marked)
-        tl.store(starts + place, tl.where(closes, position + 1 - RATIO, 0), mask=marked)
-    if not DENSE:
-        empty = ((token < num_tokens) & (closes == 0))[:, None] & (dim < D)[None, :]
-        target = pooled + token[:, None] * D + dim[None, :]
-        tl.store(target, tl.zeros([TOKENS, DIMS], tl.float32), mask=empty)
-
-    if PAGED:  # no row takes the place of another one
-        short = known
+    step = Step(positions, request_ids, input_row_offsets, num_tokens, num_requests)
+    if LONG:
+        request, first, end, begin, stop = _tokens_of_entry(step, at, RATIO)
+        stop = tl.minimum(stop, num_tokens)
     else:
-        short = known & (end - first <= RING - WINDOW + 1)
-    _keep_rows(
-        inputs,
-        kept,
-        token[:, None],
-        position[:, None],
-        ring[:, None],
-        short[:, None],
-        dim[None, :],
-        RING,
-        RATIO,
-        SERIES,
-        D,
-    )
-    # The first token of a long step also pools the windows that reach before it, one by one.
+        begin = at
+        request, first, end, stop = _one_token(step, at)
+    known = _is_of(step, begin, request, begin < stop)
+    position = tl.load(positions + begin, mask=known, other=0).to(tl.int64)
+    rings = Rings(ring_ids + request * table_stride, num_columns, num_rings)
+    ring = _ring_of(rings, position // RING if PAGED else 0, known)
+    closing = begin + (RATIO - 1 - position % RATIO)
+    closes = known & (closing < stop)
+    if LONG:
+        closes = _is_of(step, closing, request, closes)
+    start = position + closing - begin + 1 - RATIO
+    if tl.program_id(0) % SLICES == 0:
+        slot = tl.load(slot_mapping + closing, mask=closes, other=-1)
+        tl.store(slots + at, slot)
+        tl.store(starts + at, tl.where(closes, start, 0))
+    target = pooled + at * D + dim
+
+    # Rows on pages take no place of another one.
+    is_short = known if PAGED else known & (end - first <= RING - WINDOW + 1)
+    if is_short:
+        _keep_rows(
+            inputs,
+            kept,
+            begin,
+            stop,
+            position,
+            ring,
+            rings,
+            dim,
+            RING,
+            PAGED,
+            RATIO,
+            SERIES,
+            D,
+            KEPT_ROWS if LONG else 1,
+        )
     FIRST: tl.constexpr = WINDOW - 1 if WINDOW > 1 else 1
-    leads = known & (token == first) & (short == 0)
-    works = leads | (closes & (short | (token - first >= FIRST)))
-    chosen = tl.min(tl.where(works, token, stop), 0)
-    while chosen < stop:
-        here = token == chosen
-        chosen_position, chosen_first = _pick(position, here), _pick(first, here)
-        chosen_end, chosen_ring = _pick(end, here), _pick(ring, here)
-        chosen_request = _pick(request, here)
-        table = chosen_request * table_stride
-        is_first = _pick(leads.to(tl.int32), here) > 0
-        last = tl.where(is_first, tl.minimum(chosen + FIRST, chosen_end), chosen + 1)
-        closing = chosen + (RATIO - 1 - chosen_position % RATIO)
-        while closing < last:
+    if closes & (is_short | (closing - first >= FIRST)):
+        entry = _pool_window(
+            inputs,
+            kept,
+            closing,
+            position + closing - begin,
+            first,
+            ring,
+            rings,
+            dim,
+            RING,
+            PAGED,
+            RATIO,
+            SERIES,
+            D,
+            ROWS,
+        )
+        tl.store(target, entry, mask=dim < D)
+    if not LONG:
+        tl.store(target, tl.zeros([DIMS], tl.float32), mask=(closes == 0) & (dim < D))
+    if known & (is_short == 0) & (begin == first):
+        while closing < tl.minimum(first + FIRST, end):
             entry = _pool_window(
                 inputs,
                 kept,
                 closing,
-                chosen_position + closing - chosen,
-                chosen_first,
-                chosen_ring,
-                ring_ids,
-                num_rings,
-                table,
-                num_columns,
+                position + closing - first,
+                first,
+                ring,
+                rings,
                 dim,
                 RING,
                 PAGED,
@@ -308,27 +347,27 @@ def _pool_kernel(
                 D,
                 ROWS,
             )
-            place = _place_of(closing, chosen_request, RATIO, DENSE)
+            place = closing // RATIO + request if LONG else closing
             tl.store(pooled + place * D + dim, entry, mask=dim < D)
             closing += RATIO
-        if is_first:
-            tl.debug_barrier()  # other threads have read the rows that these overwrite
-            for start in range(tl.maximum(chosen, chosen_end - RING), chosen_end, ROWS):
-                source = start + tl.arange(0, ROWS)[:, None]
-                _keep_rows(
-                    inputs,
-                    kept,
-                    source,
-                    chosen_position + source - chosen,
-                    chosen_ring,
-                    source < chosen_end,
-                    dim[None, :],
-                    RING,
-                    RATIO,
-                    SERIES,
-                    D,
-                )
-        chosen = tl.min(tl.where(works & (token > chosen), token, stop), 0)
+        tl.debug_barrier()  # other threads have read the rows that these overwrite
+        last = tl.maximum(first, end - RING)
+        _keep_rows(
+            inputs,
+            kept,
+            last,
+            end,
+            position + last - first,
+            ring,
+            rings,
+            dim,
+            RING,
+            PAGED,
+            RATIO,
+            SERIES,
+            D,
+            ROWS,
+        )
 
 
 def pool_windows(
@@ -358,29 +397,19 @@ def pool_windows(
     num_rings, ring = state.rows.shape[:2]
     paged = ring_ids.dim() == 2
     num_requests = len(ring_ids)
-    # In a long step the second launch passes over few rows that are no entries.
+    # In a long step both launches pass over few rows that are no entries.
     num_rows = (num_tokens - 1) // pooling.ratio + num_requests
-    dense = kv_out is None and 2 * num_rows <= num_tokens
-    if not dense:
+    is_long = kv_out is None and 2 * num_rows <= num_tokens
+    if not is_long:
         num_rows = num_tokens
     pooled = torch.empty(num_rows, dim, dtype=torch.float32, device=values.device)
     marks = torch.empty(2, num_rows, dtype=torch.int64, device=values.device)
     starts, slots = marks[0], marks[1]
-    if dense:
-        marks.fill_(-1)
     # The tile is the same for any step, and so is the order of its sums.
     rows = min(next_power_of_2(pooling.window), POOL_ROWS)
     dims = min(next_power_of_2(dim), 128 if rows <= 8 else 64)
     warps = max(1, rows * dims // WARP_VALUES)
-    slices, tokens = cdiv(dim, dims), 1
-    # Tokens of a long step share a program if there are too many to run at once: one or two of
-    # them close a window. In a short step all may, each for its own request.
-    resident = RESIDENT * num_multiprocessors(values.device)
-    while 4 * tokens * num_requests <= num_tokens and 4 * tokens <= pooling.ratio:
-        if cdiv(num_tokens, tokens) * slices * warps <= resident:
-            break
-        tokens *= 4
-    programs = cdiv(num_tokens, tokens) * slices
+    programs = num_rows * cdiv(dim, dims)
     _pool_kernel[(programs,)](
         inputs=Inputs(
             values,
@@ -409,10 +438,9 @@ def pool_windows(
         RATIO=pooling.ratio,
         SERIES=1 + pooling.overlap,
         D=dim,
-        TOKENS=tokens,
         DIMS=dims,
         ROWS=rows,
-        DENSE=dense,
+        LONG=is_long,
         num_warps=warps,
         enable_fp_fusion=False,  # equal sums give equal bits in every variant of the kernel
         **begins_early(values.device, programs * warps),
