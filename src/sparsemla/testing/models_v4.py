@@ -96,7 +96,9 @@ def compressed_copying_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "position_bias" not in name:
-                parameter.normal_(0, 0.02, generator=generator)
+                # Of many inputs, too, the sums stay small beside what is copied.
+                spread = min(0.02, 0.16 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(0, spread, generator=generator)
         embeddings = model.model.embed_tokens.weight
         embeddings[:, 0] = 2 * CONSTANT
         embeddings[:, GIVEN:FOUND] = 2 * one_hot(parts, PART).flatten(1).float()

@@ -32,14 +32,17 @@ from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.quant.triton import fused_rope_rmsnorm_quant
 from sparsemla.pooling import Pooling, WindowState
 
-POOL_ROWS = 128
+POOL_ROWS = 32
 """Most tokens of a window that a program loads at a time."""
+
+POOL_DIMS = 128
+"""Most dims of a program."""
 
 KEPT_ROWS = tl.constexpr(8)
 """Tokens that a program of a long step keeps at a time."""
 
-WARP_VALUES = 1024
-"""Values of a tile for each warp, and as many gates: eight 16-byte loads of each per thread."""
+WARP_VALUES = 512
+"""Values of a tile for each warp, and as many gates: four 16-byte loads of each per thread."""
 
 
 class Inputs(NamedTuple):
@@ -403,11 +406,11 @@ def pool_windows(
     if not is_long:
         num_rows = num_tokens
     pooled = torch.empty(num_rows, dim, dtype=torch.float32, device=values.device)
-    marks = torch.empty(2, num_rows, dtype=torch.int64, device=values.device)
-    starts, slots = marks[0], marks[1]
+    starts = torch.empty(num_rows, dtype=torch.int64, device=values.device)
+    slots = torch.empty_like(starts)
     # The tile is the same for any step, and so is the order of its sums.
     rows = min(next_power_of_2(pooling.window), POOL_ROWS)
-    dims = min(next_power_of_2(dim), 128 if rows <= 8 else 64)
+    dims = min(next_power_of_2(dim), POOL_DIMS)
     warps = max(1, rows * dims // WARP_VALUES)
     programs = num_rows * cdiv(dim, dims)
     _pool_kernel[(programs,)](
