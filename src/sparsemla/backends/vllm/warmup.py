@@ -163,26 +163,25 @@ def _limits(config: VllmConfig) -> dict[str, Any]:
 def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer]:
     """Each layer of DeepSeek-V4 of a class."""
     limits = _limits(config)
-    block_size = config.cache_config.block_size
 
-    def pages(part: Any, tokens: int) -> Pages:  # noqa: ANN401 - something with a cache
-        columns = cdiv(config.model_config.max_model_len, tokens)
+    def pages(part: Any, ratio: int = 1) -> Pages:  # noqa: ANN401 - something with a cache
+        """Pages of rows of ``ratio`` tokens; each cache has a block size of its own."""
         count, rows = part.kv_cache.shape[:2]
-        width = get_block_table_width(columns, tokens)
+        columns = cdiv(config.model_config.max_model_len, rows * ratio)
+        width = get_block_table_width(columns, rows * ratio)
         return Pages(count, rows, part.kv_cache.stride(0), width)
 
     context = config.compilation_config.static_forward_context
     layers: list[Any] = [each for each in context.values() if type(each) is cls]
     for layer in layers:
-        raw, weight = layer.swa_cache_layer, layer.group_weight
+        weight = layer.group_weight
         entries = keys = state = key_state = None
         if layer.compressor is not None:
-            entries = pages(layer, block_size)
-            state = pages(layer.compressor.state_cache, layer.compressor.state_cache.block_size)
+            entries = pages(layer, layer.compress_ratio)
+            state = pages(layer.compressor.state_cache)
         if layer.indexer is not None:
-            keys = pages(layer.indexer.k_cache, block_size)
-            key_rows = layer.indexer.compressor.state_cache
-            key_state = pages(key_rows, key_rows.block_size)
+            keys = pages(layer.indexer.k_cache, layer.compress_ratio)
+            key_state = pages(layer.indexer.compressor.state_cache)
         yield CompressedLayer(
             ratio=layer.compress_ratio,
             num_heads=layer.n_local_heads,
@@ -193,7 +192,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
             num_groups=layer.n_local_groups,
             o_lora_rank=layer.o_lora_rank,
             scale_block=None if weight.scale is None else weight.scale_block,
-            raw=pages(raw, raw.block_size),
+            raw=pages(layer.swa_cache_layer),
             entries=entries,
             keys=keys,
             state=state,

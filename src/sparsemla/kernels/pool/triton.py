@@ -32,11 +32,8 @@ from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.quant.triton import fused_rope_rmsnorm_quant
 from sparsemla.pooling import Pooling, WindowState
 
-POOL_ROWS = 32
-"""Most tokens of a window that a program loads at a time."""
-
-POOL_DIMS = 128
-"""Most dims of a program."""
+POOL_ROWS = 128
+"""Most tokens of a window that a program loads at a time, without waits between them."""
 
 KEPT_ROWS = tl.constexpr(8)
 """Tokens that a program of a long step keeps at a time."""
@@ -410,7 +407,7 @@ def pool_windows(
     slots = torch.empty_like(starts)
     # The tile is the same for any step, and so is the order of its sums.
     rows = min(next_power_of_2(pooling.window), POOL_ROWS)
-    dims = min(next_power_of_2(dim), POOL_DIMS)
+    dims = min(next_power_of_2(dim), 128 if rows <= 8 else 32)
     warps = max(1, rows * dims // WARP_VALUES)
     programs = num_rows * cdiv(dim, dims)
     _pool_kernel[(programs,)](
