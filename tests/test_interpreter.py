@@ -234,18 +234,25 @@ SLOW = (  # or without kernels for Hopper
     "140 requests",
     "float32",
     "W_U",
+    "DeepSeek-V4-Flash",  # tests/test_sm90_groups.py has smaller ones
     "parts, ",
     "a few requests of 128 heads",
     "128 x 512",
     "heads, fp8_584",
     "extra stream, 64 heads",
 )
+PORTABLE = (  # too few index heads or dims for the kernels for Hopper
+    ("selected_scores", "8 heads"),
+    ("selected_scores_backward", "8 heads"),
+    ("dense_index_loss", "ragged"),
+    ("dense_index_gradients", "ragged"),
+)
 CASES = [
     (op, case)
     for op in MATRIX
     if op in interpreted_ops()
     for case in run.chosen_cases(op, "cuda", quick=True)
-    if not any(part in case.name for part in SLOW)
+    if not any(part in case.name for part in SLOW) and (op, case.name) not in PORTABLE
 ]
 
 
