@@ -84,7 +84,7 @@ TABLE = (
         "sm_90",
         ("H200",),
         (Proof.RUN,) * len(TRITON_VERSIONS),
-        "`sparsemla verify`: all cases on each version of Triton.",
+        "`sparsemla verify`: 696 of 696 cases on Triton 3.6, 435 of 435 older ones on 3.7 to 3.9.",
     ),
     Support("sm_90", ("H100",), _NONE, "It gets the H200's code, which was not run on it."),
     Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80")),
