@@ -42,6 +42,7 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.WindowedPrefill(3, 64, 200, 128),
+    workloads.SparseBackward(40, 40, 16, 576, 32),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
     workloads.SelectedScores(5, 300, 128),
     workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),
@@ -130,8 +131,8 @@ def test_work_of_a_sparse_backward():
     workload = workloads.SparseBackward(4096, 8192, 128, 576, 2048)
     assert workload.flop == 2 * 4096 * 128 * 2048 * (3 * 576 + 2 * 512)
     causal = workloads.SparseBackward(20, 20, 2, 576, 8)
+    assert causal.flop == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 13 * 8) * 2 * (3 * 576 + 2 * 512)
     inputs = causal.build(CPU)
-    assert (inputs["topk_indices"] <= torch.arange(20)[:, None]).all()
     dq, dkv = causal.run(inputs)
     causal.check(inputs, (dq, dkv))
     with pytest.raises(AssertionError, match="dkv"):
@@ -254,6 +255,22 @@ def test_overlapping_selections_are_distinct_ascending_and_shared():
     assert shared >= 128 - 128 // 8
     apart = len(set(ids[0].tolist()) & set(ids[64].tolist()))
     assert apart < shared
+
+
+@pytest.mark.parametrize("selection", ["random", "overlapping"])
+def test_causal_selections_are_distinct_and_complete(selection):
+    ids = workloads._select_causal(torch.Generator().manual_seed(0), 140, 32, selection)
+    assert ids.dtype == torch.int32
+    for token, row in enumerate(ids.tolist()):
+        chosen = [entry for entry in row if entry >= 0]
+        count = min(token + 1, 32)
+        assert len(set(chosen)) == count
+        assert max(chosen) <= token
+        assert row[count:] == [-1] * (32 - count)
+        assert selection == "random" or chosen == sorted(chosen)
+    assert int((ids >= 0).sum()) == workloads._causal_entries(140, 32)
+    shared = len(set(ids[64].tolist()) & set(ids[127].tolist()))
+    assert (shared >= 28) == (selection == "overlapping")
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op}-{w.label}")
@@ -522,6 +539,62 @@ def test_sglang_triton_gets_the_inputs_in_its_layout(timer):
         assert outcome.failures == outcome.refusals == {}
         assert {found.peer for found in outcome.rows} == {names[i] for i in sides}
     assert peer.supports(workloads.SparsePrefill(5, 300, 64, 576, 128)) is not None
+
+
+def tilelang_like(q, kv, o, do, indices, lse, sm_scale=None):
+    """The signature, layouts and mask of TileLang's backward pass over this package's op."""
+    assert all(x.is_contiguous() for x in (q, kv, o, do, indices, lse))
+    (batch, tokens, heads, dim), rows = q.shape, kv.shape[1]
+    assert kv.shape == (batch, rows, 1, dim)
+    assert indices.shape[:3] == (batch, tokens, 1)
+    assert lse.shape == (batch, tokens, heads)
+    ids = indices[0, :, 0]
+    seen = (ids >= 0) & (ids <= torch.arange(tokens)[:, None])
+    assert bool((ids[~seen] == rows).all())  # what its own test gives for a missing entry
+    dq, dkv, _ = ops.sparse_attention_backward(
+        do[0],
+        q[0],
+        kv[0, :, 0],
+        ids.where(seen, -1),
+        o[0],
+        lse[0] * torch.tensor(2.0).log(),
+        softmax_scale=sm_scale,
+    )
+    return dq[None], dkv[None, :, None]
+
+
+def test_tilelang_gets_the_inputs_of_gradients_in_its_layout(timer):
+    peer = object.__new__(peers.TileLang)
+    peer.modules = {"gradient": SimpleNamespace(sparse_mla_bwd=tilelang_like)}
+    workload = workloads.SparseBackward(40, 40, 16, 576, 32)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert [found.peer for found in outcome.rows] == ["TileLang"]
+    for shape, reason in (
+        ((40, 64, 16, 576, 32), "behind the token"),
+        ((40, 40, 16, 512, 32), "head_dim of 576, got 512"),
+        ((40, 40, 8, 576, 32), "power of two, got 8"),
+        ((40, 40, 48, 576, 32), "power of two, got 48"),
+        ((40, 40, 16, 576, 24), "multiple of 32 entries, got 24"),
+    ):
+        assert reason in peer.supports(workloads.SparseBackward(*shape))
+    inputs = workload.build(CPU)
+    inputs["topk_indices"][7] = -1
+    with pytest.raises(ValueError, match="NaN if a token has no row"):
+        peer.prepare(workload, inputs)
+
+
+def test_tilelang_with_wrong_gradients_is_not_timed(timer):
+    def wrong(*arguments, **options):
+        dq, dkv = tilelang_like(*arguments, **options)
+        return dq, dkv.roll(1, 1)
+
+    peer = object.__new__(peers.TileLang)
+    peer.modules = {"gradient": SimpleNamespace(sparse_mla_bwd=wrong)}
+    workload = workloads.SparseBackward(40, 40, 16, 576, 32)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert set(outcome.failures) == {"TileLang"}
+    assert [found.peer for found in outcome.rows] == [None]
 
 
 def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):

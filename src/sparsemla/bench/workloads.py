@@ -211,8 +211,8 @@ class SparsePrefill(Workload):
 class SparseBackward(Workload):
     """The gradients of :class:`SparsePrefill`.
 
-    With as many tokens as rows, a token selects its own row and none behind it: about half of all
-    entries are -1.
+    With as many tokens as rows, a sequence attends to itself: a token selects from the rows up to
+    its own, and all of them where there are no more than ``topk``.
     """
 
     tokens: int
@@ -233,18 +233,18 @@ class SparseBackward(Workload):
 
     @property
     def flop(self) -> float:
-        entries = self.topk / 2 if self.causal else self.topk
-        return 2.0 * self.tokens * self.heads * entries * (3 * self.head_dim + 2 * 512)
+        causal, full = _causal_entries(self.tokens, self.topk), self.tokens * self.topk
+        entries = causal if self.causal else full
+        return 2.0 * entries * self.heads * (3 * self.head_dim + 2 * 512)
 
     def build(self, device: torch.device) -> Inputs:
         shape = self.tokens, self.context, self.heads, self.head_dim, self.topk
         inputs = SparsePrefill(*shape, self.selection).build(device)
-        if self.causal:
-            ids, last = inputs["topk_indices"], torch.arange(self.tokens, device=device)[:, None]
-            inputs["topk_indices"] = ids.where(ids <= last, -1)
-            inputs["topk_indices"][:, 0] = last[:, 0]
-        out, lse = ops.sparse_prefill(**inputs)
         draw = _generator(device)
+        if self.causal:
+            lists = _select_causal(draw, self.tokens, self.topk, self.selection)
+            inputs["topk_indices"] = lists
+        out, lse = ops.sparse_prefill(**inputs)
         dout = torch.randn(out.shape, generator=draw, device=device, dtype=torch.bfloat16)
         return {"dout": dout, **inputs, "out": out, "lse": lse}
 
@@ -1539,7 +1539,13 @@ def all_workloads() -> list[Workload]:
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
         *(
             SparseBackward(tokens, context, heads, 576, 2048, selection)
-            for tokens, context in ((4096, 8192), (4096, 32768), (4096, 131072), (8192, 8192))
+            for tokens, context in (
+                (4096, 8192),
+                (4096, 32768),
+                (4096, 131072),
+                (4096, 4096),
+                (8192, 8192),
+            )
             for heads in (64, 128)
             for selection in ("random", "overlapping")
         ),
@@ -1710,6 +1716,35 @@ def _select(
         fresh = others[_draw_distinct(draw, length, len(others), own)]
         runs.append(torch.cat([shared.expand(length, -1), fresh], 1).sort().values)
     return torch.cat(runs).int()
+
+
+def _select_causal(
+    draw: torch.Generator, num_tokens: int, topk: int, selection: Selection
+) -> Tensor:
+    """int32 ``[num_tokens, topk]``: distinct rows up to the token's own, then -1.
+
+    A token with no more than ``topk`` such rows selects all of them.
+    """
+    rows = torch.arange(num_tokens, device=draw.device)
+    parts = []
+    for start in range(0, num_tokens, RUN):
+        tokens = rows[start : start + RUN]
+        values = torch.rand(len(tokens), num_tokens, generator=draw, device=draw.device)
+        if selection == "overlapping":
+            shared = torch.rand(start + 1, generator=draw, device=draw.device)
+            values[:, shared.topk(min(topk - topk // 8, start + 1)).indices] += 1
+        best, ids = values.masked_fill_(rows > tokens[:, None], -1).topk(topk)
+        parts.append(ids.masked_fill_(best < 0, num_tokens))
+    lists = torch.cat(parts)
+    if selection == "overlapping":
+        lists = lists.sort().values
+    return lists.masked_fill_(lists == num_tokens, -1).int()
+
+
+def _causal_entries(num_tokens: int, topk: int) -> int:
+    """The number of rows that :func:`_select_causal` selects."""
+    few = min(num_tokens, topk)
+    return few * (few + 1) // 2 + (num_tokens - few) * few
 
 
 def _draw_distinct(draw: torch.Generator, num_rows: int, limit: int, count: int) -> Tensor:
