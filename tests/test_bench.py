@@ -895,12 +895,30 @@ def test_a_file_has_a_line_for_each_row_and_each_run_once(tmp_path):
 
 
 def test_merge_replaces_remeasured_workloads():
-    old = report.Report("H200", CEILINGS, [row(case="a", ours_us=1.0), row(case="b", ours_us=1.0)])
-    new = report.Report("H200", CEILINGS, [row(case="b", ours_us=2.0), row(case="c", ours_us=2.0)])
+    before, after = ([row(case=case, ours_us=us) for case in "abc"] for us in (1.0, 2.0))
+    old = report.Report("H200", CEILINGS, [*before[:2], replace(before[1], peer="x"), before[2]])
+    new = report.Report("H200", CEILINGS, [row(case="d", ours_us=2.0), after[1]])
     rows = report.merged(old, new).rows
-    assert [(each.case, each.ours_us) for each in rows] == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    assert [each.case + str(each.ours_us) for each in rows] == ["a1.0", "b2.0", "c1.0", "d2.0"]
+    assert report.lost(old, new.rows) == [old.rows[2]]
     with pytest.raises(ValueError, match="reports are of H100 and of H200"):
         report.merged(replace(old, device="H100"), new)
+
+
+def test_an_interrupted_write_leaves_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "h200.json"
+    saved = report.Report("H200", CEILINGS, [row()])
+    report.save(path, saved)
+    write = Path.write_text
+
+    def half(self, text, **options):
+        write(self, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.save(path, report.Report("H200", CEILINGS, [row(), row(case="b")]))
+    assert report.load(path) == saved
 
 
 def test_table_of_a_document(tmp_path):
@@ -1063,14 +1081,20 @@ def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, 
         list(cpu.compare())
 
 
-def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
-    """The measuring command, on a CPU instead of a GPU."""
-    chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
+@pytest.fixture
+def measuring(monkeypatch, timer):
+    """The measuring command, on a CPU instead of a GPU; returns the workloads that it measures."""
+    chosen = []
     monkeypatch.setattr(command, "select_workloads", lambda op, full, case: chosen)
     monkeypatch.setattr(command, "Timer", lambda device: timer)
     monkeypatch.setattr(command, "measure", lambda timer: CEILINGS)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda: "stand-in")
+    return chosen
+
+
+def test_exit_code_reports_failures(measuring, monkeypatch, tmp_path, capsys):
+    measuring += [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
     monkeypatch.setattr(
         command, "find_peers", lambda path: ([Wrong(), Broken()], {"vLLM": "not there"})
     )
@@ -1082,10 +1106,36 @@ def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
     assert output.count("without torch: select_topk") == 2
     assert [each.peer for each in report.load(path).rows] == [None, None]
     monkeypatch.setattr(command, "find_peers", lambda path: ([Broken()], {}))
-    chosen.pop()
+    measuring.pop()
     assert command.bench(print, json=path, commit="abc") == 0
     commits = {each.case: each.commit for each in report.load(path).rows}
-    assert [commit == "abc" for commit in commits.values()] == [False, True]
+    assert [commit == "abc" for commit in commits.values()] == [True, False]
+
+
+def test_a_run_of_one_op_keeps_the_other_rows_of_a_file(measuring, monkeypatch, tmp_path, capsys):
+    measuring.append(workloads.SelectTopk(5, 300, 32))
+    ours = {"case": measuring[0].case, "shape": measuring[0].shape}
+    old = [row(op="gather_dequant"), row(**ours), row(**ours, peer="TileLang"), row(case="other")]
+    path = tmp_path / "h200.json"
+    report.save(path, report.Report("stand-in", CEILINGS, old))
+    monkeypatch.setattr(command, "find_peers", lambda path: ([peers.Torch()], {}))
+    assert command.bench(print, json=path, commit="abc") == 0
+    rows = report.load(path).rows
+    assert [rows[0], rows[2]] == [old[0], old[3]]
+    assert (rows[1].case, rows[1].peer, rows[1].commit) == (ours["case"], "torch.topk", "abc")
+    dropped = f"dropped from {path}: TileLang: select_topk, {ours['case']}\n"
+    assert dropped in capsys.readouterr().out
+
+
+def test_a_file_of_another_device_is_refused_before_the_work(measuring, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "find_peers", lambda path: pytest.fail("work was done"))
+    path = tmp_path / "h200.json"
+    report.save(path, report.Report("NVIDIA H200", CEILINGS, [row()]))
+    before = path.read_text()
+    message = r"json must name a file of stand-in or a new one; .*h200.json has rows of NVIDIA H200"
+    with pytest.raises(ValueError, match=message):
+        command.bench(print, json=path)
+    assert path.read_text() == before
 
 
 def test_scores_in_the_bucket_of_the_threshold_are_counted():
