@@ -19,7 +19,7 @@ from sparsemla import (
     ops,
     reference,
 )
-from sparsemla.bench import command, cpu, peers, report, run, timing, workloads
+from sparsemla.bench import command, cpu, peers, report, run, timing, training, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
 from sparsemla.bench.peers import sglang, vllm_python
@@ -43,6 +43,8 @@ SMALL = [
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.WindowedPrefill(3, 64, 200, 128),
     workloads.SparseBackward(40, 40, 16, 576, 32),
+    training.TrainingAttention(40, 2, 16),
+    training.TrainingAttention(70, 2, 16, indexer=1),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
     workloads.SelectedScores(5, 300, 128),
     workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),

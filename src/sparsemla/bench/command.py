@@ -16,6 +16,7 @@ from sparsemla.bench.ceilings import measure
 from sparsemla.bench.peers import find_peers
 from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla.bench.timing import Timer
+from sparsemla.bench.training import crossing_lines
 from sparsemla.bench.workloads import Workload
 
 DOCUMENT = Path("docs/results.md")
@@ -67,6 +68,8 @@ def bench(
         found = report.load(table)
         report.write_table(DOCUMENT, found)
         write(f"{DOCUMENT}: {len(found.rows)} rows")
+        for line in crossing_lines(found.rows):
+            write(line)
         _plot(write, found, plot)
         return 0
     if launches is not None:
@@ -124,6 +127,8 @@ def _measure(
             report.save(json, report.merged(earlier, current) if earlier else current)
 
     run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+    for line in crossing_lines(current.rows):
+        write(line)
     _plot(write, current, plot)
     return int(failed)
 

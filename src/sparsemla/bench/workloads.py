@@ -67,6 +67,8 @@ Decode = Literal["aligned", "spread"]
 
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM = 64, 128
+LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
+"""Dims of a latent row, and of a head's query without and with RoPE and of its value."""
 RUN = 64
 """Number of consecutive tokens with overlapping selections."""
 CHUNK_ROWS = 1 << 18
@@ -1017,16 +1019,9 @@ class IndexerTopk(Workload):
                 "seq_lens": torch.tensor([[seen]], device=some.device),
                 "max_seq_len": self.keys,
             }
-            scores = reference.indexer_scores_paged(**arguments)[0, 0]
-            ids = results[0][token].long()
-            ids = ids[ids >= 0].sort().values
-            count = min(self.topk, seen)
-            if len(ids) != count or not bool((ids < seen).all() and (ids.diff() > 0).all()):
-                raise AssertionError(f"{self.op}: ids are missing, out of range or occur twice")
-            best = scores[ids].sort(descending=True).values
+            scores = reference.indexer_scores_paged(**arguments)[0, 0, :seen]
             sizes = score_sizes("indexer_scores_paged", arguments)
-            expected = scores.topk(count).values
-            assert_close(self.op, best, expected, INDEXER_SCORES, sizes.amax())
+            _check_best(self.op, results[0][token], scores, self.topk, sizes.amax())
 
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
@@ -1788,20 +1783,39 @@ def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inpu
         yield some, inputs | {name: inputs[name][some] for name in names if name in inputs}
 
 
-def _check_index_gradients(op: str, inputs: Inputs, results: Results, at_once: int) -> None:
-    """Check diq, dweights and dik; every token has a part in the gradient of rows."""
+def _check_index_gradients(
+    op: str, inputs: Inputs, results: Results, at_once: int, sized: Inputs | None = None
+) -> None:
+    """Check diq, dweights and dik; every token has a part in the gradient of rows.
+
+    Sizes of elements come from the inputs, or from others where these hide the terms of an error.
+    """
     expected = torch.zeros(inputs["ik"].shape, device=inputs["ik"].device)
     squares = torch.zeros_like(expected)
     *tolerances, of_rows = TOLERANCES[op][-3:]
-    for some, arguments in _parts_of_tokens(inputs, at_once):
+    parts = _parts_of_tokens(inputs, at_once), _parts_of_tokens(sized or inputs, at_once)
+    for (some, arguments), (_, others) in zip(*parts, strict=True):
         *wanted, dik = run_reference(op, arguments)[-3:]
-        *sizes, row_sizes = sizes_of(op, arguments).values()
+        *sizes, row_sizes = sizes_of(op, others).values()
         for index, name in enumerate(("diq", "dweights")):
             got = results[index][some]
             assert_result(f"{op} {name}", got, wanted[index], tolerances[index], sizes[index])
         expected += dik
         squares += row_sizes.square()
     assert_result(f"{op} dik", results[2], expected, of_rows, squares.sqrt())
+
+
+def _check_best(op: str, ids: Tensor, scores: Tensor, topk: int, size: Tensor) -> None:
+    """Check that a list has keys with the best of a token's scores, each key once.
+
+    Scores are compared, because another order of additions changes ties.
+    """
+    ids = ids[ids >= 0].long().sort().values
+    count = min(topk, len(scores))
+    if len(ids) != count or not bool((ids < len(scores)).all() and (ids.diff() > 0).all()):
+        raise AssertionError(f"{op}: ids are missing, out of range or occur twice")
+    best = scores[ids].sort(descending=True).values
+    assert_close(op, best, scores.topk(count).values, INDEXER_SCORES, size)
 
 
 def _check_scores(results: Results, some: Tensor, inputs: Inputs, op: str) -> None:
