@@ -129,7 +129,7 @@ def _row(values: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Row:
 def merged(old: Report, new: Report) -> Report:
     """``new`` and the workloads of ``old`` that it has not measured.
 
-    All rows of a workload come from one run. They take the place of its old rows.
+    A workload's new rows take the place of all its old ones, whichever peers these have.
 
     Raises:
         ValueError: the reports come from different devices.

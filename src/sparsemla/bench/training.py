@@ -93,10 +93,10 @@ class TrainingAttention(Workload):
 
     @property
     def flop(self) -> float:
-        """Ten products over the selected rows: two of the forward pass, and their gradients."""
+        """Seven products over the selected rows, two of them forward; and those of the indexer."""
         dim, entries = LATENT + ROPE, _causal_entries(self.tokens, self.topk)
         attention = 2.0 * self.heads * (4 * dim + 3 * LATENT)
-        # Scores of all rows select. The target is a product; listed scores and gradients are four.
+        # The target is a product, listed scores and their gradients are four. All rows have scores.
         target = 2.0 * (self.heads * dim + 4 * INDEX_HEADS * INDEX_DIM)
         scores = 2.0 * self.pairs * INDEX_HEADS * INDEX_DIM
         return entries * attention + self.indexer * (entries * target + scores)
@@ -149,7 +149,7 @@ class TrainingAttention(Workload):
         }
 
     def unique_bytes(self, inputs: Inputs) -> int:
-        """Inputs and results; each of the three gradients has the size of its input."""
+        """Inputs, results and lists; a gradient has the size of its input."""
         out = inputs["dout"].nbytes + 4 * self.tokens * self.heads
         sides = 2 * (inputs["q"].nbytes + inputs["kv"].nbytes) + inputs["dout"].nbytes + out
         lists = 4 * self.tokens * self.topk
