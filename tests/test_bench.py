@@ -19,7 +19,7 @@ from sparsemla import (
     ops,
     reference,
 )
-from sparsemla.bench import command, cpu, peers, report, run, timing, workloads
+from sparsemla.bench import command, cpu, peers, report, run, timing, training, workloads
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
 from sparsemla.bench.peers import sglang, vllm_python
@@ -42,6 +42,9 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.WindowedPrefill(3, 64, 200, 128),
+    workloads.SparseBackward(40, 40, 16, 576, 32),
+    training.TrainingAttention(40, 2, 16),
+    training.TrainingAttention(70, 2, 16, indexer=1),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
     workloads.SelectedScores(5, 300, 128),
     workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),
@@ -130,8 +133,8 @@ def test_work_of_a_sparse_backward():
     workload = workloads.SparseBackward(4096, 8192, 128, 576, 2048)
     assert workload.flop == 2 * 4096 * 128 * 2048 * (3 * 576 + 2 * 512)
     causal = workloads.SparseBackward(20, 20, 2, 576, 8)
+    assert causal.flop == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 13 * 8) * 2 * (3 * 576 + 2 * 512)
     inputs = causal.build(CPU)
-    assert (inputs["topk_indices"] <= torch.arange(20)[:, None]).all()
     dq, dkv = causal.run(inputs)
     causal.check(inputs, (dq, dkv))
     with pytest.raises(AssertionError, match="dkv"):
@@ -254,6 +257,22 @@ def test_overlapping_selections_are_distinct_ascending_and_shared():
     assert shared >= 128 - 128 // 8
     apart = len(set(ids[0].tolist()) & set(ids[64].tolist()))
     assert apart < shared
+
+
+@pytest.mark.parametrize("selection", ["random", "overlapping"])
+def test_causal_selections_are_distinct_and_complete(selection):
+    ids = workloads._select_causal(torch.Generator().manual_seed(0), 140, 32, selection)
+    assert ids.dtype == torch.int32
+    for token, row in enumerate(ids.tolist()):
+        chosen = [entry for entry in row if entry >= 0]
+        count = min(token + 1, 32)
+        assert len(set(chosen)) == count
+        assert max(chosen) <= token
+        assert row[count:] == [-1] * (32 - count)
+        assert selection == "random" or chosen == sorted(chosen)
+    assert int((ids >= 0).sum()) == workloads._causal_entries(140, 32)
+    shared = len(set(ids[64].tolist()) & set(ids[127].tolist()))
+    assert (shared >= 28) == (selection == "overlapping")
 
 
 @pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op}-{w.label}")
@@ -522,6 +541,62 @@ def test_sglang_triton_gets_the_inputs_in_its_layout(timer):
         assert outcome.failures == outcome.refusals == {}
         assert {found.peer for found in outcome.rows} == {names[i] for i in sides}
     assert peer.supports(workloads.SparsePrefill(5, 300, 64, 576, 128)) is not None
+
+
+def tilelang_like(q, kv, o, do, indices, lse, sm_scale=None):
+    """The signature, layouts and mask of TileLang's backward pass over this package's op."""
+    assert all(x.is_contiguous() for x in (q, kv, o, do, indices, lse))
+    (batch, tokens, heads, dim), rows = q.shape, kv.shape[1]
+    assert kv.shape == (batch, rows, 1, dim)
+    assert indices.shape[:3] == (batch, tokens, 1)
+    assert lse.shape == (batch, tokens, heads)
+    ids = indices[0, :, 0]
+    seen = (ids >= 0) & (ids <= torch.arange(tokens)[:, None])
+    assert bool((ids[~seen] == rows).all())  # what its own test gives for a missing entry
+    dq, dkv, _ = ops.sparse_attention_backward(
+        do[0],
+        q[0],
+        kv[0, :, 0],
+        ids.where(seen, -1),
+        o[0],
+        lse[0] * torch.tensor(2.0).log(),
+        softmax_scale=sm_scale,
+    )
+    return dq[None], dkv[None, :, None]
+
+
+def test_tilelang_gets_the_inputs_of_gradients_in_its_layout(timer):
+    peer = object.__new__(peers.TileLang)
+    peer.modules = {"gradient": SimpleNamespace(sparse_mla_bwd=tilelang_like)}
+    workload = workloads.SparseBackward(40, 40, 16, 576, 32)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert outcome.failures == outcome.refusals == {}
+    assert [found.peer for found in outcome.rows] == ["TileLang"]
+    for shape, reason in (
+        ((40, 64, 16, 576, 32), "behind the token"),
+        ((40, 40, 16, 512, 32), "head_dim of 576, got 512"),
+        ((40, 40, 8, 576, 32), "power of two, got 8"),
+        ((40, 40, 48, 576, 32), "power of two, got 48"),
+        ((40, 40, 16, 576, 24), "multiple of 32 entries, got 24"),
+    ):
+        assert reason in peer.supports(workloads.SparseBackward(*shape))
+    inputs = workload.build(CPU)
+    inputs["topk_indices"][7] = -1
+    with pytest.raises(ValueError, match="NaN if a token has no row"):
+        peer.prepare(workload, inputs)
+
+
+def test_tilelang_with_wrong_gradients_is_not_timed(timer):
+    def wrong(*arguments, **options):
+        dq, dkv = tilelang_like(*arguments, **options)
+        return dq, dkv.roll(1, 1)
+
+    peer = object.__new__(peers.TileLang)
+    peer.modules = {"gradient": SimpleNamespace(sparse_mla_bwd=wrong)}
+    workload = workloads.SparseBackward(40, 40, 16, 576, 32)
+    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+    assert set(outcome.failures) == {"TileLang"}
+    assert [found.peer for found in outcome.rows] == [None]
 
 
 def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
@@ -822,12 +897,30 @@ def test_a_file_has_a_line_for_each_row_and_each_run_once(tmp_path):
 
 
 def test_merge_replaces_remeasured_workloads():
-    old = report.Report("H200", CEILINGS, [row(case="a", ours_us=1.0), row(case="b", ours_us=1.0)])
-    new = report.Report("H200", CEILINGS, [row(case="b", ours_us=2.0), row(case="c", ours_us=2.0)])
+    before, after = ([row(case=case, ours_us=us) for case in "abc"] for us in (1.0, 2.0))
+    old = report.Report("H200", CEILINGS, [*before[:2], replace(before[1], peer="x"), before[2]])
+    new = report.Report("H200", CEILINGS, [row(case="d", ours_us=2.0), after[1]])
     rows = report.merged(old, new).rows
-    assert [(each.case, each.ours_us) for each in rows] == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    assert [each.case + str(each.ours_us) for each in rows] == ["a1.0", "b2.0", "c1.0", "d2.0"]
+    assert report.lost(old, new.rows) == [old.rows[2]]
     with pytest.raises(ValueError, match="reports are of H100 and of H200"):
         report.merged(replace(old, device="H100"), new)
+
+
+def test_an_interrupted_write_leaves_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "h200.json"
+    saved = report.Report("H200", CEILINGS, [row()])
+    report.save(path, saved)
+    write = Path.write_text
+
+    def half(self, text, **options):
+        write(self, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.save(path, report.Report("H200", CEILINGS, [row(), row(case="b")]))
+    assert report.load(path) == saved
 
 
 def test_table_of_a_document(tmp_path):
@@ -990,14 +1083,20 @@ def test_a_comparison_refuses_attention_that_misses_a_key(op, small_comparison, 
         list(cpu.compare())
 
 
-def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
-    """The measuring command, on a CPU instead of a GPU."""
-    chosen = [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
+@pytest.fixture
+def measuring(monkeypatch, timer):
+    """The measuring command, on a CPU instead of a GPU; returns the workloads that it measures."""
+    chosen = []
     monkeypatch.setattr(command, "select_workloads", lambda op, full, case: chosen)
     monkeypatch.setattr(command, "Timer", lambda device: timer)
     monkeypatch.setattr(command, "measure", lambda timer: CEILINGS)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda: "stand-in")
+    return chosen
+
+
+def test_exit_code_reports_failures(measuring, monkeypatch, tmp_path, capsys):
+    measuring += [workloads.SelectTopk(5, 300, 32), workloads.SelectTopk(6, 300, 32)]
     monkeypatch.setattr(
         command, "find_peers", lambda path: ([Wrong(), Broken()], {"vLLM": "not there"})
     )
@@ -1009,10 +1108,36 @@ def test_exit_code_reports_failures(monkeypatch, tmp_path, timer, capsys):
     assert output.count("without torch: select_topk") == 2
     assert [each.peer for each in report.load(path).rows] == [None, None]
     monkeypatch.setattr(command, "find_peers", lambda path: ([Broken()], {}))
-    chosen.pop()
+    measuring.pop()
     assert command.bench(print, json=path, commit="abc") == 0
     commits = {each.case: each.commit for each in report.load(path).rows}
-    assert [commit == "abc" for commit in commits.values()] == [False, True]
+    assert [commit == "abc" for commit in commits.values()] == [True, False]
+
+
+def test_a_run_of_one_op_keeps_the_other_rows_of_a_file(measuring, monkeypatch, tmp_path, capsys):
+    measuring.append(workloads.SelectTopk(5, 300, 32))
+    ours = {"case": measuring[0].case, "shape": measuring[0].shape}
+    old = [row(op="gather_dequant"), row(**ours), row(**ours, peer="TileLang"), row(case="other")]
+    path = tmp_path / "h200.json"
+    report.save(path, report.Report("stand-in", CEILINGS, old))
+    monkeypatch.setattr(command, "find_peers", lambda path: ([peers.Torch()], {}))
+    assert command.bench(print, json=path, commit="abc") == 0
+    rows = report.load(path).rows
+    assert [rows[0], rows[2]] == [old[0], old[3]]
+    assert (rows[1].case, rows[1].peer, rows[1].commit) == (ours["case"], "torch.topk", "abc")
+    dropped = f"dropped from {path}: TileLang: select_topk, {ours['case']}\n"
+    assert dropped in capsys.readouterr().out
+
+
+def test_a_file_of_another_device_is_refused_before_the_work(measuring, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "find_peers", lambda path: pytest.fail("work was done"))
+    path = tmp_path / "h200.json"
+    report.save(path, report.Report("NVIDIA H200", CEILINGS, [row()]))
+    before = path.read_text()
+    message = r"json must name a file of stand-in or a new one; .*h200.json has rows of NVIDIA H200"
+    with pytest.raises(ValueError, match=message):
+        command.bench(print, json=path)
+    assert path.read_text() == before
 
 
 def test_scores_in_the_bucket_of_the_threshold_are_counted():

@@ -16,6 +16,7 @@ from sparsemla.bench.ceilings import measure
 from sparsemla.bench.peers import find_peers
 from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla.bench.timing import Timer
+from sparsemla.bench.training import crossing_lines
 from sparsemla.bench.workloads import Workload
 
 DOCUMENT = Path("docs/results.md")
@@ -42,7 +43,8 @@ def bench(
         write: takes each line of output.
         op: measure this op only.
         case: a regular expression; measure only workloads with an op and a case that contain it.
-        json: file to add the rows to; its rows of other workloads stay.
+        json: file of this device to add the rows to. Its rows of other workloads stay, with the
+            commit and the versions that they were measured with.
         plot: folder for bar and line plots.
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
         device: ``cuda`` or ``cpu``; default the GPU, if there is one.
@@ -66,6 +68,8 @@ def bench(
         found = report.load(table)
         report.write_table(DOCUMENT, found)
         write(f"{DOCUMENT}: {len(found.rows)} rows")
+        for line in crossing_lines(found.rows):
+            write(line)
         _plot(write, found, plot)
         return 0
     if launches is not None:
@@ -91,15 +95,18 @@ def _measure(
     peers: Path | None,
     commit: str | None,
 ) -> int:
+    device = torch.cuda.get_device_name()
+    earlier = report.load(json) if json is not None and json.exists() else None
+    if earlier is not None and earlier.device != device:
+        raise ValueError(
+            f"json must name a file of {device} or a new one; {json} has rows of {earlier.device}"
+        )
     competitors, missing = with_steps(*find_peers(peers))
     for name, reason in missing.items():
         write(f"without {name}: {reason}")
     timer = Timer("cuda")
     stamp = Stamp.now(commit, peers)
-    current = report.Report(torch.cuda.get_device_name(), measure(timer), [])
-    earlier = report.load(json) if json is not None and json.exists() else None
-    if earlier is not None:
-        report.merged(earlier, current)  # refuses another device's file, before the work
+    current = report.Report(device, measure(timer), [])
     write(report.ceiling_line(current))
     write(" | ".join(report.HEADER))
     failed = False
@@ -115,9 +122,13 @@ def _measure(
             write(f"without {name}: {workload.op}, {workload.case} {workload.label}: {reason}")
         current.rows.extend(outcome.rows)
         if json is not None and outcome.rows:
+            for row in report.lost(earlier, outcome.rows) if earlier else ():
+                write(f"dropped from {json}: {row.peer}: {', '.join(filter(None, row.workload))}")
             report.save(json, report.merged(earlier, current) if earlier else current)
 
     run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+    for line in crossing_lines(current.rows):
+        write(line)
     _plot(write, current, plot)
     return int(failed)
 

@@ -93,7 +93,10 @@ def save(path: Path, report: Report) -> None:
     )
     document = ",\n ".join((*head, f'"runs": {_one_a_line(runs)}', f'"rows": {_one_a_line(rows)}'))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{{\n {document}\n}}\n", encoding="utf-8")
+    # A run that is ended while it writes leaves the rows of before.
+    written = path.with_name(f"{path.name}.part")
+    written.write_text(f"{{\n {document}\n}}\n", encoding="utf-8")
+    written.replace(path)
 
 
 def _one_a_line(values: Sequence[object]) -> str:
@@ -126,14 +129,34 @@ def _row(values: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Row:
 def merged(old: Report, new: Report) -> Report:
     """``new`` and the workloads of ``old`` that it has not measured.
 
+    A workload's new rows take the place of all its old ones, whichever peers these have.
+
     Raises:
         ValueError: the reports come from different devices.
     """
     if old.device != new.device:
         raise ValueError(f"reports are of {old.device} and of {new.device}")
-    measured = {row.workload for row in new.rows}
-    kept = [row for row in old.rows if row.workload not in measured]
-    return Report(new.device, new.ceilings, kept + new.rows)
+    measured: dict[tuple[str, str, str], list[Row]] = {}
+    for row in new.rows:
+        measured.setdefault(row.workload, []).append(row)
+    replaced = measured.keys() & {row.workload for row in old.rows}
+    rows = []
+    for row in old.rows:
+        rows += measured.pop(row.workload, []) if row.workload in replaced else [row]
+    return Report(
+        new.device, new.ceilings, rows + [row for added in measured.values() for row in added]
+    )
+
+
+def lost(old: Report, rows: Sequence[Row]) -> list[Row]:
+    """The rows of ``old`` with peers of which ``rows``, of the same workloads, have no time."""
+    workloads = {row.workload for row in rows}
+    timed = {(row.workload, row.peer) for row in rows}
+    return [
+        row
+        for row in old.rows
+        if row.peer and row.workload in workloads and (row.workload, row.peer) not in timed
+    ]
 
 
 def _rounded(value: object) -> object:

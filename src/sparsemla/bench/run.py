@@ -20,6 +20,7 @@ from sparsemla.bench.peers.base import Peer, Unavailable
 from sparsemla.bench.report import Row
 from sparsemla.bench.step import StepOfPeers, step_workloads
 from sparsemla.bench.timing import Prepared, Results, Timer, Timing
+from sparsemla.bench.training import training_workloads
 from sparsemla.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
 
 
@@ -65,7 +66,8 @@ def select_workloads(op: str | None, full: bool = False, case: str | None = None
         ValueError: no workload measures this op, or none of its cases matches.
     """
     steps = *step_workloads(full), *compressed_step_workloads(full)
-    workloads = [*all_workloads(), *steps, *(topk_table() if full else [])]
+    more = *training_workloads(), *(topk_table() if full else [])
+    workloads = [*all_workloads(), *steps, *more]
     if op is not None:
         chosen = [workload for workload in workloads if workload.op == op]
         if not chosen:

@@ -24,7 +24,11 @@ from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import (
     INDEX_DIM,
     INDEX_HEADS,
+    LATENT,
+    NOPE,
     PAGE_SIZE,
+    ROPE,
+    VALUE,
     Inputs,
     Side,
     Workload,
@@ -42,7 +46,6 @@ from sparsemla.testing.compare import Tolerance, assert_close
 from sparsemla.weights import HeadWeight, MLALayer
 
 TOPK = 2048
-LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
 STEP_OUT = Tolerance(cos=1e-3, size=2**-2)
 """Tolerance for e4m3 activations, which may round to a neighbouring code, and bfloat16 RoPE."""
 SHARED = 0.98

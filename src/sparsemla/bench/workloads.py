@@ -67,6 +67,8 @@ Decode = Literal["aligned", "spread"]
 
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM = 64, 128
+LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
+"""Dims of a latent row, and of a head's query without and with RoPE and of its value."""
 RUN = 64
 """Number of consecutive tokens with overlapping selections."""
 CHUNK_ROWS = 1 << 18
@@ -211,8 +213,8 @@ class SparsePrefill(Workload):
 class SparseBackward(Workload):
     """The gradients of :class:`SparsePrefill`.
 
-    With as many tokens as rows, a token selects its own row and none behind it: about half of all
-    entries are -1.
+    With as many tokens as rows, a sequence attends to itself: a token selects from the rows up to
+    its own, and all of them where there are no more than ``topk``.
     """
 
     tokens: int
@@ -233,18 +235,18 @@ class SparseBackward(Workload):
 
     @property
     def flop(self) -> float:
-        entries = self.topk / 2 if self.causal else self.topk
-        return 2.0 * self.tokens * self.heads * entries * (3 * self.head_dim + 2 * 512)
+        causal, full = _causal_entries(self.tokens, self.topk), self.tokens * self.topk
+        entries = causal if self.causal else full
+        return 2.0 * entries * self.heads * (3 * self.head_dim + 2 * 512)
 
     def build(self, device: torch.device) -> Inputs:
         shape = self.tokens, self.context, self.heads, self.head_dim, self.topk
         inputs = SparsePrefill(*shape, self.selection).build(device)
-        if self.causal:
-            ids, last = inputs["topk_indices"], torch.arange(self.tokens, device=device)[:, None]
-            inputs["topk_indices"] = ids.where(ids <= last, -1)
-            inputs["topk_indices"][:, 0] = last[:, 0]
-        out, lse = ops.sparse_prefill(**inputs)
         draw = _generator(device)
+        if self.causal:
+            lists = _select_causal(draw, self.tokens, self.topk, self.selection)
+            inputs["topk_indices"] = lists
+        out, lse = ops.sparse_prefill(**inputs)
         dout = torch.randn(out.shape, generator=draw, device=device, dtype=torch.bfloat16)
         return {"dout": dout, **inputs, "out": out, "lse": lse}
 
@@ -1017,16 +1019,9 @@ class IndexerTopk(Workload):
                 "seq_lens": torch.tensor([[seen]], device=some.device),
                 "max_seq_len": self.keys,
             }
-            scores = reference.indexer_scores_paged(**arguments)[0, 0]
-            ids = results[0][token].long()
-            ids = ids[ids >= 0].sort().values
-            count = min(self.topk, seen)
-            if len(ids) != count or not bool((ids < seen).all() and (ids.diff() > 0).all()):
-                raise AssertionError(f"{self.op}: ids are missing, out of range or occur twice")
-            best = scores[ids].sort(descending=True).values
+            scores = reference.indexer_scores_paged(**arguments)[0, 0, :seen]
             sizes = score_sizes("indexer_scores_paged", arguments)
-            expected = scores.topk(count).values
-            assert_close(self.op, best, expected, INDEXER_SCORES, sizes.amax())
+            _check_best(self.op, results[0][token], scores, self.topk, sizes.amax())
 
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
@@ -1539,7 +1534,13 @@ def all_workloads() -> list[Workload]:
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
         *(
             SparseBackward(tokens, context, heads, 576, 2048, selection)
-            for tokens, context in ((4096, 8192), (4096, 32768), (4096, 131072), (8192, 8192))
+            for tokens, context in (
+                (4096, 8192),
+                (4096, 32768),
+                (4096, 131072),
+                (4096, 4096),
+                (8192, 8192),
+            )
             for heads in (64, 128)
             for selection in ("random", "overlapping")
         ),
@@ -1712,6 +1713,35 @@ def _select(
     return torch.cat(runs).int()
 
 
+def _select_causal(
+    draw: torch.Generator, num_tokens: int, topk: int, selection: Selection
+) -> Tensor:
+    """int32 ``[num_tokens, topk]``: distinct rows up to the token's own, then -1.
+
+    A token with no more than ``topk`` such rows selects all of them.
+    """
+    rows = torch.arange(num_tokens, device=draw.device)
+    parts = []
+    for start in range(0, num_tokens, RUN):
+        tokens = rows[start : start + RUN]
+        values = torch.rand(len(tokens), num_tokens, generator=draw, device=draw.device)
+        if selection == "overlapping":
+            shared = torch.rand(start + 1, generator=draw, device=draw.device)
+            values[:, shared.topk(min(topk - topk // 8, start + 1)).indices] += 1
+        best, ids = values.masked_fill_(rows > tokens[:, None], -1).topk(topk)
+        parts.append(ids.masked_fill_(best < 0, num_tokens))
+    lists = torch.cat(parts)
+    if selection == "overlapping":
+        lists = lists.sort().values
+    return lists.masked_fill_(lists == num_tokens, -1).int()
+
+
+def _causal_entries(num_tokens: int, topk: int) -> int:
+    """The number of rows that :func:`_select_causal` selects."""
+    few = min(num_tokens, topk)
+    return few * (few + 1) // 2 + (num_tokens - few) * few
+
+
 def _draw_distinct(draw: torch.Generator, num_rows: int, limit: int, count: int) -> Tensor:
     """``count`` different ids below ``limit`` for each row, in random order."""
     return torch.rand(num_rows, limit, generator=draw, device=draw.device).topk(count).indices
@@ -1753,20 +1783,39 @@ def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inpu
         yield some, inputs | {name: inputs[name][some] for name in names if name in inputs}
 
 
-def _check_index_gradients(op: str, inputs: Inputs, results: Results, at_once: int) -> None:
-    """Check diq, dweights and dik; every token has a part in the gradient of rows."""
+def _check_index_gradients(
+    op: str, inputs: Inputs, results: Results, at_once: int, sized: Inputs | None = None
+) -> None:
+    """Check diq, dweights and dik; every token has a part in the gradient of rows.
+
+    Sizes of elements come from the inputs, or from others where these hide the terms of an error.
+    """
     expected = torch.zeros(inputs["ik"].shape, device=inputs["ik"].device)
     squares = torch.zeros_like(expected)
     *tolerances, of_rows = TOLERANCES[op][-3:]
-    for some, arguments in _parts_of_tokens(inputs, at_once):
+    parts = _parts_of_tokens(inputs, at_once), _parts_of_tokens(sized or inputs, at_once)
+    for (some, arguments), (_, others) in zip(*parts, strict=True):
         *wanted, dik = run_reference(op, arguments)[-3:]
-        *sizes, row_sizes = sizes_of(op, arguments).values()
+        *sizes, row_sizes = sizes_of(op, others).values()
         for index, name in enumerate(("diq", "dweights")):
             got = results[index][some]
             assert_result(f"{op} {name}", got, wanted[index], tolerances[index], sizes[index])
         expected += dik
         squares += row_sizes.square()
     assert_result(f"{op} dik", results[2], expected, of_rows, squares.sqrt())
+
+
+def _check_best(op: str, ids: Tensor, scores: Tensor, topk: int, size: Tensor) -> None:
+    """Check that a list has keys with the best of a token's scores, each key once.
+
+    Scores are compared, because another order of additions changes ties.
+    """
+    ids = ids[ids >= 0].long().sort().values
+    count = min(topk, len(scores))
+    if len(ids) != count or not bool((ids < len(scores)).all() and (ids.diff() > 0).all()):
+        raise AssertionError(f"{op}: ids are missing, out of range or occur twice")
+    best = scores[ids].sort(descending=True).values
+    assert_close(op, best, scores.topk(count).values, INDEXER_SCORES, size)
 
 
 def _check_scores(results: Results, some: Tensor, inputs: Inputs, op: str) -> None:

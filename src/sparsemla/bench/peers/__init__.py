@@ -21,6 +21,7 @@ from sparsemla.bench.peers.base import Peer
 from sparsemla.bench.peers.cudnn import CuDNN
 from sparsemla.bench.peers.deep_gemm import DeepGEMM
 from sparsemla.bench.peers.fa3 import FA3
+from sparsemla.bench.peers.flash_attn import FlashAttention3
 from sparsemla.bench.peers.flash_mla import FlashMLA
 from sparsemla.bench.peers.own import Sparsemla, Torch
 from sparsemla.bench.peers.sglang import SGLangTriton, SglFlashMLA
@@ -28,7 +29,18 @@ from sparsemla.bench.peers.tilelang import TileLang
 from sparsemla.bench.peers.vllm import VLLM
 from sparsemla.bench.peers.vllm_python import VLLMPython
 
-PEERS = (FlashMLA, SglFlashMLA, FA3, SGLangTriton, DeepGEMM, VLLM, VLLMPython, TileLang, CuDNN)
+PEERS = (
+    FlashMLA,
+    SglFlashMLA,
+    FA3,
+    FlashAttention3,
+    SGLangTriton,
+    DeepGEMM,
+    VLLM,
+    VLLMPython,
+    TileLang,
+    CuDNN,
+)
 
 
 def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str]]:
@@ -60,6 +72,7 @@ def versions(directory: Path | None = None) -> dict[str, str]:
         "sparsemla",
         "torch",
         "triton",
+        "flash_attn_3",
         "flash_mla",
         "deep_gemm",
         "vllm",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sparsemla import ops
 from sparsemla.bench.peers.base import Peer, side
 from sparsemla.bench.timing import Results
+from sparsemla.bench.training import SCALE, TrainingAttention, dense_side
 from sparsemla.bench.workloads import (
     CHUNK_ROWS,
     PAGE_SIZE,
@@ -25,17 +31,24 @@ from sparsemla.testing.compare import UNQUANTIZED_PROJECTION
 
 
 class Torch(Peer):
-    """``torch.topk`` and ``torch.bmm`` in bfloat16, always available."""
+    """``torch.topk``, ``torch.bmm`` in bfloat16 and torch's kernels of attention."""
 
     name = "torch"
+    BACKENDS: ClassVar[dict[str, SDPBackend]] = {
+        "FlashAttention-2": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
 
     def supports(self, workload: Workload) -> str | None:
-        ours = isinstance(workload, (SelectTopk, HeadProducts))
+        ours = isinstance(workload, (SelectTopk, HeadProducts, TrainingAttention))
         return None if ours else "has no such op"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, HeadProducts):
             return [self._products(workload, inputs)]
+        if isinstance(workload, TrainingAttention):
+            return [self._dense(name, workload, inputs) for name in self.BACKENDS]
 
         def run() -> Results:
             return (inputs["scores"].topk(inputs["topk"], dim=-1, sorted=False).indices,)
@@ -54,6 +67,22 @@ class Torch(Peer):
             workload.check_within(UNQUANTIZED_PROJECTION, inputs, got)
 
         return Side("torch.bmm", run, check, note="bfloat16 weights")
+
+    def _dense(self, name: str, workload: TrainingAttention, inputs: Inputs) -> Side:
+        backend = self.BACKENDS[name]
+        padded = backend is SDPBackend.FLASH_ATTENTION  # it has one size of heads
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            dims = v.shape[-1]
+            if padded:
+                v = pad(v, (0, q.shape[-1] - dims))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+            return out[0].transpose(0, 1)[..., :dims]
+
+        note = "values padded to the dims of keys" if padded else ""
+        return dense_side(f"torch SDPA, {name}", workload, inputs, attend, note)
 
 
 class Sparsemla(Peer):

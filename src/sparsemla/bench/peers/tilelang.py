@@ -47,10 +47,8 @@ class TileLang(Peer):
             raise Unavailable("DIR/deepseek_v32 holds none of its examples")
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, SparseBackward):
-            if "gradient" not in self.modules or workload.head_dim != 576:
-                return "has no such op"
-            return None if workload.causal else "its example numbers tokens and rows alike"
+        if isinstance(workload, SparseBackward) and "gradient" in self.modules:
+            return self._refusal_of_gradient(workload)
         if isinstance(workload, SparsePrefill) and "attention" in self.modules:
             return None if workload.head_dim == 576 else "its example takes a head_dim of 576"
         if isinstance(workload, SelectTopk) and "selector" in self.modules:
@@ -88,10 +86,24 @@ class TileLang(Peer):
 
         return [side(self.name, workload, inputs, attention)]
 
+    @staticmethod
+    def _refusal_of_gradient(workload: SparseBackward) -> str | None:
+        """Why its backward pass does not take a workload, or None."""
+        if workload.head_dim != 576:
+            return f"its example takes a head_dim of 576, got {workload.head_dim}"
+        if workload.heads < 16 or workload.heads.bit_count() > 1:
+            return f"its example takes 16 heads or a larger power of two, got {workload.heads}"
+        if workload.topk % 32:
+            return f"its example takes lists of a multiple of 32 entries, got {workload.topk}"
+        return None if workload.causal else "its example masks rows behind the token of their index"
+
     def gradient(self, workload: Workload, inputs: Inputs) -> Side:
-        # Rows behind a token are masked, so they stand for -1. The LSE is a base-2 logarithm.
-        ids, last = inputs["topk_indices"], len(inputs["kv"]) - 1
-        indices = ids.where(ids >= 0, last)[None, :, None].contiguous()
+        ids, num_rows = inputs["topk_indices"], len(inputs["kv"])
+        if not bool((ids >= 0).any(1).all()):
+            raise ValueError("its gradients are NaN if a token has no row")
+        # As in its own test, a missing entry names the row after the last. Such an entry is masked,
+        # and TileLang guards reads and adds, so it costs neither. The LSE is a base-2 logarithm.
+        indices = ids.where(ids >= 0, num_rows)[None, :, None]
         lse = inputs["lse"][None] / math.log(2)
         q, kv = inputs["q"][None], inputs["kv"][None, :, None]
         backward = self.modules["gradient"].sparse_mla_bwd
