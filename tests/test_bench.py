@@ -34,6 +34,8 @@ CSA, HCA = Pooling(4, overlap=True), Pooling(128)
 SMALL = [
     workloads.SparsePrefill(5, 300, 4, 576, 128),
     workloads.SparsePrefill(70, 300, 2, 512, 128, "overlapping"),
+    workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
+    workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.SparseDecode(3, 2, 4, 200, 128),
     workloads.SparseDecode(3, 2, 4, 200, 128, "overlapping"),
     workloads.CachedPrefill(5, 300, 4, 128),
@@ -282,6 +284,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     ("workload", "name"),
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
+        (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
         (workloads.WindowedPrefill(3, 4, 200, 128), "sparsemla through a workspace"),
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),

@@ -51,6 +51,13 @@ def test_lists_longer_than_a_step():
     check_lists(case | {"topk_lengths": draw.tensor([2100, 0, 1025, 1024, -1])})
 
 
+def test_lists_with_a_repeated_row_are_not_merged():
+    case = share_lists_case(Draw(64, DEVICE), num_tokens=4, topk=9, list_tokens=2)
+    case["topk_indices"][1, 1] = case["topk_indices"][1, 0]
+    _, lengths, _ = check_lists(case)
+    assert lengths[0] == 18 > lengths[1]
+
+
 def test_lists_without_entries_or_tokens():
     for shape in ((5, 0), (0, 9)):
         case = {"topk_indices": torch.empty(shape, dtype=torch.int32, device=DEVICE)}
