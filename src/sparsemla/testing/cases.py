@@ -700,6 +700,7 @@ def shared_prefill_case(
     lists, ends, members = reference.share_lists(
         indices, list_tokens=list_tokens, topk_lengths=lengths
     )
+    ends = (ends + 3).clamp_max(lists.shape[1])  # with entries of nobody
     column = torch.arange(lists.shape[1], device=draw.device)
     beyond = column >= ends[:, None]
     is_nan = cast("Tensor", arguments["kv"]).isnan().any(1)
