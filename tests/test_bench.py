@@ -34,8 +34,6 @@ CSA, HCA = Pooling(4, overlap=True), Pooling(128)
 SMALL = [
     workloads.SparsePrefill(5, 300, 4, 576, 128),
     workloads.SparsePrefill(70, 300, 2, 512, 128, "overlapping"),
-    workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
-    workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.SparseDecode(3, 2, 4, 200, 128),
     workloads.SparseDecode(3, 2, 4, 200, 128, "overlapping"),
     workloads.CachedPrefill(5, 300, 4, 128),
@@ -44,6 +42,8 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.WindowedPrefill(3, 64, 200, 128),
+    workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
+    workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
     workloads.SelectedScores(5, 300, 128),
     workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),

@@ -116,8 +116,8 @@ LAUNCHES = {
     "prefill bf16 h128 f32": sparse_prefill(ROWS, dtype=torch.float32),
     "prefill bf16 h128 to f32 extra": sparse_prefill(ROWS, out_dtype=torch.float32, extra=ROWS),
     "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
-    "prefill bf16 h16 lists of 4": sparse_prefill(ROWS, 16, list_tokens=4),
-    "prefill bf16 h128 lists of 8": sparse_prefill(ROWS, list_tokens=8),
+    "prefill bf16 h16 lists": sparse_prefill(ROWS, 16, list_tokens=4),
+    "prefill bf16 h128 lists": sparse_prefill(ROWS, list_tokens=8),
     "dense prefill": dense_prefill(),
     "decode e4m3 b32 h16 split": sparse_decode(
         e4m3_format(scale_block=32), 16, num_splits=4, apart=True

@@ -114,10 +114,10 @@ LAUNCHES = {
     "prefill h16 lists of 4": sparse_prefill(576, 16, list_tokens=4, members=True),
     "prefill d512 h8 lists of 8": sparse_prefill(512, 8, list_tokens=8, members=True),
     # Three tokens of the last list are a launch of their own.
-    "prefill h40 lists of 4 int64": sparse_prefill(
+    "prefill h40 lists int64": sparse_prefill(
         576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
     ),
-    "prefill h16 lists of 4, all attend": sparse_prefill(576, 16, list_tokens=4),
+    "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),
