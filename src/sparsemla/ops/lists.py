@@ -79,8 +79,7 @@ def share_lists(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
 
-    Source: the union of neighbouring queries' selections, as in the block-wise kernels of NSA
-    (arXiv 2502.11089), with exact selections of each token.
+    Source: this package.
 
     >>> share_lists(torch.tensor([[1, 5, 7], [1, 6, -1]]), list_tokens=2)
     SharedLists(topk_indices=tensor([[ 1,  5,  6,  7, -1, -1]]), \

@@ -35,11 +35,11 @@ def _smaller(rows, length, row, wanted, steps):
     high = low + length
     for _ in range(steps):
         middle = (low + high) // 2
-        open = wanted & (low < high)
-        found = tl.load(rows + middle, mask=open, other=-1)
+        going_on = wanted & (low < high)
+        found = tl.load(rows + middle, mask=going_on, other=-1)
         less = (found >= 0) & (found < row)  # entries that name nothing come last
-        low = tl.where(open & less, middle + 1, low)
-        high = tl.where(open & ~less, middle, high)
+        low = tl.where(going_on & less, middle + 1, low)
+        high = tl.where(going_on & ~less, middle, high)
     return low
 
 
