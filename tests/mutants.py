@@ -88,6 +88,8 @@ LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
+SHARED = "tests/test_triton_lists.py -k test_lists and 2-9-33"
+SHARED_PREFILL = "tests/test_triton_lists.py -k test_attention and 4-16-ascending"
 INDEX_DENSE = "tests/test_triton_losses.py -k test_dense_losses and causal and num_heads"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
@@ -457,6 +459,48 @@ CPU_MUTANTS = (
         TIES_FP4,
     ),
     portable(
+        "the tokens of a list attend to each other's rows",
+        "attention/triton/tiles.py",
+        "((byte >> bit) & 1 != 0)",
+        "(byte != 0)",
+        SHARED_PREFILL,
+    ),
+    portable(
+        "the lists of the tokens' numbers",
+        "attention/triton/prefill.py",
+        "number = token // LIST_TOKENS",
+        "number = token // LIST_TOKENS * 0",
+        SHARED_PREFILL,
+    ),
+    portable(
+        "only the first token of a shared row is its member",
+        "lists/triton.py",
+        "bits |= equal.to(tl.int32) << j",
+        "bits |= equal.to(tl.int32) * 0",
+        SHARED,
+    ),
+    portable(
+        "holes of a union stay",
+        "lists/triton.py",
+        "place = end + tl.cumsum(kept.to(tl.int32)) - 1",
+        "place = at",
+        SHARED,
+    ),
+    portable(
+        "equal rows have one rank",
+        "lists/triton.py",
+        "                            rank += equal.to(tl.int32)\n",
+        "                            rank += 0\n",
+        SHARED,
+    ),
+    portable(
+        "lists that repeat a row are merged",
+        "lists/triton.py",
+        "(row < after)",
+        "(row <= after)",
+        "tests/test_triton_lists.py -k repeated",
+    ),
+    portable(
         "scores without the scales of FP4 keys",
         "indexer/triton.py",
         "[R, NUM_SCALES, BLOCK]) * scale[:, :, None]",
@@ -481,6 +525,27 @@ GPU_MUTANTS = (
         ROWS,
         'return gl.where(seen, s * scale_log2, float("-inf"))',
         "return s * scale_log2",
+        "sparse_prefill",
+    ),
+    hopper(
+        "the tokens of a list attend to what the first one does",
+        ROWS,
+        "gl.where(real, token, 0).to(gl.int32))",
+        "(gl.where(real, token, 0) * 0).to(gl.int32))",
+        "sparse_prefill",
+    ),
+    hopper(
+        "rows without a member are read",
+        ROWS,
+        "return marks & ((1 << (shape.num_rows // shape.num_heads)) - 1)",
+        "return marks & (255 + 0 * (shape.num_rows // shape.num_heads))",
+        "sparse_prefill",
+    ),
+    hopper(
+        "the largest logits of a list are those of its last token",
+        ROWS,
+        "rows += (first + token) * results.max_logits_token",
+        "rows += (first + token * 0) * results.max_logits_token",
         "sparse_prefill",
     ),
     hopper(

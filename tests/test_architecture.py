@@ -186,6 +186,7 @@ ONLY_PUBLIC = {
     "lse",
     "lengths",
     "max_logits",
+    "members",
     "weights_out",
     "validate",
     "workspace",

@@ -45,6 +45,8 @@ SMALL = [
     workloads.SparseBackward(40, 40, 16, 576, 32),
     training.TrainingAttention(40, 2, 16),
     training.TrainingAttention(70, 2, 16, indexer=1),
+    workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
+    workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
     workloads.SelectedScores(5, 300, 128),
     workloads.SelectedScoresBackward(5, 300, 128, "overlapping"),
@@ -301,6 +303,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     ("workload", "name"),
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
+        (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
         (workloads.WindowedPrefill(3, 4, 200, 128), "sparsemla through a workspace"),
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),

@@ -45,6 +45,8 @@ from sparsemla.testing.cases import (
     select_rows_case,
     selected_scores_backward_case,
     selected_scores_case,
+    share_lists_case,
+    shared_prefill_case,
     sinks,
     sparse_attention_backward_case,
     sparse_attention_case,
@@ -199,6 +201,14 @@ CALLS = {
             "width": 6,
             "out": torch.empty(5, 6, dtype=torch.int32),
             "lengths": torch.empty(5, dtype=torch.int32),
+        }
+    ),
+    "share_lists": lambda: (
+        share_lists_case(Draw(3), with_lengths=True)
+        | {
+            "out": torch.empty(3, 80, dtype=torch.int32),
+            "lengths": torch.empty(3, dtype=torch.int32),
+            "members": torch.empty(3, 80, dtype=torch.uint8),
         }
     ),
     "gather_dequant": gather_arguments,
@@ -572,6 +582,22 @@ OTHERS = [
         with_arguments(extra_kv=None, extra_topk_indices=None),
     ),
     ("sparse_prefill", "extra_kv", with_arguments(extra_kv=torch.zeros(0, 512).bfloat16())),
+    ("sparse_prefill", "members", with_arguments(members=torch.zeros(5, 128, dtype=torch.uint8))),
+    (
+        "sparse_prefill",
+        "list_tokens must be 1 beside extra_kv",
+        lambda case: case.update(
+            list_tokens=2,
+            topk_indices=case["topk_indices"][:3],
+            topk_lengths=case["topk_lengths"][:3],
+        ),
+    ),
+    ("sparse_prefill", "list_tokens", with_arguments(list_tokens=0)),
+    ("sparse_prefill", "list_tokens", with_arguments(list_tokens=2.0)),
+    ("share_lists", "list_tokens", with_arguments(list_tokens=0)),
+    ("share_lists", "list_tokens", with_arguments(list_tokens=9)),
+    ("share_lists", "list_tokens", with_arguments(list_tokens=torch.tensor(4))),
+    ("share_lists", "out", with_arguments(out=torch.empty(3, 80, dtype=torch.int64))),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(3, 2).int())),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(2, 1).int())),
     ("sparse_decode", "extra_topk_indices", with_arguments(extra_cache=None)),
@@ -756,6 +782,37 @@ def test_scalars_of_a_wrong_kind_are_refused(op, name):
         check_refused(op, CALLS[op]() | {name: value}, op, name, error=TypeError)
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "members"])
+def test_wrong_shared_lists_are_refused(name, mutation):
+    case = shared_prefill_case(Draw(11), with_lengths=True)
+    sparsemla.sparse_prefill(**case)
+    if name == "topk_lengths" and mutation == "columns apart":
+        case[name] = case[name].repeat(2)[::2]
+    changed = MUTATIONS[mutation](case[name])
+    if name == "members" and mutation == "another dtype":
+        changed = case[name].int()
+    check_refused("sparse_prefill", case | {name: changed}, "sparse_prefill", name)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "members"])
+def test_shared_lists_of_other_sizes_are_refused(name, dim):
+    case = shared_prefill_case(Draw(11), with_lengths=True)
+    tensor = case[name]
+    if dim < tensor.dim():
+        case[name] = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
+        check_refused("sparse_prefill", case, "sparse_prefill", error=ValueError)
+
+
+def test_shared_lists_with_members_have_up_to_eight_tokens():
+    case = shared_prefill_case(Draw(11))
+    check_refused("sparse_prefill", case | {"list_tokens": 9}, "list_tokens", error=ValueError)
+    whole = case | {"list_tokens": 9, "members": None}
+    whole |= {name: case[name][:2] for name in ("topk_indices", "topk_lengths")}
+    sparsemla.sparse_prefill(**whole)
+
+
 def test_numpy_scalars_are_accepted():
     case = CALLS["sparse_prefill"]()
     case["softmax_scale"] = np.float32(case["softmax_scale"])
@@ -764,6 +821,8 @@ def test_numpy_scalars_are_accepted():
         "to_slots": ["page_size"],
         "entry_slots": ["ratio", "page_size"],
         "visible_slots": ["width", "ratio", "page_size"],
+        "share_lists": ["list_tokens"],
+        "sparse_prefill": ["list_tokens"],
         "select_topk": ["topk", "page_size"],
         "merge_topk": ["topk"],
         "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
@@ -773,7 +832,7 @@ def test_numpy_scalars_are_accepted():
     }
     for op, names in counts.items():
         case = CALLS[op]()
-        plain = {"max_workspace_bytes": 1 << 20, "num_splits": 2} | case
+        plain = {"max_workspace_bytes": 1 << 20, "num_splits": 2, "list_tokens": 1} | case
         getattr(sparsemla, op)(**case | {name: np.int64(plain[name]) for name in names})
 
 
@@ -787,7 +846,7 @@ READ_LSE = {
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
-    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths")
+    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "members")
     and op not in READ_LSE
 ]
 
@@ -930,6 +989,7 @@ UNSIGNED = [
     (op, name)
     for op, name in TENSORS
     if name not in ("slot_mapping", "ring_ids", "prefill_request_ids", "out", "lengths")
+    and (op, name) != ("share_lists", "topk_indices")  # gives int64: see tests/test_lists.py
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]
 

@@ -12,8 +12,17 @@ import pytest
 import torch
 
 import sparsemla
-from sparsemla import FP8_DS_MLA, PagedCache, dense_decode, dispatch, select_topk, sparse_decode
+from sparsemla import (
+    FP8_DS_MLA,
+    PagedCache,
+    dense_decode,
+    dispatch,
+    select_topk,
+    sparse_decode,
+    sparse_prefill,
+)
 from sparsemla.ops import _repeat
+from sparsemla.testing.cases import Draw, shared_prefill_case
 from test_errors import CALLS
 
 pytest.importorskip("triton")
@@ -151,6 +160,7 @@ def test_other_tensors_get_the_launches_of_a_first_call(op, launched):
     assert repeats
     known = {tensor.data_ptr() for tensor in tensors_of(second)}
     assert_same_launches([addresses_of(launch) for launch in launched], expected, known)
+    assert type(result) is type(expected_result)
     for one, other in zip(tensors_of(result), tensors_of(expected_result), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert one.data_ptr() not in known or one is other
@@ -167,6 +177,14 @@ def tensors_of(value):
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["ascending", "whole"])
+def test_both_launches_over_shared_lists_are_repeated(kind, launched):
+    case = shared_prefill_case(Draw(0), num_tokens=10, num_heads=64, kind=kind)
+    assert is_repeated(lambda: sparse_prefill(**case))
+    assert len(launched) == 6  # three calls: two lists of four tokens, then one of two
 
 
 def decode_arguments():

@@ -43,7 +43,7 @@ def check(op, case, **options):
     q = arguments["q"]
     if op == "sparse_prefill":
         names = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths")
-        arguments = dict.fromkeys(names) | arguments
+        arguments = dict.fromkeys((*names, "members")) | {"list_tokens": 1} | arguments
         for name in ("kv", "extra_kv"):
             if isinstance(arguments[name], torch.Tensor):
                 arguments[name] = PagedCache.from_rows(arguments[name])

@@ -310,6 +310,7 @@ RECORDS = {
     "PrefillChunk",
     "Problem",
     "RowFields",
+    "SharedLists",
     "WarmUp",
 }
 """Classes that the package constructs and unpacks without checks."""

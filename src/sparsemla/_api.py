@@ -44,6 +44,7 @@ from sparsemla.ops import (
     select_topk,
     selected_scores,
     selected_scores_backward,
+    share_lists,
     sparse_attention,
     sparse_attention_backward,
     sparse_decode,
@@ -53,6 +54,7 @@ from sparsemla.ops import (
 )
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
+from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
 from sparsemla.plan import (
@@ -106,6 +108,7 @@ __all__ = [
     "Problem",
     "RowFields",
     "Serving",
+    "SharedLists",
     "WarmUp",
     "WindowState",
     "Yarn",
@@ -154,6 +157,7 @@ __all__ = [
     "select_topk",
     "selected_scores",
     "selected_scores_backward",
+    "share_lists",
     "slots_of",
     "sparse_attention",
     "sparse_attention_backward",

@@ -24,6 +24,7 @@ from sparsemla.kernels import (
     backward,
     gather,
     indexer,
+    lists,
     losses,
     pool,
     projection,
@@ -44,7 +45,7 @@ from sparsemla.kinds import check_kind
 
 LOGGER = logging.getLogger(__name__)
 
-FAMILIES = (quant, pool, gather, indexer, topk, attention, backward, losses, projection)
+FAMILIES = (quant, pool, gather, indexer, topk, lists, attention, backward, losses, projection)
 
 
 def _with_definition(name: str, op: Op) -> Op:
@@ -235,6 +236,7 @@ def find(
     head_dim: int = 0,
     page_size: int = 0,
     out_dtype: torch.dtype | None = None,
+    shared_lists: bool = False,
 ) -> Launch:
     """The launcher of ``op`` for tensors like ``lead``, the op's first."""
     return select(
@@ -250,6 +252,7 @@ def find(
             head_dim,
             page_size,
             out_dtype,
+            shared_lists,
         )
     )
 
@@ -313,6 +316,7 @@ def _problem(
     head_dim: int = 0,
     page_size: int = 0,
     out_dtype: torch.dtype | None = None,
+    shared_lists: bool = False,
 ) -> Problem:
     """The problem on a device, with the device's compute capability."""
     device, capability = meant(device), None
@@ -332,6 +336,7 @@ def _problem(
         head_dim,
         page_size,
         out_dtype,
+        shared_lists,
     )
 
 

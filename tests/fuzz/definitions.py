@@ -412,6 +412,51 @@ def visible_slots(positions, page_table, request_ids, ratio, page_size, width):
     return out, np.array(lengths, np.int64)
 
 
+def own_lists(indices, lengths, members, num_tokens, list_tokens):
+    """The list of each token, from lists that tokens share."""
+    rows, lists = ints(indices), []
+    for t in range(num_tokens):
+        n, i = divmod(t, list_tokens)
+        end = len(rows[n]) if lengths is None else max(min(int(ints(lengths)[n]), len(rows[n])), 0)
+        marks = [255] * end if members is None else ints(members)[n]
+        lists.append([int(rows[n][j]) for j in range(end) if int(marks[j]) & 2**i])
+    return lists
+
+
+def share_lists(topk_indices, list_tokens, topk_lengths):
+    """Lists, lengths and members of groups of tokens."""
+    lists = own_lists(topk_indices, topk_lengths, None, len(topk_indices), 1)
+    num_tokens, topk = topk_indices.shape
+    out, lengths, members = [], [], []
+    for first in range(0, num_tokens, list_tokens):
+        group, merged = lists[first : first + list_tokens], {}
+        group += [[]] * (list_tokens - len(group))
+        named = [[row for row in rows if row >= 0] for rows in group]
+        if all(
+            rows[: len(some)] == some and some == sorted(set(some))
+            for rows, some in zip(group, named, strict=True)
+        ):
+            for i, rows in enumerate(named):
+                for row in rows:
+                    merged[row] = merged.get(row, 0) + 2**i
+            entries = sorted(merged.items())
+            lengths.append(len(entries))
+        else:
+            padded = [rows + [NOWHERE] * (topk - len(rows)) for rows in group]
+            entries = [
+                (max(row, NOWHERE), 2**i if row >= 0 else 0)
+                for i, rows in enumerate(padded)
+                for row in rows
+            ]
+            lengths.append(len(entries))
+        entries += [(NOWHERE, 0)] * (list_tokens * topk - len(entries))
+        out.append([row for row, _ in entries])
+        members.append([mark for _, mark in entries])
+    shape = len(lengths), list_tokens * topk
+    parts = np.array(out, object).reshape(shape), np.array(members, np.int64).reshape(shape)
+    return parts[0].astype(np.int64), np.array(lengths, np.int64), parts[1]
+
+
 def keys_of_request(cache, table_row, length):
     """Slots ``[length]`` of a request's keys, -1 where a page does not exist."""
     size, num_pages = cache.data.shape[1], cache.data.shape[0]

@@ -354,6 +354,64 @@ def sparse_prefill(draw, shape):
     return arguments, caches
 
 
+SHARED = {"list_tokens": st.integers(1, 8), "members": st.sampled_from([True, True, False])}
+SHARED_PREFILL = cases(
+    num_tokens=st.integers(0, 20),
+    as_rows=FLAGS,
+    extra=st.none(),
+    **SHARED,
+    **SELECTION,
+    **ATTENTION,
+)
+
+
+def shared_prefill(draw, shape):
+    """The arguments of ``sparse_prefill`` with any lists and members, and the cache."""
+    num_tokens, list_tokens = shape["num_tokens"], shape["list_tokens"]
+    num_lists = -(-num_tokens // list_tokens)
+    arguments, caches = sparse_prefill(draw, {**shape, "num_tokens": num_lists})
+    size = num_tokens, *arguments["q"].shape[1:]
+    arguments["q"] = draw.normal(*size, dtype=shape["dtype"])
+    arguments["list_tokens"] = list_tokens
+    if shape["members"]:
+        marks = draw.below(256, num_lists, shape["topk"])
+        arguments["members"] = draw.give(marks.where(draw.below(3, *marks.shape) > 0, 0).byte())
+    return arguments, caches["kv"]
+
+
+SHARE_LISTS = cases(
+    num_tokens=st.integers(0, 20),
+    list_tokens=st.integers(1, 8),
+    topk=TOPKS,
+    kind=st.sampled_from(["ascending", "ascending", "any", "mixed"]),
+    lengths=FLAGS,
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def share_lists(draw, shape):
+    num_tokens, topk, dtype = shape["num_tokens"], shape["topk"], shape["index_dtype"]
+    limit = draw.number(topk + 1, 3 * topk + 2)
+    beyond, rows = outside(limit, dtype), []
+    for _ in range(num_tokens):
+        ids = draw.shuffled(range(limit))[: draw.number(0, topk)]
+        ids += [draw.choice(beyond) for _ in range(min(draw.number(0, 2), topk - len(ids)))]
+        ids += [draw.choice([-1, -7]) for _ in range(topk - len(ids))]
+        if shape["kind"] == "any" or (shape["kind"] == "mixed" and draw.chance(0.1)):
+            ids = draw.shuffled(ids) if draw.chance(0.8) else ids
+        else:
+            named = sorted({row for row in ids if row >= 0})
+            ids = named + [draw.choice([-1, -(2**31)]) for _ in range(topk - len(named))]
+        rows.append(ids)
+    lengths = [draw.number(-2, topk + 3) for _ in range(num_tokens)]
+    return {
+        "topk_indices": draw.integers(rows, dtype, (num_tokens, topk)),
+        "list_tokens": shape["list_tokens"],
+        "topk_lengths": draw.integers(lengths, dtype) if shape["lengths"] else None,
+    }
+
+
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 150)), max_size=3)
 
 DENSE_DECODE = cases(

@@ -338,6 +338,33 @@ def test_sparse_prefill(backend, shape):
     )
 
 
+@fuzz(strategies.SHARED_PREFILL)
+def test_sparse_prefill_over_shared_lists(backend, shape):
+    arguments, cache = strategies.shared_prefill(draw_of(backend, shape), shape)
+    results = called("sparse_prefill", arguments, ("out", "lse"))
+    names = ("topk_indices", "topk_lengths", "members")
+    lists = [arguments.get(name) for name in names]
+    own = definitions.own_lists(*lists, len(arguments["q"]), arguments["list_tokens"])
+    width = max(map(len, own), default=0)
+    padded = np.array([rows + [-1] * (width - len(rows)) for rows in own], object)
+    expected = definitions.sparse_attention(
+        loose_query(backend, arguments["q"]),
+        [definitions.Stream(cache, padded.reshape(len(own), width), None)],
+        arguments["softmax_scale"],
+        arguments["attn_sink"],
+    )
+    check_attention(backend, arguments["q"], results, expected, sink=arguments["attn_sink"])
+
+
+@fuzz(strategies.SHARE_LISTS, times=3)
+def test_share_lists(backend, shape):
+    arguments = strategies.share_lists(draw_of(backend, shape), shape)
+    results = called("share_lists", arguments, ("out", "lengths", "members"))
+    wanted = definitions.share_lists(**arguments)
+    for name, result, expected in zip(("out", "lengths", "members"), results, wanted, strict=True):
+        check_equal(name, result, expected)
+
+
 @fuzz(strategies.DENSE_PREFILL, times=3)
 def test_dense_prefill(backend, shape):
     arguments = strategies.dense_prefill(draw_of(backend, shape), shape)

@@ -26,19 +26,27 @@ def pages(fmt):
     return PagedCache.allocate(fmt, 512, 64, device="meta")
 
 
-def sparse_prefill(cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None, extra=None):
+def sparse_prefill(
+    cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None, extra=None, list_tokens=None
+):
+    """With ``list_tokens``, these tokens share a list and have members."""
+    size = list_tokens or 1
+    lists = 4096 // size, 2048 * size
+
     def launch():
         dispatch.load("sparse_prefill", "triton")(
             q=meta(4096, num_heads, cache.format.head_dim, dtype=dtype),
             q_rope=None,
             kv=cache,
-            topk_indices=meta(4096, 2048, dtype=torch.int32),
+            topk_indices=meta(*lists, dtype=torch.int32),
             softmax_scale=0.1,
-            topk_lengths=meta(4096, dtype=torch.int32),
+            topk_lengths=meta(lists[0], dtype=torch.int32),
             attn_sink=meta(num_heads, dtype=torch.float32),
             extra_kv=extra,
             extra_topk_indices=None if extra is None else meta(4096, 128, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
+            list_tokens=size,
+            members=list_tokens and meta(*lists, dtype=torch.uint8),
             max_logits=None,
             **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=out_dtype or dtype),
         )
@@ -108,6 +116,8 @@ LAUNCHES = {
     "prefill bf16 h128 f32": sparse_prefill(ROWS, dtype=torch.float32),
     "prefill bf16 h128 to f32 extra": sparse_prefill(ROWS, out_dtype=torch.float32, extra=ROWS),
     "prefill fp8_ds_mla h128": sparse_prefill(pages(FP8_DS_MLA)),
+    "prefill bf16 h16 lists": sparse_prefill(ROWS, 16, list_tokens=4),
+    "prefill bf16 h128 lists": sparse_prefill(ROWS, list_tokens=8),
     "dense prefill": dense_prefill(),
     "decode e4m3 b32 h16 split": sparse_decode(
         e4m3_format(scale_block=32), 16, num_splits=4, apart=True

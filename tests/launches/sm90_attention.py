@@ -36,19 +36,26 @@ def sparse_prefill(
     fmt=None,
     extra=None,
     apart=False,
+    list_tokens=1,
+    members=False,
 ):
+    lists = -(-num_tokens // list_tokens)
+    width = topk * list_tokens
+
     def launch():
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
             **queries(num_tokens, num_heads, head_dim, apart=apart),
             kv=paged or PagedCache.from_rows(meta(context, head_dim)),
-            topk_indices=meta(num_tokens, topk, dtype=index_dtype),
+            topk_indices=meta(lists, width, dtype=index_dtype),
             softmax_scale=0.1,
-            topk_lengths=meta(num_tokens, dtype=torch.int32) if topk > 1 else None,
+            topk_lengths=meta(lists, dtype=torch.int32) if topk > 1 else None,
             attn_sink=meta(num_heads, dtype=torch.float32),
             extra_kv=extra and PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=extra and meta(num_tokens, 512, dtype=index_dtype),
             extra_topk_lengths=extra and meta(num_tokens, dtype=torch.int32),
+            list_tokens=list_tokens,
+            members=meta(lists, width, dtype=torch.uint8) if members else None,
             out=meta(num_tokens, num_heads, 512),
             lse=meta(num_tokens, num_heads, dtype=torch.float32),
             max_logits=meta(num_tokens, num_heads, dtype=torch.float32),
@@ -104,6 +111,13 @@ LAUNCHES = {
     "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
     "prefill d512 extra": sparse_prefill(512, 64, extra=BF16_512),
     "prefill one token and key": sparse_prefill(576, 64, num_tokens=1, topk=1, context=1),
+    "prefill h16 lists of 4": sparse_prefill(576, 16, list_tokens=4, members=True),
+    "prefill d512 h8 lists of 8": sparse_prefill(512, 8, list_tokens=8, members=True),
+    # Three tokens of the last list are a launch of their own.
+    "prefill h40 lists int64": sparse_prefill(
+        576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
+    ),
+    "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),

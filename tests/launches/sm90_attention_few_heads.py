@@ -56,6 +56,8 @@ def prefill(num_heads, fmt=None, extra=False):
             extra_kv=paged if extra else None,
             extra_topk_indices=ints(4096, 128) if extra else None,
             extra_topk_lengths=ints(4096) if extra else None,
+            list_tokens=1,
+            members=None,
             out=meta(4096, num_heads, 512),
             lse=floats(4096, num_heads),
             max_logits=floats(4096, num_heads),

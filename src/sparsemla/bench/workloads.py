@@ -210,6 +210,28 @@ class SparsePrefill(Workload):
 
 
 @dataclass(frozen=True)
+class SharedPrefill(SparsePrefill):
+    """A :class:`SparsePrefill` whose neighbouring tokens share a list, which is made each time.
+
+    The lists ascend, as the indexer gives them.
+    """
+
+    list_tokens: int = 4
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs = super().build(device)
+        return inputs | {"topk_indices": inputs["topk_indices"].sort().values}
+
+    def run(self, inputs: Inputs) -> Results:
+        shared = ops.share_lists(inputs["topk_indices"], list_tokens=self.list_tokens)
+        lists = {"list_tokens": self.list_tokens, **shared._asdict()}
+        return ops.sparse_prefill(**inputs | lists)
+
+    def by_token(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**inputs)
+
+
+@dataclass(frozen=True)
 class SparseBackward(Workload):
     """The gradients of :class:`SparsePrefill`.
 
@@ -1532,6 +1554,11 @@ def all_workloads() -> list[Workload]:
     return [
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
+        *(
+            SharedPrefill(4096, 32768, heads, 576, 2048, selection, list_tokens=64 // heads)
+            for heads in (8, 16, 32)
+            for selection in ("overlapping", "random")
+        ),
         *(
             SparseBackward(tokens, context, heads, 576, 2048, selection)
             for tokens, context in (

@@ -4,6 +4,7 @@ from sparsemla.ops.branch import decode_branch, prefill_branch
 from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.ops.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.ops.lists import share_lists
 from sparsemla.ops.losses import (
     attention_target,
     dense_index_gradients,
@@ -52,6 +53,7 @@ __all__ = [
     "select_topk",
     "selected_scores",
     "selected_scores_backward",
+    "share_lists",
     "sparse_attention",
     "sparse_attention_backward",
     "sparse_decode",

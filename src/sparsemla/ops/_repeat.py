@@ -262,7 +262,7 @@ class _Recorder(TorchFunctionMode):
             [(tensor.shape, tensor.dtype) for tensor in new],
             room,
             [None if one is None else places[id(one)][0] for one in results],
-            isinstance(result, tuple),
+            getattr(type(result), "_make", tuple) if isinstance(result, tuple) else None,
         )
 
 
@@ -283,7 +283,7 @@ class _Repeat:
         new: shapes and dtypes of the results that it allocates.
         room: bytes of its other allocations together.
         results: its results among the arguments and ``new``, or None.
-        is_tuple: whether it returns a tuple.
+        join: makes a tuple of its results, or None if it returns one.
     """
 
     def __init__(
@@ -292,13 +292,13 @@ class _Repeat:
         new: Sequence[tuple[torch.Size, torch.dtype]],
         room: int,
         results: Sequence[int | None],
-        is_tuple: bool,
+        join: Callable[[list[Tensor | None]], object] | None,
     ) -> None:
         self._launches = launches
         self._new = new
         self._room = room
         self._results = results
-        self._is_tuple = is_tuple
+        self._join = join
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> object:
         device = tensors[0].device
@@ -313,7 +313,7 @@ class _Repeat:
         for launch in self._launches:
             launch(addresses, stream)
         results = [None if index is None else tensors[index] for index in self._results]
-        return tuple(results) if self._is_tuple else results[0]
+        return results[0] if self._join is None else self._join(results)
 
 
 @functools.cache

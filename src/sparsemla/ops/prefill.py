@@ -12,6 +12,7 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
 from sparsemla.ops._repeat import repeated
+from sparsemla.ops.lists import MAX_TOKENS
 from sparsemla.plan import host_ints
 
 
@@ -28,6 +29,8 @@ def sparse_prefill(
     extra_kv: Tensor | PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_logits: Tensor | None = None,
@@ -44,20 +47,32 @@ def sparse_prefill(
     iff ``0 <= i < rows`` and it is among the first ``topk_lengths`` entries; no other row is ever
     read.
 
+    With ``list_tokens``, list ``n`` is that of the tokens ``n * list_tokens .. (n + 1) *
+    list_tokens - 1``: of all of them, which is selection by blocks of queries, or with ``members``
+    of those whose bit is set, as :func:`share_lists` makes it of the tokens' own lists. Each row is
+    then read once for all tokens of its list. So a row that one of them attends to must be finite:
+    NaN or an infinity in it may reach the others. The order in which a token's keys are added
+    depends on its neighbours' lists, and so do the last bits of its results.
+
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
         q_rope: ``[T, H, D - V]`` of q's dtype, the last dims of the queries; q is ``[T, H, V]``
             then.
         kv: bfloat16 rows ``[S, D]``, with the value in the first 512 dims (all, if D is less); or a
             cache of any format, read in place.
-        topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache.
+        topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache;
+            ``[N, K]`` with ``N = ceil(T / list_tokens)`` lists.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
-        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        topk_lengths: ``[T]``, or ``[N]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
         extra_kv: more rows, of any kind that ``kv`` may have and of equal dims, in the same
             softmax.
         extra_topk_indices: ``[T, K2]``, rows of ``extra_kv``, or slots of the cache.
         extra_topk_lengths: ``[T]``.
+        list_tokens: neighbouring query tokens of a list; at most 8 with members. Not beside
+            ``extra_kv`` if there are several.
+        members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
+            entry. Bits of further tokens are ignored. Not beside ``extra_kv``.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
         max_logits: float32 ``[T, H]``, computed and written if given.
@@ -82,8 +97,10 @@ def sparse_prefill(
     check.queries(q, q_rope, "T H")
     cache = _cache(check, "kv", kv, "S D")
     check.query_dims(q, q_rope, "T H", cache)
-    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
-    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    lists = _lists(check, q.shape[0], list_tokens, members)
+    topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
+    check.optional("members", members, f"{lists} K", torch.uint8)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     extra_cache = None
@@ -91,6 +108,11 @@ def sparse_prefill(
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_kv")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_kv")
     else:
+        check.absent("members", members, "beside extra_kv")
+        if list_tokens > 1:
+            raise ValueError(
+                f"sparse_prefill: list_tokens must be 1 beside extra_kv, got {list_tokens}"
+            )
         extra_cache = _cache(check, "extra_kv", extra_kv, "S2 D")
         check.stream("extra_kv", extra_cache, cache)
         extra_topk_indices = check.tensor(
@@ -113,11 +135,25 @@ def sparse_prefill(
         extra_cache,
         extra_topk_indices,
         extra_topk_lengths,
+        list_tokens,
+        members,
         out,
         lse,
         max_logits,
     )
     return out, lse
+
+
+def _lists(check: Checker, num_tokens: int, list_tokens: int, members: Tensor | None) -> str:
+    """The letter for the number of lists, checked and bound."""
+    if members is None:
+        check.positive("list_tokens", list_tokens)
+    else:
+        check.positive("list_tokens", list_tokens, MAX_TOKENS + 1)
+    if list_tokens == 1:
+        return "T"
+    check.bind("N", -(-num_tokens // list_tokens))
+    return "N"
 
 
 def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> PagedCache:
@@ -139,6 +175,8 @@ def _sparse_prefill(
     extra_kv: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -152,6 +190,7 @@ def _sparse_prefill(
         extra_format=None if extra_kv is None else extra_kv.format,
         aligned=aligned(q, q_rope, kv, extra_kv),
         out_dtype=out.dtype,
+        shared_lists=list_tokens > 1 or members is not None,
     )
 
 

@@ -9,6 +9,7 @@ from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.reference.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.reference.lists import share_lists
 from sparsemla.reference.losses import (
     attention_target,
     dense_index_gradients,
@@ -57,6 +58,7 @@ __all__ = [
     "select_topk",
     "selected_scores",
     "selected_scores_backward",
+    "share_lists",
     "sparse_attention",
     "sparse_attention_backward",
     "sparse_decode",

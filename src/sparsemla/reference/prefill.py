@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.reference.attention import attend, attend_slots
+from sparsemla.reference.lists import lists_of_tokens
 
 
 def sparse_prefill(
@@ -19,11 +20,14 @@ def sparse_prefill(
     extra_kv: Tensor | PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits."""
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
-    selections = [(_cache(kv), topk_indices, topk_lengths)]
+    lists = lists_of_tokens(topk_indices, topk_lengths, len(q), list_tokens, members)
+    selections = [(_cache(kv), *lists)]
     if extra_kv is not None and extra_topk_indices is not None:
         selections.append((_cache(extra_kv), extra_topk_indices, extra_topk_lengths))
     return attend_slots(q, selections, softmax_scale, attn_sink)

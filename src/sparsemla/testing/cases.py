@@ -613,6 +613,108 @@ def sparse_prefill_case(
     }
 
 
+def share_lists_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 9,
+    topk: int = 20,
+    list_tokens: int = 4,
+    num_rows: int = 40,
+    kind: str = "ascending",
+    dtype: torch.dtype = torch.int32,
+    with_lengths: bool = False,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``share_lists``.
+
+    Args:
+        draw: the source of random tensors.
+        kind: ``ascending`` lists, ``shuffled`` ones with ids from both ends of the range, or
+            ``mixed``: ascending but for one list of every third group.
+        num_rows: ids of ``ascending`` lists are smaller, but for the largest, 2^31 - 1.
+    """
+    wrap = embed if strided else _as_it_is
+    rows = draw.permutation(num_rows)
+    indices = selections(draw, num_tokens, topk, rows, num_rows, 0.9)
+    if kind != "shuffled":
+        sorted_rows = ascending(indices)
+        changed = torch.arange(num_tokens, device=draw.device) % (3 * list_tokens) == 1
+        indices = indices.where(changed[:, None] & (kind == "mixed"), sorted_rows)
+    if dtype == torch.int64:  # beyond int32
+        indices = indices.long()
+        indices[indices == 2**31 - 1] = 2**40
+    lengths = draw.integers(-3, topk + 3, num_tokens, dtype=dtype) if with_lengths else None
+    return {
+        "topk_indices": wrap(indices),
+        "list_tokens": list_tokens,
+        "topk_lengths": lengths,
+    }
+
+
+def ascending(indices: Tensor) -> Tensor:
+    """The distinct entries of each row that are not negative, ascending, then -1."""
+    out = torch.full_like(indices, -1)
+    for row, to in zip(indices, out, strict=True):
+        listed = row[row >= 0].unique()
+        to[: len(listed)] = listed
+    return out
+
+
+def shared_prefill_case(
+    draw: Draw,
+    *,
+    list_tokens: int = 4,
+    kind: str = "ascending",
+    num_tokens: int = 10,
+    strided: bool = False,
+    index_dtype: torch.dtype = torch.int32,
+    **options: object,
+) -> Arguments:
+    """Arguments of ``sparse_prefill`` with lists for several tokens; unselected rows are NaN.
+
+    Entries without a member, and behind the end of a list, name such rows. Bits of tokens that a
+    list does not have are set.
+
+    Args:
+        draw: the source of random tensors.
+        kind: the tokens' own lists are ``ascending`` or ``shuffled``; or all tokens of a list
+            attend to all of it, ``whole``.
+    """
+    wrap = embed if strided else _as_it_is
+    arguments = sparse_prefill_case(
+        draw, num_tokens=num_tokens, strided=strided, **cast("dict[str, Any]", options)
+    )
+    indices = cast("Tensor", arguments["topk_indices"]).to(index_dtype)
+    lengths = cast("Tensor | None", arguments["topk_lengths"])
+    arguments["list_tokens"] = list_tokens
+    if kind == "whole":
+        num_lists = -(-num_tokens // list_tokens)
+        arguments["topk_indices"] = wrap(indices[:num_lists])
+        arguments["topk_lengths"] = None if lengths is None else lengths[:num_lists]
+        return arguments
+    if kind == "ascending":
+        if lengths is not None:
+            column = torch.arange(indices.shape[1], device=draw.device)
+            indices = indices.where(column < lengths[:, None], -1)
+        indices = ascending(indices)
+    lists, ends, members = reference.share_lists(
+        indices, list_tokens=list_tokens, topk_lengths=lengths
+    )
+    ends = (ends + 3).clamp_max(lists.shape[1])  # with entries of nobody
+    column = torch.arange(lists.shape[1], device=draw.device)
+    beyond = column >= ends[:, None]
+    is_nan = cast("Tensor", arguments["kv"]).isnan().any(1)
+    if bool(is_nan.any()):
+        lists = lists.where((members > 0) & ~beyond, int(is_nan.nonzero()[0]))
+    counts = (num_tokens - list_tokens * torch.arange(len(ends))).clamp_max(list_tokens)
+    others = (255 << counts) & 255
+    members = members | others[:, None].to(draw.device, torch.uint8)
+    arguments["topk_indices"] = wrap(lists)
+    arguments["topk_lengths"] = ends
+    arguments["members"] = wrap(members.masked_fill(beyond, 255))
+    return arguments
+
+
 def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
     """The same queries, with the dims behind the value in a tensor of their own.
 

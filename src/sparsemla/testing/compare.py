@@ -146,6 +146,7 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "to_slots": (None,),
     "entry_slots": (None,),
     "visible_slots": (None, None),
+    "share_lists": (None, None, None),
     "select_topk": (None,),
     "merge_topk": (None,),
     "indexer_topk": (None,),

@@ -629,6 +629,65 @@ def _candidates_in_clusters(draw: Draw) -> Arguments:
     return {"values": values, "indices": ids.expand_as(values).contiguous(), "topk": 4096}
 
 
+def _share_lists() -> list[Case]:
+    make = cases.share_lists_case
+    options: dict[str, dict[str, Any]] = {
+        "4 tokens of a list": {},
+        "8 tokens, with lengths": {"list_tokens": 8, "with_lengths": True},
+        "one token": {"list_tokens": 1},
+        "3 tokens, more entries than a step": {"list_tokens": 3, "topk": 2500, "num_rows": 4000},
+        "shuffled": {"kind": "shuffled"},
+        "some shuffled, with lengths": {"kind": "mixed", "num_tokens": 33, "with_lengths": True},
+        "int64, strided": {"dtype": torch.int64, "strided": True},
+        "one entry": {"topk": 1},
+    }
+    large = {"num_tokens": 1001, "topk": 2048, "num_rows": 4096}
+    return [
+        *(
+            Case(name, build(make, **some), quick="lengths" in name)
+            for name, some in options.items()
+        ),
+        Case("2048 of 4096 rows", build(make, **large), large=True),
+    ]
+
+
+def _shared_prefill() -> list[Case]:
+    """Cases of sparse prefill with lists for several tokens."""
+    make = cases.shared_prefill_case
+    both = {"with_sink": True, "with_lengths": True}
+    options: dict[str, dict[str, Any]] = {
+        "4 tokens of 16 heads": {"num_heads": 16, **both},
+        "8 tokens of 8 heads, shuffled": {"list_tokens": 8, "kind": "shuffled", "topk": 33, **both},
+        "3 tokens of 40 heads": {"list_tokens": 3, "num_heads": 40, "topk": 65, **both},
+        "one token of 3 heads": {"list_tokens": 1, "num_heads": 3, **both},
+        "8 tokens of one head": {"list_tokens": 8, "num_heads": 1},
+        "no valid entry": {"share": 0.0, **both},
+        "one entry": {"topk": 1},
+        "int64": {"index_dtype": torch.int64},
+        "strided": {"strided": True, "num_heads": 16, **both},
+        "4 tokens attend to all": {"kind": "whole", "num_heads": 16, **both},
+        "9 tokens attend to all": {"kind": "whole", "list_tokens": 9, **both},
+    }
+    large = {"num_tokens": 62, "num_heads": 16, "topk": 2048, "num_rows": 4000}
+    return [
+        *(
+            Case(
+                f"shared lists, {name}",
+                build(make, **some),
+                quick=name.startswith(("4 tokens", "8 tokens of 8")),
+            )
+            for name, some in options.items()
+        ),
+        Case("shared lists, 512 dims", build(make, head_dim=512, **both)),
+        Case("shared lists, float32", build(make, dtype=torch.float32, **both)),
+        Case(
+            "shared lists, RoPE dims in another tensor",
+            build(_split_queries, make, num_heads=16, **both),
+        ),
+        Case("shared lists, 2048 of 4000 rows", build(make, **large), large=True),
+    ]
+
+
 def _sparse_prefill() -> list[Case]:
     make = cases.sparse_prefill_case
     both = {"with_sink": True, "with_lengths": True}
@@ -742,6 +801,7 @@ def _sparse_prefill() -> list[Case]:
         *_exact_scales(_prefill_from_cache, batch=9, topk=200, with_lengths=True),
         Case("exact scales, one key", build(_one_key, _prefill_from_cache)),
         Case("70000 tokens", build(_many_tokens), large=True),
+        *_shared_prefill(),
     ]
 
 
@@ -1664,6 +1724,7 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "to_slots": tuple(_to_slots()),
     "entry_slots": tuple(_entry_slots()),
     "visible_slots": tuple(_visible_slots()),
+    "share_lists": tuple(_share_lists()),
     "gather_dequant": tuple(_gather()),
     "indexer_scores": tuple(_indexer_scores()),
     "indexer_scores_paged": tuple(_indexer_scores_paged()),

@@ -21,6 +21,7 @@ from sparsemla.bench.workloads import (
     HeadProducts,
     Inputs,
     SelectTopk,
+    SharedPrefill,
     Side,
     WindowedPrefill,
     Workload,
@@ -91,7 +92,7 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, (CachedPrefill, WindowedPrefill)):
+        if isinstance(workload, (CachedPrefill, WindowedPrefill, SharedPrefill)):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
         return None if quantised else "has one way only"
@@ -102,6 +103,9 @@ class Sparsemla(Peer):
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"
             return [side(name, workload, inputs, lambda: other(inputs))]
+        if isinstance(workload, SharedPrefill):
+            by_token = workload.by_token
+            return [side("sparsemla by token", workload, inputs, lambda: by_token(inputs))]
         slots = torch.arange(inputs["cache"].num_slots, device=inputs["q"].device)
         cache = PagedCache.allocate(
             BF16_576, inputs["cache"].num_pages, PAGE_SIZE, device=slots.device

@@ -45,6 +45,8 @@ def refused_by_sm90(problem: Problem) -> str | None:
         return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
     if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
         return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
+    if problem.shared_lists and fmt.fp8_dim:
+        return f"needs bfloat16 rows for lists of several query tokens, got {fmt.name}"
     if problem.extra_format not in (None, fmt.name):
         return f"needs an extra cache of format {fmt.name}, got {problem.extra_format}"
     if problem.extra_format and fmt.fp8_dim and fmt.scales_in not in ("row", "page"):

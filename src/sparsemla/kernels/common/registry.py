@@ -30,6 +30,7 @@ class Problem:
         head_dim: dims of an indexer head, 0 for other ops.
         page_size: page size of the indexer cache, 0 for other ops.
         out_dtype: dtype of the result, None if the op has no choice.
+        shared_lists: whether a list of rows has several query tokens, or members.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Problem:
     head_dim: int = 0
     page_size: int = 0
     out_dtype: torch.dtype | None = None
+    shared_lists: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ def sparse_prefill(
     extra_kv: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
 ) -> None:
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
-    streams = [Stream(kv, topk_indices, topk_lengths)]
+    streams = [Stream(kv, topk_indices, topk_lengths, list_tokens, members)]
     if extra_kv is not None and extra_topk_indices is not None:
         streams.append(Stream(extra_kv, extra_topk_indices, extra_topk_lengths))
     attend_streams(q, streams, softmax_scale, attn_sink, out, lse, max_logits)

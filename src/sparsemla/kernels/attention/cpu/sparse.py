@@ -19,11 +19,28 @@ HEAD_STEP, DIM_STEP = 16, 32
 
 
 class Stream(NamedTuple):
-    """A cache and each query row's selection from it: slots ``[R, K]``, lengths ``[R]``."""
+    """A cache and the selections from it: slots ``[N, K]``, lengths ``[N]``, members ``[N, K]``.
+
+    Selection ``n`` is that of the query rows ``n * list_tokens .. (n + 1) * list_tokens - 1``, or
+    of those whose bit is set in ``members``.
+    """
 
     cache: PagedCache
     slots: Tensor
     lengths: Tensor | None
+    list_tokens: int = 1
+    members: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Slots ``[R, K]``, -1 for those of other rows only, and lengths ``[R]``."""
+        lists: slice | Tensor = rows
+        if self.list_tokens > 1:
+            lists = torch.arange(rows.start, rows.stop) // self.list_tokens
+        slots = self.slots[lists].long()
+        if self.members is not None:
+            tokens = torch.arange(rows.start, rows.stop) % self.list_tokens
+            slots = slots.where(self.members[lists] >> tokens[:, None] & 1 > 0, -1)
+        return slots, None if self.lengths is None else self.lengths[lists]
 
 
 def attend_streams(
@@ -97,8 +114,7 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(stream: Stream, rows: slice) -> "_Source":
-        slots = stream.slots[rows].long()
-        lengths = None if stream.lengths is None else stream.lengths[rows]
+        slots, lengths = stream.of_rows(rows)
         valid = cpu.valid_slots(stream.cache, slots, lengths)
         buffer = torch.empty(0, dtype=torch.bfloat16)
         flat = cpu.flat_rows(stream.cache)

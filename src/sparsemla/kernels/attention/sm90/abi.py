@@ -29,7 +29,8 @@ class QueryRows(NamedTuple):
     """The numbering of query rows. The rows of a *group* share their keys.
 
     With selected keys, a group is the heads of one token, and a request has ``group_tokens``
-    groups. In dense attention, the tokens and heads of a request are one group.
+    groups. In dense attention, the tokens and heads of a request are one group, and so are the
+    tokens and heads of a list that several tokens share.
     """
 
     num_heads: int
@@ -55,6 +56,10 @@ class KeyList(NamedTuple):
     lengths_request: int = 1
     lengths_token: int | None = None
     """None if the tokens of a request have one length."""
+    members: Tensor | None = None
+    """``[request, key]``: a bit for each token of a group, set if it attends to the key; or None if
+    all do."""
+    members_request: int | None = None
 
 
 class Results(NamedTuple):
@@ -72,3 +77,5 @@ class Results(NamedTuple):
     max_logits: Tensor | None
     max_logits_request: int
     attn_sink: Tensor | None
+    max_logits_token: int | None = None
+    """None if a group has one token."""

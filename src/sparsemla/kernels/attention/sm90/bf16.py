@@ -33,6 +33,10 @@ Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that tr
 way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
 warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
 second stream follow those of the first; only the producer tells them apart.
+
+Tokens that share a list form one group, as in dense attention. With members, a key's validity is a
+bit for each of them, and the softmax tests the bit of the row's token. An invalid key is none of a
+member; its row is not read.
 """
 
 from __future__ import annotations
@@ -128,8 +132,8 @@ class SharedMemory(NamedTuple):
     k_rope: object  # [2, 64, 64] RoPE dims of the keys, then P of the block
     m: object  # [64] the running maximum on its way between the warpgroups
     l: object  # [2, 64] each warpgroup's sum of P, at the end of a tile
-    valid: object  # [2, 64] validity of the keys
-    limits: object  # [64] number of keys that each query row sees under a causal mask
+    valid: object  # [2, 64] validity of the keys, or their members
+    limits: object  # [64] keys that each query row sees under a causal mask, or its bit in members
     key_range: object  # [2, 1] pairs of blocks, first key
     bar: object  # the barriers
 
@@ -191,9 +195,13 @@ def rescale(x, alpha):
 
 
 @gluon.jit
-def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
+def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, MEMBERS: gl.constexpr):
     """Base-2 scores of a block, -inf for invalid and masked keys."""
-    seen = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :] != 0
+    marks = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :]
+    if MEMBERS:
+        seen = (marks.to(gl.int32) & limit[:, None]) != 0
+    else:
+        seen = marks != 0
     if CAUSAL:
         keys = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
         seen = seen & (keys[None, :] < limit[:, None])
@@ -202,8 +210,9 @@ def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def consumer_left(
-    num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr
-):
+    num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr,
+    MEMBERS: gl.constexpr,
+):  # fmt: skip
     acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
     acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
     m = gl.full([64], LOWEST, gl.float32, S_ROWS)
@@ -233,7 +242,8 @@ def consumer_left(
             mbarrier.arrive(smem.bar.index(Q_EMPTY), count=1)
         zero = opaque_zero(i)
         mbarrier.wait(smem.bar.index(VALID_0), phase)
-        scores = mask_scores(s, smem.valid.index(0), limit, first + i * 128, scale_log2, CAUSAL)
+        at = first + i * 128
+        scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, MEMBERS)
         m_0 = gl.maximum(m, gl.max(scores, 1))
         smem.m.store(m_0)
         mbarrier.arrive(smem.bar.index(M_0), count=1)
@@ -309,8 +319,9 @@ def consumer_left(
 
 @gluon.jit
 def consumer_right(
-    num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr
-):
+    num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr,
+    MEMBERS: gl.constexpr,
+):  # fmt: skip
     phase = 0
     turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -340,7 +351,7 @@ def consumer_right(
                 mbarrier.arrive(smem.bar.index(Q_EMPTY), count=1)
             mbarrier.wait(smem.bar.index(VALID_1), phase)
             at = first + i * 128 + 64
-            scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL)
+            scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, MEMBERS)
             m_1 = gl.max(scores, 1)
             mbarrier.wait(smem.bar.index(M_0), phase)
             m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
@@ -390,6 +401,8 @@ def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.const
         if results.max_logits is not None:
             max_logits = gl.where(l == 0, float("-inf"), m * LN2)
             rows = request * results.max_logits_request + head
+            if results.max_logits_token is not None:
+                rows += (first + token) * results.max_logits_token
             gl.store(results.max_logits + rows, max_logits, mask=real)
     empty = l == 0
     if results.attn_sink is not None:
@@ -448,18 +461,40 @@ def key_rows(rows, key, at, L: gl.constexpr, PAGED: gl.constexpr):
 
 
 @gluon.jit
-def copy_blocks(
-    rows, key_0, key_1, at, smem, phase, L: gl.constexpr, PAGED: gl.constexpr, ROPE: gl.constexpr
-):
-    """Copy a pair of blocks of one stream."""
-    row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
-    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
-    copy_rows(rows.bf16 + row_0, valid_0, rows.bf16 + row_1, valid_1, smem, phase, ROPE)
+def load_members(members, at, last, shape):
+    """The members among a group's tokens of the keys ``at``, a bit for each."""
+    marks = gl.load(members + at, mask=at < last, other=0).to(gl.int32)
+    return marks & ((1 << (shape.num_rows // shape.num_heads)) - 1)
 
 
 @gluon.jit
-def copy_rows(row_0, valid_0, row_1, valid_1, smem, phase, ROPE: gl.constexpr):
-    """Copy a pair of blocks row by row, each half once it is empty."""
+def store_token_bits(bits, shape, begin):
+    """Store the bit of each row's token in members."""
+    token, _, real = rows_of_tile(begin, shape, S_ROWS)
+    bits.store(gl.full([64], 1, gl.int32, S_ROWS) << gl.where(real, token, 0).to(gl.int32))
+
+
+@gluon.jit
+def copy_blocks(
+    rows, key_0, key_1, members, at, last, shape, smem, phase,
+    L: gl.constexpr, PAGED: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """Copy a pair of blocks of one stream."""
+    row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
+    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
+    mark_0 = valid_0.to(gl.int8)
+    mark_1 = valid_1.to(gl.int8)
+    if members is not None:
+        mark_0 = gl.where(valid_0, load_members(members, at, last, shape), 0).to(gl.int8)
+        mark_1 = gl.where(valid_1, load_members(members, at + 64, last, shape), 0).to(gl.int8)
+    copy_rows(rows.bf16 + row_0, mark_0, rows.bf16 + row_1, mark_1, smem, phase, ROPE)
+
+
+@gluon.jit
+def copy_rows(row_0, mark_0, row_1, mark_1, smem, phase, ROPE: gl.constexpr):
+    """Copy a pair of blocks row by row, each half once it is empty; no rows of keys marked 0."""
+    valid_0 = mark_0 != 0
+    valid_1 = mark_1 != 0
     dims = gl.arange(0, 256, COPY_COLS)[None, :]
     rope_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
     row_0 = row_0[:, None]
@@ -480,9 +515,9 @@ def copy_rows(row_0, valid_0, row_1, valid_1, smem, phase, ROPE: gl.constexpr):
     if ROPE > 0:
         async_load(smem.k_rope.index(1), row_1 + rope_dims, mask=valid_1[:, None])
     async_copy.mbarrier_arrive(smem.bar.index(FULL_1L), increment_count=False)
-    smem.valid.index(0).store(valid_0.to(gl.int8))
+    smem.valid.index(0).store(mark_0)
     mbarrier.arrive(smem.bar.index(VALID_0), count=1)
-    smem.valid.index(1).store(valid_1.to(gl.int8))
+    smem.valid.index(1).store(mark_1)
     mbarrier.arrive(smem.bar.index(VALID_1), count=1)
 
 
@@ -605,7 +640,9 @@ def copy_streams(
     while i < num_pairs:
         row_0 = stream_rows(blocks, block, slots_0, rows, extra_rows, L, EXTRA)
         row_1 = stream_rows(blocks, block + 1, slots_1, rows, extra_rows, L, EXTRA)
-        copy_rows(row_0, slots_0 >= 0, row_1, slots_1 >= 0, smem, phase, ROPE)
+        mark_0 = (slots_0 >= 0).to(gl.int8)
+        mark_1 = (slots_1 >= 0).to(gl.int8)
+        copy_rows(row_0, mark_0, row_1, mark_1, smem, phase, ROPE)
         if i == 0:
             last = end_of_valid_blocks(blocks, main, extra, EXTRA, False)
             num_pairs = store_key_range(smem, block * 64, last * 64)
@@ -629,6 +666,9 @@ def producer(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         begin, split, request, token = locate_tile(tile, shape)
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
+        members = stream.members
+        if stream.members is not None:
+            members += request * stream.members_request
         mbarrier.wait(smem.bar.index(Q_EMPTY), turn)
         turn = turn ^ 1
         copy_queries(tile, smem.q.index(0), queries, shape, 0, 256)
@@ -642,6 +682,8 @@ def producer(
             )  # fmt: skip
         else:
             end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
+            if stream.members is not None:
+                store_token_bits(smem.limits, shape, begin)
             steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
             first = split * steps * 64
             last = gl.minimum(first + steps * 64, end)
@@ -656,7 +698,8 @@ def producer(
                     key_0 = load_keys(keys, rest_at, last, L, PAGED)
                     key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
                     copy_blocks(
-                        rows, key_0, key_1, rest_at, smem, phase, L, PAGED, ROPE,
+                        rows, key_0, key_1, members, rest_at, last, shape, smem, phase,
+                        L, PAGED, ROPE,
                     )  # fmt: skip
                     phase = phase ^ 1
             else:
@@ -664,7 +707,7 @@ def producer(
                 key_0 = load_keys(keys, at, last, L, PAGED)
                 key_1 = load_keys(keys, at + 64, last, L, PAGED)
                 copy_blocks(
-                    rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
+                    rows, key_0, key_1, members, at, last, shape, smem, phase, L, PAGED, ROPE
                 )  # fmt: skip
                 phase = phase ^ 1
                 # Find the end of the list's valid slots during the copy of the first pair.
@@ -676,7 +719,7 @@ def producer(
                 for _ in range(1, num_pairs):
                     at += 128
                     copy_blocks(
-                        rows, key_0, key_1, at, smem, phase, L, PAGED, ROPE
+                        rows, key_0, key_1, members, at, last, shape, smem, phase, L, PAGED, ROPE
                     )  # fmt: skip
                     key_0 = load_keys(keys, at + 128, last, L, PAGED)
                     key_1 = load_keys(keys, at + 192, last, L, PAGED)
@@ -714,6 +757,7 @@ def _attend(
     """
     shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
     ROPE: gl.constexpr = L.head_dim - 512
+    MEMBERS: gl.constexpr = stream.members is not None
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
@@ -734,8 +778,8 @@ def _attend(
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     gl.warp_specialize(
         [
-            (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
-            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED)),
+            (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, MEMBERS)),
+            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, MEMBERS)),
             (producer, (num_tiles, queries, rows, pages, stream, extra_rows, extra, shape, smem, L,
                         EXTRA, PAGED, CAUSAL, ROPE)),
         ],

@@ -22,6 +22,8 @@ def sparse_prefill(
     extra_kv: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -29,27 +31,57 @@ def sparse_prefill(
     num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0 or num_heads == 0:
         return
+    rest = num_tokens % list_tokens
+    if rest:  # the tokens of the last list are fewer: a launch of their own
+        first, last = num_tokens // list_tokens, num_tokens - rest
+        for lists, tokens, size in (
+            (slice(first), slice(last), list_tokens),
+            (slice(first, None), slice(last, None), rest),
+        ):
+            sparse_prefill(
+                q[tokens],
+                kv,
+                topk_indices[lists],
+                q_rope=None if q_rope is None else q_rope[tokens],
+                softmax_scale=softmax_scale,
+                topk_lengths=None if topk_lengths is None else topk_lengths[lists],
+                attn_sink=attn_sink,
+                extra_kv=None,
+                extra_topk_indices=None,
+                extra_topk_lengths=None,
+                list_tokens=size,
+                members=None if members is None else members[lists],
+                out=out[tokens],
+                lse=lse[tokens],
+                max_logits=None if max_logits is None else max_logits[tokens],
+            )
+        return
+    shared = list_tokens > 1 or members is not None
+    apart = 1 if shared else 0  # a group of one token has no use for the distance of tokens
     results = Results(
         out=out,
         out_split=0,
-        out_request=out.stride(0),
-        out_token=0,
+        out_request=list_tokens * out.stride(0),
+        out_token=apart * out.stride(0),
         out_head=out.stride(1),
         lse=lse,
         lse_split=0,
-        lse_request=lse.stride(0),
-        lse_token=0,
+        lse_request=list_tokens * lse.stride(0),
+        lse_token=apart * lse.stride(0),
         max_logits=max_logits,
-        max_logits_request=0 if max_logits is None else max_logits.stride(0),
+        max_logits_request=0 if max_logits is None else list_tokens * max_logits.stride(0),
         attn_sink=attn_sink,
+        max_logits_token=max_logits.stride(0) if shared and max_logits is not None else None,
     )
-    queries = Queries(q, q.stride(0), 0, q.stride(1))
+    queries = Queries(q, list_tokens * q.stride(0), apart * q.stride(0), q.stride(1))
     if q_rope is not None:
-        queries = Queries(*queries[:4], q_rope, q_rope.stride(0), 0, q_rope.stride(1))
+        token = q_rope.stride(0)
+        rope = list_tokens * token, apart * token, q_rope.stride(1)
+        queries = Queries(*queries[:4], q_rope, *rope)
     extra = None
     if extra_kv is not None and extra_topk_indices is not None:
         extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
-    few = num_heads <= FEW_HEADS
+    few = num_heads <= FEW_HEADS and not shared
     if kv.format.fp8_dim:
         launch = fp8_few_heads.launch if few else fp8.launch
     else:
@@ -57,18 +89,29 @@ def sparse_prefill(
     launch(
         queries,
         kv,
-        _selected(kv, topk_indices, topk_lengths),
+        _selected(kv, topk_indices, topk_lengths, members),
         results,
-        QueryRows(num_heads, num_heads, 1, 1),
+        QueryRows(num_heads, list_tokens * num_heads, 1, 1),
         softmax_scale,
-        num_groups=num_tokens,
+        num_groups=num_tokens // list_tokens,
         extra_cache=extra_kv,
         extra=extra,
     )
 
 
-def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
-    return KeyList(slots, slots.stride(0), 0, slots.shape[1], lengths, cache.num_slots)
+def _selected(
+    cache: PagedCache, slots: Tensor, lengths: Tensor | None, members: Tensor | None = None
+) -> KeyList:
+    return KeyList(
+        slots,
+        slots.stride(0),
+        0,
+        slots.shape[1],
+        lengths,
+        cache.num_slots,
+        members=members,
+        members_request=None if members is None else members.stride(0),
+    )
 
 
 def sparse_attention(
@@ -93,6 +136,8 @@ def sparse_attention(
         extra_kv=None,
         extra_topk_indices=None,
         extra_topk_lengths=None,
+        list_tokens=1,
+        members=None,
         out=out,
         lse=lse,
         max_logits=None,

@@ -48,8 +48,10 @@ def _sparse_prefill(
     rope_head,
     rows,
     topk_indices,
-    indices_token,
+    indices_list,
     topk_lengths,
+    members,
+    members_list,
     extra_rows,
     extra_indices,
     extra_token,
@@ -68,6 +70,7 @@ def _sparse_prefill(
     scale_log2,
     L: tl.constexpr,
     EXTRA: tl.constexpr,
+    LIST_TOKENS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,10 +85,15 @@ def _sparse_prefill(
     head = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     real = head < num_heads
 
-    topk_indices += token * indices_token
+    number = token // LIST_TOKENS
+    topk_indices += number * indices_list
+    bit = 0
+    if members is not None:
+        members += number * members_list
+        bit = (token % LIST_TOKENS).to(tl.int32)
     length = topk
     if topk_lengths is not None:
-        length = tl.minimum(tl.load(topk_lengths + token), topk).to(tl.int32)
+        length = tl.minimum(tl.load(topk_lengths + number), topk).to(tl.int32)
     end = end_of(topk_indices, length, rows.num_slots, 1024)
 
     wide = head.to(tl.int64)
@@ -113,6 +121,8 @@ def _sparse_prefill(
         BRANCH,
         NATIVE,
         UPCAST,
+        members,
+        bit,
     )
     if EXTRA is not None:
         extra_indices += token * extra_token
@@ -159,6 +169,8 @@ def sparse_prefill(
     extra_kv: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -176,6 +188,8 @@ def sparse_prefill(
         extra_kv=extra_kv,
         extra_topk_indices=extra_topk_indices,
         extra_topk_lengths=extra_topk_lengths,
+        list_tokens=list_tokens,
+        members=members,
         max_logits=max_logits,
     )
 
@@ -210,6 +224,8 @@ def _launch(
     extra_kv: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     max_logits: Tensor | None = None,
 ) -> None:
     num_tokens, num_heads = q.shape[:2]
@@ -233,6 +249,8 @@ def _launch(
         topk_indices,
         topk_indices.stride(0),
         topk_lengths,
+        members,
+        None if members is None else members.stride(0),
         extra_rows,
         extra_topk_indices,
         extra_token,
@@ -251,6 +269,7 @@ def _launch(
         softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
+        LIST_TOKENS=list_tokens,
         DTYPE=ROW_DTYPES[dtype],
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -297,8 +297,13 @@ def attend_slots(
     BRANCH: tl.constexpr,
     NATIVE: tl.constexpr,
     UPCAST: tl.constexpr,
+    members=None,
+    bit=0,
 ):
-    """:func:`attend_tile` over the entries ``begin .. end`` of a list of slots."""
+    """:func:`attend_tile` over the entries ``begin .. end`` of a list of slots.
+
+    With ``members``, over those whose bit is set.
+    """
     stop = end
     if BRANCH:
         # If the loop may be skipped, its accumulators have values from two paths, and the assembler
@@ -311,6 +316,9 @@ def attend_slots(
         nearest = tl.maximum(tl.minimum(at, end - 1), 0)
         slots = tl.load(topk_indices + nearest, mask=some, other=-1)
         valid = is_slot(slots, rows.num_slots) & (at < end)
+        if members is not None:
+            byte = tl.load(members + nearest, mask=some, other=0).to(tl.int32)
+            valid = valid & ((byte >> bit) & 1 != 0)
         page, row = locate(slots, L)
         m, l, acc = attend_tile(
             q_value,

@@ -1,0 +1,39 @@
+"""Lists of rows that query tokens share, on the CPU."""
+
+import torch
+from torch import Tensor
+
+from sparsemla.kernels.common import cpu
+
+
+def share_lists(
+    *,
+    topk_indices: Tensor,
+    list_tokens: int,
+    topk_lengths: Tensor | None,
+    out: Tensor,
+    lengths: Tensor,
+    members: Tensor,
+) -> None:
+    num_tokens, topk = topk_indices.shape
+    bits = 1 << torch.arange(list_tokens).repeat_interleave(topk)  # [G K]
+    for lists in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // (64 * max(out.shape[1], 1))):
+        tokens = slice(lists.start * list_tokens, min(lists.stop * list_tokens, num_tokens))
+        rows = topk_indices[tokens].long().clamp_min(-1)
+        if topk_lengths is not None:
+            rows = rows.where(torch.arange(topk) < topk_lengths[tokens, None], -1)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % list_tokens), value=-1)
+        ascends = (rows[:, 1:] < 0) | ((rows[:, :-1] >= 0) & (rows[:, 1:] > rows[:, :-1]))
+        ascends = ascends.all(1).view(-1, list_tokens).all(1)  # [n]
+        rows = rows.reshape(len(ascends), list_tokens * topk)
+        # Entries that name nothing come first, and are written to a column that is dropped.
+        sorted_rows, order = rows.sort(dim=1)
+        first = sorted_rows >= 0
+        first[:, 1:] &= sorted_rows[:, 1:] != sorted_rows[:, :-1]
+        place = (first.cumsum(1) - 1).where(sorted_rows >= 0, out.shape[1])
+        union = rows.new_full((len(rows), out.shape[1] + 1), -1).scatter_(1, place, sorted_rows)
+        marks = torch.zeros_like(union).scatter_add_(1, place, bits[order])
+        merged = ascends[:, None]
+        out[lists] = union[:, :-1].where(merged, rows).to(out.dtype)
+        members[lists] = marks[:, :-1].where(merged, bits.where(rows >= 0, 0)).to(torch.uint8)
+        lengths[lists] = first.sum(1).where(ascends, out.shape[1]).int()

@@ -1,0 +1,112 @@
+"""Lists that neighbouring query tokens share: the union of their selections."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsemla import dispatch
+from sparsemla.checks import INTEGERS, Checker
+from sparsemla.ops._library import operator
+from sparsemla.ops._repeat import repeated
+
+MAX_TOKENS = 8
+"""Most tokens of a list with members: one for each bit of a byte."""
+
+
+class SharedLists(NamedTuple):
+    """One list for every ``list_tokens`` neighbouring query tokens, from :func:`share_lists`.
+
+    Its fields are arguments of :func:`sparse_prefill`.
+    """
+
+    topk_indices: Tensor
+    """``[N, list_tokens * K]``, rows or slots; -1 for none."""
+    topk_lengths: Tensor
+    """int32 ``[N]``, leading entries to use of each list."""
+    members: Tensor
+    """uint8 ``[N, list_tokens * K]``: bit ``i`` is set if the ``i``-th token of the list attends to
+    the entry."""
+
+
+@repeated
+def share_lists(
+    topk_indices: Tensor,
+    *,
+    list_tokens: int,
+    topk_lengths: Tensor | None = None,
+    out: Tensor | None = None,
+    lengths: Tensor | None = None,
+    members: Tensor | None = None,
+) -> SharedLists:
+    """Merge the lists of every ``list_tokens`` neighbouring query tokens into one.
+
+    Neighbouring tokens select mostly the same rows. :func:`sparse_prefill` reads a row of a shared
+    list once for all of the list's tokens::
+
+        shared = share_lists(topk_indices, list_tokens=4)
+        out, lse = sparse_prefill(q, kv, softmax_scale=scale, list_tokens=4, **shared._asdict())
+
+    Each token attends to exactly the entries of its own list, whatever they are: the first
+    ``topk_lengths`` entries, of which negative ones name nothing. List ``n`` has the tokens
+    ``n * list_tokens .. (n + 1) * list_tokens - 1`` of those that exist.
+
+    =====================================================  =======================================
+    the lists of the tokens                                the shared list
+    =====================================================  =======================================
+    in each, the entries that are not negative come first  their union: each row once, ascending
+    and ascend strictly, as those of ``indexer_topk``
+    otherwise                                              all lists, one after another, at
+                                                           multiples of K
+    =====================================================  =======================================
+
+    The remaining entries are -1, with members 0. Entries at or above the number of rows are kept,
+    and attention ignores them.
+
+    Args:
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows or slots.
+        list_tokens: tokens of a list, 1 to 8; the last list may have fewer.
+        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        out: ``[N, list_tokens * K]`` of the dtype of the indices (int64 for uint32), written; with
+            ``N = ceil(T / list_tokens)``.
+        lengths: int32 ``[N]``, written.
+        members: uint8 ``[N, list_tokens * K]``, written.
+
+    Returns:
+        The lists, their lengths (of the union, or ``list_tokens * K``), and who attends to each
+        entry.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: this package.
+
+    >>> share_lists(torch.tensor([[1, 5, 7], [1, 6, -1]]), list_tokens=2)
+    SharedLists(topk_indices=tensor([[ 1,  5,  6,  7, -1, -1]]), \
+topk_lengths=tensor([4], dtype=torch.int32), \
+members=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
+    """
+    check = Checker("share_lists")
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    check.positive("list_tokens", list_tokens, MAX_TOKENS + 1)
+    num_tokens, topk = topk_indices.shape
+    check.bind("N", -(-num_tokens // list_tokens))
+    check.bind("list_tokens*K", list_tokens * topk)
+    out = check.output("out", out, "N list_tokens*K", topk_indices.dtype)
+    lengths = check.output("lengths", lengths, "N", torch.int32)
+    members = check.output("members", members, "N list_tokens*K", torch.uint8)
+    _share_lists(topk_indices, list_tokens, topk_lengths, out, lengths, members)
+    return SharedLists(out, lengths, members)
+
+
+@operator("out", "lengths", "members")
+def _share_lists(
+    topk_indices: Tensor,
+    list_tokens: int,
+    topk_lengths: Tensor | None,
+    out: Tensor,
+    lengths: Tensor,
+    members: Tensor,
+) -> dispatch.Launch:
+    return dispatch.find("share_lists", topk_indices, topk=topk_indices.shape[1])

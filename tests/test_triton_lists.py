@@ -1,0 +1,88 @@
+"""The portable kernel of shared lists against the reference, and attention over such lists."""
+
+import pytest
+import torch
+
+from sparsemla import dispatch, reference
+from sparsemla.testing.cases import Draw, embed, share_lists_case, shared_prefill_case
+from sparsemla.testing.compare import assert_equal
+from test_triton_prefill import check
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_lists(case):
+    """Run the kernel on slices of poison, then the reference."""
+    case = dict(case)
+    expected = reference.share_lists(**case)
+    results = [embed(torch.full_like(tensor, 77)) for tensor in expected]
+    lengths = torch.full_like(expected[1], 77)
+    dispatch.load("share_lists", "triton")(
+        **case, out=results[0], lengths=lengths, members=results[2]
+    )
+    for name, got, wanted in zip(
+        ("out", "lengths", "members"), (results[0], lengths, results[2]), expected, strict=True
+    ):
+        assert_equal(name, got.contiguous(), wanted)
+    return expected
+
+
+@pytest.mark.parametrize("kind", ["ascending", "shuffled", "mixed"])
+@pytest.mark.parametrize(
+    ("list_tokens", "num_tokens", "topk"),
+    [(1, 3, 20), (2, 9, 33), (4, 9, 64), (8, 19, 20), (8, 3, 7), (3, 7, 1)],
+)
+def test_lists(list_tokens, num_tokens, topk, kind):
+    options = {"list_tokens": list_tokens, "num_tokens": num_tokens, "topk": topk, "kind": kind}
+    for dtype, lengths in ((torch.int32, False), (torch.int64, True)):
+        draw = Draw(60, DEVICE)
+        check_lists(share_lists_case(draw, dtype=dtype, with_lengths=lengths, **options))
+
+
+def test_lists_longer_than_a_step():
+    draw = Draw(61, DEVICE)
+    case = share_lists_case(draw, num_tokens=5, list_tokens=3, topk=2100, num_rows=3000)
+    _, lengths, _ = check_lists(case)
+    assert (lengths > 1024).all()
+    check_lists(case | {"topk_lengths": draw.tensor([2100, 0, 1025, 1024, -1])})
+
+
+def test_lists_with_a_repeated_row_are_not_merged():
+    case = share_lists_case(Draw(64, DEVICE), num_tokens=4, topk=9, list_tokens=2)
+    case["topk_indices"][1, 1] = case["topk_indices"][1, 0]
+    _, lengths, _ = check_lists(case)
+    assert lengths[0] == 18 > lengths[1]
+
+
+def test_lists_without_entries_or_tokens():
+    for shape in ((5, 0), (0, 9)):
+        case = {"topk_indices": torch.empty(shape, dtype=torch.int32, device=DEVICE)}
+        check_lists(case | {"list_tokens": 4, "topk_lengths": None})
+
+
+def test_lengths_beyond_int32():
+    draw = Draw(62, DEVICE)
+    case = share_lists_case(draw, num_tokens=4, list_tokens=2)
+    lengths = draw.tensor([2**40, -(2**40) + 3, 2**32 + 1, 2**63 - 1], torch.int64)
+    check_lists(case | {"topk_lengths": lengths})
+
+
+@pytest.mark.parametrize("kind", ["ascending", "shuffled", "whole"])
+@pytest.mark.parametrize(("list_tokens", "num_heads"), [(1, 3), (2, 5), (4, 16), (8, 1)])
+def test_attention(list_tokens, num_heads, kind):
+    case = shared_prefill_case(
+        Draw(63, DEVICE),
+        list_tokens=list_tokens,
+        num_tokens=5,
+        num_heads=num_heads,
+        topk=33,
+        kind=kind,
+        with_sink=True,
+        with_lengths=True,
+        strided=list_tokens == 4,
+    )
+    check("sparse_prefill", case)
