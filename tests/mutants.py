@@ -86,6 +86,9 @@ GROUPS_ACROSS = "tests/test_triton_projection.py -k test_groups and num_parts an
 POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
+SHARED_GRADIENTS = (
+    "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
+)
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
 SHARED = "tests/test_triton_lists.py -k test_lists and 2-9-33"
@@ -380,6 +383,27 @@ CPU_MUTANTS = (
         "p = tl.where(kept, p * share, 0.0)",
         "p = tl.where(kept, p, 0.0)",
         GRADIENTS,
+    ),
+    portable(
+        "a token has the bit of the next token of its list",
+        "backward/triton.py",
+        "owner = 1 << tl.minimum(",
+        "owner = 2 << tl.minimum(",
+        SHARED_GRADIENTS,
+    ),
+    portable(
+        "all lists have the members of the first",
+        "backward/triton.py",
+        "members.bits + token * members.stride + at",
+        "members.bits + at",
+        SHARED_GRADIENTS,
+    ),
+    portable(
+        "a row is read because of a token that does not exist",
+        "common/groups.py",
+        "        seen[-1] &= (1 << num_tokens % list_tokens) - 1\n",
+        "        pass\n",
+        "tests/test_sparse_attention.py -k nobody_attends",
     ),
     portable(
         "the last terms of a row are left out",
@@ -789,8 +813,29 @@ GPU_MUTANTS = (
     hopper(
         "the sink leaves the weights of values as they are",
         "backward/sm90.py",
+        "gl.where(kept, weight * share[:, None], 0.0)",
+        "gl.where(kept, weight, 0.0)",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "a token has the bit of the next token of its list",
+        "backward/sm90.py",
+        "owner = 1 << gl.minimum(",
+        "owner = 2 << gl.minimum(",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "all lists have the members of the first",
+        "backward/sm90.py",
+        "members.bits + token * members.stride + at",
+        "members.bits + at",
+        "sparse_attention_backward",
+    ),
+    hopper(
+        "values take what other tokens of the list attend to",
+        "backward/sm90.py",
+        "gl.where(kept, weight * share[:, None], 0.0)",
         "gl.where(valid[None, :], weight * share[:, None], 0.0)",
-        "gl.where(valid[None, :], weight, 0.0)",
         "sparse_attention_backward",
     ),
     hopper(

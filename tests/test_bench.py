@@ -143,6 +143,17 @@ def test_work_of_a_sparse_backward():
         causal.check(inputs, (dq, dkv.roll(1, 0)))
 
 
+def test_gradients_of_shared_lists_are_those_of_own_lists():
+    workload = workloads.SharedBackward(18, 90, 3, 576, 24, "overlapping", 4)
+    assert workload.flop == workload.by_token.flop
+    inputs = workload.build(CPU)
+    results = workload.run(inputs)
+    workload.check(inputs, results)
+    workload.check(inputs, workload.by_token.run(inputs))
+    with pytest.raises(AssertionError, match="dkv"):
+        workload.check(inputs, (results[0], results[1].roll(1, 0)))
+
+
 def test_work_of_the_indexers_losses():
     workload = workloads.AttentionTarget(4096, 8192, 128, 576, 2048)
     assert workload.flop == 2 * 4096 * 128 * 2048 * 576
@@ -304,6 +315,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
         (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
+        (workloads.SharedBackward(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
         (workloads.WindowedPrefill(3, 4, 200, 128), "sparsemla through a workspace"),
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),

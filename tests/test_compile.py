@@ -212,10 +212,14 @@ CALLS = {
     "sparse_prefill, shared lists": lambda: shared_prefill_case(Draw(12), with_sink=True),
     "sparse_prefill, queries in two tensors": lambda: split_queries(sparse_prefill_case(Draw(12))),
     "sparse_attention": lambda: sparse_attention_case(Draw(12), with_sink=True),
+    "sparse_attention, shared lists": lambda: sparse_attention_case(Draw(12), list_tokens=2),
     "sparse_attention_backward": lambda: sparse_attention_backward_case(Draw(12), with_sink=True),
     "sparse_attention_backward, no sink": lambda: (
         sparse_attention_backward_case(Draw(12), with_dlse=True)
         | {"accumulate": torch.zeros(128, 576)}
+    ),
+    "sparse_attention_backward, shared lists": lambda: sparse_attention_backward_case(
+        Draw(12), list_tokens=2, with_sink=True
     ),
     "sparse_decode": decode_arguments,
     "sparse_decode, queries in two tensors": lambda: split_queries(decode_arguments()),
@@ -261,11 +265,12 @@ CALLS = {
 OPERATORS = [name for name in CALLS if "branch" not in name and name != "index_loss"]
 DIFFERENTIABLE = {
     "sparse_attention": ("q", "kv"),
+    "sparse_attention, shared lists": ("q", "kv"),
     "selected_scores": ("iq", "weights", "ik"),
     "index_loss": ("scores",),
     "dense_index_loss": ("iq", "weights", "ik"),
 }
-"""Ops with gradients, and the arguments that have one."""
+"""Calls of ops with gradients, and the arguments that have one."""
 
 
 def tensors_of(case, results):
@@ -377,42 +382,44 @@ def finite(result):
     return result.where(result.isfinite(), 0).sum()
 
 
-def differentiated(op):
+def differentiated(call):
     """Arguments of a call, and those among them that have gradients."""
-    case = CALLS[op]()
-    for name in DIFFERENTIABLE[op]:
+    case = CALLS[call]()
+    for name in DIFFERENTIABLE[call]:
         case[name] = case[name].detach().requires_grad_()
-    return case, [case[name] for name in DIFFERENTIABLE[op]]
+    return case, [case[name] for name in DIFFERENTIABLE[call]]
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_compiled_gradients_equal_eager_ones(op):
+@pytest.mark.parametrize("call", DIFFERENTIABLE)
+def test_compiled_gradients_equal_eager_ones(call):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def run(case):
-        results = getattr(sparsemla, op)(**case)
+        results = getattr(sparsemla, call.split(",")[0])(**case)
         return sum(finite(one) for one in (results if isinstance(results, tuple) else (results,)))
 
-    case, inputs = differentiated(op)
+    case, inputs = differentiated(call)
     expected = torch.autograd.grad(run(case), inputs)
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     found = torch.autograd.grad(compiled(case), inputs)
     assert counter.frame_count == 1
-    for name, got, wanted in zip(DIFFERENTIABLE[op], found, expected, strict=True):
+    for name, got, wanted in zip(DIFFERENTIABLE[call], found, expected, strict=True):
         assert_equal(name, got, wanted)
 
 
 @pytest.mark.parametrize(
-    ("op", "operator"),
+    ("call", "operator"),
     [
         ("sparse_attention", "sparse_attention"),
+        ("sparse_attention, shared lists", "sparse_attention"),
         ("selected_scores", "selected_scores"),
         ("dense_index_loss", "dense_index_gradients"),
     ],
 )
-def test_differentiable_operators_match_their_gradients(op, operator):
-    case = {"deterministic": True} | differentiated(op)[0]
+def test_differentiable_operators_match_their_gradients(call, operator):
+    defaults = {"list_tokens": 1, "members": None, "deterministic": True}
+    case = defaults | differentiated(call)[0]
     parameters = getattr(torch.ops.sparsemla, operator).default._schema.arguments
     arguments = [case[parameter.name] for parameter in parameters]
     torch.library.opcheck(getattr(torch.ops.sparsemla, operator).default, arguments)

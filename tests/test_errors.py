@@ -827,7 +827,8 @@ def test_numpy_scalars_are_accepted():
         "merge_topk": ["topk"],
         "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
         "indexer_scores_paged": ["max_seq_len", "ratio"],
-        "sparse_attention_backward": ["max_workspace_bytes"],
+        "sparse_attention": ["list_tokens"],
+        "sparse_attention_backward": ["list_tokens", "max_workspace_bytes"],
         "sparse_decode": ["num_splits"],
     }
     for op, names in counts.items():

@@ -12,7 +12,14 @@ from torch.utils.checkpoint import (
 )
 
 import sparsemla
-from sparsemla import reference, sparse_attention, sparse_attention_backward, sparse_prefill
+from sparsemla import (
+    reference,
+    share_lists,
+    sparse_attention,
+    sparse_attention_backward,
+    sparse_prefill,
+)
+from sparsemla.testing import cases
 from sparsemla.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
 from sparsemla.testing.compare import (
     FLOAT32_GRADIENT,
@@ -28,6 +35,15 @@ from sparsemla.testing.poison import poisoned_empty
 SMALL = {"num_tokens": 4, "num_heads": 3, "topk": 20, "num_rows": 30}
 TOLERANCE = {torch.float32: FLOAT32_GRADIENT}
 FORWARD = ("q", "kv", "topk_indices", "softmax_scale", "topk_lengths", "attn_sink")
+LISTS = ("topk_lengths", "list_tokens", "members")
+SHARED = {
+    "lists of 2 tokens": {"list_tokens": 2, "with_sink": True},
+    "lists of 4 tokens, shuffled": {"list_tokens": 4, "kind": "shuffled", "with_lengths": True},
+    "lists of 8 tokens, few": {"list_tokens": 8, "share": 0.3, "with_sink": True},
+    "lists of 9 tokens, whole": {"list_tokens": 9, "kind": "whole"},
+}
+SHARED = {name: {"num_tokens": 11} | options for name, options in SHARED.items()}
+"""None divides the number of tokens."""
 
 
 def in_float64(case):
@@ -115,8 +131,8 @@ class Definition(torch.autograd.Function):
     """The definition of the op and of its gradient as one function of torch's."""
 
     @staticmethod
-    def forward(ctx, q, kv, attn_sink, topk_indices, topk_lengths):
-        rest = {"softmax_scale": 0.3, "topk_lengths": topk_lengths, "attn_sink": attn_sink}
+    def forward(ctx, q, kv, attn_sink, topk_indices, lists):
+        rest = {"softmax_scale": 0.3, "attn_sink": attn_sink} | lists
         out, lse = reference.sparse_attention(q, kv, topk_indices, **rest)
         ctx.save_for_backward(q, kv, topk_indices, out, lse)
         ctx.rest = rest
@@ -128,19 +144,55 @@ class Definition(torch.autograd.Function):
         return *grads, None, None
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", [*FEATURES, *SHARED])
 def test_gradients_are_those_of_finite_differences(features):
-    options = SMALL | {"head_dim": 514} | FEATURES[features]
+    options = SMALL | {"head_dim": 514} | (FEATURES | SHARED)[features]
     case = in_float64(sparse_attention_case(Draw(2), **options))
     leaves = [case["q"], case["kv"].clamp(-1, 1), case["attn_sink"]]
     leaves = [None if leaf is None else leaf.requires_grad_() for leaf in leaves]
-    rest = case["topk_indices"], case["topk_lengths"]
+    lists = {name: case[name] for name in LISTS if name in case}
+    rest = case["topk_indices"], lists
 
     def attend(*x):
         out, lse = Definition.apply(*x, *rest)
         return (out, lse) if features == "plain" else out  # elsewhere an LSE may be -inf
 
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def own_and_shared(case, list_tokens):
+    """A case with a list for each token, and the same with lists that tokens share."""
+    lists = share_lists(
+        case["topk_indices"], list_tokens=list_tokens, topk_lengths=case["topk_lengths"]
+    )
+    return case, case | {"list_tokens": list_tokens, **lists._asdict()}
+
+
+@pytest.mark.parametrize("list_tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("ascending", [False, True])
+def test_shared_lists_have_the_gradients_of_own_lists(device, features, list_tokens, ascending):
+    options = SMALL | {"num_tokens": 10, "with_dlse": True} | FEATURES[features]
+    case = sparse_attention_backward_case(Draw(23, device), **options)
+    if ascending:
+        if case["topk_lengths"] is not None:
+            places = torch.arange(20, device=device)
+            kept = places < case["topk_lengths"][:, None]
+            case["topk_indices"] = case["topk_indices"].where(kept, -1)
+            case["topk_lengths"] = None
+        case["topk_indices"] = cases.ascending(case["topk_indices"])
+        out, case["lse"] = reference.sparse_attention(**{name: case[name] for name in FORWARD})
+        case["out"] = out.bfloat16()
+    own, shared = own_and_shared(case, list_tokens)
+    if ascending and list_tokens > 1:
+        assert (shared["topk_lengths"] < list_tokens * 20).all()  # merged
+    wanted = reference.sparse_attention_backward(**in_float64(own))
+    exact = reference.sparse_attention_backward(**in_float64(shared))
+    got = check_backward(shared)
+    for name, actual, one, other in zip(("dq", "dkv", "d_sink"), got, wanted, exact, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+            assert actual.shape == one.shape, name
 
 
 def check_backward(case):
@@ -167,6 +219,35 @@ def check_backward(case):
 def test_gradients_of_every_dtype(device, dtype, features):
     options = SMALL | FEATURES[features]
     check_backward(sparse_attention_backward_case(Draw(3, device), dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shared", SHARED)
+def test_gradients_of_shared_lists(device, dtype, shared):
+    options = SMALL | SHARED[shared] | {"with_dlse": True}
+    case = sparse_attention_backward_case(Draw(24, device), dtype=dtype, **options)
+    check_backward(case)
+    check_backward(case | {"deterministic": False})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heads": 16, "list_tokens": 4},
+        {"num_heads": 32, "list_tokens": 4, "kind": "shuffled"},
+        {"num_heads": 17, "list_tokens": 8, "with_sink": True},  # more than Hopper's kernels take
+        {"num_heads": 64, "list_tokens": 2, "topk": 65, "num_rows": 90},
+        {"num_heads": 64, "list_tokens": 8, "num_tokens": 1},
+        {"head_dim": 512, "list_tokens": 3, "num_heads": 10},
+        {"head_dim": 100, "list_tokens": 2},
+        {"strided": True, "list_tokens": 4, "with_sink": True, "with_lengths": True},
+        {"list_tokens": 1},
+    ],
+    ids=str,
+)
+def test_gradients_of_shared_lists_of_every_shape(device, options):
+    sizes = SMALL | {"num_tokens": 6, "with_dlse": True}
+    check_backward(sparse_attention_backward_case(Draw(25, device), **sizes | options))
 
 
 @pytest.mark.parametrize(
@@ -208,10 +289,18 @@ def test_results_over_rows_of_other_dtypes(device, dtype):
     assert out.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shared", SHARED)
+def test_results_of_shared_lists(device, dtype, shared):
+    case = sparse_attention_case(Draw(26, device), dtype=dtype, **SMALL | SHARED[shared])
+    check_op("sparse_attention", case)
+
+
 @pytest.mark.parametrize("num_heads", [3, 64])
 @pytest.mark.parametrize("head_dim", [576, 512])
-def test_results_are_those_of_prefill_bit_for_bit(device, num_heads, head_dim):
-    options = SMALL | FEATURES["sink, lengths, few"]
+@pytest.mark.parametrize("shared", [{}, {"list_tokens": 2, "num_tokens": 5}], ids=str)
+def test_results_are_those_of_prefill_bit_for_bit(device, num_heads, head_dim, shared):
+    options = SMALL | FEATURES["sink, lengths, few"] | shared
     options |= {"num_heads": num_heads, "head_dim": head_dim}
     case = sparse_attention_case(Draw(7, device), **options)
     for name, got, wanted in zip(
@@ -230,8 +319,10 @@ def with_gradients(case):
     return case | leaves, list(leaves.values())
 
 
-def test_autograd_calls_the_backward_op(device):
-    case = sparse_attention_case(Draw(8, device), **SMALL | FEATURES["sink, lengths, few"])
+@pytest.mark.parametrize("shared", [{}, {"list_tokens": 3, "num_tokens": 5}], ids=str)
+def test_autograd_calls_the_backward_op(device, shared):
+    options = SMALL | FEATURES["sink, lengths, few"] | shared
+    case = sparse_attention_case(Draw(8, device), **options)
     case, leaves = with_gradients(case)
     out, lse = sparse_attention(**case)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -279,8 +370,9 @@ def test_directional_derivatives(device):
         assert abs(above - below - slope) < 1e-3 * grad.norm() * step.norm()
 
 
-def test_the_gradient_of_rows_is_added_to_a_sum(device):
-    case = sparse_attention_backward_case(Draw(10, device), **SMALL)
+@pytest.mark.parametrize("shared", [{}, {"list_tokens": 3}], ids=str)
+def test_the_gradient_of_rows_is_added_to_a_sum(device, shared):
+    case = sparse_attention_backward_case(Draw(10, device), **SMALL | shared)
     before = torch.randn(30, 576, device=device)
     total = before.clone()
     dq, dkv, _ = sparse_attention_backward(**case, accumulate=total)
@@ -303,6 +395,28 @@ def test_nan_stays_with_the_tokens_that_select_it(device):
     assert dq[1].isnan().all()
     assert dkv[clean.repeat_interleave(4)].isfinite().all()
     assert dkv[4:8].isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [8, 7])
+def test_nan_in_rows_that_nobody_attends_to_stays_there(device, num_tokens):
+    """Whether a list names them without a member, or with one that does not exist."""
+    options = {"num_heads": 2, "topk": 6, "num_rows": 12, "list_tokens": 4}
+    case = sparse_attention_case(Draw(11, device), num_tokens=num_tokens, **options)
+    case["topk_indices"] = torch.arange(12, device=device, dtype=torch.int32).view(2, 6)
+    case["topk_lengths"] = None
+    case["members"] = torch.full((2, 6), 0b0111, dtype=torch.uint8, device=device)
+    case["members"][:, 3] = 0
+    case["members"][1, 2] = 0b1000  # with 7 tokens, of none
+    case["kv"] = torch.randn(12, 576, device=device).bfloat16()
+    nan = [3, 9] if num_tokens == 8 else [3, 8, 9]
+    case["kv"][nan] = math.nan
+    case, leaves = with_gradients(case)
+    out, lse = sparse_attention(**case)
+    dq, dkv = torch.autograd.grad(out.float().sum() + lse[lse.isfinite()].sum(), leaves)
+    assert out.isfinite().all()
+    assert dq.isfinite().all()
+    assert dkv.isfinite().all()
+    assert (dkv[nan] == 0).all()
 
 
 def test_tokens_without_rows_get_no_gradient(device):
@@ -344,8 +458,10 @@ def test_rows_that_all_tokens_choose(device, ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bits_do_not_depend_on_the_run_or_the_workspace(device, dtype):
+@pytest.mark.parametrize("shared", [{}, {"list_tokens": 4}], ids=str)
+def test_bits_do_not_depend_on_the_run_or_the_workspace(device, dtype, shared):
     options = {"num_tokens": 50, "num_heads": 6, "topk": 40, "num_rows": 64, "with_sink": True}
+    options |= shared
     case = sparse_attention_backward_case(Draw(15, device), dtype=dtype, **options)
     first = sparse_attention_backward(**case)
     for limit in (2 << 30, 2 << 30, 1 << 20, 200_000, 1):
@@ -498,12 +614,33 @@ def test_selective_checkpointing_keeps_the_results(device):
         ({"kv": torch.zeros(0, 576).bfloat16()}, ValueError, "kv must have at least one row"),
         ({"kv": torch.zeros(9, 576)}, TypeError, "kv must have dtype bfloat16, got float32"),
         ({"deterministic": 1}, TypeError, "deterministic must be a bool, got int"),
+        ({"list_tokens": 0}, ValueError, "list_tokens must be at least 1, got 0"),
+        ({"list_tokens": 2.0}, TypeError, "list_tokens must be an integer, got float"),
+        ({"list_tokens": 3}, ValueError, r"topk_indices must have shape \[N, K\] = \[2, 20\]"),
+        (
+            {"list_tokens": 9, "members": torch.zeros(1, 20, dtype=torch.uint8)},
+            ValueError,
+            "list_tokens must be below 9, got 9",
+        ),
+        (
+            {"members": torch.zeros(4, 19, dtype=torch.uint8)},
+            ValueError,
+            r"members must have shape \[T, K\] = \[4, 20\], got \[4, 19\]",
+        ),
+        (
+            {"members": torch.zeros(4, 20, dtype=torch.int32)},
+            TypeError,
+            "members must have dtype uint8, got int32",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(change, error, message):
     case = sparse_attention_case(Draw(21), **SMALL)
     with pytest.raises(error, match=f"sparse_attention: {message}"):
         sparse_attention(**case | change)
+    backward = sparse_attention_backward_case(Draw(21), **SMALL)
+    with pytest.raises(error, match=f"sparse_attention_backward: {message}"):
+        sparse_attention_backward(**backward | change)
 
 
 def test_an_out_of_another_width_is_refused():

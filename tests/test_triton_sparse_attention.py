@@ -33,7 +33,7 @@ ALL = {"with_sink": True, "with_lengths": True, "share": 0.6}
 
 def run(case, **options):
     """The kernel's gradients, on poisoned memory."""
-    arguments = {"deterministic": True} | case | options
+    arguments = {"deterministic": True, "list_tokens": 1, "members": None} | case | options
     q, kv, sink = case["q"], case["kv"], case["attn_sink"]
     results = {
         "dq": torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device),
@@ -78,6 +78,20 @@ def test_gradients_of_every_shape(options):
     check(sparse_attention_backward_case(Draw(1, DEVICE), **SMALL | options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"list_tokens": 2, "num_tokens": 5, "with_dlse": True, **ALL},
+        {"list_tokens": 8, "num_tokens": 17, "num_heads": 1, "dtype": torch.float32},
+        {"list_tokens": 3, "num_tokens": 4, "num_heads": 40, "strided": True, "topk": 70},
+        {"list_tokens": 4, "num_tokens": 3, "kind": "whole", "dtype": torch.float16, **ALL},
+    ],
+    ids=str,
+)
+def test_gradients_of_shared_lists(options):
+    check(sparse_attention_backward_case(Draw(7, DEVICE), **SMALL | options))
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU takes its own tiles")
 def test_tiles_of_hopper(monkeypatch):
     monkeypatch.setattr(backward, "is_hopper", lambda device: True)
@@ -94,6 +108,15 @@ def test_bits_do_not_depend_on_the_workspace():
         for name, result in run(case | {"max_workspace_bytes": limit}).items():
             if result is not None:
                 assert_equal(f"{name}, {limit} bytes", result, first[name])
+
+
+def test_bits_of_shared_lists_do_not_depend_on_the_workspace():
+    options = {"num_tokens": 9, "num_heads": 2, "topk": 6, "num_rows": 7, "head_dim": 20}
+    case = sparse_attention_backward_case(Draw(8, DEVICE), list_tokens=2, **options)
+    first = run(case)
+    for name, result in run(case | {"max_workspace_bytes": 1}).items():
+        if result is not None:
+            assert_equal(name, result, first[name])
 
 
 def test_terms_added_by_atomics():
@@ -116,13 +139,16 @@ def test_terms_are_added_in_the_order_of_tokens_and_entries():
     assert_equal("dkv", run(case)["dkv"], total)
 
 
+@pytest.mark.parametrize("shared", [{}, {"list_tokens": 2, "num_tokens": 3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_forward_over_rows_of_every_dtype(dtype):
-    options = SMALL | ALL | {"head_dim": 520}
-    case = sparse_attention_case(Draw(6, DEVICE), dtype=dtype, **options)
+def test_forward_over_rows_of_every_dtype(dtype, shared):
+    options = SMALL | ALL | {"head_dim": 520} | shared
+    own = {"list_tokens": 1, "members": None}
+    case = own | sparse_attention_case(Draw(6, DEVICE), dtype=dtype, **options)
     wanted = reference.sparse_attention(**case)
-    out = torch.full((2, 3, 512), math.nan, dtype=dtype, device=DEVICE)
-    lse = torch.full((2, 3), math.nan, device=DEVICE)
+    tokens = len(case["q"])
+    out = torch.full((tokens, 3, 512), math.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full((tokens, 3), math.nan, device=DEVICE)
     dispatch.load("sparse_attention", "triton")(**case, out=out, lse=lse)
     tolerances = TOLERANCES["sparse_attention"]
     if dtype == torch.float32:
@@ -134,7 +160,7 @@ def test_forward_over_rows_of_every_dtype(dtype):
     if dtype == torch.bfloat16:
         prefill = case | {"kv": PagedCache.from_rows(case["kv"])}
         unused = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths", "max_logits")
-        prefill |= dict.fromkeys((*unused, "members")) | {"list_tokens": 1}
+        prefill |= dict.fromkeys(unused)
         same, same_lse = torch.empty_like(out), torch.empty_like(lse)
         dispatch.load("sparse_prefill", "triton")(**prefill, out=same, lse=same_lse)
         assert_equal("out", out, same)

@@ -14,6 +14,8 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kinds import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_MEMBERS = 8
+"""Most tokens of a list with members: one for each bit of a byte."""
 SIGNED = (torch.int32, torch.int64)
 """Dtypes of arguments that give negative values a meaning."""
 
@@ -172,6 +174,18 @@ class Checker:
                 f"{self.op}: {name} must have head_dim {dims[0]} and value_dim {dims[1]} like "
                 f"format {first.format.name}, got format {cache.format.name}"
             )
+
+    def lists(self, list_tokens: int, members: Tensor | None) -> str:
+        """Check how many of the T tokens share a list, and bind N, the number of lists.
+
+        Returns:
+            The letter of the lists: T if each token has its own.
+        """
+        self.positive("list_tokens", list_tokens, LIMIT if members is None else MAX_MEMBERS + 1)
+        if list_tokens == 1:
+            return "T"
+        self.bind("N", -(-self.dims["T"] // list_tokens))
+        return "N"
 
     def lengths(self, name: str, lengths: Tensor | None) -> Tensor | None:
         """Check the lengths of selections, one for each request or one for each query token."""

@@ -821,8 +821,8 @@ def listed_gradients(
 
 
 def shares(lse, sinks):
-    """What a sink leaves of the weights."""
-    with np.errstate(over="ignore"):
+    """What a sink leaves of the weights; NaN for a token without a row and a sink of -inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
         return 1 / (1 + np.exp(sinks - lse))
 
 

@@ -1096,6 +1096,7 @@ SPARSE_ATTENTION = cases(
     index_dtype=INT_DTYPES,
     magnitude=MAGNITUDES,
     strided=FLAGS,
+    list_tokens=st.one_of(st.none(), st.integers(1, 8)),
 )
 
 

@@ -869,12 +869,22 @@ def test_selected_scores(backend, shape):
         check_near(f"d{name}", got, expected, 1.01 * half_step(abs(expected), got.dtype))
 
 
+def shared_lists(arguments, list_tokens):
+    """The arguments of attention that neighbouring tokens share, if they share lists."""
+    if list_tokens is None:
+        return {}
+    own = {name: arguments[name] for name in ("topk_indices", "topk_lengths")}
+    lists = sparsemla.share_lists(**own, list_tokens=list_tokens)
+    return {"list_tokens": list_tokens, **lists._asdict()}
+
+
 @fuzz(strategies.SPARSE_ATTENTION)
 def test_sparse_attention(backend, shape):
     draw = draw_of(backend, shape)
     arguments = strategies.sparse_attention(draw, shape)
     q, sink = arguments["q"], arguments["attn_sink"]
-    out, lse = sparsemla.sparse_attention(**arguments)
+    lists = shared_lists(arguments, shape["list_tokens"])
+    out, lse = sparsemla.sparse_attention(**arguments | lists)
     expected = definitions.listed_attention(**{**arguments, "q": loose_query(backend, q)})
     check_attention(backend, q, (out, lse), expected, sink=sink)
 
@@ -883,7 +893,12 @@ def test_sparse_attention(backend, shape):
     dout = draw.normal(*out.shape, dtype=q.dtype)
     options = {**arguments, "dlse": dlse}
     grads = sparsemla.sparse_attention_backward(
-        dout, *inputs, **options, deterministic=shape["deterministic"]
+        dout,
+        *inputs[:2],
+        out=out,
+        lse=lse,
+        deterministic=shape["deterministic"],
+        **{"topk_indices": inputs[2]} | options | lists,
     )
     wanted = definitions.listed_gradients(dout, *inputs, **options)
     unit = 2.0**-15 if q.dtype == torch.float32 else 3.1 * 2.0**-8

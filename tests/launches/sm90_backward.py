@@ -12,18 +12,23 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def backward(num_heads, head_dim):
+def backward(num_heads, head_dim, list_tokens=1):
+    lists, topk = TOKENS // list_tokens, TOPK * list_tokens
+    shared = list_tokens > 1
+
     def launch():
         dispatch.load("sparse_attention_backward", "sm90")(
             dout=meta(TOKENS, num_heads, 512),
             q=meta(TOKENS, num_heads, head_dim),
             kv=meta(ROWS, head_dim),
-            topk_indices=meta(TOKENS, TOPK, dtype=torch.int32),
+            topk_indices=meta(lists, topk, dtype=torch.int32),
             out=meta(TOKENS, num_heads, 512),
             lse=meta(TOKENS, num_heads, dtype=torch.float32),
             softmax_scale=0.1,
             topk_lengths=None,
             attn_sink=None,
+            list_tokens=list_tokens,
+            members=meta(lists, topk, dtype=torch.uint8) if shared else None,
             dlse=None,
             deterministic=True,
             max_workspace_bytes=TOKENS << 22,
@@ -36,3 +41,4 @@ def backward(num_heads, head_dim):
 
 
 LAUNCHES = {f"h{heads} d{dim}": backward(heads, dim) for heads, dim in ((128, 576), (64, 512))}
+LAUNCHES |= {"h16, lists of 4": backward(16, 576, 4), "h64, lists of 2": backward(64, 576, 2)}

@@ -278,8 +278,12 @@ class SparseBackward(Workload):
         return 2 * (rows + self.context) * self.head_dim + self.tokens * per_token
 
     def run(self, inputs: Inputs) -> Results:
-        dq, dkv, _ = ops.sparse_attention_backward(**inputs)
+        dq, dkv, _ = ops.sparse_attention_backward(**inputs | self.lists(inputs))
         return dq, dkv
+
+    def lists(self, inputs: Inputs) -> Inputs:
+        """The arguments of the op that have or describe the lists."""
+        return {"topk_indices": inputs["topk_indices"]}
 
     def check(self, inputs: Inputs, results: Results) -> None:
         dkv = torch.zeros(inputs["kv"].shape, device=inputs["kv"].device)
@@ -288,11 +292,36 @@ class SparseBackward(Workload):
             some = slice(first, first + 16)
             names = ("dout", "q", "topk_indices", "out", "lse")
             arguments = inputs | {name: inputs[name][some] for name in names}
+            arguments |= self.lists(arguments)
             dq, dkv, _ = reference.sparse_attention_backward(**arguments, accumulate=dkv)
             dq_sizes, sizes = gradient_sizes(arguments)
             squares += sizes.square()
             assert_close("dq", results[0][some], dq, SPARSE_ATTENTION_GRADIENT, dq_sizes)
         assert_close("dkv", results[1], dkv, SPARSE_ATTENTION_GRADIENT, squares.sqrt())
+
+
+@dataclass(frozen=True)
+class SharedBackward(SparseBackward):
+    """A :class:`SparseBackward` whose neighbouring tokens share a list, which is made each time.
+
+    The lists ascend, as the indexer gives them.
+    """
+
+    list_tokens: int = 4
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs = super().build(device)
+        return inputs | {"topk_indices": inputs["topk_indices"].sort().values}
+
+    @property
+    def by_token(self) -> SparseBackward:
+        """The same gradients, with a list for each token."""
+        shape = self.tokens, self.context, self.heads, self.head_dim, self.topk
+        return SparseBackward(*shape, self.selection)
+
+    def lists(self, inputs: Inputs) -> Inputs:
+        shared = ops.share_lists(inputs["topk_indices"], list_tokens=self.list_tokens)
+        return {"list_tokens": self.list_tokens, **shared._asdict()}
 
 
 @dataclass(frozen=True)
@@ -1572,6 +1601,12 @@ def all_workloads() -> list[Workload]:
             for selection in ("random", "overlapping")
         ),
         SparseBackward(4096, 32768, 16, 576, 2048),
+        *(
+            SharedBackward(4096, context, heads, 576, 2048, selection, size)
+            for context in (8192, 32768, 131072)
+            for heads, size in ((16, 4), (64, 2))
+            for selection in ("random", "overlapping")
+        ),
         *(
             AttentionTarget(4096, context, heads, 576, 2048, selection)
             for context in (8192, 32768, 131072)

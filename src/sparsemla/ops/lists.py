@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsemla import dispatch
-from sparsemla.checks import INTEGERS, Checker
+from sparsemla.checks import INTEGERS, MAX_MEMBERS, Checker
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
-
-MAX_TOKENS = 8
-"""Most tokens of a list with members: one for each bit of a byte."""
 
 
 class SharedLists(NamedTuple):
@@ -89,7 +86,7 @@ members=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
     check = Checker("share_lists")
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
-    check.positive("list_tokens", list_tokens, MAX_TOKENS + 1)
+    check.positive("list_tokens", list_tokens, MAX_MEMBERS + 1)
     num_tokens, topk = topk_indices.shape
     check.bind("N", -(-num_tokens // list_tokens))
     check.bind("list_tokens*K", list_tokens * topk)

@@ -12,7 +12,6 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
 from sparsemla.ops._repeat import repeated
-from sparsemla.ops.lists import MAX_TOKENS
 from sparsemla.plan import host_ints
 
 
@@ -97,7 +96,7 @@ def sparse_prefill(
     check.queries(q, q_rope, "T H")
     cache = _cache(check, "kv", kv, "S D")
     check.query_dims(q, q_rope, "T H", cache)
-    lists = _lists(check, q.shape[0], list_tokens, members)
+    lists = check.lists(list_tokens, members)
     topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
     check.optional("members", members, f"{lists} K", torch.uint8)
@@ -142,18 +141,6 @@ def sparse_prefill(
         max_logits,
     )
     return out, lse
-
-
-def _lists(check: Checker, num_tokens: int, list_tokens: int, members: Tensor | None) -> str:
-    """The letter for the number of lists, checked and bound."""
-    if members is None:
-        check.positive("list_tokens", list_tokens)
-    else:
-        check.positive("list_tokens", list_tokens, MAX_TOKENS + 1)
-    if list_tokens == 1:
-        return "T"
-    check.bind("N", -(-num_tokens // list_tokens))
-    return "N"
 
 
 def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> PagedCache:

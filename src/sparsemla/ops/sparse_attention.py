@@ -24,6 +24,8 @@ def sparse_attention(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over the rows selected for it, with gradients.
@@ -40,13 +42,23 @@ def sparse_attention(
     Rows are numbered over all of kv. So packed sequences need no offsets, and a token sees what its
     list says: there is no causal mask.
 
+    Neighbouring tokens may share a list, as in :func:`sparse_prefill`. With the lists and members
+    of :func:`share_lists` each token attends to what its own list selects, a row is read once for
+    all tokens of a list, and its gradient gets one term from all of them. Last bits differ from
+    those of own lists.
+
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
         kv: rows ``[S, D]`` of q's dtype, with the value in the first 512 dims (all, if D is less).
-        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of kv; others are masked.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of kv; others are masked. ``[N, K]``
+            with ``N = ceil(T / list_tokens)`` lists.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
-        topk_lengths: ``[T]``, leading entries to use of each row; default all.
+        topk_lengths: ``[T]``, or ``[N]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
+        list_tokens: neighbouring tokens of a list; at most 8 with members.
+        members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
+            entry; default all do. Rows to which a token of the list attends must be finite: NaN or
+            an infinity may reach the list's other tokens.
         deterministic: give the gradient of kv the same bits in every run; see
             :func:`sparse_attention_backward`.
 
@@ -69,10 +81,27 @@ def sparse_attention(
     """
     check = Checker("sparse_attention")
     topk_indices, topk_lengths = _check_forward(
-        check, q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+        check,
+        q,
+        kv,
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        list_tokens,
+        members,
+        deterministic,
     )
     return _sparse_attention(
-        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+        q,
+        kv,
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        list_tokens,
+        members,
+        deterministic,
     )
 
 
@@ -87,6 +116,8 @@ def sparse_attention_backward(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = True,
     accumulate: Tensor | None = None,
@@ -106,22 +137,24 @@ def sparse_attention_backward(
 
     A row of kv that a list names twice gets both terms. All sums are in float32. On a GPU, unless q
     is float32, ``g P`` and dS are rounded to bfloat16 before they are multiplied; for bfloat16
-    inputs so is each term of dkv, the sum over the heads of a token.
+    inputs so is each term of dkv, the sum over the heads of a token, or of the tokens that share a
+    list.
 
     Args:
         dout: ``[T, H, V]`` of q's dtype, the gradient of out.
-        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink: as in the forward.
+        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, list_tokens, members: as in the
+            forward.
         out: ``[T, H, V]`` of q's dtype, from the forward.
         lse: float32 ``[T, H]``, from the forward.
         dlse: float32 ``[T, H]``, the gradient of lse; default zero.
-        deterministic: add the terms of a row of kv in the order of tokens and entries. The bits are
+        deterministic: add the terms of a row of kv in the order of lists and entries. The bits are
             then the same in every run and for every ``max_workspace_bytes``. If False, a GPU adds
             them in any order, without lists and with less workspace. The CPU is always
             deterministic.
         accumulate: float32 ``[S, D]``, to which the gradient of kv is added; for microbatches, and
             for rows that several ranks share.
-        max_workspace_bytes: bound on the workspace of a GPU, but at least that of one token. The
-            CPU needs about 64 MiB, and at least the rows of one token.
+        max_workspace_bytes: bound on the workspace of a GPU, but at least that of one list. The
+            CPU needs about 64 MiB, and at least the rows of one list.
 
     Returns:
         dq ``[T, H, D]`` of q's dtype; dkv ``[S, D]`` of kv's dtype, or ``accumulate``; d_sink
@@ -142,7 +175,16 @@ def sparse_attention_backward(
     check = Checker("sparse_attention_backward")
     check.tensor("dout", dout, "T H V", FLOATS)
     topk_indices, topk_lengths = _check_forward(
-        check, q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, deterministic
+        check,
+        q,
+        kv,
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        list_tokens,
+        members,
+        deterministic,
     )
     check.tensor("dout", dout, "T H V", q.dtype)
     check.tensor("out", out, "T H V", q.dtype)
@@ -162,6 +204,8 @@ def sparse_attention_backward(
             softmax_scale,
             topk_lengths,
             attn_sink,
+            list_tokens,
+            members,
             dlse,
             deterministic,
             max_workspace_bytes,
@@ -180,6 +224,8 @@ def _check_forward(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the forward's arguments and bind V; returns indices and lengths, uint32 as int64."""
@@ -189,8 +235,10 @@ def _check_forward(
         raise ValueError(
             f"{check.op}: kv must have at least one row and one dim, got {list(kv.shape)}"
         )
-    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
-    topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+    lists = check.lists(list_tokens, members)
+    topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
+    check.optional("members", members, f"{lists} K", torch.uint8)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.kind("deterministic", deterministic, bool)
@@ -206,19 +254,23 @@ def _sparse_attention(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     deterministic: bool,
 ) -> tuple[tuple[Tensor, Tensor], dispatch.Launch]:
     out = q.new_empty(*q.shape[:2], min(kv.shape[1], LATENT_DIM))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def compute() -> None:
-        _find("sparse_attention", q, kv, topk_indices)(
+        _find("sparse_attention", q, kv, topk_indices, list_tokens, members)(
             q=q,
             kv=kv,
             topk_indices=topk_indices,
             softmax_scale=softmax_scale,
             topk_lengths=topk_lengths,
             attn_sink=attn_sink,
+            list_tokens=list_tokens,
+            members=members,
             out=out,
             lse=lse,
         )
@@ -237,6 +289,8 @@ def _sparse_attention_backward(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     dlse: Tensor | None,
     deterministic: bool,
     max_workspace_bytes: int,
@@ -246,7 +300,7 @@ def _sparse_attention_backward(
     dkv = kv.new_empty(kv.shape, dtype=torch.float32 if as_float32 else kv.dtype)
 
     def compute() -> None:
-        _find("sparse_attention_backward", q, kv, topk_indices, dout)(
+        _find("sparse_attention_backward", q, kv, topk_indices, list_tokens, members, dout)(
             dout=dout,
             q=q,
             kv=kv,
@@ -256,6 +310,8 @@ def _sparse_attention_backward(
             softmax_scale=softmax_scale,
             topk_lengths=topk_lengths,
             attn_sink=attn_sink,
+            list_tokens=list_tokens,
+            members=members,
             dlse=dlse,
             deterministic=deterministic,
             max_workspace_bytes=max_workspace_bytes,
@@ -268,7 +324,13 @@ def _sparse_attention_backward(
 
 
 def _find(
-    op: str, q: Tensor, kv: Tensor, topk_indices: Tensor, dout: Tensor | None = None
+    op: str,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    list_tokens: int,
+    members: Tensor | None,
+    dout: Tensor | None = None,
 ) -> dispatch.Launch:
     """The launcher of an op for bfloat16 rows as of a cache, so that it is that of prefill."""
     cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
@@ -276,10 +338,11 @@ def _find(
         op,
         q,
         format=None if cache is None else cache.format,
-        num_heads=q.shape[1],
+        num_heads=list_tokens * q.shape[1],
         topk=topk_indices.shape[1],
         aligned=aligned(q, dout, cache),
         out_dtype=q.dtype,
+        shared_lists=list_tokens > 1 or members is not None,
     )
 
 
@@ -288,17 +351,19 @@ class _Context(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     softmax_scale: float
+    list_tokens: int
     deterministic: bool
 
 
 def _save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, topk_indices, ctx.softmax_scale, topk_lengths, attn_sink, ctx.deterministic = inputs
-    ctx.save_for_backward(q, kv, topk_indices, topk_lengths, attn_sink, *output)
+    q, kv, topk_indices, ctx.softmax_scale, topk_lengths, attn_sink, *lists = inputs
+    ctx.list_tokens, members, ctx.deterministic = lists
+    ctx.save_for_backward(q, kv, topk_indices, topk_lengths, attn_sink, members, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, kv, topk_indices, topk_lengths, attn_sink, out, lse = ctx.saved_tensors
+    q, kv, topk_indices, topk_lengths, attn_sink, members, out, lse = ctx.saved_tensors
     dq, dkv, d_sink = _sparse_attention_backward(
         torch.zeros_like(out) if dout is None else dout.contiguous(),
         q,
@@ -309,12 +374,14 @@ def _gradients(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> tuple
         ctx.softmax_scale,
         topk_lengths,
         attn_sink,
+        ctx.list_tokens,
+        members,
         None if dlse is None else dlse.contiguous(),
         ctx.deterministic,
         MAX_WORKSPACE_BYTES,
         False,
     )
-    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, None
+    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, None, None, None
 
 
 def _refuse_second_derivatives(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:

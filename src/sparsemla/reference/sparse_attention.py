@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sparsemla.formats import LATENT_DIM
 from sparsemla.reference.attention import attend, value_share
+from sparsemla.reference.lists import lists_of_tokens
 
 
 def sparse_attention(
@@ -15,9 +16,14 @@ def sparse_attention(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over its selected rows; float64 stays float64."""
+    topk_indices, topk_lengths = lists_of_tokens(
+        topk_indices, topk_lengths, len(q), list_tokens, members
+    )
     keys, valid = _selected(q, kv, topk_indices, topk_lengths)
     out, lse, _ = attend(q, keys, keys[..., :LATENT_DIM], valid, softmax_scale, attn_sink)
     return out, lse
@@ -34,12 +40,17 @@ def sparse_attention_backward(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    list_tokens: int = 1,
+    members: Tensor | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = True,
     accumulate: Tensor | None = None,
     max_workspace_bytes: int = 2 << 30,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of q, kv and the sink, by their formulas; float64 stays float64."""
+    topk_indices, topk_lengths = lists_of_tokens(
+        topk_indices, topk_lengths, len(q), list_tokens, members
+    )
     keys, valid, probs, dlogits = weights_of_entries(
         dout, q, kv, topk_indices, out, lse, softmax_scale, topk_lengths, attn_sink, dlse
     )

@@ -730,13 +730,15 @@ def sparse_attention_case(
 ) -> Arguments:
     """Arguments of ``sparse_attention``: :func:`sparse_prefill_case` with duplicate entries.
 
-    The sink of the first head is finite.
+    With ``list_tokens`` among the options, :func:`shared_prefill_case`. The sink of the first head
+    is finite.
     """
-    arguments = sparse_prefill_case(
-        draw, dtype=dtype, row_dtype=dtype, **cast("dict[str, Any]", options)
-    )
-    indices = cast("Tensor", arguments["topk_indices"])
-    indices[:, 1::7] = indices[:, :1].clone()
+    make = shared_prefill_case if "list_tokens" in options else sparse_prefill_case
+    arguments = make(draw, dtype=dtype, row_dtype=dtype, **cast("dict[str, Any]", options))
+    for name in ("topk_indices", "members"):
+        if arguments.get(name) is not None:
+            entries = cast("Tensor", arguments[name])
+            entries[:, 1::7] = entries[:, :1].clone()
     if arguments["attn_sink"] is not None:
         cast("Tensor", arguments["attn_sink"])[:1] = draw.uniform()
     return arguments

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparsemla import ops, reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import bf16_format, from_e2m1
+from sparsemla.reference.lists import lists_of_tokens
 from sparsemla.reference.losses import dense_distributions, listed_rows
 from sparsemla.reference.sparse_attention import weights_of_entries
 from sparsemla.testing.poison import poisoned_empty
@@ -298,23 +299,37 @@ def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The size of each element of dq and dkv: the root of the sum of squares of its rounded terms.
 
     Entries of a token that name the same row have the same errors, which add up. For dkv, terms are
-    the products of each token and head, and each token's sum of them.
+    the products of each token and head, and the sum of them over the tokens that share a list.
     """
+    size, lengths = arguments.get("list_tokens", 1), arguments.get("topk_lengths")
+    own, lengths = lists_of_tokens(
+        arguments["topk_indices"],
+        lengths,
+        len(arguments["q"]),
+        size,
+        arguments.get("members"),
+    )
     names = inspect.signature(weights_of_entries).parameters
     given = {name: value for name, value in arguments.items() if name in names}
+    given |= {"topk_indices": own, "topk_lengths": lengths}
     keys, valid, probs, dlogits = (x.double() for x in weights_of_entries(**given))
     dout, q = arguments["dout"].double(), arguments["q"].double()
-    ids, chosen = arguments["topk_indices"].long(), valid.bool()
+    ids, chosen = own.long(), valid.bool()
     named = ids.where(chosen, -1)
-    alike = (named[:, :, None] == named[:, None]).sum(-1)[..., None]
+    same = named[:, :, None] == named[:, None]
+    alike = same.sum(-1)[..., None]
     dq = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square() * alike)
     terms = torch.einsum("thk,thd->tkd", dlogits, q)
     squares = torch.einsum("thk,thd->tkd", dlogits.square(), q.square())
     terms[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs, dout)
     squares[..., : dout.shape[-1]] += torch.einsum("thk,thv->tkv", probs.square(), dout.square())
-    squares = (squares + terms.square()) * alike
     dkv = torch.zeros(arguments["kv"].shape, dtype=squares.dtype, device=squares.device)
-    dkv.index_add_(0, ids[chosen], squares[chosen])
+    dkv.index_add_(0, ids[chosen], (squares * alike)[chosen])
+    for part in range(0, len(ids), size):
+        some = slice(part, part + size)
+        sums = terms[some].sum(0).square() * same[some].all(0).sum(-1)[:, None]
+        row, named_by = ids[some].where(chosen[some], -1).amax(0), chosen[some].any(0)
+        dkv.index_add_(0, row[named_by], sums[named_by])
     return dq.nan_to_num().sqrt(), dkv.nan_to_num().sqrt()
 
 

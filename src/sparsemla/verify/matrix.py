@@ -831,6 +831,22 @@ def _sparse_attention(make: Callable[..., Arguments], float32: tuple[Tolerance, 
         Case("tiny rows, topk 2048", build(make, num_rows=32, topk=2048, **both)),
         Case("no valid index", build(make, share=0.0, **both)),
         Case("strided", build(make, strided=True, **both)),
+        *(
+            Case(
+                f"lists of {size} tokens, {heads} heads",
+                build(make, list_tokens=size, num_tokens=2 * size + 1, num_heads=heads, **options),
+                float32 if "dtype" in options else None,
+                quick=size == 4,
+            )
+            for size, heads, options in (
+                (4, 16, {"with_sink": True, "topk": 65, "share": 0.9}),
+                (4, 32, {"with_lengths": True, "kind": "shuffled", "topk": 33}),
+                (2, 64, {"with_sink": True, "strided": True}),
+                (3, 5, {"kind": "whole", "num_rows": 40}),
+                (8, 1, {"dtype": torch.float32}),
+                (8, 17, both),  # too many heads for Hopper's gradients
+            )
+        ),
         Case(
             "62 tokens, topk 2048",
             build(make, num_tokens=62, num_heads=64, num_rows=4000, topk=2048, **both),
@@ -846,6 +862,10 @@ def _sparse_attention_backward() -> list[Case]:
         *_sparse_attention(make, float32),
         Case("gradient of the LSE", build(make, with_dlse=True, with_sink=True), quick=True),
         Case("a little workspace", build(make, num_tokens=50, max_workspace_bytes=1 << 20)),
+        Case(
+            "lists of 4 tokens, a little workspace",
+            build(make, list_tokens=4, num_tokens=50, with_dlse=True, max_workspace_bytes=1 << 20),
+        ),
     ]
 
 

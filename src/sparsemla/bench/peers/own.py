@@ -21,6 +21,7 @@ from sparsemla.bench.workloads import (
     HeadProducts,
     Inputs,
     SelectTopk,
+    SharedBackward,
     SharedPrefill,
     Side,
     WindowedPrefill,
@@ -92,7 +93,7 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, (CachedPrefill, WindowedPrefill, SharedPrefill)):
+        if isinstance(workload, (CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill)):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
         return None if quantised else "has one way only"
@@ -106,6 +107,9 @@ class Sparsemla(Peer):
         if isinstance(workload, SharedPrefill):
             by_token = workload.by_token
             return [side("sparsemla by token", workload, inputs, lambda: by_token(inputs))]
+        if isinstance(workload, SharedBackward):
+            own = workload.by_token
+            return [side("sparsemla by token", own, inputs, lambda: own.run(inputs))]
         slots = torch.arange(inputs["cache"].num_slots, device=inputs["q"].device)
         cache = PagedCache.allocate(
             BF16_576, inputs["cache"].num_pages, PAGE_SIZE, device=slots.device

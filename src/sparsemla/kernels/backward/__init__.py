@@ -27,7 +27,7 @@ def _cpu() -> ModuleType:
 def _refused_by_sm90(problem: Problem) -> str | None:
     """Why the Hopper kernels refuse a problem, or None."""
     if problem.num_heads > 128:
-        return f"takes at most 128 heads, got {problem.num_heads}"
+        return f"takes at most 128 heads of the tokens of a list, got {problem.num_heads}"
     return refused_by_sm90(problem)
 
 

@@ -37,6 +37,7 @@ from sparsemla.kernels.attention.triton.tiles import LOG2E
 from sparsemla.kernels.backward import triton as portable
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import opaque_zero, reinterpret, tma_load
+from sparsemla.kernels.common.groups import attended, chunks, grouped
 from sparsemla.kernels.common.hopper import (
     BLOCK,
     COPY,
@@ -109,8 +110,17 @@ class WeightsMemory(NamedTuple):
 
 
 @gluon.jit
+def _load_members(lists, members, token, block, LAYOUT: gl.constexpr):
+    """Which tokens attend to the entries of a block of a list: a bit for each."""
+    at = block * BLOCK + gl.arange(0, BLOCK, LAYOUT)
+    end = gl.load(lists.ends + token)
+    bits = gl.load(members.bits + token * members.stride + at, mask=at < end, other=0)
+    return bits.to(gl.int32)
+
+
+@gluon.jit
 def _weights_consumer(
-    W: gl.constexpr, num_jobs, smem, lists, state, probs, dscores, shape, scales,
+    W: gl.constexpr, num_jobs, smem, lists, members, state, probs, dscores, shape, scales,
     TILES: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Blocks ``W``, ``W + 2``, ... of each tile."""
@@ -129,6 +139,8 @@ def _weights_consumer(
         lse2 = gl.load(at, mask=head < num_heads, other=0.0)
         share = gl.load(at + num_states, mask=head < num_heads, other=0.0)
         offset = gl.load(at + 2 * num_states, mask=head < num_heads, other=0.0)
+        if members is not None:
+            owner = 1 << gl.minimum(head // members.num_heads, 8)
         head = first_head + gl.arange(0, 64, STORE_ROWS)
         rows = (token * num_heads + head) * width
         mbarrier.wait(smem.heads.index(0), turn)
@@ -136,6 +148,8 @@ def _weights_consumer(
             block = 2 * i + W
             zero = opaque_zero(i)
             _, valid = load_rows(lists, token, block, gl.SliceLayout(0, S_LAYOUT))
+            if members is not None:
+                bits = _load_members(lists, members, token, block, gl.SliceLayout(0, S_LAYOUT))
             s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             dp = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             for p in gl.static_range(4):
@@ -161,8 +175,11 @@ def _weights_consumer(
                 mbarrier.arrive(smem.heads.index(1), count=1)
             weight = gl.exp2(s * scale_log2 - lse2[:, None])
             ds = weight * (share[:, None] * dp - offset[:, None]) * scale
-            weight = gl.where(valid[None, :], weight * share[:, None], 0.0).to(gl.bfloat16)
-            ds = gl.where(valid[None, :], ds, 0.0).to(gl.bfloat16)
+            kept = valid[None, :]
+            if members is not None:
+                kept = kept & ((bits[None, :] & owner[:, None]) != 0)
+            weight = gl.where(kept, weight * share[:, None], 0.0).to(gl.bfloat16)
+            ds = gl.where(kept, ds, 0.0).to(gl.bfloat16)
             real = (head < num_heads) & (block * BLOCK < width)
             store_tile(probs + block * BLOCK, weight, rows, real, STORE)
             store_tile(dscores + block * BLOCK, ds, rows, real, STORE)
@@ -211,8 +228,8 @@ def _weights_producer(
 
 @gluon.jit(do_not_specialize=["num_jobs", "num_states"])
 def _weights(
-    num_jobs, q, dout, kv, kv_row, lists, state, probs, dscores, num_heads, num_states, width,
-    scale, scale_log2, TILES: gl.constexpr, ROPE: gl.constexpr,
+    num_jobs, q, dout, kv, kv_row, lists, members, state, probs, dscores, num_heads, num_states,
+    width, scale, scale_log2, TILES: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """``A = g P`` and ``softmax_scale * dS`` of tiles of 64 heads ``[n, H, width]``.
 
@@ -250,10 +267,10 @@ def _weights(
     scales = scale, scale_log2
     gl.warp_specialize(
         [
-            (_weights_consumer, (0, num_jobs, smem, lists, state, probs, dscores, shape, scales,
-                                 TILES, ROPE)),
-            (_weights_consumer, (1, num_jobs, smem, lists, state, probs, dscores, shape, scales,
-                                 TILES, ROPE)),
+            (_weights_consumer, (0, num_jobs, smem, lists, members, state, probs, dscores, shape,
+                                 scales, TILES, ROPE)),
+            (_weights_consumer, (1, num_jobs, smem, lists, members, state, probs, dscores, shape,
+                                 scales, TILES, ROPE)),
             (_weights_producer, (num_jobs, smem, q, dout, kv, kv_row, lists, TILES, ROPE)),
         ],
         [4, 4],
@@ -567,6 +584,8 @@ def sparse_attention_backward(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     dlse: Tensor | None,
     deterministic: bool,
     max_workspace_bytes: int,
@@ -586,6 +605,8 @@ def sparse_attention_backward(
             softmax_scale=softmax_scale,
             topk_lengths=topk_lengths,
             attn_sink=attn_sink,
+            list_tokens=list_tokens,
+            members=members,
             dlse=dlse,
             deterministic=deterministic,
             max_workspace_bytes=max_workspace_bytes,
@@ -594,6 +615,7 @@ def sparse_attention_backward(
             d_sink=d_sink,
         )
         return
+    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
     state, sink_terms = portable.softmax_state(dout, out, lse, attn_sink, dlse)
@@ -601,33 +623,35 @@ def sparse_attention_backward(
 
     # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
     q, dout = (x if all(x.stride()) else x.contiguous() for x in (q, dout))
-    width, heads = cdiv(topk, BLOCK.value) * BLOCK.value, 64 if num_heads <= 64 else 128
-    token_bytes = 4 * num_heads * width + topk * (2 * head_dim + ENTRY_BYTES)
+    list_heads, width = list_tokens * num_heads, cdiv(topk, BLOCK.value) * BLOCK.value
+    heads = 64 if list_heads <= 64 else 128
+    list_bytes = 4 * list_heads * width + topk * (2 * head_dim + ENTRY_BYTES)
     multiprocessors = num_multiprocessors(q.device)
-    chunk = min(max(max_workspace_bytes // token_bytes, 1), num_tokens)
-    if multiprocessors < chunk < num_tokens:
-        chunk -= chunk % multiprocessors  # whole waves of the persistent kernels
-    probs, dscores = q.new_empty(2, chunk, num_heads, width)
-    terms = q.new_empty(chunk * topk, head_dim)
+    num_lists = min(max(max_workspace_bytes // list_bytes, 1), len(topk_indices))
+    if multiprocessors < num_lists < len(topk_indices):
+        num_lists -= num_lists % multiprocessors  # whole waves of the persistent kernels
+    probs, dscores = q.new_empty(2, num_lists, list_heads, width)
+    terms = q.new_empty(num_lists * topk, head_dim)
     rope, parts = head_dim - 512, heads // 64
-    for first in range(0, num_tokens, chunk):
-        some = slice(first, min(first + chunk, num_tokens))
-        count = some.stop - first
+    for some, tokens, size in chunks(num_tokens, list_tokens, num_lists):
+        count, heads_of_list = some.stop - some.start, size * num_heads
         jobs = count * parts
         grid = (min(jobs, multiprocessors),)
         indices, lengths = topk_indices[some], None if topk_lengths is None else topk_lengths[some]
         lists = Lists(indices, indices.stride(0), ends[some], kv.shape[0])
+        part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
+        weights = [x[:count, :heads_of_list] for x in (probs, dscores)]
         _weights[grid](
             jobs,
-            tiles_of_heads(q[some], 64),
-            tiles_of_heads(dout[some], 64),
+            tiles_of_heads(part_q, 64),
+            tiles_of_heads(part_dout, 64),
             kv,
             kv.stride(0) // 8,
             lists,
-            state[:, some],
-            probs,
-            dscores,
-            num_heads,
+            portable.members_of(members, some, num_heads),
+            state[:, tokens],
+            *weights,
+            heads_of_list,
             num_tokens * num_heads,
             width,
             softmax_scale,
@@ -638,24 +662,23 @@ def sparse_attention_backward(
         )
         _queries[grid](
             jobs,
-            tiles_of_heads(dscores[:count], 64),
+            tiles_of_heads(weights[1], 64),
             kv,
             kv.stride(0) // 8,
             lists,
-            dq[some],
-            *dq.stride()[:2],
-            num_heads,
+            part_dq,
+            *part_dq.stride()[:2],
+            heads_of_list,
             PARTS=parts,
             ROPE=rope,
             num_warps=4,
         )
         _terms[grid](
             jobs,
-            tiles_of_heads(q[some], heads),
-            _tiles_of_rope(q[some], heads),
-            tiles_of_heads(dout[some], heads),
-            tiles_of_heads(probs[:count], heads),
-            tiles_of_heads(dscores[:count], heads),
+            tiles_of_heads(part_q, heads),
+            _tiles_of_rope(part_q, heads),
+            tiles_of_heads(part_dout, heads),
+            *(tiles_of_heads(x, heads) for x in weights),
             lists,
             terms,
             topk,

@@ -10,9 +10,12 @@ Five kernels, of which three are plain GEMMs over tiles of one token. For a chun
 
 A kernel for one architecture may do the first three in one. A token's heads share its rows, so a
 term is summed over heads in registers; the terms of different tokens meet in memory. Each row adds
-its own in the order of tokens and entries, into float32, one at a time. So the bits of the sum do
+its own in the order of lists and entries, into float32, one at a time. So the bits of the sum do
 not depend on the chunks. A stable sort of the indices lists the terms of each row. Without
 determinism, ``_terms`` adds to dkv by atomics, and there are no lists and no stored terms.
+
+The tokens that share a list are one token with all their heads. ``_weights`` alone knows that these
+do not attend to the same entries.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from sparsemla.kernels.attention.triton.tiles import LOG2E, is_hopper
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
+from sparsemla.kernels.common.groups import attended, chunks, grouped
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.lists import (
     ENTRY_BYTES,
@@ -34,6 +38,17 @@ from sparsemla.kernels.common.lists import (
     length_of,
     load_entries,
 )
+
+
+class Members(NamedTuple):
+    """Which tokens that share a list attend to its entries: bit ``i`` of an entry for token ``i``.
+
+    Heads ``i * num_heads`` to ``(i + 1) * num_heads - 1`` of the list are those of token ``i``.
+    """
+
+    bits: object
+    stride: object
+    num_heads: object
 
 
 class Tiles(NamedTuple):
@@ -133,6 +148,7 @@ def _weights(
     topk_indices,
     indices_token,
     topk_lengths,
+    members,
     state,
     probs,
     dscores,
@@ -185,6 +201,10 @@ def _weights(
     offset = tl.load(rows + 2 * num_rows, mask=real, other=0)[:, None]
     p = tl.exp2(s * scale_log2 - lse2)
     kept = valid[None, :]
+    if members is not None:
+        bits = tl.load(members.bits + token * members.stride + at, mask=valid, other=0)
+        owner = 1 << tl.minimum(head // members.num_heads, 8)
+        kept = (bits.to(tl.int32)[None, :] & owner[:, None]) != 0
     ds = tl.where(kept, p * (share * dp - offset) * scale, 0.0)
     p = tl.where(kept, p * share, 0.0)
     tl.store(probs + target, p.to(probs.dtype.element_ty), mask=inside)
@@ -330,6 +350,11 @@ def softmax_state(
     return state, sink_terms
 
 
+def members_of(members: Tensor | None, lists: slice, num_heads: int) -> Members | None:
+    """The members of some lists, as an argument of ``_weights``."""
+    return None if members is None else Members(members[lists], members.stride(0), num_heads)
+
+
 def sparse_attention_backward(
     *,
     dout: Tensor,
@@ -341,6 +366,8 @@ def sparse_attention_backward(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     dlse: Tensor | None,
     deterministic: bool,
     max_workspace_bytes: int,
@@ -354,37 +381,40 @@ def sparse_attention_backward(
             if result is not None:
                 result.zero_()
         return
+    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
-    tiles = choose_tiles(num_heads, q.dtype, q.device)
+    list_heads = list_tokens * num_heads
+    tiles = choose_tiles(list_heads, q.dtype, q.device)
     state, sink_terms = softmax_state(dout, out, lse, attn_sink, dlse)
     value_dim = out.shape[2]
     # float16 cannot hold small gradients, so its weights are bfloat16 too.
     weight_dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     term_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    token_bytes = 2 * num_heads * topk * weight_dtype.itemsize
+    list_bytes = 2 * list_heads * topk * weight_dtype.itemsize
     if deterministic:
-        token_bytes += topk * (head_dim * term_dtype.itemsize + ENTRY_BYTES)
-    chunk = min(max(max_workspace_bytes // token_bytes, 1), num_tokens)
-    probs, dscores = q.new_empty(2, chunk, num_heads, topk, dtype=weight_dtype)
-    terms = q.new_empty(chunk * topk, head_dim, dtype=term_dtype) if deterministic else None
+        list_bytes += topk * (head_dim * term_dtype.itemsize + ENTRY_BYTES)
+    num_lists = min(max(max_workspace_bytes // list_bytes, 1), len(topk_indices))
+    probs, dscores = q.new_empty(2, num_lists, list_heads, topk, dtype=weight_dtype)
+    terms = q.new_empty(num_lists * topk, head_dim, dtype=term_dtype) if deterministic else None
     common = {"D": head_dim, "UPCAST": INTERPRETED or q.dtype == torch.float32}
-    for first in range(0, num_tokens, chunk):
-        some = slice(first, min(first + chunk, num_tokens))
-        count = some.stop - first
-        lengths = None if topk_lengths is None else topk_lengths[some]
-        lists = topk_indices[some], topk_indices.stride(0), lengths
-        heads = q[some], *q.stride()[:2], dout[some], *dout.stride()[:2]
+    for some, tokens, size in chunks(num_tokens, list_tokens, num_lists):
+        count, heads_of_list = some.stop - some.start, size * num_heads
+        indices, lengths = topk_indices[some], None if topk_lengths is None else topk_lengths[some]
+        lists = indices, indices.stride(0), lengths
+        part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
+        heads = part_q, *part_q.stride()[:2], part_dout, *part_dout.stride()[:2]
         rows = kv, kv.stride(0), kv.shape[0]
-        _weights[(count * cdiv(num_heads, tiles.heads) * cdiv(topk, tiles.keys),)](
+        _weights[(count * cdiv(heads_of_list, tiles.heads) * cdiv(topk, tiles.keys),)](
             *heads,
             *rows,
             *lists,
-            state[:, some],
+            members_of(members, some, num_heads),
+            state[:, tokens],
             probs,
             dscores,
             num_tokens * num_heads,
-            num_heads,
+            heads_of_list,
             topk,
             softmax_scale,
             softmax_scale * LOG2E.value,
@@ -397,13 +427,13 @@ def sparse_attention_backward(
             **common,
         )
         parts = cdiv(head_dim, tiles.dims)
-        _queries[(count * cdiv(num_heads, tiles.heads) * parts,)](
+        _queries[(count * cdiv(heads_of_list, tiles.heads) * parts,)](
             dscores,
             *rows,
             *lists,
-            dq[some],
-            *dq.stride()[:2],
-            num_heads,
+            part_dq,
+            *part_dq.stride()[:2],
+            heads_of_list,
             topk,
             HEADS=tiles.heads,
             KEYS=min(tiles.keys, 64),
@@ -420,7 +450,7 @@ def sparse_attention_backward(
             terms,
             total,
             kv.shape[0],
-            num_heads,
+            heads_of_list,
             topk,
             V=value_dim,
             STEP=tiles.step,
@@ -431,7 +461,7 @@ def sparse_attention_backward(
             **common,
         )
         if terms is not None:
-            add_terms(terms, topk_indices[some], lengths, total)
+            add_terms(terms, indices, lengths, total)
     if total is not dkv:
         dkv.copy_(total)
     if d_sink is not None and sink_terms is not None:

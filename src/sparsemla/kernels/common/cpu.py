@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import RowFields, from_e2m1
+from sparsemla.kernels.common.groups import attended, chunks
 
 WORKSPACE_BYTES = 64 << 20
 """Bytes of a temporary buffer, of any context length; a kernel holds a few such buffers."""
@@ -119,6 +120,47 @@ def selected_rows(
         if not valid.all():
             rows.masked_fill_(~valid[..., None], 0)
         yield tokens, rows, valid
+
+
+class SharedRows(NamedTuple):
+    """Lists, the ``size`` tokens that share each of them, and float32 rows ``[n, K, D]``."""
+
+    lists: slice
+    tokens: slice
+    size: int
+    rows: Tensor
+    valid: Tensor
+    """``[n, K]``: whether an entry names a row, to which one of the tokens attends."""
+    seen: Tensor
+    """``[n, 1 or size * H, K]``: to which entries each token's heads attend."""
+
+
+def shared_rows(
+    kv: Tensor,
+    topk_indices: Tensor,
+    topk_lengths: Tensor | None,
+    shape: torch.Size,
+    list_tokens: int,
+    members: Tensor | None,
+) -> Iterator[SharedRows]:
+    """:func:`selected_rows` of lists that tokens share; ``shape`` is that of queries ``[T, H, D]``.
+
+    The last list, if it has fewer tokens, comes alone.
+    """
+    num_tokens, num_heads = shape[:2]
+    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
+    for part, _, size in chunks(num_tokens, list_tokens, max(num_tokens, 1)):
+        lengths = None if topk_lengths is None else topk_lengths[part]
+        for some, rows, valid in selected_rows(kv, topk_indices[part], lengths, size * num_heads):
+            lists = slice(part.start + some.start, part.start + some.stop)
+            first = lists.start * list_tokens
+            tokens = slice(first, first + size * (lists.stop - lists.start))
+            seen = valid[:, None]
+            if members is not None:
+                bits = torch.ones(size, dtype=torch.uint8) << torch.arange(size).to(torch.uint8)
+                attends = (members[lists, None] & bits[:, None]) != 0  # [n, size, K]
+                seen = seen & attends.repeat_interleave(num_heads, 1)
+            yield SharedRows(lists, tokens, size, rows, valid, seen)
 
 
 def attend(

@@ -6,6 +6,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention.cpu.sparse import Stream, attend_streams
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.common.groups import grouped
 
 
 def sparse_prefill(
@@ -42,19 +43,27 @@ def sparse_attention(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     if kv.dtype == torch.bfloat16:
-        streams = [Stream(PagedCache.from_rows(kv), topk_indices, topk_lengths)]
+        rows = PagedCache.from_rows(kv)
+        streams = [Stream(rows, topk_indices, topk_lengths, list_tokens, members)]
         attend_streams(q, streams, softmax_scale, attn_sink, out, lse)
         return
-    for tokens, keys, valid in cpu.selected_rows(kv, topk_indices, topk_lengths, q.shape[1]):
+    lists = topk_indices, topk_lengths, q.shape, list_tokens, members
+    for some in cpu.shared_rows(kv, *lists):
+        tokens, keys = some.tokens, some.rows
         if keys.shape[1] == 0:
             out[tokens], lse[tokens] = 0, -torch.inf
             continue
-        part, lse[tokens] = cpu.attend(q[tokens].float(), keys, keys, valid, softmax_scale)
-        out[tokens] = cpu.finish(part[..., : out.shape[2]], lse[tokens], attn_sink)
+        queries = grouped(q[tokens], some.size).float()
+        part, part_lse = cpu.attend(queries, keys, keys, some.seen, softmax_scale)
+        lse[tokens] = part_lse.view_as(lse[tokens])
+        part = part.reshape(q[tokens].shape)[..., : out.shape[2]]
+        out[tokens] = cpu.finish(part, lse[tokens], attn_sink)
 
 
 def dense_prefill(

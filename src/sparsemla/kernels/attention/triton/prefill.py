@@ -202,11 +202,24 @@ def sparse_attention(
     softmax_scale: float,
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
+    list_tokens: int,
+    members: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     rows = row_arguments(kv, out.shape[2])
-    _launch(q, *rows, topk_indices, softmax_scale, topk_lengths, attn_sink, out, lse)
+    _launch(
+        q,
+        *rows,
+        topk_indices,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        out,
+        lse,
+        list_tokens=list_tokens,
+        members=members,
+    )
 
 
 def _launch(
