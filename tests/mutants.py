@@ -52,7 +52,7 @@ class Mutant:
 
 
 def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
-    """A mutant that tests find on a CPU."""
+    """A mutant that tests find on a CPU, in an interpreter."""
     return Mutant(name, file, old, new, check)
 
 
@@ -87,6 +87,8 @@ POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
 LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
+SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
 INDEX_DENSE = "tests/test_triton_losses.py -k test_dense_losses and causal and num_heads"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
@@ -463,6 +465,20 @@ CPU_MUTANTS = (
         "[R, NUM_SCALES, BLOCK]) * (scale[:, :, None] * 0 + 1)",
         KEYS_FP4,
     ),
+    portable(
+        "CTAs of a cluster do not see each other's counts",
+        "topk/sm90/radix.py",
+        "barrier.cluster.arrive.release.aligned;",
+        "barrier.cluster.arrive.relaxed.aligned;",
+        CLUSTERS,
+    ),
+    portable(
+        "a list grows past its share of shared memory",
+        "topk/sm90/collect.py",
+        "setp.lt.and.u32 fits, slot, $8, more{0};",
+        "setp.ne.and.u32 fits, slot, 0, more{0};",
+        SHARED_LISTS,
+    ),
 )
 
 ROWS = "attention/sm90/bf16.py"
@@ -719,6 +735,20 @@ GPU_MUTANTS = (
         "topk/sm90/candidates.py",
         "    if size <= k:\n        store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS,",
         "    if size <= k:\n        store_short_row(o, size - 1, k, pages, row, PAGE_SIZE, WARPS,",
+        "select_topk",
+    ),
+    hopper(
+        "bins are read before all keys are counted",
+        "topk/sm90/radix.py",
+        '    return text + "bar.sync 0;\\n"\n',
+        "    return text\n",
+        "select_topk",
+    ),
+    hopper(
+        "one tie too few",
+        "topk/sm90/radix.py",
+        "setp.gt.and.u32 drop, rank, left, is;",
+        "setp.ge.and.u32 drop, rank, left, is;",
         "select_topk",
     ),
     hopper(
