@@ -126,7 +126,7 @@ class GlobalMemory:
         Raises:
             IndexError: addresses outside of the storage, or odd ones.
             RuntimeError: another thread may read them at the same time, or another program may
-                write them.
+                write them; or one address comes with several values.
         """
         start, elements, places = self._accessed(at, element)
         now = threads | self._time << TIME
@@ -136,6 +136,8 @@ class GlobalMemory:
         self._check(written.at(places, element), None, "writes", "writes")
         written.set(places, element, now)
         elements[places] = bits
+        if (elements[places] != bits).any():
+            raise RuntimeError("a race: a store has several values for an address")
 
     def _stamps(self, of: dict[int, Stamps], start: int, element: tl.dtype) -> Stamps:
         if start not in of:

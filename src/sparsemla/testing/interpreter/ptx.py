@@ -67,12 +67,12 @@ class Instruction:
     name: tuple[str, ...]
     operands: tuple[Operand, ...]
 
-    @property
+    @functools.cached_property
     def space(self) -> str:
         """The memory that it accesses, or an empty string."""
         return self.name[1] if self.name[0] in ("ld", "st", "red") else ""
 
-    @property
+    @functools.cached_property
     def yields(self) -> bool:
         """Whether other warps can tell when it is run."""
         return self.space != "" or self.name[0] in ("bar", "barrier")
@@ -94,10 +94,15 @@ class Block:
     variables: Mapping[str, int]
     registers: frozenset[str]
 
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
-        """Whether no warp can tell what another does, so that all can run it at once."""
-        return not any(each.yields or each.name[0] == "bra" for each in self.instructions)
+        """Whether warps do the same and cannot tell what others do, so that all run it at once."""
+        return not any(
+            each.yields
+            or each.name[0] == "bra"
+            or {"%tid.x", "%cluster_ctarank"} & {*each.operands}
+            for each in self.instructions
+        )
 
 
 STATEMENT = re.compile(r"(?:(\w+):(?!:))?\s*(?:@(!?)(\w+)\s+)?([\w.:%]+)?\s*(.*)", re.DOTALL)
@@ -183,14 +188,6 @@ COMPARE = {
 }
 
 
-def _bits(x: Array) -> Array:
-    return np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1)
-
-
-def _clz(x: Array) -> Array:
-    return np.where(x == 0, 32, 31 - np.log2(np.maximum(x, 1).astype(np.float64)).astype(np.int64))
-
-
 def _shifted(shift: Any) -> Callable[[Array, Array], Array]:
     """Shifts by more bits than there are give 0."""
     return lambda x, by: np.where(by > 31, 0, shift(x, np.minimum(by, 31)))
@@ -223,8 +220,8 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "shl": _shifted(np.left_shift),
     "shr": _shifted(np.right_shift),
     "bfe": lambda x, start, length: x >> start & (1 << length) - 1,
-    "clz": _clz,
-    "popc": lambda x: _bits(x).sum(-1),
+    "clz": lambda x: 32 - np.frexp(x.astype(np.float64))[1],
+    "popc": lambda x: np.unpackbits(x[..., None].copy().view(np.uint8), axis=-1).sum(-1),
     "prmt": _permuted,
     "dp4a": _dot_of_bytes,
 }
