@@ -390,6 +390,7 @@ def test_a_result_may_share_a_register_with_an_operand():
     right = run_block("{ mov.b32 $0, 0; add.u32 $0, $0, $1; }", result="=&r")
     assert right.tolist() == list(range(128))
     assert (run_block("{ mov.b32 $0, 0; add.u32 $0, $0, $1; }") == 0x7F).all()
+    assert (run_block("{ .reg .b32 unused; mov.b32 unused, $1; }") == 0x7F).all()
 
 
 TO_OTHER = """{

@@ -582,7 +582,7 @@ def run(asm: str, constraints: str, operands: Sequence[Any], dtype: Any, pack: i
     kinds = constraints.split(",")
     first = pack * len(dtypes)  # register of the first operand
     tied = {first + i: int(each) for i, each in enumerate(kinds[first:]) if each.isdigit()}
-    results = [np.empty(inputs[0].shape, f"u{bytes_of(each)}") for each in dtypes]
+    results = [np.full(inputs[0].shape, POISON, f"u{bytes_of(each)}") for each in dtypes]
     for elements in _elements(shape, cluster, pack):
         warps = [elements] if block.is_alone else list(elements.transpose(1, 0, 2))
         running = []
