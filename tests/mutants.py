@@ -52,7 +52,7 @@ class Mutant:
 
 
 def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
-    """A mutant that tests find on a CPU."""
+    """A mutant that tests find on a CPU, in an interpreter."""
     return Mutant(name, file, old, new, check)
 
 
@@ -90,6 +90,8 @@ SHARED_GRADIENTS = (
     "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
 )
 GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
+SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
 SHARED = "tests/test_triton_lists.py -k test_lists and 2-9-33"
 SHARED_PREFILL = "tests/test_triton_lists.py -k test_attention and 4-16-ascending"
@@ -531,6 +533,20 @@ CPU_MUTANTS = (
         "[R, NUM_SCALES, BLOCK]) * (scale[:, :, None] * 0 + 1)",
         KEYS_FP4,
     ),
+    portable(
+        "CTAs of a cluster do not see each other's counts",
+        "topk/sm90/radix.py",
+        "barrier.cluster.arrive.release.aligned;",
+        "barrier.cluster.arrive.relaxed.aligned;",
+        CLUSTERS,
+    ),
+    portable(
+        "a list grows past its share of shared memory",
+        "topk/sm90/collect.py",
+        "setp.lt.and.u32 fits, slot, $8, more{0};",
+        "setp.ne.and.u32 fits, slot, 0, more{0};",
+        SHARED_LISTS,
+    ),
 )
 
 ROWS = "attention/sm90/bf16.py"
@@ -811,6 +827,20 @@ GPU_MUTANTS = (
         "select_topk",
     ),
     hopper(
+        "bins are read before all keys are counted",
+        "topk/sm90/radix.py",
+        '    return text + "bar.sync 0;\\n"\n',
+        "    return text\n",
+        "select_topk",
+    ),
+    hopper(
+        "one tie too few",
+        "topk/sm90/radix.py",
+        "setp.gt.and.u32 drop, rank, left, is;",
+        "setp.ge.and.u32 drop, rank, left, is;",
+        "select_topk",
+    ),
+    hopper(
         "the sink leaves the weights of values as they are",
         "backward/sm90.py",
         "gl.where(kept, weight * share[:, None], 0.0)",
@@ -1063,7 +1093,8 @@ def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str,
     try:
         code, output = (verify if gpu else run_tests)(arguments, source, timeout)
     except TimeoutError:
-        return ("found" if gpu else "broken"), f"no end after {timeout:.0f} s"
+        hangs = gpu and torch.cuda.is_available()  # the interpreter reports a deadlock instead
+        return ("found" if hangs else "broken"), f"no end after {timeout:.0f} s"
     end = output[-2000:]
     if code == 0:
         return "survives", end

@@ -1,5 +1,7 @@
 """The interpreter of Gluon: what it finds in small kernels, and Hopper's kernels in it."""
 
+import functools
+
 import pytest
 import torch
 
@@ -16,11 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
-from sparsemla.kernels.common.gluon import async_load, reinterpret, tma_load
+from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
+from sparsemla.kernels.topk.sm90 import candidates, registers
+from sparsemla.testing import cases
 from sparsemla.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
 from sparsemla.verify import run
-from sparsemla.verify.matrix import MATRIX
+from sparsemla.verify.matrix import MATRIX, Case
 
 pytestmark = [
     pytest.mark.skipif(not knobs.runtime.interpret, reason="Triton does not interpret"),
@@ -227,6 +232,204 @@ def test_the_environment_is_checked(monkeypatch):
         pass
 
 
+@gluon.jit
+def add_kernel(x, out, BARRIER: gl.constexpr):
+    at = gl.arange(0, 128, VECTOR)
+    gl.store(out + at, gl.load(x + at) + 1)
+    if BARRIER:
+        barrier()
+    gl.store(out + 128 + at, gl.load(out + 127 - at))
+
+
+def test_threads_read_what_others_wrote_behind_a_barrier():
+    x, out = torch.arange(128, dtype=torch.int32), torch.empty(256, dtype=torch.int32)
+    with interpreting():
+        add_kernel[(1,)](x, out, True)
+        assert torch.equal(out, torch.cat([x + 1, (x + 1).flip(0)]))
+        with pytest.raises(
+            RuntimeError, match="a thread writes and another reads, with no barrier"
+        ):
+            add_kernel[(1,)](x, out, False)
+        with pytest.raises(RuntimeError, match="writes what another program reads"):
+            add_kernel[(2,)](x, out, True)
+
+
+@gluon.jit
+def crowd_kernel(x, out):
+    at = gl.arange(0, 64, VECTOR)
+    gl.store(out + at // 2, gl.load(x + at))
+
+
+def test_a_store_has_one_value_for_an_address():
+    x, out = torch.arange(64, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+    with interpreting():
+        crowd_kernel[(1,)](x // 2, out)
+        assert torch.equal(out, x[:32])
+        with pytest.raises(RuntimeError, match="several values for an address"):
+            crowd_kernel[(1,)](x, out)
+
+
+@gluon.jit
+def early_kernel(x, out, WAIT: gl.constexpr):
+    at = gl.arange(0, 64, VECTOR)
+    if WAIT:
+        gdc_wait()
+    gl.store(out + at, gl.load(x + at))
+
+
+def test_an_early_kernel_waits_for_the_one_in_front():
+    x, out = torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    with interpreting():
+        early_kernel[(1,)](x, out, True, launch_pdl=True)
+        assert torch.equal(out, x)
+        with pytest.raises(RuntimeError, match="before it waits for the one in front"):
+            early_kernel[(1,)](x, out, False, launch_pdl=True)
+
+
+# ---- PTX ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def block_kernel(x, out, TEXT: gl.constexpr, RESULT: gl.constexpr):
+    at = gl.arange(0, 128, VECTOR)
+    found = gl.inline_asm_elementwise(
+        TEXT, RESULT + ",r,r", [gl.load(x + at), at], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.store(out + at, found)
+
+
+def run_block(text, x=None, result="=r", seed=0, **options):
+    """Results of PTX for 128 threads: $1 is x, and $2 the thread's number."""
+    x = torch.arange(128, dtype=torch.int32) if x is None else x
+    out = torch.empty(128, dtype=torch.int32)
+    with interpreting(seed):
+        block_kernel[(1,)](x, out, text, result, **options)
+    return out
+
+
+REVERSE = """{
+    .reg .b32 at, from;
+    .shared .align 16 .b32 line[128];
+    mov.u32 at, line;
+    mad.lo.u32 from, $2, -4, at;
+    mad.lo.u32 at, $2, 4, at;
+    st.shared.b32 [at], $1;
+    bar.sync 0;
+    ld.shared.b32 $0, [from+508];
+}"""
+
+
+def test_warps_exchange_through_shared_memory():
+    assert run_block(REVERSE).tolist() == list(range(127, -1, -1))
+    for seed in SEEDS:
+        with pytest.raises(RuntimeError, match=r"a race: warp \d (reads|writes) 'line'"):
+            run_block(REVERSE.replace("bar.sync 0;", ""), seed=seed)
+    with pytest.raises(IndexError, match="outside of all variables"):
+        run_block(REVERSE.replace("508", "512"))
+    with pytest.raises(IndexError, match="misaligned"):
+        run_block(REVERSE.replace("508", "507"))
+
+
+def test_lanes_of_a_warp_need_a_barrier_too():
+    one_warp = REVERSE.replace("from, $2, -4", "from, $2, 0").replace("508", "0")
+    assert run_block(one_warp).tolist() == [0] * 128
+    with pytest.raises(RuntimeError, match=r"several lanes of warp . write a word of 'line'"):
+        run_block(REVERSE.replace("at, $2, 4, at", "at, $2, 0, at"))
+
+
+COUNT = """{
+    .reg .b32 at;
+    .reg .pred first;
+    .shared .align 16 .b32 count[1];
+    mov.u32 at, count;
+    setp.eq.u32 first, $2, 0;
+    @first st.shared.b32 [at], 5;
+    bar.sync 0;
+    red.shared.add.u32 [at], $1;
+    bar.sync 0;
+    ld.shared.b32 $0, [at];
+}"""
+
+
+def test_atomic_additions_race_with_all_but_themselves():
+    assert run_block(COUNT).tolist() == [5 + 127 * 64] * 128
+    first, second, third = COUNT.split("bar.sync 0;")
+    for missing in (first + second + "bar.sync 0;" + third, first + "bar.sync 0;" + second + third):
+        with pytest.raises(RuntimeError, match="a race: warp"):
+            run_block(missing)
+
+
+def test_warps_that_miss_a_barrier_are_a_deadlock():
+    leaves = COUNT.replace("red.shared", "@first bra OUT;\nred.shared")
+    leaves = leaves.replace("[at], 5;", "[at], 5;\nsetp.lt.u32 first, $2, 32;")
+    with pytest.raises(RuntimeError, match="deadlock: 3 of 4 warps"):
+        run_block(leaves[:-1] + "OUT:\nmov.b32 $0, 0;\n}")
+
+
+LOOP = """{
+    .reg .pred more;
+    .reg .b32 left;
+    mov.b32 left, $1;
+    mov.b32 $0, 0;
+    AGAIN:
+    add.u32 $0, $0, left;
+    sub.u32 left, left, 1;
+    setp.gt.s32 more, left, 0;
+    @more bra AGAIN;
+    shfl.sync.bfly.b32 $0, $0, 1, 31, -1;
+}"""
+
+
+def test_lanes_go_around_a_loop_as_often_as_each_needs():
+    x = torch.arange(128, dtype=torch.int32) % 5
+    found = run_block(LOOP, x, "=&r").view(64, 2).flip(1).flatten()
+    assert torch.equal(found, x * (x + 1) // 2)
+
+
+def test_a_result_may_share_a_register_with_an_operand():
+    right = run_block("{ mov.b32 $0, 0; add.u32 $0, $0, $1; }", result="=&r")
+    assert right.tolist() == list(range(128))
+    assert (run_block("{ mov.b32 $0, 0; add.u32 $0, $0, $1; }") == 0x7F).all()
+    assert (run_block("{ .reg .b32 unused; mov.b32 unused, $1; }") == 0x7F).all()
+
+
+TO_OTHER = """{
+    .reg .b32 at, cta, there;
+    .shared .align 16 .b32 word[64];
+    mov.u32 cta, %cluster_ctarank;
+    xor.b32 cta, cta, 1;
+    mov.u32 at, %tid.x;
+    mov.u32 there, word;
+    mad.lo.u32 at, at, 4, there;
+    mapa.shared::cluster.u32 there, at, cta;
+    BARRIER
+    st.shared::cluster.b32 [there], $1;
+    BARRIER
+    ld.shared.b32 $0, [at];
+}"""
+CLUSTER_BARRIER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+
+
+def test_ctas_of_a_cluster_write_to_each_other():
+    text = TO_OTHER.replace("BARRIER", CLUSTER_BARRIER)
+    cluster = {"num_warps": 2, "num_ctas": 2}
+    assert run_block(text, **cluster).tolist() == [*range(64, 128), *range(64)]
+    first, second, third = TO_OTHER.split("BARRIER")
+    for missing, message in (
+        (first + second + CLUSTER_BARRIER + third, "may not have begun"),
+        (first + CLUSTER_BARRIER + second + third, "no barrier orders"),
+        (first + CLUSTER_BARRIER + second + "bar.sync 0;" + third, "no barrier orders"),
+        (text.replace("arrive.release", "arrive.relaxed"), "may not have begun"),
+        (
+            text.replace("ld.shared.b32 $0, [at]", "ld.shared::cluster.b32 $0, [there]"),
+            "have ended",
+        ),
+    ):
+        for seed in SEEDS:
+            with pytest.raises(RuntimeError, match=message):
+                run_block(missing, seed=seed, **cluster)
+
+
 # ---- Hopper's kernels --------------------------------------------------------------------------
 
 SLOW = (  # or without kernels for Hopper
@@ -240,6 +443,11 @@ SLOW = (  # or without kernels for Hopper
     "128 x 512",
     "heads, fp8_584",
     "extra stream, 64 heads",
+    "2500 columns",
+    "ratio 4, drafts",
+    "ratio 4, a prefill",
+    "ratio 4, not causal",
+    "not causal",
 )
 PORTABLE = (  # too few index heads or dims for the kernels for Hopper
     ("selected_scores", "8 heads"),
@@ -254,6 +462,50 @@ CASES = [
     for case in run.chosen_cases(op, "cuda", quick=True)
     if not any(part in case.name for part in SLOW) and (op, case.name) not in PORTABLE
 ]
+
+
+ROWS = {  # of a kind of scores, the length; of columns after it, the scores are NaN
+    "all NaN": 1.0,  # listed again, and at last searched in passes over the row
+    "normal": 1.0,
+    "all equal": 1.0,
+    "NaN, infinities, zeros": 1.0,
+    "plateau of zeros": 0.8,
+    "best at the end": 0.9,
+    "one tiny": 0.1,
+    "infinities": 0.0,
+}
+
+
+def hard_rows(draw, num_rows, num_cols, topk):
+    """Scores of which some mislead a sample, and rows that end early."""
+    kinds = cases.adversarial_scores(draw, num_cols, topk)
+    names = list(ROWS)[:num_rows]
+    ends = draw.tensor([int(ROWS[name] * num_cols) for name in names])
+    scores = torch.stack([kinds[name] for name in names])
+    scores[torch.arange(num_cols) >= ends[:, None]] = float("nan")
+    return {"scores": scores, "topk": topk, "row_ends": ends}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "topk", "multiprocessors", "held_by", "slices"),
+    [
+        pytest.param(2, 20000, 2048, 4, 2, None, id="rows in clusters of two"),
+        pytest.param(1, 17000, 300, 8, 4, None, id="a row in a cluster of four"),
+        pytest.param(8, 9000, 600, 1, None, 1, id="candidates in shared memory"),
+        pytest.param(2, 17000, 5000, 1, None, 1, id="candidates in global memory"),
+        pytest.param(2, 33000, 64, 4, None, 2, id="slices of a row"),
+        pytest.param(1, 70000, 512, 8, None, 8, id="slices of a row, a list of all warps"),
+    ],
+)
+def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors, held_by, slices):
+    arguments = functools.partial(hard_rows, num_rows=num_rows, num_cols=num_cols, topk=topk)
+    with acting_as_hopper(num_cols, multiprocessors):
+        held = registers.schedule_registers(num_rows, num_cols, topk, multiprocessors)
+        lists = candidates.schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
+        outcome = run._run_case("select_topk", Case("", arguments), "cpu", reruns=0)
+    assert (held and held.ctas, None if held else lists.slices) == (held_by, slices)
+    assert outcome.tiers == ("sm90",)
+    assert outcome.failures == ()
 
 
 @pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}: {case.name}" for op, case in CASES])

@@ -13,15 +13,20 @@ numbers, in some runs at least. A wait for an arrival that never comes is report
 and so are a read of an accumulator before its wait, an MMA without a proxy fence, an arrival too
 many, and an address outside of a tensor's storage.
 
-It does not see register layouts, bank conflicts, the order of memory operations inside a
-warpgroup, proxy fences after cp.async, the accuracy of FP8 MMAs, time, or anything that the
-compiler does. Kernels with PTX of
-their own need an entry in :mod:`sparsemla.testing.interpreter.assembly`; those of the selection,
-which are mostly PTX, have none.
+Inline assembly is run as PTX, warp by warp, with its atomics, shuffles and barriers, and with the
+shared memory of all CTAs of a cluster. Warps take turns at random, and accesses to shared memory
+that no barrier orders are reported in every order. So are two programs of a launch of which one
+writes what the other accesses, a thread that reads what another one wrote without a barrier in
+between, and a kernel that begins early and does not wait for the one in front.
+
+It does not see register layouts, bank conflicts, the order of a warpgroup's accesses to shared
+memory that is not PTX's, proxy fences after cp.async, the accuracy of FP8 MMAs, time, or anything
+that the compiler does. Instructions of floating-point numbers are not run as PTX: assembly with
+them needs an entry in :mod:`sparsemla.testing.interpreter.assembly`.
 
 ``values`` has tensors, ``memory`` global and shared memory, ``schedule`` barriers and partitions,
-``language`` the functions of Gluon, ``launch`` kernels and their arguments. ``portable`` repairs
-Triton's own interpreter.
+``ptx`` inline assembly, ``races`` accesses that nothing orders, ``language`` the functions of
+Gluon, ``launch`` kernels and their arguments. ``portable`` repairs Triton's own interpreter.
 """
 
 from sparsemla.testing.interpreter.launch import acting_as_hopper, interpreted_ops, interpreting

@@ -77,6 +77,7 @@ def known() -> Mapping[str, Callable[..., Tensor]]:
         "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x,
         "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x,
         "rcp.approx.ftz.f32 $0, $1;": lambda x: divide(1.0, x),
+        "rsqrt.approx.ftz.f32 $0, $1;": lambda x: Tensor(1 / np.sqrt(x.values), tl.float32),
         "max.xorsign.abs.bf16x2 $0, $1, $2;": _larger_magnitudes,
         "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}": _encoded,

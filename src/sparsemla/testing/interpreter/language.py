@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from sparsemla.testing.interpreter import assembly
+from sparsemla.testing.interpreter import assembly, ptx
 from sparsemla.testing.interpreter.memory import Descriptor, Pointer, Shared, fence
 from sparsemla.testing.interpreter.schedule import Accumulator, Copy, program
 from sparsemla.testing.interpreter.values import (
@@ -117,10 +117,10 @@ def tensor_range(*bounds: Any) -> Iterator[Tensor]:
 
 def _inline_asm(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
-) -> Tensor:
+) -> Any:
     text = assembly.text_of(asm)
     if text not in assembly.known():
-        raise NotImplementedError(f"the interpreter does not know the assembly {text!r}")
+        return ptx.run(asm, constraints, args, dtype, pack)
     with np.errstate(all="ignore"):
         return assembly.known()[text](*args).to(dtype)
 
@@ -308,15 +308,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "wait_group": _wait_group,
     # of barriers; in a program one partition runs at a time, and its threads run together
     "arrive": _arrive,
-    "barrier": _nothing,
+    "barrier": lambda *_, **__: program().barrier(),
     "expect": _expect,
     "fence_async_shared": fence,
     "gdc_launch_dependents": _nothing,
-    "gdc_wait": _nothing,
+    "gdc_wait": lambda: program().memory.wait_for_inputs(),
     "invalidate": _nothing,
     "init": lambda bar, count: bar.barrier.init(count),
     "mbarrier_arrive": _arrive_after_copies,
-    "thread_barrier": _nothing,
+    "thread_barrier": lambda: program().barrier(),
     "wait": _wait,
     # of tensor cores
     "warpgroup_mma": _warpgroup_mma,

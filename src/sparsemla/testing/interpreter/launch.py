@@ -8,7 +8,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from triton.runtime.jit import ConstexprFunction, JITCallable
 
 from sparsemla import dispatch
 from sparsemla.kernels.common.registry import Problem
+from sparsemla.kernels.topk.sm90 import candidates, launch, registers
 from sparsemla.testing.interpreter.language import FUNCTIONS, tensor_range, tma_load
 from sparsemla.testing.interpreter.memory import Descriptor, GlobalMemory
 from sparsemla.testing.interpreter.portable import repair
@@ -38,8 +39,8 @@ TMA_LOADS = [
 """Both names of one function, before and after Triton 3.8."""
 MULTIPROCESSORS = 4
 """Of the GPU that dispatch sees."""
-MOSTLY_PTX = ("select_topk", "merge_topk", "indexer_topk")
-"""Ops whose Hopper kernels the interpreter does not run; they get the portable ones."""
+OF_H200 = 132
+"""Those that the selection sees: they decide which of its kernels run."""
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def interpreting(seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def acting_as_hopper(seed: int = 0) -> Iterator[None]:
+def acting_as_hopper(seed: int = 0, multiprocessors: int = OF_H200) -> Iterator[None]:
     """Let ops on tensors of the CPU choose and run the kernels that a Hopper GPU gets.
 
     Triton's interpreter must have been chosen, by the environment variable ``TRITON_INTERPRET``,
@@ -72,6 +73,7 @@ def acting_as_hopper(seed: int = 0) -> Iterator[None]:
 
     Args:
         seed: see :func:`interpreting`.
+        multiprocessors: of the GPU that the selection sees, and shares its rows among.
 
     Raises:
         RuntimeError: Triton does not interpret.
@@ -82,26 +84,23 @@ def acting_as_hopper(seed: int = 0) -> Iterator[None]:
     original = dispatch._problem
 
     def problem(*args: Any, **kwargs: Any) -> Problem:
-        found = original(*args, **kwargs)
-        capability = (8, 0) if found.op in MOSTLY_PTX else (9, 0)
-        return replace(found, device="cuda", capability=capability)
+        return replace(original(*args, **kwargs), device="cuda", capability=(9, 0))
 
-    with (
-        interpreting(seed),
-        mock.patch.object(dispatch, "_problem", problem),
-        mock.patch.object(dispatch, "problem_of", problem),
-        mock.patch.object(dispatch, "num_multiprocessors", return_value=MULTIPROCESSORS),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(interpreting(seed))
+        for name in ("_problem", "problem_of"):
+            stack.enter_context(mock.patch.object(dispatch, name, problem))
+        seen = dict.fromkeys((candidates, launch, registers), multiprocessors)
+        for module, number in {dispatch: MULTIPROCESSORS, **seen}.items():
+            stack.enter_context(
+                mock.patch.object(module, "num_multiprocessors", return_value=number)
+            )
         yield
 
 
 def interpreted_ops() -> tuple[str, ...]:
     """Ops with kernels for Hopper that :func:`acting_as_hopper` runs."""
-    return tuple(
-        name
-        for name, op in dispatch.OPS.items()
-        if op.kernel("sm90") is not None and name not in MOSTLY_PTX
-    )
+    return tuple(name for name, op in dispatch.OPS.items() if op.kernel("sm90") is not None)
 
 
 def _no_kernel() -> None:
@@ -126,9 +125,13 @@ def _launch(
     places = list(itertools.product(*map(range, sizes)))
     rng.shuffle(places)
     for place in places:
-        program = Program(place, sizes, kwargs.get("num_warps", 4), rng)
+        memory.begin_program(early=kwargs.get("launch_pdl", False))
+        program = Program(
+            place, sizes, kwargs.get("num_warps", 4), kwargs.get("num_ctas", 1), memory, rng
+        )
         with running(program):
             _translated(kernel.fn)(**given)
+        program.end()
 
 
 def _constant(value: Any) -> Any:

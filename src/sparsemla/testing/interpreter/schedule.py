@@ -11,12 +11,17 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton.language as tl
 
+from sparsemla.testing.interpreter.races import Clocks
 from sparsemla.testing.interpreter.values import Array, Tensor
+
+if TYPE_CHECKING:
+    from sparsemla.testing.interpreter.memory import GlobalMemory
+    from sparsemla.testing.interpreter.ptx import Variable
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """A function and its arguments."""
@@ -57,6 +62,48 @@ class Barrier:
     def has_ended(self, parity: int) -> bool:
         """Whether the phase of this parity has ended, as far as one bit tells."""
         return self._phase % 2 != parity
+
+
+class WarpBarrier:
+    """A barrier of all warps of a CTA or a cluster.
+
+    Args:
+        clocks: of the cluster.
+        num_warps: how many arrive.
+    """
+
+    def __init__(self, clocks: Clocks, num_warps: int) -> None:
+        self._clocks, self._num_warps = clocks, num_warps
+        self._released: list[Array] = []
+        """For each phase, what its warps had seen."""
+        self._missing = 0
+        self._phases: dict[int, int] = {}
+        """In which phase a warp has arrived last."""
+        self._ended = 0
+
+    def arrive(self, warp: int, releases: bool = True) -> None:
+        """Arrive; ``releases``: those that wait see what the warp did before."""
+        if self._missing == 0:
+            self._missing = self._num_warps
+            self._released.append(np.zeros(len(self._clocks.seen), np.int32))
+        if releases:
+            np.maximum(
+                self._released[-1],
+                self._clocks.release(slice(warp, warp + 1)),
+                out=self._released[-1],
+            )
+        self._phases[warp] = len(self._released) - 1
+        self._missing -= 1
+        if self._missing == 0:
+            self._ended += 1
+
+    def has_ended(self, warp: int) -> bool:
+        """Whether the phase has ended in which the warp has arrived."""
+        return self._phases[warp] < self._ended
+
+    def acquire(self, warp: int) -> None:
+        """See what all warps did before they arrived."""
+        self._clocks.acquire(slice(warp, warp + 1), self._released[self._phases[warp]])
 
 
 class Copy:
@@ -138,23 +185,60 @@ class _StoppedError(Exception):
 
 
 class Program:
-    """A CTA.
+    """A CTA, or a cluster of CTAs, which has one number in the grid and shares all tensors.
 
     Args:
         place: its numbers in the grid.
         grid: the grid.
-        num_warps: warps of the launch.
+        num_warps: warps of each CTA.
+        num_ctas: CTAs of the cluster.
+        memory: of the launch.
         rng: decides who goes on, and when copies land.
+
+    Attributes:
+        clocks: what the warps have seen of each other.
+        barriers: of each CTA.
+        cluster_barrier: of all CTAs.
+        variables: those that PTX declares in shared memory.
     """
 
     def __init__(
-        self, place: tuple[int, ...], grid: tuple[int, ...], num_warps: int, rng: random.Random
+        self,
+        place: tuple[int, ...],
+        grid: tuple[int, ...],
+        num_warps: int,
+        num_ctas: int,
+        memory: GlobalMemory,
+        rng: random.Random,
     ) -> None:
-        self.place, self.grid, self._num_warps, self._rng = place, grid, num_warps, rng
+        self.place, self.grid, self.memory, self.rng = place, grid, memory, rng
+        self.num_warps, self.num_ctas = num_warps, num_ctas
+        self.total_warps = num_warps * num_ctas
+        self.clocks = Clocks(self.total_warps)
+        self.barriers = [WarpBarrier(self.clocks, num_warps) for _ in range(num_ctas)]
+        self.cluster_barrier = WarpBarrier(self.clocks, self.total_warps)
+        self.variables: list[Variable] = []
         self.current = Partition(num_warps)
         self._partitions = [self.current]
         self._events: list[Callable[[], None]] = []
         self._error: BaseException | None = None
+
+    def barrier(self) -> None:
+        """Let the threads of each CTA, or of the current partition, wait for each other."""
+        self.memory.order()
+        if len(self._partitions) == 1:
+            for cta in range(self.num_ctas):
+                warps = self.warps_of(cta)
+                self.clocks.acquire(warps, self.clocks.release(warps))
+
+    def end(self) -> None:
+        """Check that no CTA needs the memory of one that has ended before."""
+        for variable in self.variables:
+            variable.check_end()
+
+    def warps_of(self, cta: int) -> slice:
+        """The warps of a CTA, among those of the cluster."""
+        return slice(cta * self.num_warps, (cta + 1) * self.num_warps)
 
     def later(self, event: Callable[[], None]) -> None:
         """Let something happen from now on, at the latest when nobody can go on without it."""
@@ -163,13 +247,13 @@ class Program:
 
     def pause(self) -> None:
         """A point where copies may land, MMAs multiply, and another partition may go on."""
-        while self._events and self._rng.random() < HAPPENS:
+        while self._events and self.rng.random() < HAPPENS:
             self._let_one_happen()
         for mma in self.current.mmas:  # in order
-            if self._rng.random() >= HAPPENS:
+            if self.rng.random() >= HAPPENS:
                 break
             mma.happen()
-        if len(self._partitions) > 1 and self._rng.random() < SWITCHES:
+        if len(self._partitions) > 1 and self.rng.random() < SWITCHES:
             self._switch()
 
     def wait(self, barrier: Barrier, parity: int) -> None:
@@ -187,14 +271,14 @@ class Program:
     def specialize(self, calls: Sequence[Call], num_warps: Sequence[int]) -> None:
         """Run functions side by side until all have returned."""
         whole = self.current
-        self._partitions = [Partition(self._num_warps), *map(Partition, num_warps)]
+        self._partitions = [Partition(self.num_warps), *map(Partition, num_warps)]
         threads = [
             threading.Thread(target=self._run, args=(partition, call), daemon=True)
             for partition, call in zip(self._partitions, calls, strict=True)
         ]
         for thread in threads:
             thread.start()
-        self.current = self._rng.choice(self._partitions)
+        self.current = self.rng.choice(self._partitions)
         self.current.turn.release()
         for thread in threads:
             thread.join()
@@ -236,7 +320,7 @@ class Program:
         while not all(partition.ended for partition in self._partitions):
             able = [partition for partition in self._partitions if partition.can_run]
             if able:
-                return self._rng.choice(able)
+                return self.rng.choice(able)
             if self._events:
                 self._let_one_happen()
             else:
@@ -245,7 +329,7 @@ class Program:
         return None
 
     def _let_one_happen(self) -> None:
-        self._events.pop(self._rng.randrange(len(self._events)))()
+        self._events.pop(self.rng.randrange(len(self._events)))()
 
 
 _local = threading.local()

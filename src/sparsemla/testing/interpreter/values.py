@@ -36,6 +36,8 @@ ROUNDED = {
 """Types whose values are kept as float32."""
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NUMBERS = (bool, int, float, np.generic)
+POISON = 0x7F
+"""Each byte of memory without a value: NaN in FP8 and bfloat16, and a large integer."""
 
 
 class _AnyLayout(gl.AutoLayout):
