@@ -482,19 +482,24 @@ def copy_blocks(
     """Copy a pair of blocks of one stream."""
     row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
     row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
-    mark_0 = valid_0.to(gl.int8)
-    mark_1 = valid_1.to(gl.int8)
+    mark_0 = valid_0
+    mark_1 = valid_1
     if members is not None:
-        mark_0 = gl.where(valid_0, load_members(members, at, last, shape), 0).to(gl.int8)
-        mark_1 = gl.where(valid_1, load_members(members, at + 64, last, shape), 0).to(gl.int8)
-    copy_rows(rows.bf16 + row_0, mark_0, rows.bf16 + row_1, mark_1, smem, phase, ROPE)
+        mark_0 = gl.where(valid_0, load_members(members, at, last, shape), 0)
+        mark_1 = gl.where(valid_1, load_members(members, at + 64, last, shape), 0)
+        valid_0 = mark_0 != 0
+        valid_1 = mark_1 != 0
+    row_0 = rows.bf16 + row_0
+    row_1 = rows.bf16 + row_1
+    copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE)
 
 
 @gluon.jit
-def copy_rows(row_0, mark_0, row_1, mark_1, smem, phase, ROPE: gl.constexpr):
-    """Copy a pair of blocks row by row, each half once it is empty; no rows of keys marked 0."""
-    valid_0 = mark_0 != 0
-    valid_1 = mark_1 != 0
+def copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE: gl.constexpr):
+    """Copy a pair of blocks row by row, each half once it is empty, and hand over the keys' marks.
+
+    A mark is the key's validity, or its members.
+    """
     dims = gl.arange(0, 256, COPY_COLS)[None, :]
     rope_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
     row_0 = row_0[:, None]
@@ -515,9 +520,9 @@ def copy_rows(row_0, mark_0, row_1, mark_1, smem, phase, ROPE: gl.constexpr):
     if ROPE > 0:
         async_load(smem.k_rope.index(1), row_1 + rope_dims, mask=valid_1[:, None])
     async_copy.mbarrier_arrive(smem.bar.index(FULL_1L), increment_count=False)
-    smem.valid.index(0).store(mark_0)
+    smem.valid.index(0).store(mark_0.to(gl.int8))
     mbarrier.arrive(smem.bar.index(VALID_0), count=1)
-    smem.valid.index(1).store(mark_1)
+    smem.valid.index(1).store(mark_1.to(gl.int8))
     mbarrier.arrive(smem.bar.index(VALID_1), count=1)
 
 
@@ -640,9 +645,9 @@ def copy_streams(
     while i < num_pairs:
         row_0 = stream_rows(blocks, block, slots_0, rows, extra_rows, L, EXTRA)
         row_1 = stream_rows(blocks, block + 1, slots_1, rows, extra_rows, L, EXTRA)
-        mark_0 = (slots_0 >= 0).to(gl.int8)
-        mark_1 = (slots_1 >= 0).to(gl.int8)
-        copy_rows(row_0, mark_0, row_1, mark_1, smem, phase, ROPE)
+        valid_0 = slots_0 >= 0
+        valid_1 = slots_1 >= 0
+        copy_rows(row_0, valid_0, valid_0, row_1, valid_1, valid_1, smem, phase, ROPE)
         if i == 0:
             last = end_of_valid_blocks(blocks, main, extra, EXTRA, False)
             num_pairs = store_key_range(smem, block * 64, last * 64)
