@@ -959,9 +959,10 @@ def test_table_of_a_document(tmp_path):
         report.write_table(document, None)
 
 
-def test_results_page_matches_its_measurements(tmp_path):
+@pytest.mark.parametrize(("name", "file"), [("results", "h200"), ("results-h100", "h100")])
+def test_results_page_matches_its_measurements(tmp_path, name, file):
     root = Path(__file__).resolve().parent.parent
-    page, data = root / "docs" / "results.md", root / "benchmarks" / "h200.json"
+    page, data = root / "docs" / f"{name}.md", root / "benchmarks" / f"{file}.json"
     copy = tmp_path / "results.md"
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     report.write_table(copy, report.load(data) if data.exists() else None)
@@ -978,6 +979,12 @@ def test_table_command(tmp_path, monkeypatch, capsys):
     assert main() == 0
     assert "docs/results.md: 1 rows" in capsys.readouterr().out
     assert "torch.topk" in document.read_text()
+    own = document.with_name("results-x.md")
+    own.write_text(f"{report.BEGIN}\n{report.END}\n")
+    document.write_text("the page of another GPU")
+    assert main() == 0
+    assert "docs/results-x.md: 1 rows" in capsys.readouterr().out
+    assert "torch.topk" in own.read_text()
 
 
 def test_lines_join_cases_that_differ_only_in_the_axis():

@@ -86,7 +86,12 @@ TABLE = (
         (Proof.RUN,) * len(TRITON_VERSIONS),
         "`sparsemla verify`: 696 of 696 cases on Triton 3.6, 435 of 435 older ones on 3.7 to 3.9.",
     ),
-    Support("sm_90", ("H100",), _NONE, "It gets the H200's code, which was not run on it."),
+    Support(
+        "sm_90",
+        ("H100",),
+        _from_3_6(Proof.RUN),
+        "`sparsemla verify`: 733 of 733 cases on Triton 3.6. It gets the H200's code.",
+    ),
     Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80")),
     Support("sm_89", ("L40S", "RTX 4090"), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_89")),
     Support("sm_100", ("B200",), _from_3_6(Proof.COMPILED), _COMPILES),

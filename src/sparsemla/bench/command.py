@@ -49,7 +49,8 @@ def bench(
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
         device: ``cuda`` or ``cpu``; default the GPU, if there is one.
         commit: commit to record in the rows; default the checkout's.
-        table: a JSON file; its rows replace the table of ``docs/results.md``.
+        table: ``NAME.json``; its rows replace the table of ``docs/results-NAME.md``, if there is
+            such a page, or of ``docs/results.md``.
         full: measure every size of the whole decode step and of top-k, not only some.
         launches: a JSON file for begin and end of each kernel of some decode steps; nothing
             else is measured, and without a GPU the file is only read.
@@ -66,8 +67,10 @@ def bench(
         raise ValueError("plot needs matplotlib, which is not installed")
     if table is not None:
         found = report.load(table)
-        report.write_table(DOCUMENT, found)
-        write(f"{DOCUMENT}: {len(found.rows)} rows")
+        own = DOCUMENT.with_stem(f"{DOCUMENT.stem}-{table.stem}")
+        document = own if own.exists() else DOCUMENT
+        report.write_table(document, found)
+        write(f"{document}: {len(found.rows)} rows")
         for line in crossing_lines(found.rows):
             write(line)
         _plot(write, found, plot)
