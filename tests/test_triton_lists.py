@@ -64,6 +64,15 @@ def test_lists_without_entries_or_tokens():
         check_lists(case | {"list_tokens": 4, "topk_lengths": None})
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_largest_rows(dtype):
+    last = torch.iinfo(dtype).max
+    rows = [[0, last - 1, last], [last, -1, -1], [1, 2, last]]
+    case = {"topk_indices": torch.tensor(rows, dtype=dtype, device=DEVICE), "topk_lengths": None}
+    expected, *_ = check_lists(case | {"list_tokens": 3})
+    assert expected[0, :5].tolist() == [0, 1, 2, last - 1, last]
+
+
 def test_lengths_beyond_int32():
     draw = Draw(62, DEVICE)
     case = share_lists_case(draw, num_tokens=4, list_tokens=2)

@@ -1,20 +1,27 @@
 """Lists of rows that query tokens share, in Triton.
 
-One program merges the lists of a group of tokens, without atomics. The rank of an entry in the
-merge is its place in its own list plus the number of smaller entries in each other list, found by
-binary search; among equal rows the token decides. Neighbouring threads search for neighbouring rows
-and read the same few lines. The lowest token that lists a row writes it and its members at that
-rank, later ones write a hole, and a second pass closes the holes in place.
+A program merges the lists of a group of tokens, and then of further groups, without atomics: one
+token's list after another into their union, from one buffer into another. The rank of an entry in
+the new union is its place in its own list, plus the number of smaller entries in the other one,
+which a binary search finds, minus the number of smaller entries that are in both, which a running
+count finds. Neighbouring threads search for neighbouring rows and read the same few lines.
+
+For ``N`` groups of ``G`` tokens with lists of ``K`` rows and unions of ``U``, that is at most
+``N * G * (K + U)`` searches of ``log2(U)`` loads, whatever the number of rows to select from.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.integers import next_power_of_2
 
 BLOCK = 1024
 """Most entries of a step: four for each thread."""
+PROGRAMS = 4
+"""Programs for each multiprocessor."""
 
 
 @triton.jit
@@ -29,21 +36,75 @@ def _length(topk_lengths, token, num_tokens, topk):
 
 
 @triton.jit
-def _smaller(rows, length, row, wanted, steps):
+def _smaller(rows, length, row, LAST: tl.constexpr):
     """The number of entries of an ascending list that are smaller than each ``row``."""
-    low = tl.zeros_like(row).to(tl.int32)
-    high = low + length
-    for _ in range(steps):
-        middle = (low + high) // 2
-        going_on = wanted & (low < high)
-        found = tl.load(rows + middle, mask=going_on, other=-1)
-        less = (found >= 0) & (found < row)  # entries that name nothing come last
-        low = tl.where(going_on & less, middle + 1, low)
-        high = tl.where(going_on & ~less, middle, high)
+    step = 1
+    while 2 * step <= length:
+        step *= 2
+    smaller = tl.zeros_like(row).to(tl.int32)
+    while step > 0:
+        place = smaller + step
+        found = tl.load(rows + place - 1, mask=place <= length, other=LAST)
+        smaller = tl.where(found < row, place, smaller)
+        step = step // 2
+    return smaller
+
+
+@triton.jit
+def _named(rows, length):
+    """The number of leading entries of a list that name a row."""
+    low = 0
+    while low < length:
+        middle = (low + length) // 2
+        if tl.load(rows + middle) >= 0:
+            low = middle + 1
+        else:
+            length = middle
     return low
 
 
-@triton.jit(do_not_specialize=["num_tokens", "topk", "steps"])
+@triton.jit
+def _merge(
+    union,
+    union_members,
+    length,
+    rows,
+    num_rows,
+    token,
+    out,
+    members,
+    BLOCK: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Merge a token's list of ``num_rows`` rows with a union, and return the new union's length."""
+    both = 0
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = tl.load(union + at, mask=at < length, other=-1)
+        member = tl.load(union_members + at, mask=at < length, other=0)
+        smaller = _smaller(rows, num_rows, row, LAST)
+        same = tl.load(rows + smaller, mask=(at < length) & (smaller < num_rows), other=-1) == row
+        same = (same & (at < length)).to(tl.int32)
+        rank = at + smaller - (both + tl.cumsum(same) - same)
+        tl.store(out + rank, row, mask=at < length)
+        tl.store(members + rank, member | (same << token).to(tl.uint8), mask=at < length)
+        both += tl.sum(same)
+    both = 0
+    for start in range(0, num_rows, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = tl.load(rows + at, mask=at < num_rows, other=-1)
+        smaller = _smaller(union, length, row, LAST)
+        same = tl.load(union + smaller, mask=(at < num_rows) & (smaller < length), other=-1) == row
+        same = (same & (at < num_rows)).to(tl.int32)
+        rank = at + smaller - (both + tl.cumsum(same) - same)
+        new = (at < num_rows) & (same == 0)
+        tl.store(out + rank, row, mask=new)
+        tl.store(members + rank, tl.zeros([BLOCK], tl.uint8) | (1 << token), mask=new)
+        both += tl.sum(same)
+    return length + num_rows - both
+
+
+@triton.jit(do_not_specialize=["num_lists", "num_tokens", "topk"])
 def _share_lists(
     indices,
     indices_token,
@@ -53,85 +114,66 @@ def _share_lists(
     lengths,
     members,
     members_list,
+    parts,
+    parts_members,
+    num_lists,
     num_tokens,
     topk,
-    steps,
     LIST_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LAST: tl.constexpr,
 ):
-    number = tl.program_id(0).to(tl.int64)
-    begin = number * LIST_TOKENS
-    out += number * out_list
-    members += number * members_list
+    size = LIST_TOKENS * topk
+    part = parts + tl.program_id(0).to(tl.int64) * size
+    part_members = parts_members + tl.program_id(0).to(tl.int64) * size
+    for each in range(tl.program_id(0), num_lists, tl.num_programs(0)):
+        number = each + tl.zeros([], tl.int64)
+        begin = number * LIST_TOKENS
+        to = out + number * out_list
+        to_members = members + number * members_list
 
-    ascends = tl.full([BLOCK], 1, tl.int32)
-    listed = tl.zeros([BLOCK], tl.int32)
-    for i in range(LIST_TOKENS):
-        rows = indices + (begin + i) * indices_token
-        length = _length(topk_lengths, begin + i, num_tokens, topk)
-        for start in range(0, length, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            row = tl.load(rows + at, mask=at < length, other=-1)
-            after = tl.load(rows + at + 1, mask=at + 1 < length, other=-1)
-            ascends &= ((after < 0) | ((row >= 0) & (row < after))).to(tl.int32)
-            listed += (row >= 0).to(tl.int32)
-
-    if tl.min(ascends) == 1:
+        ascends = tl.full([BLOCK], 1, tl.int32)
         for i in range(LIST_TOKENS):
             rows = indices + (begin + i) * indices_token
             length = _length(topk_lengths, begin + i, num_tokens, topk)
             for start in range(0, length, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 row = tl.load(rows + at, mask=at < length, other=-1)
-                named = row >= 0
-                rank = at
-                bits = tl.zeros([BLOCK], tl.int32) + (1 << i)
-                owned = named
-                for j in range(LIST_TOKENS):
-                    if j != i:
-                        others = indices + (begin + j) * indices_token
-                        end = _length(topk_lengths, begin + j, num_tokens, topk)
-                        smaller = _smaller(others, end, row, named, steps)
-                        inside = named & (smaller < end)
-                        equal = inside & (tl.load(others + smaller, mask=inside, other=-1) == row)
-                        rank += smaller
-                        if j < i:
-                            rank += equal.to(tl.int32)
-                            owned = owned & ~equal
-                        bits |= equal.to(tl.int32) << j
-                tl.store(out + rank, tl.where(owned, row, -1), mask=named)
-                byte = tl.where(owned, bits, 0).to(tl.uint8)
-                tl.store(members + rank, byte, mask=named)
-        tl.debug_barrier()  # all ranks are written
+                after = tl.load(rows + at + 1, mask=at + 1 < length, other=-1)
+                ascends &= ((after < 0) | ((row >= 0) & (row < after))).to(tl.int32)
 
-        total = tl.sum(listed)
-        end = 0
-        for start in range(0, total, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            row = tl.load(out + at, mask=at < total, other=-1)
-            byte = tl.load(members + at, mask=at < total, other=0)
-            kept = row >= 0
-            place = end + tl.cumsum(kept.to(tl.int32)) - 1
-            end += tl.sum(kept.to(tl.int32))
-            tl.debug_barrier()  # the step has been read
-            tl.store(out + place, row, mask=kept)
-            tl.store(members + place, byte, mask=kept)
-        tl.store(lengths + number, end)
-        for start in range(end, LIST_TOKENS * topk, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            tl.store(out + at, tl.full([BLOCK], -1, tl.int32), mask=at < LIST_TOKENS * topk)
-            tl.store(members + at, tl.zeros([BLOCK], tl.uint8), mask=at < LIST_TOKENS * topk)
-    else:
-        for i in range(LIST_TOKENS):
-            rows = indices + (begin + i) * indices_token
-            length = _length(topk_lengths, begin + i, num_tokens, topk)
-            for start in range(0, topk, BLOCK):
+        if tl.min(ascends) == 1:
+            end = 0
+            # Unions alternate between the result and a buffer; the last one is in the result.
+            union, union_members, merged, merged_members = to, to_members, part, part_members
+            if LIST_TOKENS % 2 == 1:
+                union, union_members, merged, merged_members = part, part_members, to, to_members
+            for i in range(LIST_TOKENS):
+                rows = indices + (begin + i) * indices_token
+                length = _length(topk_lengths, begin + i, num_tokens, topk)
+                length = _named(rows, length)
+                end = _merge(
+                    union, union_members, end, rows, length, i, merged, merged_members, BLOCK, LAST
+                )
+                union, merged = merged, union
+                union_members, merged_members = merged_members, union_members
+                tl.debug_barrier()  # the new union is written, the old one has been read
+            tl.store(lengths + number, end)
+            for start in range(end, size, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                row = tl.load(rows + at, mask=at < length, other=-1)
-                byte = tl.where(row >= 0, 1 << i, 0).to(tl.uint8)
-                tl.store(out + i * topk + at, tl.maximum(row, -1), mask=at < topk)
-                tl.store(members + i * topk + at, byte, mask=at < topk)
-        tl.store(lengths + number, LIST_TOKENS * topk)
+                tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < size)
+                tl.store(to_members + at, tl.zeros([BLOCK], tl.uint8), mask=at < size)
+        else:
+            for i in range(LIST_TOKENS):
+                rows = indices + (begin + i) * indices_token
+                length = _length(topk_lengths, begin + i, num_tokens, topk)
+                for start in range(0, topk, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    row = tl.load(rows + at, mask=at < length, other=-1)
+                    byte = tl.where(row >= 0, 1 << i, 0).to(tl.uint8)
+                    tl.store(to + i * topk + at, tl.maximum(row, -1), mask=at < topk)
+                    tl.store(to_members + i * topk + at, byte, mask=at < topk)
+            tl.store(lengths + number, size)
 
 
 def share_lists(
@@ -146,8 +188,8 @@ def share_lists(
     num_tokens, topk = topk_indices.shape
     if num_tokens == 0:
         return
-    block = min(next_power_of_2(max(topk, 128)), BLOCK)
-    _share_lists[(out.shape[0],)](
+    programs = min(len(out), PROGRAMS * num_multiprocessors(out.device))
+    _share_lists[(programs,)](
         topk_indices,
         topk_indices.stride(0),
         topk_lengths,
@@ -156,10 +198,13 @@ def share_lists(
         lengths,
         members,
         members.stride(0),
+        out.new_empty(programs * list_tokens * topk),
+        members.new_empty(programs * list_tokens * topk),
+        len(out),
         num_tokens,
         topk,
-        topk.bit_length(),
         LIST_TOKENS=list_tokens,
-        BLOCK=block,
-        num_warps=block // 128,
+        BLOCK=min(next_power_of_2(max(topk, 256)), BLOCK),
+        LAST=torch.iinfo(topk_indices.dtype).max,
+        num_warps=8,
     )
