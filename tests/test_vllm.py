@@ -50,7 +50,9 @@ with warnings.catch_warnings():
         get_dcp_group,
         init_distributed_environment,
         initialize_model_parallel,
+        parallel_state,
     )
+    from vllm.distributed.device_communicators import pynccl
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import mla, sparse_attn_indexer
@@ -891,6 +893,30 @@ def test_ranks_that_share_a_context_add_up(config, dtype, interleave):
     out, lse = reference.merge_states(torch.stack(outs), torch.stack(lses))
     assert_close("out", out, expected, SPARSE_PREFILL_OUT)
     assert_close("lse", lse, expected_lse, DECODE_LSE)
+
+
+def test_contexts_are_not_shared_without_nccl(monkeypatch, config):
+    """vLLM leaves the result of a reduce-scatter unwritten if its binding of NCCL is off."""
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    gloo = SimpleNamespace(rank=0, world_size=2)
+    monkeypatch.setattr(pynccl.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(pynccl.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(pynccl.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(pynccl.dist, "get_world_size", lambda group: 2)
+    binding = pynccl.PyNcclCommunicator(gloo, torch.device("cpu"))
+    unwritten = torch.full((1,), 7.0)
+    binding.reduce_scatter(unwritten, torch.ones(2))
+    assert unwritten == 7
+
+    communicator = SimpleNamespace(pynccl_comm=binding)
+    group = SimpleNamespace(device_communicator=communicator)
+    monkeypatch.setattr(attention, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_dcp_world_size_and_rank", lambda shared: (2, 0))
+    buffer = torch.zeros(MAX_TOKENS, TOPK, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"binding of NCCL.*2\.29\.7 or newer"):
+        layer(buffer, 6)
+    communicator.pynccl_comm = None  # as in a communicator for CPUs
+    layer(buffer, 6)
 
 
 def test_a_step_is_described_once_for_all_layers(config):

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed import get_dcp_group
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -372,6 +374,8 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             index_group_builder,
             q_pad_num_heads,
         )
+        if self.dcp_world_size > 1:
+            check_reduce_scatter(get_dcp_group())
         indices = self.topk_indices_buffer
         if indices is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
@@ -529,6 +533,24 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)
+
+
+def check_reduce_scatter(group: GroupCoordinator) -> None:
+    """Refuse a group of GPUs whose ``reduce_scatter`` would return memory that nobody wrote.
+
+    vLLM's communicator for GPUs reduces with its own binding of NCCL. It switches the binding off
+    without a word if NCCL lacks a function of the binding's list. The output is then never written.
+
+    Raises:
+        RuntimeError: the binding is off.
+    """
+    binding = getattr(group.device_communicator, "pynccl_comm", None)
+    if binding is not None and binding.disabled:
+        raise RuntimeError(
+            "sparsemla: decode context parallelism needs vLLM's binding of NCCL, but vLLM switched "
+            "it off and would merge uninitialised memory. NCCL must be 2.29.7 or newer (install "
+            "the torch that vLLM asks for, or set VLLM_NCCL_SO_PATH) and VLLM_DISABLE_PYNCCL unset"
+        )
 
 
 @functools.cache

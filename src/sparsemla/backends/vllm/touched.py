@@ -156,6 +156,22 @@ ATTENTION = (
         ),
     ),
     Touched("vllm.v1.attention.backend:MultipleOf", "type of a result"),
+    Touched("vllm.distributed:get_dcp_group", "ranks that merge results"),
+    Touched(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "ranks that merge results",
+        ("device_communicator",),
+    ),
+    Touched(
+        "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator",
+        "whether they can",
+        ("pynccl_comm",),
+    ),
+    Touched(
+        "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
+        "whether they can",
+        ("disabled",),
+    ),
     Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
     Touched(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl",
