@@ -7,7 +7,8 @@ prefills, and batches of prefills and decodes. Then tokens and log-probabilities
 each mode a line says which classes served, and which kernels were compiled once it was ready.
 
 Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the contexts, too. They
-are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line.
+are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line, and
+those with ``dcp2`` also where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
 two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
@@ -16,6 +17,7 @@ two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need bot
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -117,6 +119,9 @@ PAIRS = (
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
 )
+
+NCCL = (2, 29, 7)
+"""Before it, vLLM's reduce-scatter, which merges the results of shared contexts, writes nothing."""
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -418,23 +423,40 @@ def serve_apart(
     return {name for name in names if (folder / f"{name}.json").exists()}
 
 
-def select_modes(model: str, gpus: int | None, present: int) -> list[str]:
-    """The modes to serve; those that need more GPUs than are present are named and left out.
+def select_modes(model: str, gpus: int | None, present: int, nccl: tuple[int, ...]) -> list[str]:
+    """The modes to serve; those that need more than is present are named and left out.
 
     Args:
         model: type of the model.
         gpus: only modes of so many GPUs, and those that they are compared with; None for all.
         present: number of GPUs here.
+        nccl: version of NCCL here.
     """
     modes = {name: mode for name, mode in MODES.items() if mode.model == model}
     if gpus is not None:
         chosen = {name for name, mode in modes.items() if mode.gpus == gpus}
         chosen |= {base for name, base in PAIRS if name in chosen}
         modes = {name: mode for name, mode in modes.items() if name in chosen}
+    served = []
     for name, mode in modes.items():
         if mode.gpus > present:
             sys.stdout.write(f"{name}: left out, needs {mode.gpus} GPUs and finds {present}\n")
-    return [name for name, mode in modes.items() if mode.gpus <= present]
+        elif mode.dcp > 1 and nccl < NCCL:
+            needed, found = (".".join(map(str, version)) for version in (NCCL, nccl))
+            sys.stdout.write(f"{name}: left out, needs NCCL {needed} and finds {found}\n")
+        else:
+            served.append(name)
+    return served
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one."""
+    path = os.environ.get("VLLM_NCCL_SO_PATH")
+    if path is None:
+        return torch.cuda.nccl.version()[:3]
+    code = ctypes.c_int()
+    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 def main() -> int:
@@ -451,7 +473,9 @@ def main() -> int:
     if arguments.serve:
         serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
-    modes = select_modes(arguments.model, arguments.gpus, torch.cuda.device_count())
+    present = torch.cuda.device_count()
+    nccl = nccl_version() if present > 1 else ()
+    modes = select_modes(arguments.model, arguments.gpus, present, nccl)
     SERVED[arguments.model].make(model)
     served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):

@@ -89,20 +89,24 @@ def test_the_examples_for_engines_say_what_they_take(run_python, name, option):
     assert option in done.stdout
 
 
-def test_modes_for_more_gpus_than_there_are_are_left_out_with_a_line(capsys):
-    from vllm_engine import MODES, PAIRS, select_modes
+def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
+    from vllm_engine import MODES, NCCL, PAIRS, select_modes
 
     one = [name for name, mode in MODES.items() if (mode.model, mode.gpus) == ("deepseek_v32", 1)]
-    assert select_modes("deepseek_v32", None, 1) == one
+    assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
     assert len(lines) == 10
-    two = select_modes("deepseek_v32", 2, 2)
+    old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
+    line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
+    assert line in capsys.readouterr().out.splitlines()
+    assert {MODES[name].dcp for name in old} == {1}
+    two = select_modes("deepseek_v32", 2, 2, NCCL)
     assert {MODES[name].gpus for name in two} == {1, 2}
     pairs = [(name, base) for name, base in PAIRS if {name, base} <= set(two)]
     assert {name for name in two if MODES[name].gpus == 2} <= {name for name, _ in pairs}
     assert set(two) == {name for pair in pairs for name in pair}
-    assert select_modes("deepseek_v4", 2, 2) == ["v4, graphs", "v4, graphs, tp2"]
+    assert select_modes("deepseek_v4", 2, 2, ()) == ["v4, graphs", "v4, graphs, tp2"]
     assert capsys.readouterr().out == ""
 
 
