@@ -30,6 +30,14 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-assembler",
+        action="store_true",
+        help="compile launches for NVIDIA GPUs to PTX, whose assembler is not asked for spills",
+    )
+
+
 def pytest_make_parametrize_id(val):
     """Name cache formats and dtypes in test ids."""
     from sparsemla import CacheFormat  # after the choice of the interpreter

@@ -30,8 +30,9 @@ def every_launch():
 
 
 @pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))
-def test_launch_compiles(compiler, table, launch, target):
-    lines = compiler.submit(report, str(table), launch, target).result()
+def test_launch_compiles(compiler, pytestconfig, table, launch, target):
+    assemble = not pytestconfig.getoption("without_assembler")
+    lines = compiler.submit(report, str(table), launch, target, assemble=assemble).result()
     assert lines
     recorded = spills.read()
     spilling = [

@@ -145,13 +145,19 @@ _inspected: dict[CompiledKernel, Compiled] = {}
 """Kernels by identity: a launch in chunks has each many times, and launches share some."""
 
 
-def compile_launch(launch: Launch, target: Target) -> list[Compiled]:
+def compile_launch(launch: Launch, target: Target, *, assemble: bool = True) -> list[Compiled]:
     """Compile every kernel of ``launch`` for ``target`` without running it.
+
+    Args:
+        launch: the launch.
+        target: the GPU.
+        assemble: whether ptxas runs. If not, what only machine code tells is 0 or false: registers,
+            spills, serialised MMAs and branches to arrivals. Needs Triton 3.8.
 
     Raises:
         ValueError: a kernel needs more shared memory than the target has, or a grid is too large.
     """
-    with _compile_only(target) as launched:
+    with _compile_only(target, assemble) as launched:
         launch()
     for kernel, grid, log in launched:
         if kernel not in _inspected:
@@ -200,7 +206,9 @@ def believe(target: Target, stand_in: object) -> Iterator[None]:
 
 
 @contextmanager
-def _compile_only(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
+def _compile_only(
+    target: Target, assemble: bool
+) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
     """Compile launched kernels for ``target`` instead of running them.
 
     Yields a list that grows with each launch: kernel, grid, and ptxas's log if it ran.
@@ -221,9 +229,23 @@ def _compile_only(target: Target) -> Iterator[list[tuple[CompiledKernel, tuple[i
         believe(target, _CompileOnlyDriver(target)),
         mock.patch.object(JITFunction, "run", warm_up),
         knobs.nvidia.scope(),
+        knobs.runtime.scope(),
     ):
+        if not assemble:
+            knobs.runtime.add_stages_inspection_hook = _without_assembler
         knobs.nvidia.dump_ptxas_log = True
         yield launched
+
+
+def _without_assembler(
+    backend: object = None, stages: dict[str, Callable[..., object]] | None = None, *_: object
+) -> tuple[str, str] | None:
+    """Triton's hook for stages of compilation. Without arguments, a key for its caches."""
+    if stages is None:
+        return "without assembler", "without assembler"
+    if "cubin" in stages:
+        stages["cubin"] = lambda source, metadata: b""
+    return None
 
 
 class _CompileOnlyDriver:
@@ -249,6 +271,8 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", code)[0])
         spills = int(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code)[0])
         branched = False
+    elif not kernel.asm["cubin"]:
+        code, registers, spills, branched = kernel.asm["ptx"], 0, 0, False
     else:
         code = kernel.asm["ptx"]
         usage = _dump(kernel.asm["cubin"], "-res-usage")
@@ -264,7 +288,9 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         registers=registers,
         spills=spills,
         matrix=matrix[0] if matrix else "",
-        serialized="setmaxnreg" in code and SERIALIZED in (log or _assembler_log(code, target)),
+        serialized="setmaxnreg" in code
+        and bool(kernel.asm["cubin"])
+        and SERIALIZED in (log or _assembler_log(code, target)),
         branched=branched,
         reused="init_barrier" in kernel.asm["ttgir"]
         and _reuses_barriers(kernel.asm["ttgir"], target),
@@ -383,10 +409,14 @@ def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
     return list(itertools.product(table["LAUNCHES"], targets))
 
 
-def report(path: str, launch: str, target: str) -> list[str]:
-    """One line for each kernel of a launch: its resources on the target."""
+def report(path: str, launch: str, target: str, *, assemble: bool = True) -> list[str]:
+    """One line for each kernel of a launch: its resources on the target.
+
+    For ``assemble`` see :func:`compile_launch`.
+    """
     (gpu,) = (one for one in TARGETS if one.name == target)
-    return [f"{launch:28} {one}" for one in compile_launch(_table(path)["LAUNCHES"][launch], gpu)]
+    compiled = compile_launch(_table(path)["LAUNCHES"][launch], gpu, assemble=assemble)
+    return [f"{launch:28} {one}" for one in compiled]
 
 
 @functools.cache
