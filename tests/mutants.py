@@ -1147,7 +1147,7 @@ def run_tests(arguments: str, source: Path, timeout: float) -> tuple[int | None,
     # A process of its own: Triton reads the sources of kernels when they are imported. It starts
     # from one that has imported what is not the package's, which takes longer than most checks.
     context = get_context("forkserver")
-    packages = ["hypothesis", "pytest", "torch"]
+    packages = ["hypothesis", "pytest", "torch", "torch._dynamo"]  # which ops import when called
     if "TRITON_INTERPRET" in os.environ:  # which Triton's functions read when they are imported
         packages.append("triton.runtime.interpreter")
     context.set_forkserver_preload(packages)
