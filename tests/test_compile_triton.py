@@ -75,37 +75,6 @@ def test_branched_arrivals_differ_from_predicated_ones():
     assert not BRANCHED_ARRIVAL.search(f"   NOP ;\n        /*20f0*/      @!P0 {arrival}")
 
 
-# Prints what is found of a kernel's arrivals, and when one of them has lost its predicate.
-ARRIVALS = """
-import re, runpy, struct, sys
-from sparsemla.testing import compile
-from sparsemla.testing.compile import ARRIVE, NO_PREDICATE, TARGETS
-
-sm_90 = next(target for target in TARGETS if target.name == "sm_90")
-launch = runpy.run_path(f"{sys.argv[1]}/sm90_attention.py")["LAUNCHES"]["prefill d512 h40 int64"]
-(cubin,) = [
-    one.asm["cubin"] for one in compile.compile_launch(launch, sm_90) if "wgmma" in one.matrix
-]
-(code,) = compile._code_sections(cubin)
-starts = [start for (start,) in struct.iter_unpack("<H14x", code)]
-arrivals = [at for at, start in enumerate(starts) if start & 0xFFF == ARRIVE]
-mutant = bytearray(cubin)
-struct.pack_into("<H", mutant, cubin.index(code) + 16 * arrivals[-1], NO_PREDICATE | ARRIVE)
-disassembled = []
-dump = compile._dump
-compile._dump = lambda *arguments: disassembled.append(dump(*arguments)) or disassembled[-1]
-print(compile._branches_to_arrive(cubin), len(disassembled))
-print(compile._branches_to_arrive(bytes(mutant)), len(disassembled))
-print(len(arrivals) - len(re.findall(r"SYNCS.ARRIVE", disassembled[0])))
-"""
-
-
-def test_branched_arrivals_are_found_by_their_encoding(run_python):
-    done = run_python(ARRIVALS, str(TABLES[0].parent))
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["False", "0", "True", "1", "0"]
-
-
 # Launches that differ only in counts must share a kernel: each compilation delays a server.
 COUNTS = """
 import runpy, sys

@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import runpy
-import struct
 import subprocess
 import sys
 import tempfile
@@ -51,9 +50,6 @@ SERIALIZED = "wgmma.mma_async instructions are serialized"
 
 BRANCHED_ARRIVAL = re.compile(r"^\s*/\*\w+\*/\s+SYNCS\.ARRIVE", re.MULTILINE)
 """In SASS, a barrier arrival without a predicate, reached by a single thread through a branch."""
-
-ARRIVE, NO_PREDICATE = 0x9A7, 0x7000
-"""The first 12 bits of a barrier arrival in Hopper's machine code, and the 4 bits after them."""
 
 BARRIERS = re.compile(
     r"^ *(%\S+) = ttg\.local_alloc : \(\) -> (!ttg\.memdesc<(\d+x)*i64,.*?>)", re.M
@@ -277,7 +273,9 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         code = kernel.asm["ptx"]
         usage = _dump(kernel.asm["cubin"], "-res-usage")
         registers, spills = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
-        branched = "mbarrier.arrive" in code and _branches_to_arrive(kernel.asm["cubin"])
+        branched = "mbarrier.arrive" in code and bool(
+            BRANCHED_ARRIVAL.search(_dump(kernel.asm["cubin"], "-sass"))
+        )
     matrix = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma", code)
     return Compiled(
         kernel=kernel.metadata.name,
@@ -296,36 +294,6 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         and _reuses_barriers(kernel.asm["ttgir"], target),
         asm=kernel.asm,
     )
-
-
-def _branches_to_arrive(cubin: bytes) -> bool:
-    """Whether a kernel with barrier arrivals has one without a predicate.
-
-    The start of each instruction tells, if it is read as on Hopper. Only if there is no arrival, or
-    one without a predicate, is the kernel disassembled, which takes half a second.
-    """
-    starts = {
-        start
-        for section in _code_sections(cubin)
-        for (start,) in struct.iter_unpack("<H14x", section)
-    }
-    arrivals = {start for start in starts if start & 0xFFF == ARRIVE}
-    if arrivals and NO_PREDICATE | ARRIVE not in arrivals:
-        return False
-    return bool(BRANCHED_ARRIVAL.search(_dump(cubin, "-sass")))
-
-
-def _code_sections(cubin: bytes) -> Iterator[bytes]:
-    """The sections with instructions of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_at = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [
-        struct.unpack_from("<I20x2Q", cubin, at) for at in range(table, table + size * count, size)
-    ]
-    _, names, _ = sections[names_at]
-    for name, start, length in sections:
-        if cubin.startswith(b".text.", names + name):
-            yield cubin[start : start + length]
 
 
 def _reuses_barriers(ttgir: str, target: Target) -> bool:
