@@ -34,7 +34,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--without-assembler",
         action="store_true",
-        help="compile launches for NVIDIA GPUs to PTX, whose assembler is not asked for spills",
+        help="compile launches for NVIDIA GPUs to PTX only, so that no spills are counted",
     )
 
 
