@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -48,9 +48,18 @@ def on_two_ranks(
     ]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(300)  # kernels may have to be compiled first
-        assert rank.exitcode == 0
+    running = {rank.sentinel: rank for rank in ranks}
+    try:
+        while running:
+            ended = connection.wait(list(running), 300)  # kernels may have to be compiled first
+            assert ended, f"{len(running)} ranks did not end in 300 s"
+            for each in ended:
+                rank = running.pop(each)
+                rank.join()
+                assert rank.exitcode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()  # one that waits for a rank that failed
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
