@@ -75,3 +75,8 @@ def describe(device: torch.device) -> Device:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter."""
     return describe(device).multiprocessors
+
+
+def register_limit(limit: int) -> dict[str, int]:
+    """The launch option that bounds the registers of a thread, on NVIDIA's GPUs."""
+    return {} if torch.version.hip else {"maxnreg": limit}

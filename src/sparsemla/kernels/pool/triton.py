@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.device import register_limit
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.quant.triton import fused_rope_rmsnorm_quant
@@ -40,6 +41,9 @@ KEPT_ROWS = tl.constexpr(8)
 
 WARP_VALUES = 512
 """Values of a tile for each warp, and as many gates: four 16-byte loads of each per thread."""
+
+POOL_REGISTERS = 80
+"""Most registers of a thread, so that three programs of eight warps fit a multiprocessor."""
 
 
 class Inputs(NamedTuple):
@@ -444,6 +448,7 @@ def pool_windows(
         num_warps=warps,
         enable_fp_fusion=False,  # equal sums give equal bits in every variant of the kernel
         **begins_early(values.device, programs * warps),
+        **(register_limit(POOL_REGISTERS) if warps == 8 else {}),
     )
     no_queries = pooled.new_empty(num_rows, 0, cos_sin_cache.shape[1])
     fused_rope_rmsnorm_quant(

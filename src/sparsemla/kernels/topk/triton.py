@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.device import num_multiprocessors, register_limit
 from sparsemla.kernels.common.slots import slot_of
 from sparsemla.kernels.topk.cpu import merge_sorted
 
@@ -701,7 +701,7 @@ class ListSchedule:
     @property
     def collect_options(self) -> dict[str, Any]:
         """Launch options of the kernel that collects a slice."""
-        return _registers(self.registers)
+        return register_limit(self.registers)
 
     @property
     def finish_options(self) -> dict[str, Any]:
@@ -824,11 +824,6 @@ def launch_in_chunks(
         launch(scores[rows], topk, starts, ends, out[rows], schedule, pages, page_size or 0)
 
 
-def _registers(limit: int) -> dict[str, int]:
-    """The launch option that bounds the registers of a thread, on NVIDIA's GPUs."""
-    return {} if torch.version.hip else {"maxnreg": limit}
-
-
 def launch(
     scores: Tensor,
     topk: int,
@@ -867,7 +862,7 @@ def launch(
             WARPS=schedule.num_warps,
             PAGE_SIZE=page_size,
             num_warps=schedule.num_warps,
-            **_registers(schedule.registers),
+            **register_limit(schedule.registers),
         )
         return
     if num_cols > schedule.capacity:
