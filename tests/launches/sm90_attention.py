@@ -78,6 +78,7 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
             else PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
+            precision="bf16",
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(64, 2, 64, 512),

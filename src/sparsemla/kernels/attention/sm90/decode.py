@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    precision: str,
     schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor | None,
@@ -59,14 +60,10 @@ def sparse_decode(
     queries = Queries(q, *q.stride()[:3])
     if q_rope is not None:
         queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
-    few = num_heads <= FEW_HEADS
     extra = None
     if extra_cache is not None and extra_topk_indices is not None:
         extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
-    if cache.format.fp8_dim:
-        launch = fp8_few_heads.launch if few else fp8.launch
-    else:
-        launch = bf16_few_heads.launch if few else bf16.launch
+    launch = launcher(cache, num_heads, extra, precision)
     launch(
         queries,
         cache,
@@ -79,6 +76,24 @@ def sparse_decode(
         extra=extra,
     )
     merge_splits(*whole, attn_sink, out, lse)
+
+
+def launcher(
+    cache: PagedCache, num_heads: int, extra: object, precision: str
+) -> Callable[..., None]:
+    """The kernel for groups of ``num_heads`` rows, and its products.
+
+    Args:
+        cache: the first stream's.
+        extra: the second stream, or None.
+        precision: ``bf16``, or ``fp8``: a permission, which few kernels use.
+    """
+    few = num_heads <= FEW_HEADS
+    if not cache.format.fp8_dim:
+        return bf16_few_heads.launch if few else bf16.launch
+    if few:
+        return fp8_few_heads.launch
+    return fp8.launch
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
