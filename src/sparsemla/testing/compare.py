@@ -95,8 +95,8 @@ INDEX_LOSS = Tolerance(1e-6, rel=2**-14)
 
 # Decode with FP8 products; the sizes of fp8_decode_limits are limits of each element. Rounding a
 # weight to e4m3 has a relative standard deviation of 2^-5.2, and half of its square is the mean
-# cosine difference. The cosine allows twice that.
-FP8_DECODE_OUT = Tolerance(2**-24, cos=7.5e-4, size=1)
+# cosine difference, 3.7e-4; the cases of verify have up to 2.5e-4.
+FP8_DECODE_OUT = Tolerance(2**-24, cos=5e-4, size=1)
 FP8_DECODE_LSE = Tolerance(1e-6, size=1)
 
 # Sums that are exact in any order; only the sign of zero may differ.
