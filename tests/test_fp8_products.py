@@ -148,19 +148,24 @@ def test_other_arguments_are_beyond_the_limits(change, hopper):
     "options",
     [
         {"queries": lambda q: q.float()},
-        {"queries": rounded_rope},
         {"queries": saturated},
         {"own_lse": True},
         {"rounded": e5m2},
         {"rounded": lambda weights: e4m3(weights) * 1.04},
         {"rounded": lambda weights: e4m3(weights * 0.9) * 1.04},
     ],
-    ids=["queries", "rope", "saturated", "lse", "e5m2", "larger", "both"],
+    ids=["queries", "saturated", "lse", "e5m2", "larger", "both"],
 )
 def test_other_roundings_are_beyond_the_limits(options, hopper):
     arguments = CASES["lengths of each token"].build(Draw(2))
     with pytest.raises(AssertionError):
         check(multiplied(arguments, **options), arguments)
+
+
+def test_rounded_rope_dims_are_beyond_the_limits(hopper):
+    arguments = CASES["one key"].build(Draw(2))
+    with pytest.raises(AssertionError, match="lse"):
+        check(multiplied(arguments, queries=rounded_rope), arguments)
 
 
 @pytest.fixture
