@@ -229,10 +229,15 @@ def test_fp8_products_have_a_gate_of_their_own(monkeypatch):
     ours.check(rounded)
     with pytest.raises(AssertionError, match="lse"):
         ours.check(expected)
-    with pytest.raises(AssertionError, match="lse"):
+    with pytest.raises(AssertionError, match="out"):
         workload.check(inputs, rounded)
     with pytest.raises(AssertionError, match="out"):
         ours.check((rounded[0].roll(1, 0), rounded[1]))
+    given = []
+    monkeypatch.setattr(ops, "sparse_decode", lambda **case: given.append(case.get("precision")))
+    ours.run()
+    workload.bf16_products(inputs)
+    assert given == ["fp8", None]
 
 
 def test_work_of_causal_indexer_scores():
