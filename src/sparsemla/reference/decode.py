@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.formats import FLOAT32_TINY, ceil_pow2, fp8_scales, to_fp8
+from sparsemla.formats import ceil_pow2, fp8_scales, to_fp8
 from sparsemla.reference.attention import apply_sink, attend_slots
 
 
@@ -39,7 +39,7 @@ def sparse_decode(
 def round_queries(q: Tensor, value_dim: int = 512) -> Tensor:
     """Queries as products in FP8 have them: e4m3 codes with a power-of-two scale for each row.
 
-    The scale is ``2^ceil(log2(amax / 448))``, at least 2^-126, of the first ``value_dim`` dims. A
+    The scale is ``2^ceil(log2(amax / 448))``, at least 2^-40, of the first ``value_dim`` dims. A
     row with NaN or infinity becomes NaN. The dims behind, RoPE's, are as they were.
 
     >>> round_queries(torch.tensor([[500.0, 33.0, 4.0, 0.0, 33.0]]), 4)
@@ -47,7 +47,7 @@ def round_queries(q: Tensor, value_dim: int = 512) -> Tensor:
     """
     value, rope = q.float()[..., :value_dim], q.float()[..., value_dim:]
     amax = value.abs().amax(-1, keepdim=True)  # [..., 1]
-    scale = ceil_pow2(fp8_scales(amax).clamp_min(FLOAT32_TINY))  # [..., 1]
+    scale = ceil_pow2(fp8_scales(amax).clamp_min(2.0**-40))  # [..., 1]
     rounded = to_fp8(value / scale).float() * scale  # [..., V]
     return torch.cat([rounded.where(amax.isfinite(), torch.nan), rope], dim=-1)
 

@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
-from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
+from sparsemla.kernels.attention.sm90 import (
+    bf16,
+    bf16_few_heads,
+    fp8,
+    fp8_few_heads,
+    fp8_products,
+)
 from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
@@ -64,17 +71,8 @@ def sparse_decode(
     if extra_cache is not None and extra_topk_indices is not None:
         extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
     launch = launcher(cache, num_heads, extra, precision)
-    launch(
-        queries,
-        cache,
-        main,
-        results,
-        shape,
-        softmax_scale,
-        num_groups=groups,
-        extra_cache=extra_cache,
-        extra=extra,
-    )
+    second = {} if extra is None else {"extra_cache": extra_cache, "extra": extra}
+    launch(queries, cache, main, results, shape, softmax_scale, num_groups=groups, **second)
     merge_splits(*whole, attn_sink, out, lse)
 
 
@@ -93,6 +91,8 @@ def launcher(
         return bf16_few_heads.launch if few else bf16.launch
     if few:
         return fp8_few_heads.launch
+    if precision == "fp8" and cache.format == FP8_DS_MLA and extra is None:
+        return fp8_products.launch
     return fp8.launch
 
 
