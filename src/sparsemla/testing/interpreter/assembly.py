@@ -98,6 +98,7 @@ def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
         " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}": _encoded,
         inside(bf16.scale_pairs): lambda x, alpha: x.to(tl.float32) * alpha,
         inside(bf16.prefetch_blocks): _no_result,
+        inside(fp8_products.prefetch_rows): _no_result,
         inside(fp8_products.weigh): _weighed,
         inside(fp8_products.take_pairs_apart): _taken_apart,
         chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,

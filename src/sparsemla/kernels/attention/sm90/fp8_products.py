@@ -134,6 +134,8 @@ STORE = gl.constexpr(
 
 STAGES = gl.constexpr(4)
 """Blocks in flight, and tiles of which the producer may know the range."""
+PREFETCH = gl.constexpr(4)
+"""Blocks ahead of a copy whose rows are fetched into L2: memory takes longer than a block."""
 LAG = gl.constexpr(4.0)
 GAIN = gl.constexpr(16.0)
 """The e4m3 code of P = 1. 2^LAG times it is 256, the largest code that a float16 shares."""
@@ -587,14 +589,34 @@ def store_factors(scales, valid, stage, smem):
 
 
 @gluon.jit
-def copy_block(step, slots, own_slots, rows, smem, L: gl.constexpr):
+def load_scales(slots, rows, L: gl.constexpr):
+    """The four scales of each key of a block; 1 without a key."""
+    four = gl.arange(0, 4, gl.SliceLayout(0, LOAD_SCALES))
+    scales = rows.words.to(gl.pointer_type(gl.float32), bitcast=True)
+    at = scales + scale_offsets(slots, L)[:, None] + four[None, :]
+    return gl.load(at, mask=(slots >= 0)[:, None], other=1.0)
+
+
+@gluon.jit
+def prefetch_rows(slots, rows, L: gl.constexpr):
+    """Prefetch the rows of a block into L2, one thread a row."""
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred some; setp.ge.s32 some, $2, 0; mov.b32 $0, 0;
+            @some cp.async.bulk.prefetch.L2.global [$1], 656;
+        }""",
+        "=r,l,r",
+        [(rows.words + code_offsets(slots, L)).to(gl.int64), slots],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def copy_block(step, slots, rows, smem, L: gl.constexpr):
     """Copy a block of keys, each part once its stage is empty. Without a key, codes are zeros."""
     stage = step % STAGES
-    # Scales are loaded before the waits.
-    four = gl.arange(0, 4, gl.SliceLayout(0, LOAD_SCALES))
-    at = scale_offsets(own_slots, L)[:, None] + four[None, :]
-    scales = rows.words.to(gl.pointer_type(gl.float32), bitcast=True)
-    scales = gl.load(scales + at, mask=(own_slots >= 0)[:, None], other=1.0)
     valid = (slots >= 0)[:, None]
     codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True) + 4 * code_offsets(slots, L)
     dims = gl.arange(0, 512, gl.SliceLayout(0, COPY_CODES))
@@ -607,29 +629,36 @@ def copy_block(step, slots, own_slots, rows, smem, L: gl.constexpr):
     dims = L.tail_at + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROPE))
     async_load(smem.k_rope.index(step % 2), tail[:, None] + dims[None, :], mask=valid)
     async_copy.mbarrier_arrive(smem.bar.index(KV_FULL + stage), increment_count=False)
-    store_factors(scales, own_slots >= 0, stage, smem)
-    mbarrier.arrive(smem.bar.index(KV_FULL + stage), count=1)
 
 
 @gluon.jit
 def producer(num_tiles, rows, main, shape, smem, L: gl.constexpr):
-    """The producer warpgroup: it copies keys."""
+    """The producer warpgroup: it copies keys.
+
+    What it loads into registers is loaded a block ahead, so that no copy waits for memory: the
+    slots of a block, its scales, and the slots of the block whose rows are prefetched.
+    """
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         blocks = find_key_blocks(tile, main, None, shape, None, None, False)
         block = blocks.first
         slots = load_block_slots(blocks, block, main, None, L, None, False, COPY_KEYS)
-        own_slots = load_block_slots(blocks, block, main, None, L, None, False, SCALE_KEYS)
+        own = load_block_slots(blocks, block, main, None, L, None, False, SCALE_KEYS)
+        later = load_block_slots(blocks, block + 1, main, None, L, None, False, SCALE_KEYS)
+        early = load_block_slots(blocks, block + PREFETCH, main, None, L, None, False, SCALE_KEYS)
+        scales = load_scales(own, rows, L)
         # The end of the valid slots is found during the copy of the first pair.
         num_blocks = 2
         i = 0
         while i < num_blocks:
-            # Loaded before the waits of this block's copies.
             following = load_block_slots(blocks, block + 1, main, None, L, None, False, COPY_KEYS)
-            own_following = load_block_slots(
-                blocks, block + 1, main, None, L, None, False, SCALE_KEYS
-            )
-            copy_block(step, slots, own_slots, rows, smem, L)
+            later_scales = load_scales(later, rows, L)
+            prefetch_rows(early, rows, L)
+            ahead = block + PREFETCH + 1
+            early = load_block_slots(blocks, ahead, main, None, L, None, False, SCALE_KEYS)
+            copy_block(step, slots, rows, smem, L)
+            store_factors(scales, own >= 0, step % STAGES, smem)
+            mbarrier.arrive(smem.bar.index(KV_FULL + step % STAGES), count=1)
             if i == 1:
                 last = end_of_valid_blocks(blocks, main, None, None, False)
                 num_blocks = gl.maximum(gl.cdiv(last - blocks.first, 2), 1) * 2
@@ -640,7 +669,9 @@ def producer(num_tiles, rows, main, shape, smem, L: gl.constexpr):
             block += 1
             step += 1
             slots = following
-            own_slots = own_following
+            own = later
+            scales = later_scales
+            later = load_block_slots(blocks, block + 1, main, None, L, None, False, SCALE_KEYS)
 
 
 @gluon.constexpr_function
