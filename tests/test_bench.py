@@ -24,7 +24,6 @@ from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
 from sparsemla.bench.peers import sglang, vllm_python
 from sparsemla.bench.peers.tilelang import largest_bucket
-from sparsemla.reference.decode import round_queries
 from sparsemla.testing.compare import assert_close
 
 CPU = torch.device("cpu")
@@ -42,7 +41,6 @@ SMALL = [
     workloads.SparseDecode(3, 2, 4, 200, 128, format=BF16_576),
     workloads.SparseDecode(3, 2, 4, 200, 128, format=e4m3_format()),
     workloads.WindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
-    workloads.PermittedDecode(3, 2, 4, 200, 128),
     workloads.WindowedPrefill(3, 64, 200, 128),
     workloads.SparseBackward(40, 40, 16, 576, 32),
     training.TrainingAttention(40, 2, 16),
@@ -212,34 +210,6 @@ def test_work_of_a_sparse_decode():
     assert small.unique_bytes(small.build(CPU)) == expected == 179808
 
 
-def test_fp8_products_have_a_gate_of_their_own(monkeypatch):
-    workload = workloads.PermittedDecode(3, 2, 40, 300, 128)
-    inputs = workload.build(CPU)
-    inputs["softmax_scale"] *= 16  # logits for which roundings of queries matter
-    assert (workload.ours(inputs).note, workload.unit) == ("bfloat16 products", "fp8")
-    expected = workload.bf16_products(inputs)
-    workload.ours(inputs).check(expected)
-    for got, wanted in zip(workload.run(inputs), expected, strict=True):
-        assert torch.equal(got, wanted)
-    asked = []
-    monkeypatch.setattr(workloads, "has_fp8_products", lambda case: asked.append(case) or True)
-    ours = workload.ours(inputs)
-    assert [case["precision"] for case in asked] == ["fp8"]
-    rounded = reference.sparse_decode(**inputs | {"q": round_queries(inputs["q"])})
-    ours.check(rounded)
-    with pytest.raises(AssertionError, match="lse"):
-        ours.check(expected)
-    with pytest.raises(AssertionError, match="out"):
-        workload.check(inputs, rounded)
-    with pytest.raises(AssertionError, match="out"):
-        ours.check((rounded[0].roll(1, 0), rounded[1]))
-    given = []
-    monkeypatch.setattr(ops, "sparse_decode", lambda **case: given.append(case.get("precision")))
-    ours.run()
-    workload.bf16_products(inputs)
-    assert given == ["fp8", None]
-
-
 def test_work_of_causal_indexer_scores():
     workload = workloads.IndexerScores(4096, 8192)
     pairs = sum(range(8192 - 4096 + 1, 8192 + 1))
@@ -346,7 +316,6 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
         (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.SharedBackward(5, 300, 4, 576, 128), "sparsemla by token"),
-        (workloads.PermittedDecode(3, 1, 4, 300, 128), "sparsemla bf16 products"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
         (workloads.WindowedPrefill(3, 4, 200, 128), "sparsemla through a workspace"),
         (workloads.DenseDecode(3, 2, 4, 130, FP8_DS_MLA), "sparsemla bfloat16"),
@@ -512,8 +481,7 @@ def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     name = "FlashMLA after sparsemla's gather" if gathered else "FlashMLA"
     assert [found.peer for found in outcome.rows] == [name]
     padded = isinstance(workload, (workloads.SparsePrefill, workloads.SparseDecode))
-    note = outcome.rows[0].note.removeprefix("bfloat16 products; ")
-    assert note == ("heads padded to 64" if padded else "")
+    assert outcome.rows[0].note == ("heads padded to 64" if padded else "")
     assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None
     assert peer.supports(workloads.Gather(1, 1)) is not None
 

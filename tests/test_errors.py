@@ -574,12 +574,6 @@ OTHERS = [
             q=torch.zeros(3, 1, 8, 448).bfloat16(), q_rope=torch.zeros(3, 1, 8, 64).bfloat16()
         ),
     ),
-    (
-        "sparse_decode",
-        "sparse_decode: precision must be 'bf16' or 'fp8', got 'fp16'",
-        with_arguments(precision="fp16"),
-    ),
-    ("sparse_decode", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
     (
@@ -773,7 +767,6 @@ SCALARS = {
     "rope_first": [None],
     "hadamard": [None, torch.eye(128)],
     "as_slots": [None],
-    "precision": [None, 8, torch.float8_e4m3fn],
 }
 TAKEN = [
     (op, name)

@@ -89,7 +89,6 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
         extra_cache=None,
         extra_topk_indices=None,
         extra_topk_lengths=None,
-        precision="bf16",
         schedule=(2, 16),
         workspace=None,
         out=out,
@@ -97,32 +96,3 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
     )
     assert torch.equal(out, q[..., :512])
     assert torch.equal(lse, q[..., 0].float())
-
-
-@pytest.mark.parametrize(("schedule", "num_heads"), [((1,), 80), ((2,), 80), ((2, 16), 16)])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_precision_and_heads_of_a_tile_choose_the_kernel(
-    monkeypatch, schedule, num_heads, precision
-):
-    def launcher(*given):
-        asked.append(given)
-        return lambda *arguments, **more: None
-
-    asked = []
-    monkeypatch.setattr(decode, "launcher", launcher)
-    monkeypatch.setattr(decode, "merge_splits", lambda *arguments: None)
-    cache = PagedCache.allocate(FP8_DS_MLA, 2, 64)
-    names = "q_rope", "topk_lengths", "attn_sink", "extra_cache", "workspace"
-    names += "extra_topk_indices", "extra_topk_lengths"
-    decode.sparse_decode(
-        q=torch.zeros(3, 1, 80, 576, dtype=torch.bfloat16),
-        cache=cache,
-        topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
-        softmax_scale=1.0,
-        precision=precision,
-        schedule=schedule,
-        out=torch.empty(3, 1, 80, 512, dtype=torch.bfloat16),
-        lse=torch.empty(3, 1, 80),
-        **dict.fromkeys(names),
-    )
-    assert asked == [(cache, num_heads, None, precision)]

@@ -64,7 +64,7 @@ def sparse_prefill(
     return launch
 
 
-def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False, precision="bf16"):
+def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
     def launch():
         dispatch.load("sparse_decode", "sm90")(
             **queries(64, 2, 64, fmt.head_dim, apart=apart),
@@ -78,7 +78,6 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False, precisi
             else PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
-            precision=precision,
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(64, 2, 64, 512),
@@ -129,8 +128,6 @@ LAUNCHES = {
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
     "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4, apart=True),
-    "decode fp8_ds_mla products": sparse_decode(FP8_DS_MLA, precision="fp8"),
-    "decode fp8_ds_mla products split": sparse_decode(FP8_DS_MLA, 4, apart=True, precision="fp8"),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),

@@ -33,7 +33,6 @@ def decode(fmt, num_heads, extra=False, num_splits=1, apart=False):
             extra_cache=cache if extra else None,
             extra_topk_indices=ints(64, 2, 128) if extra else None,
             extra_topk_lengths=ints(64, 2) if extra else None,
-            precision="bf16",
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(64, 2, num_heads, 512),

@@ -265,7 +265,6 @@ def decode_branch(
             extra_cache,
             extra_topk_indices,
             extra_topk_lengths,
-            "bf16",
             schedule,
             attended.splits,
             attended.out,

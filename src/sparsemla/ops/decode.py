@@ -13,9 +13,6 @@ from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
 from sparsemla.ops._repeat import repeated
 
-PRECISIONS = ("bf16", "fp8")
-"""Products of :func:`sparse_decode`: bfloat16, or FP8 where a kernel has them."""
-
 
 def decode_workspace_size(
     batch: int,
@@ -102,7 +99,6 @@ def sparse_decode(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
-    precision: str = "bf16",
     num_splits: int | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
@@ -119,16 +115,6 @@ def sparse_decode(
     A slot is valid iff ``0 <= slot < cache.num_slots`` and it is among the first ``topk_lengths``
     entries; no other row is ever read. A duplicate slot counts twice.
 
-    ``precision="fp8"`` permits FP8 products and does not ask for them. A kernel that has them
-    multiplies e4m3 codes: those of the cache, of the first ``value_dim`` dims of each query, and of
-    the weights ``exp(z_j - max z)`` times a scale::
-
-        s = 2^ceil(log2(max |q[:V]| / 448))      q[:V] = s * e4m3(q[:V] / s)
-
-    RoPE dims stay bfloat16. The relative L2 error of out is 2 to 4 percent then, instead of 0.2 to
-    0.4. Hopper's kernel for the 656 bytes of ``fp8_ds_mla`` has these products for more than 32
-    heads without a second stream. All other calls give the bits of ``"bf16"``.
-
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
         q_rope: ``[B, S, H, D - V]`` of q's dtype, the last dims of the queries; q is
@@ -142,7 +128,6 @@ def sparse_decode(
         extra_cache: a second cache of equal dims, any format and page size, in the same softmax.
         extra_topk_indices: ``[B, S, K2]``, slots in ``extra_cache``.
         extra_topk_lengths: ``[B, S]`` or ``[B]``.
-        precision: ``bf16``, or ``fp8`` to permit FP8 products.
         num_splits: number of splits of a row's keys, computed in parallel; default from shapes and
             multiprocessors. With a given number, a request gets the same bits in any batch.
         workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
@@ -174,7 +159,6 @@ def sparse_decode(
     topk_lengths = check.lengths("topk_lengths", topk_lengths)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
-    check.choice("precision", precision, PRECISIONS)
     if extra_cache is None:
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
@@ -199,7 +183,6 @@ def sparse_decode(
         extra_cache,
         extra_topk_indices,
         extra_topk_lengths,
-        precision,
         schedule,
         workspace,
         out,
@@ -220,7 +203,6 @@ def _sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    precision: str,
     schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor | None,

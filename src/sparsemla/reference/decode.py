@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.formats import ceil_pow2, fp8_scales, to_fp8
 from sparsemla.reference.attention import apply_sink, attend_slots
 
 
@@ -20,13 +19,8 @@ def sparse_decode(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
-    precision: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query token over its selected rows of one or two caches.
-
-    ``precision`` permits roundings, and the definition has none: kernels with FP8 products are
-    tested with the queries of :func:`round_queries`.
-    """
+    """Attention of each query token over its selected rows of one or two caches."""
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
     selections = [_selection(cache, topk_indices, topk_lengths)]
@@ -34,22 +28,6 @@ def sparse_decode(
         selections.append(_selection(extra_cache, extra_topk_indices, extra_topk_lengths))
     out, lse, _ = attend_slots(q.flatten(0, 1), selections, softmax_scale, attn_sink)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
-
-
-def round_queries(q: Tensor, value_dim: int = 512) -> Tensor:
-    """Queries as products in FP8 have them: e4m3 codes with a power-of-two scale for each row.
-
-    The scale is ``2^ceil(log2(amax / 448))``, at least 2^-40, of the first ``value_dim`` dims. A
-    row with NaN or infinity becomes NaN. The dims behind, RoPE's, are as they were.
-
-    >>> round_queries(torch.tensor([[500.0, 33.0, 4.0, 0.0, 33.0]]), 4)
-    tensor([[512.,  32.,   4.,   0.,  33.]])
-    """
-    value, rope = q.float()[..., :value_dim], q.float()[..., value_dim:]
-    amax = value.abs().amax(-1, keepdim=True)  # [..., 1]
-    scale = ceil_pow2(fp8_scales(amax).clamp_min(2.0**-40))  # [..., 1]
-    rounded = to_fp8(value / scale).float() * scale  # [..., V]
-    return torch.cat([rounded.where(amax.isfinite(), torch.nan), rope], dim=-1)
 
 
 def _selection(

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch, ops, reference
+from sparsemla import ops, reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import bf16_format, from_e2m1
-from sparsemla.ops._library import aligned
-from sparsemla.reference.attention import attend, value_share
-from sparsemla.reference.decode import round_queries
 from sparsemla.reference.lists import lists_of_tokens
 from sparsemla.reference.losses import dense_distributions, listed_rows
 from sparsemla.reference.sparse_attention import weights_of_entries
@@ -92,12 +89,6 @@ HEAD_WEIGHT_GRADIENT = Tolerance(2**-24, rel=2**-13, cos=1e-7, size=2**-13)
 # A score of attention up to 16 has an error of 2^-20, and so has the logarithm of P.
 ATTENTION_TARGET = Tolerance(2**-30, rel=2**-13, cos=1e-8)
 INDEX_LOSS = Tolerance(1e-6, rel=2**-14)
-
-# Decode with FP8 products; the sizes of fp8_decode_limits are limits of each element. Rounding a
-# weight to e4m3 has a relative standard deviation of 2^-5.2, and half of its square is the mean
-# cosine difference, 3.7e-4; the cases of verify have up to 2.5e-4.
-FP8_DECODE_OUT = Tolerance(2**-24, cos=5e-4, size=1)
-FP8_DECODE_LSE = Tolerance(1e-6, size=1)
 
 # Sums that are exact in any order; only the sign of zero may differ.
 EXACT = Tolerance(cos=0)
@@ -219,7 +210,7 @@ def check_op(
     Args:
         op: name of the op.
         arguments: arguments for the op and its reference alike.
-        tolerances: one per result; default :func:`tolerances_of`.
+        tolerances: one per result; default :data:`TOLERANCES`.
 
     Returns:
         The op's results.
@@ -235,17 +226,10 @@ def check_op(
     with poisoned_empty():
         results = run_op(op, arguments)
     expected = run_reference(op, arguments)
-    limits, sizes = tolerances or tolerances_of(op, arguments), sizes_of(op, arguments)
+    limits, sizes = tolerances or TOLERANCES[op], sizes_of(op, arguments)
     for index, (got, wanted) in enumerate(zip(results, expected, strict=True)):
         assert_result(f"{op}[{index}]", got, wanted, limits[index], sizes.get(index))
     return results
-
-
-def tolerances_of(op: str, arguments: Mapping[str, Any]) -> tuple[Tolerance | None, ...]:
-    """Tolerances of each result of a call: those of the op, or those of FP8 products."""
-    if op == "sparse_decode" and has_fp8_products(arguments):
-        return FP8_DECODE_OUT, FP8_DECODE_LSE
-    return TOLERANCES[op]
 
 
 def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -269,14 +253,8 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All results of an op's reference.
-
-    A decode with FP8 products has the queries of :func:`round_queries`.
-    """
-    if op == "sparse_decode" and has_fp8_products(arguments):
-        arguments = {**arguments, "q": round_queries(arguments["q"])}
-    without = "out_dtype", "num_splits"
-    arguments = {name: value for name, value in arguments.items() if name not in without}
+    """All results of an op's reference."""
+    arguments = {name: value for name, value in arguments.items() if name != "out_dtype"}
     if op not in ("fused_rope_rmsnorm_quant", "pool_windows"):
         return _as_tuple(getattr(reference, op)(**arguments))
     # The tolerances of these ops expect results rounded to the op's dtypes.
@@ -299,8 +277,6 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
         return {0: score_sizes(op, arguments)}
     if op == "sparse_attention_backward":
         return dict(enumerate(gradient_sizes(arguments)))
-    if op == "sparse_decode" and has_fp8_products(arguments):
-        return dict(enumerate(fp8_decode_limits(arguments)))
     if op == "selected_scores_backward":
         return dict(enumerate(selected_gradient_sizes(arguments)))
     if op == "dense_index_gradients":
@@ -309,87 +285,6 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
         scaled = arguments["weight"].scale is not None
         return {0: largest_products(arguments)} if scaled else {}
     return {}
-
-
-def has_fp8_products(arguments: Mapping[str, Any]) -> bool:
-    """Whether a kernel with FP8 products takes a call of ``sparse_decode``."""
-    if arguments.get("precision", "bf16") == "bf16":
-        return False
-    q, cache, topk = arguments["q"], arguments["cache"], arguments["topk_indices"].shape[2]
-    extra, extra_slots = arguments.get("extra_cache"), arguments.get("extra_topk_indices")
-    problem = dispatch.problem_of(
-        "sparse_decode",
-        q.device,
-        q.dtype,
-        cache.format.name,
-        q.shape[2],
-        topk,
-        None if extra is None else extra.format.name,
-        aligned(q, arguments.get("q_rope"), cache, extra),
-    )
-    if dispatch.explain(problem).chosen != "sm90":
-        return False
-    from sparsemla.kernels.attention.schedule import given_or_chosen, sm90_sparse
-    from sparsemla.kernels.attention.sm90.decode import launcher  # needs Triton
-
-    splits = arguments.get("num_splits")
-    num_keys = topk + (0 if extra_slots is None else extra_slots.shape[2])
-    given = None if splits is None else (splits,)
-    schedule = given_or_chosen(given, sm90_sparse, q, cache, num_keys)
-    num_heads = min((q.shape[2], *schedule[1:]))
-    fp8, bf16 = (launcher(cache, num_heads, extra, precision) for precision in ("fp8", "bf16"))
-    return fp8 is not bf16
-
-
-def fp8_decode_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """How far out and lse of a decode with FP8 products may be from those of rounded queries.
-
-    Products of codes are exact, and their sums are not: an MMA aligns its 32 products and the
-    accumulator to the largest of them and keeps 14 bits, see INDEXER_SCORES. A logit has such sums
-    over each 128 dims that share a scale. Each MMA adds an error of up to a few times 2^-14 of the
-    sum ``S_pj`` that it ends with, so the logit and the lse, a mean of their errors, are off by
-    at most ``d = 2^-12 softmax_scale max_j sum_p |S_pj|``, and by what float32 exponentials allow.
-
-    A weight ``w_j = exp(z_j - lse)`` is off by a factor up to exp(2 d) then. Rounding it to e4m3
-    adds a factor 1 ± 2^-4, or where codes are subnormal, below 2^-6, at most 2^-10. The largest
-    code of a row is 8 or more, so that is 2^-13 of the largest weight. Sums of 2048 products with
-    values take 64 MMAs, which lose up to 2^-13 of the accumulator each, 2^-7 together; fewer keys
-    need fewer. Rounding out to bfloat16 adds 2^-9 of out::
-
-        (2^-4 + 2^-7 + exp(2 d) - 1) sum_j w_j |v_j| + 2^-9 |out| + 2^-13 max_j w_j sum_j |v_j|
-    """
-    q, cache, slots = arguments["q"], arguments["cache"], arguments["topk_indices"].flatten(0, 1)
-    lengths, value_dim = arguments.get("topk_lengths"), cache.format.value_dim
-    scale, sink = arguments["softmax_scale"], arguments.get("attn_sink")
-    valid = (slots >= 0) & (slots < cache.num_slots)  # [R, K]
-    if lengths is not None:
-        lengths = lengths if lengths.dim() > 1 else lengths[:, None].expand(q.shape[:2])
-        columns = torch.arange(slots.shape[1], device=slots.device)
-        valid &= columns < lengths.flatten()[:, None]
-    keys = cache.read(slots.where(valid, 0)).float().where(valid[..., None], 0)  # [R, K, D]
-    values = keys[..., :value_dim].abs()  # [R, K, V]
-    queries = round_queries(q)
-    if arguments.get("q_rope") is not None:
-        queries = torch.cat([queries, arguments["q_rope"].float()], dim=-1)
-    queries = queries.flatten(0, 1)  # [R, H, D]
-    sums = torch.zeros(*queries.shape[:2], slots.shape[1] + 1, device=q.device)  # [R, H, K + 1]
-    for block in range(0, value_dim, 128):
-        partial = torch.zeros_like(sums[..., 1:])
-        for first in range(block, block + 128, 32):
-            dims = slice(first, first + 32)
-            partial += torch.einsum("rhd,rkd->rhk", queries[..., dims], keys[..., dims])
-            sums[..., 1:] += partial.abs()
-    error = 2**-12 * abs(scale) * sums.amax(-1)  # [R, H], 0 without a key
-    terms, lse, largest = attend(queries, keys, values, valid, scale, sink)
-    out, _, _ = attend(queries, keys, keys[..., :value_dim], valid, scale, sink)
-    weight = (largest - lse).exp()[..., None].nan_to_num()  # [R, H, 1]
-    if sink is not None:
-        weight = weight * value_share(lse, sink)[..., None]
-    rounding = 2**-4 + 2**-7 + (2 * error[..., None]).expm1()
-    limit = rounding * terms + 2**-9 * out.abs()
-    limit += 2**-13 * weight * values.sum(1)[:, None]
-    error += DECODE_LSE.rel * lse.abs().nan_to_num(posinf=0) + DECODE_LSE.abs
-    return limit.unflatten(0, q.shape[:2]), error.unflatten(0, q.shape[:2])
 
 
 def largest_products(arguments: Mapping[str, Any]) -> Tensor:

@@ -1144,7 +1144,6 @@ def _sparse_decode() -> list[Case]:
             )
             for fmt in (BF16_576, FP8_DS_MLA)
         ),
-        *_fp8_products(make),
         Case(
             "DeepSeek-V3.2",
             build(
@@ -1161,76 +1160,6 @@ def _sparse_decode() -> list[Case]:
             alone=True,
         ),
     ]
-
-
-def _fp8_products(make: Callable[..., Arguments]) -> list[Case]:
-    """Cases that permit FP8 products; most have them on Hopper.
-
-    One token of a request may go to tiles of 16 heads, which have none; two tokens may not.
-    """
-    both = {"with_sink": True, "with_lengths": True}
-    options: dict[str, dict[str, Any]] = {
-        "64 heads": {"num_heads": 64, "batch": 30, "query_len": 2, "topk": 300, **both},
-        "96 heads": {"num_heads": 96, "query_len": 2, "seq_len": 300, "topk": 200, **both},
-        "128 heads": {"num_heads": 128, "query_len": 2, "seq_len": 300, "topk": 300, **both},
-        "40 heads": {"num_heads": 40, "topk": 70, **both},
-        "one request": {"num_heads": 64, "batch": 1, "query_len": 2, "seq_len": 700, "topk": 600},
-        "one token": {"num_heads": 128, "batch": 1, "seq_len": 700, "topk": 600},
-        "lengths of each token": {
-            "num_heads": 64,
-            "query_len": 3,
-            "topk": 200,
-            "own_lengths": True,
-            **both,
-        },
-        "one key": {"num_heads": 64, "query_len": 2, "topk": 1, "share": 1.0},
-        "no valid slot": {"num_heads": 64, "query_len": 2, "share": 0.0, **both},
-        "exact scales": {"num_heads": 64, "query_len": 2, "scale_mode": "exact", **both},
-        "strided": {"num_heads": 64, "query_len": 2, "strided": True, "num_layers": 2, **both},
-        "32 heads": {"num_heads": 32, **both},
-        "extra stream": {"num_heads": 64, "extra": (FP8_DS_MLA, 50, 70, 16), **both},
-    }
-    large = {"batch": 8, "query_len": 2, "num_heads": 128, "seq_len": 8192, "topk": 2048}
-    few = {"query_len": 2, "num_heads": 64, "topk": 200}
-    return [
-        *(
-            Case(
-                f"FP8 products, {name}",
-                build(_permitting, make, **some),
-                quick=name in ("64 heads", "one request"),
-                alone=name in ("96 heads", "one request", "one token"),
-            )
-            for name, some in options.items()
-        ),
-        Case(
-            "FP8 products, RoPE dims in another tensor",
-            build(_permitting, make, split=True, **few, **both),
-        ),
-        Case(
-            "FP8 products, large logits",
-            build(_permitting, make, softmax_scale=0.5, **few, **both),
-        ),
-        Case(
-            "FP8 products, DeepSeek-V3.2",
-            build(_permitting, make, **large, **both),
-            large=True,
-            alone=True,
-        ),
-    ]
-
-
-def _permitting(
-    draw: Draw,
-    make: Callable[..., Arguments],
-    split: bool = False,
-    softmax_scale: float | None = None,
-    **options: object,
-) -> Arguments:
-    """A decode from a cache of 656 bytes a token that permits FP8 products."""
-    arguments = make(draw, format=FP8_DS_MLA, **options) | {"precision": "fp8"}
-    if softmax_scale is not None:
-        arguments["softmax_scale"] = softmax_scale
-    return cases.split_queries(arguments) if split else arguments
 
 
 def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:

@@ -20,7 +20,6 @@ from sparsemla.bench.workloads import (
     DenseDecode,
     HeadProducts,
     Inputs,
-    PermittedDecode,
     SelectTopk,
     SharedBackward,
     SharedPrefill,
@@ -94,8 +93,7 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, PermittedDecode
-        if isinstance(workload, two):
+        if isinstance(workload, (CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill)):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
         return None if quantised else "has one way only"
@@ -106,9 +104,6 @@ class Sparsemla(Peer):
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"
             return [side(name, workload, inputs, lambda: other(inputs))]
-        if isinstance(workload, PermittedDecode):
-            bf16 = workload.bf16_products
-            return [side("sparsemla bf16 products", workload, inputs, lambda: bf16(inputs))]
         if isinstance(workload, SharedPrefill):
             by_token = workload.by_token
             return [side("sparsemla by token", workload, inputs, lambda: by_token(inputs))]

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import FP8_DS_MLA
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
-from sparsemla.kernels.attention.sm90 import (
-    bf16,
-    bf16_few_heads,
-    fp8,
-    fp8_few_heads,
-    fp8_products,
-)
+from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
 from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
@@ -33,7 +26,6 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
-    precision: str,
     schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor | None,
@@ -67,33 +59,26 @@ def sparse_decode(
     queries = Queries(q, *q.stride()[:3])
     if q_rope is not None:
         queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
+    few = num_heads <= FEW_HEADS
     extra = None
     if extra_cache is not None and extra_topk_indices is not None:
         extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
-    launch = launcher(cache, num_heads, extra, precision)
-    second = {} if extra is None else {"extra_cache": extra_cache, "extra": extra}
-    launch(queries, cache, main, results, shape, softmax_scale, num_groups=groups, **second)
+    if cache.format.fp8_dim:
+        launch = fp8_few_heads.launch if few else fp8.launch
+    else:
+        launch = bf16_few_heads.launch if few else bf16.launch
+    launch(
+        queries,
+        cache,
+        main,
+        results,
+        shape,
+        softmax_scale,
+        num_groups=groups,
+        extra_cache=extra_cache,
+        extra=extra,
+    )
     merge_splits(*whole, attn_sink, out, lse)
-
-
-def launcher(
-    cache: PagedCache, num_heads: int, extra: object, precision: str
-) -> Callable[..., None]:
-    """The kernel for groups of ``num_heads`` rows, and its products.
-
-    Args:
-        cache: the first stream's.
-        extra: the second stream, or None.
-        precision: ``bf16``, or ``fp8``: a permission, which few kernels use.
-    """
-    few = num_heads <= FEW_HEADS
-    if not cache.format.fp8_dim:
-        return bf16_few_heads.launch if few else bf16.launch
-    if few:
-        return fp8_few_heads.launch
-    if precision == "fp8" and cache.format == FP8_DS_MLA and extra is None:
-        return fp8_products.launch
-    return fp8.launch
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
