@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton import knobs
 from triton.runtime import interpreter
 
 
@@ -54,6 +56,9 @@ def repair() -> None:
     builder.create_splat = bool_splat
     interpreter._patch_lang_tensor = patch
     _patch_once()
+    if knobs.runtime.interpret:
+        _skip_unused_sums()
+        _remember_types()
 
 
 def _patch_once() -> None:
@@ -84,3 +89,63 @@ def _patch_once() -> None:
         return scope
 
     interpreter._patch_lang = patch_new
+
+
+def _skip_unused_sums() -> None:
+    """Leave out the sums of int64 that tell whether sums and products of integers overflow.
+
+    Triton asserts that they do not where it debugs. The interpreter does not, but computes them.
+    """
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_types() -> None:
+    """Derive what follows from a type once, and not for each value that has it."""
+    core, semantic = tl.core, interpreter.TritonSemantic
+    init_block, init_tensor = core.block_type.__init__, core.tensor.__init__
+    np_dtype, broadcast = interpreter._get_np_dtype, semantic.broadcast_impl_value
+    sizes: dict[Any, dict[str, Any]] = {}
+    """Shape and number of elements of blocks; blocks of a shape share one object."""
+    names: dict[Any, str] = {}
+    shapes: dict[Any, tuple[Any, dict[str, Any]]] = {}
+    """The same of tensors by that object, which must not be freed: another would have its id."""
+    np_dtypes: dict[str, Any] = {}
+
+    def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple([n if type(n) is int else core._unwrap_if_constexpr(n) for n in shape])
+        named = element_ty.name, key
+        if named not in names:
+            init_block(self, element_ty, shape)
+            sizes.setdefault(key, {"shape": self.shape, "numel": self.numel})
+            names[named] = self.name
+        vars(self).update(sizes[key], name=names[named], element_ty=element_ty)
+
+    def init_tensor_once(self: Any, handle: Any, of: Any) -> None:
+        shape = of.shape if of.is_block() else None
+        if id(shape) not in shapes:
+            init_tensor(self, handle, of)
+            shapes[id(shape)] = shape, {"shape": self.shape, "numel": self.numel}
+        vars(self).update(shapes[id(shape)][1], handle=handle, type=of, dtype=of.scalar)
+
+    def np_dtype_once(tt_dtype: Any) -> Any:
+        if tt_dtype.name not in np_dtypes:
+            np_dtypes[tt_dtype.name] = np_dtype(tt_dtype)
+        return np_dtypes[tt_dtype.name]
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+    core.block_type.__init__ = init_block_once
+    core.tensor.__init__ = init_tensor_once
+    interpreter._get_np_dtype = np_dtype_once
+    semantic.broadcast_impl_value = broadcast_others
