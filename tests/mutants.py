@@ -11,6 +11,7 @@ mutant that does not compile proves nothing and counts as broken.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -1149,7 +1150,7 @@ def run_tests(arguments: str, source: Path, timeout: float) -> tuple[int | None,
     context = get_context("forkserver")
     packages = ["hypothesis", "pytest", "torch", "torch._dynamo"]  # which ops import when called
     if "TRITON_INTERPRET" in os.environ:  # which Triton's functions read when they are imported
-        packages.append("triton.runtime.interpreter")
+        packages += ["triton.runtime.interpreter", "triton.experimental.gluon.nvidia.hopper"]
     context.set_forkserver_preload(packages)
     process = context.Process(target=_pytest, args=(arguments, source, log))
     process.start()
@@ -1166,6 +1167,7 @@ def _pytest(arguments: str, source: Path, log: Path) -> None:
         for output in (1, 2):
             os.dup2(file.fileno(), output)
     os.chdir(TESTS.parent)
+    gc.freeze()  # pytest collects garbage when it ends, not what the packages have left
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True
     path, _, expression = arguments.partition(" -k ")
