@@ -271,10 +271,12 @@ def _inspect(kernel: CompiledKernel, grid: tuple[int, ...], log: str, target: Ta
         code, registers, spills, branched = kernel.asm["ptx"], 0, 0, False
     else:
         code = kernel.asm["ptx"]
-        usage = _dump(kernel.asm["cubin"], "-res-usage")
+        cubin, tools = kernel.asm["cubin"], knobs.nvidia
+        usage = _dump(cubin, tools.cuobjdump.path, "-res-usage")
         registers, spills = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+        # Only code, and without an analysis of its branches: a quarter faster than cuobjdump.
         branched = "mbarrier.arrive" in code and bool(
-            BRANCHED_ARRIVAL.search(_dump(kernel.asm["cubin"], "-sass"))
+            BRANCHED_ARRIVAL.search(_dump(cubin, tools.nvdisasm.path, "-c", "-ndf"))
         )
     matrix = re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma", code)
     return Compiled(
@@ -341,13 +343,14 @@ def _valid_barriers(text: str) -> list[tuple[str, str]]:
     return [(name, kind) for name, kind, count in barriers if invalid.count(name) < count]
 
 
-def _dump(cubin: bytes, option: str) -> str:
-    """The output of cuobjdump for a kernel."""
+def _dump(cubin: bytes, *command: str) -> str:
+    """The output of a tool for a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [*command, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def _assembler_log(ptx: str, target: Target) -> str:
