@@ -6,6 +6,7 @@ process of the tests.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
@@ -80,12 +81,12 @@ def _rank(
 
 
 @contextmanager
-def compiler() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton compiles."""
+def compiler(*modules: str) -> Iterator[ProcessPoolExecutor]:
+    """A process in which Triton compiles, and which has imported these modules, too."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRITON_INTERPRET", raising=False)
-            process.submit(_import).result()  # starts the process
+            process.submit(_import, *modules).result()  # starts the process
         yield process
 
 
@@ -95,8 +96,9 @@ def run(process: ProcessPoolExecutor, code: str, *arguments: str) -> CompletedPr
     return process.submit(_fork, code, arguments, environment).result()
 
 
-def _import() -> None:
-    import sparsemla.testing.compile  # noqa: F401
+def _import(*modules: str) -> None:
+    for module in ("sparsemla.testing.compile", *modules):
+        importlib.import_module(module)
 
 
 def _fork(
