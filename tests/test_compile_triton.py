@@ -23,7 +23,9 @@ def every_launch():
         first, *_ = pairs = launches_of(str(table))
         for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
-            marks = () if quick else pytest.mark.slow
+            marks = [] if quick else [pytest.mark.slow]
+            if table.stem.startswith("sm90_"):
+                marks.append(pytest.mark.hopper)
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )
