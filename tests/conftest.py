@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels run in the interpreter, which is chosen before the import."""
 
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,8 @@ except ImportError:  # no Triton on this platform
     pass
 else:
     repair()
+
+gc.freeze()  # what packages leave is not garbage; looking at it takes a few percent of the time
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("long", deadline=None, max_examples=1000)
