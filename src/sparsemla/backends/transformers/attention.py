@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, overload
 
 import torch
+import transformers
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from transformers import Cache, GenerationMixin, PreTrainedModel
@@ -44,6 +45,10 @@ NOT_SERVED = {
     "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
 }
 """Related model types that are refused, with the reason."""
+
+
+TOO_NEW = (5, 24)
+"""The first version of transformers whose models take ``cache`` for ``past_key_values``."""
 
 
 def refuse(model_type: object) -> str | None:
@@ -280,17 +285,23 @@ def enable(
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: another architecture, a model that is enabled already, a layer with its
-            attention offloaded or on several devices, or a format or head size that does not fit.
-            The model's forward raises ValueError for 4D masks, packed sequences, caches of another
-            kind, ``output_attentions`` and training. With ``training``: another stage, arguments
-            of caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
+        ValueError: transformers 5.24 or newer, another architecture, a model that is enabled
+            already, a layer with its attention offloaded or on several devices, or a format or head
+            size that does not fit. The model's forward raises ValueError for 4D masks, packed
+            sequences, caches of another kind, ``output_attentions`` and training. With
+            ``training``: another stage, arguments of caches, a quantised model, dropout, or a
+            ``kv_b_proj`` that is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) >= TOO_NEW:
+        raise ValueError(
+            f"transformers must be older than {TOO_NEW[0]}.{TOO_NEW[1]}, got {version}"
+        )
     base: Any = model.base_model
     base = getattr(base, "language_model", base)  # of a model that reads images, too
     config = base.config
