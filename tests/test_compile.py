@@ -196,6 +196,7 @@ CALLS = {
     "sparse_prefill, max_logits": lambda: (
         sparse_prefill_case(Draw(12)) | {"max_logits": torch.zeros(5, 8)}
     ),
+    "sparse_prefill, FP8 products": lambda: sparse_prefill_case(Draw(12)) | {"precision": "fp8"},
     "sparse_prefill, cache": lambda: {
         "q": Draw(13).normal(3, 8, 512).bfloat16(),
         "kv": PagedCache.allocate(BF16_512, 3, 8),

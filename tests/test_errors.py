@@ -592,6 +592,12 @@ OTHERS = [
             topk_lengths=case["topk_lengths"][:3],
         ),
     ),
+    (
+        "sparse_prefill",
+        "sparse_prefill: precision must be 'bf16' or 'fp8', got 'fp16'",
+        with_arguments(precision="fp16"),
+    ),
+    ("sparse_prefill", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
     ("sparse_prefill", "list_tokens", with_arguments(list_tokens=0)),
     ("sparse_prefill", "list_tokens", with_arguments(list_tokens=2.0)),
     ("share_lists", "list_tokens", with_arguments(list_tokens=0)),
@@ -767,6 +773,7 @@ SCALARS = {
     "rope_first": [None],
     "hadamard": [None, torch.eye(128)],
     "as_slots": [None],
+    "precision": [None, 8, torch.float8_e4m3fn],
 }
 TAKEN = [
     (op, name)

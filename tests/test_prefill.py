@@ -12,6 +12,8 @@ from sparsemla import (
     dispatch,
     reference,
 )
+from sparsemla.ops._repeat import unrepeated
+from sparsemla.reference.prefill import round_rows
 from sparsemla.testing.cases import (
     Draw,
     dense_prefill_case,
@@ -465,3 +467,62 @@ def test_dense_prefill_equals_torch(device):
     hidden = torch.ones(7, 7, dtype=torch.bool, device=device).triu(1)
     expected_lse = logits.masked_fill(hidden, -math.inf).logsumexp(-1).T
     assert_close("lse", lse, expected_lse, DENSE_PREFILL_LSE)
+
+
+def test_kernels_without_fp8_products_ignore_the_permission(device):
+    case = sparse_prefill_case(Draw(23, device), num_heads=32, with_sink=True)
+    expected = sparsemla.sparse_prefill(**case, precision="bf16")
+    default = sparsemla.sparse_prefill(**case)
+    got = sparsemla.sparse_prefill(**case, precision="fp8")
+    for name, *results in zip(("out", "lse"), default, got, expected, strict=True):
+        for result in results[:2]:
+            assert_equal(name, result, results[2])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_kernels_get_the_precision(device, precision, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dispatch, "select", lambda problem: lambda **given: seen.append(given))
+    case = sparse_prefill_case(Draw(24, device))
+    with unrepeated():
+        sparsemla.sparse_prefill(**case, precision=precision)
+        sparsemla.sparse_prefill(**case)
+    assert [given["precision"] for given in seen] == [precision, "bf16"]
+
+
+def nearest_e4m3(x):
+    """The nearest of all e4m3 values, the one with the even code if there are two."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    differences = [abs(abs(x) - value) for value in codes.tolist()]
+    nearest = min(range(127), key=lambda code: (differences[code], code % 2))
+    return math.copysign(codes[nearest].item(), x)
+
+
+@pytest.mark.parametrize("amax", [448.0, 450.0, 1.0, 0.875, 0.8789, 2.0**-60, 3e38, 1e-20])
+def test_rounded_rows_by_their_definition(amax):
+    q = torch.randn(2, 3, 576).clamp(-0.99, 0.99) * amax
+    q /= 2.0 ** (torch.arange(576) % 20)  # small codes have fewer bits
+    q[..., 77] = -amax
+    q[..., 512:] *= 7  # RoPE dims have no part in the scale
+    got = round_rows(q.bfloat16())
+    q = q.bfloat16().float()
+    assert got.dtype == torch.float32
+    assert torch.equal(got[..., 512:], q[..., 512:])
+    assert torch.equal(round_rows(q.bfloat16()[..., :512]), got[..., :512])
+    scale = 2.0 ** math.ceil(math.log2(abs(q[0, 0, 77].item()) / 448))
+    for at in ((0, 0), (1, 2)):
+        expected = [nearest_e4m3(x / scale) * scale for x in q[at][:512].tolist()]
+        assert got[at][:512].tolist() == expected
+
+
+def test_rounded_rows_of_zeros_nan_and_infinity():
+    q = torch.randn(5, 2, 576).bfloat16()
+    q[0] = 0
+    q[1, 0, 3], q[2, 0, 511], q[3, 0, 0], q[4, 0, 575] = math.nan, math.inf, -math.inf, math.nan
+    got = round_rows(q)
+    assert (got[0] == 0).all()
+    assert got[1:4, 0, :512].isnan().all()
+    assert torch.equal(got[..., 512:].nan_to_num(9), q[..., 512:].float().nan_to_num(9))
+    assert got[:, 1].isfinite().all()
+    assert got[4, 0, :512].isfinite().all()
+    assert round_rows(torch.zeros(0, 4, 576)).shape == (0, 4, 576)

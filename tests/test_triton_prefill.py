@@ -25,7 +25,7 @@ from sparsemla.testing.cases import (
     sparse_prefill_case,
     split_queries,
 )
-from sparsemla.testing.compare import TOLERANCES, assert_close
+from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
 
 pytest.importorskip("triton")
 from sparsemla.kernels.attention.triton import prefill
@@ -43,7 +43,8 @@ def check(op, case, **options):
     q = arguments["q"]
     if op == "sparse_prefill":
         names = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths")
-        arguments = dict.fromkeys((*names, "members")) | {"list_tokens": 1} | arguments
+        defaults = {"list_tokens": 1, "precision": "bf16"}
+        arguments = dict.fromkeys((*names, "members")) | defaults | arguments
         for name in ("kv", "extra_kv"):
             if isinstance(arguments[name], torch.Tensor):
                 arguments[name] = PagedCache.from_rows(arguments[name])
@@ -216,3 +217,11 @@ def test_dense_prefill_of_other_dims(head_dim, value_dim, dtype):
         Draw(7, DEVICE), head_dim=head_dim, value_dim=value_dim, dtype=dtype, strided=True
     )
     check("dense_prefill", case)
+
+
+def test_portable_kernels_have_bfloat16_products_only():
+    case = sparse_prefill_case(Draw(12, DEVICE), num_heads=40)
+    expected = check("sparse_prefill", case)
+    got = check("sparse_prefill", case, precision="fp8")
+    for name, one, other in zip(("out", "lse", "max_logits"), got, expected, strict=True):
+        assert_equal(name, one, other)

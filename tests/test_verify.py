@@ -240,6 +240,21 @@ def test_a_kernel_that_depends_on_the_batch_fails(wrap_kernels):
     assert any("alone" in failure for failure in op.failures)
 
 
+@pytest.mark.parametrize("difference", [0, 1e-6])
+def test_a_kernel_that_takes_a_permission_unseen_fails(difference, wrap_kernels, monkeypatch):
+    def permitted(launch, arguments):
+        launch(**arguments)
+        arguments["lse"] += difference * (arguments["precision"] == "fp8")
+
+    wrap_kernels(permitted)
+    some = [case for case in MATRIX["sparse_prefill"] if case.name == "FP8 products, 40 heads"]
+    monkeypatch.setitem(MATRIX, "sparse_prefill", some)
+    (op,) = run.verify("cpu", ops=["sparse_prefill"]).ops
+    assert op.properties["bf16_products"] == run.Property(1, int(difference > 0))
+    assert any("bfloat16 products, lse" in failure for failure in op.failures) == (difference > 0)
+    assert op.properties["repeatable"].failed == 0
+
+
 def test_a_branch_that_depends_on_the_batch_fails(monkeypatch):
     products = branch.project_heads
 

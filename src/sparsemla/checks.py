@@ -6,6 +6,8 @@ binds it; every later tensor with this letter must have the same size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -121,6 +123,13 @@ class Checker:
     def number(self, name: str, value: object) -> None:
         """Check a real number. Tensors are refused, because reading one would synchronise."""
         check_number(f"{self.op}: {name}", value)
+
+    def choice(self, name: str, value: object, allowed: Sequence[str]) -> None:
+        """Check a string that must be one of a few."""
+        self.kind(name, value, str)
+        if value not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise ValueError(f"{self.op}: {name} must be {names}, got {value!r}")
 
     def kind(self, name: str, value: object, kind: type) -> None:
         """Check the class of an argument."""

@@ -47,6 +47,7 @@ def sparse_prefill(
             extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
             list_tokens=size,
             members=list_tokens and meta(*lists, dtype=torch.uint8),
+            precision="bf16",
             max_logits=None,
             **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=out_dtype or dtype),
         )

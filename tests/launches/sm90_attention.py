@@ -38,6 +38,7 @@ def sparse_prefill(
     apart=False,
     list_tokens=1,
     members=False,
+    precision="bf16",
 ):
     lists = -(-num_tokens // list_tokens)
     width = topk * list_tokens
@@ -56,9 +57,12 @@ def sparse_prefill(
             extra_topk_lengths=extra and meta(num_tokens, dtype=torch.int32),
             list_tokens=list_tokens,
             members=meta(lists, width, dtype=torch.uint8) if members else None,
+            precision=precision,
             out=meta(num_tokens, num_heads, 512),
             lse=meta(num_tokens, num_heads, dtype=torch.float32),
-            max_logits=meta(num_tokens, num_heads, dtype=torch.float32),
+            max_logits=None
+            if precision == "fp8"
+            else meta(num_tokens, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -118,6 +122,8 @@ LAUNCHES = {
         576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
     ),
     "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
+    "prefill products": sparse_prefill(576, precision="fp8"),
+    "prefill products h40 int64": sparse_prefill(576, 40, torch.int64, apart=True, precision="fp8"),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),

@@ -58,6 +58,7 @@ def prefill(num_heads, fmt=None, extra=False):
             extra_topk_lengths=ints(4096) if extra else None,
             list_tokens=1,
             members=None,
+            precision="bf16",
             out=meta(4096, num_heads, 512),
             lse=floats(4096, num_heads),
             max_logits=floats(4096, num_heads),

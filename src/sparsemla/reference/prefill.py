@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import ceil_pow2, fp8_scales, to_fp8
 from sparsemla.reference.attention import attend, attend_slots
 from sparsemla.reference.lists import lists_of_tokens
 
@@ -22,8 +23,13 @@ def sparse_prefill(
     extra_topk_lengths: Tensor | None = None,
     list_tokens: int = 1,
     members: Tensor | None = None,
+    precision: str = "bf16",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of each query token over its selected rows; also returns the maximum logits."""
+    """Attention of each query token over its selected rows; also returns the maximum logits.
+
+    ``precision`` permits roundings, and the definition has none: kernels with FP8 products are
+    tested with queries and rows of :func:`round_rows`.
+    """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
     lists = lists_of_tokens(topk_indices, topk_lengths, len(q), list_tokens, members)
@@ -31,6 +37,22 @@ def sparse_prefill(
     if extra_kv is not None and extra_topk_indices is not None:
         selections.append((_cache(extra_kv), extra_topk_indices, extra_topk_lengths))
     return attend_slots(q, selections, softmax_scale, attn_sink)
+
+
+def round_rows(rows: Tensor, value_dim: int = 512) -> Tensor:
+    """Queries or rows as FP8 products have them: e4m3 codes with a power-of-two scale for each row.
+
+    The scale is ``2^ceil(log2(amax / 448))``, at least 2^-40, of the first ``value_dim`` dims. A
+    row with NaN or infinity becomes NaN. The dims behind, RoPE's, are as they were.
+
+    >>> round_rows(torch.tensor([[500.0, 33.0, 4.0, 0.0, 33.0]]), 4)
+    tensor([[512.,  32.,   4.,   0.,  33.]])
+    """
+    value, rope = rows.float()[..., :value_dim], rows.float()[..., value_dim:]
+    amax = value.abs().amax(-1, keepdim=True)  # [..., 1]
+    scale = ceil_pow2(fp8_scales(amax).clamp_min(2.0**-40))  # [..., 1]
+    rounded = to_fp8(value / scale).float() * scale  # [..., V]
+    return torch.cat([rounded.where(amax.isfinite(), torch.nan), rope], dim=-1)
 
 
 def _cache(kv: Tensor | PagedCache) -> PagedCache:

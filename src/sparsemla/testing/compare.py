@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsemla import ops, reference
+from sparsemla import dispatch, ops, reference
 from sparsemla.cache import PagedCache
-from sparsemla.formats import bf16_format, from_e2m1
+from sparsemla.formats import bf16_format, ceil_pow2, fp8_scales, from_e2m1
+from sparsemla.ops._library import aligned
+from sparsemla.reference.attention import attend, value_share
 from sparsemla.reference.lists import lists_of_tokens
 from sparsemla.reference.losses import dense_distributions, listed_rows
+from sparsemla.reference.prefill import round_rows
 from sparsemla.reference.sparse_attention import weights_of_entries
 from sparsemla.testing.poison import poisoned_empty
 
@@ -89,6 +92,12 @@ HEAD_WEIGHT_GRADIENT = Tolerance(2**-24, rel=2**-13, cos=1e-7, size=2**-13)
 # A score of attention up to 16 has an error of 2^-20, and so has the logarithm of P.
 ATTENTION_TARGET = Tolerance(2**-30, rel=2**-13, cos=1e-8)
 INDEX_LOSS = Tolerance(1e-6, rel=2**-14)
+
+# Prefill with FP8 products; the sizes of fp8_prefill_limits are limits of each element. Rounding a
+# weight to e4m3 has a relative standard deviation of 2^-5.2, and half of its square is the mean
+# cosine difference, 3.7e-4.
+FP8_PREFILL_OUT = Tolerance(2**-24, cos=5e-4, size=1)
+FP8_PREFILL_LSE = Tolerance(1e-6, size=1)
 
 # Sums that are exact in any order; only the sign of zero may differ.
 EXACT = Tolerance(cos=0)
@@ -210,7 +219,7 @@ def check_op(
     Args:
         op: name of the op.
         arguments: arguments for the op and its reference alike.
-        tolerances: one per result; default :data:`TOLERANCES`.
+        tolerances: one per result; default :func:`tolerances_of`.
 
     Returns:
         The op's results.
@@ -226,18 +235,26 @@ def check_op(
     with poisoned_empty():
         results = run_op(op, arguments)
     expected = run_reference(op, arguments)
-    limits, sizes = tolerances or TOLERANCES[op], sizes_of(op, arguments)
+    limits, sizes = tolerances or tolerances_of(op, arguments), sizes_of(op, arguments)
     for index, (got, wanted) in enumerate(zip(results, expected, strict=True)):
         assert_result(f"{op}[{index}]", got, wanted, limits[index], sizes.get(index))
     return results
 
 
+def tolerances_of(op: str, arguments: Mapping[str, Any]) -> tuple[Tolerance | None, ...]:
+    """Tolerances of each result of a call: those of the op, or those of FP8 products."""
+    if op == "sparse_prefill" and has_fp8_products(arguments):
+        return FP8_PREFILL_OUT, FP8_PREFILL_LSE
+    return TOLERANCES[op]
+
+
 def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op, including optional ones.
 
-    For ``sparse_prefill``, ``out_dtype`` among the arguments chooses the dtype of ``out``.
+    For ``sparse_prefill``, ``out_dtype`` among the arguments chooses the dtype of ``out``, and with
+    ``precision`` there are no largest logits, which a kernel with FP8 products does not compute.
     """
-    if op != "sparse_prefill":
+    if op != "sparse_prefill" or "precision" in arguments:
         results = _as_tuple(getattr(ops, op)(**arguments))
         kv_out = arguments.get("kv_out")
         return results if kv_out is None else (*results, kv_out)
@@ -253,7 +270,14 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All results of an op's reference."""
+    """All results of an op's reference, as many as :func:`run_op` has.
+
+    A prefill with FP8 products has the queries and rows of :func:`round_rows`.
+    """
+    if op == "sparse_prefill" and "precision" in arguments:
+        if has_fp8_products(arguments):
+            arguments = rounded_prefill(arguments)
+        return reference.sparse_prefill(**arguments)[:2]
     arguments = {name: value for name, value in arguments.items() if name != "out_dtype"}
     if op not in ("fused_rope_rmsnorm_quant", "pool_windows"):
         return _as_tuple(getattr(reference, op)(**arguments))
@@ -277,6 +301,8 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
         return {0: score_sizes(op, arguments)}
     if op == "sparse_attention_backward":
         return dict(enumerate(gradient_sizes(arguments)))
+    if op == "sparse_prefill" and has_fp8_products(arguments):
+        return dict(enumerate(fp8_prefill_limits(arguments)))
     if op == "selected_scores_backward":
         return dict(enumerate(selected_gradient_sizes(arguments)))
     if op == "dense_index_gradients":
@@ -285,6 +311,94 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
         scaled = arguments["weight"].scale is not None
         return {0: largest_products(arguments)} if scaled else {}
     return {}
+
+
+def has_fp8_products(arguments: Mapping[str, Any]) -> bool:
+    """Whether a kernel with FP8 products takes a call of ``sparse_prefill``."""
+    if arguments.get("precision", "bf16") == "bf16":
+        return False
+    q, kv, topk_indices = arguments["q"], arguments["kv"], arguments["topk_indices"]
+    cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
+    extra = arguments.get("extra_kv")
+    shared = arguments.get("list_tokens", 1) > 1 or arguments.get("members") is not None
+    problem = dispatch.problem_of(
+        "sparse_prefill",
+        q.device,
+        q.dtype,
+        cache.format.name,
+        q.shape[1],
+        topk_indices.shape[1],
+        None if extra is None else extra.format.name,
+        aligned(q, arguments.get("q_rope"), cache, extra),
+        shared_lists=shared,
+    )
+    if dispatch.explain(problem).chosen != "sm90":
+        return False
+    from sparsemla.kernels.attention.sm90.prefill import takes_fp8_products  # needs Triton
+
+    return takes_fp8_products(
+        cache, q.shape[1], shared, extra is not None, arguments.get("max_logits")
+    )
+
+
+def rounded_prefill(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A prefill's arguments, with queries and rows as FP8 products have them."""
+    kv = arguments["kv"]
+    rows = kv.data[:, 0] if isinstance(kv, PagedCache) else kv
+    return {**arguments, "q": round_rows(arguments["q"]), "kv": round_rows(rows).bfloat16()}
+
+
+def fp8_prefill_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """How far out and lse of a prefill with FP8 products may be from those of rounded inputs.
+
+    Products of codes are exact, and their sums are not: an MMA aligns its 32 products and the
+    accumulator to the largest of them and keeps 14 bits, see INDEXER_SCORES. Each adds an error of
+    up to a few times 2^-14 of the sum ``S_pj`` that it ends with, so the logit and the lse, a mean
+    of their errors, are off by at most ``d = 2^-12 softmax_scale max_j sum_p |S_pj|``, and by what
+    float32 exponentials allow.
+
+    A weight ``w_j = exp(z_j - lse)`` is off by a factor up to exp(2 d) then. The kernel multiplies
+    it by the scale ``s_j`` of its row and rounds to e4m3, which adds a factor 1 ± 2^-4, or where
+    codes are subnormal, below 2^-6, at most 2^-10. The largest code of a query is 8 or more, so
+    that is 2^-13 of the largest ``w_k s_k``. Sums of 2048 products with values take 64 MMAs, which
+    lose up to 2^-13 of the accumulator each, 2^-7 together; fewer keys need fewer. Rounding out to
+    bfloat16 adds 2^-9 of out::
+
+        (2^-4 + 2^-7 + exp(2 d) - 1) sum_j w_j |v_j| + 2^-9 |out|
+            + 2^-13 max_k w_k s_k sum_j |v_j| / s_j
+    """
+    rounded = rounded_prefill(arguments)
+    queries, rows, slots = rounded["q"], rounded["kv"].float(), arguments["topk_indices"]
+    scale, sink = arguments["softmax_scale"], arguments.get("attn_sink")
+    if arguments.get("q_rope") is not None:
+        queries = torch.cat([queries, arguments["q_rope"].float()], dim=-1)
+    valid = (slots >= 0) & (slots < len(rows))  # [T, K]
+    if (lengths := arguments.get("topk_lengths")) is not None:
+        valid &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
+    keys = rows[slots.where(valid, 0)].where(valid[..., None], 0)  # [T, K, D]
+    values = keys[..., :512]
+    # The scale of rounded values is theirs, or half of it, which the limit of 2^-13 has room for.
+    scales = ceil_pow2(fp8_scales(values.abs().amax(-1)).clamp_min(2.0**-40))  # [T, K]
+    partial = torch.zeros(*queries.shape[:2], slots.shape[1], device=queries.device)  # [T, H, K]
+    sums = torch.zeros_like(partial)
+    for first in range(0, 512, 32):
+        dims = slice(first, first + 32)
+        partial += torch.einsum("thd,tkd->thk", queries[..., dims], keys[..., dims])
+        sums += partial.abs()
+    sums = torch.nn.functional.pad(sums, (0, 1))  # K may be 0
+    error = 2**-12 * abs(scale) * sums.amax(-1)  # [T, H]
+    out, lse, _ = attend(queries, keys, values, valid, scale, sink)
+    terms, _, _ = attend(queries, keys, values.abs(), valid, scale, sink)
+    logits = torch.einsum("thd,tkd->thk", queries, keys) * scale
+    weights = (logits - lse[..., None]).exp() * scales[:, None]
+    weights = torch.nn.functional.pad(weights.where(valid[:, None], 0), (0, 1))
+    largest = weights.amax(-1, keepdim=True)  # [T, H, 1]
+    if sink is not None:
+        largest = largest * value_share(lse, sink)[..., None]
+    limit = (2**-4 + 2**-7 + (2 * error[..., None]).expm1()) * terms + 2**-9 * out.abs()
+    limit += 2**-13 * largest * (values.abs() / scales[..., None]).sum(1)[:, None]
+    error += SPARSE_PREFILL_LSE.rel * lse.abs().nan_to_num(posinf=0) + SPARSE_PREFILL_LSE.abs
+    return limit, error
 
 
 def largest_products(arguments: Mapping[str, Any]) -> Tensor:

@@ -688,10 +688,79 @@ def _shared_prefill() -> list[Case]:
     ]
 
 
+def _fp8_products(make: Callable[..., Arguments]) -> list[Case]:
+    """Cases that permit FP8 products; most have them on Hopper."""
+    both = {"with_sink": True, "with_lengths": True}
+    options: dict[str, dict[str, Any]] = {
+        "64 heads": {"num_heads": 64, **both},
+        "96 heads": {"num_heads": 96, "num_rows": 300, "topk": 200, **both},
+        "128 heads": {"num_heads": 128, "num_rows": 500, "topk": 300, **both},
+        "40 heads": {"num_heads": 40, "topk": 70},
+        "one key": {"num_heads": 64, "topk": 1},
+        "one row": {"num_heads": 64, "num_rows": 1, "topk": 65},
+        "no valid index": {"num_heads": 64, "share": 0.0, **both},
+        "few valid indices": {"num_heads": 64, "share": 0.1, "topk": 640, **both},
+        "strided": {"num_heads": 64, "strided": True, **both},
+        "32 heads": {"num_heads": 32, **both},
+        "512 dims": {"num_heads": 64, "head_dim": 512, **both},
+        "float16": {"num_heads": 64, "dtype": torch.float16, **both},
+    }
+    return [
+        *(
+            Case(
+                f"FP8 products, {name}",
+                build(_permitting, make, **some),
+                quick=name in ("64 heads", "few valid indices"),
+            )
+            for name, some in options.items()
+        ),
+        Case(
+            "FP8 products, RoPE dims in another tensor",
+            build(_permitting, make, split=True, num_heads=64, **both),
+        ),
+        Case(
+            "FP8 products, rows of many sizes",
+            build(_permitting, make, sizes=True, num_heads=64, num_rows=600, topk=400, **both),
+        ),
+        Case(
+            "FP8 products, cache",
+            build(_permitting, _prefill_from_cache, format=BF16_576, num_heads=64),
+        ),
+        Case(
+            "FP8 products, more tiles than run at once",
+            build(_permitting, make, num_tokens=300, num_heads=64, num_rows=700, topk=640, **both),
+            large=True,
+        ),
+        Case(
+            "FP8 products, DeepSeek-V3.2",
+            build(
+                _permitting, make, num_tokens=70, num_heads=128, num_rows=8192, topk=2048, **both
+            ),
+            large=True,
+        ),
+    ]
+
+
+def _permitting(
+    draw: Draw,
+    make: Callable[..., Arguments],
+    split: bool = False,
+    sizes: bool = False,
+    **options: object,
+) -> Arguments:
+    """A prefill that permits FP8 products; with ``sizes``, rows differ by powers of two."""
+    arguments = make(draw, **options) | {"precision": "fp8"}
+    if sizes:
+        rows = cast("Tensor", arguments["kv"])
+        arguments["kv"] = rows * draw.integers(-9, 3, len(rows))[:, None].exp2().bfloat16()
+    return cases.split_queries(arguments) if split else arguments
+
+
 def _sparse_prefill() -> list[Case]:
     make = cases.sparse_prefill_case
     both = {"with_sink": True, "with_lengths": True}
     return [
+        *_fp8_products(make),
         *(
             Case(
                 f"{dim} dims, {heads} heads",

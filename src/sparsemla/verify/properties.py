@@ -157,6 +157,16 @@ def check_alone(op: str, arguments: Arguments) -> None:
             _assert_same(f"request {request} alone{threads}", alone, expected)
 
 
+def check_products(op: str, arguments: Arguments, expected: Results) -> None:
+    """Check that without a kernel for FP8 products, the permission of them changes no bit.
+
+    Raises:
+        AssertionError: a result differs.
+    """
+    arguments = arguments | {"precision": "bf16"}
+    _assert_same("bfloat16 products", run_named(op, fresh(op, arguments)), expected)
+
+
 def _requests(op: str, arguments: Arguments) -> Iterator[tuple[slice, Arguments]]:
     """For each request its rows in the batch, and the arguments of a call for it alone."""
     names = [name for name in PER_REQUEST[op] if arguments.get(name) is not None]

@@ -23,7 +23,7 @@ import torch
 import sparsemla
 from sparsemla.kernels.common.device import describe
 from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import TOLERANCES, Tolerance
+from sparsemla.testing.compare import Tolerance, has_fp8_products, tolerances_of
 from sparsemla.verify.beside import Shared, calls_of, compile_calls, rerun_beside
 from sparsemla.verify.matrix import MATRIX, Case
 from sparsemla.verify.properties import (
@@ -32,6 +32,7 @@ from sparsemla.verify.properties import (
     against_reference,
     check_alone,
     check_late_inputs,
+    check_products,
     check_replay,
     check_reruns,
     recorded_tiers,
@@ -65,7 +66,8 @@ class OpReport:
         worst: largest absolute difference from the reference, per result.
         share: largest ratio of an element's difference to its limit, per result.
         tolerance: limits of the tolerance, or ``exact``, per result.
-        properties: repeatable, late_inputs, graph_replay and batch_invariant, as far as they apply.
+        properties: repeatable, late_inputs, graph_replay, batch_invariant and bf16_products, as far
+            as they apply.
         seconds: total time of all processes, including compilation.
         failures: error messages that begin with the name of the case.
     """
@@ -355,11 +357,13 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
 
     def all_checks() -> None:
         arguments = case.build(Draw(0, device))
-        tolerances = case.tolerances or TOLERANCES[op]
+        tolerances = case.tolerances or tolerances_of(op, arguments)
         differences, results = against_reference(op, arguments, tolerances)
         measured.extend(differences)
         failures.extend(each.failure for each in differences if each.failure is not None)
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
+        if "precision" in arguments and not has_fp8_products(arguments):
+            properties["bf16_products"] = attempt(lambda: check_products(op, arguments, results))
         if op in PER_REQUEST and case.alone:
             properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))
         if device == "cuda" and describe(torch.device(device)).overlaps:

@@ -53,6 +53,25 @@ def _key_pairs(codes: Tensor, factors: Tensor | None = None) -> Tensor:
     return Tensor(np.asarray(by_place.reshape(x.shape), np.float32), tl.float32)
 
 
+def _codes(p: Tensor) -> Tensor:
+    """e4m3 codes of 256 times float16 numbers, halves rounded up."""
+    bits = p.values.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return Tensor((2 * bits + 0x80 >> 8).astype(np.uint8), tl.uint8)
+
+
+def _larger_halves(x: Tensor, y: Tensor) -> Tensor:
+    """The larger of each half of words."""
+    first, second = (np.ascontiguousarray(words.values).view(np.uint16) for words in (x, y))
+    return Tensor(np.maximum(first, second).view(np.int32), tl.int32)
+
+
+def _taken_apart(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+    """Bytes of pairs of dims; see ``fp8_products.take_pairs_apart``."""
+    both = np.stack([low.values, high.values], 1)  # w, 8 keys, half, g, 16 keys, quarter, key
+    dims = np.ascontiguousarray(both)[..., None].view(np.uint8)
+    return tuple(Tensor(dims[:, :, half, ..., d], tl.uint8) for half in range(2) for d in range(2))
+
+
 def _no_result(*operands: Any) -> Tensor:
     return Tensor(np.zeros(np.shape(array_of(operands[0])), np.int32), tl.int32)
 
@@ -63,19 +82,20 @@ def text_of(assembly: str) -> str:
 
 
 @functools.cache
-def known() -> Mapping[str, Callable[..., Tensor]]:
-    """Functions of the operands; the caller rounds their results to the type that it asks for."""
-    from sparsemla.kernels.attention.sm90 import bf16, chunks, fp8_few_heads
+def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
+    """Functions of the operands; the caller rounds their results to the types that it asks for."""
+    from sparsemla.kernels.attention.sm90 import bf16, chunks, fp8_few_heads, fp8_products
 
     def inside(function: Any) -> str:
         """The assembly in a function of the device."""
         constants = function.fn.__code__.co_consts
         return next(text for text in constants if isinstance(text, str) and "$0" in text)
 
-    found: dict[str, Callable[..., Tensor]] = {
+    found: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
         "mov.b32 $0, 0;": _no_result,
         "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x,
         "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x,
+        "ex2.approx.ftz.f32 $0, $1;": lambda x: Tensor(np.exp2(x.values), tl.float32),
         "rcp.approx.ftz.f32 $0, $1;": lambda x: divide(1.0, x),
         "rsqrt.approx.ftz.f32 $0, $1;": lambda x: Tensor(1 / np.sqrt(x.values), tl.float32),
         "max.xorsign.abs.bf16x2 $0, $1, $2;": _larger_magnitudes,
@@ -83,6 +103,9 @@ def known() -> Mapping[str, Callable[..., Tensor]]:
         " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}": _encoded,
         inside(bf16.scale_pairs): lambda x, alpha: x.to(tl.float32) * alpha,
         inside(bf16.prefetch_blocks): _no_result,
+        "max.u16x2 $0, $1, $2;": _larger_halves,
+        inside(fp8_products.to_e4m3): _codes,
+        inside(fp8_products.take_pairs_apart): _taken_apart,
         chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,
         fp8_few_heads.DEQUANTISE.value: _decoded,
         fp8_few_heads.DEQUANTISE_KEY_PAIRS.value: _key_pairs,

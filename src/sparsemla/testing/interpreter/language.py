@@ -122,7 +122,10 @@ def _inline_asm(
     if text not in assembly.known():
         return ptx.run(asm, constraints, args, dtype, pack)
     with np.errstate(all="ignore"):
-        return assembly.known()[text](*args).to(dtype)
+        found = assembly.known()[text](*args)
+    if isinstance(found, tuple):
+        return tuple(one.to(each) for one, each in zip(found, dtype, strict=True))
+    return found.to(dtype)
 
 
 # ---- MMAs --------------------------------------------------------------------------------------

@@ -5,8 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import BF16_576
 from sparsemla.kernels.attention.schedule import FEW_HEADS
-from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
+from sparsemla.kernels.attention.sm90 import (
+    bf16,
+    bf16_few_heads,
+    fp8,
+    fp8_few_heads,
+    fp8_products,
+)
 from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 
 
@@ -24,6 +31,7 @@ def sparse_prefill(
     extra_topk_lengths: Tensor | None,
     list_tokens: int,
     members: Tensor | None,
+    precision: str,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
@@ -51,6 +59,7 @@ def sparse_prefill(
                 extra_topk_lengths=None,
                 list_tokens=size,
                 members=None if members is None else members[lists],
+                precision=precision,
                 out=out[tokens],
                 lse=lse[tokens],
                 max_logits=None if max_logits is None else max_logits[tokens],
@@ -81,6 +90,14 @@ def sparse_prefill(
     extra = None
     if extra_kv is not None and extra_topk_indices is not None:
         extra = _selected(extra_kv, extra_topk_indices, extra_topk_lengths)
+    main = _selected(kv, topk_indices, topk_lengths, members)
+    rows = QueryRows(num_heads, list_tokens * num_heads, 1, 1)
+    groups = num_tokens // list_tokens
+    permitted = precision == "fp8"
+    if permitted and takes_fp8_products(kv, num_heads, shared, extra is not None, max_logits):
+        rounded = fp8_products.round_rows(kv.data[:, 0])
+        fp8_products.launch(queries, rounded, main, results, rows, softmax_scale, num_groups=groups)
+        return
     few = num_heads <= FEW_HEADS and not shared
     if kv.format.fp8_dim:
         launch = fp8_few_heads.launch if few else fp8.launch
@@ -89,14 +106,30 @@ def sparse_prefill(
     launch(
         queries,
         kv,
-        _selected(kv, topk_indices, topk_lengths, members),
+        main,
         results,
-        QueryRows(num_heads, list_tokens * num_heads, 1, 1),
+        rows,
         softmax_scale,
-        num_groups=num_tokens // list_tokens,
+        num_groups=groups,
         extra_cache=extra_kv,
         extra=extra,
     )
+
+
+def takes_fp8_products(
+    kv: PagedCache, num_heads: int, shared: bool, extra: bool, max_logits: Tensor | None
+) -> bool:
+    """Whether FP8 products compute a prefill that permits them.
+
+    Args:
+        kv: rows, or a cache.
+        num_heads: query heads of a token.
+        shared: whether several tokens share a list.
+        extra: whether there is a second stream.
+        max_logits: where the largest logits are wanted, or None.
+    """
+    rows = kv.format == BF16_576 and kv.page_size == 1
+    return rows and num_heads > FEW_HEADS and not shared and not extra and max_logits is None
 
 
 def _selected(
@@ -140,6 +173,7 @@ def sparse_attention(
         extra_topk_lengths=None,
         list_tokens=list_tokens,
         members=members,
+        precision="bf16",
         out=out,
         lse=lse,
         max_logits=None,

@@ -171,6 +171,7 @@ def sparse_prefill(
     extra_topk_lengths: Tensor | None,
     list_tokens: int,
     members: Tensor | None,
+    precision: str,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,

@@ -1,0 +1,739 @@
+"""Prefill on Hopper with FP8 products, for 64 query rows that share their keys.
+
+Both MMAs multiply e4m3 codes. A launch before this kernel rounds the rows, each with one power of
+two; the kernel rounds the queries. A persistent CTA takes one tile of 64 query rows after the other
+and walks its keys in pairs of blocks of 64. Of O, 64 x 512 float32, *left* accumulates the left 256
+columns and *right* the right 256. Left computes S and P of the even block of a pair, right of the
+odd one; each hands its P to the other through shared memory.
+
+S. The first 512 dims of a query row and of a key are e4m3, RoPE dims bfloat16, divided by the row's
+power of two. So one sum is S over the powers of two of its query and its key.
+
+P. With z = S + log2(scale of the key), P = exp2(z - m) is at most 2^LAG and carries the scale of
+the key's values. A float16 whose value is divided by 256 has the bits of an e4m3 code in its upper
+byte, shifted by one: the conversion is an integer multiply-add. m rises only when z exceeds it by
+LAG.
+
+O. FP8 MMAs want both operands along the reduction, but values lie along their dims. So the MMA
+computes the transpose, ``O^T += V^T P^T``, with V^T in registers. ``ldmatrix.trans`` loads pairs of
+dims as if they were 16-bit numbers, and one byte permutation a register takes the pairs apart. The
+order of keys in V^T and P^T is the one in which threads hold S, and nothing is exchanged.
+
+Time line of a pair in cycles, 128 heads; S' are the scores of a warpgroup's next block. Right runs
+half a period behind left, so that one computes exponentials while the other multiplies:
+
+    cycle     0                          1230            2720                     4360
+    left      z and m of even, P_odd V   P0 to right     S' of even, P_even V_l   next pair
+    right     S' of odd, P_odd V_r       z and m of odd, P_even V_r    P1 to left   S', ...
+    producer  copies a block as soon as both warpgroups have loaded its values
+
+Shared memory is busy for 1870 of the 2180 cycles of a block, the tensor cores for 1150, issue slots
+for 960.
+
+Barriers:
+
+    barrier     number      arrivals                       waits        guards
+    Q_FULL      1           2, left and right              both         the tile's queries
+    KEY_RANGE   4 by turn   1, producer                    both         number of pairs of blocks
+    KV_FULL     4 by block  128 copies' threads            both         codes, RoPE dims and
+                                                                        factors of a block
+    KV_EMPTY    4 by block  2, both                        producer     the stage, for reuse
+    M_FULL      2 by block  1, the block's scorer          the other    m after the block
+    P_FULL      2 by block  1, the block's scorer          the other    P and alpha of the block
+    SUMS        1           2, both                        both         l of both, at a tile's end
+
+P needs no barrier for its reuse: a warpgroup announces its P only after its MMAs with the other's
+have finished, and the other waits for it before it stores the next. Behind SUMS, the queries of the
+tile are not needed.
+
+Shared memory in KiB: queries 32 + 8, codes 4 x 32, RoPE dims 4 x 8, P 2 x 4, factors 3: 211, and 2
+of the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
+from sparsemla.kernels.attention.sm90.tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    PLAIN,
+    TILE,
+    end_of_valid_blocks,
+    find_key_blocks,
+    locate_tile,
+    query_dims,
+    rows_of_tile,
+)
+from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+
+S8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+"""S ``[rows, keys]``, and O^T ``[dims, rows]``."""
+S16 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+ROWS = gl.constexpr(gl.SliceLayout(1, S8))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, S8))
+A8 = gl.constexpr(gl.DotOperandLayout(0, S8, 4))
+A16 = gl.constexpr(gl.DotOperandLayout(0, S16, 2))
+IN_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # all 64 rows, in every warp
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+P_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+
+# Copies of 16 bytes a thread. A thread copies the same rows of codes and of RoPE dims.
+COPY_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+COPY_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
+ROPE_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_ROPE))
+
+# A warp loads whole query rows.
+LOAD_Q = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+
+# A warp loads whole rows.
+LOAD_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+LOAD_ROWS_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+# Factors of keys lie in shared memory such that the four threads of a row load 64 adjacent bytes.
+FACTORS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
+    )
+)
+
+# O of 128 dims on its way out: pairs of dims of eight threads are 32 adjacent bytes of bfloat16.
+STORE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0], [0, 16]],
+        [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
+        [[0, 32], [0, 64]],
+        [],
+        [64, 128],
+    )
+)
+
+WR = gl.constexpr(232)
+PR = gl.constexpr(40)
+SUM_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+"""Sums of P over the columns that a thread holds."""
+
+STAGES = gl.constexpr(4)
+"""Blocks in flight, and tiles of which the producer may know the range."""
+LAG = gl.constexpr(4.0)
+LOG_SHIFT = gl.constexpr(4.0)
+"""P = 1 has the float16 2^-LOG_SHIFT and the e4m3 code 2^(8 - LOG_SHIFT). P = 2^LAG has 256, the
+largest code whose float16 is the code, shifted."""
+SMALLEST_EXPONENT = gl.constexpr(127 - 40)
+"""Biased exponent of the smallest scale, 2^-40."""
+RECORD = gl.constexpr(640)
+"""Bytes of a rounded row: 512 codes, 64 RoPE dims in bfloat16."""
+
+# Factors of a key.
+SCALE = gl.constexpr(0)
+LOG_SCALE = gl.constexpr(1)
+INVERSE = gl.constexpr(2)
+
+# Barriers.
+KV_FULL = gl.constexpr(0)
+KV_EMPTY = gl.constexpr(4)
+KEY_RANGE = gl.constexpr(8)
+M_FULL = gl.constexpr(12)
+P_FULL = gl.constexpr(14)
+Q_FULL = gl.constexpr(16)
+SUMS = gl.constexpr(17)
+NUM_BARRIERS = gl.constexpr(18)
+
+
+class RoundedRows(NamedTuple):
+    """Rows with e4m3 codes. One more, behind the last, stands for no key."""
+
+    records: Tensor  # uint8 [num_rows + 1, 640]: codes, then RoPE dims over the scale
+    factors: Tensor  # float32 [num_rows + 1, 4]: scale, log2(scale), 1 / scale
+    num_rows: int
+
+
+class SharedMemory(NamedTuple):
+    """Shared memory of a CTA. ``m``, ``p`` and ``alpha`` are by the parity of a block."""
+
+    q: object  # [1, 64, 512] e4m3; left and right -> both
+    q_rope: object  # [64, 64] bfloat16; left and right -> both
+    q_scale: object  # [2, 32] float32; left and right -> both
+    kv: object  # [4, 64, 512] e4m3 codes of blocks; producer -> both
+    k_rope: object  # [4, 64, 64] bfloat16; producer -> the block's scorer
+    factors: object  # 3 of [4, 64] float32, of a block's keys; producer -> its scorer
+    p: object  # [2, 64, 64] e4m3; the block's scorer -> both
+    alpha: object  # [2, 64] float32, factors that rescale O; the same
+    m: object  # 2 of [64] float32, m after a block; its scorer -> the other
+    l: object  # [2, 64] float32, row sums of each warpgroup's blocks, at the end of a tile
+    key_range: object  # [4, 1] by turn: number of pairs of blocks; producer -> both
+    bar: object
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def to_f16(x):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def to_e4m3(p):
+    """e4m3 codes of ``256 * p``, halves rounded up; p is not negative."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .b32 a, b;
+            mad.lo.u32 a, $1, 2, 0x00800080; mad.lo.u32 b, $2, 2, 0x00800080;
+            prmt.b32 $0, a, b, 0x7531;
+        }""",
+        "=r,r,r",
+        [p],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def take_pairs_apart(low, high):
+    """Codes of one dim each, from pairs of dims of the lower and the upper eight of 16 keys.
+
+    Elements are ``[warp, half of 16 pairs, pair, 16 keys, quarter, key]``. The results are the
+    first and second dim of pairs of the first half, then of the second half. In place of the half,
+    a result's second axis tells the lower eight keys from the upper.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+            prmt.b32 $0, $4, $6, 0x6420; prmt.b32 $1, $4, $6, 0x7531;
+            prmt.b32 $2, $5, $7, 0x6420; prmt.b32 $3, $5, $7, 0x7531;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r",
+        [low, high],
+        dtype=(gl.uint8, gl.uint8, gl.uint8, gl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def load_values(smem, stage, PIECE: gl.constexpr):
+    """V^T of a piece of 128 dims, as an A operand ``[128, 64]``.
+
+    Row ``64 h + 16 w + 8 d + g`` is dim ``32 w + 16 h + 2 g + d``.
+    """
+    pairs = reinterpret(smem.kv, gl.int16, [STAGES, 64, 256], TILE)
+    x = pairs.index(stage).slice(PIECE * 64, 64, dim=1).permute((1, 0)).load(A16)
+    x = x.reshape(4, 2, 8, 4, 2, 4, 2).permute(0, 1, 2, 3, 5, 6, 4)
+    low, high = gl.split(x)
+    a, b, c, d = take_pairs_apart(low, high)
+    x = gl.join(gl.join(a, b), gl.join(c, d))  # w, 8 keys, g, 16 keys, quarter, key, d, h
+    x = x.permute(7, 0, 6, 2, 3, 4, 1, 5).reshape(128, 64)
+    return gl.convert_layout(x, A8).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def factor_order(x):
+    """Keys in the order of :data:`FACTORS`."""
+    return x.reshape(4, 2, 4, 2).permute(0, 2, 1, 3).reshape(64)
+
+
+@gluon.jit
+def load_factor(smem, stage, FACTOR: gl.constexpr):
+    """A factor of a block's keys, as a row."""
+    x = smem.factors[FACTOR].index(stage).load(FACTORS)
+    x = x.reshape(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(64)
+    return gl.convert_layout(x, COLUMNS)[None, :]
+
+
+@gluon.jit
+def qk_mmas(smem, zero, stage):
+    """Issue S = Q K^T of the dims that have codes."""
+    s = gl.zeros([64, 64], gl.float32, S8)
+    for c in gl.static_range(4):
+        q = smem.q.index(zero).slice(c * 128, 128, dim=1)
+        k = smem.kv.index(stage).slice(c * 128, 128, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def qk_rope_mma(s, smem, stage):
+    """Issue S += Q K^T of the RoPE dims."""
+    k = smem.k_rope.index(stage).permute((1, 0))
+    return warpgroup_mma(smem.q_rope, k, gl.convert_layout(s, S16), is_async=True)
+
+
+@gluon.jit
+def split_rows(x):
+    """Rows whose number has bit 3 clear, and the others, as ``[4, 8, 64]``."""
+    return gl.split(x.reshape(4, 2, 8, 64).permute(0, 2, 3, 1))
+
+
+@gluon.jit
+def store_p(smem, p, PARITY: gl.constexpr):
+    """Store P, keys in the order in which threads hold them."""
+    p_0, p_1 = split_rows(p)
+    x = gl.join(to_e4m3(p_0), to_e4m3(p_1)).permute(0, 3, 1, 2)
+    x = x.reshape(64, 2, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(64, 64)
+    reinterpret(smem.p.index(PARITY), gl.uint8, [64, 64], P_TILE).store(x)
+
+
+@gluon.jit
+def rises(smem, PARITY: gl.constexpr):
+    """Whether a block changes the factor of any row."""
+    return gl.max((smem.alpha.index(PARITY).load(IN_WARP) != 1.0).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def rescale(acc_a, acc_b, some, smem, PARITY: gl.constexpr):
+    """O over m after a block instead of before it."""
+    if some:
+        alpha = smem.alpha.index(PARITY).load(COLUMNS)[None, :]
+        acc_a *= alpha
+        acc_b *= alpha
+    return acc_a, acc_b
+
+
+@gluon.jit
+def pv_mma(acc, values, smem, zero, use_acc, PARITY: gl.constexpr):
+    """Issue O^T += V^T P^T of 128 dims."""
+    p = smem.p.index(PARITY + zero).permute((1, 0))
+    return warpgroup_mma(values, p, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def scale_of(bits):
+    """A row's power of two, and its inverse, from the bits of its largest magnitude.
+
+    The power is the smallest by which the magnitude is at most 448, and NaN for NaN and infinity.
+    """
+    # The mantissa of 448 is 0x600000: larger ones need the next power of two.
+    exponent = gl.maximum(((bits + 0x1FFFFF) >> 23) - 8, SMALLEST_EXPONENT)
+    scale = (exponent << 23).to(gl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    return gl.where(bits < 0x7F800000, scale, float("nan")), inverse
+
+
+@gluon.jit
+def _round_rows(rows, row_stride, rounded):
+    """Round 16 rows. The row behind the last gets zeros and a P of 0."""
+    row = gl.program_id(0).to(gl.int64) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LOAD_ROWS))
+    real, stored = row < rounded.num_rows, row <= rounded.num_rows
+    dims = gl.arange(0, 512, gl.SliceLayout(0, LOAD_ROWS))[None, :]
+    x = gl.load(rows + (row * row_stride)[:, None] + dims, mask=real[:, None], other=0.0)
+    magnitudes = x.to(gl.int16, bitcast=True) & 0x7FFF
+    scale, inverse = scale_of(gl.max(magnitudes, 1).to(gl.int32) << 16)
+    codes = (x.to(gl.float32) * inverse[:, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    records = rounded.records + (row * RECORD)[:, None]
+    gl.store(records + dims, codes, mask=stored[:, None])
+    factors = rounded.factors + row * 4
+    gl.store(factors + SCALE, scale, mask=stored)
+    gl.store(factors + LOG_SCALE, gl.where(real, gl.log2(scale), float("-inf")), mask=stored)
+    gl.store(factors + INVERSE, inverse, mask=stored)
+
+    row = gl.convert_layout(row, gl.SliceLayout(1, LOAD_ROWS_ROPE))
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, LOAD_ROWS_ROPE))[:, None]
+    real, stored = (row < rounded.num_rows)[:, None], (row <= rounded.num_rows)[:, None]
+    dims = gl.arange(0, 64, gl.SliceLayout(0, LOAD_ROWS_ROPE))[None, :]
+    x = gl.load(rows + (row * row_stride)[:, None] + 512 + dims, mask=real, other=0.0)
+    tails = rounded.records.to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    tails += (row * (RECORD // 2) + 256)[:, None] + dims
+    gl.store(tails, (x.to(gl.float32) * inverse).to(gl.bfloat16), mask=stored)
+
+
+@gluon.jit
+def load_query_words(
+    tile, queries, shape,
+    START: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load dims ``START .. START + DIM`` of a half of a tile's query rows, two in a register."""
+    begin, _, request, token = locate_tile(tile, shape)
+    row = begin + 32 * HALF + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    row = gl.minimum(row, shape.num_rows - 1)  # rows behind the last are not stored
+    q, request_stride, token_stride, head_stride = query_dims(queries, START)
+    q += request * request_stride + token * token_stride
+    words = q.to(gl.pointer_type(gl.int32), bitcast=True)
+    dims = gl.arange(0, DIM // 2, gl.SliceLayout(0, LAYOUT))
+    return gl.load(words + (row.to(gl.int64) * (head_stride // 2))[:, None] + dims[None, :])
+
+
+@gluon.jit
+def load_queries(tile, num_tiles, queries, shape, HALF: gl.constexpr):
+    """Load a half of a tile's query rows: the dims to be rounded, and the RoPE dims."""
+    tile = gl.minimum(tile, num_tiles - 1)
+    x = load_query_words(tile, queries, shape, 0, 512, HALF, LOAD_Q)
+    return x, load_query_words(tile, queries, shape, 512, 64, HALF, LOAD_Q_ROPE)
+
+
+@gluon.jit
+def unpack(words):
+    """float32 numbers of both halves of words of two bfloat16."""
+    low = (words << 16).to(gl.float32, bitcast=True)
+    return low, (words & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def larger_halves(words, LENGTH: gl.constexpr):
+    """The larger of each half of neighbouring words ``[32, LENGTH]``, without signs."""
+    first, second = gl.split(words.reshape(32, LENGTH // 2, 2))
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def store_queries(words, rope, smem, HALF: gl.constexpr):
+    """Round a half of a tile's query rows, and store them with their scales."""
+    pairs = larger_halves(words & 0x7FFF7FFF, 256)
+    pairs = larger_halves(larger_halves(pairs, 128), 64)
+    bits = gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1)
+    scale, inverse = scale_of(gl.convert_layout(bits, gl.SliceLayout(1, LOAD_Q)))  # moves nothing
+    smem.q_scale.index(HALF).store(scale)
+    low, high = unpack(words)
+    x = gl.join(low * inverse[:, None], high * inverse[:, None]).reshape(32, 512)
+    smem.q.index(0).slice(32 * HALF, 32, dim=0).store(x.to(gl.float8e4nv))
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, LOAD_Q_ROPE))[:, None]  # moves nothing
+    low, high = unpack(rope)
+    x = gl.join(low * inverse, high * inverse).reshape(32, 64)
+    smem.q_rope.slice(32 * HALF, 32, dim=0).store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def load_key_range(smem, turn):
+    """The number of pairs of blocks of a tile, from the producer."""
+    at = turn % STAGES
+    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // STAGES & 1)
+    return gl.max(smem.key_range.index(at).load(THREADS), 0)
+
+
+@gluon.jit
+def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.constexpr):
+    """Left (HALF 0) or right: S and P of every other block, and a half of O."""
+    A: gl.constexpr = 2 * HALF
+    B: gl.constexpr = 2 * HALF + 1
+    OTHER: gl.constexpr = 1 - HALF
+    step = HALF  # of the own block of the pair
+    first = gl.program_id(0)
+    q, q_rope = load_queries(first, num_tiles, queries, shape, HALF)
+    for tile in range(first, num_tiles, gl.num_programs(0)):
+        turn = tile // gl.num_programs(0)
+        store_queries(q, q_rope, smem, HALF)
+        fence_async_shared()
+        mbarrier.arrive(smem.bar.index(Q_FULL), count=1)
+        mbarrier.wait(smem.bar.index(Q_FULL), turn & 1)
+        factor = reinterpret(smem.q_scale, gl.float32, [64], PLAIN).load(ROWS) * scale_log2
+        num_pairs = load_key_range(smem, turn)
+        zero = opaque_zero(tile)
+        mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
+        s = warpgroup_mma_wait(0, deps=[qk_mmas(smem, zero, step % STAGES)])
+        s = warpgroup_mma_wait(0, deps=[qk_rope_mma(s, smem, step % STAGES)])
+        s = gl.convert_layout(s, S8)
+        acc_a = gl.zeros([128, 64], gl.float32, S8)
+        acc_b = gl.zeros([128, 64], gl.float32, S8)
+        m = gl.full([64], LOWEST, gl.float32, ROWS)
+        l = gl.zeros([64, 4], gl.float32, SUM_PARTS)
+        for i in range(num_pairs):
+            zero = opaque_zero(i)
+            phase = step // 2 & 1
+            stage = step % STAGES
+            z = s * (factor[:, None] * load_factor(smem, stage, SCALE))
+            z = z + load_factor(smem, stage, LOG_SCALE)
+            top = gl.max(z, 1)
+            before = m
+            if HALF == 1:
+                mbarrier.wait(smem.bar.index(M_FULL), phase)
+                before = smem.m[0].load(ROWS)
+            elif i > 0:
+                mbarrier.wait(smem.bar.index(M_FULL + 1), phase ^ 1)
+                before = smem.m[1].load(ROWS)
+            m_new = gl.where(top > before + LAG, top, before)
+            smem.m[HALF].store(m_new)
+            mbarrier.arrive(smem.bar.index(M_FULL + HALF), count=1)
+            alpha = exp2(before - m_new)
+
+            # P V of the other's block under the exponentials. Left has none before its first
+            # block: what these MMAs leave is overwritten.
+            last = (step + STAGES - 1) % STAGES
+            values = load_values(smem, last, A)
+            if HALF == 1:
+                mbarrier.wait(smem.bar.index(P_FULL), phase)
+            elif i > 0:
+                mbarrier.wait(smem.bar.index(P_FULL + 1), phase ^ 1)
+            some = rises(smem, OTHER)
+            acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
+            more = True if HALF == 0 else i > 0
+            acc_a = pv_mma(acc_a, values, smem, zero, more, OTHER)
+            values = load_values(smem, last, B)
+            acc_b = pv_mma(acc_b, values, smem, zero, more, OTHER)
+
+            drop = gl.convert_layout(exp2(m - m_new), gl.SliceLayout(1, SUM_PARTS))
+            m = m_new
+            p = exp2(z - (m + LOG_SHIFT)[:, None])
+            parts = (p * load_factor(smem, stage, INVERSE)).reshape(64, 8, 4, 2)
+            parts = gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), SUM_PARTS)  # moves nothing
+            l = l * drop[:, None] + parts
+            smem.alpha.index(HALF).store(alpha)
+            store_p(smem, to_f16(p), HALF)
+            # Once P is announced, the other's next P may overwrite the one that these MMAs read.
+            acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
+            fence_async_shared()
+            mbarrier.arrive(smem.bar.index(P_FULL + HALF), count=1)
+            if HALF == 1 or i > 0:
+                mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+
+            # P V of the own block under the next S. After the last pair, these MMAs read stale
+            # keys and nothing reads S.
+            ahead = (step + 2) % STAGES
+            if i + 1 < num_pairs:
+                mbarrier.wait(smem.bar.index(KV_FULL + ahead), (step + 2) // STAGES & 1)
+            s = qk_mmas(smem, zero, ahead)
+            some = rises(smem, HALF)
+            acc_a, acc_b = rescale(acc_a, acc_b, some, smem, HALF)
+            values_a = load_values(smem, stage, A)
+            values_b = load_values(smem, stage, B)
+            more = True if HALF == 1 else i > 0
+            s = warpgroup_mma_wait(0, deps=[s])
+            s = qk_rope_mma(s, smem, ahead)
+            acc_a = pv_mma(acc_a, values_a, smem, zero, more, HALF)
+            acc_b = pv_mma(acc_b, values_b, smem, zero, more, HALF)
+            mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
+            s, acc_a, acc_b = warpgroup_mma_wait(0, deps=[s, acc_a, acc_b])
+            s = gl.convert_layout(s, S8)
+            step += 2
+        if HALF == 0:
+            # P V of the last odd block.
+            last = (step + STAGES - 1) % STAGES
+            mbarrier.wait(smem.bar.index(P_FULL + 1), (step // 2 & 1) ^ 1)
+            some = rises(smem, OTHER)
+            acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
+            values = load_values(smem, last, A)
+            acc_a = pv_mma(acc_a, values, smem, zero, True, OTHER)
+            values = load_values(smem, last, B)
+            acc_b = pv_mma(acc_b, values, smem, zero, True, OTHER)
+            mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+            acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
+            mbarrier.wait(smem.bar.index(M_FULL + 1), (step // 2 & 1) ^ 1)
+            after = smem.m[1].load(ROWS)
+            l = l * gl.convert_layout(exp2(m - after), gl.SliceLayout(1, SUM_PARTS))[:, None]
+            m = after
+        inv_l, out, begin = store_sums(tile, turn, m, gl.sum(l, 1), results, shape, smem, HALF)
+        store_columns(acc_a, inv_l, out, begin, results, shape)
+        # The next queries arrive while the second part of O is stored.
+        q, q_rope = load_queries(tile + gl.num_programs(0), num_tiles, queries, shape, HALF)
+        store_columns(acc_b, inv_l, out + 128, begin, results, shape)
+
+
+@gluon.jit
+def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
+    """Exchange the sums of P; left stores lse. Returns what O is multiplied by, and its place."""
+    smem.l.index(HALF).store(l)
+    mbarrier.arrive(smem.bar.index(SUMS), count=1)
+    mbarrier.wait(smem.bar.index(SUMS), turn & 1)
+    begin, split, request, token = locate_tile(tile, shape)
+    if HALF == 0:
+        l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
+        l = gl.convert_layout(l, ROWS)
+        _, head, real = rows_of_tile(begin, shape, ROWS, False)
+        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
+        at = lse + token * results.lse_token + head
+        gl.store(at, (m + LOG_SHIFT + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
+    l = smem.l.index(0).load(COLUMNS) + smem.l.index(1).load(COLUMNS)
+    empty = l == 0
+    if results.attn_sink is not None:
+        _, head, real = rows_of_tile(begin, shape, COLUMNS, False)
+        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(COLUMNS))
+    inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
+    out = results.out + split.to(gl.int64) * results.out_split
+    out += request * results.out_request + token * results.out_token + HALF * 256
+    return inv_l, out, begin
+
+
+@gluon.jit
+def store_columns(acc, inv_l, out, begin, results, shape):
+    """Store 128 columns of O, from the rows of O^T in the order of :func:`load_values`."""
+    x = (acc * inv_l[None, :]).to(results.out.dtype.element_ty)
+    x = x.reshape(2, 4, 2, 8, 64).permute(4, 1, 0, 3, 2).reshape(64, 128)
+    x = gl.convert_layout(x, STORE)  # moves nothing
+    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE), False)
+    dims = gl.arange(0, 128, gl.SliceLayout(0, STORE))
+    at = out + (head * results.out_head)[:, None] + dims[None, :]
+    gl.store(at, x, mask=real[:, None])
+
+
+@gluon.jit
+def load_list(blocks, block):
+    """Load the list of a block of keys; -1 past its end."""
+    at = block * 64 + gl.arange(0, 64, THREADS)
+    return gl.load(blocks.main_keys + at, mask=at < blocks.main_end, other=-1)
+
+
+@gluon.jit
+def row_or_none(slots, main, rows):
+    """The row behind the last one stands for an invalid slot."""
+    slots = slots.to(gl.int64)
+    return gl.where((slots >= 0) & (slots < main.num_slots), slots, rows.num_rows).to(gl.int32)
+
+
+@gluon.jit
+def copy_block(step, slots, main, rows, smem):
+    """Copy a block of keys once its stage is empty."""
+    stage = step % STAGES
+    chosen = row_or_none(slots, main, rows)
+    factors = rows.factors + gl.convert_layout(factor_order(chosen), THREADS).to(gl.int64) * 4
+    codes = rows.records + gl.convert_layout(chosen, COPY_KEYS).to(gl.int64) * RECORD
+    tail = gl.convert_layout(codes, ROPE_KEYS).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    dims = gl.arange(0, 512, gl.SliceLayout(0, COPY_CODES))
+    rope = 256 + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROPE))
+    mbarrier.wait(smem.bar.index(KV_EMPTY + stage), step // STAGES & 1 ^ 1)
+    to = reinterpret(smem.kv.index(stage), gl.uint8, [64, 512], CODES)
+    async_load(to, codes[:, None] + dims[None, :])
+    async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
+    for factor in gl.static_range(3):
+        async_load(smem.factors[factor].index(stage), factors + factor)
+    async_copy.mbarrier_arrive(smem.bar.index(KV_FULL + stage), increment_count=False)
+
+
+@gluon.jit
+def producer(num_tiles, rows, main, shape, smem):
+    """The producer warpgroup: it copies keys. Lists are loaded two blocks ahead."""
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        blocks = find_key_blocks(tile, main, None, shape, None, None, False)
+        block = blocks.first
+        slots = load_list(blocks, block)
+        next_slots = load_list(blocks, block + 1)
+        # The end of the valid slots is found during the copy of the first pair.
+        num_blocks = 2
+        i = 0
+        while i < num_blocks:
+            later_slots = load_list(blocks, block + 2)
+            copy_block(step, slots, main, rows, smem)
+            if i == 1:
+                last = end_of_valid_blocks(blocks, main, None, None, False)
+                num_blocks = gl.maximum(gl.cdiv(last - blocks.first, 2), 1) * 2
+                at = tile // gl.num_programs(0) % STAGES
+                smem.key_range.index(at).store(gl.zeros([1], gl.int32, THREADS) + num_blocks // 2)
+                mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+            i += 1
+            block += 1
+            step += 1
+            slots = next_slots
+            next_slots = later_slots
+
+
+@gluon.constexpr_function
+def arrivals(b):
+    """Number of arrivals of a barrier's phase."""
+    if b < KV_EMPTY.value:
+        return 128
+    return 2 if b < KEY_RANGE.value or b >= Q_FULL.value else 1
+
+
+@gluon.jit
+def _attend_rounded(num_tiles, queries, rows, main, results, shape, scale_log2):
+    """Attention of tiles of 64 query rows of a group over its list of rounded rows."""
+    smem = SharedMemory(
+        q=gl.allocate_shared_memory(gl.float8e4nv, [1, 64, 512], CODES),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
+        q_scale=gl.allocate_shared_memory(gl.float32, [2, 32], PLAIN),
+        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 512], CODES),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE),
+        factors=(
+            gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN),
+            gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN),
+            gl.allocate_shared_memory(gl.float32, [STAGES, 64], PLAIN),
+        ),
+        p=gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 64], P_TILE),
+        alpha=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
+        # One tensor each: the compiler puts a barrier between two stores to the same one.
+        m=(
+            gl.allocate_shared_memory(gl.float32, [64], PLAIN),
+            gl.allocate_shared_memory(gl.float32, [64], PLAIN),
+        ),
+        l=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
+        key_range=gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN),
+        bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
+    )
+    for b in gl.static_range(NUM_BARRIERS):
+        mbarrier.init(smem.bar.index(b), count=arrivals(b))
+    fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
+    gl.warp_specialize(
+        [
+            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 0)),
+            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 1)),
+            (producer, (num_tiles, rows, main, shape, smem)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
+
+
+def round_rows(rows: Tensor) -> RoundedRows:
+    """Launch the rounding of ``rows [S, 576]``, bfloat16."""
+    num_rows = len(rows)
+    records = rows.new_empty(num_rows + 1, RECORD.value, dtype=torch.uint8)
+    factors = rows.new_empty(num_rows + 1, 4, dtype=torch.float32)
+    rounded = RoundedRows(records, factors, num_rows)
+    _round_rows[(num_rows // 16 + 1,)](rows, rows.stride(0), rounded, num_warps=4)
+    return rounded
+
+
+def launch(
+    queries: Queries,
+    rows: RoundedRows,
+    stream: KeyList,
+    results: Results,
+    shape: QueryRows,
+    softmax_scale: float,
+    *,
+    num_groups: int,
+) -> None:
+    """Launch over the heads of ``num_groups`` tokens, with the rows that their lists select."""
+    num_tiles = num_groups * -(-shape.num_rows // 64)
+    _attend_rounded[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
+        num_tiles,
+        queries,
+        rows,
+        stream,
+        results,
+        shape,
+        softmax_scale * LOG2E.value,
+        num_warps=4,
+        launch_pdl=True,
+    )

@@ -1,0 +1,242 @@
+"""Prefill with FP8 products: its limits pass what rounding does, and refuse everything else."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsemla import BF16_512, BF16_576, FP8_DS_MLA, PagedCache, dispatch
+from sparsemla.reference.attention import apply_sink
+from sparsemla.reference.prefill import round_rows
+from sparsemla.testing import compare
+from sparsemla.testing.cases import Draw, sparse_prefill_case
+from sparsemla.testing.compare import (
+    SPARSE_PREFILL_LSE,
+    SPARSE_PREFILL_OUT,
+    assert_result,
+    has_fp8_products,
+    run_reference,
+    sizes_of,
+    tolerances_of,
+)
+from sparsemla.verify.matrix import MATRIX
+
+CASES = {
+    case.name.removeprefix("FP8 products, "): case
+    for case in MATRIX["sparse_prefill"]
+    if case.name.startswith("FP8 products, ") and not case.large
+}
+ALIKE = {"cache", "512 dims", "float16"}
+"""Cases that no kernel with FP8 products takes, and that have no rows of 576 dims."""
+
+
+def e4m3(x):
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def e5m2(x):
+    return x.to(torch.float8_e5m2).float()
+
+
+def multiplied(
+    arguments, *, largest=8.0, queries=round_rows, rows=round_rows, rounded=e4m3, own_lse=False
+):
+    """What a kernel with FP8 products computes, but for the accuracy of its sums.
+
+    Args:
+        arguments: a call's.
+        largest: the code of the largest weight of a query, or up to half of it.
+        queries: rounds queries.
+        rows: rounds rows.
+        rounded: rounds weights.
+        own_lse: whether the LSE is that of the rounded weights.
+    """
+    q, kv, slots = queries(arguments["q"]), rows(arguments["kv"]), arguments["topk_indices"]
+    if "q_rope" in arguments:
+        q = torch.cat([q, arguments["q_rope"].float()], dim=-1)
+    valid = (slots >= 0) & (slots < len(kv))
+    if (lengths := arguments["topk_lengths"]) is not None:
+        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
+    keys = kv[slots.where(valid, 0)].where(valid[..., None], 0)
+    logits = torch.einsum("thd,tkd->thk", q.float(), keys) * arguments["softmax_scale"]
+    logits = logits.masked_fill(~valid[:, None], -math.inf)
+    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
+    weights = (logits - top).exp()
+    # The scale of a row is a factor of its weight.
+    scales = (keys[..., :512].abs().amax(-1) / 448).clamp_min(2**-40).log2().ceil().exp2()
+    scaled = weights * scales[:, None]
+    unit = scaled.amax(-1, keepdim=True).clamp_min(2**-99).log2().ceil().exp2() / largest
+    codes = rounded(scaled / unit) * unit
+    total = ((codes / scales[:, None]) if own_lse else weights).sum(-1)
+    out = torch.einsum("thk,tkd->thd", codes, keys[..., :512] / scales[..., None])
+    lse = top[..., 0] + total.log()
+    out = out / total.clamp_min(2**-99)[..., None]
+    return apply_sink(out, lse, arguments["attn_sink"]).bfloat16(), lse
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The limits of a kernel with FP8 products for every call that permits them."""
+    monkeypatch.setattr(
+        compare, "has_fp8_products", lambda arguments: arguments["precision"] == "fp8"
+    )
+
+
+def check(results, arguments):
+    expected = run_reference("sparse_prefill", arguments)
+    sizes = sizes_of("sparse_prefill", arguments)
+    limits = tolerances_of("sparse_prefill", arguments)
+    for index, (name, result) in enumerate(zip(("out", "lse"), results, strict=True)):
+        assert_result(name, result, expected[index], limits[index], sizes[index])
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - ALIKE))
+@pytest.mark.parametrize("largest", [8.0, 256.0])
+def test_roundings_are_within_the_limits(name, largest, hopper):
+    arguments = CASES[name].build(Draw(2))
+    check(multiplied(arguments, largest=largest), arguments)
+
+
+def without_sink(arguments):
+    return arguments | {"attn_sink": None}
+
+
+def one_key_more(arguments):
+    return arguments | {"topk_lengths": arguments["topk_lengths"] + 1}
+
+
+def larger_scale(arguments):
+    return arguments | {"softmax_scale": arguments["softmax_scale"] * 1.02}
+
+
+def doubled_rows(arguments):
+    """Every fifth row counts twice."""
+    kv = arguments["kv"].clone()
+    kv[::5, :512] *= 2
+    return arguments | {"kv": kv}
+
+
+def another_head(arguments):
+    return arguments | {"q": arguments["q"].roll(1, 1)}
+
+
+@pytest.mark.parametrize(
+    "change", [without_sink, one_key_more, larger_scale, doubled_rows, another_head]
+)
+def test_other_arguments_are_beyond_the_limits(change, hopper):
+    arguments = CASES["128 heads"].build(Draw(2))
+    with pytest.raises(AssertionError):
+        check(multiplied(change(arguments)), arguments)
+
+
+def saturated(x):
+    """Scales half as large as need be."""
+    scale = (x[..., :512].float().abs().amax(-1, keepdim=True) / 896).log2().ceil().exp2()
+    codes = e4m3((x[..., :512] / scale).clamp(-448, 448))
+    return torch.cat([codes * scale, x[..., 512:].float()], -1)
+
+
+def rounded_rope(x):
+    return round_rows(round_rows(x).flip(-1), 64).flip(-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queries": lambda q: q.float()},
+        {"queries": saturated},
+        {"queries": rounded_rope},
+        {"rows": lambda rows: rows.float()},
+        {"rows": saturated},
+        {"rows": rounded_rope},
+        {"own_lse": True},
+        {"rounded": e5m2},
+        {"rounded": lambda weights: e4m3(weights) * 1.07},
+    ],
+    ids=[
+        "queries",
+        "saturated queries",
+        "RoPE of queries",
+        "rows",
+        "saturated rows",
+        "RoPE of rows",
+        "lse",
+        "e5m2",
+        "larger",
+    ],
+)
+def test_other_roundings_are_beyond_the_limits(options, hopper):
+    arguments = CASES["few valid indices"].build(Draw(2))
+    with pytest.raises(AssertionError):
+        check(multiplied(arguments, **options), arguments)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch as on a Hopper GPU."""
+    pytest.importorskip("triton")
+    original = dispatch._problem
+
+    def problem(*given, **options):
+        return replace(original(*given, **options), device="cuda", capability=(9, 0))
+
+    monkeypatch.setattr(dispatch, "problem_of", problem)
+
+
+def permitting(**options):
+    options = {"num_heads": 64, **options}
+    return sparse_prefill_case(Draw(0), **options) | {"precision": "fp8"}
+
+
+def test_other_devices_have_no_fp8_products():
+    case = permitting()
+    assert not has_fp8_products(case)
+    assert tolerances_of("sparse_prefill", case) == (
+        SPARSE_PREFILL_OUT,
+        SPARSE_PREFILL_LSE,
+        compare.TOLERANCES["sparse_prefill"][2],
+    )
+
+
+def pages(fmt, page_size):
+    return PagedCache.allocate(fmt, 4, page_size)
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (permitting(), True),
+        (permitting() | {"precision": "bf16"}, False),
+        (permitting(num_heads=33), True),
+        (permitting(num_heads=32), False),
+        (permitting(head_dim=512), False),
+        (permitting(dtype=torch.float16), False),
+        (permitting() | {"kv": pages(BF16_576, 1)}, True),
+        (permitting() | {"kv": pages(BF16_576, 64)}, False),
+        (permitting() | {"kv": pages(BF16_512, 1)}, False),
+        (permitting() | {"kv": pages(FP8_DS_MLA, 1)}, False),
+        (permitting() | {"extra_kv": pages(BF16_576, 1)}, False),
+        (permitting() | {"list_tokens": 2}, False),
+        (permitting() | {"members": torch.zeros(5, 128, dtype=torch.uint8)}, False),
+        (permitting() | {"max_logits": torch.empty(5, 64)}, False),
+    ],
+    ids=[
+        "rows",
+        "bf16",
+        "33 heads",
+        "32 heads",
+        "512 dims",
+        "float16",
+        "cache of rows",
+        "pages",
+        "rows of 512",
+        "FP8 rows",
+        "two streams",
+        "lists",
+        "members",
+        "max_logits",
+    ],
+)
+def test_calls_that_have_fp8_products(case, taken, on_hopper):
+    assert has_fp8_products(case) == taken
