@@ -1,6 +1,7 @@
 """The benchmark without a GPU: its arithmetic, its gate, its files."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ from sparsemla.bench import command, cpu, peers, report, run, timing, training, 
 from sparsemla.bench.__main__ import main
 from sparsemla.bench.ceilings import Ceilings, measure
 from sparsemla.bench.peers import sglang, vllm_python
+from sparsemla.bench.peers.base import Unavailable
+from sparsemla.bench.peers.sglang import SGLangQ8KV8
 from sparsemla.bench.peers.tilelang import largest_bucket
-from sparsemla.testing.compare import assert_close
+from sparsemla.testing.compare import assert_close, rounded_prefill
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
@@ -45,6 +48,7 @@ SMALL = [
     workloads.SparseBackward(40, 40, 16, 576, 32),
     training.TrainingAttention(40, 2, 16),
     training.TrainingAttention(70, 2, 16, indexer=1),
+    workloads.PermittedPrefill(5, 300, 4, 576, 128),
     workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
     workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
@@ -210,6 +214,60 @@ def test_work_of_a_sparse_decode():
     assert small.unique_bytes(small.build(CPU)) == expected == 179808
 
 
+def test_fp8_products_have_a_gate_of_their_own(monkeypatch):
+    workload = workloads.PermittedPrefill(3, 300, 40, 576, 128)
+    inputs = workload.build(CPU)
+    inputs["softmax_scale"] *= 16  # logits for which roundings matter
+    assert (workload.ours(inputs).note, workload.unit) == ("bfloat16 products", "fp8")
+    expected = workload.bf16_products(inputs)
+    workload.ours(inputs).check(expected)
+    for got, wanted in zip(workload.run(inputs), expected, strict=True):
+        assert torch.equal(got, wanted)
+    asked = []
+    monkeypatch.setattr(workloads, "has_fp8_products", lambda case: asked.append(case) or True)
+    ours = workload.ours(inputs)
+    assert [case["precision"] for case in asked] == ["fp8"]
+    rounded = reference.sparse_prefill(**rounded_prefill(inputs))[:2]
+    ours.check(rounded)
+    with pytest.raises(AssertionError, match="lse"):
+        ours.check((rounded[0], expected[1]))
+    with pytest.raises(AssertionError, match="out"):
+        workload.check(inputs, rounded)
+    with pytest.raises(AssertionError, match="out"):
+        ours.check((rounded[0].roll(1, 0), rounded[1]))
+    given = []
+    monkeypatch.setattr(ops, "sparse_prefill", lambda **case: given.append(case.get("precision")))
+    ours.run()
+    workload.bf16_products(inputs)
+    assert given == ["fp8", None]
+
+
+def test_q8kv8_takes_prefills_that_permit_fp8_products(monkeypatch):
+    with pytest.raises(Unavailable, match=r"libq8kv8\.so"):
+        SGLangQ8KV8([])
+    peer = object.__new__(SGLangQ8KV8)
+    assert peer.supports(workloads.SparsePrefill(3, 300, 64, 576, 128)) == "has FP8 products only"
+    assert "64 heads" in peer.supports(workloads.PermittedPrefill(3, 300, 96, 576, 128))
+    workload = workloads.PermittedPrefill(3, 300, 64, 576, 128)
+    assert peer.supports(workload) is None
+    calls = []
+    peer.prefill = lambda *given: calls.append(given) or len(calls) - 1
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    inputs = workload.build(CPU)
+    (side,) = peer.prepare(workload, inputs)
+    out, lse = side.run()
+    assert calls[0][8:] == (3, 300 + 128, 64, 128, inputs["softmax_scale"], 7)
+    assert (out.shape, lse.shape) == ((3, 64, 512), (3, 64))
+    with pytest.raises(RuntimeError, match="returned 1"):
+        side.run()
+    expected, _, _ = reference.sparse_prefill(**inputs)
+    side.check((expected * 1.05,))
+    with pytest.raises(AssertionError, match=r"relative error 0\.07"):
+        side.check((expected * 1.07,))
+    with pytest.raises(AssertionError, match="relative error nan"):
+        side.check((expected * math.nan,))
+
+
 def test_work_of_causal_indexer_scores():
     workload = workloads.IndexerScores(4096, 8192)
     pairs = sum(range(8192 - 4096 + 1, 8192 + 1))
@@ -314,6 +372,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     ("workload", "name"),
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
+        (workloads.PermittedPrefill(5, 300, 4, 576, 128), "sparsemla bf16 products"),
         (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.SharedBackward(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),

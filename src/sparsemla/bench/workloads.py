@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,6 +40,8 @@ from sparsemla.testing.compare import (
     DENSE_DECODE_OUT,
     E4M3_STEP,
     FLOAT32_ULPS,
+    FP8_PREFILL_LSE,
+    FP8_PREFILL_OUT,
     FP8_PROJECTION,
     INDEX_LOSS,
     INDEXER_SCORES,
@@ -54,7 +56,10 @@ from sparsemla.testing.compare import (
     assert_equal,
     assert_result,
     assert_rows_close,
+    fp8_prefill_limits,
     gradient_sizes,
+    has_fp8_products,
+    rounded_prefill,
     run_reference,
     score_sizes,
     sizes_of,
@@ -201,12 +206,54 @@ class SparsePrefill(Workload):
         return ops.sparse_prefill(**inputs)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.tokens, 16, inputs["q"].device)
-        arguments = inputs | {name: inputs[name][some] for name in ("q", "topk_indices")}
-        out, lse, _ = reference.sparse_prefill(**arguments)
+        some = self.some(inputs)
+        out, lse, _ = reference.sparse_prefill(**self.of(inputs, some))
         _check_attention(
             results, some, (out, lse), (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE), self.op
         )
+
+    def some(self, inputs: Inputs) -> Tensor:
+        """The tokens that are checked."""
+        return _some(self.tokens, 16, inputs["q"].device)
+
+    @staticmethod
+    def of(inputs: Inputs, some: Tensor) -> Inputs:
+        """The inputs of some tokens."""
+        return inputs | {name: inputs[name][some] for name in ("q", "topk_indices")}
+
+
+@dataclass(frozen=True)
+class PermittedPrefill(SparsePrefill):
+    """A :class:`SparsePrefill` that permits FP8 products.
+
+    The inputs and the gate of sides with bfloat16 products are those of a prefill without.
+    """
+
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def variant(self) -> str:
+        return "precision fp8"
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**inputs, precision="fp8")
+
+    def bf16_products(self, inputs: Inputs) -> Results:
+        return ops.sparse_prefill(**inputs)
+
+    def ours(self, inputs: Inputs) -> Side:
+        permitted = inputs | {"precision": "fp8"}
+        if not has_fp8_products(permitted):
+            return replace(super().ours(inputs), note="bfloat16 products")
+
+        def check(got: Results) -> None:
+            some = self.some(inputs)
+            own = self.of(inputs, some)
+            out, lse, _ = reference.sparse_prefill(**rounded_prefill(own))
+            tolerances = FP8_PREFILL_OUT, FP8_PREFILL_LSE
+            _check_attention(got, some, (out, lse), tolerances, self.op, fp8_prefill_limits(own))
+
+        return Side("sparsemla", lambda: self.run(inputs), check)
 
 
 @dataclass(frozen=True)
@@ -1584,6 +1631,12 @@ def all_workloads() -> list[Workload]:
         *(SparsePrefill(*shape) for shape in prefill),
         *(SparsePrefill(*shape, "overlapping") for shape in prefill),
         *(
+            PermittedPrefill(tokens, context, heads, 576, 2048)
+            for tokens in (1024, 4096)
+            for context in (8192, 32768, 131072)
+            for heads in (64, 128)
+        ),
+        *(
             SharedPrefill(4096, 32768, heads, 576, 2048, selection, list_tokens=64 // heads)
             for heads in (8, 16, 32)
             for selection in ("overlapping", "random")
@@ -1827,14 +1880,15 @@ def _check_attention(
     expected: tuple[Tensor, Tensor],
     tolerances: tuple[Tolerance, Tolerance],
     name: str,
+    sizes: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Check outputs, and lse if a side returns it; no output of any row may be NaN."""
     if not bool(results[0].isfinite().all()):
         raise AssertionError(f"{name}: an output is not finite")
-    for label, result, wanted, tolerance in zip(
-        ("out", "lse"), results, expected, tolerances, strict=False
+    for label, result, wanted, tolerance, size in zip(
+        ("out", "lse"), results, expected, tolerances, sizes, strict=False
     ):
-        assert_close(f"{name} {label}", result[some], wanted, tolerance)
+        assert_close(f"{name} {label}", result[some], wanted, tolerance, size)
 
 
 def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inputs]]:

@@ -1,7 +1,8 @@
 """Other implementations, if installed, on the inputs of a workload.
 
 Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
-of unpacked wheels (the extension modules load without their packages' dependencies); among the
+of unpacked wheels (the extension modules load without their packages' dependencies), and with
+``libq8kv8.so``, SGLang's FP8 prefill compiled before; among the
 files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. vLLM's Python kernels
 of DeepSeek-V4 are loaded without importing vLLM. TileLang ships kernels as examples only; three
 files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
@@ -24,7 +25,7 @@ from sparsemla.bench.peers.fa3 import FA3
 from sparsemla.bench.peers.flash_attn import FlashAttention3
 from sparsemla.bench.peers.flash_mla import FlashMLA
 from sparsemla.bench.peers.own import Sparsemla, Torch
-from sparsemla.bench.peers.sglang import SGLangTriton, SglFlashMLA
+from sparsemla.bench.peers.sglang import SGLangQ8KV8, SGLangTriton, SglFlashMLA
 from sparsemla.bench.peers.tilelang import TileLang
 from sparsemla.bench.peers.vllm import VLLM
 from sparsemla.bench.peers.vllm_python import VLLMPython
@@ -35,6 +36,7 @@ PEERS = (
     FA3,
     FlashAttention3,
     SGLangTriton,
+    SGLangQ8KV8,
     DeepGEMM,
     VLLM,
     VLLMPython,

@@ -20,6 +20,7 @@ from sparsemla.bench.workloads import (
     DenseDecode,
     HeadProducts,
     Inputs,
+    PermittedPrefill,
     SelectTopk,
     SharedBackward,
     SharedPrefill,
@@ -93,7 +94,8 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        if isinstance(workload, (CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill)):
+        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, PermittedPrefill
+        if isinstance(workload, two):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
         return None if quantised else "has one way only"
@@ -104,6 +106,9 @@ class Sparsemla(Peer):
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"
             return [side(name, workload, inputs, lambda: other(inputs))]
+        if isinstance(workload, PermittedPrefill):
+            bf16 = workload.bf16_products
+            return [side("sparsemla bf16 products", workload, inputs, lambda: bf16(inputs))]
         if isinstance(workload, SharedPrefill):
             by_token = workload.by_token
             return [side("sparsemla by token", workload, inputs, lambda: by_token(inputs))]

@@ -1,23 +1,27 @@
-"""SGLang's kernels: its FlashMLA for Hopper, and its Triton prefill for few heads."""
+"""SGLang's kernels: its FlashMLA for Hopper, and its prefills for few heads and in FP8."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from sparsemla import reference
 from sparsemla.bench.peers.base import Peer, Unavailable, first, module_from, side
 from sparsemla.bench.peers.flash_mla import FlashMLA
 from sparsemla.bench.timing import Results
 from sparsemla.bench.workloads import (
     Inputs,
+    PermittedPrefill,
     Side,
     SparseDecode,
     SparsePrefill,
     Workload,
 )
+from sparsemla.formats import FP8_MAX, to_fp8
 
 
 class SglFlashMLA(FlashMLA):
@@ -109,3 +113,64 @@ class SGLangTriton(Peer):
 
         unions = [n for n in (2, 4) if q.shape[1] * n in self.ROWS]
         return [side(self.name, workload, inputs, one), *(union(n) for n in unions)]
+
+
+class SGLangQ8KV8(Peer):
+    """Its prefill with FP8 products, one scale for all queries and one for all rows.
+
+    SGLang compiles it at its first use. Here it is the function ``q8kv8_prefill`` of a library,
+    ``(q, kv, indices, q_scale, kv_scale, out, max_logits, lse, tokens, rows, heads, topk,
+    softmax_scale, stream)``, which was compiled before. Queries and rows are cast before the clock
+    starts.
+    """
+
+    name = "SGLang Q8KV8"
+    LIBRARY: ClassVar[str] = "libq8kv8.so"
+    LARGEST_ERROR: ClassVar[float] = 0.06
+    """Relative L2 norm of the error. Roundings to e4m3 make 0.033 of normally distributed rows."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        for root in directories:
+            if path := first(root, self.LIBRARY):
+                self.prefill = ctypes.CDLL(str(path)).q8kv8_prefill
+                pointers, sizes = [ctypes.c_void_p] * 8, [ctypes.c_long] * 4
+                self.prefill.argtypes = [*pointers, *sizes, ctypes.c_double, ctypes.c_void_p]
+                return
+        raise Unavailable(f"{self.LIBRARY} is not there")
+
+    def supports(self, workload: Workload) -> str | None:
+        if not isinstance(workload, PermittedPrefill):
+            return "has FP8 products only"
+        return None if workload.heads % 64 == 0 else "is for multiples of 64 heads"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        workload = cast("PermittedPrefill", workload)
+        indices = inputs["topk_indices"]
+        # The rows behind the last are for indices of -1.
+        rows = torch.nn.functional.pad(inputs["kv"], (0, 0, 0, indices.shape[1]))
+        (q, q_scale), (kv, kv_scale) = (_cast(x) for x in (inputs["q"], rows))
+        out = q.new_empty(*q.shape[:2], 512, dtype=torch.bfloat16)
+        max_logits, lse = out.new_empty(2, *q.shape[:2], dtype=torch.float32)
+        tensors = q, kv, indices, q_scale, kv_scale, out, max_logits, lse
+        sizes = len(q), len(kv), q.shape[1], indices.shape[1], inputs["softmax_scale"]
+
+        def run() -> Results:
+            stream = torch.cuda.current_stream().cuda_stream
+            if code := self.prefill(*(x.data_ptr() for x in tensors), *sizes, stream):
+                raise RuntimeError(f"{self.name} returned {code}")
+            return out, lse
+
+        def check(got: Results) -> None:
+            some = workload.some(inputs)
+            expected, _, _ = reference.sparse_prefill(**workload.of(inputs, some))
+            error = ((got[0][some] - expected).norm() / expected.norm()).item()
+            if not error <= self.LARGEST_ERROR:
+                raise AssertionError(f"{self.name}: relative error {error:.3f}")
+
+        return [Side(self.name, run, check, note="one scale a tensor")]
+
+
+def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes, and one scale for all of them."""
+    scale = (x.abs().amax().float() / FP8_MAX).reshape(1)
+    return to_fp8(x.float() / scale), scale
