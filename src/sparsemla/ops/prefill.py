@@ -63,11 +63,11 @@ def sparse_prefill(
 
         s = 2^ceil(log2(max |x[:V]| / 448))      x[:V] = s * e4m3(x[:V] / s)
 
-    RoPE dims stay bfloat16. The relative L2 error of out is 2 to 6 percent then, instead of 0.2.
-    Hopper has such a kernel for bfloat16 rows of 576 dims and more than 32 heads, without
-    ``extra_kv``, shared lists and ``max_logits``. It rounds all rows of ``kv`` in every call, into
-    656 bytes a row of temporary memory: permit it for many tokens. All other calls give the bits of
-    ``"bf16"``.
+    s is at least 2^-40. RoPE dims stay bfloat16. The relative L2 error of out is 2 to 6 percent
+    then, instead of 0.2. Hopper has such a kernel for bfloat16 rows of 576 dims and more than 32
+    heads, without ``extra_kv``, shared lists and ``max_logits``. It rounds all rows of ``kv`` in
+    every call, into 656 bytes a row of temporary memory: permit it for many tokens. All other calls
+    give the bits of ``"bf16"``.
 
     Args:
         q: ``[T, H, D]`` bfloat16, float16 or float32; any H.
