@@ -723,6 +723,15 @@ def _fp8_products(make: Callable[..., Arguments]) -> list[Case]:
             build(_permitting, make, sizes=True, num_heads=64, num_rows=600, topk=400, **both),
         ),
         Case(
+            "FP8 products, rows that grow along a list",
+            build(_growing_rows, make, num_heads=64, num_rows=600, topk=400, with_sink=True),
+            quick=True,
+        ),
+        Case(
+            "FP8 products, large logits",
+            build(_permitting, make, softmax_scale=16.0, num_heads=64, topk=400, **both),
+        ),
+        Case(
             "FP8 products, cache",
             build(_permitting, _prefill_from_cache, format=BF16_576, num_heads=64),
         ),
@@ -746,14 +755,26 @@ def _permitting(
     make: Callable[..., Arguments],
     split: bool = False,
     sizes: bool = False,
+    softmax_scale: float | None = None,
     **options: object,
 ) -> Arguments:
     """A prefill that permits FP8 products; with ``sizes``, rows differ by powers of two."""
     arguments = make(draw, **options) | {"precision": "fp8"}
+    if softmax_scale is not None:
+        arguments["softmax_scale"] = softmax_scale
     if sizes:
         rows = cast("Tensor", arguments["kv"])
         arguments["kv"] = rows * draw.integers(-9, 3, len(rows))[:, None].exp2().bfloat16()
     return cases.split_queries(arguments) if split else arguments
+
+
+def _growing_rows(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
+    """Later entries of a list name larger rows, so that the largest logit and scale rise."""
+    arguments = _permitting(draw, make, **options)
+    rows = cast("Tensor", arguments["kv"])
+    powers = torch.arange(len(rows), device=rows.device) * 16 // len(rows) - 10
+    arguments["kv"] = rows * powers[:, None].exp2().bfloat16()
+    return arguments | {"topk_indices": cast("Tensor", arguments["topk_indices"]).sort(1).values}
 
 
 def _sparse_prefill() -> list[Case]:
