@@ -560,6 +560,7 @@ CPU_MUTANTS = (
 
 ROWS = "attention/sm90/bf16.py"
 ROWS_FP8 = "attention/sm90/fp8.py"
+PRODUCTS = "attention/sm90/fp8_products.py"
 TILES = "attention/sm90/tiles.py"
 FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
@@ -569,6 +570,41 @@ INDEXER = "indexer/sm90.py"
 # The wait for the validity of keys has no mutant: it is stored while the keys are copied, and the
 # kernel waits for their arrival anyway, so no run was seen to read it early.
 GPU_MUTANTS = (
+    hopper(
+        "O is not rescaled for the own block",
+        PRODUCTS,
+        "rescale(acc_a, acc_b, some, smem, HALF)",
+        "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)",
+        "sparse_prefill",
+    ),
+    hopper(
+        "O is not rescaled for the other's block",
+        PRODUCTS,
+        "some, smem, OTHER)\n            more",
+        "some & (m.shape[0] < 0), smem, OTHER)\n            more",
+        "sparse_prefill",
+    ),
+    hopper(
+        "sums of P are not rescaled",
+        PRODUCTS,
+        "l = l * drop[:, None] + parts",
+        "l = l * (drop * 0 + 1)[:, None] + parts",
+        "sparse_prefill",
+    ),
+    hopper(
+        "sums of P keep the scales of rows",
+        PRODUCTS,
+        "p * load_factor(smem, stage, INVERSE)",
+        "p * load_factor(smem, stage, SCALE)",
+        "sparse_prefill",
+    ),
+    hopper(
+        "an invalid slot has a P",
+        PRODUCTS,
+        'gl.where(real, gl.log2(scale), float("-inf"))',
+        "gl.log2(scale)",
+        "sparse_prefill",
+    ),
     hopper(
         "the mask is dropped",
         ROWS,
