@@ -28,7 +28,7 @@ CASES = {
     if case.name.startswith("FP8 products, ") and not case.large
 }
 ALIKE = {"cache", "512 dims", "float16"}
-"""Cases that no kernel with FP8 products takes, and that have no rows of 576 dims."""
+"""Cases that :func:`multiplied` does not emulate; no kernel has FP8 products for them."""
 
 
 def e4m3(x):
@@ -107,7 +107,7 @@ def one_key_more(arguments):
 
 
 def larger_scale(arguments):
-    return arguments | {"softmax_scale": arguments["softmax_scale"] * 1.02}
+    return arguments | {"softmax_scale": arguments["softmax_scale"] * 1.01}
 
 
 def doubled_rows(arguments):
@@ -152,7 +152,7 @@ def rounded_rope(x):
         {"rows": rounded_rope},
         {"own_lse": True},
         {"rounded": e5m2},
-        {"rounded": lambda weights: e4m3(weights) * 1.07},
+        {"rounded": lambda weights: e4m3(weights) * 1.04},
     ],
     ids=[
         "queries",

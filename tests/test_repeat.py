@@ -22,7 +22,7 @@ from sparsemla import (
     sparse_prefill,
 )
 from sparsemla.ops import _repeat
-from sparsemla.testing.cases import Draw, shared_prefill_case
+from sparsemla.testing.cases import Draw, shared_prefill_case, sparse_prefill_case
 from test_errors import CALLS
 
 pytest.importorskip("triton")
@@ -249,6 +249,25 @@ def test_a_call_of_another_kind_is_no_repeat(change, launched):
     with count_repeats() as repeats:
         sparse_decode(**right | change(right))
     assert not repeats
+
+
+@compiled
+def test_precision_is_part_of_a_call(launched):
+    right = sparse_prefill_case(Draw(0), num_heads=64) | {"precision": "bf16"}
+    assert is_repeated(lambda: sparse_prefill(**right))
+    with count_repeats() as repeats:
+        sparse_prefill(**right | {"precision": "fp8"})
+    assert not repeats
+    with pytest.raises(ValueError, match="sparse_prefill: precision "):
+        sparse_prefill(**right | {"precision": "fp16"})
+
+
+@compiled
+@pytest.mark.parametrize("num_heads", [40, 128])
+def test_both_launches_of_fp8_products_are_repeated(num_heads, launched):
+    case = sparse_prefill_case(Draw(0), num_heads=num_heads) | {"precision": "fp8"}
+    assert is_repeated(lambda: sparse_prefill(**case))
+    assert [launch[0] for launch in launched] == ["_round_rows", "_attend_rounded"] * 3
 
 
 @compiled
