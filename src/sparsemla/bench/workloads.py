@@ -226,7 +226,7 @@ class SparsePrefill(Workload):
 class PermittedPrefill(SparsePrefill):
     """A :class:`SparsePrefill` that permits FP8 products.
 
-    The inputs and the gate of sides with bfloat16 products are those of a prefill without.
+    Sides with bfloat16 products get the inputs and the check of :class:`SparsePrefill`.
     """
 
     unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"

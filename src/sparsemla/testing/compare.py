@@ -242,7 +242,7 @@ def check_op(
 
 
 def tolerances_of(op: str, arguments: Mapping[str, Any]) -> tuple[Tolerance | None, ...]:
-    """Tolerances of each result of a call: those of the op, or those of FP8 products."""
+    """The tolerance of each result of a call. FP8 products have their own."""
     if op == "sparse_prefill" and has_fp8_products(arguments):
         return FP8_PREFILL_OUT, FP8_PREFILL_LSE
     return TOLERANCES[op]
@@ -349,7 +349,7 @@ def rounded_prefill(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fp8_prefill_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """How far out and lse of a prefill with FP8 products may be from those of rounded inputs.
+    """The largest errors of a prefill with FP8 products against the reference on rounded inputs.
 
     Products of codes are exact, and their sums are not: an MMA aligns its 32 products and the
     accumulator to the largest of them and keeps 14 bits, see INDEXER_SCORES. Each adds an error of
@@ -366,6 +366,12 @@ def fp8_prefill_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
         (2^-4 + 2^-7 + exp(2 d) - 1) sum_j w_j |v_j| + 2^-9 |out|
             + 2^-13 max_k w_k s_k sum_j |v_j| / s_j
+
+    Args:
+        arguments: those of a ``sparse_prefill`` over rows, without shared lists and second stream.
+
+    Returns:
+        Limits of the differences of out ``[T, H, 512]`` and of lse ``[T, H]``, float32.
     """
     rounded = rounded_prefill(arguments)
     queries, rows, slots = rounded["q"], rounded["kv"].float(), arguments["topk_indices"]

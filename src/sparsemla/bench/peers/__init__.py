@@ -1,11 +1,11 @@
 """Other implementations, if installed, on the inputs of a workload.
 
 Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
-of unpacked wheels (the extension modules load without their packages' dependencies), and with
-``libq8kv8.so``, SGLang's FP8 prefill compiled before; among the
-files of installed packages; as the packages ``flash_mla`` and ``deep_gemm``. vLLM's Python kernels
-of DeepSeek-V4 are loaded without importing vLLM. TileLang ships kernels as examples only; three
-files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
+of unpacked wheels (the extension modules load without their packages' dependencies) and with
+``libq8kv8.so``, SGLang's FP8 prefill as a compiled library; among the files of installed packages;
+as the packages ``flash_mla`` and ``deep_gemm``. vLLM's Python kernels of DeepSeek-V4 are loaded
+without importing vLLM. TileLang ships kernels as examples only; three files of its
+``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
 ``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
 """
 

@@ -118,9 +118,9 @@ class SGLangTriton(Peer):
 class SGLangQ8KV8(Peer):
     """Its prefill with FP8 products, one scale for all queries and one for all rows.
 
-    SGLang compiles it at its first use. Here it is the function ``q8kv8_prefill`` of a library,
-    ``(q, kv, indices, q_scale, kv_scale, out, max_logits, lse, tokens, rows, heads, topk,
-    softmax_scale, stream)``, which was compiled before. Queries and rows are cast before the clock
+    SGLang compiles it at first use. The benchmark calls a library that was compiled beforehand,
+    through its C function ``q8kv8_prefill(q, kv, indices, q_scale, kv_scale, out, max_logits, lse,
+    tokens, rows, heads, topk, softmax_scale, stream)``. Queries and rows are cast before the clock
     starts.
     """
 

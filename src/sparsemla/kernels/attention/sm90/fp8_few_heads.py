@@ -91,6 +91,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     locate,
     rows_of_group,
     to_bf16,
+    to_f16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.paged import cache_arguments
@@ -274,14 +275,6 @@ def scale_words(fp8_dim, scale_block, itemsize):
 def alignment(page, row, itemsize):
     """Alignment of row starts, in elements; at most 16 bytes."""
     return math.gcd(16 // itemsize, page, row)
-
-
-@gluon.jit
-def to_f16(x):
-    """float32 to float16 two at a time."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit

@@ -79,6 +79,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     locate_tile,
     query_dims,
     rows_of_tile,
+    to_f16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
@@ -102,12 +103,9 @@ COPY_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
 ROPE_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_ROPE))
 
-# A warp loads whole query rows.
-LOAD_Q = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-
-# A warp loads whole rows.
+# A warp loads whole rows: of the cache, or of queries, two dims in a word.
 LOAD_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
 LOAD_ROWS_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # Factors of keys lie in shared memory such that the four threads of a row load 64 adjacent bytes.
@@ -128,8 +126,6 @@ STORE = gl.constexpr(
     )
 )
 
-WR = gl.constexpr(232)
-PR = gl.constexpr(40)
 SUM_PARTS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
@@ -200,13 +196,6 @@ def exp2(x):
 def reciprocal(x):
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def to_f16(x):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
 
 
@@ -380,12 +369,11 @@ def load_query_words(
     START: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load dims ``START .. START + DIM`` of a half of a tile's query rows, two in a register."""
-    begin, _, request, token = locate_tile(tile, shape)
+    begin, _, request, _ = locate_tile(tile, shape)
     row = begin + 32 * HALF + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, shape.num_rows - 1)  # rows behind the last are not stored
-    q, request_stride, token_stride, head_stride = query_dims(queries, START)
-    q += request * request_stride + token * token_stride
-    words = q.to(gl.pointer_type(gl.int32), bitcast=True)
+    q, request_stride, _, head_stride = query_dims(queries, START)
+    words = (q + request * request_stride).to(gl.pointer_type(gl.int32), bitcast=True)
     dims = gl.arange(0, DIM // 2, gl.SliceLayout(0, LAYOUT))
     return gl.load(words + (row.to(gl.int64) * (head_stride // 2))[:, None] + dims[None, :])
 
@@ -394,7 +382,7 @@ def load_query_words(
 def load_queries(tile, num_tiles, queries, shape, HALF: gl.constexpr):
     """Load a half of a tile's query rows: the dims to be rounded, and the RoPE dims."""
     tile = gl.minimum(tile, num_tiles - 1)
-    x = load_query_words(tile, queries, shape, 0, 512, HALF, LOAD_Q)
+    x = load_query_words(tile, queries, shape, 0, 512, HALF, LOAD_ROWS)
     return x, load_query_words(tile, queries, shape, 512, 64, HALF, LOAD_Q_ROPE)
 
 
@@ -420,7 +408,9 @@ def store_queries(words, rope, smem, HALF: gl.constexpr):
     pairs = larger_halves(words & 0x7FFF7FFF, 256)
     pairs = larger_halves(larger_halves(pairs, 128), 64)
     bits = gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1)
-    scale, inverse = scale_of(gl.convert_layout(bits, gl.SliceLayout(1, LOAD_Q)))  # moves nothing
+    scale, inverse = scale_of(
+        gl.convert_layout(bits, gl.SliceLayout(1, LOAD_ROWS))
+    )  # moves nothing
     smem.q_scale.index(HALF).store(scale)
     low, high = unpack(words)
     x = gl.join(low * inverse[:, None], high * inverse[:, None]).reshape(32, 512)
@@ -562,13 +552,12 @@ def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
     smem.l.index(HALF).store(l)
     mbarrier.arrive(smem.bar.index(SUMS), count=1)
     mbarrier.wait(smem.bar.index(SUMS), turn & 1)
-    begin, split, request, token = locate_tile(tile, shape)
+    begin, _, request, _ = locate_tile(tile, shape)
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
         l = gl.convert_layout(l, ROWS)
         _, head, real = rows_of_tile(begin, shape, ROWS, False)
-        lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
-        at = lse + token * results.lse_token + head
+        at = results.lse + request * results.lse_request + head
         gl.store(at, (m + LOG_SHIFT + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
     l = smem.l.index(0).load(COLUMNS) + smem.l.index(1).load(COLUMNS)
     empty = l == 0
@@ -577,9 +566,7 @@ def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(COLUMNS))
     inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
-    out = results.out + split.to(gl.int64) * results.out_split
-    out += request * results.out_request + token * results.out_token + HALF * 256
-    return inv_l, out, begin
+    return inv_l, results.out + request * results.out_request + HALF * 256, begin
 
 
 @gluon.jit
@@ -665,7 +652,10 @@ def arrivals(b):
 
 @gluon.jit
 def _attend_rounded(num_tiles, queries, rows, main, results, shape, scale_log2):
-    """Attention of tiles of 64 query rows of a group over its list of rounded rows."""
+    """Attention of tiles of 64 heads of a token over its list of rounded rows.
+
+    A request is a token here, as :func:`.prefill.sparse_prefill` numbers them: one group of rows.
+    """
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.float8e4nv, [1, 64, 512], CODES),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
@@ -724,7 +714,7 @@ def launch(
     *,
     num_groups: int,
 ) -> None:
-    """Launch over the heads of ``num_groups`` tokens, with the rows that their lists select."""
+    """Launch over the heads of ``num_groups`` tokens, each a request, and the rows they select."""
     num_tiles = num_groups * -(-shape.num_rows // 64)
     _attend_rounded[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,

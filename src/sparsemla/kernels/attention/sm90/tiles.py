@@ -85,6 +85,14 @@ def to_bf16(x):
 
 
 @gluon.jit
+def to_f16(x):
+    """float32 to float16 two at a time."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def load_length(stream, request, token):
     """The length of a group's list of keys."""
     at = request * stream.lengths_request
