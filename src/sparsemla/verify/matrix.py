@@ -768,7 +768,7 @@ def _permitting(
     return cases.split_queries(arguments) if split else arguments
 
 
-def _growing_rows(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
+def _growing_rows(draw: Draw, make: Callable[..., Arguments], **options: Any) -> Arguments:
     """Later entries of a list name larger rows, so that the largest logit and scale rise."""
     arguments = _permitting(draw, make, **options)
     rows = cast("Tensor", arguments["kv"])
