@@ -768,9 +768,9 @@ def _permitting(
     return cases.split_queries(arguments) if split else arguments
 
 
-def _growing_rows(draw: Draw, make: Callable[..., Arguments], **options: Any) -> Arguments:
+def _growing_rows(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
     """Later entries of a list name larger rows, so that the largest logit and scale rise."""
-    arguments = _permitting(draw, make, **options)
+    arguments = _permitting(draw, make, **cast("dict[str, Any]", options))
     rows = cast("Tensor", arguments["kv"])
     powers = torch.arange(len(rows), device=rows.device) * 16 // len(rows) - 10
     arguments["kv"] = rows * powers[:, None].exp2().bfloat16()
