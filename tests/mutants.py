@@ -794,6 +794,13 @@ GPU_MUTANTS = (
         "dense_decode",
     ),
     hopper(
+        "all tiles of heads have the first tile's sinks",
+        FEW_HEADS_FP8,
+        "            sinks += first * results.sink_token\n",
+        "            sinks += first * 0\n",
+        "sparse_decode",
+    ),
+    hopper(
         "O is not rescaled",
         FEW_HEADS_FP8,
         "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * rescale)",

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
+from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
 from sparsemla.kernels.topk.sm90 import candidates, registers
 from sparsemla.testing import cases
@@ -504,6 +505,16 @@ def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors
         lists = candidates.schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
         outcome = run._run_case("select_topk", Case("", arguments), "cpu", reruns=0)
     assert (held and held.ctas, None if held else lists.slices) == (held_by, slices)
+    assert outcome.tiers == ("sm90",)
+    assert outcome.failures == ()
+
+
+@pytest.mark.parametrize("name", ["64 heads", "exact scales, 128 heads, fp8_ds_mla"])
+def test_tiles_of_16_heads_in_one_split_have_their_own_sinks(name, monkeypatch):
+    monkeypatch.setattr(schedule, "num_multiprocessors", lambda device: 132)
+    (case,) = (c for c in run.chosen_cases("sparse_decode", "cuda", quick=False) if c.name == name)
+    with acting_as_hopper():
+        outcome = run._run_case("sparse_decode", case, "cpu", reruns=1)
     assert outcome.tiers == ("sm90",)
     assert outcome.failures == ()
 

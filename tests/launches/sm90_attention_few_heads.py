@@ -19,24 +19,26 @@ def floats(*shape):
     return meta(*shape, dtype=torch.float32)
 
 
-def decode(fmt, num_heads, extra=False, num_splits=1, apart=False):
+def decode(fmt, num_heads, extra=False, num_splits=1, apart=False, tile=None):
+    tokens = 64, 1 if tile else 2
+
     def launch():
         cache = PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_decode", "sm90")(
-            q=meta(64, 2, num_heads, 512 if apart else fmt.head_dim),
-            q_rope=meta(64, 2, num_heads, 192)[..., 128:] if apart else None,
+            q=meta(*tokens, num_heads, 512 if apart else fmt.head_dim),
+            q_rope=meta(*tokens, num_heads, 192)[..., 128:] if apart else None,
             cache=cache,
-            topk_indices=ints(64, 2, 2048),
+            topk_indices=ints(*tokens, 2048),
             softmax_scale=0.1,
-            topk_lengths=ints(64, 2) if extra else ints(64),
+            topk_lengths=ints(*tokens) if extra else ints(64),
             attn_sink=floats(num_heads),
             extra_cache=cache if extra else None,
-            extra_topk_indices=ints(64, 2, 128) if extra else None,
-            extra_topk_lengths=ints(64, 2) if extra else None,
-            schedule=(num_splits,),
+            extra_topk_indices=ints(*tokens, 128) if extra else None,
+            extra_topk_lengths=ints(*tokens) if extra else None,
+            schedule=(num_splits, tile) if tile else (num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
-            out=meta(64, 2, num_heads, 512),
-            lse=floats(64, 2, num_heads),
+            out=meta(*tokens, num_heads, 512),
+            lse=floats(*tokens, num_heads),
         )
 
     return launch
@@ -96,6 +98,7 @@ LAUNCHES = {
     "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4, apart=True),
     "decode fp8_ds_mla h32": decode(FP8_DS_MLA, 32),
     "decode fp8_584 h16 extra": decode(FP8_584, 16, extra=True),
+    "decode fp8_584 h128 extra tiles": decode(FP8_584, 128, extra=True, tile=16),
     "decode fp8_584 h32": decode(FP8_584, 32),
     "decode fp8_584 h32 extra": decode(FP8_584, 32, extra=True),
     "decode e4m3 b128 h16": decode(e4m3_format(), 16),

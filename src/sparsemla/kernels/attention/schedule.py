@@ -70,8 +70,7 @@ def _fastest(
             time = waves * (kernel.start + kernel.step * -(-steps // splits))
             if splits > 1:
                 time += 1 + num_groups * group_rows * splits / 4096
-            # Kernels with smaller tiles leave the sinks to the merge, so they need several splits.
-            if time < least and (splits > 1 or kernel.tile == 64):
+            if time < least:
                 best, least = (splits, kernel.tile), time
     return best
 

@@ -79,3 +79,5 @@ class Results(NamedTuple):
     attn_sink: Tensor | None
     max_logits_token: int | None = None
     """None if a group has one token."""
+    sink_token: int | None = None
+    """Distance of a token's sinks from those of the token before; None if all have the same."""

@@ -39,9 +39,10 @@ def sparse_decode(
     num_splits, *tiled = given_or_chosen(schedule, sm90_sparse, q, cache, num_keys)
     outs, lses = partial_results(q, cache.format.value_dim, num_splits, workspace, out, lse)
     whole = outs, lses
+    sink_token = None
     if tiled and tiled[0] < 64:
         # A request has one token: its tiles of heads take the place of tokens that share a list.
-        (head_tile,) = tiled
+        sink_token = head_tile = tiled[0]
         tiles = q.shape[2] // head_tile
         q = q.squeeze(1).unflatten(1, (tiles, head_tile))
         if q_rope is not None:
@@ -52,7 +53,7 @@ def sparse_decode(
         if extra_topk_indices is not None:
             extra_topk_indices = extra_topk_indices.expand(-1, tiles, -1)
     batch, query_len, num_heads = q.shape[:3]
-    results = _results(outs, lses, attn_sink, num_splits)
+    results = _results(outs, lses, attn_sink, num_splits, sink_token)
     shape = QueryRows(num_heads, num_heads, query_len, num_splits)
     groups = batch * query_len
     main = _selected(cache, topk_indices, topk_lengths)
@@ -94,10 +95,18 @@ def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyLi
     )
 
 
-def _results(outs: Tensor, lses: Tensor, attn_sink: Tensor | None, num_splits: int) -> Results:
+def _results(
+    outs: Tensor,
+    lses: Tensor,
+    attn_sink: Tensor | None,
+    num_splits: int,
+    sink_token: int | None = None,
+) -> Results:
     """Outputs of the kernel; with several splits, the merge applies the sink."""
     sink = attn_sink if num_splits == 1 else None
-    return Results(outs, *outs.stride()[:4], lses, *lses.stride()[:3], None, 0, sink)
+    return Results(
+        outs, *outs.stride()[:4], lses, *lses.stride()[:3], None, 0, sink, None, sink_token
+    )
 
 
 def dense_decode(

@@ -764,7 +764,10 @@ def store_results(
         at = request * results.max_logits_request + head
         gl.store(results.max_logits + at, logits, mask=real)
     if results.attn_sink is not None:
-        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        sinks = results.attn_sink
+        if results.sink_token is not None:
+            sinks += first * results.sink_token
+        sink = gl.load(sinks + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
     memory.row_factors.store(gl.where(empty_row, 0.0, 1 / gl.where(empty_row, 1.0, l)))
     factor = memory.row_factors.load(ROW)[None, :]
