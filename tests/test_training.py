@@ -21,6 +21,7 @@ from sparsemla.backends.transformers import (  # noqa: E402
     pack_selections,
     split_selections,
 )
+from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
 from sparsemla.backends.transformers.dense import (  # noqa: E402
     dense_attention,
     dense_attention_with_lse,
@@ -629,7 +630,7 @@ class TestRefusals:
         ("given", "message"),
         [
             ({"use_cache": True}, "use_cache must be left out: a model that trains keeps no cache"),
-            ({"past_key_values": transformers.DynamicCache()}, "past_key_values must be left out"),
+            ({CACHE: transformers.DynamicCache()}, f"{CACHE} must be left out"),
             ({"output_attentions": True}, "output_attentions must be False"),
             ({"attention_mask": torch.ones(2, 1, 3, 3)}, r"shape \[batch, columns\] = \[2, 3\]"),
             ({"attention_mask": torch.zeros(2, 3)}, "attention_mask must have a real token"),

@@ -15,6 +15,7 @@ from sparsemla import FP8_584, INDEX_FP8, bf16_format, e4m3_format
 transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import enable  # noqa: E402
+from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
 from sparsemla.testing.models_glm5 import PARTS, finding_model, pooled_model, prompt  # noqa: E402
 
 
@@ -173,7 +174,7 @@ def test_rows_of_a_cache(model):
         assert (swapped.flip(0) - expected[:, 20:]).abs().max() < 0.02
         alone = model(ids[1:, 20:], past_key_values=other).logits
         assert (alone - expected[1:, 20:]).abs().max() < 0.02
-        with pytest.raises(ValueError, match="past_key_values must keep its columns"):
+        with pytest.raises(ValueError, match=f"{CACHE} must keep its columns"):
             cache.crop(-1)
         cache.crop(0)
         cache.reset()

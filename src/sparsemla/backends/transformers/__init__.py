@@ -1,4 +1,4 @@
-"""This package's attention inside models of Hugging Face transformers, 5.17 to 5.23.
+"""This package's attention inside models of Hugging Face transformers, 5.17 to 5.24.
 
 :func:`enable` replaces the attention of a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model and the cache
 that the model keeps between steps: paged caches and the ops of this package take their place.

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, overload
 
 import torch
-import transformers
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
-from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.cache import CACHE, BatchCache, one_cache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
 from sparsemla.backends.transformers.glm5_next import PooledLayers
 from sparsemla.backends.transformers.handle import Handle
@@ -45,10 +44,6 @@ NOT_SERVED = {
     "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
 }
 """Related model types that are refused, with the reason."""
-
-
-TOO_NEW = (5, 24)
-"""The first version of transformers whose models take ``cache`` for ``past_key_values``."""
 
 
 def refuse(model_type: object) -> str | None:
@@ -107,7 +102,7 @@ class PagedAttention(Handle):
             self._replace(module, "forward", functools.partial(self._attend, layer_idx))
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
-        """An empty cache for the model, for ``past_key_values``.
+        """An empty cache for the model, for ``cache`` or, before 5.24, ``past_key_values``.
 
         Args:
             batch_size: rows of the batch.
@@ -131,6 +126,8 @@ class PagedAttention(Handle):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        *,
+        cache: Cache | None = None,
         **kwargs: object,
     ) -> object:
         """The model's forward; attention modules receive a :class:`Step`."""
@@ -148,7 +145,8 @@ class PagedAttention(Handle):
                 "model must be in eval mode or under torch.no_grad(), got training mode; "
                 "enable(model, training=True) trains"
             )
-        cache = self._resolve(past_key_values, given.shape[0])
+        given_cache = one_cache(past_key_values, cache)
+        cache = self._resolve(given_cache, given.shape[0])
         past, new = split_mask(attention_mask, cache, given.shape[1])
         decodes = given.shape[1] == 1
         if not decodes:
@@ -161,15 +159,15 @@ class PagedAttention(Handle):
         make_step = self._layers.decode_step if decodes else self._layers.packed_step
         step = make_step(cache, new)
         use_cache = config.use_cache if use_cache is None else use_cache
-        keeps = use_cache or past_key_values is not None
+        keeps = use_cache or given_cache is not None
         output = self._base_forward(
             input_ids=input_ids,
             attention_mask=self._layers.mask(new),
             position_ids=position_ids,
-            past_key_values=cache if keeps else None,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             sparsemla_step=step,
+            **{CACHE: cache if keeps else None},
             **kwargs,
         )
         cache.advance(new)
@@ -184,12 +182,12 @@ class PagedAttention(Handle):
         if past is None:
             return self.new_cache(batch_size)
         if not isinstance(past, Cache):
-            raise TypeError(f"past_key_values must be None or a Cache, got {type(past).__name__}")
+            raise TypeError(f"{CACHE} must be None or a Cache, got {type(past).__name__}")
         if not isinstance(past, BatchCache):
             # generate() passes an empty cache and continues with the one in the model's output.
             if past.get_seq_length() or past in self._replaced_caches:
                 raise ValueError(
-                    "past_key_values must be None or the cache in the output of the step before, "
+                    f"{CACHE} must be None or the cache in the output of the step before, "
                     f"got a {type(past).__name__}"
                 )
             self._replaced_caches.add(past)
@@ -197,12 +195,11 @@ class PagedAttention(Handle):
             return self.new_cache(batch_size, length)
         if past.formats != self._layer_formats:
             raise ValueError(
-                f"past_key_values must hold layers of the formats {self._layer_formats}, "
-                f"got {past.formats}"
+                f"{CACHE} must hold layers of the formats {self._layer_formats}, got {past.formats}"
             )
         if past.batch_size != batch_size:
             raise ValueError(
-                f"past_key_values must hold {batch_size} rows, as the batch, got {past.batch_size}"
+                f"{CACHE} must hold {batch_size} rows, as the batch, got {past.batch_size}"
             )
         return past
 
@@ -285,23 +282,18 @@ def enable(
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: transformers 5.24 or newer, another architecture, a model that is enabled
+        ValueError: another architecture, a model that is enabled
             already, a layer with its attention offloaded or on several devices, or a format or head
             size that does not fit. The model's forward raises ValueError for 4D masks, packed
             sequences, caches of another kind, ``output_attentions`` and training. With
             ``training``: another stage, arguments of caches, a quantised model, dropout, or a
             ``kv_b_proj`` that is not a torch.nn.Linear.
 
-    Source: transformers 5.17 and 5.23, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
+    Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
-    version = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) >= TOO_NEW:
-        raise ValueError(
-            f"transformers must be older than {TOO_NEW[0]}.{TOO_NEW[1]}, got {version}"
-        )
     base: Any = model.base_model
     base = getattr(base, "language_model", base)  # of a model that reads images, too
     config = base.config

@@ -8,12 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NoReturn, Protocol, TypeVar, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Cache
 
 from sparsemla.cache import PagedCache
 
 Result = TypeVar("Result")
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
+"""The argument of a model's forward that is its cache, as this version of transformers calls it."""
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache of a call, under either name."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("cache must be left out where past_key_values is given, got both")
+    return past_key_values if cache is None else cache
 
 
 def ordinary_tensors(method: Callable[..., Result]) -> Callable[..., Result]:
@@ -189,6 +201,11 @@ class BatchCache(Cache):
                 # Otherwise the CUDA graphs of compiled code copy the cache in and out.
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Not all layers are linear, as transformers 5.24 takes a cache without layers to be."""
+        return [False]
+
     def _clear(self, batch_size: int) -> None:
         """Reset to ``batch_size`` rows without pages."""
         for store in self.stores:
@@ -323,8 +340,8 @@ class BatchCache(Cache):
     def update(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: transformers' own attention cannot read these rows."""
         raise ValueError(
-            "past_key_values must be a cache of transformers for a model without sparsemla's "
-            f"attention, got a {type(self).__name__}"
+            f"{CACHE} must be a cache of transformers for a model without sparsemla's attention, "
+            f"got a {type(self).__name__}"
         )
 
     def update_indexer(self, *args: object, **kwargs: object) -> NoReturn:
@@ -342,7 +359,7 @@ class BatchCache(Cache):
             return
         if self.max_length is not None and self.capacity:
             raise ValueError(
-                f"past_key_values must have room for {num_columns} columns, "
+                f"{CACHE} must have room for {num_columns} columns, "
                 f"got max_length {self.max_length}"
             )
         capacity = max(-(-num_columns // self.page_size) * self.page_size, 2 * self.capacity)

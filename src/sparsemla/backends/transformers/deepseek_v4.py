@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsemla.backends.transformers.cache import BatchCache, Pages, ordinary_tensors
+from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.layers import (
     Layers,
     check_format,
@@ -246,7 +246,7 @@ class CompressedCache(BatchCache):
         lost = (self.reached - lengths).where(lengths > 0, 0)
         if (lost > REWIND).any():
             raise ValueError(
-                f"past_key_values must forget all tokens of a row or at most the last {REWIND}, "
+                f"{CACHE} must forget all tokens of a row or at most the last {REWIND}, "
                 f"got {int(lost.max())}: rows of the tokens before are no longer kept"
             )
         super()._shorten(lengths)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from sparsemla.backends.transformers.cache import BatchCache, Pages, ordinary_tensors
+from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.deepseek_v4 import States
 from sparsemla.backends.transformers.latent import absorb
 from sparsemla.backends.transformers.layers import (
@@ -174,8 +174,8 @@ class PooledCache(BatchCache):
     def _shorten(self, lengths: Tensor) -> None:
         if not torch.equal(lengths, self.lengths):
             raise ValueError(
-                "past_key_values must keep its columns: linear attention has no states of earlier "
-                "ones; past_key_values.reset() forgets all"
+                f"{CACHE} must keep its columns: linear attention has no states of earlier ones; "
+                f"{CACHE}.reset() forgets all"
             )
 
 

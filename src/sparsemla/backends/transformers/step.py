@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.cache import CACHE, BatchCache
 
 StepType = TypeVar("StepType", bound="Step")
 
@@ -95,7 +95,6 @@ def prepare_step(
     prepare: Callable[..., dict[str, Any]],
     input_ids: Tensor,
     next_sequence_length: int | None = None,
-    past_key_values: Cache | None = None,
     attention_mask: Tensor | None = None,
     is_first_iteration: bool = False,
     **kwargs: object,
@@ -106,20 +105,20 @@ def prepare_step(
     gets the mask of its own column: the past needs no second look, and a mask that does not grow
     compiles once. Since transformers 5.18 a mask without a zero is None from the start.
     """
+    cache = kwargs.get(CACHE)
     if next_sequence_length is not None and next_sequence_length < 1:
         # transformers would slice with [:, -0:] and append the whole chat to the cache again.
-        held = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        held = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
         raise ValueError(
-            f"input_ids must have more columns than the {held} that past_key_values holds, got "
-            f"{held + next_sequence_length}; past_key_values.crop(-1) forgets the last one"
+            f"input_ids must have more columns than the {held} that {CACHE} holds, got "
+            f"{held + next_sequence_length}; {CACHE}.crop(-1) forgets the last one"
         )
     decodes = next_sequence_length == 1 and not is_first_iteration
-    if decodes and attention_mask is not None and isinstance(past_key_values, BatchCache):
+    if decodes and attention_mask is not None and isinstance(cache, BatchCache):
         attention_mask = attention_mask[:, -1:]
     return prepare(
         input_ids,
         next_sequence_length=next_sequence_length,
-        past_key_values=past_key_values,
         attention_mask=attention_mask,
         is_first_iteration=is_first_iteration,
         **kwargs,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb_interleave
 
+from sparsemla.backends.transformers.cache import CACHE, one_cache
 from sparsemla.backends.transformers.dense import dense_attention, dense_attention_with_lse
 from sparsemla.backends.transformers.handle import Handle
 from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed
@@ -169,6 +170,8 @@ class TrainingAttention(Handle):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        *,
+        cache: Cache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         selections: Mapping[int, Tensor] | None = None,
         **kwargs: object,
@@ -179,8 +182,8 @@ class TrainingAttention(Handle):
             got = "neither" if given is None else "both"
             raise ValueError(f"input_ids or inputs_embeds must be given, got {got}")
         check_input("inputs_embeds" if input_ids is None else "input_ids", given)
-        if use_cache or past_key_values is not None:
-            name = "use_cache" if use_cache else "past_key_values"
+        if use_cache or one_cache(past_key_values, cache) is not None:
+            name = "use_cache" if use_cache else CACHE
             raise ValueError(
                 f"{name} must be left out: a model that trains keeps no cache; "
                 "enable(model) without training generates"
