@@ -1,13 +1,11 @@
 """Prefill with FP8 products: its limits pass what rounding does, and refuse everything else."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from sparsemla import BF16_512, BF16_576, FP8_DS_MLA, PagedCache, dispatch
-from sparsemla.reference.attention import apply_sink
 from sparsemla.reference.prefill import round_rows
 from sparsemla.testing import compare
 from sparsemla.testing.cases import Draw, sparse_prefill_case
@@ -20,6 +18,7 @@ from sparsemla.testing.compare import (
     sizes_of,
     tolerances_of,
 )
+from sparsemla.testing.fp8_products import e4m3, multiplied
 from sparsemla.verify.matrix import MATRIX
 
 CASES = {
@@ -33,48 +32,8 @@ TELLING = {"few valid indices", "rows of many sizes"}
 """Cases that refuse most wrong roundings."""
 
 
-def e4m3(x):
-    return x.to(torch.float8_e4m3fn).float()
-
-
 def e5m2(x):
     return x.to(torch.float8_e5m2).float()
-
-
-def multiplied(
-    arguments, *, largest=8.0, queries=round_rows, rows=round_rows, rounded=e4m3, own_lse=False
-):
-    """What a kernel with FP8 products computes, but for the accuracy of its sums.
-
-    Args:
-        arguments: a call's.
-        largest: the code of the largest weight of a query, or up to half of it.
-        queries: rounds queries.
-        rows: rounds rows.
-        rounded: rounds weights.
-        own_lse: whether the LSE is that of the rounded weights.
-    """
-    q, kv, slots = queries(arguments["q"]), rows(arguments["kv"]), arguments["topk_indices"]
-    if "q_rope" in arguments:
-        q = torch.cat([q, arguments["q_rope"].float()], dim=-1)
-    valid = (slots >= 0) & (slots < len(kv))
-    if (lengths := arguments["topk_lengths"]) is not None:
-        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
-    keys = kv[slots.where(valid, 0)].where(valid[..., None], 0)
-    logits = torch.einsum("thd,tkd->thk", q.float(), keys) * arguments["softmax_scale"]
-    logits = logits.masked_fill(~valid[:, None], -math.inf)
-    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
-    weights = (logits - top).exp()
-    # The scale of a row is a factor of its weight.
-    scales = (keys[..., :512].abs().amax(-1) / 448).clamp_min(2**-40).log2().ceil().exp2()
-    scaled = weights * scales[:, None]
-    unit = scaled.amax(-1, keepdim=True).clamp_min(2**-99).log2().ceil().exp2() / largest
-    codes = rounded(scaled / unit) * unit
-    total = ((codes / scales[:, None]) if own_lse else weights).sum(-1)
-    out = torch.einsum("thk,tkd->thd", codes, keys[..., :512] / scales[..., None])
-    lse = top[..., 0] + total.log()
-    out = out / total.clamp_min(2**-99)[..., None]
-    return apply_sink(out, lse, arguments["attn_sink"]).bfloat16(), lse
 
 
 @pytest.fixture

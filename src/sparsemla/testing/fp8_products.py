@@ -1,0 +1,66 @@
+"""Prefill with FP8 products in torch, for tests and for models on machines without a Hopper GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsemla.reference.attention import apply_sink
+from sparsemla.reference.prefill import round_rows
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """``x`` rounded to e4m3."""
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def multiplied(
+    arguments: Mapping[str, Any],
+    *,
+    largest: float = 8.0,
+    queries: Rounding = round_rows,
+    rows: Rounding = round_rows,
+    rounded: Rounding = e4m3,
+    own_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What a kernel with FP8 products computes, but for the accuracy of its sums.
+
+    Args:
+        arguments: those of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, without a second
+            stream and shared lists.
+        largest: the code of the largest weight of a query, or up to half of it; 16 in a kernel.
+        queries: rounds queries.
+        rows: rounds rows.
+        rounded: rounds weights.
+        own_lse: whether the LSE is that of the rounded weights.
+
+    Returns:
+        out ``[T, H, 512]``, bfloat16, and lse ``[T, H]``, float32.
+    """
+    q, kv, slots = queries(arguments["q"]), rows(arguments["kv"]), arguments["topk_indices"]
+    if "q_rope" in arguments:
+        q = torch.cat([q, arguments["q_rope"].float()], dim=-1)
+    valid = (slots >= 0) & (slots < len(kv))
+    if (lengths := arguments["topk_lengths"]) is not None:
+        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
+    keys = kv[slots.where(valid, 0)].where(valid[..., None], 0)
+    logits = torch.einsum("thd,tkd->thk", q.float(), keys) * arguments["softmax_scale"]
+    logits = logits.masked_fill(~valid[:, None], -math.inf)
+    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
+    weights = (logits - top).exp()
+    # The scale of a row is a factor of its weight.
+    scales = (keys[..., :512].abs().amax(-1) / 448).clamp_min(2**-40).log2().ceil().exp2()
+    scaled = weights * scales[:, None]
+    unit = scaled.amax(-1, keepdim=True).clamp_min(2**-99).log2().ceil().exp2() / largest
+    codes = rounded(scaled / unit) * unit
+    total = ((codes / scales[:, None]) if own_lse else weights).sum(-1)
+    out = torch.einsum("thk,tkd->thd", codes, keys[..., :512] / scales[..., None])
+    lse = top[..., 0] + total.log()
+    out = out / total.clamp_min(2**-99)[..., None]
+    return apply_sink(out, lse, arguments["attn_sink"]).bfloat16(), lse
