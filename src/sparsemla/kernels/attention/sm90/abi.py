@@ -80,4 +80,4 @@ class Results(NamedTuple):
     max_logits_token: int | None = None
     """None if a group has one token."""
     sink_token: int | None = None
-    """Distance of a token's sinks from those of the token before; None if all have the same."""
+    """Stride of ``attn_sink`` between tokens; None if all tokens have the same sinks."""
