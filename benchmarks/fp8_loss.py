@@ -3,13 +3,13 @@
 The demo's model reads held-out text three times on the CPU: over bfloat16 rows, over the same with
 FP8 products, and over the 656-byte cache with bfloat16 products. It has 8 heads, for which no
 kernel has FP8 products, so they are computed in torch with the kernel's roundings. Run it in a
-checkout: ``python benchmarks/fp8_loss.py --texts 4``.
+checkout: ``python benchmarks/fp8_loss.py``. The texts are sources of the Python that runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import platform
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +28,7 @@ from sparsemla.testing.fp8_products import multiplied
 
 MODEL = Path(sparsemla.__file__).parent / "data" / "model"
 FILE = Path(__file__).parent / "fp8-loss.json"
+TEXTS = 3
 LENGTH = 4096
 CHUNK = 256
 """Tokens whose selected rows are in memory at once."""
@@ -67,18 +68,16 @@ def losses(model: torch.nn.Module, texts: Tensor, cache_format: CacheFormat) -> 
 
 def main() -> None:
     """Read the texts and write :data:`FILE`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--texts", type=int, default=4)
-    count = parser.parse_args().texts
     checkpoint = load_checkpoint(MODEL, cache_format="bf16", dtype="float32")
     checkpoint.attention.disable()
-    texts = windows(as_bytes(held_out_text()), PIECES, LENGTH + 1, None)[:count].long()
+    texts = windows(as_bytes(held_out_text()), PIECES, LENGTH + 1, None)[:TEXTS].long()
     products = Products()
     found = {"bfloat16": losses(checkpoint.model, texts, BF16_576)}
     with mock.patch.object(branch, "sparse_prefill", products):
         found["FP8 products"] = losses(checkpoint.model, texts, BF16_576)
     found["656-byte cache"] = losses(checkpoint.model, texts, FP8_DS_MLA)
     report = {
+        "python": platform.python_version(),
         "bytes": LENGTH,
         "nats_per_byte": found,
         "error_of_out": sum(products.errors) / len(products.errors),

@@ -368,7 +368,7 @@ def fp8_prefill_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             + 2^-13 max_k w_k s_k sum_j |v_j| / s_j
 
     Args:
-        arguments: those of a ``sparse_prefill`` over rows, without shared lists and second stream.
+        arguments: of a ``sparse_prefill`` over rows with one stream and a list for each token.
 
     Returns:
         Limits of the differences of out ``[T, H, 512]`` and of lse ``[T, H]``, float32.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsemla.formats import ceil_pow2, fp8_scales
 from sparsemla.reference.attention import apply_sink
 from sparsemla.reference.prefill import round_rows
 
@@ -32,9 +33,10 @@ def multiplied(
     """What a kernel with FP8 products computes, but for the accuracy of its sums.
 
     Args:
-        arguments: those of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, without a second
-            stream and shared lists.
-        largest: the code of the largest weight of a query, or up to half of it; 16 in a kernel.
+        arguments: of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, with one stream and a
+            list for each token.
+        largest: the code of the largest weight of a query, or up to half of it. A kernel has 16 to
+            256.
         queries: rounds queries.
         rows: rounds rows.
         rounded: rounds weights.
@@ -55,7 +57,7 @@ def multiplied(
     top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
     weights = (logits - top).exp()
     # The scale of a row is a factor of its weight.
-    scales = (keys[..., :512].abs().amax(-1) / 448).clamp_min(2**-40).log2().ceil().exp2()
+    scales = ceil_pow2(fp8_scales(keys[..., :512].abs().amax(-1)).clamp_min(2**-40))
     scaled = weights * scales[:, None]
     unit = scaled.amax(-1, keepdim=True).clamp_min(2**-99).log2().ceil().exp2() / largest
     codes = rounded(scaled / unit) * unit

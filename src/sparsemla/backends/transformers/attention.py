@@ -282,12 +282,11 @@ def enable(
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: another architecture, a model that is enabled
-            already, a layer with its attention offloaded or on several devices, or a format or head
-            size that does not fit. The model's forward raises ValueError for 4D masks, packed
-            sequences, caches of another kind, ``output_attentions`` and training. With
-            ``training``: another stage, arguments of caches, a quantised model, dropout, or a
-            ``kv_b_proj`` that is not a torch.nn.Linear.
+        ValueError: another architecture, a model that is enabled already, a layer with its
+            attention offloaded or on several devices, or a format or head size that does not fit.
+            The model's forward raises ValueError for 4D masks, packed sequences, caches of another
+            kind, ``output_attentions`` and training. With ``training``: another stage, arguments of
+            caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.

@@ -104,9 +104,8 @@ def _results(
 ) -> Results:
     """Outputs of the kernel; with several splits, the merge applies the sink."""
     sink = attn_sink if num_splits == 1 else None
-    return Results(
-        outs, *outs.stride()[:4], lses, *lses.stride()[:3], None, 0, sink, None, sink_token
-    )
+    placed = outs, *outs.stride()[:4], lses, *lses.stride()[:3]
+    return Results(*placed, None, 0, sink, sink_token=sink_token)
 
 
 def dense_decode(
