@@ -27,7 +27,7 @@ from sparsemla.bench.peers import sglang, vllm_python
 from sparsemla.bench.peers.base import Unavailable
 from sparsemla.bench.peers.sglang import SGLangQ8KV8
 from sparsemla.bench.peers.tilelang import largest_bucket
-from sparsemla.testing.compare import assert_close, rounded_prefill
+from sparsemla.testing.compare import assert_close, rounded
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
@@ -49,6 +49,8 @@ SMALL = [
     training.TrainingAttention(40, 2, 16),
     training.TrainingAttention(70, 2, 16, indexer=1),
     workloads.PermittedPrefill(5, 300, 4, 576, 128),
+    workloads.PermittedDecode(3, 1, 4, 300, 128),
+    workloads.PermittedWindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
     workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
@@ -214,10 +216,17 @@ def test_work_of_a_sparse_decode():
     assert small.unique_bytes(small.build(CPU)) == expected == 179808
 
 
-def test_fp8_products_have_a_gate_of_their_own(monkeypatch):
-    workload = workloads.PermittedPrefill(3, 300, 40, 576, 128)
+@pytest.mark.parametrize(
+    ("workload", "op"),
+    [
+        (workloads.PermittedPrefill(3, 300, 40, 576, 128), "sparse_prefill"),
+        (workloads.PermittedDecode(3, 2, 40, 300, 128), "sparse_decode"),
+    ],
+    ids=["prefill", "decode"],
+)
+def test_fp8_products_have_a_gate_of_their_own(workload, op, monkeypatch):
     inputs = workload.build(CPU)
-    inputs["softmax_scale"] *= 16  # logits for which roundings matter
+    inputs["softmax_scale"] *= 256  # logits for which roundings matter
     assert (workload.ours(inputs).note, workload.unit) == ("bfloat16 products", "fp8")
     expected = workload.bf16_products(inputs)
     workload.ours(inputs).check(expected)
@@ -227,19 +236,25 @@ def test_fp8_products_have_a_gate_of_their_own(monkeypatch):
     monkeypatch.setattr(workloads, "has_fp8_products", lambda case: asked.append(case) or True)
     ours = workload.ours(inputs)
     assert [case["precision"] for case in asked] == ["fp8"]
-    rounded = reference.sparse_prefill(**rounded_prefill(inputs))[:2]
-    ours.check(rounded)
+    out, lse = getattr(reference, op)(**rounded(inputs))[:2]
+    ours.check((out, lse))
     with pytest.raises(AssertionError, match="lse"):
-        ours.check((rounded[0], expected[1]))
+        ours.check((out, expected[1]))
     with pytest.raises(AssertionError, match="out"):
-        workload.check(inputs, rounded)
+        workload.check(inputs, (out, lse))
     with pytest.raises(AssertionError, match="out"):
-        ours.check((rounded[0].roll(1, 0), rounded[1]))
+        ours.check((out.roll(1, 0), lse))
     given = []
-    monkeypatch.setattr(ops, "sparse_prefill", lambda **case: given.append(case.get("precision")))
+    monkeypatch.setattr(ops, op, lambda **case: given.append(case.get("precision")))
     ours.run()
     workload.bf16_products(inputs)
     assert given == ["fp8", None]
+
+
+def test_permitted_decodes_say_which_caches_they_have():
+    assert workloads.PermittedDecode(3, 2, 40, 300, 128).variant == "precision fp8"
+    windowed = workloads.PermittedWindowedDecode(3, 1, 4, 128, 128, extra_context=9, extra_topk=4)
+    assert windowed.variant == "precision fp8, fp8_584 caches, sink, lengths"
 
 
 def test_q8kv8_takes_prefills_that_permit_fp8_products(monkeypatch):
@@ -373,6 +388,7 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
         (workloads.PermittedPrefill(5, 300, 4, 576, 128), "sparsemla bf16 products"),
+        (workloads.PermittedDecode(3, 1, 4, 300, 128), "sparsemla bf16 products"),
         (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.SharedBackward(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),

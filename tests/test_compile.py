@@ -227,6 +227,7 @@ CALLS = {
     "sparse_decode, two streams": lambda: decode_arguments(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
     ),
+    "sparse_decode, FP8 products": lambda: decode_arguments() | {"precision": "fp8"},
     "sparse_decode, lengths of tokens": lambda: decode_arguments(query_len=2, own_lengths=True),
     "sparse_decode, splits in a workspace": lambda: (
         decode_arguments() | {"num_splits": 2, "workspace": torch.empty(1 << 17, dtype=torch.uint8)}

@@ -15,6 +15,7 @@ from sparsemla import (
 from sparsemla.kernels.attention.schedule import dense, sm90_sparse, sparse
 from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.ops import decode
+from sparsemla.ops._repeat import unrepeated
 from sparsemla.testing.cases import (
     GARBAGE_PAGE,
     Draw,
@@ -567,6 +568,39 @@ def test_decode_refuses_a_small_workspace_and_no_splits(device):
         sparsemla.sparse_decode(**case, num_splits=2, workspace=workspace)
     with pytest.raises(ValueError, match="num_splits must be at least 1, got 0"):
         sparsemla.sparse_decode(**case, num_splits=0)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "num_heads", "extra"),
+    [
+        (FP8_DS_MLA, 8, None),
+        (FP8_DS_MLA, 32, None),
+        (FP8_DS_MLA, 64, (FP8_DS_MLA, 50, 16, 8)),
+        (FP8_584, 64, None),
+        (BF16_576, 64, None),
+        (e4m3_format(), 64, None),
+    ],
+    ids=lambda value: getattr(value, "name", value and str(value)),
+)
+def test_kernels_without_fp8_products_ignore_the_permission(device, fmt, num_heads, extra):
+    case = sparse_decode_case(Draw(23, device), format=fmt, num_heads=num_heads, extra=extra)
+    expected = sparsemla.sparse_decode(**case, precision="bf16")
+    default = sparsemla.sparse_decode(**case)
+    got = sparsemla.sparse_decode(**case, precision="fp8")
+    for name, *results in zip(("out", "lse"), default, got, expected, strict=True):
+        for result in results[:2]:
+            assert_equal(name, result, results[2])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_kernels_get_the_precision(device, precision, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dispatch, "select", lambda problem: lambda **given: seen.append(given))
+    case = sparse_decode_case(Draw(24, device), format=FP8_DS_MLA)
+    with unrepeated():
+        sparsemla.sparse_decode(**case, precision=precision)
+        sparsemla.sparse_decode(**case)
+    assert [given["precision"] for given in seen] == [precision, "bf16"]
 
 
 def test_merge_of_no_tokens(device):

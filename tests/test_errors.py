@@ -574,6 +574,12 @@ OTHERS = [
             q=torch.zeros(3, 1, 8, 448).bfloat16(), q_rope=torch.zeros(3, 1, 8, 64).bfloat16()
         ),
     ),
+    (
+        "sparse_decode",
+        "sparse_decode: precision must be 'bf16' or 'fp8', got 'fp16'",
+        with_arguments(precision="fp16"),
+    ),
+    ("sparse_decode", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
     (

@@ -1,14 +1,15 @@
-"""Prefill with FP8 products: its limits pass what rounding does, and refuse everything else."""
+"""FP8 products of attention: their limits pass what rounding does, and refuse everything else."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from sparsemla import BF16_512, BF16_576, FP8_DS_MLA, PagedCache, dispatch
+from sparsemla import BF16_512, BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch
 from sparsemla.reference.prefill import round_rows
 from sparsemla.testing import compare
-from sparsemla.testing.cases import Draw, sparse_prefill_case
+from sparsemla.testing.cases import Draw, sparse_decode_case, sparse_prefill_case
 from sparsemla.testing.compare import (
     SPARSE_PREFILL_LSE,
     SPARSE_PREFILL_OUT,
@@ -22,14 +23,18 @@ from sparsemla.testing.fp8_products import e4m3, multiplied
 from sparsemla.verify.matrix import MATRIX
 
 CASES = {
-    case.name.removeprefix("FP8 products, "): case
-    for case in MATRIX["sparse_prefill"]
-    if case.name.startswith("FP8 products, ") and not case.large
+    op: {
+        case.name.removeprefix("FP8 products, "): case
+        for case in MATRIX[op]
+        if case.name.startswith("FP8 products, ") and not case.large
+    }
+    for op in ("sparse_prefill", "sparse_decode")
 }
-ALIKE = {"cache", "512 dims", "float16"}
+ALIKE = {"cache", "512 dims", "float16", "extra stream"}
 """Cases that :func:`multiplied` does not emulate; no kernel has FP8 products for them."""
-TELLING = {"few valid indices", "rows of many sizes"}
+TELLING = {"few valid indices", "rows of many sizes", "one key", "few valid slots"}
 """Cases that refuse most wrong roundings."""
+EMULATED = [(op, name) for op, cases in CASES.items() for name in sorted({*cases} - ALIKE)]
 
 
 def e5m2(x):
@@ -45,17 +50,17 @@ def hopper(monkeypatch):
 
 
 def check(results, arguments):
-    expected = run_reference("sparse_prefill", arguments)
-    sizes = sizes_of("sparse_prefill", arguments)
-    limits = tolerances_of("sparse_prefill", arguments)
+    op = "sparse_decode" if "cache" in arguments else "sparse_prefill"
+    expected = run_reference(op, arguments)
+    sizes, limits = sizes_of(op, arguments), tolerances_of(op, arguments)
     for index, (name, result) in enumerate(zip(("out", "lse"), results, strict=True)):
         assert_result(name, result, expected[index], limits[index], sizes[index])
 
 
-@pytest.mark.parametrize("name", sorted({*CASES} - ALIKE))
+@pytest.mark.parametrize(("op", "name"), EMULATED)
 @pytest.mark.parametrize("largest", [8.0, 256.0])
-def test_roundings_are_within_the_limits(name, largest, hopper):
-    arguments = CASES[name].build(Draw(2))
+def test_roundings_are_within_the_limits(op, name, largest, hopper):
+    arguments = CASES[op][name].build(Draw(2))
     check(multiplied(arguments, largest=largest), arguments)
 
 
@@ -72,21 +77,26 @@ def larger_scale(arguments):
 
 
 def doubled_rows(arguments):
-    """Every fifth row counts twice."""
+    """Every fifth row counts twice, or one scale of each."""
+    if "cache" in arguments:
+        cache = copy.deepcopy(arguments["cache"])
+        cache.fields().scales[..., 2].mul_(2)
+        return arguments | {"cache": cache}
     kv = arguments["kv"].clone()
     kv[::5, :512] *= 2
     return arguments | {"kv": kv}
 
 
 def another_head(arguments):
-    return arguments | {"q": arguments["q"].roll(1, 1)}
+    return arguments | {"q": arguments["q"].roll(1, -2)}
 
 
 @pytest.mark.parametrize(
     "change", [without_sink, one_key_more, larger_scale, doubled_rows, another_head]
 )
-def test_other_arguments_are_beyond_the_limits(change, hopper):
-    arguments = CASES["128 heads"].build(Draw(2))
+@pytest.mark.parametrize("op", CASES)
+def test_other_arguments_are_beyond_the_limits(change, op, hopper):
+    arguments = CASES[op]["128 heads"].build(Draw(2))
     with pytest.raises(AssertionError):
         check(multiplied(change(arguments)), arguments)
 
@@ -102,44 +112,42 @@ def rounded_rope(x):
     return round_rows(round_rows(x).flip(-1), 64).flip(-1)
 
 
+ROUNDINGS = {
+    "queries": {"queries": lambda q: q.float()},
+    "saturated queries": {"queries": saturated},
+    "RoPE of queries": {"queries": rounded_rope},
+    "rows": {"rows": lambda rows: rows.float()},
+    "saturated rows": {"rows": saturated},
+    "RoPE of rows": {"rows": rounded_rope},
+    "lse": {"own_lse": True},
+    "e5m2": {"rounded": e5m2},
+    "larger": {"rounded": lambda weights: e4m3(weights) * 1.04},
+}
+"""Wrong ones. A decode rounds no rows."""
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("op", "rounding"),
     [
-        {"queries": lambda q: q.float()},
-        {"queries": saturated},
-        {"queries": rounded_rope},
-        {"rows": lambda rows: rows.float()},
-        {"rows": saturated},
-        {"rows": rounded_rope},
-        {"own_lse": True},
-        {"rounded": e5m2},
-        {"rounded": lambda weights: e4m3(weights) * 1.04},
-    ],
-    ids=[
-        "queries",
-        "saturated queries",
-        "RoPE of queries",
-        "rows",
-        "saturated rows",
-        "RoPE of rows",
-        "lse",
-        "e5m2",
-        "larger",
+        (op, name)
+        for op in CASES
+        for name, options in ROUNDINGS.items()
+        if op == "sparse_prefill" or "rows" not in options
     ],
 )
 @pytest.mark.parametrize("seed", range(2))
-def test_other_roundings_are_beyond_the_limits(options, seed, hopper):
+def test_other_roundings_are_beyond_the_limits(op, rounding, seed, hopper):
     """Some case refuses them, in every draw: with few keys, or rows of many sizes, as a rule."""
 
     def refuses(name):
-        arguments = CASES[name].build(Draw(seed))
+        arguments = CASES[op][name].build(Draw(seed))
         try:
-            check(multiplied(arguments, **options), arguments)
+            check(multiplied(arguments, **ROUNDINGS[rounding]), arguments)
         except AssertionError:
             return True
         return False
 
-    assert any(map(refuses, sorted({*CASES} - ALIKE, key=lambda name: name not in TELLING)))
+    assert any(map(refuses, sorted({*CASES[op]} - ALIKE, key=lambda name: name not in TELLING)))
 
 
 @pytest.fixture
@@ -209,4 +217,45 @@ def pages(fmt, page_size):
     ],
 )
 def test_calls_that_have_fp8_products(case, taken, on_hopper):
+    assert has_fp8_products(case) == taken
+
+
+def permitting_decode(**options):
+    options = {"format": FP8_DS_MLA, "num_heads": 80, **options}
+    return sparse_decode_case(Draw(0), **options) | {"precision": "fp8", "num_splits": 1}
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (permitting_decode(), True),
+        (permitting_decode() | {"precision": "bf16"}, False),
+        (permitting_decode() | {"num_splits": 2}, False),
+        (permitting_decode() | {"num_splits": None}, False),
+        (permitting_decode(batch=40, query_len=2, num_heads=128) | {"num_splits": None}, True),
+        (permitting_decode(num_heads=65), True),
+        (permitting_decode(num_heads=64), False),
+        (permitting_decode(format=FP8_584), False),
+        (permitting_decode(format=BF16_576), False),
+        (permitting_decode(dtype=torch.float16), False),
+        (permitting_decode(extra=(FP8_DS_MLA, 50, 16, 2)), False),
+    ],
+    ids=[
+        "cache",
+        "bf16",
+        "two splits",
+        "few requests",
+        "many requests",
+        "65 heads",
+        "64 heads",
+        "584 bytes",
+        "bfloat16 rows",
+        "float16",
+        "two streams",
+    ],
+)
+def test_decodes_that_have_fp8_products(case, taken, on_hopper, monkeypatch):
+    from sparsemla.kernels.attention import schedule
+
+    monkeypatch.setattr(schedule, "num_multiprocessors", lambda device: 132)
     assert has_fp8_products(case) == taken

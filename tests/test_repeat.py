@@ -205,8 +205,9 @@ def decode_arguments():
         {"topk_indices": torch.zeros(2, 1, 8, dtype=torch.int32)[..., ::2]},
         {"topk_indices": None},
         {"out": torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16).expand(2, 1, 16, 512)},
+        {"precision": "fp16"},
     ],
-    ids=["splits", "scale", "dtype", "batch", "strides", "nothing", "overlap"],
+    ids=["splits", "scale", "dtype", "batch", "strides", "nothing", "overlap", "precision"],
 )
 def test_a_wrong_call_fails_after_right_ones(wrong, launched):
     right = decode_arguments() | {"out": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)}
@@ -240,11 +241,12 @@ def misaligned(tensor):
         lambda right: {"q": misaligned(right["q"])},
         lambda right: {"topk_indices": right["topk_indices"].long()},
         lambda right: {"cache": PagedCache.from_rows(torch.zeros(16, 576).bfloat16())},
+        lambda right: {"precision": "fp8"},
     ],
-    ids=["sign of zero", "alignment", "dtype", "format"],
+    ids=["sign of zero", "alignment", "dtype", "format", "precision"],
 )
 def test_a_call_of_another_kind_is_no_repeat(change, launched):
-    right = decode_arguments() | {"softmax_scale": 0.0}
+    right = decode_arguments() | {"softmax_scale": 0.0, "precision": "bf16"}
     assert is_repeated(lambda: sparse_decode(**right))
     with count_repeats() as repeats:
         sparse_decode(**right | change(right))

@@ -89,6 +89,7 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
         extra_cache=None,
         extra_topk_indices=None,
         extra_topk_lengths=None,
+        precision="bf16",
         schedule=(2, 16),
         workspace=None,
         out=out,
@@ -96,3 +97,31 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
     )
     assert torch.equal(out, q[..., :512])
     assert torch.equal(lse, q[..., 0].float())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kernel"),
+    [((1,), "fp8_products_cache"), ((2,), "fp8"), ((1, 16), "fp8_few_heads")],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_precision_and_schedule_choose_the_kernel(monkeypatch, schedule, kernel, precision):
+    launched = []
+    for name in ("fp8_products_cache", "fp8", "fp8_few_heads"):
+        module = getattr(decode, name)
+        monkeypatch.setattr(module, "launch", lambda *_, name=name, **more: launched.append(name))
+    monkeypatch.setattr(decode, "merge_splits", lambda *arguments: None)
+    names = "q_rope", "topk_lengths", "attn_sink", "extra_cache", "workspace"
+    names += "extra_topk_indices", "extra_topk_lengths"
+    decode.sparse_decode(
+        q=torch.zeros(3, 1, 80, 576, dtype=torch.bfloat16),
+        cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
+        topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
+        softmax_scale=1.0,
+        precision=precision,
+        schedule=schedule,
+        out=torch.empty(3, 1, 80, 512, dtype=torch.bfloat16),
+        lse=torch.empty(3, 1, 80),
+        **dict.fromkeys(names),
+    )
+    has_none = precision == "bf16" and kernel == "fp8_products_cache"
+    assert launched == ["fp8" if has_none else kernel]

@@ -69,6 +69,7 @@ def run(op, case, num_splits):
     if op == "sparse_decode":
         for name in ("q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"):
             case = {name: None, **case}
+        case = {"precision": "bf16", **case}
     launch = dispatch.load(op, "triton")
     launch(**case, schedule=(num_splits,), workspace=workspace, out=out, lse=lse)
     return out, lse
@@ -162,6 +163,14 @@ def test_sparse_decode_of_tokens_with_lengths_of_their_own(extra):
 def test_sparse_decode_of_queries_in_two_tensors(fmt):
     case = sparse_decode_case(Draw(10, DEVICE), format=fmt, batch=2, query_len=2, num_heads=3)
     check("sparse_decode", split_queries(case), num_splits=2)
+
+
+def test_portable_kernels_have_bfloat16_products_only():
+    case = sparse_decode_case(Draw(12, DEVICE), format=FP8_DS_MLA, num_heads=40)
+    expected = check("sparse_decode", case, num_splits=2)
+    got = check("sparse_decode", case | {"precision": "fp8"}, num_splits=2)
+    for name, one, other in zip(("out", "lse"), got, expected, strict=True):
+        assert_equal(name, one, other)
 
 
 def test_sparse_decode_of_layers_in_a_page_and_other_dtypes():
@@ -332,6 +341,7 @@ def test_a_workspace_too_small_for_the_chosen_splits_is_refused():
     workspace = torch.empty(size - 16, dtype=torch.uint8, device=DEVICE)
     out, lse = q.new_empty(*q.shape[:3], 512), q.new_empty(q.shape[:3], dtype=torch.float32)
     extra = dict.fromkeys(["q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"])
+    extra["precision"] = "bf16"
     launch = dispatch.load("sparse_decode", "triton")
     with pytest.raises(ValueError, match=f"workspace must have at least {size} bytes for 3 splits"):
         launch(**extra | case, schedule=(3,), workspace=workspace, out=out, lse=lse)

@@ -240,19 +240,25 @@ def test_a_kernel_that_depends_on_the_batch_fails(wrap_kernels):
     assert any("alone" in failure for failure in op.failures)
 
 
+@pytest.mark.parametrize(
+    ("op", "name"), [("sparse_prefill", "40 heads"), ("sparse_decode", "96 heads")]
+)
 @pytest.mark.parametrize("difference", [0, 1e-6])
-def test_a_kernel_that_takes_a_permission_unseen_fails(difference, wrap_kernels, monkeypatch):
+def test_a_kernel_that_takes_a_permission_unseen_fails(
+    difference, op, name, wrap_kernels, monkeypatch
+):
     def permitted(launch, arguments):
         launch(**arguments)
         arguments["lse"] += difference * (arguments["precision"] == "fp8")
 
     wrap_kernels(permitted)
-    some = [case for case in MATRIX["sparse_prefill"] if case.name == "FP8 products, 40 heads"]
-    monkeypatch.setitem(MATRIX, "sparse_prefill", some)
-    (op,) = run.verify("cpu", ops=["sparse_prefill"]).ops
-    assert op.properties["bf16_products"] == run.Property(1, int(difference > 0))
-    assert any("bfloat16 products, lse" in failure for failure in op.failures) == (difference > 0)
-    assert op.properties["repeatable"].failed == 0
+    some = [case for case in MATRIX[op] if case.name == f"FP8 products, {name}"]
+    monkeypatch.setitem(MATRIX, op, some)
+    (report,) = run.verify("cpu", ops=[op]).ops
+    assert report.properties["bf16_products"] == run.Property(1, int(difference > 0))
+    differs = any("bfloat16 products, lse" in failure for failure in report.failures)
+    assert differs == (difference > 0)
+    assert report.properties["repeatable"].failed == 0
 
 
 def test_a_branch_that_depends_on_the_batch_fails(monkeypatch):

@@ -249,6 +249,7 @@ def _check(device: str, tier: str) -> str:
             "extra_cache": None,
             "extra_topk_indices": None,
             "extra_topk_lengths": None,
+            "precision": "bf16",
             "schedule": (1,),
             "workspace": None,
         }

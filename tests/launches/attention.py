@@ -84,6 +84,7 @@ def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False):
             extra_cache=None if extra is None else pages(extra),
             extra_topk_indices=None if extra is None else meta(64, 2, 128, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
+            precision="bf16",
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             **state(64, 2, num_heads),

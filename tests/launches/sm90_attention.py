@@ -68,10 +68,12 @@ def sparse_prefill(
     return launch
 
 
-def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
+def sparse_decode(
+    fmt, num_splits=1, extra=None, topk=2048, apart=False, num_heads=64, precision="bf16"
+):
     def launch():
         dispatch.load("sparse_decode", "sm90")(
-            **queries(64, 2, 64, fmt.head_dim, apart=apart),
+            **queries(64, 2, num_heads, fmt.head_dim, apart=apart),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             topk_indices=meta(64, 2, topk, dtype=torch.int32),
             softmax_scale=0.1,
@@ -82,10 +84,11 @@ def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
             else PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
+            precision=precision,
             schedule=(num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
-            out=meta(64, 2, 64, 512),
-            lse=meta(64, 2, 64, dtype=torch.float32),
+            out=meta(64, 2, num_heads, 512),
+            lse=meta(64, 2, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -134,6 +137,10 @@ LAUNCHES = {
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
     "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4, apart=True),
+    "decode products": sparse_decode(FP8_DS_MLA, num_heads=128, precision="fp8"),
+    "decode products h80 apart": sparse_decode(
+        FP8_DS_MLA, apart=True, num_heads=80, precision="fp8"
+    ),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),

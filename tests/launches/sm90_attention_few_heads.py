@@ -35,6 +35,7 @@ def decode(fmt, num_heads, extra=False, num_splits=1, apart=False, tile=None):
             extra_cache=cache if extra else None,
             extra_topk_indices=ints(*tokens, 128) if extra else None,
             extra_topk_lengths=ints(*tokens) if extra else None,
+            precision="bf16",
             schedule=(num_splits, tile) if tile else (num_splits,),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(*tokens, num_heads, 512),

@@ -40,8 +40,8 @@ from sparsemla.testing.compare import (
     DENSE_DECODE_OUT,
     E4M3_STEP,
     FLOAT32_ULPS,
-    FP8_PREFILL_LSE,
-    FP8_PREFILL_OUT,
+    FP8_PRODUCTS_LSE,
+    FP8_PRODUCTS_OUT,
     FP8_PROJECTION,
     INDEX_LOSS,
     INDEXER_SCORES,
@@ -56,10 +56,10 @@ from sparsemla.testing.compare import (
     assert_equal,
     assert_result,
     assert_rows_close,
-    fp8_prefill_limits,
+    fp8_limits,
     gradient_sizes,
     has_fp8_products,
-    rounded_prefill,
+    rounded,
     run_reference,
     score_sizes,
     sizes_of,
@@ -249,9 +249,9 @@ class PermittedPrefill(SparsePrefill):
         def check(got: Results) -> None:
             some = self.some(inputs)
             own = self.of(inputs, some)
-            out, lse, _ = reference.sparse_prefill(**rounded_prefill(own))
-            tolerances = FP8_PREFILL_OUT, FP8_PREFILL_LSE
-            _check_attention(got, some, (out, lse), tolerances, self.op, fp8_prefill_limits(own))
+            out, lse, _ = reference.sparse_prefill(**rounded(own))
+            tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
+            _check_attention(got, some, (out, lse), tolerances, self.op, fp8_limits(own))
 
         return Side("sparsemla", lambda: self.run(inputs), check)
 
@@ -815,11 +815,52 @@ class SparseDecode(Workload):
         return ops.sparse_decode(**inputs)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.batch, 8, inputs["q"].device)
-        per_request = [name for name in inputs if name.startswith(PER_REQUEST)]
-        arguments = inputs | {name: inputs[name][some] for name in per_request}
-        expected = reference.sparse_decode(**arguments)
+        some = self.some(inputs)
+        expected = reference.sparse_decode(**self.of(inputs, some))
         _check_attention(results, some, expected, (SPARSE_DECODE_OUT, DECODE_LSE), self.op)
+
+    def some(self, inputs: Inputs) -> Tensor:
+        """The requests that are checked."""
+        return _some(self.batch, 8, inputs["q"].device)
+
+    @staticmethod
+    def of(inputs: Inputs, some: Tensor) -> Inputs:
+        """The inputs of some requests."""
+        per_request = [name for name in inputs if name.startswith(PER_REQUEST)]
+        return inputs | {name: inputs[name][some] for name in per_request}
+
+
+@dataclass(frozen=True)
+class PermittedDecode(SparseDecode):
+    """A :class:`SparseDecode` that permits FP8 products.
+
+    Sides with bfloat16 products get the inputs and the check of :class:`SparseDecode`.
+    """
+
+    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
+
+    @property
+    def variant(self) -> str:
+        return ", ".join(filter(None, ("precision fp8", super().variant)))
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.sparse_decode(**inputs, precision="fp8")
+
+    def bf16_products(self, inputs: Inputs) -> Results:
+        return ops.sparse_decode(**inputs)
+
+    def ours(self, inputs: Inputs) -> Side:
+        if not has_fp8_products(inputs | {"precision": "fp8"}):
+            return replace(super().ours(inputs), note="bfloat16 products")
+
+        def check(got: Results) -> None:
+            some = self.some(inputs)
+            own = self.of(inputs, some)
+            expected = reference.sparse_decode(**rounded(own))
+            tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
+            _check_attention(got, some, expected, tolerances, self.op, fp8_limits(own))
+
+        return Side("sparsemla", lambda: self.run(inputs), check)
 
 
 @dataclass(frozen=True)
@@ -859,6 +900,13 @@ class WindowedDecode(SparseDecode):
         num_tokens = self.batch * self.query_len
         extra = rows * self.format.bytes_per_token + 4 * num_tokens * self.extra_topk
         return super().unique_bytes(inputs) + extra
+
+
+@dataclass(frozen=True)
+class PermittedWindowedDecode(PermittedDecode, WindowedDecode):
+    """A :class:`WindowedDecode` that permits FP8 products."""
+
+    format: CacheFormat = FP8_584
 
 
 @dataclass(frozen=True)
@@ -1687,6 +1735,16 @@ def all_workloads() -> list[Workload]:
         # A single token of a request has no neighbours to overlap with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
         *(SparseDecode(batch, 1, 64, 32768, 2048) for batch in (1, 16)),
+        *(
+            PermittedDecode(batch, 1, heads, 32768, 2048)
+            for batch in (16, 64, 128, 256)
+            for heads in (64, 128)
+        ),
+        *(
+            PermittedWindowedDecode(batch, 1, heads, 128, 128, extra_context=32768, extra_topk=512)
+            for batch in (64, 128)
+            for heads in (64, 128)
+        ),
         *(
             SparseDecode(batch, 1, heads, 32768, 2048, format=BF16_576)
             for batch in (1, 8, 32, 128)

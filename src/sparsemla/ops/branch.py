@@ -265,6 +265,7 @@ def decode_branch(
             extra_cache,
             extra_topk_indices,
             extra_topk_lengths,
+            "bf16",
             schedule,
             attended.splits,
             attended.out,

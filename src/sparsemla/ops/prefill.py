@@ -7,15 +7,12 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.checks import FLOATS, INTEGERS, PRECISIONS, Checker
 from sparsemla.formats import CacheFormat
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import aligned, operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.plan import host_ints
-
-PRECISIONS = ("bf16", "fp8")
-"""Products of :func:`sparse_prefill`: bfloat16, or FP8 where a kernel has them."""
 
 
 @repeated

@@ -1,4 +1,4 @@
-"""Prefill with FP8 products in torch, for tests and for models on machines without a Hopper GPU."""
+"""Attention with FP8 products in torch, for tests and for machines without a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsemla.formats import ceil_pow2, fp8_scales
 from sparsemla.reference.attention import apply_sink
 from sparsemla.reference.prefill import round_rows
+from sparsemla.testing.compare import selected
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -33,36 +33,37 @@ def multiplied(
     """What a kernel with FP8 products computes, but for the accuracy of its sums.
 
     Args:
-        arguments: of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, with one stream and a
-            list for each token.
+        arguments: of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, or of a
+            ``sparse_decode`` over a cache of 656 bytes a token, with one stream and a list for
+            each token.
         largest: the code of the largest weight of a query, or up to half of it. A kernel has 16 to
             256.
         queries: rounds queries.
-        rows: rounds rows.
+        rows: rounds rows of a prefill.
         rounded: rounds weights.
         own_lse: whether the LSE is that of the rounded weights.
 
     Returns:
-        out ``[T, H, 512]``, bfloat16, and lse ``[T, H]``, float32.
+        out, bfloat16, and lse, float32, of the shapes of the op.
     """
-    q, kv, slots = queries(arguments["q"]), rows(arguments["kv"]), arguments["topk_indices"]
-    if "q_rope" in arguments:
-        q = torch.cat([q, arguments["q_rope"].float()], dim=-1)
-    valid = (slots >= 0) & (slots < len(kv))
-    if (lengths := arguments["topk_lengths"]) is not None:
-        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
-    keys = kv[slots.where(valid, 0)].where(valid[..., None], 0)
-    logits = torch.einsum("thd,tkd->thk", q.float(), keys) * arguments["softmax_scale"]
+    inputs = {"q": queries(arguments["q"])}
+    if "kv" in arguments:
+        inputs["kv"] = rows(arguments["kv"])
+    q, keys, valid, scales = selected({**arguments, **inputs})
+    logits = torch.einsum("thd,tkd->thk", q, keys) * arguments["softmax_scale"]
     logits = logits.masked_fill(~valid[:, None], -math.inf)
     top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
     weights = (logits - top).exp()
-    # The scale of a row is a factor of its weight.
-    scales = ceil_pow2(fp8_scales(keys[..., :512].abs().amax(-1)).clamp_min(2**-40))
-    scaled = weights * scales[:, None]
-    unit = scaled.amax(-1, keepdim=True).clamp_min(2**-99).log2().ceil().exp2() / largest
+    # A scale of a row is a factor of its weight, one for each part of the row.
+    scaled = weights[..., None] * scales[:, None]
+    largest_scaled = scaled.amax((-2, -1), keepdim=True).clamp_min(2**-99)
+    unit = largest_scaled.log2().ceil().exp2() / largest
     codes = rounded(scaled / unit) * unit
-    total = ((codes / scales[:, None]) if own_lse else weights).sum(-1)
-    out = torch.einsum("thk,tkd->thd", codes, keys[..., :512] / scales[..., None])
+    total = ((codes / scales[:, None])[..., 0] if own_lse else weights).sum(-1)
+    values = keys[..., :512].unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]
+    out = torch.einsum("thkp,tkpd->thpd", codes, values).flatten(-2)
     lse = top[..., 0] + total.log()
     out = out / total.clamp_min(2**-99)[..., None]
-    return apply_sink(out, lse, arguments["attn_sink"]).bfloat16(), lse
+    shape = arguments["q"].shape[:-1]
+    out = apply_sink(out, lse, arguments["attn_sink"]).bfloat16()
+    return out.reshape(*shape, 512), lse.reshape(shape)

@@ -137,12 +137,12 @@ def check_reruns(op: str, arguments: Arguments, expected: Results, reruns: int) 
 
 
 def check_alone(op: str, arguments: Arguments) -> None:
-    """Check that each request alone gives the same bits as in the batch, with fixed splits.
+    """Check that each request alone gives the same bits as in the batch, with given splits.
 
     Raises:
         AssertionError: a request differs.
     """
-    arguments = arguments | {"num_splits": NUM_SPLITS}
+    arguments = {"num_splits": NUM_SPLITS} | arguments
     for threads in _thread_counts(cast("Tensor", arguments["q"]).device):
         batch = run_named(op, fresh(op, arguments))
         for request, (rows, single) in enumerate(_requests(op, arguments)):

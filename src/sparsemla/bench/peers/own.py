@@ -20,6 +20,7 @@ from sparsemla.bench.workloads import (
     DenseDecode,
     HeadProducts,
     Inputs,
+    PermittedDecode,
     PermittedPrefill,
     SelectTopk,
     SharedBackward,
@@ -94,7 +95,8 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, PermittedPrefill
+        permitted = PermittedDecode, PermittedPrefill
+        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, *permitted
         if isinstance(workload, two):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
@@ -106,7 +108,7 @@ class Sparsemla(Peer):
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"
             return [side(name, workload, inputs, lambda: other(inputs))]
-        if isinstance(workload, PermittedPrefill):
+        if isinstance(workload, (PermittedDecode, PermittedPrefill)):
             bf16 = workload.bf16_products
             return [side("sparsemla bf16 products", workload, inputs, lambda: bf16(inputs))]
         if isinstance(workload, SharedPrefill):

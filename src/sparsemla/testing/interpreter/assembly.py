@@ -59,6 +59,11 @@ def _codes(p: Tensor) -> Tensor:
     return Tensor((2 * bits + 0x80 >> 8).astype(np.uint8), tl.uint8)
 
 
+def _weighed(p: Tensor, weight: Tensor) -> Tensor:
+    """:func:`_codes` of products of float16 numbers."""
+    return _codes(Tensor(p.values * weight.values, tl.float16))
+
+
 def _larger_halves(x: Tensor, y: Tensor) -> Tensor:
     """The larger of each half of words."""
     first, second = (np.ascontiguousarray(words.values).view(np.uint16) for words in (x, y))
@@ -96,6 +101,7 @@ def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
         "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x,
         "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x,
         "ex2.approx.ftz.f32 $0, $1;": lambda x: Tensor(np.exp2(x.values), tl.float32),
+        "lg2.approx.ftz.f32 $0, $1;": lambda x: Tensor(np.log2(x.values), tl.float32),
         "rcp.approx.ftz.f32 $0, $1;": lambda x: divide(1.0, x),
         "rsqrt.approx.ftz.f32 $0, $1;": lambda x: Tensor(1 / np.sqrt(x.values), tl.float32),
         "max.xorsign.abs.bf16x2 $0, $1, $2;": _larger_magnitudes,
@@ -105,6 +111,7 @@ def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
         inside(bf16.prefetch_blocks): _no_result,
         "max.u16x2 $0, $1, $2;": _larger_halves,
         inside(fp8_products.to_e4m3): _codes,
+        inside(fp8_products.weigh): _weighed,
         inside(fp8_products.take_pairs_apart): _taken_apart,
         chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,
         fp8_few_heads.DEQUANTISE.value: _decoded,

@@ -25,6 +25,7 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    precision: str,
     schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor,

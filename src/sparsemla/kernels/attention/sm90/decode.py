@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA
 from sparsemla.kernels.attention.schedule import FEW_HEADS, dense, given_or_chosen, sm90_sparse
-from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads
+from sparsemla.kernels.attention.sm90 import (
+    bf16,
+    bf16_few_heads,
+    fp8,
+    fp8_few_heads,
+    fp8_products_cache,
+)
 from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
@@ -26,6 +33,7 @@ def sparse_decode(
     extra_cache: PagedCache | None,
     extra_topk_indices: Tensor | None,
     extra_topk_lengths: Tensor | None,
+    precision: str,
     schedule: Sequence[int] | None,
     workspace: Tensor | None,
     out: Tensor | None,
@@ -60,10 +68,15 @@ def sparse_decode(
     queries = Queries(q, *q.stride()[:3])
     if q_rope is not None:
         queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
-    few = num_heads <= FEW_HEADS
     extra = None
     if extra_cache is not None and extra_topk_indices is not None:
         extra = _selected(extra_cache, extra_topk_indices, extra_topk_lengths)
+    if precision == "fp8" and takes_fp8_products(cache, num_heads, num_splits, extra is not None):
+        fp8_products_cache.launch(
+            queries, cache, main, results, shape, softmax_scale, num_groups=groups
+        )
+        return  # one split has nothing to merge
+    few = num_heads <= FEW_HEADS
     if cache.format.fp8_dim:
         launch = fp8_few_heads.launch if few else fp8.launch
     else:
@@ -80,6 +93,18 @@ def sparse_decode(
         extra=extra,
     )
     merge_splits(*whole, attn_sink, out, lse)
+
+
+def takes_fp8_products(cache: PagedCache, num_heads: int, num_splits: int, extra: bool) -> bool:
+    """Whether FP8 products compute a decode that permits them: where they are faster.
+
+    Args:
+        cache: the first stream's.
+        num_heads: heads of a token, or of a tile that takes the place of a token.
+        num_splits: splits of the keys. Parts of a list are too short for the start of a tile.
+        extra: whether there is a second stream.
+    """
+    return cache.format == FP8_DS_MLA and num_heads > 64 and num_splits == 1 and not extra
 
 
 def _selected(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:

@@ -830,7 +830,7 @@ def _attend_fp8(
     )  # fmt: skip
 
 
-def _arguments(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
+def cache_rows(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
     """A quantised cache as a kernel argument, and the layout for which the kernel is compiled."""
     layout = cache_arguments(cache)[1]
     fp8, scales, bf16 = cache.stored()
@@ -872,10 +872,10 @@ def launch(
 ) -> None:
     """Launch over ``num_groups`` groups of rows; both streams' caches have the same format."""
     num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
-    rows, layout = _arguments(cache)
+    rows, layout = cache_rows(cache)
     extra_layout = None
     if extra_cache is not None and extra is not None:
-        extra_rows, extra_layout = _arguments(extra_cache)
+        extra_rows, extra_layout = cache_rows(extra_cache)
         distance = extra_rows.words.data_ptr() - rows.words.data_ptr()
         extra = extra._replace(shift=distance // 4)
     # Shared memory has room for up to 16 words of scales per row.
