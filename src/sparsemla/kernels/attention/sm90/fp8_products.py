@@ -766,6 +766,11 @@ def num_factors(scales):
 
 
 @gluon.constexpr_function
+def num_weights(scales):
+    return 0 if scales == 1 else scales
+
+
+@gluon.constexpr_function
 def arrivals(b, scales):
     """Number of arrivals of a barrier's phase. Factors of four scales are stored, not copied."""
     if b < KV_EMPTY.value:
@@ -794,7 +799,7 @@ def allocate(SCALES: gl.constexpr):
         kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 512], CODES),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [rope_stages(SCALES), 64, 64], TILE),
         factors=tensors_of(num_factors(SCALES), gl.float32, [STAGES, 64], PLAIN),
-        weights=tensors_of(SCALES, gl.float16, [STAGES, 64], PLAIN),
+        weights=tensors_of(num_weights(SCALES), gl.float16, [STAGES, 64], PLAIN),
         p=tensors_of(SCALES, gl.float8e4nv, [2, 64, 64], P_TILE),
         alpha=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
         m=tensors_of(2, gl.float32, [64], PLAIN),
