@@ -242,18 +242,7 @@ class PermittedPrefill(SparsePrefill):
         return ops.sparse_prefill(**inputs)
 
     def ours(self, inputs: Inputs) -> Side:
-        permitted = inputs | {"precision": "fp8"}
-        if not has_fp8_products(permitted):
-            return replace(super().ours(inputs), note="bfloat16 products")
-
-        def check(got: Results) -> None:
-            some = self.some(inputs)
-            own = self.of(inputs, some)
-            out, lse, _ = reference.sparse_prefill(**rounded(own))
-            tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
-            _check_attention(got, some, (out, lse), tolerances, self.op, fp8_limits(own))
-
-        return Side("sparsemla", lambda: self.run(inputs), check)
+        return _permitted_side(self, inputs, super().ours(inputs))
 
 
 @dataclass(frozen=True)
@@ -850,17 +839,7 @@ class PermittedDecode(SparseDecode):
         return ops.sparse_decode(**inputs)
 
     def ours(self, inputs: Inputs) -> Side:
-        if not has_fp8_products(inputs | {"precision": "fp8"}):
-            return replace(super().ours(inputs), note="bfloat16 products")
-
-        def check(got: Results) -> None:
-            some = self.some(inputs)
-            own = self.of(inputs, some)
-            expected = reference.sparse_decode(**rounded(own))
-            tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
-            _check_attention(got, some, expected, tolerances, self.op, fp8_limits(own))
-
-        return Side("sparsemla", lambda: self.run(inputs), check)
+        return _permitted_side(self, inputs, super().ours(inputs))
 
 
 @dataclass(frozen=True)
@@ -1931,6 +1910,23 @@ def _present(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("the format has no scales")
     return tensor
+
+
+def _permitted_side(
+    workload: PermittedPrefill | PermittedDecode, inputs: Inputs, bf16: Side
+) -> Side:
+    """Our side of a workload that permits FP8 products, checked for the products that it has."""
+    if not has_fp8_products(inputs | {"precision": "fp8"}):
+        return replace(bf16, note="bfloat16 products")
+
+    def check(got: Results) -> None:
+        some = workload.some(inputs)
+        own = workload.of(inputs, some)
+        expected = getattr(reference, workload.op)(**rounded(own))[:2]
+        tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
+        _check_attention(got, some, expected, tolerances, workload.op, fp8_limits(own))
+
+    return replace(bf16, check=check)
 
 
 def _check_attention(

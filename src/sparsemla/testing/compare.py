@@ -315,6 +315,7 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 MAY_HAVE_FP8_PRODUCTS = ("sparse_prefill", "sparse_decode")
+"""Ops that take a ``precision``."""
 
 
 def has_fp8_products(arguments: Mapping[str, Any]) -> bool:
@@ -385,7 +386,7 @@ def rounded(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Selected(NamedTuple):
-    """What each of T tokens attends to in one stream."""
+    """Queries and selected keys of T tokens, in one stream."""
 
     queries: Tensor  # [T, H, D] float32
     keys: Tensor  # [T, K, D] float32, 0 where invalid

@@ -115,7 +115,7 @@ FACTORS = gl.constexpr(
         [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
     )
 )
-
+# The same for weights, of which 16 bytes are eight.
 WEIGHTS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1], [2], [4], [32]], [[8], [16], [0], [0], [0]], [[0], [0]], [], [64]

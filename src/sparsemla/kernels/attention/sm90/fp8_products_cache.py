@@ -16,7 +16,7 @@ while its rows arrive. Left and right take turns as in prefill. A pair of blocks
 3000 more than in prefill: for a block of its own, a warpgroup issues some 400 instructions more,
 one every four cycles, and waits for each piece of S. It hardly waits for memory.
 
-Barriers in addition to those of :mod:`.fp8_products`:
+Barriers that differ from those of :mod:`.fp8_products`:
 
     barrier     number      arrivals                       waits        guards
     KV_FULL     4 by block  128 copies' threads, and 1,    both         codes, RoPE dims and
@@ -81,7 +81,7 @@ def log2(x):
 
 @gluon.jit
 def slot_or_none(slots, main):
-    """Slots of a list, -1 for those that do not exist."""
+    """Slots of a list, -1 for invalid ones."""
     slots = slots.to(gl.int64)
     return gl.where(is_slot(slots, main.num_slots), slots, -1).to(gl.int32)
 
