@@ -1002,7 +1002,7 @@ def test_layer_weights_of_a_wrong_kind_are_refused():
 UNSIGNED = [
     (op, name)
     for op, name in TENSORS
-    if name not in ("slot_mapping", "ring_ids", "prefill_request_ids", "out", "lengths")
+    if name not in ("out", "lengths")
     and (op, name) != ("share_lists", "topk_indices")  # gives int64: see tests/test_lists.py
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]
@@ -1033,12 +1033,33 @@ def test_uint32_lengths_beyond_int32_select_all_entries(op):
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op, name in TENSORS if name in ("slot_mapping", "prefill_request_ids")],
+    [
+        (op, name)
+        for op, name in TENSORS
+        if name in ("slot_mapping", "ring_ids", "prefill_request_ids")
+    ],
 )
-def test_unsigned_slots_and_request_ids_are_refused(op, name):
+def test_uint32_slots_and_ids_of_all_ones_are_minus_one(op, name):
+    signed, unsigned = CALLS[op](), CALLS[op]()
+    signed[name][1:] = -1
+    unsigned[name] = signed[name].int().view(torch.uint32)
+    getattr(sparsemla, op)(**signed)
+    getattr(sparsemla, op)(**unsigned)
+    for was, now in zip(cache_bytes(signed), cache_bytes(unsigned), strict=True):
+        assert_equal("cache", now, was)
+    if "out" in signed:
+        assert_equal("out", unsigned["out"], signed["out"])
+
+
+@pytest.mark.parametrize("op", [op for op, name in TENSORS if name == "slot_mapping"])
+def test_uint32_slots_are_refused_where_int32_is_too_narrow(op):
     case = CALLS[op]()
-    case[name] = case[name].int().view(torch.uint32)
-    check_refused(op, case, op, name, "int32 or int64", error=TypeError)
+    cache = case["cache"]
+    pages = cache.data[:1].expand(2**31 // cache.page_size + 1, *cache.data.shape[1:])
+    case["cache"] = PagedCache.unchecked(pages, cache.format, None)
+    case["slot_mapping"] = case["slot_mapping"].int().view(torch.uint32)
+    with pytest.raises(ValueError, match=f"{op}: slot_mapping must be int64 for"):
+        getattr(sparsemla, op)(**case)
 
 
 @pytest.mark.parametrize(

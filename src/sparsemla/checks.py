@@ -20,9 +20,6 @@ PRECISIONS = ("bf16", "fp8")
 """Products of attention: bfloat16, or FP8 where a kernel has them."""
 MAX_MEMBERS = 8
 """Most tokens of a list with members: one for each bit of a byte."""
-SIGNED = (torch.int32, torch.int64)
-"""Dtypes of arguments that give negative values a meaning."""
-
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 
 
@@ -71,6 +68,16 @@ class Checker:
                 f"got strides {list(tensor.stride())}"
             )
         return tensor.long() if tensor.dtype == torch.uint32 else tensor
+
+    def signed(self, name: str, tensor: object, shape: str) -> Tensor:
+        """Check integers whose negative values have a meaning.
+
+        Returns:
+            The tensor; uint32 viewed as int32, so that 2^32 - 1 is -1.
+        """
+        if isinstance(tensor, Tensor) and tensor.dtype == torch.uint32:
+            tensor = tensor.view(torch.int32)
+        return self.tensor(name, tensor, shape, INTEGERS)
 
     def optional(
         self, name: str, tensor: Tensor | None, shape: str, dtypes: Dtypes
@@ -232,19 +239,24 @@ class Checker:
         cos_sin_cache: Tensor,
         cache: PagedCache,
         validate: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Check positions and slots of T tokens; with ``validate`` also their values.
 
         Returns:
-            The positions; uint32 as int64.
+            The positions, uint32 as int64, and the slots, uint32 as int32.
         """
         positions = self.tensor("positions", positions, "T", INTEGERS)
-        self.tensor("slot_mapping", slot_mapping, "T", SIGNED)
+        unsigned = isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.uint32
+        if unsigned and cache.num_slots > LIMIT:  # slots from 2^31 on would turn negative
+            raise ValueError(
+                f"{self.op}: slot_mapping must be int64 for {cache.num_slots} slots, got uint32"
+            )
+        slot_mapping = self.signed("slot_mapping", slot_mapping, "T")
         if self.validates(validate):
             self.values("positions", positions, 0, cos_sin_cache.shape[0])
             lowest = torch.iinfo(slot_mapping.dtype).min  # any negative slot is skipped
             self.values("slot_mapping", slot_mapping, lowest, cache.num_slots)
-        return positions
+        return positions, slot_mapping
 
     def scale_mode(self, scale_mode: str, fmt: CacheFormat) -> None:
         """Check the rounding of scales, ``pow2`` or ``exact``."""

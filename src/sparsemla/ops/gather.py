@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.checks import INTEGERS, SIGNED, Checker
+from sparsemla.checks import INTEGERS, Checker
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
@@ -69,7 +69,7 @@ def to_slots(
         check.absent("prefill_request_ids", prefill_request_ids, "without workspace_starts")
     else:
         workspace_starts = check.tensor("workspace_starts", workspace_starts, "P", INTEGERS)
-        check.tensor("prefill_request_ids", prefill_request_ids, "T", SIGNED)
+        prefill_request_ids = check.signed("prefill_request_ids", prefill_request_ids, "T")
     if check.validates(validate):
         check.values("request_ids", request_ids, 0, page_table.shape[0])
     out = check.output("out", out, "T K", torch.int32)

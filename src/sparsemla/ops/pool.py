@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.checks import FLOATS, INTEGERS, SIGNED, Checker
+from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import ScaleMode
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
@@ -68,14 +68,15 @@ def pool_windows(
             among those of its request, such as the padding of a plan, does nothing.
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, the first token of each request, and
             the end of the last one; padding tokens may follow.
-        ring_ids: int32 or int64 ``[B]``, the ring of each request in ``state``. Without a ring, -1,
-            a request has the tokens of this step only and keeps none. Or ``[B, W]``, pages of
-            state rows that an engine allocates like those of a cache: with ``n = rows.shape[1]``,
-            the row of position ``p`` is ``rows[ring_ids[b, p // n], p % n]``, and every row of the
-            step is kept. A position without a page in ``state`` is like one without a ring.
-        slot_mapping: int32 or int64 ``[T]``, where the entry of the window goes that a token
-            closes; negative writes nothing. Slots of other tokens are not used. No slot may occur
-            twice.
+        ring_ids: int32, int64 or uint32 ``[B]``, the ring of each request in ``state``. Without a
+            ring, -1, a request has the tokens of this step only and keeps none. Or ``[B, W]``,
+            pages of state rows that an engine allocates like those of a cache: with
+            ``n = rows.shape[1]``, position ``p`` has the row ``rows[ring_ids[b, p // n], p % n]``,
+            and every row of the step is kept. A position without a page in ``state`` is like one
+            without a ring.
+        slot_mapping: int32, int64 or uint32 ``[T]``, where the entry of the window goes that a
+            token closes; negative writes nothing. Slots of other tokens are not used. No slot may
+            occur twice.
         eps: RMSNorm epsilon.
         interleaved: RoPE pairs are (2i, 2i+1) if True, (i, i + R/2) if False.
         scale_mode: ``pow2`` or ``exact`` scales.
@@ -133,9 +134,9 @@ def pool_windows(
             f"pool_windows: state must have rings of at least {pooling.window} rows, "
             f"got {state.rows.shape[1]}"
         )
-    positions = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
-    check.tensor("ring_ids", ring_ids, "B pages" if paged else "B", SIGNED)
+    ring_ids = check.signed("ring_ids", ring_ids, "B pages" if paged else "B")
     input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "N", INTEGERS)
     if input_row_offsets.shape[0] != ring_ids.shape[0] + 1:
         raise ValueError(

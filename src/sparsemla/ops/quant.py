@@ -105,7 +105,7 @@ def fused_rope_rmsnorm_quant(
             f"fused_rope_rmsnorm_quant: kv_norm_weight must have at most {kv.shape[1]} elements, "
             f"got {kv_norm_weight.shape[0]}"
         )
-    positions = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     check.number("eps", eps)
     check.kind("interleaved", interleaved, bool)
     check.scale_mode(scale_mode, cache.format)
@@ -214,7 +214,7 @@ def append_index_keys(
     check.head_dim("k", cache)
     check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
-    positions = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     check.number("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
@@ -427,7 +427,7 @@ def fused_indexer_rope_quant(
     check.head_dim("k", cache)
     dtype = check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
-    positions = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
+    positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     check.number("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
