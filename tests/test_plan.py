@@ -461,9 +461,9 @@ ERROR_CASES = {
         "seq_lens must be at most 16, 2 pages of 8 tokens, got 17 for request 1",
     ),
     "table-dtype": (
-        {"page_table": torch.zeros(2, 2, dtype=torch.int64)},
+        {"page_table": torch.zeros(2, 2)},
         TypeError,
-        "page_table must have dtype torch.int32 or uint32, got torch.int64",
+        "page_table must have dtype int32, int64 or uint32, got torch.float32",
     ),
     "table-rows": (
         {"page_table": torch.zeros(3, 2, dtype=torch.int32)},
@@ -474,6 +474,47 @@ ERROR_CASES = {
         {"page_table": torch.zeros(2, dtype=torch.int32)},
         ValueError,
         r"page_table must have shape \[2, pages per request\], got \[2\]",
+    ),
+    "no-table": ({"page_table": None}, TypeError, "page_table must be a tensor, got NoneType"),
+    "no-query-lengths": (
+        {"query_lens": None},
+        ValueError,
+        "either query_lens or input_row_offsets must be given, got neither",
+    ),
+    "lengths-and-offsets": (
+        {"input_row_offsets": [0, 1, 2]},
+        ValueError,
+        "either query_lens or input_row_offsets must be given, got both",
+    ),
+    "lengths-and-cache-lengths": (
+        {"cache_lengths": [8, 8]},
+        ValueError,
+        "either seq_lens or cache_lengths must be given, got both",
+    ),
+    "offsets-not-from-0": (
+        {"query_lens": None, "input_row_offsets": [1, 2, 3]},
+        ValueError,
+        r"input_row_offsets must ascend from 0, got \[1, 2, 3\]",
+    ),
+    "descending-offsets": (
+        {"query_lens": None, "input_row_offsets": [0, 2, 1]},
+        ValueError,
+        r"input_row_offsets must ascend from 0, got \[0, 2, 1\]",
+    ),
+    "no-offsets": (
+        {"query_lens": None, "input_row_offsets": []},
+        ValueError,
+        r"input_row_offsets must ascend from 0, got \[\]",
+    ),
+    "cache-lengths-that-disagree": (
+        {"seq_lens": None, "cache_lengths": [8]},
+        ValueError,
+        "cache_lengths must have one length for each of 2 requests, got 1",
+    ),
+    "cache-length-beyond-table": (
+        {"seq_lens": None, "cache_lengths": torch.tensor([9, 2**32 - 1]).to(torch.uint32)},
+        ValueError,
+        "got 4294967296 for request 1",
     ),
     "table-list": ({"page_table": [[0, 1], [2, 3]]}, TypeError, "page_table must be a tensor"),
     "page-size-float": ({"page_size": 8.0}, TypeError, "page_size must be an integer, got float"),
@@ -845,6 +886,9 @@ def test_plan_on_device_does_not_read_lengths(batch):
         plan = plan_on_device(*fake, page_size=PAGE_SIZE, **bounds)
         assert plan.slot_mapping.shape == (bounds["num_tokens"],)
         assert plan.decodes.num_tokens + plan.prefills.num_tokens == plan.num_tokens
+        starts = torch.zeros(len(query_lens) + 1, dtype=torch.uint32)
+        offsets = {"input_row_offsets": mode.from_tensor(starts), "cache_lengths": fake[1]}
+        plan_on_device(page_table=fake[2], page_size=PAGE_SIZE, **offsets, **bounds)
         plan.clamp_topk(4)
         assert plan.entries(fake[2], ratio=4, page_size=8).slot_mapping.shape == (plan.num_tokens,)
         if query_lens:
@@ -869,6 +913,19 @@ def test_lengths_beyond_their_bounds_are_clamped():
         ({"query_lens": torch.ones(2)}, TypeError, "query_lens must have dtype"),
         ({"seq_lens": torch.ones(3, dtype=torch.int32)}, ValueError, "seq_lens must have shape"),
         ({"page_table": torch.zeros(2, 2)}, TypeError, "page_table must have dtype"),
+        ({"page_table": None}, TypeError, "page_table must be a tensor, got NoneType"),
+        ({"query_lens": None}, ValueError, "either query_lens or input_row_offsets"),
+        ({"cache_lengths": torch.ones(2).int()}, ValueError, "either seq_lens or cache_lengths"),
+        (
+            {"query_lens": None, "input_row_offsets": torch.ones(2).int()},
+            ValueError,
+            "input_row_offsets must have shape",
+        ),
+        (
+            {"query_lens": None, "input_row_offsets": torch.ones(3).int(), "validate": True},
+            ValueError,
+            "input_row_offsets must ascend from 0",
+        ),
         ({"num_tokens": 1.5}, TypeError, "num_tokens must be an integer"),
         ({"max_query_len": -1}, ValueError, "max_query_len must be at least 0, got -1"),
         ({"num_decodes": 3}, ValueError, "num_decodes must be at most 2, got 3"),
@@ -916,9 +973,57 @@ def test_plan_on_device_does_not_synchronise(name):
         check_invariants(dataclasses.replace(plan, max_seq_len=max(lens)), query_lens, seq_lens)
 
 
-def test_uint32_page_tables_equal_int32():
+INTEGERS = (torch.int32, torch.int64, torch.uint32)
+PLANNERS = {
+    "plan_batch": lambda *lens, **options: plan_batch(*lens, workspace_rows=None, **options),
+    "plan_on_device": lambda *lens, **options: plan_on_device(
+        *lens, num_tokens=2, max_query_len=2, validate=True, **options
+    ),
+    "entries": lambda lens, seq_lens, table, **options: plan_batch(
+        lens, seq_lens, table.to(torch.int32), workspace_rows=None, page_size=PAGE_SIZE
+    ).entries(table, ratio=1, **options),
+}
+by_planner = pytest.mark.parametrize("plan", PLANNERS.values(), ids=PLANNERS)
+
+
+@by_planner
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_page_tables_of_every_dtype(plan, dtype, persistent):
     table = torch.tensor([[3, -1]], dtype=torch.int32)
-    options = {"page_size": PAGE_SIZE, "workspace_rows": None}
-    plan = plan_batch([2], [9], table.view(torch.uint32), **options)
-    assert plan.slot_mapping.tolist() == [31, -1]
-    assert plan.page_table.tolist() == [[3, -1]]
+    table = table.view(dtype) if dtype == torch.uint32 else table.to(dtype)
+    buffers = PlanBuffers(1, 2, 2, "cpu") if persistent else None
+    lens = torch.tensor([2]), torch.tensor([9])
+    made = plan(*lens, table, page_size=PAGE_SIZE, buffers=buffers)
+    assert made.slot_mapping.tolist() == [31, -1]
+    assert made.page_table.tolist() == [[3, -1]]
+    assert made.page_table.dtype == torch.int32
+
+
+@by_planner
+def test_int64_pages_beyond_int32_are_missing(plan):
+    table = torch.tensor([[2**32 + 3, 1]])  # as int32, page 3
+    made = plan(torch.tensor([2]), torch.tensor([9]), table, page_size=PAGE_SIZE)
+    assert made.page_table.tolist() == [[-1, 1]]
+    assert made.slot_mapping.tolist() == [-1, 8]
+
+
+@by_device_batch
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize(("by_offsets", "by_context"), [(True, False), (False, True), (True, True)])
+def test_offsets_and_cache_lengths_give_the_same_plan(batch, dtype, by_offsets, by_context):
+    query_lens, seq_lens, bounds = batch
+    queries, lens, table = lengths_and_table(query_lens, seq_lens)
+    offsets = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(dtype)
+    context = (lens - queries).to(dtype)
+    arguments = {"input_row_offsets": offsets} if by_offsets else {"query_lens": queries}
+    arguments |= {"cache_lengths": context} if by_context else {"seq_lens": lens}
+    options = {"page_size": PAGE_SIZE, "page_table": table}
+    host = {"workspace_rows": None, "require_uniform": False, "decode_threshold": 3}
+    for plan, more in ((plan_on_device, bounds | {"validate": True}), (plan_batch, host)):
+        made = plan(**arguments, **options, **more)
+        expected = plan(queries, lens, **options, **more)
+        for field in dataclasses.fields(Plan):
+            value, right = getattr(made, field.name), getattr(expected, field.name)
+            same = torch.equal(value, right) if torch.is_tensor(right) else value == right
+            assert same, field.name

@@ -80,6 +80,22 @@ def test_unused_rows_are_padding():
     assert plan.page_table.tolist() == [[1, 2, 0, -1], [3, 0, 0, -1], [4, 5, 6, -1], [0] * 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+def test_page_tables_of_other_dtypes(dtype):
+    step, runner = recording_runner()
+    runner.run([7, 3], table_of([[1, 2], [3, 0]]).to(dtype), tokens=torch.ones(2, 1).long())
+    plan, _ = step.calls[-1]
+    assert plan.slot_mapping.tolist() == [11, 17]
+
+
+def test_int64_pages_beyond_int32_are_missing():
+    step, runner = recording_runner()
+    runner.run([7], torch.tensor([[1, 2**32 + 2]]), tokens=torch.ones(1, 1).long())
+    plan, _ = step.calls[-1]
+    assert plan.page_table.tolist() == [[1, -1, -1, -1]]
+    assert plan.slot_mapping.tolist() == [-1]
+
+
 def test_several_query_tokens_a_request():
     step, runner = recording_runner(query_len=3)
     result = runner.run([8, 3, 12], table_of([[1, 2, 3]] * 3), tokens=torch.ones(3, 3).long())
@@ -152,7 +168,7 @@ RUN_ERRORS = {
     "table-dtype": (
         {"page_table": torch.ones(2, 1)},
         TypeError,
-        "page_table must have dtype torch.int32, got torch.float32",
+        "page_table must have dtype int32, int64 or uint32, got torch.float32",
     ),
     "lens-count": (
         {"seq_lens": [1, 2, 3]},

@@ -14,15 +14,15 @@ import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsemla.cache import slots_of
+from sparsemla.cache import slots_of, to_int32
 from sparsemla.checks import INTEGERS, Checker
-from sparsemla.kinds import check_device, check_integer, check_kind
+from sparsemla.kinds import check_device, check_integer, check_integers, check_kind
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
 """Integers on the host: a list, a NumPy array or a CPU tensor."""
@@ -246,7 +246,7 @@ class Plan:
         chunks are planned. The call does not wait for the device and can be captured in a graph.
 
         Args:
-            page_table: ``[B, W]`` int32 or uint32, page ids of the entries.
+            page_table: ``[B, W]`` int32, int64 or uint32, page ids of the entries.
             ratio: tokens of an entry; with 1, caches of tokens on other pages.
             page_size: entries of a page.
             buffers: static tensors for the page table and the slot mapping; new ones if None.
@@ -396,28 +396,62 @@ def host_ints(name: str, values: HostInts) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _checked_table(page_table: Tensor, num_requests: int, page_size: int) -> Tensor:
+def int32_pages(page_table: Tensor) -> Tensor:
+    """Page ids as int32. Ids from 2^31 on turn negative: no cache has that many pages."""
+    if page_table.dtype == torch.uint32:
+        return page_table.view(torch.int32)
+    return page_table if page_table.dtype == torch.int32 else to_int32(page_table)
+
+
+def _checked_table(page_table: Tensor | None, num_requests: int, page_size: int) -> Tensor:
     """Check the page table and return it as int32."""
     if not isinstance(page_table, Tensor):
         raise TypeError(f"page_table must be a tensor, got {type(page_table).__name__}")
-    if page_table.dtype not in (torch.int32, torch.uint32):
-        raise TypeError(f"page_table must have dtype torch.int32 or uint32, got {page_table.dtype}")
+    check_integers("page_table", page_table)
     if page_table.dim() != 2 or page_table.shape[0] != num_requests:
         raise ValueError(
             f"page_table must have shape [{num_requests}, pages per request], "
             f"got {list(page_table.shape)}"
         )
     check_integer("page_size", page_size, 1)
-    # Page ids from 2^31 on turn negative. No cache has that many pages, so both are invalid.
-    return page_table.view(torch.int32) if page_table.dtype == torch.uint32 else page_table
+    return int32_pages(page_table)
+
+
+def _check_either(**arguments: object) -> None:
+    """Check that exactly one of two arguments is given."""
+    first, second = arguments
+    given = sum(value is not None for value in arguments.values())
+    if given != 1:
+        raise ValueError(
+            f"either {first} or {second} must be given, got {'both' if given else 'neither'}"
+        )
+
+
+def _host_lengths(
+    query_lens: HostInts | None,
+    seq_lens: HostInts | None,
+    input_row_offsets: HostInts | None,
+    cache_lengths: HostInts | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """New tokens and tokens of each request."""
+    if query_lens is not None:
+        queries = host_ints("query_lens", query_lens)
+    else:
+        offsets = host_ints("input_row_offsets", cast(HostInts, input_row_offsets))
+        queries = np.diff(offsets)
+        if not offsets.size or offsets[0] != 0 or (queries < 0).any():
+            raise ValueError(f"input_row_offsets must ascend from 0, got {offsets.tolist()}")
+    name = "seq_lens" if cache_lengths is None else "cache_lengths"
+    lens = host_ints(name, cast(HostInts, seq_lens if cache_lengths is None else cache_lengths))
+    if lens.size != queries.size:
+        raise ValueError(
+            f"{name} must have one length for each of {queries.size} requests, got {lens.size}"
+        )
+    return queries, lens if cache_lengths is None else lens + queries
 
 
 def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
     """Check the lengths against each other and against the page table."""
-    if lens.size != queries.size:
-        raise ValueError(
-            f"seq_lens must have one length for each of {queries.size} requests, got {lens.size}"
-        )
     too_short = lens < queries
     if too_short.any():
         request = int(too_short.argmax())
@@ -569,10 +603,12 @@ def split_prefill_chunks(seq_lens: HostInts, workspace_rows: int) -> list[tuple[
 
 
 def plan_batch(
-    query_lens: HostInts,
-    seq_lens: HostInts,
-    page_table: Tensor,
+    query_lens: HostInts | None = None,
+    seq_lens: HostInts | None = None,
+    page_table: Tensor | None = None,
     *,
+    input_row_offsets: HostInts | None = None,
+    cache_lengths: HostInts | None = None,
     page_size: int,
     workspace_rows: int | None,
     decode_threshold: int = 1,
@@ -593,7 +629,9 @@ def plan_batch(
     Args:
         query_lens: ``[B]`` host integers, new tokens of each request; decodes first.
         seq_lens: ``[B]`` host integers, context plus new tokens.
-        page_table: ``[B, W]`` int32 or uint32, page ids; the plan is made on its device.
+        page_table: ``[B, W]`` int32, int64 or uint32, page ids; the plan is made on its device.
+        input_row_offsets: ``[B + 1]`` host integers, in place of query_lens: their prefix sums.
+        cache_lengths: ``[B]`` host integers, in place of seq_lens: context without new tokens.
         page_size: tokens per page.
         workspace_rows: rows of the workspace for gathered prefill contexts; None plans no chunks,
             for prefills that read the cache in place.
@@ -604,11 +642,12 @@ def plan_batch(
         buffers: static tensors to write the plan into; new tensors if None.
 
     Raises:
-        TypeError: lengths that are not integers, a page table that is not an int32 or uint32
-            tensor, or a page size that is not an integer.
+        TypeError: lengths that are not integers, a page table that is not a tensor of integers, or
+            a page size that is not an integer.
         ValueError: shapes that disagree; a length that is negative, shorter than its query or
-            beyond the page table; a prefill longer than the workspace; padding before another
-            decode; num_padded_tokens or buffers that are too small.
+            beyond the page table; offsets that do not ascend from 0; two arguments for one length,
+            or none; a prefill longer than the workspace; padding before another decode;
+            num_padded_tokens or buffers that are too small.
 
     Source: the metadata builder of vLLM's sparse FlashMLA backend
     (``vllm/v1/attention/backends/mla/flashmla_sparse.py``).
@@ -626,9 +665,22 @@ def plan_batch(
     [(slice(1, 3, None), 25), (slice(3, 5, None), 25)]
     >>> plan.workspace_starts
     tensor([ 0, 10,  0, 20], dtype=torch.int32)
+
+    The same batch as MAX describes it, with tensors of uint32:
+
+    >>> plan = plan_batch(
+    ...     page_table=torch.arange(10).view(5, 2).to(torch.uint32),
+    ...     input_row_offsets=torch.tensor([0, 1, 11, 15, 35, 40], dtype=torch.uint32),
+    ...     cache_lengths=torch.tensor([8, 0, 11, 0, 0], dtype=torch.uint32),
+    ...     page_size=16,
+    ...     workspace_rows=30,
+    ... )
+    >>> plan.seq_lens
+    tensor([ 9, 10, 15, 20,  5], dtype=torch.int32)
     """
-    queries = host_ints("query_lens", query_lens)
-    lens = host_ints("seq_lens", seq_lens)
+    _check_either(query_lens=query_lens, input_row_offsets=input_row_offsets)
+    _check_either(seq_lens=seq_lens, cache_lengths=cache_lengths)
+    queries, lens = _host_lengths(query_lens, seq_lens, input_row_offsets, cache_lengths)
     page_table = _checked_table(page_table, queries.size, page_size)
     _check_batch(queries, lens, page_table, page_size)
     if num_padded_tokens is not None:
@@ -776,10 +828,12 @@ def _with_chunks(
 
 
 def plan_on_device(
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
+    query_lens: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
     *,
+    input_row_offsets: Tensor | None = None,
+    cache_lengths: Tensor | None = None,
     page_size: int,
     num_tokens: int,
     max_query_len: int,
@@ -800,7 +854,11 @@ def plan_on_device(
         query_lens: ``[B]`` int32, int64 or uint32, new tokens of each request; decodes first. A
             request of query length 0 is padding; its sequence length is ignored.
         seq_lens: ``[B]`` int32, int64 or uint32, context plus new tokens.
-        page_table: ``[B, W]`` int32 or uint32 on the lengths' device, page ids.
+        page_table: ``[B, W]`` int32, int64 or uint32 on the lengths' device, page ids.
+        input_row_offsets: ``[B + 1]`` int32, int64 or uint32, in place of query_lens: their prefix
+            sums from 0 on.
+        cache_lengths: ``[B]`` int32, int64 or uint32, in place of seq_lens: context without new
+            tokens.
         page_size: tokens per page.
         num_tokens: T, rows of the batch's tensors, at least the sum of query_lens; the rest is
             padding.
@@ -814,8 +872,9 @@ def plan_on_device(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: an argument of the wrong shape or device; bounds that contradict each other; or,
-            with validate, lengths that exceed the bounds.
+        ValueError: an argument of the wrong shape or device; two arguments for one length, or none;
+            bounds that contradict each other; or, with validate, offsets that do not ascend from 0,
+            or lengths that exceed the bounds.
 
     >>> lens = torch.tensor([9, 3, 12])  # on a GPU, for example lengths computed by the last step
     >>> table = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
@@ -828,11 +887,21 @@ def plan_on_device(
     check = Checker("plan_on_device")
     if buffers is not None:
         check_kind("buffers", buffers, PlanBuffers)
-    queries = check.tensor("query_lens", query_lens, "B", INTEGERS)
-    lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
-    check.tensor("page_table", page_table, "B W", (torch.int32, torch.uint32))
-    num_requests = len(query_lens)
+    _check_either(query_lens=query_lens, input_row_offsets=input_row_offsets)
+    _check_either(seq_lens=seq_lens, cache_lengths=cache_lengths)
+    page_table = check.signed("page_table", page_table, "B W")
+    num_requests = page_table.shape[0]
     page_table = _checked_table(page_table, num_requests, page_size)
+    if input_row_offsets is None:
+        queries = check.tensor("query_lens", query_lens, "B", INTEGERS).long()
+    else:
+        check.bind("B+1", num_requests + 1)
+        rows = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+        queries = rows.long().diff()
+    if cache_lengths is None:
+        lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS).long()
+    else:
+        lens = check.tensor("cache_lengths", cache_lengths, "B", INTEGERS).long() + queries
     capacity = page_table.shape[1] * int(page_size)
     max_seq_len = capacity if max_seq_len is None else max_seq_len
     bounds = {
@@ -859,14 +928,17 @@ def plan_on_device(
             f"{decode_query_len} query tokens, got {num_tokens}"
         )
     if check.validates(validate):
-        host_queries = host_ints("query_lens", queries.cpu())
-        host_lens = host_ints("seq_lens", lens.cpu())
+        read = (
+            None if tensor is None else tensor.cpu()
+            for tensor in (query_lens, seq_lens, input_row_offsets, cache_lengths)
+        )
+        host_queries, host_lens = _host_lengths(*read)
         _check_batch(host_queries, host_lens, page_table, page_size)
         _check_bounds(host_queries, np.where(host_queries > 0, host_lens, 0), bounds, num_prefills)
 
     target, page_table = _buffers_for(page_table, num_tokens, buffers)
-    queries = queries.long().clamp(min=0)
-    lens = lens.long().where(queries > 0, 0)
+    queries = queries.clamp(min=0)
+    lens = lens.where(queries > 0, 0)
     # Lengths that exceed num_tokens must not make an op write outside the batch's tensors.
     offsets = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).clamp(max=num_tokens)
     tokens = torch.arange(num_tokens, device=page_table.device)

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sparsemla.kinds import check_integer, check_kind
-from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, plan_batch
+from sparsemla.kinds import check_integer, check_integers, check_kind
+from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, int32_pages, plan_batch
 
 Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
 
@@ -123,7 +123,7 @@ class DecodeRunner(Generic[Outputs]):
 
         Args:
             seq_lens: ``[B]`` host integers, context plus new tokens of each request.
-            page_table: ``[B, W]`` int32 on the step's device, with at most
+            page_table: ``[B, W]`` int32, int64 or uint32 on the step's device, with at most
                 ``max_pages_per_request`` columns.
             **inputs: ``[B, ...]``, every input by its name.
 
@@ -151,7 +151,7 @@ class DecodeRunner(Generic[Outputs]):
                 f"seq_lens must be at most {width * self._page_size}, {width} pages of "
                 f"{self._page_size} tokens, got {int(lens.max())} for request {int(lens.argmax())}"
             )
-        table[:count, :width].copy_(page_table)
+        table[:count, :width].copy_(int32_pages(page_table))
         table[:count, width:].fill_(-1)
         table[count:size].zero_()
         self._plan(size, lens)
@@ -174,7 +174,9 @@ class DecodeRunner(Generic[Outputs]):
         for name, tensor in {"page_table": page_table, **inputs}.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if tensor.dtype != expected[name].dtype:
+            if name == "page_table":
+                check_integers(name, tensor)
+            elif tensor.dtype != expected[name].dtype:
                 raise TypeError(
                     f"{name} must have dtype {expected[name].dtype}, got {tensor.dtype}"
                 )
