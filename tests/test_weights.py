@@ -153,6 +153,8 @@ QUANTISED = {
     "int8, one scale": (torch.int8, ()),
     "int8, a scale a row": (torch.int8, ("rows",)),
     "int8, scales of blocks": (torch.int8, None),
+    "int8, scales of rows and groups": (torch.int8, ("rows", "groups")),
+    "e4m3, scales of rows and groups": (torch.float8_e4m3fn, ("rows", "groups")),
 }
 
 
@@ -168,9 +170,11 @@ def test_codes_of_every_quantisation(shape, kind, scale_dtype):
         scale = draw.normal(-(-rows // 128), -(-latent // 128)).abs().to(scale_dtype)
         spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :latent]
     else:
-        scale = draw.normal(*[rows if size == "rows" else size for size in scale_shape])
+        sizes = {"rows": rows, "groups": -(-latent // 128)}
+        scale = draw.normal(*[sizes.get(size, size) for size in scale_shape])
         scale = (scale.abs() + 0.01).to(scale_dtype)
-        spread = scale.view(-1, 1)
+        spread = scale.view(-1, scale.shape[-1] if scale.dim() == 2 else 1)
+        spread = spread.repeat_interleave(128 if spread.shape[1] > 1 else latent, 1)[:, :latent]
     exact = (codes.float() * spread.float()).view(heads, nope + value, latent)
     w_uk, w_uv = absorb_kv_b_proj(
         codes, scale, num_heads=heads, qk_nope_head_dim=nope, v_head_dim=value
@@ -181,6 +185,20 @@ def test_codes_of_every_quantisation(shape, kind, scale_dtype):
         assert weight.data.dtype == (torch.float8_e4m3fn if kept else torch.bfloat16)
         wanted = wanted if kept else wanted.bfloat16().float()
         assert_equal("weight", weight.dequantize(), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (200, 130)], ids=str)
+def test_one_scale_of_all_matrices(shape, block):
+    codes = to_fp8(Draw(9).normal(3, 200, 130))
+    weight = HeadWeight(codes, torch.full(shape, 0.5), block)
+    counts = -(-200 // block[0]), -(-130 // block[1])
+    wanted = HeadWeight(codes, torch.full((3, *counts), 0.5), block)
+    assert weight.scale.is_contiguous()
+    assert_equal("scale", weight.scale, wanted.scale)
+    assert_equal("dequantised", weight.dequantize(), codes.float() / 2)
+    x = Draw(6).normal(3, 3, 130).bfloat16()
+    assert_equal("product", project_heads(x, weight), project_heads(x, wanted))
 
 
 def test_projection_weight_of_linear_layers():
@@ -232,7 +250,8 @@ SPLIT = {"num_heads": 2, "qk_nope_head_dim": 128, "v_head_dim": 128}
         (
             lambda: absorb_kv_b_proj(WEIGHT, SCALE[:-1], **SPLIT),
             ValueError,
-            "weight_scale_inv must",
+            r"weight_scale_inv must have shape \[4, 4\], \[512, 4\], \[512\] or \[\], "
+            r"got \[3, 4\]; projection_weight",
         ),
         (lambda: absorb_kv_b_proj([[1.0]], **SPLIT), TypeError, "weight must be a Tensor"),
         (
@@ -248,7 +267,7 @@ SPLIT = {"num_heads": 2, "qk_nope_head_dim": 128, "v_head_dim": 128}
         (
             lambda: absorb_kv_b_proj(WEIGHT.view(torch.uint8), SCALE, **SPLIT),
             TypeError,
-            "weight must have a float dtype or int8, got torch.uint8",
+            "weight must have a float dtype or int8, got torch.uint8; projection_weight",
         ),
         (
             lambda: absorb_kv_b_proj(WEIGHT, SCALE.int(), **SPLIT),

@@ -22,8 +22,9 @@ class HeadWeight:
 
     Args:
         data: ``[H, N, K]``; the matrix of a head maps ``K`` inputs to ``N`` outputs.
-        scale: ``[H, ceil(N / n), ceil(K / k)]`` for e4m3 data, else None; float32, bfloat16 or
-            float8_e8m0fnu, kept as float32.
+        scale: for e4m3 data ``[H, ceil(N / n), ceil(K / k)]``, or one for all matrices: ``[]``,
+            ``[1]`` or ``[1, 1, 1]``; float32, bfloat16 or float8_e8m0fnu, kept as float32
+            ``[H, ceil(N / n), ceil(K / k)]``. None for bfloat16 data.
         scale_block: ``(n, k)``, the block that shares a scale.
 
     Raises:
@@ -56,11 +57,15 @@ class HeadWeight:
                     "scale must be float32, bfloat16 or float8_e8m0fnu, got "
                     f"{str(self.scale.dtype).removeprefix('torch.')}"
                 )
-            if tuple(self.scale.shape) != shape:
-                raise ValueError(
-                    f"scale must have shape {list(shape)}, got {list(self.scale.shape)}"
-                )
-            object.__setattr__(self, "scale", self.scale.float())  # of a frozen class
+            scale = self.scale.float()
+            if tuple(scale.shape) != shape:
+                if tuple(scale.shape) not in ((), (1,), (1, 1, 1)):
+                    raise ValueError(
+                        f"scale must have shape {list(shape)}, or [] for one of all matrices, "
+                        f"got {list(scale.shape)}"
+                    )
+                scale = scale.reshape(1, 1, 1).expand(shape).contiguous()
+            object.__setattr__(self, "scale", scale)  # of a frozen class
 
     @classmethod
     def quantize(cls, data: Tensor, scale_block: tuple[int, int] | None = (128, 128)) -> HeadWeight:
@@ -278,8 +283,11 @@ def _scales_of(scale: Tensor, weight: Tensor, block: int) -> tuple[Tensor, int]:
         return scale.reshape(1, 1).expand(blocks), block
     if shape in ((rows,), (rows, 1)):
         return scale.reshape(rows, 1).expand(rows, blocks[1]), 1
+    if shape == (rows, blocks[1]):
+        return scale, 1
     raise ValueError(
-        f"weight_scale_inv must have shape {list(blocks)}, [{rows}] or [], got {list(shape)}"
+        f"weight_scale_inv must have shape {list(blocks)}, [{rows}, {blocks[1]}], [{rows}] or [], "
+        f"got {list(shape)}; projection_weight gives the weight of any other quantisation"
     )
 
 
@@ -305,12 +313,13 @@ def absorb_kv_b_proj(
     Args:
         weight: ``[H * (P + V), L]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
         weight_scale_inv: for codes, factors of any float dtype, per block
-            ``[ceil(H * (P + V) / block), ceil(L / block)]``, per row ``[H * (P + V)]`` or
-            ``[H * (P + V), 1]``, or a single factor ``[]`` or ``[1]``.
+            ``[ceil(H * (P + V) / block), ceil(L / block)]``, per row and group of ``block`` columns
+            ``[H * (P + V), ceil(L / block)]``, per row ``[H * (P + V)]`` or ``[H * (P + V), 1]``,
+            or a single factor ``[]`` or ``[1]``.
         num_heads: H.
         qk_nope_head_dim: P.
         v_head_dim: V.
-        block: side of a scale's block.
+        block: side of a scale's block, and columns of a group.
 
     Returns:
         ``w_uk [H, L, P]`` and ``w_uv [H, V, L]``.
@@ -359,10 +368,11 @@ def group_o_a_proj(
     Args:
         weight: ``[G * N, K]``, any float dtype, or codes: float8_e4m3fn, float8_e5m2, int8.
         weight_scale_inv: for codes, factors of any float dtype, float8_e8m0fnu included, per block
-            ``[ceil(G * N / block), ceil(K / block)]``, per row ``[G * N]`` or ``[G * N, 1]``, or a
-            single factor ``[]`` or ``[1]``.
+            ``[ceil(G * N / block), ceil(K / block)]``, per row and group of ``block`` columns
+            ``[G * N, ceil(K / block)]``, per row ``[G * N]`` or ``[G * N, 1]``, or a single factor
+            ``[]`` or ``[1]``.
         num_groups: G.
-        block: side of a scale's block.
+        block: side of a scale's block, and columns of a group.
 
     Returns:
         ``[G, N, K]``, for :func:`project_groups`.
@@ -399,7 +409,10 @@ def _check_codes(check: Checker, weight: Tensor, weight_scale_inv: Tensor | None
                 f"weight_scale_inv must have a float dtype, got {weight_scale_inv.dtype}"
             )
     if not weight.is_floating_point() and weight.dtype != torch.int8:  # packed codes, for example
-        raise TypeError(f"weight must have a float dtype or int8, got {weight.dtype}")
+        raise TypeError(
+            f"weight must have a float dtype or int8, got {weight.dtype}; projection_weight gives "
+            "the weight of any other quantisation"
+        )
     is_quantised = weight.dtype.itemsize == 1
     if is_quantised != (weight_scale_inv is not None):
         raise ValueError(
