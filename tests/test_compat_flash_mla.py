@@ -23,6 +23,7 @@ from sparsemla.testing.compare import (
     SPARSE_PREFILL_MAX_LOGITS,
     SPARSE_PREFILL_OUT,
     assert_close,
+    assert_equal,
     run_reference,
 )
 from sparsemla.testing.poison import poisoned_empty
@@ -273,6 +274,25 @@ def test_sparse_prefill_writes_into_out(device):
     assert out.isfinite().all()
 
 
+def test_sparse_prefill_over_no_rows(device):
+    q = Draw(11, device).normal(3, 2, 96).bfloat16()
+    kv, indices = q.new_empty(0, 1, 96), torch.zeros(3, 1, 4, dtype=torch.int32, device=device)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, d_v=64)
+    assert out.shape == (3, 2, 64)
+    assert (out == 0).all()
+    assert (lse == math.inf).all()
+    assert (max_logits == -math.inf).all()
+
+
+def test_the_output_of_sparse_prefill_alone(device):
+    case = sparse_prefill_case(Draw(11, device), num_heads=2, topk=8)
+    arguments = case["q"], case["kv"].unsqueeze(1), case["topk_indices"].unsqueeze(1), 0.5
+    out = flash_mla.flash_mla_sparse_prefill(*arguments)
+    assert_equal("out", out, flash_mla.flash_mla_sparse_fwd(*arguments)[0])
+    narrow = flash_mla.flash_mla_sparse_prefill(*arguments, d_v=64)
+    assert_equal("out", narrow, flash_mla.flash_mla_sparse_fwd(*arguments, d_v=64)[0])
+
+
 def test_schedule_ignores_its_arguments():
     """Callers of older versions describe the batch."""
     lens = torch.tensor([5, 7], dtype=torch.int32)
@@ -312,6 +332,13 @@ ARGUMENTS = {
         "attn_sink": None,
         "topk_length": None,
         "out": None,
+    },
+    "flash_mla_sparse_prefill": {  # of vLLM
+        "q": EMPTY,
+        "kv": EMPTY,
+        "indices": EMPTY,
+        "sm_scale": EMPTY,
+        "d_v": 512,
     },
 }
 

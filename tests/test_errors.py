@@ -587,7 +587,6 @@ OTHERS = [
         "extra_topk_lengths",
         with_arguments(extra_kv=None, extra_topk_indices=None),
     ),
-    ("sparse_prefill", "extra_kv", with_arguments(extra_kv=torch.zeros(0, 512).bfloat16())),
     ("sparse_prefill", "members", with_arguments(members=torch.zeros(5, 128, dtype=torch.uint8))),
     (
         "sparse_prefill",

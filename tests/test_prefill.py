@@ -309,6 +309,32 @@ def test_streams_without_valid_indices(device, empty):
         assert_close("lse", lse, check(alone)[1], SPARSE_PREFILL_LSE)
 
 
+@pytest.mark.parametrize("empty", ["first", "second", "both"])
+@pytest.mark.parametrize("kind", ["rows", "pages"])
+def test_streams_without_rows(device, empty, kind):
+    """A token without a row gets 0 and -inf; a stream without rows changes nothing."""
+    case = with_extra_rows(
+        sparse_prefill_case(Draw(37, device), head_dim=512, with_sink=True, with_lengths=True),
+        sparse_prefill_case(Draw(38, device), head_dim=512, topk=70, with_lengths=True),
+    )
+    alone = dict(case)
+    if empty == "first":
+        alone |= {"kv": case["extra_kv"], "topk_indices": case["extra_topk_indices"]}
+        alone |= {"topk_lengths": case["extra_topk_lengths"]}
+    alone |= dict.fromkeys(["extra_kv", "extra_topk_indices", "extra_topk_lengths"])
+    for name in {"first": ["kv"], "second": ["extra_kv"], "both": ["kv", "extra_kv"]}[empty]:
+        case[name] = case[name][:0]
+        if kind == "pages":
+            case[name] = PagedCache.from_rows(case[name])
+    results = run_op("sparse_prefill", case)
+    if empty == "both":
+        for result, value in zip(results, (0, -math.inf, -math.inf), strict=True):
+            assert (result == value).all()
+    else:
+        for got, wanted in zip(results, run_op("sparse_prefill", alone), strict=True):
+            assert_equal("result", got, wanted)
+
+
 def test_an_extra_stream_is_more_keys(device):
     """One list of keys, with duplicates, in two streams; and the streams merged by their LSE."""
     case = sparse_prefill_case(Draw(36, device), topk=64, head_dim=512, with_sink=True)

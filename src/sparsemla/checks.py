@@ -144,15 +144,15 @@ class Checker:
         """Check the class of an argument."""
         check_kind(f"{self.op}: {name}", value, kind)
 
-    def cache(self, name: str, cache: PagedCache) -> PagedCache:
-        """Check a cache: a single layer, at least one page, on the device of the call."""
+    def cache(self, name: str, cache: PagedCache, *, may_be_empty: bool = False) -> PagedCache:
+        """Check a cache: a single layer, on the device of the call, as a rule with a page."""
         self.kind(name, cache, PagedCache)
         if cache.num_layers is not None:
             raise ValueError(
                 f"{self.op}: {name} must be one layer; this cache holds {cache.num_layers}, "
                 f"pick one with {name}.layer(layer_idx)"
             )
-        if cache.num_slots == 0:
+        if cache.num_slots == 0 and not may_be_empty:
             raise ValueError(f"{self.op}: {name} must have at least one page, got none")
         self._device(name, cache.data.device)
         return cache
@@ -184,8 +184,7 @@ class Checker:
         self.tensor("q_rope", q_rope, f"{shape} D-V", q.dtype)
 
     def stream(self, name: str, cache: PagedCache, first: PagedCache) -> None:
-        """Check a second cache that takes part in the same softmax as ``first``."""
-        self.cache(name, cache)
+        """Check the dims of a second cache that takes part in the same softmax as ``first``."""
         dims = first.format.head_dim, first.format.value_dim
         if (cache.format.head_dim, cache.format.value_dim) != dims:
             raise ValueError(

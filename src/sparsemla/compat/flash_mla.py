@@ -248,7 +248,42 @@ def flash_mla_sparse_fwd(
     >>> out.shape, max_logits[2, 0].item(), lse[2, 0].item()
     (torch.Size([3, 20, 512]), -inf, inf)
     """
-    check = Checker("flash_mla_sparse_fwd")
+    return _sparse_prefill(
+        Checker("flash_mla_sparse_fwd"), q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out
+    )
+
+
+def flash_mla_sparse_prefill(
+    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512
+) -> Tensor:
+    """The first result of :func:`flash_mla_sparse_fwd`, which has the other arguments, too.
+
+    Attention backends for other vendors' GPUs that derive from vLLM's call a function of this name
+    for the output alone. Releases of vLLM before ``flash_mla_sparse_fwd`` had its three results
+    under this name; code for these needs :func:`flash_mla_sparse_fwd`.
+
+    >>> q = torch.randn(3, 20, 576, dtype=torch.bfloat16)
+    >>> kv = torch.randn(100, 1, 576, dtype=torch.bfloat16)
+    >>> indices = torch.randint(100, (3, 1, 32), dtype=torch.int32)
+    >>> flash_mla_sparse_prefill(q, kv, indices, 192**-0.5).shape
+    torch.Size([3, 20, 512])
+    """
+    check = Checker("flash_mla_sparse_prefill")
+    return _sparse_prefill(check, q, kv, indices, sm_scale, d_v)[0]
+
+
+def _sparse_prefill(
+    check: Checker,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prefill attention: out, max_logits and FlashMLA's lse."""
     check.tensor("q", q, "s_q h_q d_qk", FLOATS)
     check.tensor("kv", kv, "s_kv 1 d_qk", torch.bfloat16)
     indices = check.tensor("indices", indices, "s_q 1 topk", INTEGERS)
@@ -263,7 +298,7 @@ def flash_mla_sparse_fwd(
     max_logits = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     out, lse = sparse_prefill(
         q,
-        cache_of(check, "kv", kv, format),  # pages of one row
+        cache_of(check, "kv", kv, format, may_be_empty=True),  # pages of one row
         indices[:, 0],
         softmax_scale=sm_scale,
         topk_lengths=topk_length,

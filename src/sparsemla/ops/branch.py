@@ -205,7 +205,7 @@ def decode_branch(
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
-        check.stream("extra_cache", extra_cache, cache)
+        check.stream("extra_cache", check.cache("extra_cache", extra_cache), cache)
         extra_topk_indices = check.tensor(
             "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
         )

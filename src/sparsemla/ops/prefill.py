@@ -1,6 +1,7 @@
 """Prefill attention: many query tokens at once, sparse over a latent cache or dense over heads."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def sparse_prefill(
         q_rope: ``[T, H, D - V]`` of q's dtype, the last dims of the queries; q is ``[T, H, V]``
             then.
         kv: bfloat16 rows ``[S, D]``, with the value in the first 512 dims (all, if D is less); or a
-            cache of any format, read in place.
+            cache of any format, read in place. S may be 0.
         topk_indices: int32, int64 or uint32 ``[T, K]``: rows of ``kv``, or slots of the cache;
             ``[N, K]`` with ``N = ceil(T / list_tokens)`` lists.
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
@@ -138,6 +139,19 @@ def sparse_prefill(
     lse = check.output("lse", lse, "T H", torch.float32)
     if max_logits is not None:
         check.written("max_logits", max_logits, "T H", torch.float32)
+    # A kernel gets streams with rows only.
+    if extra_cache is not None and extra_cache.num_slots == 0:
+        extra_cache = extra_topk_indices = extra_topk_lengths = None
+    if cache.num_slots == 0 and extra_cache is not None:
+        cache, topk_indices = extra_cache, cast(Tensor, extra_topk_indices)
+        topk_lengths = extra_topk_lengths
+        extra_cache = extra_topk_indices = extra_topk_lengths = None
+    if cache.num_slots == 0:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if max_logits is not None:
+            max_logits.fill_(-torch.inf)
+        return out, lse
     _sparse_prefill(
         q,
         cache,
@@ -163,7 +177,7 @@ def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> Pa
     """Rows, or the rows of a cache, as a cache."""
     if not isinstance(kv, PagedCache):
         kv = PagedCache.from_rows(check.tensor(name, kv, shape, torch.bfloat16))
-    return check.cache(name, kv)
+    return check.cache(name, kv, may_be_empty=True)
 
 
 @operator("out", "lse", "max_logits")
