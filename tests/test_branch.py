@@ -117,6 +117,31 @@ def test_fp8_weights(device, branch, topk, block):
 
 
 @by_branch
+@by_topk
+def test_scales_are_rounded_as_asked(device, branch, topk):
+    def make(scale_mode="exact"):
+        draw = Draw(21, device)
+        case = branch_case(
+            draw,
+            mla_layer(draw),
+            query_lens=[1, 6],
+            seq_lens=[66, 20],
+            topk=topk,
+            format=FP8_DS_MLA,
+        )
+        return case | {"scale_mode": scale_mode}
+
+    check(branch, make)
+    exact, pow2 = make(), make("pow2")
+    for case in (exact, pow2):
+        getattr(sparsemla, branch)(**case)
+    slots = exact["plan"].slot_mapping
+    scales = [case["cache"].gather(slots).scales for case in (exact, pow2)]
+    assert_equal("scales of pow2", scales[1].log2().round().exp2(), scales[1])
+    assert (scales[0] != scales[1]).float().mean() > 0.9
+
+
+@by_branch
 def test_selections_with_lengths(device, branch):
     def make():
         draw = Draw(3, device)

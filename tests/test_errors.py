@@ -580,6 +580,8 @@ OTHERS = [
         with_arguments(precision="fp16"),
     ),
     ("sparse_decode", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
+    ("decode_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
+    ("prefill_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
     (

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.formats import ScaleMode
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.decode import (
@@ -146,6 +147,7 @@ def decode_branch(
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     causal: bool = True,
+    scale_mode: ScaleMode = "pow2",
     validate: bool = False,
     num_splits: int | None = None,
     workspace: Tensor | None = None,
@@ -177,6 +179,7 @@ def decode_branch(
         extra_cache, extra_topk_indices ``[T, K2]``, extra_topk_lengths ``[T]``: a second stream.
         causal: for dense attention; without it, a token also sees the later tokens of its request
             in this step. Must be True with a selection, which needs no mask.
+        scale_mode: ``pow2`` or ``exact`` scales of the rows that are written.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
         num_splits: number of splits of a token's keys, computed in parallel; default from shapes
@@ -195,7 +198,7 @@ def decode_branch(
 
     Source: MAX ``mla_decode_branch_fp8``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
-    check = _check("decode_branch", q, kv, cache, layer, plan)
+    check = _check("decode_branch", q, kv, cache, layer, plan, scale_mode)
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
     if check.validates(validate):
         _check_plan(check, cache, layer, plan, dense=topk_indices is None)
@@ -238,7 +241,7 @@ def decode_branch(
     if topk_indices is None:
         # torch's kernels come first: between dependent launches they would prevent the overlap.
         table, lengths = _requests_of_tokens(plan, causal, scratch)
-        _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
+        _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
         _dense_decode(
             query,
             cache,
@@ -253,7 +256,7 @@ def decode_branch(
             attended.lse,
         )
     else:
-        _absorb(q, kv, cache, layer, plan, query[:, 0], batch_invariant)
+        _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
         _sparse_decode(
             query,
             cache,
@@ -355,6 +358,7 @@ def prefill_branch(
     topk_indices: Tensor | None = None,
     topk_lengths: Tensor | None = None,
     causal: bool = True,
+    scale_mode: ScaleMode = "pow2",
     workspace_rows: int = WORKSPACE_ROWS,
     validate: bool = False,
     out: Tensor | None = None,
@@ -377,6 +381,7 @@ def prefill_branch(
         topk_lengths: ``[T]``, leading entries to use of each row; default all.
         causal: for dense attention; without it, a token also sees the later tokens of its request
             in this step. Must be True with a selection, which needs no mask.
+        scale_mode: ``pow2`` or ``exact`` scales of the rows that are written.
         workspace_rows: context rows that dense attention expands at a time, at least one a request.
         validate: read the plan's positions and slots, and its page table and lengths for dense
             attention, and refuse values out of range.
@@ -391,7 +396,7 @@ def prefill_branch(
 
     Source: MAX ``mla_prefill_branch_fp8`` and ``MLAPrefillSparse``; vLLM's chunked MLA prefill.
     """
-    check = _check("prefill_branch", q, kv, cache, layer, plan)
+    check = _check("prefill_branch", q, kv, cache, layer, plan, scale_mode)
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
     if check.validates(validate):
         _check_plan(check, cache, layer, plan, dense=topk_indices is None)
@@ -400,9 +405,9 @@ def prefill_branch(
         check.absent("layer.attn_sink", layer.attn_sink, "for dense attention")
     out = check.output("out", out, "T H V", torch.bfloat16)
     if topk_indices is None:
-        return _dense_prefill(q, kv, cache, layer, plan, causal, workspace_rows, out)
+        return _dense_prefill(q, kv, cache, layer, plan, scale_mode, causal, workspace_rows, out)
     query = q.new_empty(*q.shape[:2], cache.format.head_dim)
-    _absorb(q, kv, cache, layer, plan, query)
+    _absorb(q, kv, cache, layer, plan, scale_mode, query)
     latent, _ = sparse_prefill(
         query,
         cache,
@@ -421,6 +426,7 @@ def _check(
     cache: PagedCache,
     layer: MLALayer,
     plan: Plan,
+    scale_mode: ScaleMode,
 ) -> Checker:
     """The checks that must pass before the cache is written."""
     check = Checker(op)
@@ -435,6 +441,7 @@ def _check(
     check.tensor("kv", kv, "T D", (torch.bfloat16, torch.float16, torch.float32))
     check.cache("cache", cache)
     check.head_dim("kv", cache)
+    check.scale_mode(scale_mode, cache.format)
     if cache.format.value_dim != layer.kv_lora_rank:
         raise ValueError(
             f"{op}: cache must have a value of {layer.kv_lora_rank} dims, the layer's latent, "
@@ -475,7 +482,13 @@ def _check_plan(
 
 
 def _write(
-    q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan, q_rope_out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    layer: MLALayer,
+    plan: Plan,
+    scale_mode: ScaleMode,
+    q_rope_out: Tensor,
 ) -> None:
     fused_rope_rmsnorm_quant(
         q[..., layer.qk_nope_head_dim :],
@@ -487,6 +500,7 @@ def _write(
         slot_mapping=plan.slot_mapping,
         eps=layer.norm_eps,
         interleaved=layer.interleaved,
+        scale_mode=scale_mode,
         out=q_rope_out,
     )
 
@@ -497,6 +511,7 @@ def _absorb(
     cache: PagedCache,
     layer: MLALayer,
     plan: Plan,
+    scale_mode: ScaleMode,
     query: Tensor,
     batch_invariant: bool = False,
 ) -> None:
@@ -505,7 +520,7 @@ def _absorb(
     q_nope = q[..., : layer.qk_nope_head_dim]
     # The GEMM comes first: it loads its weights while the previous kernel still runs.
     project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)
-    _write(q, kv, cache, layer, plan, rope)
+    _write(q, kv, cache, layer, plan, scale_mode, rope)
 
 
 def _dense_prefill(
@@ -514,12 +529,13 @@ def _dense_prefill(
     cache: PagedCache,
     layer: MLALayer,
     plan: Plan,
+    scale_mode: ScaleMode,
     causal: bool,
     workspace_rows: int,
     out: Tensor,
 ) -> Tensor:
     query = q.clone()  # [T, H, P + R]
-    _write(q, kv, cache, layer, plan, query[..., layer.qk_nope_head_dim :])
+    _write(q, kv, cache, layer, plan, scale_mode, query[..., layer.qk_nope_head_dim :])
     w_uk = layer.w_uk.transpose()  # [H, P, L], latent to key
 
     def attend(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import ScaleMode
 from sparsemla.plan import Plan
 from sparsemla.reference.decode import dense_decode, sparse_decode
 from sparsemla.reference.gather import gather_dequant
@@ -30,9 +31,10 @@ def decode_branch(
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     causal: bool = True,
+    scale_mode: ScaleMode = "pow2",
 ) -> Tensor:
     """Absorbed MLA: attend in the latent space with ``concat(W_UK q_nope, rope(q_rope))``."""
-    q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
+    q_rope = _write(q, kv, cache, layer, plan, scale_mode)  # [T, H, R]
     q_latent = project_heads(q[..., : layer.qk_nope_head_dim], layer.w_uk)  # [T, H, L]
     query = torch.cat([q_latent, q_rope.float()], dim=-1)[:, None]  # [T, 1, H, L + R]
     scale, sink = layer.softmax_scale, layer.attn_sink
@@ -65,9 +67,10 @@ def prefill_branch(
     topk_indices: Tensor | None = None,
     topk_lengths: Tensor | None = None,
     causal: bool = True,
+    scale_mode: ScaleMode = "pow2",
 ) -> Tensor:
     """Absorbed MLA over selected rows, else attention over keys and values of each head."""
-    q_rope = _write(q, kv, cache, layer, plan)  # [T, H, R]
+    q_rope = _write(q, kv, cache, layer, plan, scale_mode)  # [T, H, R]
     q_nope = q[..., : layer.qk_nope_head_dim]  # [T, H, P]
     scale = layer.softmax_scale
     if topk_indices is not None:
@@ -97,7 +100,9 @@ def prefill_branch(
     return out
 
 
-def _write(q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan) -> Tensor:
+def _write(
+    q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan, scale_mode: ScaleMode
+) -> Tensor:
     """Write the new latents to the cache; returns the rotated RoPE dims of q ``[T, H, R]``."""
     q_rope, _ = fused_rope_rmsnorm_quant(
         q[..., layer.qk_nope_head_dim :],
@@ -109,5 +114,6 @@ def _write(q: Tensor, kv: Tensor, cache: PagedCache, layer: MLALayer, plan: Plan
         slot_mapping=plan.slot_mapping,
         eps=layer.norm_eps,
         interleaved=layer.interleaved,
+        scale_mode=scale_mode,
     )
     return q_rope.to(q.dtype)
