@@ -1,7 +1,7 @@
 """Functions of all CPU kernels: dequantised rows, attention over a block of keys, merge by LSE."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -249,12 +249,23 @@ def _refine_small(
         lse[row] = _logits(q[row], keys[row], _of_row(valid, row), softmax_scale).logsumexp(-1)
 
 
-def finish(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
-    """``out [R, H, V]`` with the sink in its denominator; rows without a key are 0."""
+def finish(
+    out: Tensor,
+    lse: Tensor,
+    attn_sink: Tensor | None,
+    unrounded: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """``out [R, H, V]`` with the sink in its denominator; rows without a key are 0.
+
+    ``unrounded``, for a bfloat16 ``out``, computes it in float32: the product with the sink's share
+    is to be rounded once. A head of which the sink takes nothing keeps its bits.
+    """
     if attn_sink is None:
         return out
-    share = torch.sigmoid(lse - attn_sink).masked_fill_(lse.isneginf(), 0)
-    return out * share[..., None]
+    share = torch.sigmoid(lse - attn_sink).masked_fill_(lse.isneginf(), 0)[..., None]
+    if unrounded is not None and ((share != 0) & (share != 1)).any():
+        out = out.where(share == 1, unrounded()[..., : out.shape[-1]])
+    return out * share
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

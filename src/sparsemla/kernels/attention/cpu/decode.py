@@ -3,6 +3,7 @@
 Keys are never split: threads share the queries.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -67,14 +68,18 @@ def dense_decode(
     lse: Tensor,
 ) -> None:
     query_len, num_heads, head_dim = q.shape[1:]
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    block = cpu.WORKSPACE_BYTES // (8 * head_dim)
     for request, length in enumerate(seq_lens.tolist()):
+        # The outs of several parts are rounded after their merge only.
+        rounds = q.dtype == torch.bfloat16 and length <= block
+        dtype = torch.bfloat16 if rounds else torch.float32
+        unrounded = None
         queries = q[request].reshape(1, query_len * num_heads, head_dim).to(dtype)
         state = (
             torch.zeros(1, queries.shape[1], head_dim, dtype=torch.float32),
             torch.full((1, queries.shape[1]), -torch.inf, dtype=torch.float32),
         )
-        for part in cpu.blocks(length, cpu.WORKSPACE_BYTES // (8 * head_dim)):
+        for part in cpu.blocks(length, block):
             keys, valid = _page_keys(cache, page_table, request, part)
             last = length if not causal else length - query_len + 1 + torch.arange(query_len)
             if causal and part.stop > length - query_len + 1:
@@ -84,9 +89,26 @@ def dense_decode(
             keys = keys.to(dtype)
             part_state = cpu.attend(queries, keys, keys, valid, softmax_scale)
             state = cpu.merge(*state, *part_state)
+            if rounds:
+                shape = query_len, num_heads, head_dim
+                unrounded = functools.partial(
+                    _unrounded, queries, keys, valid, softmax_scale, shape
+                )
         lse[request] = state[1].view(query_len, num_heads)
         result = state[0].view(query_len, num_heads, head_dim)[..., : out.shape[-1]]
-        out[request] = cpu.finish(result, lse[request], attn_sink)
+        out[request] = cpu.finish(result, lse[request], attn_sink, unrounded)
+
+
+def _unrounded(
+    q: Tensor,
+    keys: Tensor,
+    valid: Tensor | None,
+    softmax_scale: float,
+    shape: tuple[int, int, int],
+) -> Tensor:
+    """The out ``[S, H, D]`` of a request in float32."""
+    keys = keys.float()
+    return cpu.attend(q.float(), keys, keys, valid, softmax_scale)[0].view(shape)
 
 
 def _page_keys(

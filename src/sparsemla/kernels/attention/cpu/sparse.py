@@ -1,5 +1,6 @@
 """Attention of query rows over their selections of cache rows, on the CPU."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -73,7 +74,10 @@ def attend_streams(
                 continue
             queries, keys = q[at].to(dtype), keys.to(dtype)
             part, lse[at] = _attend(queries, keys, valid, softmax_scale)
-            out[at] = cpu.finish(part[..., : out.shape[2]], lse[at], attn_sink)
+            unrounded = None
+            if dtype == torch.bfloat16:
+                unrounded = functools.partial(_unrounded, queries, keys, valid, softmax_scale)
+            out[at] = cpu.finish(part[..., : out.shape[2]], lse[at], attn_sink, unrounded)
             if max_logits is not None:
                 max_logits[at] = _largest(queries, keys, valid, softmax_scale)
 
@@ -98,6 +102,11 @@ def _attend(
         valid = None if valid is None else valid.expand(2, -1)
     out, lse = cpu.attend(q, keys, keys, valid, softmax_scale)
     return out[:num_rows, :num_heads], lse[:num_rows, :num_heads]
+
+
+def _unrounded(q: Tensor, keys: Tensor, valid: Tensor | None, softmax_scale: float) -> Tensor:
+    """The out of :func:`_attend` in float32."""
+    return _attend(q.float(), keys.float(), valid, softmax_scale)[0]
 
 
 class _Source(NamedTuple):
