@@ -287,6 +287,7 @@ VALID = {
     },
     "flash_mla.flash_mla_with_kvcache": flash_decode_arguments,
     "flash_mla.flash_mla_sparse_fwd": flash_sparse_arguments,
+    "flash_mla.flash_mla_sparse_prefill": flash_sparse_arguments,
     "flash_mla.get_mla_metadata": dict,
     "flash_mla.FlashMLASchedMeta": dict,
     "deep_gemm.fp8_mqa_logits": mqa_arguments,

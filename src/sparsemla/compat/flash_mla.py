@@ -20,6 +20,7 @@ from sparsemla.ops import dense_decode, sparse_decode, sparse_prefill
 __all__ = [
     "FlashMLASchedMeta",
     "flash_mla_sparse_fwd",
+    "flash_mla_sparse_prefill",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
 ]
