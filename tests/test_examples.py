@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,47 @@ def test_transformers_generate_tells_of_other_tokens(capsys, monkeypatch):
     )
     assert transformers_generate.main() == 1
     assert "fp8_ds_mla: OTHER tokens" in capsys.readouterr().out
+
+
+def without(op, name):
+    """An op that ignores an argument."""
+    return lambda *args, **options: op(*args, **options | {name: None})
+
+
+def with_padding(op):
+    """Slots of all entries, those of padding too."""
+    return lambda indices, *args, **options: op(indices.clamp(min=0), *args, **options)
+
+
+def of_magnitudes(op):
+    """A selection by weights without signs."""
+    return lambda q, weights, *args, **options: op(q, weights.abs(), *args, **options)
+
+
+DOCUMENTS = {
+    "max_decode_branch": ("decode_branch", lambda op: without(op, "topk_lengths"), 2),
+    "max_prefill_sparse": ("sparse_prefill", lambda op: without(op, "topk_lengths"), 3),
+    "max_rope_norm_quant": ("from_freqs_cis", lambda op: torch.Tensor.float, 2),
+    "max_indexer": ("indexer_topk", of_magnitudes, 2),
+    "vllm_sparse_backend": ("to_slots", with_padding, 3),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_programs_of_the_documents(capsys, monkeypatch, name):
+    program = importlib.import_module(f"documents.{name}")
+    op, wrong, calls = DOCUMENTS[name]
+    assert program.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == calls
+    monkeypatch.setattr(program, op, wrong(getattr(program, op)))
+    assert program.main() == 1
+
+
+def test_every_document_has_a_program():
+    page = (EXAMPLES.parent / "docs" / "documents.md").read_text(encoding="utf-8")
+    programs = {path.stem for path in (EXAMPLES / "documents").glob("*.py")}
+    assert programs == set(DOCUMENTS)
+    assert all(f"`examples/documents/{name}.py`" in page for name in programs)
 
 
 def test_the_indexer_learns_to_recall(capsys):
