@@ -65,7 +65,7 @@ def known_names() -> set[str]:
     for name in sparsemla.__all__:
         if inspect.isroutine(target := getattr(sparsemla, name)):
             known |= set(inspect.signature(target).parameters)
-    for owner in (Plan, PlanBuffers, PrefillChunk, PagedCache):
+    for owner in (Plan, PlanBuffers, PrefillChunk, PagedCache, MLALayer):
         known |= {each for each in dir(owner) if not each.startswith("_")}
         known |= set(getattr(owner, "__dataclass_fields__", ()))
     return known
@@ -81,7 +81,8 @@ def test_names_of_the_tables_exist(name):
     for part in rest:
         fields = getattr(target, "__dataclass_fields__", {})
         assert part in fields or hasattr(target, part)
-        target = getattr(target, part, None)
+        # The parts of a plan are plans.
+        target = Plan if part in ("decodes", "prefills") else getattr(target, part, None)
 
 
 def test_names_are_found():
@@ -184,6 +185,23 @@ def test_a_page_with_a_negative_id_has_no_slots():
     table = torch.tensor([[3, -2]])
     slots = to_slots(torch.tensor([[1, 9]]), table, torch.tensor([0]), page_size=8)
     assert slots.tolist() == [[25, -1]]
+
+
+def test_chunks_count_requests_from_the_first_of_the_batch():
+    table = torch.arange(3)[:, None]
+    plan = plan_batch([1, 5, 7], [4, 5, 7], table, page_size=8, workspace_rows=8)
+    assert [chunk.requests for chunk in plan.prefill_chunks] == [slice(1, 2), slice(2, 3)]
+    assert [chunk.requests.start for chunk in plan.prefills.prefill_chunks] == [0, 1]
+    assert plan.prefills.seq_lens.tolist() == [5, 7]
+
+
+def test_queries_in_two_tensors():
+    draw = Draw(3)
+    ql_nope, q_pe = draw.normal(2, 4, 512).bfloat16(), draw.normal(2, 4, 64).bfloat16()
+    kv, indices = draw.normal(60, 576).bfloat16(), draw.integers(0, 60, 2, 20)
+    apart, _ = sparse_prefill(ql_nope, kv, indices, q_rope=q_pe, softmax_scale=0.1)
+    joined, _ = sparse_prefill(torch.cat([ql_nope, q_pe], -1), kv, indices, softmax_scale=0.1)
+    assert_close("out", apart, joined.float(), SPARSE_PREFILL_OUT)
 
 
 def test_a_length_of_all_ones_is_refused_by_a_plan():
