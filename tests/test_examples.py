@@ -72,13 +72,13 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_programs_of_the_documents(capsys, monkeypatch, name):
+def test_the_programs_of_the_documents(capsys, monkeypatch, name, device):
     program = importlib.import_module(f"documents.{name}")
     op, wrong, calls = DOCUMENTS[name]
-    assert program.main() == 0
+    assert program.main(device) == 0
     assert len(capsys.readouterr().out.splitlines()) == calls
     monkeypatch.setattr(program, op, wrong(getattr(program, op)))
-    assert program.main() == 1
+    assert program.main(device) == 1
 
 
 def test_every_document_has_a_program():

@@ -3,7 +3,7 @@
 The arguments have MAX's names, dtypes and layouts. The expected outputs are attention with keys and
 values of each head in float64, without absorbed weights, pages or FP8 activations.
 
-Run ``python examples/documents/max_decode_branch.py``.
+Run ``python examples/documents/max_decode_branch.py``, on a GPU with ``cuda`` behind it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ def arguments() -> SimpleNamespace:
     given.extra_d_indices = torch.tensor([[3, 9], [31, 4], [8, 0]], dtype=torch.int32)
     given.extra_topk_lengths = torch.tensor([1, 2], dtype=torch.int32)
     return given
+
+
+def on(device: str, given: SimpleNamespace) -> SimpleNamespace:
+    """The arguments with their tensors on a device."""
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(given).items()}
+    return SimpleNamespace(**moved)
 
 
 def run(given: SimpleNamespace, *, sparse: bool) -> Tensor:
@@ -136,13 +142,13 @@ def expected(given: SimpleNamespace, *, sparse: bool) -> Tensor:
     return out
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Run both calls; 1 if an output is farther from float64 than FP8 activations explain."""
     errors = {}
     for sparse in (False, True):
         given = arguments()
         wanted = expected(given, sparse=sparse)
-        out = run(given, sparse=sparse)
+        out = run(on(device, given), sparse=sparse).cpu()
         errors["sparse" if sparse else "dense"] = float((out - wanted).norm() / wanted.norm())
     for name, error in errors.items():
         sys.stdout.write(f"mla_decode_branch_fp8, {name}: relative error {error:.4f}\n")
@@ -150,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -3,7 +3,7 @@
 The arguments have MAX's names, dtypes and layouts. The expected selection is the best of the scores
 in float64: each head's product with a key is clamped at 0, then weighted and added.
 
-Run ``python examples/documents/max_indexer.py``.
+Run ``python examples/documents/max_indexer.py``, on a GPU with ``cuda`` behind it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ def arguments() -> SimpleNamespace:
     given.lookup_table = torch.tensor([[2, 5, 0], [3, 0, 0], [1, 0, 0]], dtype=torch.uint32)
     given.layer_idx = 1
     return given
+
+
+def on(device: str, given: SimpleNamespace) -> SimpleNamespace:
+    """The arguments with their tensors on a device."""
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(given).items()}
+    return SimpleNamespace(**moved)
 
 
 def run(given: SimpleNamespace, *, causal: bool) -> Tensor:
@@ -80,12 +86,13 @@ def is_right(given: SimpleNamespace, selected: Tensor, *, causal: bool) -> bool:
     return True
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Select with both masks; 1 if a selection is wrong."""
     given = arguments()
     wrong = 0
     for mask_str, causal in (("causal", True), ("null", False)):
-        right = is_right(given, run(given, causal=causal), causal=causal)
+        selected = run(on(device, given), causal=causal).cpu()
+        right = is_right(given, selected, causal=causal)
         sys.stdout.write(
             f"mla_indexer_ragged_float8_paged, {mask_str}: {'best' if right else 'OTHER'} keys\n"
         )
@@ -94,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -3,7 +3,7 @@
 The arguments have MAX's names, dtypes and layouts. The expected outputs are the softmax over each
 token's selected rows in float64.
 
-Run ``python examples/documents/max_prefill_sparse.py``.
+Run ``python examples/documents/max_prefill_sparse.py``, on a GPU with ``cuda`` behind it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def arguments(scale_block_size: int | None) -> SimpleNamespace:
     return given
 
 
+def on(device: str, given: SimpleNamespace) -> SimpleNamespace:
+    """The arguments with their tensors on a device."""
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(given).items()}
+    return SimpleNamespace(**moved)
+
+
 def run(given: SimpleNamespace, scale_block_size: int | None) -> Tensor:
     """The call of sparsemla."""
     fmt = BF16_576 if scale_block_size is None else e4m3_format(DEPTH, V_DEPTH, scale_block_size)
@@ -77,12 +83,13 @@ def expected(given: SimpleNamespace, scale_block_size: int | None) -> Tensor:
     return out
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Run all calls; 1 if an output is farther from float64 than bfloat16 explains."""
     worst = 0.0
     for scale_block_size in (None, 0, 128):
         given = arguments(scale_block_size)
-        out, wanted = run(given, scale_block_size), expected(given, scale_block_size)
+        out = run(on(device, given), scale_block_size).cpu()
+        wanted = expected(given, scale_block_size)
         error = float((out - wanted).norm() / wanted.norm())
         kernel = "kernel" if scale_block_size is None else f"kernel_fp8[{scale_block_size}]"
         sys.stdout.write(f"MLAPrefillSparse.{kernel}: relative error {error:.4f}\n")
@@ -91,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -3,7 +3,7 @@
 The arguments have MAX's names, dtypes and layouts. MAX's FP8 rows have no scales: a value is cast
 to e4m3 as it is. The expected rows and queries are computed in float64.
 
-Run ``python examples/documents/max_rope_norm_quant.py``.
+Run ``python examples/documents/max_rope_norm_quant.py``, on a GPU with ``cuda`` behind it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ def arguments(dtype: torch.dtype) -> SimpleNamespace:
     given.lookup_table = torch.tensor([[4, 2], [0, 3]], dtype=torch.uint32)
     given.layer_idx, given.epsilon = 1, 1e-6
     return given
+
+
+def on(device: str, given: SimpleNamespace) -> SimpleNamespace:
+    """The arguments with their tensors on a device."""
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(given).items()}
+    return SimpleNamespace(**moved)
 
 
 def run(given: SimpleNamespace) -> None:
@@ -91,21 +97,22 @@ def expected(given: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return queries, blocks
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Write both caches; 1 if a value is farther from float64 than one rounding."""
     right = True
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         given = arguments(dtype)
         queries, blocks = expected(given)
+        given = on(device, given)
         run(given)
         info = torch.finfo(dtype)
         close = torch.isclose(
-            given.kv_blocks.double(),
+            given.kv_blocks.cpu().double(),
             blocks,
             rtol=info.eps / 2 * 1.001,
             atol=info.smallest_normal * info.eps,
         )
-        rotated = given.q_rope_output.double()
+        rotated = given.q_rope_output.cpu().double()
         close_q = torch.isclose(rotated, queries, rtol=2**-8 * 1.001, atol=1e-6)
         sys.stdout.write(
             f"mla_fused_rope_rmsnorm_quantization, {dtype}: {int(close.sum())} of "
@@ -117,4 +124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -4,8 +4,8 @@ A mixed batch of two decodes and three prefills, over a cache of ``fp8_ds_mla`` 
 with the ops, decodes and prefills apart; with FlashMLA's functions, as the backend calls them; and
 with the bfloat16 cache. The expected outputs are computed in float64, request by request.
 
-Run ``python examples/documents/vllm_sparse_backend.py``. To serve a model with vLLM itself, install
-the plugin, as docs/vllm.md says.
+Run ``python examples/documents/vllm_sparse_backend.py``, on a GPU with ``cuda`` behind it. To serve
+a model with vLLM itself, install the plugin, as docs/vllm.md says.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from sparsemla.compat.flash_mla import (
 )
 
 HEADS, LORA, NOPE, ROPE, V = 12, 512, 128, 64, 128
-BLOCK_SIZE, TOPK, MAX_MODEL_LEN = 64, 16, 80
+BLOCK_SIZE, TOPK, WORKSPACE_ROWS = 64, 16, 80  # room for two of the prefills
 
 
 def tensors() -> SimpleNamespace:
     """Metadata of a step, queries, selection, weights and caches, named as in vLLM."""
     torch.manual_seed(0)
     vllm = SimpleNamespace()
-    vllm.query_start_loc = torch.tensor([0, 1, 2, 6, 11, 21], dtype=torch.int32)
-    vllm.seq_lens = torch.tensor([70, 5, 68, 5, 75], dtype=torch.int32)
+    vllm.query_start_loc_cpu = torch.tensor([0, 1, 2, 6, 11, 21], dtype=torch.int32)
+    vllm.seq_lens_cpu = torch.tensor([70, 5, 68, 5, 75], dtype=torch.int32)
     vllm.block_table_tensor = torch.randperm(10).view(5, 2).int()
     vllm.q_nope = torch.randn(21, HEADS, NOPE).bfloat16()
     vllm.q_pe = torch.randn(21, HEADS, ROPE).bfloat16()
@@ -65,8 +65,8 @@ def tensors() -> SimpleNamespace:
 
 
 def positions(vllm: SimpleNamespace) -> list[int]:
-    """Of each token in its request."""
-    starts, lens = vllm.query_start_loc.tolist(), vllm.seq_lens.tolist()
+    """The position of each token in its request."""
+    starts, lens = vllm.query_start_loc_cpu.tolist(), vllm.seq_lens_cpu.tolist()
     return [
         length - end + t
         for start, end, length in zip(starts[:-1], starts[1:], lens, strict=True)
@@ -74,16 +74,23 @@ def positions(vllm: SimpleNamespace) -> list[int]:
     ]
 
 
+def on(device: str, vllm: SimpleNamespace) -> SimpleNamespace:
+    """The same tensors on a device, but for those of the host."""
+    moved = SimpleNamespace(**vars(vllm))
+    for name, value in vars(vllm).items():
+        if isinstance(value, Tensor) and not name.endswith("_cpu"):
+            setattr(moved, name, value.to(device))
+    return moved
+
+
 class Step:
     """What the ways share: the plan, weights, queries in the latent space, and slots."""
 
     def __init__(self, vllm: SimpleNamespace, workspace_rows: int | None) -> None:
-        self.vllm = vllm
         self.plan = plan_batch(
-            None,
-            vllm.seq_lens,
-            vllm.block_table_tensor,
-            input_row_offsets=vllm.query_start_loc,
+            seq_lens=vllm.seq_lens_cpu,
+            page_table=vllm.block_table_tensor,
+            input_row_offsets=vllm.query_start_loc_cpu,
             page_size=BLOCK_SIZE,
             workspace_rows=workspace_rows,
         )
@@ -103,7 +110,7 @@ class Step:
 
 def with_ops(vllm: SimpleNamespace) -> Tensor:
     """``_forward_fp8_kv_separate_prefill_decode`` and ``_v_up_proj``."""
-    step = Step(vllm, workspace_rows=2 * MAX_MODEL_LEN)
+    step = Step(vllm, workspace_rows=WORKSPACE_ROWS)
     plan, cache = step.plan, PagedCache(vllm.fp8_cache, FP8_DS_MLA)
     attn_out = step.q.new_empty(plan.num_tokens, HEADS, LORA)
     n, shape = plan.num_decode_tokens, (plan.num_decodes, plan.decode_query_len)
@@ -114,7 +121,7 @@ def with_ops(vllm: SimpleNamespace) -> Tensor:
         softmax_scale=vllm.scale,
         out=attn_out[:n].unflatten(0, shape),
     )
-    workspace = step.q.new_empty(2 * MAX_MODEL_LEN, LORA + ROPE)
+    workspace = step.q.new_empty(WORKSPACE_ROWS, LORA + ROPE)
     for chunk in plan.prefill_chunks:
         rows = workspace[: chunk.num_workspace_rows]
         gather_dequant(cache, chunk.page_table, chunk.seq_lens, chunk.workspace_starts, out=rows)
@@ -165,7 +172,7 @@ def expected(vllm: SimpleNamespace) -> Tensor:
     latent *= scales.contiguous().view(torch.float32).repeat_interleave(128, -1)
     rope = rope.contiguous().view(torch.bfloat16).double()
     w_uk, w_uv = vllm.kv_b_proj_weight.double().view(HEADS, NOPE + V, LORA).split([NOPE, V], 1)
-    requests = torch.arange(5).repeat_interleave(vllm.query_start_loc.diff())
+    requests = torch.arange(5).repeat_interleave(vllm.query_start_loc_cpu.diff())
     outs = []
     for t, request in enumerate(requests.tolist()):
         blocks = vllm.block_table_tensor[request].long()
@@ -180,16 +187,16 @@ def expected(vllm: SimpleNamespace) -> Tensor:
     return torch.stack(outs)
 
 
-def main() -> int:
+def main(device: str = "cpu") -> int:
     """Run all ways; 1 if an output is farther from float64 than bfloat16 explains."""
     vllm = tensors()
     wanted, worst = expected(vllm), 0.0
     for way in (with_ops, with_functions_of_flashmla, over_a_bfloat16_cache):
-        error = float((way(vllm) - wanted).norm() / wanted.norm())
+        error = float((way(on(device, vllm)).cpu() - wanted).norm() / wanted.norm())
         sys.stdout.write(f"FlashMLASparseImpl, {way.__name__}: relative error {error:.4f}\n")
         worst = max(worst, error)
     return int(worst > 0.01)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
