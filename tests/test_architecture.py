@@ -84,6 +84,7 @@ ON_TOP = (
     "backends",
     "bench",
     "testing",
+    "checkpoint",
     "cli",
     "compat",
     "corpus",

@@ -63,12 +63,6 @@ def test_a_deepseek_v4_checkpoint(tmp_path):
     text = bytes(answer[0, prompt.shape[1] :].tolist()).decode(errors="replace")
     assert result.stdout.strip() == text.strip()
 
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = run("--model", tmp_path, "--prompt", PROMPT)
-    assert_fails(result, "quantization_config must be missing for deepseek_v4")
-
 
 def test_exactly_one_prompt_is_required(checkpoint):
     expected = "either --prompt or --prompt-file must be given"
@@ -157,3 +151,89 @@ def test_auto_without_accelerate(checkpoint, monkeypatch):
     monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
     result = run("--model", checkpoint, "--prompt", PROMPT, "--device", "auto")
     assert_fails(result, "requires `accelerate`")
+
+
+OPTIONS_OF_GENERATION = [
+    ({"use_cache": False}, None),
+    ({"cache_implementation": "static"}, None),
+    ({"eos_token_id": []}, "generation_config.json or config.json: IndexError"),
+    ({"eos_token_id": "end"}, "by an option of generation_config.json or config.json"),
+    ({"prefill_chunk_size": 0}, "by an option of generation_config.json or config.json"),
+    ({"exponential_decay_length_penalty": [1, 2.0]}, "by an option of generation_config.json"),
+    ({"max_new_tokens": "ten"}, "generation_config.json: "),
+    ({"forced_eos_token_id": 999}, "the generation failed after 3 tokens: IndexError"),
+    ({"stop_strings": ["."]}, "by an option of generation_config.json"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS_OF_GENERATION, ids=str)
+def test_options_of_the_checkpoint(checkpoint, tmp_path, options, message):
+    """They count, or are refused in one line, however transformers fails."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(checkpoint / name)
+    (tmp_path / "generation_config.json").write_text(json.dumps(options))
+    result = run("--model", tmp_path, "--prompt", PROMPT)
+    if message is None:
+        assert result.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+    else:
+        assert_fails(result, message)
+
+
+FIELDS = [
+    ({"use_cache": False}, None),
+    ({"return_dict": False}, "by an option of generation_config.json or config.json"),
+    ({"output_attentions": True}, "output_attentions must be False"),
+    ({"model_type": "deepseek_v3"}, "model.safetensors: model.layers.0.self_attn.indexer."),
+    ({"model_type": "hy_v4"}, "lacks"),
+    ({"hidden_act": "none such"}, "config.json: KeyError: 'none such'"),
+    ({"pad_token_id": 999}, "config.json: AssertionError: Padding_idx"),
+    ({"attn_implementation": "none such"}, "config.json: "),
+    ({"num_nextn_predict_layers": "one"}, None),
+    ({"attention_bias": True}, "lacks 6 weights"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), FIELDS, ids=str)
+def test_fields_of_the_config(checkpoint, tmp_path, fields, message):
+    """Each error names the file that it comes from."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    result = run("--model", tmp_path, "--prompt", PROMPT)
+    if message is None:
+        assert result.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+    else:
+        assert_fails(result, message)
+
+
+def test_whatever_enable_raises_names_the_checkpoint(checkpoint, monkeypatch):
+    def enable(model, **_):
+        raise AttributeError("no indexer")
+
+    monkeypatch.setattr(generate, "enable", enable)
+    result = run("--model", checkpoint, "--prompt", PROMPT)
+    assert_fails(result, f"{checkpoint}: AttributeError: no indexer")
+
+
+def test_a_config_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100000)
+    assert_fails(run("--model", tmp_path, "--prompt", PROMPT), "config.json is not valid JSON")
+
+
+@pytest.mark.parametrize("name", generate.TOKENIZER_FILES)
+def test_a_broken_tokenizer_is_blamed_itself(checkpoint, tmp_path, name):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).write_text("{")
+    assert_fails(run("--model", tmp_path, "--prompt", PROMPT), f"{name}: ")
+
+
+def test_errors_of_the_writer_are_passed_on(checkpoint):
+    def write(text: str) -> None:
+        raise RuntimeError("the caller's")
+
+    loaded = generate.load_checkpoint(checkpoint, **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"^the caller's$"):
+        generate.generate_text(loaded, PROMPT.encode(), 4, write=write)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        generate.generate_text(loaded, PROMPT.encode(), 0, write=write)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,22 +25,24 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from sparsemla.backends.transformers import BatchCache, PagedAttention, enable, refuse
+from sparsemla.checkpoint import (
+    CheckpointError,
+    match_codes,
+    opened_weights,
+    read_entries,
+    read_object,
+    read_quantization,
+    unused,
+)
 from sparsemla.formats import get_format
-from sparsemla.weights import dequantize_blocks
+from sparsemla.kinds import check_integer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-SCALE = "_scale_inv"
-"""Suffix of a block scale's name; the rest is the name of its weight."""
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.model", "*.txt", "*.safetensors")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint or option is unusable; the message is for the user."""
 
 
 class ByteTokenizer:
@@ -116,7 +116,9 @@ class Stats:
 def load_checkpoint(
     model: str | Path, *, cache_format: str, dtype: str, device: str = "cpu"
 ) -> Checkpoint:
-    """Load a model, dequantised if its weights are FP8, and its tokenizer.
+    """Load a model, dequantised if its weights are codes, and its tokenizer.
+
+    Every tensor of the folder is a weight of the model, belongs to one, or is refused by name.
 
     Args:
         model: a folder, or the id ``owner/name`` of a model on huggingface.co, which is downloaded
@@ -143,11 +145,9 @@ def load_checkpoint(
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with _blamed_on(directory):
         tokenizer = _load_tokenizer(directory, raw)
-        loaded = _load_model(directory, config, DTYPES[dtype], device)
-    try:
+        loaded = _load_model(directory, config, raw, DTYPES[dtype], device)
+    with _blamed_on(directory):
         return Checkpoint(loaded, enable(loaded, cache_format=fmt), tokenizer)
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def _check_device(device: str) -> None:
@@ -189,56 +189,18 @@ def _blamed_on(source: object) -> Iterator[None]:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    config = _read_object(directory / "config.json")
+    config = read_object(directory / "config.json")
     if reason := refuse(config.get("model_type")):
         raise CheckpointError(f"{directory / 'config.json'}: {reason}")
-    quantization = config.get("quantization_config")
-    if config["model_type"] == "deepseek_v4" and quantization is not None:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: quantization_config must be missing for deepseek_v4: "
-            "this command does not dequantise FP4 experts"
-        )
-    _check_quantization(directory / "config.json", quantization)
+    read_quantization(directory / "config.json", config)
     if (directory / "generation_config.json").exists():
         _check_generation(directory / "generation_config.json")
     return config
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint."""
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path.parent} is not a model directory: cannot read {path.name}: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, got {type(found).__name__}")
-    return found
-
-
-def _check_quantization(path: Path, quantization: object) -> None:
-    """Refuse quantised weights that :func:`_dequantized_weights` does not read."""
-    if quantization is None:
-        return
-    if not isinstance(quantization, dict):
-        raise CheckpointError(
-            f"{path}: quantization_config must be an object, got {type(quantization).__name__}"
-        )
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    side = block[0] if isinstance(block, list) and block else None
-    if method != "fp8" or type(side) is not int or side < 1 or block != [side, side]:
-        raise CheckpointError(
-            f"{path}: quantization_config must have quant_method 'fp8' and a square "
-            f"weight_block_size, got {method!r} and {block!r}"
-        )
-
-
 def _check_generation(path: Path) -> None:
     """Refuse options that transformers does not take or that are not greedy."""
-    generation = _read_object(path)
+    generation = read_object(path)
     for name in ("num_beams", "num_return_sequences"):
         if (value := generation.get(name)) not in (None, 1):
             raise CheckpointError(f"{path}: {name} must be 1 for greedy text, got {value!r}")
@@ -247,8 +209,10 @@ def _check_generation(path: Path) -> None:
 
 
 def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | CheckpointTokenizer:
-    if any((directory / name).exists() for name in TOKENIZER_FILES):
-        return CheckpointTokenizer(directory)
+    for name in TOKENIZER_FILES:
+        if (directory / name).exists():
+            with _blamed_on(directory / name):
+                return CheckpointTokenizer(directory)
     if config.get("vocab_size") != 256:
         raise CheckpointError(
             f"{directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and its tokens are "
@@ -260,30 +224,33 @@ def _load_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | 
 def _load_model(
     directory: Path,
     config: Any,  # noqa: ANN401 - each model has its own
+    raw: dict[str, Any],
     dtype: torch.dtype,
     device: str,
 ) -> PreTrainedModel:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with _quiet():
-        options: dict[str, Any] = {
-            "config": config,
-            "dtype": dtype,
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,  # they are refused below, by name
-        }
-        if device == "auto":
-            options["device_map"] = "auto"
-        if getattr(config, "quantization_config", None) is not None:
-            block = config.quantization_config["weight_block_size"][0]
-            weights = _dequantized_weights(directory, block, dtype)
-            del config.quantization_config
-            model, loading = model_class.from_pretrained(None, state_dict=weights, **options)
-            if (directory / "generation_config.json").exists():
-                model.generation_config = GenerationConfig.from_pretrained(directory)
-        else:
-            model, loading = model_class.from_pretrained(
-                directory, local_files_only=True, **options
-            )
+    layouts = read_quantization(directory / "config.json", raw)
+    entries = read_entries(directory)
+    with _quiet(), _blamed_on(directory / "config.json"), torch.device("meta"):
+        state = model_class(config).state_dict()
+        is_unused = unused(config, state, model_class._keys_to_ignore_on_load_unexpected or ())
+        needed = {name: entry for name, entry in entries.items() if not is_unused(name)}
+    integers = {name for name, each in state.items() if not each.is_floating_point()}
+    codes = match_codes(needed, layouts, {name.rpartition(".")[2] for name in integers})
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are refused below, by name
+    }
+    if device == "auto":
+        options["device_map"] = "auto"
+    if layouts:
+        del config.quantization_config
+    with _quiet(), opened_weights(needed, codes, dtype) as weights:
+        model, loading = model_class.from_pretrained(None, state_dict=weights, **options)
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"{directory} lacks {len(missing)} weights, the first of them {missing[0]}"
@@ -293,23 +260,13 @@ def _load_model(
             f"{directory / 'config.json'} does not fit the weights: {name} must have shape "
             f"{list(expected)}, got {list(got)}"
         )
+    if unknown := sorted(loading["unexpected_keys"]):
+        path = entries[unknown[0]].path if unknown[0] in entries else directory
+        raise CheckpointError(
+            f"{path}: {unknown[0]} must be a weight of the model that config.json describes; "
+            f"{len(unknown)} tensors are not"
+        )
     return model.eval() if device == "auto" else model.eval().to(device)
-
-
-def _dequantized_weights(directory: Path, block: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of an FP8 checkpoint times their block scales.
-
-    transformers 5.17 to 5.23 can do the same, but only with the package kernels installed.
-    """
-    weights: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        weights |= load_file(path)
-    for name in [name for name in weights if name.endswith(SCALE)]:
-        with _blamed_on(f"{directory}: {name}"):
-            weight = weights[name.removesuffix(SCALE)]
-            scale = weights.pop(name)
-            weights[name.removesuffix(SCALE)] = dequantize_blocks(weight, scale, block).to(dtype)
-    return weights
 
 
 @contextlib.contextmanager
@@ -331,6 +288,7 @@ class _Streamer(BaseStreamer):
 
     def __init__(self, decode: Callable[[int], str], write: Callable[[str], None]) -> None:
         self.times = [time.perf_counter()]
+        self.error: BaseException | None = None  # of the caller's write
         self._decode = decode
         self._write = write
         self._prompt_seen = False
@@ -341,7 +299,12 @@ class _Streamer(BaseStreamer):
             return
         self.times.append(time.perf_counter())
         for token in value.flatten().tolist():
-            self._write(self._decode(token))
+            text = self._decode(token)
+            try:
+                self._write(text)
+            except BaseException as error:
+                self.error = error
+                raise
 
     def end(self) -> None:
         return
@@ -354,9 +317,13 @@ def generate_text(
 
     Raises:
         CheckpointError: the prompt has no tokens, or a token beyond the model's vocabulary; or
-            transformers refuses an option of generation_config.json.
+            the generation fails, for example by an option of generation_config.json.
+        ValueError: max_new_tokens is below 1. Errors of ``write`` are passed on.
     """
-    ids = torch.tensor([checkpoint.tokenizer.encode(prompt)], device=checkpoint.model.device)
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    with _blamed_on("the tokenizer cannot encode the prompt"):
+        tokens = checkpoint.tokenizer.encode(prompt)
+    ids = torch.tensor([tokens], device=checkpoint.model.device)
     if ids.numel() == 0:
         raise CheckpointError("the prompt has no tokens")
     vocab_size = cast(Any, checkpoint.model).config.vocab_size
@@ -373,10 +340,17 @@ def generate_text(
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
+                use_cache=True,  # which training scripts turn off in config.json
                 streamer=streamer,
             )
-    except (TypeError, ValueError) as error:  # before the first token, by its options
-        raise CheckpointError(f"generation_config.json: {error}") from error
+    except Exception as error:  # transformers checks few of its options
+        if error is streamer.error:
+            raise
+        kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+        place = "by an option of generation_config.json or config.json"
+        if count := len(streamer.times) - 1:
+            place = f"after {count} tokens"
+        raise CheckpointError(f"the generation failed {place}: {kind}{error}") from error
     cache = cast(BatchCache, checkpoint.attention.cache)
     times = streamer.times
     return Stats(
