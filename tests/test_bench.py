@@ -1108,9 +1108,14 @@ def test_plot_colors_are_distinct():
 
 def test_conflicting_arguments_are_refused(monkeypatch, capsys, tmp_path):
     for arguments, message in (
-        (["--device", "cpu", "--op", "select_topk"], "need the device cuda"),
-        (["--device", "tpu"], "device must be cpu or"),
+        (["--device", "cpu", "--op", "select_topk"], "op must not be given with the device cpu"),
+        (["--device", "cpu", "--full", "--commit", "a"], "commit, full must not be given with"),
+        (["--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["--table", str(tmp_path / "none.json")], "none.json"),
+        (["--table", "a.json", "--op", "b"], "op must not be given with table"),
+        (["--launches", "a.json", "--table", "b.json"], "launches must not be given with table"),
+        (["--launches", "a.json", "--commit", "b"], "commit must not be given with launches"),
+        (["--host-times", "a.json", "--device", "cpu"], "device must not be given with host_times"),
     ):
         monkeypatch.setattr("sys.argv", ["bench", *arguments])
         assert main() == 2

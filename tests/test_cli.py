@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -592,6 +593,169 @@ def test_exit_code_of_the_process(tmp_path):
     assert failed.stderr == f"sparsemla: cannot read {missing}: No such file or directory\n"
 
 
+def as_module(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sparsemla", *arguments]
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE, check=False, **options)
+
+
+def test_python_runs_the_package():
+    done = as_module("--version", stdout=subprocess.PIPE)
+    assert done.stdout == f"sparsemla {sparsemla.__version__}\n"
+    assert "Usage: sparsemla " in as_module("--help", stdout=subprocess.PIPE).stdout
+
+
+def test_output_that_nobody_reads(tmp_path):
+    """A closed pipe ends the command without a word, a full disk with a line."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        done = as_module("explain", "sparse_decode", stdout=pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            done = as_module("explain", "sparse_decode", stdout=full)
+        assert done.stderr == "sparsemla: cannot write the output: No space left on device\n"
+        assert done.returncode == 1
+
+
+def test_letters_that_a_terminal_lacks():
+    code = "from sparsemla import cli; cli.app = lambda **_: cli._write('déjà\\ufffd'); cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("déjà?".encode("latin-1"), b"")
+
+
+NESTED = b"[" * 100000
+BAD_FILES = {
+    "empty": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "an object": b"{}",
+    "another encoding": '{"a": "é"}'.encode("latin-1"),
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "nested too deeply": NESTED,
+    "a folder": None,
+    "missing": None,
+}
+READERS = [
+    ("warm-up", "--config"),
+    ("bench", "--table"),
+    ("bench", "--launches"),
+    ("bench", "--host-times"),
+    ("generate", "--model", ".", "--prompt-file"),
+    ("demo", "--model"),
+]
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, reader, content):
+    """One line that names the file, whatever it holds."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.json"
+    if content == "a folder":
+        path.mkdir()
+    elif content != "missing":
+        path.write_bytes(BAD_FILES[content] or b"")
+    result = run(*reader, path)
+    if reader[-1] != "--prompt-file":
+        part = "config must have" if content == "an object" else "file.json"
+        assert_fails(result, part if reader[0] == "warm-up" else "file.json")
+    elif content in ("empty", "UTF-16", "a folder", "missing"):
+        assert_fails(result, "file.json")
+    else:
+        assert_fails(result, ". is not a model directory")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "file/config.json"], ids=["long", "in a file"])
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_names_that_no_file_can_have(tmp_path, monkeypatch, reader, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert_fails(run(*reader, name), name)
+
+
+NO_GPU = f"torch {torch.__version__} is built without CUDA"
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--model", "v4", "--device", "cuda"),
+        ("generate", "--model", ".", "--prompt", "a", "--device", "cuda"),
+        ("generate", "--model", ".", "--prompt", "a", "--device", "cuda:1"),
+        ("explain", "sparse_decode", "--device", "cuda"),
+        ("verify", "--device", "cuda"),
+        ("bench", "--device", "cuda"),
+        ("bench", "--op", "sparse_decode"),
+        ("warm-up", "--config", "config.json"),
+    ],
+    ids=" ".join,
+)
+def test_commands_say_that_torch_has_no_cuda(tmp_path, monkeypatch, arguments):
+    (tmp_path / "config.json").write_text(json.dumps(V32))
+    monkeypatch.chdir(tmp_path)
+    assert_fails(run(*arguments), NO_GPU)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")], ids=str)
+def test_functions_say_that_torch_has_no_cuda(device):
+
+    spec = sparsemla.FP8_DS_MLA
+    pooling = sparsemla.Pooling(128)
+    prefill = {"cache_format": spec, "num_heads": 16, "topk": 2048}
+    for call in (
+        lambda: sparsemla.PagedCache.allocate(spec, 1, 64, device=device),
+        lambda: sparsemla.PlanBuffers(1, 1, 1, device),
+        lambda: sparsemla.WindowState.allocate(pooling, 64, num_rings=1, device=device),
+        lambda: sparsemla.branch_workspace_size(1, 16, device=device),
+        lambda: sparsemla.decode_workspace_size(1, 1, 16, device=device),
+        lambda: sparsemla.prefill_workspace_rows([1], [1], **prefill, device=device),
+        lambda: sparsemla.projection_weight(lambda x: x, 4, device=device),
+        lambda: sparsemla.warm_up(device=device),
+    ):
+        with pytest.raises(ValueError, match=rf"device must be .* got '{device}': torch .*CUDA"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("demo", "--seed", 10**30), "--seed"),
+        (("demo", "--seed", -1), "--seed"),
+        (("demo", "--tokens", 127), "--tokens"),
+        (("demo", "--model", ""), "is not a model directory"),
+        (("generate", "--model", "", "--prompt", "a"), "is not a model directory"),
+        (("generate", "--model", ".", "--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens"),
+        (("generate", "--model", ".", "--prompt", "a", "--device", ""), "device must be"),
+        (("explain", "sparse_decode", "--heads", -1), "--heads"),
+        (("explain", "sparse_decode", "--topk", -1), "--topk"),
+        (("explain", ""), "op must be one of"),
+        (("verify", "--jobs", 0), "--jobs"),
+        (("verify", "--beside", -1), "--beside"),
+        (("verify", "--device", ""), "device must be cpu or cuda, got ''"),
+        (("bench", "--device", ""), "device must be cpu or cuda, got ''"),
+        (("warm-up", "--config", ".", "--max-num-seqs", 0), "--max-num-seqs"),
+        (("warm-up", "--config", ".", "--num-speculative-tokens", -1), "--num-speculative-tokens"),
+        (("warm-up",), "--config"),
+        (("nothing",), "nothing"),
+    ],
+    ids=str,
+)
+def test_odd_options_are_refused(tmp_path, monkeypatch, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 V32 = {"num_attention_heads": 128, "index_topk": 2048, "index_n_heads": 64}
 V4 = V32 | {"head_dim": 512, "o_groups": 16}
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
@@ -614,8 +778,26 @@ BY_TYPE = V4 | {"layer_types": ["sliding_attention", *RATES], "compress_rates": 
         ),
         (json.dumps(BY_TYPE), ("--cache", "bf16_576v512"), "dim 512 for this model, got bf16_576"),
         (json.dumps(LISTED | {"model_type": "deepseek_v41"}), (), "layers share entries"),
+        *(
+            (json.dumps(fields), (), f"config: {name} must be")
+            for name, fields in (
+                ("num_attention_heads", V32 | {"num_attention_heads": "128"}),
+                ("num_attention_heads", V32 | {"num_attention_heads": None}),
+                ("num_attention_heads", V32 | {"num_attention_heads": 1.5}),
+                ("index_topk", V32 | {"index_topk": 0}),
+                ("index_n_heads", V32 | {"index_n_heads": -1}),
+                ("max_position_embeddings", V32 | {"max_position_embeddings": "1K"}),
+                ("qk_rope_head_dim", V32 | {"qk_rope_head_dim": "64"}),
+                ("compress_ratios", V4 | {"compress_ratios": "4"}),
+                ("compress_ratios", V4 | {"compress_ratios": [4, None]}),
+                ("compress_rates", V4 | {"layer_types": ["a"], "compress_rates": 4}),
+                ("layer_types", V4 | {"layer_types": "a", "compress_rates": RATES}),
+                ("o_groups", LISTED | {"o_groups": "16"}),
+                ("sliding_window", LISTED | {"sliding_window": [128]}),
+            )
+        ),
     ],
-    ids=["no JSON", "no object", "no indexer", "ranks", "format", "dims", "types", "V4.1"],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "",
 )
 def test_warm_up_refuses(tmp_path: Path, content: str, arguments: Any, part: str) -> None:
     path = tmp_path / "config.json"

@@ -65,10 +65,10 @@ def test_a_deepseek_v4_checkpoint(tmp_path):
 
 
 def test_exactly_one_prompt_is_required(checkpoint):
-    expected = "either --prompt or --prompt-file must be given"
+    expected = "--prompt or --prompt-file must be given, got neither"
     assert_fails(run("--model", checkpoint), expected)
     both = run("--model", checkpoint, "--prompt", "a", "--prompt-file", __file__)
-    assert_fails(both, expected)
+    assert_fails(both, "--prompt and --prompt-file exclude each other, got both")
     assert_fails(run("--model", checkpoint, "--prompt", ""), "the prompt has no tokens")
 
 
@@ -109,6 +109,28 @@ def test_a_hub_id_that_cannot_be_read(monkeypatch):
     assert_fails(result, "lamp/none is neither a folder nor a readable model", "404 Client Error")
 
 
+def test_a_name_that_no_file_can_have():
+    for name in ("a" * 5000, "a\0b"):
+        result = run("--model", name, "--prompt", PROMPT)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("sparsemla: ")
+
+
+def test_a_prompt_of_another_encoding(checkpoint):
+    """Python hands over a byte that is no UTF-8 as a surrogate."""
+    seen = []
+
+    def encode(self, text):
+        seen.append(text)
+        return list(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate.ByteTokenizer, "encode", encode)
+        result = run("--model", checkpoint, "--prompt", "d\udce9j\udce0")
+    assert result.exit_code == 0, result.output
+    assert seen == ["déjà".encode("latin-1")]
+
+
 @pytest.mark.parametrize("path", ["./lamp/none", "/lamp/none", "lamp", "./lamp"])
 def test_paths_are_not_hub_ids(monkeypatch, path):
     monkeypatch.setattr(generate, "snapshot_download", lambda *args: pytest.fail("downloads"))
@@ -120,7 +142,7 @@ def test_paths_are_not_hub_ids(monkeypatch, path):
     [
         ("tpu", "device must be auto, cpu, cuda or cuda:<index>, got 'tpu'"),
         ("meta", "device must be auto, cpu, cuda or cuda:<index>, got 'meta'"),
-        ("cuda:99", "device must be on this machine, got 'cuda:99' with"),
+        ("cuda:99", "device must be on this machine, got 'cuda:99': torch "),
     ],
 )
 def test_missing_devices_are_refused(checkpoint, device, message):

@@ -268,11 +268,14 @@ def _files(directory: Path) -> list[Path]:
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:  # a NUL in the name
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{path.parent} is not a model directory: cannot read {path.name}: {error.strerror}"
+            f"{path.parent} is not a model directory: cannot read {path.name}: {reason}"
         ) from error
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,12 +21,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+MOST_SEED = 2**32 - 1
 DEMO_PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "transformers")
 
 
 def main() -> None:
     """Run the command line."""
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack a letter
+    try:
+        app(prog_name="sparsemla")
+    except OSError as error:  # of a write to the terminal, anywhere
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"sparsemla: cannot write the output: {error.strerror}")
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +73,7 @@ def read_text(path: Path) -> bytes:
     try:
         text = path.read_bytes()
     except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
+        fail(f"cannot read {path}: {error.strerror or error}")
     if not text:
         fail(f"{path} is empty")
     if b"\0" in text:
@@ -86,7 +99,9 @@ def demo(
             "as n^2.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws what the model must recall.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Draws what the model must recall.")
+    ] = 0,
     device: Annotated[
         str, typer.Option(help="Of v4: cpu or cuda, for which kernels are compiled first.")
     ] = "cpu",
@@ -101,7 +116,7 @@ def demo(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"cannot write to {out}: {error.strerror}")
+        fail(f"cannot write to {out}: {error.strerror or error}")
     if picture.is_dir():
         fail(f"cannot write {picture}: it is a directory")
     try:
@@ -112,7 +127,7 @@ def demo(
     except ModuleNotFoundError as error:
         missing_package(error)
     except OSError as error:
-        fail(f"cannot write {picture}: {error.strerror}")
+        fail(f"cannot write {picture}: {error.strerror or error}")
 
 
 def _show_trained(model: str | None, picture: Path, tokens: int, seed: int) -> None:
@@ -126,7 +141,7 @@ def _show_trained(model: str | None, picture: Path, tokens: int, seed: int) -> N
     try:
         with Progress(console=errors, transient=True) as progress:
             report = work.run_demo(
-                Path(model) if model else work.shipped_model(),
+                work.shipped_model() if model is None else Path(model),
                 context=tokens,
                 seed=seed,
                 progress=progress,
@@ -149,10 +164,11 @@ def _show_v4(picture: Path, seed: int, device: str) -> None:
     from rich.progress import Progress
 
     from sparsemla import demo_v4 as work
+    from sparsemla.kinds import missing_gpu
     from sparsemla.picture import draw_contexts
 
     if device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda needs a GPU")
+        fail(f"--device cuda needs a GPU: {missing_gpu()}")
     console, errors = Console(highlight=False), Console(stderr=True)
     with Progress(console=errors, transient=True) as progress:
         report = work.run_demo(device=device, seed=seed, progress=progress)
@@ -185,12 +201,14 @@ def generate(
     The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the checkpoint,
     tokens are bytes if the vocabulary has 256.
     """
-    if prompt_file is not None and prompt is None:
+    if prompt is not None and prompt_file is not None:
+        fail("--prompt and --prompt-file exclude each other, got both")
+    if prompt_file is not None:
         text = read_text(prompt_file)
-    elif prompt is not None and prompt_file is None:
-        text = prompt.encode()
+    elif prompt is not None:
+        text = os.fsencode(prompt)  # the bytes that were typed, of any encoding
     else:
-        fail("either --prompt or --prompt-file must be given")
+        fail("--prompt or --prompt-file must be given, got neither")
     try:
         from sparsemla.generate import CheckpointError, generate_text, load_checkpoint
     except ModuleNotFoundError as error:
@@ -304,8 +322,10 @@ def bench(
             launches=launches,
             host_times=host_times,
         )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         fail(error)
+    except OSError as error:
+        fail(f"cannot read or write {error.filename}: {error.strerror or error}")
     raise typer.Exit(code)
 
 
@@ -340,6 +360,7 @@ def warm_up(
     import torch
     from rich.progress import Progress
 
+    from sparsemla.kinds import missing_gpu
     from sparsemla.warmup import entry_ratios
 
     try:
@@ -361,7 +382,10 @@ def warm_up(
     except (ValueError, TypeError) as error:
         fail(error)
     if not torch.cuda.is_available():
-        fail("warm-up needs a GPU: kernels are compiled for the one that is present")
+        fail(
+            "warm-up needs a GPU, since kernels are compiled for the one that is present: "
+            f"{missing_gpu()}"
+        )
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("kernels", total=None)
         done = sparsemla.warm_up(
@@ -374,20 +398,24 @@ def warm_up(
 def read_config(model: str) -> dict[str, Any]:
     """The content of a model's ``config.json``: a path, a folder or a hub id."""
     path = Path(model)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.exists() and model.count("/") == 1 and not model.endswith(".json"):
+    try:
+        if path.is_dir():
+            path /= "config.json"
+        is_there = path.exists()
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror or error}")
+    if not is_there and model.count("/") == 1 and not model.endswith(".json"):
         try:
             from huggingface_hub import hf_hub_download
         except ModuleNotFoundError as error:
             missing_package(error)
         try:
             path = Path(hf_hub_download(model, "config.json"))
-        except OSError as error:
+        except Exception as error:  # of the hub's client, and of the network below it
             fail(f"cannot get config.json of {model}: {error}")
     try:
         config = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fail(f"{path} is not JSON: {error}")
     if not isinstance(config, dict):
         fail(f"{path} must hold an object, got {type(config).__name__}")

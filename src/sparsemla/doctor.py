@@ -16,6 +16,7 @@ import sparsemla
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.formats import FP8_DS_MLA, get_format
+from sparsemla.kinds import missing_gpu
 from sparsemla.support import Support, cpu_support, gpu_support
 
 PACKAGES = (
@@ -115,7 +116,7 @@ def parse_gpu(device: str, capability: str | None) -> Gpu | None:
         return None
     if capability is None:
         if not torch.cuda.is_available():
-            raise ValueError("capability must be given on a machine without a CUDA GPU")
+            raise ValueError(f"capability must be given on this machine: {missing_gpu()}")
         return Gpu.here()
     if capability == "gfx942":
         return Gpu(capability, (9, 4))

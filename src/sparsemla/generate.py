@@ -35,7 +35,7 @@ from sparsemla.checkpoint import (
     unused,
 )
 from sparsemla.formats import get_format
-from sparsemla.kinds import check_integer
+from sparsemla.kinds import check_integer, missing_gpu
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -160,15 +160,16 @@ def _check_device(device: str) -> None:
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda"):
         raise CheckpointError(f"device must be auto, cpu, cuda or cuda:<index>, got {device!r}")
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        raise CheckpointError(f"device must be on this machine, got {device!r} with {count} GPUs")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise CheckpointError(f"device must be on this machine, got {device!r}: {missing_gpu()}")
 
 
 def _directory(model: str | Path) -> Path:
     """The folder of a checkpoint; files of a hub id are downloaded."""
     directory = Path(model)
-    if directory.exists() or not HUB_ID.fullmatch(str(model)):
+    with _blamed_on("model"):  # a name that no file can have
+        is_there = directory.exists()
+    if is_there or not HUB_ID.fullmatch(str(model)):
         return directory
     with _blamed_on(f"{model} is neither a folder nor a readable model on huggingface.co"):
         # The configuration first: a model of another architecture costs no further download.

@@ -51,11 +51,26 @@ def check_integers(name: str, tensor: object) -> None:
 
 
 def check_device(name: str, device: object) -> None:
-    """Check a device, the name of a device, or None."""
-    if device is None or isinstance(device, torch.device):
+    """Check a device, the name of a device, or None; a GPU must be there."""
+    if device is None:
         return
-    check_kind(name, device, str)
-    try:
-        torch.device(str(device))
-    except RuntimeError as error:
-        raise ValueError(f"{name} must name a device, got {device!r}") from error
+    if not isinstance(device, torch.device):
+        check_kind(name, device, str)
+        try:
+            device = torch.device(str(device))
+        except RuntimeError as error:
+            raise ValueError(f"{name} must name a device, got {device!r}") from error
+    if device.type == "cuda" and not (torch.cuda.is_initialized() or torch.cuda.is_available()):
+        try:
+            torch.empty(0, device=device)  # fake tensors need no GPU
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} must be a device of this machine, got {str(device)!r}: {missing_gpu()}"
+            ) from error
+
+
+def missing_gpu() -> str:
+    """Why torch has not the GPU that was named."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return f"torch finds {torch.cuda.device_count()} GPUs"

@@ -45,6 +45,17 @@ from sparsemla.ops import (
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
 
+INTEGERS = (
+    "max_position_embeddings",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "head_dim",
+    "sliding_window",
+    "o_groups",
+    "o_lora_rank",
+)
+"""Fields of ``config.json`` that are read where a model has them."""
+
 ROPE_DIM = 64
 """Dims of RoPE in an indexer's head."""
 SELECTED = 4
@@ -172,6 +183,11 @@ class Serving:
         absent = [name for name in wanted if name not in config]
         if absent:
             raise ValueError(f"config must have {', '.join(wanted)}; it lacks {', '.join(absent)}")
+        for name in wanted:
+            check_integer(f"config: {name}", config[name], 1)
+        for name in INTEGERS:
+            if config.get(name) is not None:
+                check_integer(f"config: {name}", config[name])
         heads, rest = divmod(config["num_attention_heads"], tensor_parallel_size)
         if rest:
             raise ValueError(
@@ -270,8 +286,13 @@ def entry_ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if config.get("model_type") == "deepseek_v41":
         raise ValueError("config must not be of a deepseek_v41, whose layers share entries")
+    for name, kind in (("compress_ratios", list), ("layer_types", list), ("compress_rates", dict)):
+        if config.get(name) is not None:
+            check_kind(f"config: {name}", config[name], kind)
     if "compress_ratios" in config:
-        return tuple(sorted(set(config["compress_ratios"])))
+        for ratio in config["compress_ratios"] or ():
+            check_integer("config: compress_ratios", ratio)
+        return tuple(sorted(set(config["compress_ratios"] or ())))
     rates = config.get("compress_rates") or {}
     kinds = config.get("layer_types") or [] if rates else []
     return tuple(sorted({rates.get(kind, 0) for kind in kinds}))

@@ -18,8 +18,12 @@ from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads, with_
 from sparsemla.bench.timing import Timer
 from sparsemla.bench.training import crossing_lines
 from sparsemla.bench.workloads import Workload
+from sparsemla.kinds import missing_gpu
 
 DOCUMENT = Path("docs/results.md")
+
+WITH = {"table": ("plot",), "launches": ("plot", "peers"), "host_times": ("commit", "peers")}
+"""Options that count beside one that measures nothing, or something else."""
 
 
 def bench(
@@ -65,6 +69,21 @@ def bench(
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot needs matplotlib, which is not installed")
+    options = {
+        "op": op,
+        "case": case,
+        "json": json,
+        "plot": plot,
+        "peers": peers,
+        "device": device,
+        "commit": commit,
+        "full": full or None,
+        "table": table,
+        "launches": launches,
+        "host_times": host_times,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    _check_together(given, device)
     if table is not None:
         found = report.load(table)
         own = DOCUMENT.with_stem(f"{DOCUMENT.stem}-{table.stem}")
@@ -79,15 +98,28 @@ def bench(
         return _launches(write, launches, plot, peers)
     if host_times is not None:
         return _host_times(write, host_times, commit, peers)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cpu":
-        if any(option is not None for option in (op, case, json, plot, peers)):
-            raise ValueError("op, case, json, plot and peers need the device cuda")
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return _compare_on_cpu(write)
-    if device != "cuda" or not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu or, where there is a GPU, cuda; got {device!r}")
     workloads = select_workloads(op, full, case)
     return _measure(write, workloads, json, plot, peers, commit)
+
+
+def _check_together(given: list[str], device: str | None) -> None:
+    """Refuse options that would not count."""
+    mode = next((name for name in ("table", "launches", "host_times") if name in given), None)
+    if mode is not None:
+        if others := [name for name in given if name not in (mode, *WITH[mode])]:
+            raise ValueError(f"{', '.join(others)} must not be given with {mode}")
+        return
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ValueError(f"device must be cpu on this machine, got 'cuda': {missing_gpu()}")
+    others = [name for name in given if name != "device"]
+    if others and (device == "cpu" or not has_gpu):
+        reason = "" if has_gpu else f": {missing_gpu()}"
+        raise ValueError(f"{', '.join(others)} must not be given with the device cpu{reason}")
 
 
 def _measure(

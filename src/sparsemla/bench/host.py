@@ -175,5 +175,5 @@ def load(path: Path) -> HostTimes:
         found = json.loads(text)
         rows: Sequence[Row] = [Row(**row) for row in found.pop("rows")]
         return HostTimes(**found, rows=tuple(rows))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold times of the host: {error}") from error

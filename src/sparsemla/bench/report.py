@@ -115,7 +115,7 @@ def load(path: Path) -> Report:
         document = json.loads(text)
         rows = [_row(values, document["runs"]) for values in document["rows"]]
         return Report(document["device"], Ceilings(**document["ceilings"]), rows)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a benchmark report: {error}") from error
 
 

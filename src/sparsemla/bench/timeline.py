@@ -132,11 +132,14 @@ def load(path: Path) -> list[Line]:
     """
     text = path.read_bytes()
     try:
+        found = json.loads(text)
+        if not isinstance(found, list) or not found:
+            raise TypeError("it must hold a list of lines")
         return [
             Line(one["case"], one["side"], tuple(Launch(**launch) for launch in one["launches"]))
-            for one in json.loads(text)
+            for one in found
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a time line: {error}") from error
 
 

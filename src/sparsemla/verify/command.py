@@ -56,7 +56,8 @@ def verify(
 
     from sparsemla.verify import run
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and acting_as:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     try:
@@ -132,7 +133,7 @@ def _unwritable(path: Path) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return "it is a directory" if path.is_dir() else None
 
 

@@ -22,6 +22,7 @@ import torch
 
 import sparsemla
 from sparsemla.kernels.common.device import describe
+from sparsemla.kinds import missing_gpu
 from sparsemla.testing.cases import Draw
 from sparsemla.testing.compare import Tolerance, has_fp8_products, tolerances_of
 from sparsemla.verify.beside import Shared, calls_of, compile_calls, rerun_beside
@@ -270,7 +271,7 @@ def check_choice(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be cpu on a machine without a CUDA GPU, got 'cuda'")
+        raise ValueError(f"device must be cpu on this machine, got 'cuda': {missing_gpu()}")
     for op in ops:
         if op not in MATRIX:
             raise ValueError(f"op must be one of {', '.join(MATRIX)}; got {op!r}")
