@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -75,3 +76,11 @@ def test_pre_commit_runs_the_pinned_ruff():
     (ruff,) = hooks["repos"]
     assert ruff["rev"] == f"v{pins()['ruff']}"
     assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_sglangs_plugin_without_sglang(monkeypatch):
+    from sparsemla.backends.sglang import register
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"^SGLang is not installed$"):
+        register()

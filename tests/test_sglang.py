@@ -6,10 +6,13 @@ kernels run in the interpreter. CI installs SGLang for this file alone: see `.ci
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import unittest
@@ -60,8 +63,8 @@ with warnings.catch_warnings():
         run_dsa_sparse_fixture_eager,
     )
 
-    from sparsemla.backends.sglang import attention, register
-    from sparsemla.backends.sglang.hooks import HOOKS, install, is_installed, signature
+    from sparsemla.backends.sglang import attention, register, settings
+    from sparsemla.backends.sglang.hooks import CALLERS, HOOKS, install, is_installed, signature
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -184,6 +187,22 @@ def test_another_signature_stops_the_start(monkeypatch, hook):
         register()
 
 
+@pytest.mark.parametrize("target", [*(hook.target for hook in HOOKS), *CALLERS])
+def test_another_body_stops_the_start(monkeypatch, target):
+    """As if a new version had changed a function and kept its signature."""
+    changed = pkgutil.resolve_name(target)
+    getsource = inspect.getsource
+
+    def source(function):
+        text = getsource(function)
+        return text + "# changed" if function is changed else text
+
+    monkeypatch.setattr(inspect, "getsource", source)
+    with pytest.raises(SystemExit, match=rf"{re.escape(target)} has changed: read it again"):
+        register()
+    assert not any(map(is_installed, HOOKS))
+
+
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
     with pytest.raises(SystemExit) as caught:
@@ -290,14 +309,231 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
         ({"config": {"kv_lora_rank": 256}}, r"must be \(512, 64\), got \(256, 64\)"),
         (
             {"config": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}},
-            "the model must have an indexer, got DeepseekV2ForCausalLM",
+            "the model must have an indexer that SGLang's dsa backend serves, got DeepseekV2ForCausalLM",
         ),
+        ({"model_impl": "transformers"}, "--model-impl must be one of auto, sglang"),
+        ({"dtype": "float16"}, "--dtype must be bfloat16, got torch.float16"),
     ],
     ids=str,
 )
 def test_unsupported_settings_are_refused(hooked, arguments, changes, reason):
     with pytest.raises(ValueError, match=f"sparsemla: .*{reason}"):
         arguments(**changes)
+
+
+class Settings(SimpleNamespace):
+    """Resolved arguments, of which every one that is not given is off."""
+
+    def __getattr__(self, name):
+        return None
+
+
+GOOD = {
+    "attention_backend": "dsa",
+    "model_impl": "auto",
+    "kv_cache_dtype": "fp8_e4m3",
+    "dcp_size": 1,
+    "attn_cp_size": 1,
+    "dsa_prefill_backend": "flashmla_kv",
+    "dsa_decode_backend": "flashmla_kv",
+}
+
+
+@pytest.fixture
+def refusal(monkeypatch):
+    """The reason for settings that SGLang itself may refuse, too, or that need a machine."""
+
+    def reason(config=None, dtype=torch.bfloat16, **changes):
+        hf_config = SimpleNamespace(**(CONFIG | (config or {})), get_text_config=lambda: None)
+        model = SimpleNamespace(
+            hf_config=hf_config, kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype
+        )
+        with override_platform(is_cuda=True):
+            return settings.refuse(Settings(**(GOOD | changes)), model)
+
+    return reason
+
+
+def test_good_settings_have_no_reason(refusal):
+    assert refusal() is None
+
+
+@pytest.mark.parametrize("option", settings.OFF)
+def test_options_that_must_be_off(refusal, option):
+    flag = "--" + option.replace("_", "-")
+    assert refusal(**{option: True}) == f"{flag} must be off: {settings.OFF[option]}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_cp_size": 2}, "--attn-cp-size must be 1, got 2"),
+        ({"dcp_size": 2}, "--dcp-size must be 1, got 2"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype must be one of .*, got nvfp4"),
+        ({"model_impl": "transformers"}, "--model-impl must be one of .*, got transformers"),
+        ({"dtype": torch.float16}, "--dtype must be bfloat16, got torch.float16"),
+        (
+            {"config": {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}},
+            "^SGLang's backend dsv4 of DeepseekV4ForCausalLM is not replaced, only dsa$",
+        ),
+    ],
+    ids=str,
+)
+def test_other_refusals(refusal, changes, reason):
+    assert re.search(reason, refusal(**changes))
+
+
+@pytest.mark.parametrize(
+    ("capability", "accepted"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)],
+)
+def test_gpus(refusal, monkeypatch, capability, accepted):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    found = refusal()
+    assert (found is None) == accepted
+    if not accepted:
+        assert "compute capability 9.0 or more" in found
+        assert found.endswith(f"got {capability[0]}.{capability[1]}")
+
+
+def test_other_bits_of_fp8_are_refused(refusal, monkeypatch):
+    monkeypatch.setattr(settings, "fp8_dtype", torch.float8_e4m3fnuz)
+    assert refusal() == "SGLang's FP8 dtype must be float8_e4m3fn, got torch.float8_e4m3fnuz"
+
+
+HANDLED = (
+    *settings.CHOICES,
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "dtype",
+    "dcp_size",
+    "attn_cp_size",
+)
+"""Arguments that ``refuse`` reads, besides those that must be off."""
+
+IRRELEVANT = {
+    "the selection is exact and the same for every choice": "dsa_topk_backend "
+    "speculative_dsa_topk_backend enable_return_indexer_topk",
+    "the scores stay SGLang's": "dsa_paged_mqa_logits_backend enable_dsa_fused_indexer "
+    "qsa_indexer_dtype",
+    "of a choice of --dsa-prefill-backend that is refused": "dsa_triton_union",
+    "of a cache dtype that is refused": "prefill_kv_cache_dequant_dtype",
+    "of DeepSeek-V4, which is refused": "dsv4_prefill_backend dsv4_attn_backend "
+    "enable_deepseek_v4_fp4_indexer c128_page_size enable_encoder_swa_bounded_replay "
+    "enable_decoder_swa_bounded_replay",
+    "of other attention backends, which are refused": "enable_lean_attention "
+    "triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
+    "triton_attention_split_tile_size flashinfer_mla_disable_ragged mm_attention_backend",
+    "of sliding windows and Mamba, which no model of dsa has": "swa_full_tokens_ratio "
+    "_swa_full_tokens_ratio_explicitly_set swa_prefix_tails disable_hybrid_swa_memory "
+    "max_mamba_cache_size mamba_full_memory_ratio",
+    "of kernels beside attention": "sampling_backend grammar_backend fp8_gemm_runner_backend "
+    "fp4_gemm_runner_backend bf16_gemm_backend disable_flashinfer_autotune "
+    "flashinfer_autotune_skip_ops enable_fused_qk_norm_rope enable_precise_embedding_interpolation",
+    "SGLang refuses it for these models": "enable_deterministic_inference",
+    "of context parallelism, which is refused": "dcp_comm_backend dcp_replicate_q_proj "
+    "cp_strategy enable_cp_tp_group_sharing",
+    "each backend has a workspace of its own": "enable_two_batch_overlap "
+    "enable_single_batch_overlap tbo_token_distribution_threshold",
+    "the heads of a rank and its rows are counted from tensors": "tp_size pp_size "
+    "pp_max_micro_batch_size pp_async_batch_depth dp_size attn_dp_size moe_dp_size dwdp_size "
+    "ep_size moe_dense_tp_size enable_dp_attention nnodes node_rank "
+    "enable_attn_tp_input_scattered disable_attn_tp_gather",
+    "of processes, layers and collectives beside attention": "nccl_port dist_timeout "
+    "dist_init_addr gated_launch_port load_balance_method "
+    "enable_dp_attention_local_control_broadcast enable_dp_lm_head enable_tp_lm_head_all_to_all "
+    "enable_shared_experts_attn_tp "
+    "shared_experts_tp_size enable_dense_mlp_attn_tp enable_layernorm_sp "
+    "enable_megamoe_for_layernorm_sp enable_p2p_check ep_join_rank_offset elastic_ep_initial_size "
+    "max_ep_size",
+    "slots are read where SGLang says; it moves pages": "page_size radix_eviction_policy "
+    "_radix_eviction_policy_explicitly_set radix_eviction_policy_config disable_radix_cache "
+    "enable_session_radix_cache radix_cache_backend enable_hierarchical_cache "
+    "hicache_host_memory_mode hicache_ratio hicache_size hicache_host_memory_fraction "
+    "hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend "
+    "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
+    "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts "
+    "enable_unified_cache_external_linker unified_cache_external_linker_backend "
+    "unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache "
+    "lmcache_config_file enable_flexkv flexkv_config_file",
+    "of HiSparse, which is refused": "hisparse_config",
+    "the sizes of a step are those of its tensors": "mem_fraction_static max_running_requests "
+    "max_queued_requests max_total_tokens chunked_prefill_size prefill_decode_interval "
+    "prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens "
+    "prefill_max_requests disable_chunked_prefix_cache disable_overlap_schedule "
+    "num_continuous_decode_steps scheduler_recv_interval enable_mixed_chunk",
+    "which requests run when": "schedule_policy enable_priority_scheduling "
+    "disable_priority_preemption default_priority_value abort_on_priority_when_disabled "
+    "schedule_low_priority_values_first priority_scheduling_preemption_threshold retraction_policy "
+    "schedule_conservativeness enable_prefill_delayer prefill_delayer_max_delay_passes "
+    "prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets "
+    "prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio "
+    "prefill_delayer_max_delay_ms min_free_slots_delay",
+    "each draft token selects its own keys; a draft model is built like any other": ""
+    "speculative_algorithm uno_lora_path speculative_draft_model_path "
+    "speculative_boundary_reduction speculative_draft_model_revision "
+    "speculative_draft_load_format speculative_num_steps speculative_eagle_topk "
+    "speculative_num_draft_tokens speculative_attention_mode speculative_draft_kv_cache_dtype "
+    "speculative_draft_model_quantization _speculative_draft_quantization_explicitly_set "
+    "enable_multi_layer_eagle speculative_adaptive speculative_adaptive_config spec_trace_dir",
+    "a backend that is named for the draft model alone": "speculative_draft_attention_backend",
+    "of draft models with other attention": "speculative_dflash_block_size "
+    "speculative_domino_candidate_pool_size speculative_dspark_block_size "
+    "speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
+    "speculative_dspark_align_verify_tokens_to_graph_tier speculative_draft_window_size "
+    "speculative_draft_sink_size",
+    "which drafts are accepted, and where they come from": "speculative_accept_threshold_single "
+    "speculative_accept_threshold_acc speculative_use_rejection_sampling "
+    "speculative_use_block_verification speculative_token_map speculative_ngram_min_bfs_breadth "
+    "speculative_ngram_max_bfs_breadth speculative_ngram_match_type "
+    "speculative_ngram_max_trie_depth speculative_ngram_capacity "
+    "speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
+    "speculative_ngram_external_corpus_max_tokens",
+    "of experts": "speculative_moe_runner_backend speculative_moe_a2a_backend "
+    "speculative_enable_w4a4_mxfp4_megamoe",
+}
+"""Why an argument cannot change what the replaced functions compute."""
+
+ENUMERATED = (
+    "ExecKernel",
+    "ExecOverlap",
+    "ExecDeterministic",
+    "Memory",
+    "Parallel",
+    "Schedule",
+    "Spec",
+)
+OTHERS = {
+    "ExecComm ExecMoe ExecOffload": "collectives, experts and weights",
+    "ExecMamba ExecDllm": "models that the dsa backend does not serve",
+    "ExecGraph": "graphs capture the replaced methods, which neither allocate workspaces nor sync",
+    "ExecFeatures": "what requests return; the selection of an indexer among it",
+    "Model": "weights and their formats; dtypes and the implementation are read by refuse",
+    "Lora": "SGLang applies adapters before it calls attention",
+    "Mm Disagg": "images, and transfers of pages between servers",
+    "Device Observability Serving": "processes, logs and requests",
+}
+"""Groups of arguments that do not concern attention, cache, parallelism or speculation."""
+
+
+def test_every_argument_of_sglang_is_accounted_for():
+    """A new one fails here: handle it, refuse it, or say why it does not matter."""
+    from sglang.srt.arg_groups import fields
+
+    groups = {}
+    for module in pkgutil.iter_modules(fields.__path__):
+        found = vars(importlib.import_module(f"{fields.__name__}.{module.name}"))
+        for name, group in found.items():
+            if inspect.isclass(group) and group.__module__.startswith(fields.__name__):
+                groups[name] = set(vars(group).get("__annotations__", ()))
+    groups = {name: names for name, names in groups.items() if names}
+    assert {*groups} == {*ENUMERATED, *" ".join(OTHERS).split()}
+    listed = [*HANDLED, *settings.OFF, *" ".join(IRRELEVANT.values()).split()]
+    assert len(listed) == len({*listed}), "each once"
+    arguments = set().union(*groups.values())
+    assert {*listed} <= arguments, "no longer an argument"
+    assert set().union(*(groups[name] for name in ENUMERATED)) <= {*listed}
 
 
 @pytest.mark.parametrize(

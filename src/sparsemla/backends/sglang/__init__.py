@@ -4,6 +4,8 @@ SGLang calls :func:`register` through its plugin group ``sglang.srt.plugins``, i
 processes. This module imports SGLang only inside that function.
 """
 
+import importlib.util
+
 NAME = "sparsemla"
 """Name of the plugin, which a user lists in ``SGLANG_PLUGINS``."""
 VERSION = "0.5.23"
@@ -17,9 +19,13 @@ def register() -> None:
     so it does nothing unless ``SGLANG_PLUGINS`` contains its name.
 
     Raises:
-        SystemExit: SGLang is of another version, or a function could not be replaced. SGLang logs
-            any other exception of a plugin and then serves with its own kernels.
+        ModuleNotFoundError: SGLang is not installed.
+        SystemExit: SGLang is of another version, a function of it has changed, or one could not be
+            replaced. SGLang logs any other exception of a plugin and then serves with its own
+            kernels.
     """
+    if importlib.util.find_spec("sglang") is None:
+        raise ModuleNotFoundError("SGLang is not installed", name="sglang")
     import sglang
     from sglang.srt.environ import envs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import pkgutil
@@ -36,12 +37,14 @@ class Hook(NamedTuple):
     Attributes:
         target: dotted path in SGLang.
         signature: its signature without annotations.
+        body: first digits of the SHA-256 of its source, which was read beside ours.
         function: replaces it, or runs after it, with its result as the first argument.
         kind: REPLACE or AFTER.
     """
 
     target: str
     signature: str
+    body: str
     function: Callable[..., Any]
     kind: HookType = HookType.REPLACE
 
@@ -66,59 +69,89 @@ HOOKS = (
     Hook(
         f"{BACKEND}._forward_flashmla_kv",
         "(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)",
+        "5f7786995e6f003c",
         forward_flashmla_kv,
     ),
     Hook(
         f"{BACKEND}._forward_flashmla_sparse",
         "(self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length=None, "
         "attn_sink=None)",
+        "0e9ad8a5bf3797e4",
         forward_flashmla_sparse,
     ),
     Hook(
         f"{BACKEND}._forward_fa3",
         "(self, q_rope, kv_cache, v_head_dim, q_nope, page_table, cache_seqlens, cu_seqlens_q, "
         "cu_seqlens_k, max_seqlen_q, sm_scale, logit_cap, page_size)",
+        "56d82e9d9cc15a7b",
         forward_fa3,
     ),
     Hook(
         f"{BACKEND}._compute_flashmla_metadata",
         "(self, cache_seqlens, seq_len_q)",
+        "93c8e8fd611b27a6",
         compute_flashmla_metadata,
     ),
-    Hook(f"{BACKEND}._build_topk_v2_plan", "(self, seqlens_expanded)", build_topk_v2_plan),
+    Hook(
+        f"{BACKEND}._build_topk_v2_plan",
+        "(self, seqlens_expanded)",
+        "a9f5f841bc9ea438",
+        build_topk_v2_plan,
+    ),
     Hook(
         f"{TOPK}.topk_transform",
         "(self, logits, lengths, topk, topk_transform_method, attn_metadata, "
         "cu_seqlens_q_topk=None, topk_indices_offset=None, row_starts=None, batch_idx_list=None, "
         "force_unfused_topk=False)",
+        "0cf1cb1d264246fa",
         topk_transform,
     ),
     Hook(
         f"{BACKEND}.__init__",
         "(self, model_runner, skip_prefill=False, speculative_step_id=0, topk=0, "
         "speculative_num_steps=0, seed_dsa_topk_from_draft_extend=False)",
+        "8bc55d265b9da733",
         reserve_workspace,
         HookType.AFTER,
     ),
-    Hook(f"{ARGUMENTS}.check_server_args", "(self)", check_settings, HookType.AFTER),
+    Hook(
+        f"{ARGUMENTS}.check_server_args",
+        "(self)",
+        "84a23bc7327d0246",
+        check_settings,
+        HookType.AFTER,
+    ),
 )
 """All functions of SGLang 0.5.23 that the plugin touches.
 
-For another version of SGLang, change ``VERSION`` and this table until ``tests/test_sglang.py``
-passes, and read what else our functions use of SGLang's classes.
+For another version of SGLang, read each function that has changed, change ``VERSION`` and this
+table until ``tests/test_sglang.py`` passes, and read what else our functions use of SGLang's
+classes.
 """
+
+CALLERS = {
+    f"{BACKEND}.forward_extend": "37843e98f43257bd",
+    f"{BACKEND}.forward_decode": "80c9f3493d3d2166",
+}
+"""Bodies of functions that choose a replaced method and its arguments."""
 
 
 def install() -> None:
     """Register and apply all hooks, and log the replaced functions.
 
     Raises:
-        RuntimeError: a signature is not that of the table, or a hook did not take.
+        RuntimeError: a signature or a body is not that of the table, or a hook did not take.
     """
+    bodies = dict(CALLERS)
     for hook in HOOKS:
         found = signature(pkgutil.resolve_name(hook.target))
         if found != hook.signature:
             raise RuntimeError(f"{hook.target} must have signature {hook.signature}, got {found}")
+        if not is_installed(hook):
+            bodies[hook.target] = hook.body
+    for target, digits in bodies.items():
+        if (found := body(pkgutil.resolve_name(target))) != digits:
+            raise RuntimeError(f"{target} has changed: read it again, its body is {found}")
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
@@ -140,6 +173,11 @@ def signature(function: Callable[..., Any]) -> str:
     """The signature of a function, without annotations."""
     parameters = inspect.signature(function).parameters.values()
     return str(inspect.Signature([p.replace(annotation=Parameter.empty) for p in parameters]))
+
+
+def body(function: Callable[..., Any]) -> str:
+    """First digits of the SHA-256 of a function's source."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def is_installed(hook: Hook) -> bool:

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
 from sglang.srt.arg_groups.model_override_base import attention_backends_of
-from sglang.srt.configs.model_config import get_dsa_index_kpool, is_deepseek_dsa
+from sglang.srt.configs.model_config import (
+    get_dsa_index_kpool,
+    is_deepseek_dsa,
+    is_deepseek_v4,
+)
 from sglang.srt.runtime_context import get_platform
 
-PREFILL_BACKENDS = "flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3"
-DECODE_BACKENDS = "flashmla_sparse", "flashmla_kv", "fa3"
+CHOICES = {
+    "model_impl": ("auto", "sglang"),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16", "fp8_e4m3"),
+    "dsa_prefill_backend": ("flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3"),
+    "dsa_decode_backend": ("flashmla_sparse", "flashmla_kv", "fa3"),
+}
+"""Values of options that are supported."""
+CAPABILITY = 9, 0
+"""Least compute capability: SGLang scores keys with DeepGEMM."""
+
+OFF = {
+    "enable_hisparse": "HiSparse keeps rows on the host",
+    "enable_prefill_cp": "prefill context parallelism splits selections between ranks",
+    "enable_cp_decode_attn_tp": "it belongs to context parallelism",
+    "enable_dsa_cache_layer_split": "other ranks hold the rows of some layers",
+    "enable_kv_cache_sharding": "other ranks hold some pages",
+    "enable_page_major_kv_layout": "rows of a layer must follow each other",
+    "enable_unified_memory": "rows of a layer must follow each other",
+    "enable_nvidia_megakernel": "its kernels compute attention instead of the plugin",
+    "enable_amd_monokernel": "its kernels compute attention instead of the plugin",
+    "prefill_only_disable_kv_cache": "attention reads the cache",
+    "rl_on_policy_target": "it asks for the attention of a trainer",
+}
+"""Options that must be left out, with the reason."""
 
 
 def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's own classes
@@ -21,30 +49,42 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
     """
     if not get_platform().is_cuda:
         return "the GPU must be one of NVIDIA: SGLang's ROCm, NPU and XPU paths call other methods"
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        return (
+            "the GPU must have compute capability 9.0 or more, since SGLang scores keys with "
+            f"DeepGEMM, got {capability[0]}.{capability[1]}"
+        )
+    if fp8_dtype != torch.float8_e4m3fn:
+        return f"SGLang's FP8 dtype must be float8_e4m3fn, got {fp8_dtype}"
+    architecture = model.hf_config.architectures[0]
+    if is_deepseek_v4(model.hf_config):
+        return f"SGLang's backend dsv4 of {architecture} is not replaced, only dsa"
     if not is_deepseek_dsa(model.hf_config):
-        return f"the model must have an indexer, got {model.hf_config.architectures[0]}"
+        return (
+            f"the model must have an indexer that SGLang's dsa backend serves, got {architecture}"
+        )
     if {*attention_backends_of(settings)} - {"dsa", "nsa"}:
         return f"--attention-backend must be dsa, got {attention_backends_of(settings)}"
+    if model.dtype != torch.bfloat16:
+        return f"--dtype must be bfloat16, got {model.dtype}"
     dims = model.kv_lora_rank, model.qk_rope_head_dim
     if dims != (512, 64):
         return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
     kpool = get_dsa_index_kpool(model.hf_config)
     if kpool != 1:
         return f"the model's index_kpool must be 1, got {kpool}: pooled selections are not replaced"
-    for option, refused in (
-        ("enable_hisparse", "HiSparse keeps rows on the host"),
-        ("enable_prefill_cp", "prefill context parallelism splits selections between ranks"),
-    ):
+    for option, reason in OFF.items():
         if getattr(settings, option):
-            return f"--{option.replace('_', '-')} must be off: {refused}"
-    if settings.dcp_size > 1:
-        return f"--dcp-size must be 1, got {settings.dcp_size}"
-    for option, choices in (
-        ("dsa_prefill_backend", PREFILL_BACKENDS),
-        ("dsa_decode_backend", DECODE_BACKENDS),
-    ):
-        value = getattr(settings, option)
-        if value not in choices:
-            flag = "--" + option.replace("_", "-")
-            return f"{flag} must be one of {', '.join(choices)}, got {value}"
+            return f"{_flag(option)} must be off: {reason}"
+    for option in ("dcp_size", "attn_cp_size"):
+        if (found := getattr(settings, option)) > 1:
+            return f"{_flag(option)} must be 1, got {found}"
+    for option, choices in CHOICES.items():
+        if (value := getattr(settings, option)) not in choices:
+            return f"{_flag(option)} must be one of {', '.join(choices)}, got {value}"
     return None
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
