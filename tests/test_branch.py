@@ -454,6 +454,7 @@ def test_a_small_workspace_is_refused_before_anything_is_written(device):
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sparsemla.dispatch, "num_multiprocessors", lambda device: 132)
     size = sparsemla.branch_workspace_size(40, num_heads, device="cuda")
     for tokens in range(41):

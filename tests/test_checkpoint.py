@@ -21,6 +21,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from sparsemla.checkpoint import CheckpointError
 from sparsemla.generate import load_checkpoint
+from sparsemla.testing.models import copying_model
 from sparsemla.testing.models_v4 import compressed_copying_model, published_weights
 
 E4M3 = torch.float8_e4m3fn
@@ -462,6 +463,24 @@ def test_layers_that_draft_tokens_are_not_read(model, tmp_path):
     assert_refused(save(tmp_path, tensors, config), ["layers.2.eh_proj.weight", "got none"])
     found = load(save(tmp_path, tensors, config | {"num_nextn_predict_layers": 1}))
     assert torch.equal(found[Q_A], expected[Q_A])
+
+
+def test_indexers_of_layers_that_share_a_selection_are_not_read(tmp_path):
+    """Files may have one for every layer; only a layer of its own kind needs it."""
+    model = copying_model("glm_moe_dsa", vocab_size=256, indexer_types=["full", "shared"])
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    extra = {
+        name.replace("layers.0.", "layers.1."): each.clone()
+        for name, each in weights.items()
+        if "layers.0.self_attn.indexer." in name
+    }
+    assert extra
+    assert not extra.keys() & weights.keys()
+    config = json.loads(model.config.to_json_string())
+    found = load(save(tmp_path, weights | extra, config))
+    assert found.keys() == weights.keys()
+    other = {"model.layers.1.self_attn.other.weight": torch.ones(1)}
+    assert_refused(save(tmp_path, weights | other, config), ["self_attn.other.weight must be"])
 
 
 def test_wide_floats_are_rounded(model, tmp_path):

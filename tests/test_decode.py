@@ -333,12 +333,14 @@ def test_schedule_of_128_heads_on_132_multiprocessors(batch, topk, schedule):
 
 
 def test_a_workspace_serves_smaller_batches_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     sizes = [sparsemla.decode_workspace_size(batch, 1, 128, device="cuda") for batch in range(257)]
     assert sizes == sorted(sizes)
 
 
 def test_schedules_fit_the_workspace(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
         size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")

@@ -309,7 +309,7 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
         ({"config": {"kv_lora_rank": 256}}, r"must be \(512, 64\), got \(256, 64\)"),
         (
             {"config": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}},
-            "the model must have an indexer that SGLang's dsa backend serves, got DeepseekV2ForCausalLM",
+            "the model must have an indexer that SGLang's dsa backend serves, got DeepseekV2",
         ),
         ({"model_impl": "transformers"}, "--model-impl must be one of auto, sglang"),
         ({"dtype": "float16"}, "--dtype must be bfloat16, got torch.float16"),

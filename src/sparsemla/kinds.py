@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import contextlib
 from numbers import Integral, Real
 from typing import cast
 
@@ -61,12 +62,18 @@ def check_device(name: str, device: object) -> None:
         except RuntimeError as error:
             raise ValueError(f"{name} must name a device, got {device!r}") from error
     if device.type == "cuda" and not (torch.cuda.is_initialized() or torch.cuda.is_available()):
-        try:
-            torch.empty(0, device=device)  # fake tensors need no GPU
-        except (AssertionError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} must be a device of this machine, got {str(device)!r}: {missing_gpu()}"
-            ) from error
+        for use in (torch.cuda.get_device_properties, _allocate):
+            with contextlib.suppress(AssertionError, RuntimeError):
+                use(device)
+                return
+        raise ValueError(
+            f"{name} must be a device of this machine, got {str(device)!r}: {missing_gpu()}"
+        )
+
+
+def _allocate(device: torch.device) -> Tensor:
+    """A tensor on a device; one that is fake needs no GPU."""
+    return torch.empty(0, device=device)
 
 
 def missing_gpu() -> str:
