@@ -609,11 +609,11 @@ def test_output_that_nobody_reads(tmp_path):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as pipe:
-        done = as_module("explain", "sparse_decode", stdout=pipe)
+        done = as_module("--version", stdout=pipe)
     assert (done.returncode, done.stderr) == (1, "")
     if Path("/dev/full").exists():
         with open("/dev/full", "w") as full:
-            done = as_module("explain", "sparse_decode", stdout=full)
+            done = as_module("--version", stdout=full)
         assert done.stderr == "sparsemla: cannot write the output: No space left on device\n"
         assert done.returncode == 1
 
