@@ -47,7 +47,17 @@ with warnings.catch_warnings():
         model_parallel_is_initialized,
     )
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload.inplace import (
+        get_parameter_for_reload,
+        reload_weights,
+    )
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.utils import replace_parameter
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v4 import attention as theirs
     from vllm.models.deepseek_v4.nvidia import model as nvidia_model
@@ -69,7 +79,14 @@ with warnings.catch_warnings():
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import conversions, deepseek_v4, indexer, touched, warmup
+    from sparsemla.backends.vllm import (
+        conversions,
+        deepseek_v4,
+        indexer,
+        projection,
+        touched,
+        warmup,
+    )
 
 import replay
 from sparsemla import (
@@ -649,8 +666,9 @@ def test_what_is_touched_fits_vllm(row):
     assert row.problem() is None
 
 
-def test_every_import_from_vllm_has_a_row():
-    tree = ast.parse((Path(plugins.__file__).parent / "deepseek_v4.py").read_text())
+@pytest.mark.parametrize("name", ["deepseek_v4", "projection"])
+def test_every_import_from_vllm_has_a_row(name):
+    tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
     imported = {
         f"{node.module}:{each.name}"
         for node in ast.walk(tree)
@@ -773,24 +791,170 @@ def test_what_cannot_work_is_refused(config, monkeypatch, where, name, value, re
         deepseek_v4.refuse(config)
 
 
-def test_weights_of_any_quantisation_are_read(config):
-    layer = Engine(config, Draw(2)).layers[0]
-    draw = Draw(3)
-    codes = draw.normal(64, 1024).to(torch.float8_e4m3fn)
-    scales = draw.normal(1, 8).exp()
-    layer.wo_a.weight = nn.Parameter(codes, requires_grad=False)
-    layer.wo_a.weight_scale_inv = scales
-    assert_equal("codes", layer.group_weight.data.flatten(0, 1), codes)
-    assert_equal("scales", layer.group_weight.scale, scales.expand(2, 8)[:, None])
-    grouped = draw.normal(2, 32, 1024).to(torch.float8_e4m3fn)  # as prepared for DeepGEMM
-    layer.wo_a.weight = nn.Parameter(grouped, requires_grad=False)
-    del layer.group_weight
-    assert_equal("codes", layer.group_weight.data, grouped)
-    layer.wo_a.weight = nn.Parameter(torch.zeros(8, 8).int(), requires_grad=False)  # packed
-    whole = draw.normal(64, 1024).bfloat16()
-    layer.wo_a.forward = lambda x: x @ whole.T
-    del layer.group_weight
-    assert_equal("unpacked", layer.group_weight.data.flatten(0, 1), whole)
+def codes_of(draw, dtype, rows, cols=1024):
+    """e4m3 codes and scales of a linear layer with two groups of ``rows`` outputs."""
+    codes = draw.normal(2 * rows, cols).to(torch.float8_e4m3fn)
+    blocks = draw.normal(-(-2 * rows // 128), cols // 128).exp()
+    return codes, blocks.to(dtype)
+
+
+class Packed(QuantizeMethodBase):
+    """Weights in the format of a kernel, as for GPUs without e4m3."""
+
+    def create_weights(self, layer, *arguments, **options):
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer):
+        replace_parameter(layer, "weight", layer.weight.view(torch.int32).T.contiguous())
+
+    def apply(self, layer, x, bias=None):
+        return x @ layer.weight.T.contiguous().view(torch.bfloat16).T
+
+
+def linear_of(weight, **others):
+    """A layer of vLLM without its constructor, which asks for a platform."""
+    linear = nn.Module()
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    for name, value in others.items():
+        setattr(linear, name, nn.Parameter(value, requires_grad=False))
+    linear.bias, linear.quant_method = None, UnquantizedLinearMethod()
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "grouped"),
+    # DeepGEMM's blocks end with their group.
+    [(32, False), (128, False), (192, False), (256, False), (128, True), (256, True)],
+)
+def test_codes_and_scales_are_read_and_followed(rows, grouped, dtype):
+    codes, scales = codes_of(Draw(3), dtype, rows)
+    parameters = {"weight": codes, "weight_scale_inv": scales}
+    if grouped:
+        parameters = {name: each.unflatten(0, (2, -1)) for name, each in parameters.items()}
+    linear = linear_of(**{name: each.clone() for name, each in parameters.items()})
+    made = projection.GroupProjection(linear, 2, rows, 1024, "wo_a")
+    for factor in (1, 4):
+        linear.weight_scale_inv.copy_(parameters["weight_scale_inv"].float() * factor)
+        linear.weight.copy_(parameters["weight"].float() / factor)
+        if factor == 4 and made.scale is not None:
+            made.refresh()
+        weight = made.weight()
+        expected = group_o_a_proj(
+            linear.weight.flatten(0, -2), linear.weight_scale_inv.flatten(0, -2), num_groups=2
+        )
+        assert_equal("codes", weight.data, expected.data)
+        assert_equal("scales", weight.scale, expected.scale)
+        assert weight.data.data_ptr() == linear.weight.data_ptr()
+    is_view = dtype == torch.float32 and rows % 128 == 0
+    assert (made.scale is None) is is_view
+    assert (weight.scale.data_ptr() == linear.weight_scale_inv.data_ptr()) is is_view
+    if not is_view:
+        with pytest.raises(ValueError, match=r"wo_a\.weight must be updated in the format of a ch"):
+            get_parameter_for_reload(nn.ModuleDict({"wo_a": linear}), "wo_a.weight")
+
+
+def test_what_wo_a_computes_beside_its_matrices_is_refused():
+    codes, scales = codes_of(Draw(3), torch.float32, 128)
+
+    def refused(linear):
+        with pytest.raises(ValueError, match=r"sparsemla: .*layers\.7\.wo_a must ") as caught:
+            projection.GroupProjection(linear, 2, 128, 1024, "layers.7.wo_a").refresh()
+        return str(caught.value)
+
+    linear = linear_of(codes, weight_scale_inv=scales)
+    linear.bias = nn.Parameter(torch.zeros(256))
+    assert refused(linear).endswith("must not have a bias")
+    one = torch.ones(1)
+    linear = linear_of(codes.T.contiguous().T, weight_scale=one, input_scale=one)
+    assert "without a static scale of its inputs" in refused(linear)
+    linear = linear_of(codes.unflatten(0, (2, -1)), weight_scale_inv=scales.int())
+    linear.weight_scale_inv = nn.Parameter(scales.int().unflatten(0, (2, -1)), requires_grad=False)
+    assert "must be float32, bfloat16 or float8_e8m0fnu, got torch.int32" in refused(linear)
+    linear = linear_of(codes.unflatten(0, (2, -1)), weight_scale=torch.ones(2, 128, 32))
+    assert "a scale for each 128 x 128; got [2, 128, 1024] in torch.float8_e4m3fn" in refused(
+        linear
+    )
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "codes", "packed"])
+def test_the_output_follows_weights_that_are_loaded_again(build_model, model_config, kind):
+    """By vLLM's own functions, in the format of a checkpoint and in that of kernels."""
+    model = build_model("CUSTOM")
+    layers = deepseek_v4.check_layers(model)
+    draw = Draw(5)
+    for layer in layers:
+        if kind == "packed":
+            layer.wo_a.quant_method = Packed()
+        elif kind == "codes":
+            layer.wo_a.weight = nn.Parameter(
+                torch.empty(64, 1024, dtype=torch.float8_e4m3fn), requires_grad=False
+            )
+            layer.wo_a.weight_scale_inv = nn.Parameter(torch.empty(1, 8), requires_grad=False)
+            layer.wo_a.weight.weight_loader = default_weight_loader
+            layer.wo_a.weight_scale_inv.weight_loader = default_weight_loader
+    others = published_weights(DeepseekV4ForCausalLM(model_config.hf_config))
+    others = {
+        name: each for name, each in others.items() if not {"ffn", "wo_a"} & {*name.split(".")}
+    }
+    record_metadata_for_reloading(model)
+    config = SimpleNamespace(load_config=None, lora_config=None, model_config=model_config)
+    x, positions = draw.normal(3, 4, 512).bfloat16(), torch.tensor([5, 900, 0])
+
+    def weights():
+        yield from others.items()
+        for i in range(3):
+            name = f"layers.{i}.attn.wo_a."
+            if kind == "codes":
+                codes, scales = codes_of(draw, torch.float32, 32)
+                yield name + "weight", codes
+                yield name + "weight_scale_inv", scales
+                made = group_o_a_proj(codes, scales, num_groups=2)
+            else:
+                weight = draw.normal(64, 1024).bfloat16()
+                yield name + "weight", weight
+                made = group_o_a_proj(weight, num_groups=2)
+            expected[i] = made
+
+    def check():
+        for i, layer in enumerate(layers):
+            found = layer._o_proj(x, positions)
+            table = layer.rotary_emb.cos_sin_cache
+            groups = reference.project_groups(
+                x, expected[i], cos_sin_cache=table, positions=positions
+            )
+            assert_close(f"layer {i}", found, layer.wo_b(groups.flatten(1).bfloat16()), OUT)
+        used = [layer.group_projection.weight() for layer in layers]
+        return [
+            (each.data.data_ptr(), each.scale is not None and each.scale.data_ptr())
+            for each in used
+        ]
+
+    expected = {}
+    model.load_weights(weights())
+    process_weights_after_loading(model, model_config, torch.device("cpu"))
+    addresses = check()
+    reload_weights(config, model, weights(), None, is_checkpoint_format=True)
+    assert check() == addresses
+    if kind != "packed":  # weights as loaders of other engines write them
+        model.load_weights(weights())
+        assert check() == addresses
+    kernels = [
+        (f"model.layers.{i}.attn.wo_a.weight", layer.wo_a.weight.clone())
+        for i, layer in enumerate(layers)
+    ]
+    if kind == "bfloat16":
+        expected = {
+            i: group_o_a_proj(weight.flip(0), num_groups=2) for i, (_, weight) in enumerate(kernels)
+        }
+        kernels = [(name, weight.flip(0)) for name, weight in kernels]
+        reload_weights(config, model, iter(kernels), None, is_checkpoint_format=False)
+        assert check() == addresses
+    else:
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.attn\.wo_a\.weight must be updated in the"
+        ):
+            reload_weights(config, model, iter(kernels), None, is_checkpoint_format=False)
 
 
 def test_kernels_that_no_layer_calls_are_not_compiled_at_the_start(config):

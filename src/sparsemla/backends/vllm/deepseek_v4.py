@@ -18,9 +18,8 @@ is faster. Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not cal
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,16 +60,13 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from sparsemla import (
     FP8_584,
     INDEX_FP8,
-    HeadWeight,
     PagedCache,
     Pooling,
     WindowState,
     fused_rope_rmsnorm_quant,
-    group_o_a_proj,
     pool_windows,
     prepare_index_queries,
     project_groups,
-    projection_weight,
     sparse_decode,
     sparse_prefill,
     to_slots,
@@ -92,6 +88,7 @@ from sparsemla.backends.vllm.indexer import (
     max_score_bytes,
     select_keys,
 )
+from sparsemla.backends.vllm.projection import GroupProjection
 from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
 from sparsemla.backends.vllm.warmup import register_layers
 
@@ -510,6 +507,13 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             if not type(kernel).__module__.startswith(REPLACED):
                 for arguments, options in registrations:
                     JitWarmupRegistry.register(kernel, *arguments, **options)
+        self.group_projection = GroupProjection(
+            self.wo_a,
+            self.n_local_groups,
+            self.o_lora_rank,
+            self.n_heads * self.head_dim // self.n_groups,
+            f"{prefix}.wo_a",
+        )
         device = self.attn_sink.device
         rule = conversion_rule(vllm_config, self.compress_ratio, device)
         self.conversion_rows = reserved_rows(rule)
@@ -671,25 +675,14 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             page_size=self.kv_cache.shape[1],
         )
 
-    @functools.cached_property
-    def group_weight(self) -> HeadWeight:
-        """The first output projection, as vLLM has prepared it for its own kernels."""
-        weight = self.wo_a.weight
-        if weight.dtype == torch.bfloat16:
-            scale = None
-        elif weight.dtype == torch.float8_e4m3fn:
-            name = "weight_scale" if hasattr(self.wo_a, "weight_scale") else "weight_scale_inv"
-            scale = getattr(self.wo_a, name).flatten(0, -2)
-        else:  # packed for a kernel of GPUs without e4m3
-            inputs = self.n_heads * self.head_dim // self.n_groups
-            weight = projection_weight(self.wo_a, inputs, device=weight.device)
-            scale = None
-        return group_o_a_proj(weight.flatten(0, -2), scale, num_groups=self.n_local_groups)
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Read the first output projection again: vLLM calls this after each load of weights."""
+        self.group_projection.refresh()
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
         groups = project_groups(
             o,
-            self.group_weight,
+            self.group_projection.weight(),
             cos_sin_cache=self.rotary_emb.cos_sin_cache,
             positions=positions,
         )
@@ -713,6 +706,14 @@ class WithAttention(nn.Module):
         with exchanged():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         check_layers(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load weights of a checkpoint, as vLLM's class does."""
+        loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
+        for layer in self.modules():
+            if isinstance(layer, GroupProjection):
+                layer.update()
+        return loaded
 
 
 class DeepseekV4ForCausalLM(WithAttention, deepseek_v4.DeepseekV4ForCausalLM):

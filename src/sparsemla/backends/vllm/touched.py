@@ -354,12 +354,16 @@ DEEPSEEK_V4 = (
             "compressor",
             "forward_mqa",
             "get_padded_num_q_heads",
+            "head_dim",
             "indexer",
             "kv_cache",
             "kv_norm",
             "max_num_batched_tokens",
+            "n_groups",
+            "n_heads",
             "n_local_groups",
             "n_local_heads",
+            "o_lora_rank",
             "q_lora_rank",
             "rotary_emb",
             "scale",
@@ -491,6 +495,20 @@ DEEPSEEK_V4 = (
     ),
     Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
     Touched("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
+    Touched(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+        "weights of the first output projection",
+    ),
+    Touched(
+        "vllm.model_executor.layers.attention:is_deferred_attention_layer",
+        "layers that prepare loaded weights",
+        ("layer",),
+    ),
+    Touched(
+        "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload",
+        "refusal of updates without preparation",
+        ("model", "name"),
+    ),
 )
 
 TOUCHED = {

@@ -174,7 +174,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
     context = config.compilation_config.static_forward_context
     layers: list[Any] = [each for each in context.values() if type(each) is cls]
     for layer in layers:
-        weight = layer.group_weight
+        weight = layer.group_projection.weight()
         entries = keys = state = key_state = None
         if layer.compressor is not None:
             entries = pages(layer, layer.compress_ratio)
