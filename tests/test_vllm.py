@@ -316,7 +316,7 @@ def test_what_is_touched_fits_vllm(key):
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "attention", "indexer", "exchange", "nvidia", "warmup"]
+    "name", ["__init__", "attention", "indexer", "exchange", "nvidia", "settings", "warmup"]
 )
 def test_every_import_from_vllm_has_a_row(name):
     tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())

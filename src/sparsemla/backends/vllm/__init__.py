@@ -7,6 +7,7 @@ vLLM only inside these functions.
 
 from typing import TYPE_CHECKING, Any
 
+from sparsemla.backends.vllm.settings import INDEXER_PLUGIN, check_when_configured
 from sparsemla.backends.vllm.touched import ATTENTION, INDEXER, check, unsupported_version
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     for architecture, model in V4_MODELS.items():
         ModelRegistry.register_model(architecture, model)
+    check_when_configured()
 
 
 def register_indexer() -> None:
@@ -97,7 +99,7 @@ def register_indexer() -> None:
     """
     from vllm import envs
 
-    if "sparsemla_indexer" not in (envs.VLLM_PLUGINS or ()):
+    if INDEXER_PLUGIN not in (envs.VLLM_PLUGINS or ()):
         return
     if problem := unsupported_version():
         raise SystemExit(f"{problem}: remove sparsemla_indexer from VLLM_PLUGINS")
@@ -110,6 +112,7 @@ def register_indexer() -> None:
 
     check((), indexer)
     check((), warmup)
+    check_when_configured()
     models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)

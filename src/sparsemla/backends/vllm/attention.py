@@ -26,6 +26,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -52,6 +53,7 @@ from sparsemla import (
     split_prefill_chunks,
     to_slots,
 )
+from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
 from sparsemla.backends.vllm.warmup import register_attention
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
@@ -132,10 +134,12 @@ class SparseMLABackend(AttentionBackend):
         """The reason why this cache or this model is not supported, or None."""
         if kv_cache_dtype is not None and kv_cache_dtype not in FORMATS:
             return f"--kv-cache-dtype must be one of {', '.join(FORMATS)}; got {kv_cache_dtype}"
+        if kv_cache_dtype == FP8_DS_MLA.name and current_platform.is_fp8_fnuz():
+            return NO_FNUZ
         config = get_current_vllm_config_or_none()
         if config is None or config.model_config is None:
             return None
-        reason = _refuse_model(config)
+        reason = _refuse_model(config) or adapted(config, "kv_b_proj")
         if reason is None and envs.VLLM_BATCH_INVARIANT:
             reason = _refuse_batch_invariance(config, device_capability)
         return reason

@@ -89,6 +89,7 @@ from sparsemla.backends.vllm.indexer import (
     select_keys,
 )
 from sparsemla.backends.vllm.projection import GroupProjection
+from sparsemla.backends.vllm.settings import adapted, unread_by_indexer
 from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
 from sparsemla.backends.vllm.warmup import register_layers
 
@@ -778,6 +779,7 @@ def refuse(config: VllmConfig) -> None:
     dims = {name: getattr(text, name, None) for name in ("head_dim", "qk_rope_head_dim")}
     index_dim = getattr(text, "index_head_dim", None)
     ratios = set(getattr(text, "compress_rates", {}).values())
+    adapters = adapted(config, "wo_a", "fused_wkv_wgate")
     problems = {
         "DeepSeek-V4 is served on NVIDIA GPUs only": current_platform.is_rocm()
         or current_platform.is_xpu()
@@ -800,6 +802,15 @@ def refuse(config: VllmConfig) -> None:
         "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
         "DSpark's drafts are not supported": speculative is not None and speculative.use_dspark(),
         "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
+        f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
+            config.model_config.dtype != torch.bfloat16
+        ),
+        "use_non_causal must be off": config.attention_config.use_non_causal,
+        "kv_cache_dtype_skip_layers must be empty, as all layers have the same caches": bool(
+            config.cache_config.kv_cache_dtype_skip_layers
+        ),
+        adapters or "": adapters is not None,
+        **unread_by_indexer(config),
     }
     for problem, present in problems.items():
         if present:

@@ -45,6 +45,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla.backends.vllm.settings import unread_by_indexer
 from sparsemla.backends.vllm.warmup import register_indexer
 
 OPERATOR = "vllm::sparsemla_indexer"
@@ -206,18 +207,29 @@ class IdleIndexerOp(SparseAttnIndexer):
 
 
 class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's MLA layer with :class:`SparseMLAIndexer` instead of DeepSeek-V3.2's indexer."""
+    """vLLM's MLA layer with :class:`SparseMLAIndexer` instead of DeepSeek-V3.2's indexer.
+
+    Raises:
+        ValueError: the layer has another indexer.
+    """
 
     indexer: nn.Module | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         super().__init__(*args, **kwargs)
         indexer: Any = self.indexer
-        if type(indexer) is Indexer:  # subclasses of other models compute something else
-            register_indexer(
-                indexer.vllm_config, indexer.n_head, indexer.topk_tokens, self.indexer_rope_emb
+        if indexer is None:
+            return
+        if type(indexer) is not Indexer:
+            raise ValueError(
+                "sparsemla_indexer: the indexer must be that of DeepSeek-V3.2, got "
+                f"{type(indexer).__module__}.{type(indexer).__name__}; remove sparsemla_indexer "
+                "from VLLM_PLUGINS"
             )
-            self.indexer = SparseMLAIndexer(indexer)
+        register_indexer(
+            indexer.vllm_config, indexer.n_head, indexer.topk_tokens, self.indexer_rope_emb
+        )
+        self.indexer = SparseMLAIndexer(indexer)
 
 
 class SparseMLAIndexer(nn.Module):
@@ -286,6 +298,7 @@ def refuse(config: VllmConfig, head_dim: int) -> None:
         "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
         "prefill_context_parallel_size must be 1, as only vLLM's indexer gathers the index keys of "
         "other ranks before they are written": parallel.prefill_context_parallel_size > 1,
+        **unread_by_indexer(config),
     }
     for problem, present in problems.items():
         if present:

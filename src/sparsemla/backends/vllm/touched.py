@@ -71,20 +71,68 @@ CONFIG = (
             "scheduler_config",
             "attention_config",
             "compilation_config",
+            "kernel_config",
+            "lora_config",
+            "speculative_config",
+            "__post_init__",
         ),
     ),
     Touched("vllm.config:get_current_vllm_config_or_none", "settings while layers are built"),
     Touched(
         "vllm.config.model:ModelConfig",
         "dims of the model",
-        ("hf_text_config", "max_model_len", "get_num_attention_heads"),
+        (
+            "architectures",
+            "get_num_attention_heads",
+            "hf_text_config",
+            "is_submodel_config",
+            "max_model_len",
+            "use_mla",
+        ),
     ),
-    Touched("vllm.config.attention:AttentionConfig", "refused settings", ("hisparse_config",)),
+    Touched(
+        "vllm.config.attention:AttentionConfig",
+        "refused settings",
+        (
+            "backend",
+            "backend_per_kind",
+            "hisparse_config",
+            "indexer_sparse_logits",
+            "indexer_tp_shard_min_rows",
+            "use_non_causal",
+        ),
+    ),
+    Touched("vllm.config.cache:CacheConfig", "refused settings", ("kv_cache_dtype_skip_layers",)),
+    Touched(
+        "vllm.config.kernel:KernelConfig", "refused settings", ("sparse_indexer_topk_backend",)
+    ),
+    Touched("vllm.config.lora:LoRAConfig", "refused settings", ("target_modules",)),
+    Touched(
+        "vllm.lora.utils:is_in_target_modules",
+        "refused settings",
+        ("module_name", "target_modules", "packed_modules_mapping"),
+    ),
+    Touched(
+        "vllm.config.speculative:SpeculativeConfig",
+        "refused settings",
+        ("attention_backend", "draft_model_config", "use_dspark"),
+    ),
+    Touched(
+        "vllm.platforms:current_platform",
+        "refused platforms",
+        ("is_fp8_fnuz", "is_rocm", "is_xpu"),
+    ),
+    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
     Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
     Touched(
         "vllm.config.parallel:ParallelConfig",
         "refused settings, and shares of ranks",
-        ("prefill_context_parallel_size", "cp_kv_cache_interleave_size"),
+        (
+            "cp_kv_cache_interleave_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "tensor_parallel_size",
+        ),
     ),
     Touched(
         "vllm:envs",
@@ -122,7 +170,6 @@ WARMUP = (
 
 ATTENTION = (
     *WARMUP,
-    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
     Touched(
         "vllm.v1.attention.backends.registry:register_backend",
         "registration",
@@ -323,7 +370,6 @@ NVIDIA = (
 
 DEEPSEEK_V4 = (
     *INDEXER,
-    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "the switch", ("CUSTOM",)),
     Touched(
         "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
         "vLLM's kernels that still run",
@@ -516,6 +562,8 @@ TOUCHED = {
     "deepseek_v4": DEEPSEEK_V4,
     "indexer": INDEXER,
     "nvidia": NVIDIA,
+    "projection": DEEPSEEK_V4,
+    "settings": CONFIG,
     "warmup": WARMUP,
 }
 """The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
