@@ -3,7 +3,9 @@
 It also finds the models that would ignore the backend, and functions of vLLM that have changed.
 """
 
+import ast
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -45,7 +47,15 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import attention, deepseek_v4, indexer, settings
+    from sparsemla.backends.vllm import (
+        attention,
+        deepseek_v4,
+        indexer,
+        nvidia,
+        settings,
+        touched,
+        warmup,
+    )
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -664,3 +674,84 @@ def test_every_model_with_selected_positions_is_served_or_refused():
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
     assert {*settings.DEEPSEEK_V32} == plugins.GENERIC_MODELS.keys()
+
+
+# Functions of vLLM whose work the plugins repeat, replace, or rely on without calling them.
+READ = [
+    "vllm.lora.utils:is_in_target_modules",
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
+    "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl.forward_mqa",
+    "vllm.model_executor.layers.attention:is_deferred_attention_layer",
+    "vllm.model_executor.layers.quantization.utils.fp8_utils:deepgemm_post_process_fp8_weight_block",
+    "vllm.model_executor.layers.sparse_attn_indexer:sparse_attn_indexer",
+    "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload",
+    "vllm.model_executor.model_loader.reload.inplace:reload_weights",
+    "vllm.model_executor.model_loader.reload.layerwise:_copy_and_restore_kernel_tensors",
+    "vllm.model_executor.model_loader.reload.layerwise:_finalize_attention_layer",
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
+    "vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta",
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading",
+    "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache.get_kv_cache_spec",
+    "vllm.model_executor.models.deepseek_v2:Indexer.__init__",
+    "vllm.model_executor.models.deepseek_v2:Indexer.forward",
+    "vllm.models.deepseek_v32.amd.rocm:DeepseekV32MLAAttention.__init__",
+    "vllm.models.deepseek_v32.attention:DeepseekV32Attention._sparse_indexer_and_attn",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Attention.__init__",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Attention._prepare_and_attn",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Attention._run_parallel_input_projections",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Attention._sparse_indexer_and_attn",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Attention.forward",
+    "vllm.models.deepseek_v4.attention:DeepseekV4Indexer.forward",
+    "vllm.models.deepseek_v4.compressor:DeepseekCompressor.__init__",
+    "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention._o_proj",
+    "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa",
+    "vllm.models.deepseek_v4.nvidia.model:_select_dsv4_attn_cls",
+    "vllm.models.deepseek_v4.nvidia.ops.o_proj:deep_gemm_fp8_o_proj",
+    "vllm.models.deepseek_v41.nvidia.model:_select_dsv4_attn_cls",
+    "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention.__init__",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._resolve_sink_backend",
+    "vllm.platforms.xpu:XPUPlatform.get_attn_backend_cls",
+    "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",
+    "vllm.v1.attention.backends.mla.indexer:balanced_prefill_row_shard",
+    "vllm.v1.attention.backends.mla.indexer:tp_prefill_row_sharding_supported",
+    "vllm.v1.attention.selector:get_attn_backend",
+]
+BODIES = Path(__file__).parent / "vllm_bodies.json"
+
+
+def body_hash(path):
+    """A hash of the source of a function of vLLM, which is not imported."""
+    module, _, name = path.partition(":")
+    file = Path(vllm.__file__).parents[1].joinpath(*module.split("."))
+    source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+    node = ast.parse(source)
+    for part in name.split("."):
+        node = next((each for each in node.body if getattr(each, "name", None) == part), None)
+        if node is None:
+            return "gone"
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def bodies():
+    """Functions of vLLM whose bodies matter here, with hashes of them."""
+    overridden = {
+        f"{theirs.__module__}:{theirs.__qualname__}"
+        for module in (attention, indexer, nvidia, warmup, deepseek_v4)
+        for _, theirs in touched.overridden(module).values()
+        if theirs.__name__ not in ("__eq__", "__repr__")  # generated
+    }
+    return {path: body_hash(path) for path in sorted({*READ} | overridden)}
+
+
+def test_the_bodies_that_the_plugins_were_written_for_are_vllms():
+    """After reading: ``PYTHONPATH=/tmp/vllm:tests python -m test_vllm_settings``."""
+    known, found = json.loads(BODIES.read_text()), bodies()
+    assert "gone" not in found.values()
+    changed = {path for path in known.keys() | found.keys() if known.get(path) != found.get(path)}
+    assert not changed, "read this again"
+
+
+if __name__ == "__main__":
+    BODIES.write_text(json.dumps(bodies(), indent=1) + "\n")

@@ -8,7 +8,13 @@ vLLM only inside these functions.
 from typing import TYPE_CHECKING, Any
 
 from sparsemla.backends.vllm.settings import INDEXER_PLUGIN, check_when_configured
-from sparsemla.backends.vllm.touched import ATTENTION, INDEXER, check, unsupported_version
+from sparsemla.backends.vllm.touched import (
+    ATTENTION,
+    INDEXER,
+    check,
+    require_vllm,
+    unsupported_version,
+)
 
 if TYPE_CHECKING:
     from sparsemla.backends.vllm.attention import SparseMLABackend
@@ -50,10 +56,13 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
     """Import the backend when vLLM resolves its name: a user has selected it.
 
     Raises:
-        RuntimeError: something of vLLM that it touches does not fit.
+        ModuleNotFoundError: vLLM is not installed.
+        RuntimeError: its version is not supported, or something that it touches does not fit.
     """
     if name != "SparseMLABackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if problem := unsupported_version():
+        raise RuntimeError(problem)
     check(ATTENTION)
     from sparsemla.backends.vllm import attention, warmup
 
@@ -97,6 +106,7 @@ def register_indexer() -> None:
         SystemExit: the version of vLLM is not supported; a line without a traceback.
         RuntimeError: something of vLLM that it touches does not fit.
     """
+    require_vllm()
     from vllm import envs
 
     if INDEXER_PLUGIN not in (envs.VLLM_PLUGINS or ()):

@@ -8,6 +8,7 @@ fits, and its purpose.
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -569,8 +570,19 @@ TOUCHED = {
 """The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
 
 
+def require_vllm() -> None:
+    """Raise ModuleNotFoundError with one line if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            f"sparsemla.backends.vllm needs vLLM {'.'.join(map(str, SUPPORTED))}, but vLLM is not "
+            "installed",
+            name="vllm",
+        )
+
+
 def unsupported_version() -> str | None:
     """Why this version of vLLM is not supported, in one line, or None."""
+    require_vllm()
     from vllm import __version__, __version_tuple__
 
     if __version_tuple__[:2] == SUPPORTED:
