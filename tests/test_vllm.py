@@ -1334,6 +1334,27 @@ def test_a_draft_model_uses_the_selection_of_its_target(config, mla_layer):
     assert target[1, :3].tolist() == [0, 1, -1]
 
 
+def test_a_layer_with_another_indexer_stops_the_start(config, mla_layer):
+    class Other(Indexer):
+        """Of another model, and computes something else."""
+
+    modules = {field.name: None for field in dataclasses.fields(mla.MLAModules)}
+    arguments = 256, 8, 192**-0.5, 128, 64, 128, 128, 512
+    made = mla.MultiHeadLatentAttentionWrapper(
+        *arguments, mla.MLAModules(**modules), prefix="without an indexer"
+    )
+    assert made.indexer is None
+    modules["indexer"] = other = mla_layer.indexer.inner
+    modules["is_sparse"] = True
+    other.__class__ = Other
+    with pytest.raises(
+        ValueError, match=r"must be that of DeepSeek-V3\.2, got .*Other; remove spa"
+    ):
+        mla.MultiHeadLatentAttentionWrapper(
+            *arguments, mla.MLAModules(**modules), prefix="another indexer"
+        )
+
+
 def test_the_indexer_keeps_the_names_of_weights(mla_layer):
     parent = torch.nn.Module()
     parent.indexer = mla_layer.indexer.inner
@@ -1747,29 +1768,13 @@ def test_vllm_accepts_the_modes_of_several_gpus_of_the_example(run_code, tmp_pat
         assert rest == ["mp", 2, 2 if "dcp2" in name else 1, interleave, []], name
 
 
-def test_a_run_is_cut_into_requests_or_into_tokens_of_one():
-    runs = exchange.Run.all_of(torch.tensor([0, 1, 2, 3, 3, 13]))
-    assert [run.query_len for run in runs] == [1, 10]
-    assert [(r.start, r.stop, t.start, t.stop) for r, t in runs[0].pieces(2)] == [
-        (0, 2, 0, 2),
-        (2, 3, 2, 3),
-    ]
-    assert [(r.start, r.stop, t.start, t.stop) for r, t in runs[1].pieces(4)] == [
-        (4, 5, 3, 7),
-        (4, 5, 7, 11),
-        (4, 5, 11, 13),
-    ]
-
-
-def test_the_longest_share_bounds_all_of_them():
-    for interleave, num_ranks, seq_len in itertools.product((1, 3, 64), (2, 3), range(400)):
-        shards = [exchange.Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
-        counts = [int(shard.lengths(torch.tensor(seq_len))) for shard in shards]
-        assert (shards[0].longest(seq_len), seq_len) == (max(counts), sum(counts))
-        theirs = get_dcp_local_seq_lens(torch.tensor(seq_len), num_ranks, None, interleave)
-        assert counts == theirs.tolist()
-        rows = [shard.positions(torch.arange(n)) for shard, n in zip(shards, counts, strict=True)]
-        assert_equal("positions", torch.cat(rows).sort().values, torch.arange(seq_len))
+@pytest.mark.parametrize(("interleave", "num_ranks"), [(1, 2), (3, 2), (64, 3)])
+def test_shares_are_those_of_vllm(interleave, num_ranks):
+    seq_lens = torch.arange(400, dtype=torch.int32)
+    shards = [exchange.Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
+    theirs = get_dcp_local_seq_lens(seq_lens, num_ranks, None, interleave)
+    ours = torch.stack([shard.lengths(seq_lens) for shard in shards], -1)
+    assert_equal("lengths", ours, theirs)
 
 
 def test_a_graph_of_ranks_that_share_keys_sees_the_next_batch(config, mla_layer):

@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.backends import registry as attention_registry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from sparsemla.backends import vllm as plugins
@@ -100,6 +101,11 @@ V4 = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    plugins.register()
 
 
 @pytest.fixture(scope="session")
@@ -598,6 +604,10 @@ def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
 def test_models_without_latent_attention_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
     made = named(plain("CUSTOM"), "Qwen3ForCausalLM", use_mla=False)
+    for path in ("other.Backend", None):  # the name is another plugin's, or nobody's
+        with monkeypatch.context() as change:
+            change.setattr(attention_registry, "_ATTN_OVERRIDES", {CUSTOM: path} if path else {})
+            assert message(settings.refuse, made) == ""
     assert "must have multi-head latent attention, got ['Qwen3" in message(settings.refuse, made)
     assert message(settings.refuse, named(plain(), "Qwen3ForCausalLM", use_mla=False)) == ""
 
@@ -610,7 +620,6 @@ def test_deepseek_v4_gets_this_packages_indexer_or_stops(configure):
 
 def test_the_start_is_checked_when_vllm_makes_its_configuration(models, monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla"], raising=False)
-    monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)  # put back
 
     def configured(**changes):
         return VllmConfig(
@@ -619,9 +628,8 @@ def test_the_start_is_checked_when_vllm_makes_its_configuration(models, monkeypa
             attention_config=AttentionConfig(**changes),
         )
 
-    settings.check_when_configured()
     once = VllmConfig.__post_init__
-    settings.check_when_configured()
+    plugins.register()
     assert VllmConfig.__post_init__ is once
     configured(backend="CUSTOM")
     with pytest.raises(ValueError, match="sparsemla: DeepSeek-V4 must get CUSTOM by --attention-b"):

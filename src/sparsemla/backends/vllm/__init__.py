@@ -7,7 +7,7 @@ vLLM only inside these functions.
 
 from typing import TYPE_CHECKING, Any
 
-from sparsemla.backends.vllm.settings import INDEXER_PLUGIN, check_when_configured
+from sparsemla.backends.vllm.settings import BACKEND, INDEXER_PLUGIN, check_when_configured
 from sparsemla.backends.vllm.touched import (
     ATTENTION,
     INDEXER,
@@ -27,8 +27,6 @@ __all__ = [
     "register",
     "register_indexer",
 ]
-
-BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 
 NVIDIA_MODELS = {
     "DeepseekV32ForCausalLM": "sparsemla.backends.vllm.nvidia:DeepseekV32ForCausalLM",

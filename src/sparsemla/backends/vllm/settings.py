@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 INDEXER_PLUGIN = "sparsemla_indexer"
 
 OWN_ATTENTION = {
@@ -66,17 +67,20 @@ def refuse(config: VllmConfig) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if config.model_config is None or config.model_config.is_submodel_config:
-        return
     custom, attention = AttentionBackendEnum.CUSTOM, config.attention_config
     speculative = config.speculative_config
-    models, drafts = set(config.model_config.architectures), set()
+    ours = custom.is_overridden() and custom.get_path() == BACKEND  # the last plugin has the name
+    per_kind = ours and custom in attention.backend_per_kind.values()
+    in_target = per_kind or (ours and attention.backend == custom)
+    in_draft = ours and speculative is not None and speculative.attention_backend == custom
+    has_indexer = INDEXER_PLUGIN in (envs.VLLM_PLUGINS or ())
+    model = config.model_config
+    if not (in_target or in_draft or has_indexer) or model is None or model.is_submodel_config:
+        return
+    models, drafts = set(model.architectures), set()
     if speculative is not None and speculative.draft_model_config is not None:
         drafts = set(speculative.draft_model_config.architectures)
-    per_kind = custom in attention.backend_per_kind.values()
-    served = models if per_kind or attention.backend == custom else set()
-    if speculative is not None and speculative.attention_backend == custom:
-        served = served | drafts
+    served = (models if in_target else set()) | (drafts if in_draft else set())
     for architecture in sorted(served & OWN_ATTENTION.keys()):
         raise ValueError(
             f"sparsemla: {architecture} {OWN_ATTENTION[architecture]}; serve it without the "
@@ -87,7 +91,6 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    has_indexer = INDEXER_PLUGIN in (envs.VLLM_PLUGINS or ())
     if served & set(DEEPSEEK_V32) and current_platform.is_rocm() and not has_indexer:
         raise ValueError(
             "sparsemla: vLLM's class of DeepSeek-V3.2 for ROCm takes its own attention backend; "
@@ -95,7 +98,7 @@ def refuse(config: VllmConfig) -> None:
             "without the attention backend CUSTOM"
         )
     is_v4 = not models.isdisjoint(DEEPSEEK_V4)
-    if served & models and not is_v4 and not config.model_config.use_mla:
+    if in_target and not is_v4 and not model.use_mla:
         raise ValueError(
             f"sparsemla: the model must have multi-head latent attention, got {sorted(models)}; "
             "serve it without the attention backend CUSTOM"

@@ -123,7 +123,11 @@ CONFIG = (
         "refused platforms",
         ("is_fp8_fnuz", "is_rocm", "is_xpu"),
     ),
-    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
+    Touched(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum",
+        "name of it",
+        ("CUSTOM", "get_path", "is_overridden"),
+    ),
     Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
     Touched(
         "vllm.config.parallel:ParallelConfig",
