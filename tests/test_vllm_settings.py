@@ -5,6 +5,7 @@ It also finds the models that would ignore the backend, and functions of vLLM th
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -34,6 +35,7 @@ with warnings.catch_warnings():
         KernelConfig,
         LoRAConfig,
         ModelConfig,
+        OffloadConfig,
         ParallelConfig,
         SchedulerConfig,
         SpeculativeConfig,
@@ -140,6 +142,10 @@ def configure(models, monkeypatch):
             attention_config=AttentionConfig(backend="CUSTOM"),
         )
         for where, value in changes.items():
+            if where == "envs":
+                for variable, each in value.items():
+                    monkeypatch.setattr(envs, variable, each, raising=False)
+                continue
             part, _, field = where.partition("__")
             owner = getattr(config, part) if field else config
             monkeypatch.setattr(owner, field or part, value)
@@ -421,6 +427,18 @@ SETTINGS = {
         ],
         DRAFTS,
     ),
+    OffloadConfig: {
+        "offload_backend": "refused by the fields of the backends",
+        "uva": Refused(
+            SimpleNamespace(cpu_offload_gb=1),
+            "cpu_offload_gb needs",
+            ("v4",),
+            (("envs", {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": True}),),
+        ),
+        "prefetch": Refused(
+            SimpleNamespace(offload_group_size=1), "offload_group_size must be 0", ("v4",)
+        ),
+    },
     KernelConfig: {
         "sparse_indexer_topk_backend": Refused(
             "torch", "sparse_indexer_topk_backend must be auto, got torch", ("indexer", "v4")
@@ -447,6 +465,7 @@ PARTS = {
     ParallelConfig: "parallel_config",
     SpeculativeConfig: "speculative_config",
     KernelConfig: "kernel_config",
+    OffloadConfig: "offload_config",
 }
 
 
@@ -727,12 +746,18 @@ READ = [
 BODIES = Path(__file__).parent / "vllm_bodies.json"
 
 
-def body_hash(path):
-    """A hash of the source of a function of vLLM, which is not imported."""
-    module, _, name = path.partition(":")
+@functools.cache
+def source_of(module):
+    """The source of a module of vLLM, which is not imported, and its syntax."""
     file = Path(vllm.__file__).parents[1].joinpath(*module.split("."))
     source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
-    node = ast.parse(source)
+    return source, ast.parse(source)
+
+
+def body_hash(path):
+    """A hash of the source of a function of vLLM."""
+    module, _, name = path.partition(":")
+    source, node = source_of(module)
     for part in name.split("."):
         node = next((each for each in node.body if getattr(each, "name", None) == part), None)
         if node is None:

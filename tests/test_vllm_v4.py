@@ -895,7 +895,9 @@ def test_the_output_follows_weights_that_are_loaded_again(build_model, model_con
             layer.wo_a.weight_scale_inv.weight_loader = default_weight_loader
     others = published_weights(DeepseekV4ForCausalLM(model_config.hf_config))
     others = {
-        name: each for name, each in others.items() if not {"ffn", "wo_a"} & {*name.split(".")}
+        name: each
+        for name, each in others.items()
+        if not {"ffn", "wo_a", "attn_sink"} & {*name.split(".")}
     }
     record_metadata_for_reloading(model)
     config = SimpleNamespace(load_config=None, lora_config=None, model_config=model_config)
@@ -904,6 +906,8 @@ def test_the_output_follows_weights_that_are_loaded_again(build_model, model_con
     def weights():
         yield from others.items()
         for i in range(3):
+            sinks[i] = draw.normal(4)
+            yield f"layers.{i}.attn.attn_sink", sinks[i]
             name = f"layers.{i}.attn.wo_a."
             if kind == "codes":
                 codes, scales = codes_of(draw, torch.float32, 32)
@@ -918,6 +922,7 @@ def test_the_output_follows_weights_that_are_loaded_again(build_model, model_con
 
     def check():
         for i, layer in enumerate(layers):
+            assert_equal("sink", layer.attn_sink, sinks[i])
             found = layer._o_proj(x, positions)
             table = layer.rotary_emb.cos_sin_cache
             groups = reference.project_groups(
@@ -930,7 +935,7 @@ def test_the_output_follows_weights_that_are_loaded_again(build_model, model_con
             for each in used
         ]
 
-    expected = {}
+    expected, sinks = {}, {}
     model.load_weights(weights())
     process_weights_after_loading(model, model_config, torch.device("cpu"))
     addresses = check()

@@ -779,7 +779,7 @@ def refuse(config: VllmConfig) -> None:
     dims = {name: getattr(text, name, None) for name in ("head_dim", "qk_rope_head_dim")}
     index_dim = getattr(text, "index_head_dim", None)
     ratios = set(getattr(text, "compress_rates", {}).values())
-    adapters = adapted(config, "wo_a", "fused_wkv_wgate")
+    adapters, offload = adapted(config, "wo_a", "fused_wkv_wgate"), config.offload_config
     problems = {
         "DeepSeek-V4 is served on NVIDIA GPUs only": current_platform.is_rocm()
         or current_platform.is_xpu()
@@ -810,6 +810,11 @@ def refuse(config: VllmConfig) -> None:
             config.cache_config.kv_cache_dtype_skip_layers
         ),
         adapters or "": adapters is not None,
+        # The output projection's matrices are views of parameters that must stay where they are.
+        "offload_group_size must be 0": offload.prefetch.offload_group_size > 0,
+        "cpu_offload_gb needs VLLM_WEIGHT_OFFLOADING_DISABLE_UVA unset": offload.uva.cpu_offload_gb
+        > 0
+        and envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA,
         **unread_by_indexer(config),
     }
     for problem, present in problems.items():

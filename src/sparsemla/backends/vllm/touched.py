@@ -74,6 +74,7 @@ CONFIG = (
             "compilation_config",
             "kernel_config",
             "lora_config",
+            "offload_config",
             "speculative_config",
             "__post_init__",
         ),
@@ -107,6 +108,11 @@ CONFIG = (
     Touched(
         "vllm.config.kernel:KernelConfig", "refused settings", ("sparse_indexer_topk_backend",)
     ),
+    Touched("vllm.config.offload:OffloadConfig", "refused settings", ("prefetch", "uva")),
+    Touched(
+        "vllm.config.offload:PrefetchOffloadConfig", "refused settings", ("offload_group_size",)
+    ),
+    Touched("vllm.config.offload:UVAOffloadConfig", "refused settings", ("cpu_offload_gb",)),
     Touched("vllm.config.lora:LoRAConfig", "refused settings", ("target_modules",)),
     Touched(
         "vllm.lora.utils:is_in_target_modules",
@@ -123,10 +129,12 @@ CONFIG = (
         "refused platforms",
         ("is_fp8_fnuz", "is_rocm", "is_xpu"),
     ),
+    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
     Touched(
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum",
-        "name of it",
-        ("CUSTOM", "get_path", "is_overridden"),
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path", "whose name it is"
+    ),
+    Touched(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden", "whose name it is"
     ),
     Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
     Touched(
