@@ -23,20 +23,22 @@ MODULES = {
 # Imports from the package that are allowed below a prefix of modules; longest prefix first.
 LAYERS = {
     "sparsemla.kinds": (),
-    "sparsemla.formats": ("kinds",),
+    "sparsemla.state": (),
+    "sparsemla.formats": ("kinds", "state"),
     "sparsemla.cache": ("kinds", "formats"),
     "sparsemla.rope": ("kinds", "formats", "cache"),
     "sparsemla.pooling": ("kinds",),
-    "sparsemla.weights": ("kinds", "formats", "checks"),
+    "sparsemla.weights": ("kinds", "state", "formats", "checks"),
     "sparsemla.plan": ("kinds", "formats", "cache", "checks"),
     "sparsemla.runner": ("kinds", "plan"),
     "sparsemla.checks": ("kinds", "formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "pooling", "rope", "weights", "reference"),
-    "sparsemla.kernels.common": ("formats", "cache", "weights", "kernels.common"),
+    "sparsemla.kernels.common": ("state", "formats", "cache", "weights", "kernels.common"),
     "sparsemla.kernels": ("formats", "cache", "pooling", "weights", "kernels.common"),
     "sparsemla.dispatch": ("kinds", "formats", "cache", "reference", "kernels"),
     "sparsemla.ops": (
         "kinds",
+        "state",
         "formats",
         "cache",
         "weights",
@@ -99,6 +101,7 @@ ON_TOP = (
 )
 BELOW = (
     "kinds",
+    "state",
     "formats",
     "cache",
     "pooling",

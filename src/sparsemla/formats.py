@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.kinds import check_device, check_integer, check_kind
+from sparsemla.state import Table, outside_autocast
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
@@ -115,7 +116,7 @@ def from_e2m1(pairs: Tensor) -> Tensor:
     return _e2m1_pairs(pairs.device)[pairs.int()].view(torch.bfloat16)
 
 
-@functools.cache
+@Table
 def _e2m1_pairs(device: torch.device) -> Tensor:
     """int32 ``[256]``: two e2m1 codes to their two bfloat16 values, low bits first."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=device)
@@ -372,6 +373,7 @@ class CacheFormat:
         codes = to_e2m1(x) if self.is_fp4 else to_fp8(x)
         return RowFields(codes, scales.to(self.scale_dtype), rest)
 
+    @outside_autocast
     def dequantize(self, fields: RowFields) -> Tensor:
         """bfloat16 rows ``[..., head_dim]``: ``concat(bfloat16(float32(code) * scale), bf16)``.
 

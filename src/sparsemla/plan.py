@@ -494,7 +494,7 @@ def _send(values: np.ndarray, buffer: Tensor, *, padding: int) -> Tensor:
     Each call takes new staging memory. The next step could overwrite a persistent staging buffer
     before the device has copied from it; PyTorch reuses pinned memory only after its copies finish.
     """
-    staging = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    staging = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda)
     host = staging.numpy()
     host[: values.size] = values
     host[values.size :] = padding

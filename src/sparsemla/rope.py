@@ -61,7 +61,7 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
         yarn: YaRN's parameters; None for plain RoPE.
 
     Returns:
-        float32 ``[dim / 2]``.
+        float32 ``[dim / 2]`` on torch's default device, with the bits of the CPU.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -79,9 +79,9 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
         check_kind("yarn", yarn, Yarn)
     if dim % 2:
         raise ValueError(f"dim must be even, got {dim}")
-    freqs = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    freqs = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if yarn is None:
-        return freqs.float()
+        return _on_default_device(freqs)
 
     def pair_with(turns: float) -> float:
         original = yarn.original_max_position_embeddings
@@ -90,8 +90,12 @@ def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor
     low = max(math.floor(pair_with(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
     width = high - low if high != low else 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
-    return (freqs / float(yarn.factor) * ramp + freqs * (1 - ramp)).float()
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / width).clamp(0, 1)
+    return _on_default_device(freqs / float(yarn.factor) * ramp + freqs * (1 - ramp))
+
+
+def _on_default_device(frequencies: Tensor) -> Tensor:
+    return frequencies.float().to(torch.get_default_device())
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

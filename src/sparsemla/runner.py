@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,9 +106,9 @@ class DecodeRunner(Generic[Outputs]):
             name: tensor.new_zeros(largest, *tensor.shape[1:]) for name, tensor in inputs.items()
         }
         longest = max_pages_per_request * page_size
-        self._plans = {size: self._plan(size, torch.full((size,), longest)) for size in self._sizes}
+        self._plans = {size: self._plan(size, [longest] * size) for size in self._sizes}
         # The plans above differ only in their integers. Refill the buffers with padding.
-        self._plan(largest, torch.empty(0, dtype=torch.int64))
+        self._plan(largest, [])
         with torch.no_grad():
             results = self._call(largest)
             self._returns_tuple = isinstance(results, tuple)
@@ -139,7 +140,7 @@ class DecodeRunner(Generic[Outputs]):
         """
         count = self._check(page_table, inputs)
         size = self._sizes[bisect_left(self._sizes, count)]
-        lens = torch.from_numpy(host_ints("seq_lens", seq_lens))
+        lens = host_ints("seq_lens", seq_lens)
         if lens.shape != (count,):
             raise ValueError(
                 f"seq_lens must have one length for each of {count} rows of page_table, "
@@ -195,12 +196,14 @@ class DecodeRunner(Generic[Outputs]):
                 raise ValueError(f"{name} must have shape {rows}, got {list(tensor.shape)}")
         return shape[0]
 
-    def _plan(self, size: int, seq_lens: Tensor) -> Plan:
+    def _plan(self, size: int, seq_lens: Sequence[int] | np.ndarray) -> Plan:
         """Write the plan of these decodes, padded to ``size`` requests, to the buffers."""
         padding = size - len(seq_lens)
+        padded = np.zeros(size, np.int64)
+        padded[: len(seq_lens)] = seq_lens
         return plan_batch(
             [self._query_len] * len(seq_lens) + [0] * padding,
-            torch.nn.functional.pad(seq_lens, (0, padding)),
+            padded,
             self._buffers.page_table[:size],
             page_size=self._page_size,
             workspace_rows=None,

@@ -184,12 +184,16 @@ def differentiate(
 
 
 def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator's implementation: ``launch`` outside of autograd, on the first tensor's GPU."""
+    """An operator's implementation: ``launch`` without autograd and autocast, on the lead's GPU."""
 
     def on_device(lead: Tensor, *rest: object) -> object:
         # Autograd would record the torch functions that a kernel calls.
         if torch.is_grad_enabled():
             with torch.no_grad():
+                return on_device(lead, *rest)
+        # Autocast would round their operands.
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
                 return on_device(lead, *rest)
         # Triton launches on the current GPU; the tensors may be on another one.
         if lead.is_cuda and lead.device.index != torch.cuda.current_device():

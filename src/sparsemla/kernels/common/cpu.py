@@ -1,6 +1,5 @@
 """Functions of all CPU kernels: dequantised rows, attention over a block of keys, merge by LSE."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.formats import RowFields, from_e2m1
 from sparsemla.kernels.common.groups import attended, chunks
+from sparsemla.state import Table
 
 WORKSPACE_BYTES = 64 << 20
 """Bytes of a temporary buffer, of any context length; a kernel holds a few such buffers."""
@@ -38,10 +38,10 @@ def check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
         )
 
 
-@functools.cache
-def _e4m3_pairs() -> Tensor:
+@Table
+def _e4m3_pairs(device: torch.device) -> Tensor:
     """int32 ``[65536]``: two e4m3 codes to their two bfloat16 values, low byte first."""
-    codes = torch.arange(65536, dtype=torch.int32)
+    codes = torch.arange(65536, dtype=torch.int32, device=device)
     pair = torch.stack([codes & 0xFF, codes >> 8], dim=-1).to(torch.uint8)
     return pair.view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.int32).squeeze(-1)
 
@@ -54,7 +54,7 @@ def e4m3_to_bf16(x: Tensor) -> Tensor:
     if x.shape[-1] % 2 or not x.is_contiguous():
         return x.to(torch.bfloat16)
     pairs = x.view(torch.int16).to(torch.int32) & 0xFFFF
-    return _e4m3_pairs()[pairs].view(torch.bfloat16)
+    return _e4m3_pairs(x.device)[pairs].view(torch.bfloat16)
 
 
 def dequantize(fields: RowFields, scale_block: int) -> Tensor:

@@ -16,6 +16,7 @@ Shapes: T tokens, H heads, G groups, V dims of a head, K inputs, N outputs, S pa
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -32,8 +33,8 @@ from sparsemla.kernels.quant.triton import HEAD_DIMS, LAUNCH, load_cos_sin
 from sparsemla.weights import HeadWeight
 
 MAX = tl.constexpr(FP8_MAX)
-INVERSE = tl.constexpr(torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
-INVERSE_REST = tl.constexpr(1 / FP8_MAX - torch.tensor(1 / FP8_MAX, dtype=torch.float32).item())
+INVERSE = tl.constexpr(float(np.float32(1 / FP8_MAX)))
+INVERSE_REST = tl.constexpr(1 / FP8_MAX - float(np.float32(1 / FP8_MAX)))
 
 FEW_TOKENS = 64
 """Most tokens of ``_few_kernel`` on GPUs other than Hopper."""
