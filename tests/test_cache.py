@@ -239,9 +239,14 @@ def test_index_keys_of_other_dims_are_not_cut_to_fit(head_dim):
         cache.write(torch.arange(2), torch.ones(2, head_dim))
 
 
-def test_cache_does_not_keep_gradients():
-    cache = PagedCache.allocate(BF16_576, 3, 4)
-    cache.write(torch.arange(2), torch.ones(2, 576, requires_grad=True))
+def test_writes_do_not_drop_gradients():
+    cache, rows = PagedCache.allocate(BF16_576, 3, 4), torch.ones(2, 576, requires_grad=True)
+    with pytest.raises(ValueError, match="rows must not require a gradient"):
+        cache.write(torch.arange(2), rows)
+    assert not cache.data.any()
+    with torch.no_grad():
+        cache.write(torch.arange(2), rows)
+    assert_equal("rows", cache.read(torch.arange(2)), rows.detach().bfloat16())
     assert not cache.data.requires_grad
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import sparsemla
 from sparsemla import (
@@ -312,6 +313,24 @@ def test_whoever_watches_sees_first_calls(launched):
         with watch:
             assert not is_repeated(call)
     assert is_repeated(call)
+
+
+# torch compiles its decompositions for the first tangent of a process.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@compiled
+def test_repeats_do_not_drop_gradients(launched):
+    arguments = decode_arguments()
+    assert is_repeated(lambda: sparse_decode(**arguments))
+    q = arguments["q"]
+    wanting = arguments | {"q": q.clone().requires_grad_()}
+    with pytest.raises(ValueError, match="q must not require a gradient"):
+        sparse_decode(**wanting)
+    with torch.no_grad():
+        assert is_repeated(lambda: sparse_decode(**wanting))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ValueError, match="q must not have a tangent"):
+            sparse_decode(**arguments | {"q": dual})
 
 
 @compiled

@@ -330,7 +330,6 @@ def test_autograd_calls_the_backward_op(device, shared):
     wanted = sparse_attention_backward(dout, out=out, lse=lse, dlse=dlse, **case)
     for name, actual, expected in zip(("dq", "dkv", "d_sink"), got, wanted, strict=True):
         assert_equal(name, actual, expected)
-        assert not expected.requires_grad
 
 
 @pytest.mark.parametrize("used", ["out", "lse"])

@@ -50,14 +50,14 @@ def runner():
         return x * 2
 
     return DecodeRunner(
-        step, {"x": torch.empty(1, 3)}, batch_sizes=(1, 2), max_pages_per_request=2, page_size=8
+        step, {"x": torch.zeros(1, 3)}, batch_sizes=(1, 2), max_pages_per_request=2, page_size=8
     )
 
 
 def runner_arguments():
     return {
         "step": lambda plan, x: x * 2,
-        "inputs": {"x": torch.empty(1, 3)},
+        "inputs": {"x": torch.zeros(1, 3)},
         "batch_sizes": (1, 2),
         "max_pages_per_request": 2,
         "page_size": 8,

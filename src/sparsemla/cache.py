@@ -272,7 +272,6 @@ class PagedCache:
         """
         return self.format.dequantize(self.gather(slots))
 
-    @torch.no_grad()
     def write(self, slots: Tensor, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> None:
         """Quantise rows and store them in the cache.
 
@@ -286,8 +285,9 @@ class PagedCache:
 
         Raises:
             TypeError: slots are not integers, or rows are not floats.
-            ValueError: the cache has several layers, rows have another shape or device, a slot is
-                out of range, or the format lacks the scale mode. The cache is then unchanged.
+            ValueError: the cache has several layers, rows have another shape or device or require a
+                gradient, a slot is out of range, or the format lacks the scale mode. The cache is
+                then unchanged.
         """
         if self.num_layers is not None:
             raise ValueError(
@@ -301,6 +301,11 @@ class PagedCache:
         slots = slots.long()
         if not rows.is_floating_point():
             raise TypeError(f"rows must have a float dtype, got {rows.dtype}")
+        if torch.is_grad_enabled() and rows.requires_grad:
+            raise ValueError(
+                "rows must not require a gradient, which a cache drops; write them under "
+                "torch.no_grad(), or rows.detach()"
+            )
         shape = [*slots.shape, self.format.head_dim]
         if list(rows.shape) != shape or rows.device != self.data.device:
             raise ValueError(

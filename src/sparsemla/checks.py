@@ -7,9 +7,11 @@ binds it; every later tensor with this letter must have the same size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
@@ -21,6 +23,11 @@ PRECISIONS = ("bf16", "fp8")
 MAX_MEMBERS = 8
 """Most tokens of a list with members: one for each bit of a byte."""
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
+Gradients: TypeAlias = Literal["none", "backward", "all"]
+"""The differentiation in which an op drops nothing: none, only backward, or also forward mode.
+
+Results that are constants by definition, such as selections, drop nothing.
+"""
 
 
 class Checker:
@@ -28,6 +35,8 @@ class Checker:
 
     Args:
         op: the op's name, with which every error message begins.
+        gradients: which gradients and tangents the op does not drop, see :data:`Gradients`.
+        instead: an op with gradients that an error about them names.
 
     >>> check = Checker("scale")
     >>> x = check.tensor("x", torch.zeros(2, 3), "T D", FLOATS)
@@ -36,10 +45,16 @@ class Checker:
     ValueError: scale: factors must have shape [T] = [2], got [4]
     """
 
-    def __init__(self, op: str) -> None:
+    def __init__(
+        self, op: str, *, gradients: Gradients = "none", instead: str | None = None
+    ) -> None:
         self.op = op
         self.dims: dict[str, int] = {}
         self.device: torch.device | None = None
+        self._instead = instead
+        # Most calls are without autograd, and then no tensor is asked.
+        self._refuses_grad = gradients == "none" and torch.is_grad_enabled()
+        self._refuses_tangent = gradients != "all" and forward_ad._current_level >= 0
 
     def tensor(self, name: str, tensor: object, shape: str, dtypes: Dtypes) -> Tensor:
         """Check one tensor.
@@ -62,6 +77,8 @@ class Checker:
         sizes = tensor.shape
         self._shape(name, sizes, shape)
         self._device(name, tensor.device)
+        if self._refuses_grad or self._refuses_tangent:
+            self.gradient(name, tensor)
         if sizes and sizes[-1] > 1 and tensor.stride()[-1] != 1 and tensor.numel():
             raise ValueError(
                 f"{self.op}: {name} must be contiguous in its last dimension, "
@@ -78,6 +95,24 @@ class Checker:
         if isinstance(tensor, Tensor) and tensor.dtype == torch.uint32:
             tensor = tensor.view(torch.int32)
         return self.tensor(name, tensor, shape, INTEGERS)
+
+    def gradient(self, name: str, tensor: Tensor) -> None:
+        """Check that a tensor needs no gradient that the op would drop.
+
+        Raises:
+            ValueError: a tensor that requires a gradient while torch records them, or one with a
+                tangent of forward-mode differentiation.
+        """
+        if self._refuses_grad and tensor.requires_grad:
+            raise ValueError(
+                f"{self.op}: {name} must not require a gradient, which {self.op} does not compute; "
+                f"call it under torch.no_grad(), or with {name}.detach()"
+                + (f", or {self._instead}, which has gradients" if self._instead else "")
+            )
+        if self._refuses_tangent and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{self.op}: {name} must not have a tangent, which {self.op} does not propagate"
+            )
 
     def optional(
         self, name: str, tensor: Tensor | None, shape: str, dtypes: Dtypes
@@ -155,6 +190,7 @@ class Checker:
         if cache.num_slots == 0 and not may_be_empty:
             raise ValueError(f"{self.op}: {name} must have at least one page, got none")
         self._device(name, cache.data.device)
+        self.gradient(name, cache.data)
         return cache
 
     def head_dim(self, name: str, cache: PagedCache) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.formats import FLOAT32_TINY, fp8_scales, to_fp8
 from sparsemla.kinds import check_device, check_integer, check_kind
+from sparsemla.state import outside_autocast
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
@@ -176,7 +177,7 @@ class MLALayer:
 
     def __post_init__(self) -> None:
         # Check now: a branch would refuse a wrong layer only after it has written its rows.
-        check = Checker("MLALayer")
+        check = Checker("MLALayer", gradients="all")
         check.kind("w_uk", self.w_uk, HeadWeight)
         check.kind("w_uv", self.w_uv, HeadWeight)
         for name, weight, shape, blocks in (
@@ -220,7 +221,7 @@ class MLALayer:
 
 def dequantize_blocks(weight: Tensor, scale: Tensor, block: int = 128) -> Tensor:
     """Dequantise ``[N, K]`` to float32; scales are ``[ceil(N/block), ceil(K/block)]``."""
-    check = Checker("dequantize_blocks")
+    check = Checker("dequantize_blocks", gradients="all")
     check.tensor("weight", weight, "N K", torch.float8_e4m3fn)
     check.tensor("scale", scale, "SN SK", (*FLOATS, torch.float8_e8m0fnu))
     check.positive("block", block)
@@ -264,7 +265,7 @@ def projection_weight(
     check_kind("dtype", dtype, torch.dtype)
     check_device("device", device)
     with torch.no_grad():
-        made = project(torch.eye(in_features, dtype=dtype, device=device))
+        made = outside_autocast(project)(torch.eye(in_features, dtype=dtype, device=device))
     if not isinstance(made, Tensor):
         raise TypeError(f"project must return a tensor, got {type(made).__name__}")
     if made.dim() != 2 or made.shape[0] != in_features:

@@ -88,7 +88,7 @@ def fp8_mqa_logits(
     >>> fp8_mqa_logits(q, (keys, torch.arange(3.0)), torch.ones(1, 4), start, end, False, 2)
     tensor([[128., 256.]])
     """
-    check = Checker("fp8_mqa_logits")
+    check = Checker("fp8_mqa_logits", instead="selected_scores")
     keys = _pair(check, "kv", kv)
     return _mqa_logits(check, q, keys, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k)
 
@@ -121,7 +121,7 @@ def fp8_fp4_mqa_logits(
     >>> fp8_fp4_mqa_logits((q, None), (keys, torch.arange(3.0)), torch.ones(1, 4), start, end)
     tensor([[-inf, 128., 256.]])
     """
-    check = Checker("fp8_fp4_mqa_logits")
+    check = Checker("fp8_fp4_mqa_logits", instead="selected_scores")
     _logits_dtype(check, logits_dtype)
     queries, keys = _fp8_queries(check, q), _pair(check, "kv", kv)
     bounds = cu_seq_len_k_start, cu_seq_len_k_end
@@ -206,7 +206,7 @@ def fp8_paged_mqa_logits(
     >>> fp8_paged_mqa_logits(q, kv_cache, torch.ones(6, 64), lens, table, schedule, 128).shape
     torch.Size([6, 128])
     """
-    check = Checker("fp8_paged_mqa_logits")
+    check = Checker("fp8_paged_mqa_logits", instead="selected_scores")
     return _paged_mqa_logits(
         check, q, kv_cache, weights, context_lens, block_table, max_context_len
     )
@@ -247,7 +247,7 @@ def fp8_fp4_paged_mqa_logits(
     >>> scores.shape, scores.dtype
     (torch.Size([1, 128]), torch.bfloat16)
     """
-    check = Checker("fp8_fp4_paged_mqa_logits")
+    check = Checker("fp8_fp4_paged_mqa_logits", instead="selected_scores")
     _logits_dtype(check, logits_dtype)
     queries = _fp8_queries(check, q)
     lengths = context_lens, block_table, max_context_len

@@ -117,7 +117,7 @@ def flash_mla_with_kvcache(
     >>> out.shape, lse.shape, lse[1, 0].item()
     (torch.Size([2, 1, 20, 512]), torch.Size([2, 20, 1]), inf)
     """
-    check = Checker("flash_mla_with_kvcache")
+    check = Checker("flash_mla_with_kvcache", instead="sparse_attention")
     check.tensor("q", q, "batch_size seq_len_q num_heads_q head_dim", FLOATS)
     check.absent("num_splits", num_splits, "as get_mla_metadata returns it")
     batch, query_len, num_heads, head_dim = q.shape
@@ -250,7 +250,7 @@ def flash_mla_sparse_fwd(
     (torch.Size([3, 20, 512]), -inf, inf)
     """
     return _sparse_prefill(
-        Checker("flash_mla_sparse_fwd"), q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out
+        Checker("flash_mla_sparse_fwd", instead="sparse_attention"), q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out
     )
 
 
@@ -269,7 +269,7 @@ def flash_mla_sparse_prefill(
     >>> flash_mla_sparse_prefill(q, kv, indices, 192**-0.5).shape
     torch.Size([3, 20, 512])
     """
-    check = Checker("flash_mla_sparse_prefill")
+    check = Checker("flash_mla_sparse_prefill", instead="sparse_attention")
     return _sparse_prefill(check, q, kv, indices, sm_scale, d_v)[0]
 
 

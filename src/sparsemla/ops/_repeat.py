@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -169,7 +170,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_ordinary(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch's dispatcher and Triton would do nothing but launch, on the current device."""
+    """Whether torch and Triton would do nothing but launch, on the current device."""
     launches = _launches()
     return (
         torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS == 0
@@ -177,7 +178,17 @@ def _is_ordinary(tensors: Sequence[Tensor]) -> bool:
         and not torch.autograd._profiler_enabled()
         and not launches.is_watched()
         and launches.current_device() == tensors[0].get_device()
+        and not _are_differentiated(tensors)
     )
+
+
+def _are_differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Whether an op might have to refuse gradients or tangents."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() takes twice the time
+            if tensor.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
 
 
 class _Recorder(TorchFunctionMode):

@@ -24,6 +24,7 @@ from sparsemla.ops.prefill import dense_prefill, sparse_prefill
 from sparsemla.ops.projection import merge_workspace_size, project_heads
 from sparsemla.ops.quant import fused_rope_rmsnorm_quant
 from sparsemla.plan import Plan
+from sparsemla.state import outside_autocast
 from sparsemla.weights import MLALayer
 
 WORKSPACE_ROWS = 16384
@@ -134,6 +135,7 @@ class _Scratch:
 
 
 @repeated
+@outside_autocast
 def decode_branch(
     q: Tensor,
     kv: Tensor,
@@ -348,6 +350,7 @@ class _Attended:
         )
 
 
+@outside_autocast
 def prefill_branch(
     q: Tensor,
     kv: Tensor,
@@ -429,7 +432,7 @@ def _check(
     scale_mode: ScaleMode,
 ) -> Checker:
     """The checks that must pass before the cache is written."""
-    check = Checker(op)
+    check = Checker(op, instead="sparse_attention")
     check.kind("layer", layer, MLALayer)
     check.kind("plan", plan, Plan)
     check.bind("H", layer.num_heads)
@@ -439,6 +442,16 @@ def _check(
     check.bind("T", plan.num_tokens)
     check.tensor("q", q, "T H Q", torch.bfloat16)
     check.tensor("kv", kv, "T D", (torch.bfloat16, torch.float16, torch.float32))
+    for name, tensor in (
+        ("w_uk", layer.w_uk.data),
+        ("w_uk.scale", layer.w_uk.scale),
+        ("w_uv", layer.w_uv.data),
+        ("w_uv.scale", layer.w_uv.scale),
+        ("kv_norm_weight", layer.kv_norm_weight),
+        ("attn_sink", layer.attn_sink),
+    ):
+        if tensor is not None:
+            check.gradient(f"layer.{name}", tensor)
     check.cache("cache", cache)
     check.head_dim("kv", cache)
     check.scale_mode(scale_mode, cache.format)

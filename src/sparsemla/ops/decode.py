@@ -164,7 +164,7 @@ def sparse_decode(
     >>> out.shape, lse.shape
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
     """
-    check = Checker("sparse_decode")
+    check = Checker("sparse_decode", instead="sparse_attention")
     check.queries(q, q_rope, "B S H")
     check.cache("cache", cache)
     check.query_dims(q, q_rope, "B S H", cache)
@@ -292,7 +292,7 @@ def dense_decode(
     >>> dense_decode(q, cache, table, lens, softmax_scale=192**-0.5)[0].shape
     torch.Size([2, 1, 16, 512])
     """
-    check = Checker("dense_decode")
+    check = Checker("dense_decode", instead="sparse_attention")
     check.tensor("q", q, "B S H D", FLOATS)
     check.cache("cache", cache)
     check.head_dim("q", cache)

@@ -51,7 +51,7 @@ def indexer_scores(
     >>> indexer_scores(q, torch.ones(1, 4), keys, None, start, end)
     tensor([[128., 128., -inf]])
     """
-    check = Checker("indexer_scores")
+    check = Checker("indexer_scores", instead="selected_scores")
     check.tensor("q", q, "M HI DI", QUERIES)
     check.index_heads()
     check.tensor("weights", weights, "M HI", WEIGHTS)
@@ -129,7 +129,7 @@ def indexer_scores_paged(
     >>> indexer_scores_paged(q, torch.ones(2, 1, 64), cache, table, lens, max_seq_len=128).shape
     torch.Size([2, 1, 128])
     """
-    check = Checker("indexer_scores_paged")
+    check = Checker("indexer_scores_paged", instead="selected_scores")
     check.cache("cache", cache)
     check.tensor("q", q, "B S HI D", check.query_dtype(cache))
     check.index_heads()
@@ -242,7 +242,7 @@ def indexer_topk(
             [ 0,  1, -1, -1],
             [ 0,  1,  2,  3]], dtype=torch.int32)
     """
-    check = Checker("indexer_topk")
+    check = Checker("indexer_topk", gradients="all")
     check.cache("cache", cache)
     check.tensor("q", q, "T HI D", check.query_dtype(cache))
     check.index_heads()

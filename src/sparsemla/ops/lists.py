@@ -83,7 +83,7 @@ def share_lists(
 topk_lengths=tensor([4], dtype=torch.int32), \
 members=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
     """
-    check = Checker("share_lists")
+    check = Checker("share_lists", gradients="all")
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.positive("list_tokens", list_tokens, MAX_MEMBERS + 1)

@@ -56,7 +56,7 @@ def select_rows(
     tensor([[1, 2],
             [3, 4]], dtype=torch.int32)
     """
-    check = Checker("select_rows")
+    check = Checker("select_rows", gradients="backward")
     check.tensor("iq", iq, "T HI DI", QUERIES)
     check.index_heads("iq")
     check.tensor("weights", weights, "T HI", FLOATS)
@@ -142,7 +142,7 @@ def selected_scores(
     >>> weights.grad
     tensor([[8., 8.]])
     """
-    check = Checker("selected_scores")
+    check = Checker("selected_scores", gradients="backward")
     topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
     return _selected_scores(iq, weights, ik, topk_indices, topk_lengths)
 
@@ -232,7 +232,7 @@ def selected_scores_backward(
     >>> dik[:, 0]
     tensor([0., 0., 4.])
     """
-    check = Checker("selected_scores_backward")
+    check = Checker("selected_scores_backward", gradients="backward")
     check.tensor("dscores", dscores, "T K", torch.float32)
     topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
     with torch.no_grad():
@@ -339,7 +339,7 @@ def attention_target(
     >>> attention_target(q, kv, torch.tensor([[5, -1, 7]]), lse, softmax_scale=1.0)
     tensor([[0.5000, 0.0000, 0.5000]])
     """
-    check = Checker("attention_target")
+    check = Checker("attention_target", gradients="backward")
     check.tensor("q", q, "T H D", FLOATS)
     check.tensor("kv", kv, "S D", q.dtype)
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
@@ -417,7 +417,7 @@ def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = N
     >>> index_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
     tensor(0.6931)
     """
-    check = Checker("index_loss")
+    check = Checker("index_loss", gradients="all")
     check.tensor("scores", scores, "T K", torch.float32)
     check.tensor("target", target, "T K", torch.float32)
     check.optional("row_weights", row_weights, "T", torch.float32)
@@ -585,7 +585,7 @@ def _dense(
     max_workspace_bytes: int,
 ) -> tuple[Any, ...]:
     """Check the arguments of a dense loss; returns them with integers as signed ones."""
-    check = Checker(op)
+    check = Checker(op, gradients="backward")
     check.tensor("q", q, "T H D", FLOATS)
     shared = isinstance(k, Tensor) and k.dim() == 2
     check.tensor("k", k, "S D" if shared else "S H D", q.dtype)

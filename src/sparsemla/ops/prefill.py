@@ -107,7 +107,7 @@ def sparse_prefill(
     >>> out.shape, lse[2, 0].item()
     (torch.Size([3, 16, 512]), -inf)
     """
-    check = Checker("sparse_prefill")
+    check = Checker("sparse_prefill", instead="sparse_attention")
     check.queries(q, q_rope, "T H")
     cache = _cache(check, "kv", kv, "S D")
     check.query_dims(q, q_rope, "T H", cache)
@@ -324,7 +324,7 @@ def dense_prefill(
     >>> out.shape
     torch.Size([5, 2, 128])
     """
-    check = Checker("dense_prefill")
+    check = Checker("dense_prefill", instead="sparse_attention")
     check.tensor("q", q, "T H D", FLOATS)
     check.tensor("k", k, "S H D", q.dtype)
     check.tensor("v", v, "S H V", q.dtype)

@@ -79,7 +79,7 @@ def sparse_attention(
     >>> kv.grad.abs().sum(1).nonzero()[:, 0]
     tensor([0, 1, 5])
     """
-    check = Checker("sparse_attention")
+    check = Checker("sparse_attention", gradients="backward")
     topk_indices, topk_lengths = _check_forward(
         check,
         q,
@@ -172,7 +172,7 @@ def sparse_attention_backward(
     >>> dq.shape, dkv.shape, d_sink
     (torch.Size([3, 4, 64]), torch.Size([9, 64]), None)
     """
-    check = Checker("sparse_attention_backward")
+    check = Checker("sparse_attention_backward", gradients="backward")
     check.tensor("dout", dout, "T H V", FLOATS)
     topk_indices, topk_lengths = _check_forward(
         check,
@@ -193,26 +193,25 @@ def sparse_attention_backward(
     if accumulate is not None:
         check.written("accumulate", accumulate, "S D", torch.float32)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    with torch.no_grad():
-        dq, dkv, d_sink = _sparse_attention_backward(
-            dout,
-            q,
-            kv,
-            topk_indices,
-            out,
-            lse,
-            softmax_scale,
-            topk_lengths,
-            attn_sink,
-            list_tokens,
-            members,
-            dlse,
-            deterministic,
-            max_workspace_bytes,
-            accumulate is not None,
-        )
-        if accumulate is not None:
-            dkv = accumulate.add_(dkv)
+    dq, dkv, d_sink = _sparse_attention_backward(
+        dout,
+        q,
+        kv,
+        topk_indices,
+        out,
+        lse,
+        softmax_scale,
+        topk_lengths,
+        attn_sink,
+        list_tokens,
+        members,
+        dlse,
+        deterministic,
+        max_workspace_bytes,
+        accumulate is not None,
+    )
+    if accumulate is not None:
+        dkv = accumulate.add_(dkv)
     return dq, dkv, None if attn_sink is None else d_sink
 
 

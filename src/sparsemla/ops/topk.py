@@ -54,7 +54,7 @@ def select_topk(
     >>> select_topk(torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]]), 2)
     tensor([[1, 2]], dtype=torch.int32)
     """
-    check = Checker("select_topk")
+    check = Checker("select_topk", gradients="all")
     check.tensor("scores", scores, "R N", SCORES)
     if scores.shape[1] > MAX_COLUMNS:
         raise ValueError(
@@ -120,7 +120,7 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
     >>> merge_topk(values, indices, 3)
     tensor([[0, 1, 9]], dtype=torch.int32)
     """
-    check = Checker("merge_topk")
+    check = Checker("merge_topk", gradients="all")
     check.tensor("values", values, "P R C", SCORES)
     indices = check.tensor("indices", indices, "P R C", INTEGERS)
     check.positive("topk", topk)
