@@ -303,34 +303,6 @@ def test_compiled_calls_equal_eager_ones(call):
         assert_equal(f"{call}[{index}]", actual, wanted)
 
 
-IN_PLACE = "fused_rope_rmsnorm_quant, in place"
-
-
-def with_gradients(case):
-    """The case with inputs that require gradients."""
-
-    def wants(name, value):
-        written = "out" in name or name in ("max_logits", "accumulate")
-        return isinstance(value, torch.Tensor) and not written
-
-    return {
-        name: value.clone().requires_grad_()
-        if wants(name, value) and value.dtype in (torch.bfloat16, torch.float32)
-        else value
-        for name, value in case.items()
-    }
-
-
-@pytest.mark.parametrize("call", sorted({*CALLS} - {*DIFFERENTIABLE, IN_PLACE}))
-def test_results_do_not_require_gradients(call):
-    op = getattr(sparsemla, call.split(",")[0])
-    plain, case = CALLS[call](), with_gradients(CALLS[call]())
-    expected, got = tensors_of(plain, op(**plain)), tensors_of(case, op(**case))
-    for index, (actual, wanted) in enumerate(zip(got, expected, strict=True)):
-        assert not actual.requires_grad
-        assert_equal(f"{call}[{index}]", actual, wanted)
-
-
 def test_every_public_op_is_compiled():
     assert {call.split(",")[0] for call in CALLS} == set(sparsemla.ops.__all__)
 
@@ -370,13 +342,23 @@ def test_operators_match_their_schemas(call):
     torch.library.opcheck(function, args, kwargs, test_utils=utils)
 
 
+def test_the_backward_of_the_dense_loss_matches_its_schema():
+    case, inputs = differentiated("dense_index_loss")
+    with Recorder() as recorder:
+        sparsemla.dense_index_loss(**case).backward(inputs=inputs)
+    function, args, kwargs = recorder.calls[-1]
+    assert function == torch.ops.sparsemla.dense_index_loss_backward.default
+    torch.library.opcheck(function, [x.detach() for x in args], kwargs)
+
+
 def test_every_operator_is_checked():
     registered = {
         name.removeprefix("sparsemla::").split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("sparsemla::")
     }
-    assert registered == {call.split(",")[0] for call in OPERATORS}
+    public = {call.split(",")[0] for call in OPERATORS}
+    assert registered == public | {"dense_index_loss_backward"}
 
 
 def finite(result):

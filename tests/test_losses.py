@@ -397,6 +397,83 @@ def test_a_weight_of_zero_gives_zeros(device):
     assert_equal("dscores", scores.grad, torch.zeros_like(scores))
 
 
+@pytest.fixture(params=["fastest", "triton"])
+def tier(request, monkeypatch):
+    """Lets ops run on the fastest tier, or on Triton's, for which a CPU has the interpreter."""
+    if request.param != "fastest":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(dispatch, "find", lambda op, *a, **k: dispatch.load(op, request.param))
+
+
+@pytest.mark.usefixtures("tier")
+@pytest.mark.parametrize("index_dim", [32, 128])
+def test_tokens_of_weight_zero_may_be_nan(device, index_dim):
+    case = cases.dense_index_loss_case(Draw(28, device), index_dim=index_dim, ranges="causal")
+    tokens = len(case["q"])
+    weights = torch.linspace(0.5, 2, tokens, device=device)
+    out = torch.tensor([0, 3], device=device)
+    case["row_weights"] = weights.index_fill(0, out, 0)
+    expected = sparsemla.dense_index_gradients(**case)
+    by_token = ("q", "lse", "iq", "weights", "row_starts", "row_ends", "row_weights")
+    kept = {name: case[name][case["row_weights"] != 0] for name in by_token}
+    alone = sparsemla.dense_index_gradients(**case | kept)
+    assert_close("loss", expected[0], alone[0], TOLERANCES["dense_index_loss"][0])
+    poisoned = {
+        name: case[name].index_fill(0, out, math.nan) for name in ("q", "lse", "iq", "weights")
+    }
+    results = sparsemla.dense_index_gradients(**case | poisoned)
+    for name, got, wanted in zip(
+        ("loss", "diq", "dweights", "dik"), results, expected, strict=True
+    ):
+        assert_equal(name, got, wanted)
+    assert not results[1][out].any()
+    assert not results[2][out].any()
+    assert_equal("loss", sparsemla.dense_index_loss(**case | poisoned), expected[0])
+    defined = [reference.dense_index_gradients(**one) for one in (case, case | poisoned)]
+    for got, wanted in zip(*defined, strict=True):
+        assert_equal("definition", got, wanted)
+
+
+def test_scores_of_weight_zero_may_be_nan(device):
+    case = cases.index_loss_case(Draw(19, device), with_row_weights=True)
+    case["row_weights"][3] = 0
+    kept = {name: value[case["row_weights"] != 0] for name, value in case.items()}
+    for name in ("scores", "target"):
+        case[name][3] = math.nan
+    for op in (sparsemla.index_loss, reference.index_loss):
+        scores = case["scores"].clone().requires_grad_()
+        loss = op(**case | {"scores": scores})
+        (grad,) = torch.autograd.grad(loss, scores)
+        assert_close("loss", loss.detach(), op(**kept), INDEX_LOSS)
+        assert not grad[case["row_weights"] == 0].any()
+        assert grad.isfinite().all()
+    case["row_weights"][3] = 1
+    assert sparsemla.index_loss(**case).isnan()
+
+
+@pytest.mark.usefixtures("tier")
+def test_float16_gradients_are_multiplied_before_they_are_rounded(device):
+    """As torch.amp.GradScaler does: a factor makes small gradients large enough for float16."""
+    options = {"num_tokens": 20, "weight_dtype": torch.float16, "ranges": "causal"}
+    case = cases.dense_index_loss_case(Draw(29, device), dtype=torch.float16, **options)
+    case["row_weights"] = torch.full((20,), 1e-7, device=device)
+    wide = case | {name: case[name].float() for name in ("q", "k", *NAMES)}
+    expected = torch.autograd.grad(
+        sparsemla.dense_index_loss(**wide | dict(zip(NAMES, indexer(wide), strict=True))),
+        indexer(wide),
+    )
+    for scale in (2.0**16, 2.0**24):  # GradScaler's first scale is 2^16, infinite in float16
+        loss = scale * sparsemla.dense_index_loss(
+            **case | dict(zip(NAMES, indexer(case), strict=True))
+        )
+        grads = torch.autograd.grad(loss, indexer(case))
+        for name, got, wanted in zip(NAMES, grads, expected, strict=True):
+            assert got.dtype == torch.float16
+            wanted = scale * wanted
+            error = (got.float() - wanted).abs()
+            assert (error <= 2**-9 * wanted.abs() + 2**-24 + 1e-2 * wanted.abs().mean()).all(), name
+
+
 def test_second_derivatives_are_refused(device):
     case = cases.selected_scores_case(Draw(23, device), **FLOAT32)
     scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))

@@ -1,10 +1,10 @@
 """What trains the lightning indexer: selections, scores, targets and losses, with gradients."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
@@ -235,8 +235,10 @@ def selected_scores_backward(
     check = Checker("selected_scores_backward", gradients="backward")
     check.tensor("dscores", dscores, "T K", torch.float32)
     topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
-    with torch.no_grad():
-        return _selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths)
+    return cast(
+        tuple[Tensor, Tensor, Tensor],
+        _selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths),
+    )
 
 
 @functional
@@ -404,7 +406,8 @@ def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = N
     Args:
         scores: float32 ``[T, K]``, from :func:`selected_scores`; differentiable.
         target: float32 ``[T, K]``, from :func:`attention_target`; a constant.
-        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1.
+        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1. A token of
+            weight 0 is left out, even if its values are NaN.
 
     Returns:
         float32 scalar.
@@ -422,13 +425,17 @@ def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = N
     check.tensor("target", target, "T K", torch.float32)
     check.optional("row_weights", row_weights, "T", torch.float32)
     valid = scores != -torch.inf
+    if row_weights is not None:
+        row_weights = row_weights.detach()
+        valid = valid & (row_weights != 0)[:, None]
     p = target.detach().where(valid, 0)
     # A row of -inf alone would have a gradient of NaN.
     some = valid.any(-1, keepdim=True)
     found = scores.where(valid, 0)
     lse = scores.where(valid | ~some, -torch.inf).where(some, 0).logsumexp(-1, keepdim=True)
     losses = (torch.xlogy(p, p) - p * (found - lse)).sum(-1)
-    return losses.sum() if row_weights is None else losses @ row_weights.detach()
+    # Autocast would round the operands of a dot product.
+    return (losses if row_weights is None else losses * row_weights).sum()
 
 
 def dense_index_loss(
@@ -469,7 +476,8 @@ def dense_index_loss(
         ik: ``[S, DI]`` of iq's dtype.
         softmax_scale: factor of the attention's scores.
         row_starts, row_ends: int32, int64 or uint32 ``[T]``; clamped to [0, S].
-        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1.
+        row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1. A token of
+            weight 0 is left out, even if its values are NaN.
         max_workspace_bytes: bound on the memory of scores and targets at any time, 8 bytes for
             each of S rows and a token; at least 64 tokens are processed.
 
@@ -567,7 +575,13 @@ def dense_index_gradients(
         max_workspace_bytes,
     )
     with torch.no_grad():
-        return _dense_index_gradients(*arguments)
+        loss, *grads = _dense_index_gradients(*arguments)
+    indexer = iq, weights, ik
+    if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
+        # Its results refuse a second derivative.
+        grads = _dense_index_loss_backward(torch.ones_like(loss), *grads, *indexer)
+    diq, dweights, dik = (grad.to(x.dtype) for grad, x in zip(grads, indexer, strict=True))
+    return loss, diq, dweights, dik
 
 
 def _dense(
@@ -617,22 +631,17 @@ def _dense_index_loss(
     loss = lse.new_empty(())
 
     def compute() -> None:
-        dispatch.find(
-            "dense_index_loss",
-            q,
-            num_heads=q.shape[1],
-            aligned=aligned(q, k, iq, ik),
-            head_dim=iq.shape[2],
-        )(
+        queries, factors, ends = _counted(iq, weights, row_ends, row_weights)
+        _find_dense("dense_index_loss", q, k, queries, ik)(
             q=q,
             k=k,
             lse=lse,
-            iq=iq,
-            weights=weights,
+            iq=queries,
+            weights=factors,
             ik=ik,
             softmax_scale=softmax_scale,
             row_starts=row_starts,
-            row_ends=row_ends,
+            row_ends=ends,
             row_weights=row_weights,
             max_workspace_bytes=max_workspace_bytes,
             loss=loss,
@@ -655,26 +664,25 @@ def _dense_index_gradients(
     row_weights: Tensor | None,
     max_workspace_bytes: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dispatch.Launch]:
+    """Gradients of float16 tensors are float32, to be multiplied before they are rounded."""
     loss = lse.new_empty(())
-    diq, dweights, dik = _new_gradients(iq, weights, ik)
+    diq, dweights, dik = (
+        x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+        for x in (iq, weights, ik)
+    )
 
     def compute() -> None:
-        dispatch.find(
-            "dense_index_gradients",
-            q,
-            num_heads=q.shape[1],
-            aligned=aligned(q, k, iq, ik),
-            head_dim=iq.shape[2],
-        )(
+        queries, factors, ends = _counted(iq, weights, row_ends, row_weights)
+        _find_dense("dense_index_gradients", q, k, queries, ik)(
             q=q,
             k=k,
             lse=lse,
-            iq=iq,
-            weights=weights,
+            iq=queries,
+            weights=factors,
             ik=ik,
             softmax_scale=softmax_scale,
             row_starts=row_starts,
-            row_ends=row_ends,
+            row_ends=ends,
             row_weights=row_weights,
             max_workspace_bytes=max_workspace_bytes,
             loss=loss,
@@ -686,17 +694,62 @@ def _dense_index_gradients(
     return (loss, diq, dweights, dik), compute
 
 
+def _find_dense(op: str, q: Tensor, k: Tensor, iq: Tensor, ik: Tensor) -> dispatch.Launch:
+    """The launcher of an op over all rows."""
+    return dispatch.find(
+        op, q, num_heads=q.shape[1], aligned=aligned(q, k, iq, ik), head_dim=iq.shape[2]
+    )
+
+
+def _counted(
+    iq: Tensor, weights: Tensor, row_ends: Tensor, row_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The indexer's queries and weights, and the ends, with tokens of weight 0 seeing no row.
+
+    They are 0, too: beside a token that counts, a kernel multiplies them by gradients of 0.
+    """
+    if row_weights is None:
+        return iq, weights, row_ends
+    counts = row_weights != 0
+    iq, weights = iq.where(counts[:, None, None], 0), weights.where(counts[:, None], 0)
+    return iq, weights, row_ends.where(counts, 0)
+
+
 def _keep_gradients(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[3:6])
     ctx.mark_non_differentiable(*output[1:])
 
 
-@once_differentiable
-def _scaled_gradients(
+def _gradients_of_dense_loss(
     ctx: BackwardCFunction, dloss: Tensor, *rest: object
 ) -> tuple[Tensor | None, ...]:
-    grads = [dloss * grad for grad in ctx.saved_tensors]
+    grads = _dense_index_loss_backward(dloss, *ctx.saved_tensors)
     return None, None, None, *grads, None, None, None, None, None
 
 
-differentiate("dense_index_gradients", _scaled_gradients, _keep_gradients)
+@functional
+def _dense_index_loss_backward(
+    dloss: Tensor,
+    diq: Tensor,
+    dweights: Tensor,
+    dik: Tensor,
+    iq: Tensor,
+    weights: Tensor,
+    ik: Tensor,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
+    """The gradients times ``dloss``; a second derivative would also depend on the indexer."""
+    results = _new_gradients(iq, weights, ik)
+
+    def compute() -> None:
+        for result, grad in zip(results, (diq, dweights, dik), strict=True):
+            result.copy_(grad.float() * dloss)
+
+    return results, compute
+
+
+def _refuse_second_derivatives_of_dense_loss(ctx: object, *grads: Tensor | None) -> None:
+    raise RuntimeError("dense_index_loss has no second derivative")
+
+
+differentiate("dense_index_gradients", _gradients_of_dense_loss, _keep_gradients)
+differentiate("dense_index_loss_backward", _refuse_second_derivatives_of_dense_loss)

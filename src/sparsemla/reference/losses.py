@@ -91,7 +91,8 @@ def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = N
     total = scores[:0].sum()  # 0, with a gradient
     for row in range(scores.shape[0]):
         valid = ~scores[row].isneginf()
-        if bool(valid.any()):
+        counts = row_weights is None or bool(row_weights[row] != 0)
+        if counts and bool(valid.any()):
             found, p = scores[row][valid], target[row][valid]  # [n]
             loss = torch.xlogy(p, p).sum() - (p * (found - found.logsumexp(0))).sum()
             total = total + (loss if row_weights is None else loss * row_weights[row])
@@ -113,6 +114,10 @@ def dense_index_loss(
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     """:func:`index_loss` over all rows between ``row_starts`` and ``row_ends``."""
+    if row_weights is not None:  # tokens of weight 0 see no row, and may be NaN
+        counts = row_weights != 0
+        row_ends = row_ends.where(counts, 0)
+        iq, weights = iq.where(counts[:, None, None], 0), weights.where(counts[:, None], 0)
     rows = row_starts, row_ends
     scores, target = dense_distributions(q, k, lse, iq, weights, ik, softmax_scale, *rows)
     return index_loss(scores, target, row_weights=row_weights)
