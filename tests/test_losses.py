@@ -370,6 +370,17 @@ def test_a_row_of_nan_reaches_its_users_only(device):
     assert_equal("scores", sparsemla.selected_scores(**case).isnan(), listed)
 
 
+@pytest.mark.usefixtures("tier")
+@pytest.mark.parametrize("num_heads", [3, 32])
+def test_a_token_without_entries_may_be_nan(device, num_heads):
+    case = cases.selected_scores_backward_case(Draw(30, device), num_heads=num_heads, head_dim=128)
+    case["topk_indices"][1] = -1
+    _, _, expected = sparsemla.selected_scores_backward(**case)
+    for name in ("dscores", "iq", "weights"):
+        case[name][1] = math.nan
+    assert_equal("dik", sparsemla.selected_scores_backward(**case)[2], expected)
+
+
 def test_attention_gets_no_gradient(device):
     lists = cases.attention_target_case(Draw(21, device), **FLOAT32)
     lists |= {name: lists[name].requires_grad_() for name in ("q", "kv", "lse")}

@@ -50,8 +50,9 @@ def selected_scores_backward(
         dweights[part] = (given.mT @ logits.relu())[:, 0]
         dlogits = (logits > 0) * weights[part, None].float() * given
         diq[part] = dlogits.mT @ keys
+        terms = (dlogits @ queries).masked_fill_(~valid[..., None], 0)
         # One after the other, in the order of the entries.
-        sums.index_add_(0, rows.flatten(), (dlogits @ queries).flatten(0, 1))
+        sums.index_add_(0, rows.flatten(), terms.flatten(0, 1))
     dik.copy_(sums)
 
 
