@@ -126,7 +126,9 @@ class Part:
     def of(cls, lengths: Tensor, most: Sequence[int], firsts: Tensor | None = None) -> Part:
         """A part with room for ``most`` rows of each request, which the host knows."""
         *starts, end = itertools.accumulate(most, initial=0)
-        on_device = torch.tensor(starts, dtype=torch.int32).to(lengths.device, non_blocking=True)
+        on_device = torch.tensor(starts, dtype=torch.int32, device="cpu").to(
+            lengths.device, non_blocking=True
+        )
         return cls(lengths, on_device, -(-max(end, 1) // MULTIPLE) * MULTIPLE, firsts)
 
     def convert(self, cache: PagedCache, page_table: Tensor, out: Tensor) -> None:
