@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from sparsemla import FP4_288, PagedCache, PlanBuffers
+from sparsemla import FP4_288, PagedCache, PlanBuffers, ops
 from sparsemla.state import Table
 from sparsemla.testing.cases import Draw
+from sparsemla.testing.compare import run_op
+from sparsemla.verify.run import chosen_cases
 from test_wrong_kinds import VALID, call, callables
 
 
@@ -43,6 +45,13 @@ def default_dtype(dtype):
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def autocast(dtype):
+    gpu = torch.cuda.is_available()
+    with torch.autocast("cpu", dtype), torch.autocast("cuda", dtype, enabled=gpu):
+        yield
 
 
 @contextlib.contextmanager
@@ -101,8 +110,8 @@ STATES = {
     "another default device": default_device,
     "default dtype float64": lambda: default_dtype(torch.float64),
     "default dtype float16": lambda: default_dtype(torch.float16),
-    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
+    "autocast to bfloat16": lambda: autocast(torch.bfloat16),
+    "autocast to float16": lambda: autocast(torch.float16),
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
     "deterministic algorithms": deterministic,
@@ -142,7 +151,7 @@ def snapshot(value):
     found = []
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
-            data = leaf.detach().as_subclass(Tensor).reshape(-1)
+            data = leaf.detach().as_subclass(Tensor).reshape(-1).cpu()
             found.append((data.dtype, leaf.shape, bytes(data.view(torch.uint8).numpy())))
         elif isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
             found.append(leaf)
@@ -254,3 +263,18 @@ def test_threads_do_not_disturb_each_other(name):
     for thread in threads:
         thread.join()
     assert found == {0: wanted, 1: wanted}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("op", ops.__all__)
+def test_same_bits_on_a_gpu(op):
+    case = chosen_cases(op, "cuda", quick=True)[0]
+    arguments = case.build(Draw(0, "cuda"))
+    wanted = snapshot((run_op(op, arguments), arguments))
+    for name, state in STATES.items():
+        for _ in range(3):  # from its third time on, a call is repeated
+            arguments = case.build(Draw(0, "cuda"))
+            with state():
+                got = run_op(op, arguments)
+            assert snapshot((got, arguments)) == wanted, name
