@@ -156,7 +156,7 @@ def test_second_derivatives_are_computed_or_refused(op, name):
 
 
 # torch compiles its decompositions for the first tangent of a process.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(("op", "name"), INPUTS, ids=str)
 def test_tangents_are_propagated_or_refused(op, name):
     def with_tangent(tensor):

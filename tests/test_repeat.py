@@ -316,7 +316,7 @@ def test_whoever_watches_sees_first_calls(launched):
 
 
 # torch compiles its decompositions for the first tangent of a process.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @compiled
 def test_repeats_do_not_drop_gradients(launched):
     arguments = decode_arguments()
