@@ -203,10 +203,14 @@ def test_selections_equal_transformers(model_type, dtype, index_format, least):
     model = make_model(model_type, index_topk=TOPK, num_hidden_layers=num_layers).to(dtype)
     ids = tokens(1, 200)
     theirs: list[Tensor] = []
-    for layer in model.model.layers:
+    hooks = [
         layer.self_attn.indexer.register_forward_hook(lambda *a: theirs.append(a[-1][0]))
+        for layer in model.model.layers
+    ]
     with torch.no_grad():
         model(ids)
+        for hook in hooks:
+            hook.remove()
         with enable(model, index_format=index_format, record_selections=True) as handle:
             model(ids)
     (ours,) = handle.selections
@@ -416,7 +420,7 @@ def test_a_decode_step_of_a_dense_model_is_the_decode_branch():
             model(ids[:, 9:], past_key_values=past)
         attention = model.model.layers[0].self_attn
         layer = MLALayer(
-            *handle._layers._weights[0],
+            *handle._layers.absorbed[0].weights,
             attention.kv_a_layernorm.weight,
             torch.ones(10, 64),
             attention.scaling,

@@ -116,6 +116,7 @@ class PagedAttention(Handle):
         check_integer("batch_size", batch_size)
         if max_length is not None:
             check_integer("max_length", max_length, 1)
+        self._layers.update(anew=True)
         return self._layers.new_cache(batch_size, max_length)
 
     def _forward(
@@ -146,9 +147,10 @@ class PagedAttention(Handle):
                 "enable(model, training=True) trains"
             )
         given_cache = one_cache(past_key_values, cache)
+        decodes = given.shape[1] == 1
+        self._layers.update(anew=not (decodes and isinstance(given_cache, BatchCache)))
         cache = self._resolve(given_cache, given.shape[0])
         past, new = split_mask(attention_mask, cache, given.shape[1])
-        decodes = given.shape[1] == 1
         if not decodes:
             seen = cache.lengths if past is None else past.sum(1)
             check_positions(position_ids, seen, new, gaps=self._layers.gaps)
@@ -180,7 +182,7 @@ class PagedAttention(Handle):
     def _resolve(self, past: Cache | None, batch_size: int) -> BatchCache:
         """The caller's BatchCache; a new one instead of None or of an empty cache."""
         if past is None:
-            return self.new_cache(batch_size)
+            return self._layers.new_cache(batch_size)
         if not isinstance(past, Cache):
             raise TypeError(f"{CACHE} must be None or a Cache, got {type(past).__name__}")
         if not isinstance(past, BatchCache):
@@ -192,7 +194,7 @@ class PagedAttention(Handle):
                 )
             self._replaced_caches.add(past)
             length = past.get_max_length() if past.is_compileable else None
-            return self.new_cache(batch_size, length)
+            return self._layers.new_cache(batch_size, length)
         if past.formats != self._layer_formats:
             raise ValueError(
                 f"{CACHE} must hold layers of the formats {self._layer_formats}, got {past.formats}"

@@ -18,10 +18,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
@@ -29,7 +29,14 @@ from sparsemla.backends.transformers.layers import (
     Layers,
     check_format,
     index_format_of,
-    stored_weight,
+    path_of,
+)
+from sparsemla.backends.transformers.projections import (
+    Absorbed,
+    Projection,
+    State,
+    check_skipped,
+    state_of,
 )
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache, slots_of
@@ -59,6 +66,9 @@ REWIND = 8
 
 A decode step writes a row for padding, too, which takes the place that is left.
 """
+
+ROPES = "main", "compress"
+"""Types of RoPE tables."""
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of RoPE with other frequencies for longer texts: entries are rotated only once."""
@@ -342,6 +352,13 @@ class CompressedStep(Step):
     workspace: _Workspace | None
 
 
+class _Rope(NamedTuple):
+    """A rotation: frequencies ``[R / 2]`` and the factor of cosines and sines."""
+
+    frequencies: tuple[float, ...]
+    factor: float
+
+
 class CompressedLayers(Layers):
     """Attention over the sliding window and over entries, in one softmax with a sink."""
 
@@ -358,8 +375,10 @@ class CompressedLayers(Layers):
     ) -> None:
         super().__init__(base, page_size=page_size, records=records)
         config: Any = base.config
-        self._frequencies, self._factors = _frequencies(base)
-        self._rope_dim = 2 * len(self._frequencies["main"])
+        self._ropes = _ropes(cast(Any, base).rotary_emb)
+        self._rope_state: State | None = None
+        self._entry_states: dict[str, State] = {}
+        self._rope_dim = 2 * len(self._ropes["main"].frequencies)
         self._sliding_window = config.sliding_window
         rates = config.compress_rates
         self._poolings = {CSA: Pooling(rates[CSA], overlap=True), HCA: Pooling(rates[HCA])}
@@ -371,11 +390,62 @@ class CompressedLayers(Layers):
             index_format, config.index_head_dim, self._rope_dim, cache_format
         )
         self._formats = cache_format, index_format
-        self._weights = [
-            group_o_a_proj(**stored_weight(module.o_a_proj), num_groups=config.o_groups)
-            for module in self.modules.values()
-        ]
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
+
+    def absorb(self, path: str, module: nn.Module) -> Absorbed:
+        attention = cast(Any, module)
+        groups = attention.config.o_groups
+        width = attention.num_heads * attention.head_dim // groups
+        projection = Projection(path, module, "o_a_proj", in_features=width, num_groups=groups)
+        return Absorbed(projection, lambda **stored: [group_o_a_proj(**stored, num_groups=groups)])
+
+    def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        attention = cast(Any, module)
+        yield "q_b_norm", attention.q_b_norm
+        yield "kv_norm", attention.kv_norm
+        for name, part in _compressors(attention):
+            yield name, part
+            yield f"{name}.kv_norm", part.kv_norm
+            yield f"{name}.rotary_emb", part.rotary_emb
+            if name.endswith("indexer"):
+                yield f"{name}.scorer", part.scorer
+
+    def _update(self, *, anew: bool) -> None:
+        super()._update(anew=anew)
+        check_skipped("rotary_emb", self._base.rotary_emb)
+        self._update_tables(anew=anew)
+        for layer_idx, module in self.modules.items() if anew else ():
+            self._check_ropes(layer_idx, module)
+            eps = module.q_b_norm.eps, module.kv_norm.variance_epsilon
+            if eps[0] != eps[1]:
+                raise ValueError(
+                    f"model must have one epsilon in {path_of(layer_idx)}.q_b_norm and kv_norm, "
+                    f"which are one op here, got {eps[0]} and {eps[1]}"
+                )
+
+    def _update_tables(self, *, anew: bool) -> None:
+        """Write the tables of changed frequencies again, where compiled steps read them."""
+        rotary = self._base.rotary_emb
+        state = tuple(state_of(getattr(rotary, f"{kind}_inv_freq")) for kind in ROPES)
+        if anew or state != self._rope_state:
+            self._rope_state = state
+            before, self._ropes = self._ropes, _ropes(rotary)
+            for (kind, device), table in self._tables.items():
+                if self._ropes[kind] != before[kind]:
+                    table.copy_(self._new_table(kind, device, len(table)))
+
+    def _check_ropes(self, layer_idx: int, module: Any) -> None:  # noqa: ANN401
+        """Refuse a layer that rotates its entries, or their queries, by other angles."""
+        for name, part in _compressors(module):
+            path = f"{path_of(layer_idx)}.{name}.rotary_emb"
+            state = state_of(part.rotary_emb.compress_inv_freq), self._ropes["compress"]
+            if state != self._entry_states.get(path):
+                if _rope(part.rotary_emb, "compress") != self._ropes["compress"]:
+                    raise ValueError(
+                        f"model must have the same compress_inv_freq in {path} as in rotary_emb, "
+                        "got other frequencies"
+                    )
+                self._entry_states[path] = state
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> CompressedCache:
         cache = CompressedCache(
@@ -541,9 +611,8 @@ class CompressedLayers(Layers):
                 extra_topk_indices=extra_slots,
                 extra_topk_lengths=extra_lengths,
             )
-        groups = project_groups(
-            out, self._weights[layer_idx], cos_sin_cache=table, positions=step.positions
-        )
+        (w_o_a,) = self.absorbed[layer_idx].weights
+        groups = project_groups(out, w_o_a, cos_sin_cache=table, positions=step.positions)
         out = module.o_b_proj(groups.flatten(1).to(hidden_states.dtype))
         return step.place(out, hidden_states.shape), None
 
@@ -624,32 +693,43 @@ class CompressedLayers(Layers):
 
     @ordinary_tensors
     def _new_table(self, kind: str, device: torch.device, num_positions: int) -> Tensor:
-        frequencies = self._frequencies[kind].to(device)
-        table = cos_sin_table(frequencies, num_positions, factor=self._factors[kind])
+        rope = self._ropes[kind]
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float64, device=device)
+        table = cos_sin_table(frequencies, num_positions, factor=rope.factor)
         torch._dynamo.mark_static_address(table, guard=False)
         return table
 
 
-def _frequencies(base: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The model's RoPE frequencies ``[R / 2]`` and factors of cosines, keyed by the type of table.
+def _ropes(rotary: Any) -> dict[str, _Rope]:  # noqa: ANN401 - a module of transformers
+    """The model's rotations, keyed by the type of table.
 
     Raises:
         ValueError: frequencies that depend on the length, or of different numbers.
     """
-    rotary = cast(Any, base).rotary_emb
-    frequencies, factors = {}, {}
-    for kind in ("main", "compress"):
+    for kind in ROPES:
         if rotary.rope_type[kind] in LENGTH_DEPENDENT:
             raise ValueError(
                 f"model must have a rope_type other than {' and '.join(LENGTH_DEPENDENT)} in "
                 f"rope_parameters[{kind!r}], got {rotary.rope_type[kind]!r}"
             )
-        frequencies[kind] = getattr(rotary, f"{kind}_inv_freq")
-        factors[kind] = getattr(rotary, f"{kind}_attention_scaling")
-    dims = {kind: 2 * len(values) for kind, values in frequencies.items()}
+    ropes = {kind: _rope(rotary, kind) for kind in ROPES}
+    dims = {kind: 2 * len(rope.frequencies) for kind, rope in ropes.items()}
     if dims["main"] != dims["compress"]:
         raise ValueError(f"model must have equal RoPE dims in rope_parameters, got {dims}")
-    return frequencies, factors
+    return ropes
+
+
+def _rope(rotary: Any, kind: str) -> _Rope:  # noqa: ANN401 - a module of transformers
+    frequencies = getattr(rotary, f"{kind}_inv_freq").tolist()
+    return _Rope(tuple(frequencies), getattr(rotary, f"{kind}_attention_scaling"))
+
+
+def _compressors(attention: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    """The modules of a layer that pool windows, with their names."""
+    if attention.compressor is not None:
+        yield "compressor", attention.compressor
+        if attention.layer_type == CSA:
+            yield "compressor.indexer", attention.compressor.indexer
 
 
 def _workspace(context: Tensor, query_lens: Tensor, ring: int, device: torch.device) -> _Workspace:

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.deepseek_v4 import States
-from sparsemla.backends.transformers.latent import absorb
+from sparsemla.backends.transformers.latent import absorbed_kv_b_proj
 from sparsemla.backends.transformers.layers import (
     LINEAR,
     Layers,
     check_format,
     index_format_of,
 )
+from sparsemla.backends.transformers.projections import Absorbed
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import CacheFormat, bf16_format
@@ -232,12 +233,21 @@ class PooledLayers(Layers):
         check_format("cache_format", cache_format, latent_dim, latent_dim)
         self._formats = cache_format, index_format_of(index_format, index_dim, 0, cache_format)
         self._rope_dim = min(64, latent_dim, index_dim) // 2 * 2
-        self._weights = {layer_idx: absorb(module) for layer_idx, module in self.modules.items()}
         self._tables: dict[torch.device, Tensor] = {}
+
+    def absorb(self, path: str, module: nn.Module) -> Absorbed:
+        return absorbed_kv_b_proj(path, module)
+
+    def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        attention = cast(Any, module)
+        yield "kv_a_layernorm", attention.kv_a_layernorm
+        if attention.indexer is not None:
+            yield "indexer", attention.indexer
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> PooledCache:
         devices = {
-            layer_idx: module.o_proj.weight.device for layer_idx, module in self.modules.items()
+            layer_idx: absorbed.weights[0].data.device
+            for layer_idx, absorbed in self.absorbed.items()
         }
         cache = PooledCache(
             devices,
@@ -327,7 +337,7 @@ class PooledLayers(Layers):
         module = self.modules[layer_idx]
         rows = cast(PooledStep, step).cache.latents.caches[layer_idx]
         step = cast(PooledStep, step).on(rows.data.device)
-        w_uk, w_uv = self._weights[layer_idx]
+        w_uk, w_uv = self.absorbed[layer_idx].weights
         x = step.pick(hidden_states)  # [T, hidden]
         q_resid = module.q_a_layernorm(module.q_a_proj(x))
         q = module.q_b_proj(q_resid).unflatten(-1, (module.num_heads, -1))  # [T, H, P]

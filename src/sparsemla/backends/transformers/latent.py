@@ -9,7 +9,8 @@ DI indexer heads and dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -26,8 +27,8 @@ from sparsemla.backends.transformers.layers import (
     Layers,
     check_format,
     index_format_of,
-    stored_weight,
 )
+from sparsemla.backends.transformers.projections import Absorbed, Projection
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat, bf16_format
@@ -39,7 +40,7 @@ from sparsemla.ops import (
     to_slots,
 )
 from sparsemla.plan import Plan, plan_batch
-from sparsemla.weights import HeadWeight, MLALayer, absorb_kv_b_proj
+from sparsemla.weights import MLALayer, absorb_kv_b_proj
 
 
 class Architecture(NamedTuple):
@@ -171,13 +172,24 @@ class LatentLayers(Layers):
         self._architecture = ARCHITECTURES[config.model_type]
         interleaved = self._architecture.interleaved
         self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
-        self._weights = [absorb(attention) for attention in self.modules.values()]
+
+    def absorb(self, path: str, module: nn.Module) -> Absorbed:
+        return absorbed_kv_b_proj(path, module)
+
+    def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        attention = cast(Any, module)
+        yield "kv_a_layernorm", attention.kv_a_layernorm
+        index_format = self._formats[1]
+        if index_format is not None and attention.indexer is not None:
+            yield "indexer", attention.indexer
+            if index_format.fp8_dim:
+                yield "indexer.k_norm", attention.indexer.k_norm
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> LatentCache:
         latent_format, index_format = self._formats
 
         def empty(format: CacheFormat, layer_idx: int) -> PagedCache:
-            device = self._weights[layer_idx][0].data.device
+            device = self.absorbed[layer_idx].weights[0].data.device
             return PagedCache.allocate(format, 0, self.page_size, device=device)
 
         return LatentCache(
@@ -273,8 +285,10 @@ class LatentLayers(Layers):
             raise ValueError("prev_topk_indices must be given to a layer without an indexer")
         kv = attention.kv_a_proj_with_mqa(x)  # [T, L + R]
         norm, sinks = attention.kv_a_layernorm, getattr(attention, "sinks", None)
+        w_uk, w_uv = self.absorbed[layer_idx].weights
         layer = MLALayer(
-            *self._weights[layer_idx],
+            w_uk,
+            w_uv,
             norm.weight,
             table,
             attention.scaling,
@@ -350,15 +364,16 @@ class LatentLayers(Layers):
         return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
 
 
-def absorb(attention: nn.Module) -> tuple[HeadWeight, HeadWeight]:
+def absorbed_kv_b_proj(path: str, attention: nn.Module) -> Absorbed:
     """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
     module = cast(Any, attention)  # its attributes depend on the architecture
-    return absorb_kv_b_proj(
-        **stored_weight(module.kv_b_proj),
+    split = functools.partial(
+        absorb_kv_b_proj,
         num_heads=module.num_heads,
         qk_nope_head_dim=module.qk_nope_head_dim,
         v_head_dim=module.v_head_dim,
     )
+    return Absorbed(Projection(path, module, "kv_b_proj", in_features=module.kv_lora_rank), split)
 
 
 def _project_index(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparsemla.backends.transformers.cache import BatchCache
+from sparsemla.backends.transformers.cache import BatchCache, ordinary_tensors
+from sparsemla.backends.transformers.projections import Absorbed, check_skipped
 from sparsemla.backends.transformers.step import Step
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
 from sparsemla.kinds import check_integer
@@ -29,6 +30,7 @@ class Layers(ABC):
 
     Attributes:
         modules: the attention modules, keyed by the layer's index.
+        absorbed: by the layer's index, the matrices that attention multiplies with.
         gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
 
     Raises:
@@ -49,6 +51,47 @@ class Layers(ABC):
         check_integer("page_size", page_size, 1)
         self.page_size = page_size
         self.records = records
+        self._base: Any = base
+        self.absorbed = {
+            layer_idx: self.absorb(path_of(layer_idx), module)
+            for layer_idx, module in self.modules.items()
+        }
+
+    @abstractmethod
+    def absorb(self, path: str, module: nn.Module) -> Absorbed:
+        """The matrices of a layer's attention module; ``path`` is its name in the model."""
+
+    @abstractmethod
+    def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Parts of a layer's attention module whose forward is not called, with their names."""
+
+    def update(self, *, anew: bool) -> None:
+        """Take over the model's weights, and refuse modules that do more than their weights tell.
+
+        Compiled code skips this without ``anew``: a compiled step multiplies with the matrices of
+        the latest call.
+
+        Args:
+            anew: look at all values, not only where autograd counted a write.
+
+        Raises:
+            ValueError: hooks, biases or other forwards of modules whose parameters are read.
+        """
+        if anew:
+            self._update_all()
+        elif not torch.compiler.is_compiling():
+            self._update(anew=False)
+
+    @torch.compiler.disable
+    def _update_all(self) -> None:
+        self._update(anew=True)
+
+    @ordinary_tensors
+    def _update(self, *, anew: bool) -> None:
+        for layer_idx, module in self.modules.items():
+            for name, part in self.skipped(module):
+                check_skipped(f"{path_of(layer_idx)}.{name}", part)
+            self.absorbed[layer_idx].update(self._base.dtype, anew=anew)
 
     @abstractmethod
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
@@ -81,6 +124,11 @@ class Layers(ABC):
         """
 
 
+def path_of(layer_idx: int) -> str:
+    """The name of a layer's attention module in the base model."""
+    return f"layers.{layer_idx}.self_attn"
+
+
 def check_device(layer_idx: int, attention: nn.Module) -> None:
     """Refuse a layer if its attention is offloaded or on several devices."""
     devices = sorted({str(parameter.device) for parameter in attention.parameters()})
@@ -105,18 +153,6 @@ def check_format(name: str, format: object, head_dim: int, value_dim: int) -> No
             f"{name} must have head_dim {head_dim} and value_dim {value_dim} for this model, "
             f"got {format.name}"
         )
-
-
-def stored_weight(projection: nn.Module) -> dict[str, Any]:
-    """The weight of a projection, the scales of FP8 codes, and the side of a scale's block."""
-    module = cast(Any, projection)
-    scale = getattr(module, "weight_scale_inv", None)
-    block = getattr(module, "block_size", None) or (128, 128)
-    return {
-        "weight": module.weight.detach(),
-        "weight_scale_inv": None if scale is None else scale.detach(),
-        "block": block[0],
-    }
 
 
 def index_format_of(
