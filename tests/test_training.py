@@ -617,12 +617,8 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"attention_dropout of 0: .* got 0\.1"):
             enable(model, training=True)
         monkeypatch.undo()
-        with pytest.raises(ValueError, match=r"as kv_b_proj, got one of torch\.float64"):
+        with pytest.raises(ValueError, match=r"kv_b_proj of .*, got torch\.float64 as its weight"):
             enable(make_model(num_hidden_layers=1).double(), training=True)
-        adapted = make_model(num_hidden_layers=1)
-        adapted.model.layers[0].self_attn.kv_b_proj = nn.Sequential()
-        with pytest.raises(ValueError, match="as kv_b_proj, got Sequential"):
-            enable(adapted, training=True)
         with pytest.raises(ValueError, match="kv_lora_rank of at most 512, got 576"):
             enable(make_model(num_hidden_layers=1, kv_lora_rank=576), training=True)
 

@@ -56,7 +56,7 @@ from sparsemla.ops import (
 from sparsemla.plan import plan_batch
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table
-from sparsemla.weights import group_o_a_proj
+from sparsemla.weights import HeadWeight, group_o_a_proj
 
 WINDOW = "sliding_attention"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -395,9 +395,19 @@ class CompressedLayers(Layers):
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         attention = cast(Any, module)
         groups = attention.config.o_groups
-        width = attention.num_heads * attention.head_dim // groups
-        projection = Projection(path, module, "o_a_proj", in_features=width, num_groups=groups)
-        return Absorbed(projection, lambda **stored: [group_o_a_proj(**stored, num_groups=groups)])
+        projection = Projection(
+            path,
+            module,
+            "o_a_proj",
+            in_features=attention.num_heads * attention.head_dim // groups,
+            out_features=attention.config.o_lora_rank,
+            num_groups=groups,
+        )
+
+        def split(**stored: Any) -> list[HeadWeight]:  # noqa: ANN401 - a weight and its scales
+            return [group_o_a_proj(**stored, num_groups=groups)]
+
+        return Absorbed(projection, split, model=self._base)
 
     def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         attention = cast(Any, module)
@@ -412,7 +422,7 @@ class CompressedLayers(Layers):
 
     def _update(self, *, anew: bool) -> None:
         super()._update(anew=anew)
-        check_skipped("rotary_emb", self._base.rotary_emb)
+        check_skipped("", "rotary_emb", self._base.rotary_emb)
         self._update_tables(anew=anew)
         for layer_idx, module in self.modules.items() if anew else ():
             self._check_ropes(layer_idx, module)

@@ -236,7 +236,7 @@ class PooledLayers(Layers):
         self._tables: dict[torch.device, Tensor] = {}
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
-        return absorbed_kv_b_proj(path, module)
+        return absorbed_kv_b_proj(path, module, self._base)
 
     def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         attention = cast(Any, module)

@@ -174,7 +174,7 @@ class LatentLayers(Layers):
         self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
-        return absorbed_kv_b_proj(path, module)
+        return absorbed_kv_b_proj(path, module, self._base)
 
     def skipped(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         attention = cast(Any, module)
@@ -364,7 +364,7 @@ class LatentLayers(Layers):
         return to_slots(topk_indices, plan.page_table, plan.request_ids, page_size=cache.page_size)
 
 
-def absorbed_kv_b_proj(path: str, attention: nn.Module) -> Absorbed:
+def absorbed_kv_b_proj(path: str, attention: nn.Module, model: PreTrainedModel) -> Absorbed:
     """W_UK and W_UV of a layer; FP8 weights keep their codes and scales."""
     module = cast(Any, attention)  # its attributes depend on the architecture
     split = functools.partial(
@@ -373,7 +373,19 @@ def absorbed_kv_b_proj(path: str, attention: nn.Module) -> Absorbed:
         qk_nope_head_dim=module.qk_nope_head_dim,
         v_head_dim=module.v_head_dim,
     )
-    return Absorbed(Projection(path, module, "kv_b_proj", in_features=module.kv_lora_rank), split)
+    return Absorbed(kv_b_proj(path, module), split, model=model)
+
+
+def kv_b_proj(path: str, attention: nn.Module) -> Projection:
+    """The up-projection of keys and values in a layer."""
+    module = cast(Any, attention)
+    return Projection(
+        path,
+        module,
+        "kv_b_proj",
+        in_features=module.kv_lora_rank,
+        out_features=module.num_heads * (module.qk_nope_head_dim + module.v_head_dim),
+    )
 
 
 def _project_index(

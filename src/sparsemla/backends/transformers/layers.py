@@ -89,9 +89,10 @@ class Layers(ABC):
     @ordinary_tensors
     def _update(self, *, anew: bool) -> None:
         for layer_idx, module in self.modules.items():
+            path = path_of(layer_idx)
             for name, part in self.skipped(module):
-                check_skipped(f"{path_of(layer_idx)}.{name}", part)
-            self.absorbed[layer_idx].update(self._base.dtype, anew=anew)
+                check_skipped(path, name, part)
+            self.absorbed[layer_idx].update(anew=anew)
 
     @abstractmethod
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 from sparsemla.weights import HeadWeight
 
@@ -25,6 +26,9 @@ READ_FORWARDS = (
     "transformers.models.deepseek_v4.modeling_deepseek_v4",
 )
 """Python modules of the forwards that multiply with ``weight`` and block scales, and no more."""
+
+OWN_FORWARDS = ("torch.", "transformers.")
+"""Python packages of the forwards whose parameters attention knows how to read."""
 
 HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
@@ -46,18 +50,20 @@ def state_of(x: Tensor) -> State:
     return x.untyped_storage()._cdata, 0 if x.is_inference() else x._version
 
 
-def check_skipped(path: str, module: nn.Module) -> None:
+def check_skipped(parent: str, name: str, module: nn.Module) -> None:
     """Refuse a module that does more than transformers' own forward, which is not called here.
 
     Args:
-        path: name of the module in the model.
+        parent: name of the module's parent in the model.
+        name: name of the module there.
         module: its parameters are read.
     """
-    _check_hooks(path, module)
-    kind = type(module)
-    known: Any = kind.forward.__module__.partition(".")[0] in ("torch", "transformers")
+    _check_hooks(parent, name, module)
+    kind: Any = type(module)
+    known = kind.forward.__module__.startswith(OWN_FORWARDS)
     if known and _has_forward_of_class(module):
         return
+    path = _joined(parent, name)
     got = "a forward of the instance" if known else f"{kind.__module__}.{kind.__qualname__}"
     raise ValueError(
         f"model must have transformers' own forward in {path}, of which attention here reads the "
@@ -65,7 +71,11 @@ def check_skipped(path: str, module: nn.Module) -> None:
     )
 
 
-def _check_hooks(path: str, module: Any) -> None:  # noqa: ANN401 - hooks are private
+def _joined(parent: str, name: str) -> str:
+    return ".".join(filter(None, (parent, name)))
+
+
+def _check_hooks(parent: str, name: str, module: Any) -> None:  # noqa: ANN401 - they are private
     if not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -73,10 +83,10 @@ def _check_hooks(path: str, module: Any) -> None:  # noqa: ANN401 - hooks are pr
         or module._backward_pre_hooks
     ):
         return
-    got = " and ".join(name for hooks, name in HOOKS.items() if getattr(module, hooks))
+    got = " and ".join(kind for hooks, kind in HOOKS.items() if getattr(module, hooks))
     raise ValueError(
-        f"model must have no hooks on {path}, of which attention here reads the parameters and "
-        f"does not call the forward, got {got}: remove it"
+        f"model must have no hooks on {_joined(parent, name)}, of which attention here reads the "
+        f"parameters and does not call the forward, got {got}: remove it"
     )
 
 
@@ -99,6 +109,7 @@ class Projection:
         parent: the module that holds it.
         name: its attribute there, which an adapter replaces at any time.
         in_features: K.
+        out_features: N.
         num_groups: G of a grouped layer, whose forward maps ``[T, G, K]`` to ``[T, G, N]``; None
             for one that maps ``[T, K]`` to ``[T, N]``.
     """
@@ -110,12 +121,14 @@ class Projection:
         name: str,
         *,
         in_features: int,
+        out_features: int,
         num_groups: int | None = None,
     ) -> None:
         self.path = f"{path}.{name}"
         self._parent = parent
         self._name = name
         self._in_features = in_features
+        self._out_features = out_features
         self._num_groups = num_groups
         self._linear: nn.Module | None = None
 
@@ -123,54 +136,58 @@ class Projection:
     def module(self) -> Any:  # noqa: ANN401 - its class depends on adapters and quantisation
         return getattr(self._parent, self._name)
 
-    def check(self) -> bool:
+    def check(self, module: Any) -> bool:  # noqa: ANN401 - its class may be any
         """Whether the forward has a weight, and scales of its codes, and no more.
 
         Raises:
             ValueError: hooks, a bias or dropout, which no matrix has.
         """
-        module = self.module
-        weight, block = module._parameters.get("weight"), getattr(module, "block_size", None)
-        is_read = (
+        attributes = vars(module)
+        weight, block = attributes["_parameters"].get("weight"), attributes.get("block_size")
+        if (
             weight is not None
             and type(module).forward.__module__ in READ_FORWARDS
             and _has_forward_of_class(module)
             and not is_traceable_wrapper_subclass(weight)
             and (block is None or block[0] == block[1])
-        )
-        parts: Iterable[tuple[str, Any]] = [("", module)] if is_read else module.named_modules()
-        for name, part in parts:
-            path = f"{self.path}.{name}" if name else self.path
-            _check_hooks(path, part)
-            if isinstance(bias := getattr(part, "bias", None), Tensor):
-                raise ValueError(
-                    f"model must have no bias in {path}, of which attention here absorbs the "
-                    f"weight, got one of shape {list(bias.shape)}"
-                )
-            if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p:
-                raise ValueError(
-                    f"model must have no dropout in {path}, of which attention here absorbs the "
-                    f"weight, got p = {part.p} in training mode"
-                )
-        return is_read
+        ):
+            self._check_part("", module)
+            return True
+        for name, part in module.named_modules():
+            self._check_part(name, part)
+        return False
 
-    def stored(self) -> dict[str, Any]:
+    def _check_part(self, name: str, part: Any) -> None:  # noqa: ANN401 - its class may be any
+        _check_hooks(self.path, name, part)
+        if (bias := part._parameters.get("bias")) is not None:
+            raise ValueError(
+                f"model must have no bias in {_joined(self.path, name)}, of which attention here "
+                f"absorbs the weight, got one of shape {list(bias.shape)}"
+            )
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p:
+            raise ValueError(
+                f"model must have no dropout in {_joined(self.path, name)}, of which attention "
+                f"here absorbs the weight, got p = {part.p} in training mode"
+            )
+
+    def stored(self, module: Any) -> dict[str, Any]:  # noqa: ANN401 - its class may be any
         """The weight, the scales of FP8 codes, and the side of a scale's block."""
-        weight, scale = self.module.weight.detach(), None
+        weight, scale = module.weight.detach().contiguous(), None
         if weight.dtype.itemsize == 1:
-            scale = getattr(self.module, "weight_scale_inv", None)
-        block = getattr(self.module, "block_size", None) or (128, 128)
+            scale = getattr(module, "weight_scale_inv", None)
+        block = getattr(module, "block_size", None) or (128, 128)
         return {
             "weight": weight,
             "weight_scale_inv": None if scale is None else scale.detach(),
             "block": block[0],
         }
 
-    def state(self) -> State:
+    def state(self, module: Any) -> State:  # noqa: ANN401 - its class may be any
         """What tells that the stored weight may have changed."""
-        module = self.module
-        scale = getattr(module, "weight_scale_inv", None)
-        return module, state_of(module.weight), None if scale is None else state_of(scale)
+        parameters = module._parameters
+        scale = parameters.get("weight_scale_inv")
+        weight = state_of(parameters["weight"])
+        return module, weight, None if scale is None else state_of(scale)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """``[G N, K]`` with a graph, from the forward's outputs for the unit vectors.
@@ -185,6 +202,11 @@ class Projection:
             self._linear = self.module
         return outputs.flatten(1).T
 
+    def trained_weight(self, dtype: torch.dtype) -> Tensor:
+        """``[G N, K]`` with a graph: the parameter, if the forward has no more than that."""
+        module = self.module
+        return module.weight if self.check(module) else self.weight(dtype)
+
     def _forward(self, x: Tensor) -> Tensor:
         """``[T, G, N]`` of ``x [T, G, K]``, or of ``x [T, 1, K]`` that all groups share."""
         if self._num_groups is None:
@@ -194,6 +216,11 @@ class Projection:
     @torch.no_grad()
     def _check_linear(self, matrices: Tensor, dtype: torch.dtype) -> None:
         """Refuse a layer that does not multiply with ``matrices [K, G, N]``."""
+        if matrices.shape[-1] != self._out_features:
+            raise ValueError(
+                f"model must have {self._out_features} outputs of {self.path}, got "
+                f"{matrices.shape[-1]}"
+            )
         # Large vectors tell a nonlinear layer, small ones a constant term.
         sizes = torch.tensor([1.0, 2.0**-10], device="cpu").repeat(4)[:, None, None]
         generator = torch.Generator("cpu").manual_seed(0)
@@ -205,7 +232,7 @@ class Projection:
         if not bool((error <= LINEAR_ERROR * expected.norm(dim=-1)).all()):
             raise ValueError(
                 f"model must have a linear layer without a constant term as {self.path}, which "
-                f"attention here absorbs, got a {type(self.module).__name__} that is none"
+                f"attention here absorbs, got {type(self.module).__name__} with other outputs"
             )
 
 
@@ -217,6 +244,7 @@ class Absorbed:
     Args:
         projection: see :class:`Projection`.
         split: its matrices, from the arguments ``weight``, ``weight_scale_inv`` and ``block``.
+        model: its dtype is that of the projection's inputs.
 
     Attributes:
         weights: the matrices.
@@ -226,31 +254,37 @@ class Absorbed:
         self,
         projection: Projection,
         split: Callable[..., Iterable[HeadWeight]],
+        *,
+        model: PreTrainedModel,
     ) -> None:
         self._projection = projection
         self._split = split
+        self._model = model
         self._state: State | None = None
         self._copies: dict[tuple[int, str], Tensor] = {}
         self.weights: list[HeadWeight] = []
 
-    def update(self, dtype: torch.dtype, *, anew: bool) -> None:
+    def update(self, *, anew: bool) -> None:
         """Take the weight from the projection; without ``anew`` only if it may have changed.
 
         The outputs of a projection with an adapter depend on more than parameters, for example on
         which adapter is active: its weight is taken in each call.
 
         Args:
-            dtype: dtype of the projection's inputs.
             anew: take the weight even if autograd counted no write, as of ``weight.data.copy_``.
         """
         projection = self._projection
-        if not projection.check():
-            self._take({"weight": projection.weight(dtype)}, sources=())
+        module = projection.module
+        if not projection.check(module):
+            weight = projection.weight(self._model.dtype).contiguous()
+            self._take({"weight": weight}, sources=())
             self._state = None
-        elif anew or self._state != projection.state():
-            stored = projection.stored()
+            return
+        state = projection.state(module)
+        if anew or state != self._state:
+            stored = projection.stored(module)
             self._take(stored, sources=[x for x in stored.values() if isinstance(x, Tensor)])
-            self._state = projection.state()
+            self._state = state
 
     def _take(self, stored: Mapping[str, Any], sources: Iterable[Tensor]) -> None:
         shared = {x.untyped_storage()._cdata for x in sources}

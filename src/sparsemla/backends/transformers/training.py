@@ -18,8 +18,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_
 from sparsemla.backends.transformers.cache import CACHE, one_cache
 from sparsemla.backends.transformers.dense import dense_attention, dense_attention_with_lse
 from sparsemla.backends.transformers.handle import Handle
-from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed
-from sparsemla.backends.transformers.layers import check_device
+from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed, kv_b_proj
+from sparsemla.backends.transformers.layers import check_device, path_of
+from sparsemla.backends.transformers.projections import check_skipped
 from sparsemla.backends.transformers.sequences import (
     STAGES,
     Index,
@@ -93,11 +94,16 @@ class TrainingAttention(Handle):
         indexers = (idx for idx, each in enumerate(self._modules) if each.indexer is not None)
         self._served = _served_by(list(indexers), len(self._modules))
         self._architecture = ARCHITECTURES[base.config.model_type]
+        self._projections = {
+            module: kv_b_proj(path_of(layer_idx), module)
+            for layer_idx, module in enumerate(self._modules)
+        }
         self._records = record_selections
         self.index_losses: dict[int, Tensor] = {}
         self.index_loss_coefficient = index_loss_coefficient
         self.selections: list[dict[int, Tensor]] = []
         self.stage = stage
+        self._check_skipped()
         if model is not base:
             head = functools.partial(self._head, model.forward)
             # Keep the wrapped signature, which the Trainer reads.
@@ -190,6 +196,7 @@ class TrainingAttention(Handle):
             )
         if kwargs.get("output_attentions", self._base.config.output_attentions):
             raise ValueError("output_attentions must be False: no attention matrix exists here")
+        self._check_skipped()
         indexers = self.indexer_parameters()
         learns = (
             torch.is_grad_enabled()
@@ -231,6 +238,14 @@ class TrainingAttention(Handle):
         if self._records and self.stage == "sparse":
             self.selections.append(step.results.selections)
         return output
+
+    def _check_skipped(self) -> None:
+        """Refuse modules whose forward, which is not called here, does more than others know."""
+        for layer_idx, module in enumerate(self._modules):
+            if module.indexer is not None:
+                check_skipped(path_of(layer_idx), "indexer", module.indexer)
+            if self.stage == "sparse":  # the other stages call kv_b_proj
+                self._projections[module].check(module.kv_b_proj)
 
     def _check_frozen(self) -> None:
         indexers = {id(parameter) for parameter in self.indexer_parameters()}
@@ -387,7 +402,8 @@ class TrainingAttention(Handle):
     ) -> tuple[Tensor, Tensor | None]:
         """Sparse attention in the absorbed form: heads ``[T, H, V]``, and the indexer's loss."""
         rows, scale = cast(Tensor, index.topk_indices), attention.scaling
-        weight = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))
+        weight = self._projections[attention].trained_weight(latent.dtype)
+        weight = weight.unflatten(0, (attention.num_heads, -1))
         w_uk, w_uv = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
         q_latent = torch.einsum("thp,hpl->thl", q_nope, w_uk)
         q = torch.cat([q_latent, q_rope], dim=-1)  # [T, H, L + R]
@@ -484,15 +500,10 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     for layer_idx, layer in enumerate(base.layers):
         check_device(layer_idx, layer.self_attn)
-        projection = layer.self_attn.kv_b_proj
-        # Its weight is read: an adapter around it, or a quantised one, would be lost.
-        kind = type(projection).__name__
-        if type(projection) is nn.Linear and projection.weight.dtype in FLOATS:
-            continue
-        if type(projection) is nn.Linear:
-            kind = f"one of {projection.weight.dtype}"
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        raise ValueError(
-            f"model must have a torch.nn.Linear of {dtypes} as kv_b_proj, got {kind} in layer "
-            f"{layer_idx}"
-        )
+        for name, parameter in layer.self_attn.kv_b_proj.named_parameters():
+            if parameter.dtype not in FLOATS:
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+                raise ValueError(
+                    f"model must have a kv_b_proj of {dtypes}, got {parameter.dtype} as its {name} "
+                    f"in layer {layer_idx}"
+                )
