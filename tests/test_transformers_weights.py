@@ -35,6 +35,7 @@ every_model = pytest.mark.parametrize("model_type", MODELS)
 
 
 @functools.cache
+@torch.no_grad()
 def built(model_type: str) -> Any:
     """A model with random weights, each of which moves the logits."""
     model = MODELS[model_type]()
@@ -577,3 +578,80 @@ def test_a_compiled_step_has_the_weights_of_the_latest_prefill():
                 copied_uncounted(model.get_parameter(key), value)
         assert not torch.equal(logits[0], logits[1])
         assert counter.frame_count == 1
+
+
+class TestTraining:
+    @pytest.fixture(autouse=True)
+    def grad(self) -> Iterator[None]:
+        with torch.enable_grad():
+            yield
+
+    @pytest.mark.parametrize("stage", ["dense", "sparse"])
+    def test_gradients_reach_an_adapter(self, stage):
+        """By the chain rule from the gradient of the merged weight."""
+        ids = make_tokens("")
+        model, merged = (make_model("deepseek_v32").requires_grad_(True) for _ in range(2))
+        attention, other = (list(attention_of(each).values()) for each in (model, merged))
+        with enable(model, training=stage):
+            model(ids, labels=ids)
+            for module in attention:  # also after ``enable``
+                module.kv_b_proj = Adapted(module.kv_b_proj)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+        for module, plain in zip(attention, other, strict=True):
+            plain.kv_b_proj.weight.data = module.kv_b_proj.merged().detach()
+        with enable(merged, training=stage):
+            expected = merged(ids, labels=ids).loss
+            expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for module, plain in zip(attention, other, strict=True):
+            adapter, grad = module.kv_b_proj, plain.kv_b_proj.weight.grad
+            weight = adapter.base_layer.weight
+            torch.testing.assert_close(
+                weight.grad, grad + 0.5 * grad.roll(1, 1), atol=1e-5, rtol=1e-3
+            )
+            torch.testing.assert_close(
+                adapter.scale.grad, (grad * weight.roll(-1, 1)).sum(), atol=1e-5, rtol=1e-3
+            )
+        found = dict(model.named_parameters())
+        for name, parameter in merged.named_parameters():
+            if "kv_b_proj" not in name and parameter.grad is not None:
+                torch.testing.assert_close(
+                    found[name].grad, parameter.grad, atol=1e-4, rtol=1e-3, msg=name
+                )
+
+    def test_what_is_refused(self):
+        model, ids = make_model("deepseek_v32"), make_tokens("")
+        (path, module), *_ = attention_of(model).items()
+        for name, message in (
+            ("indexer", rf"no hooks on {path}\.indexer, .* got a forward hook"),
+            ("kv_b_proj", rf"no hooks on {path}\.kv_b_proj, .* got a forward hook"),
+        ):
+            with enable(model, training=True) as training:
+                hook = module.get_submodule(name).register_forward_hook(lambda *given: None)
+                with pytest.raises(ValueError, match=message):
+                    model(ids)
+                training.stage = "dense"
+                if name == "kv_b_proj":  # its forward is called
+                    model(ids)
+            with pytest.raises(ValueError, match=message):
+                enable(model, training=True)
+            hook.remove()
+        before, adapter = module.kv_b_proj, Adapted(module.kv_b_proj)
+        adapter.dropout = nn.Dropout(0.1)
+        curved = Adapted(before)
+        curved.forward = lambda x: before(x).tanh()
+        narrow = nn.Linear(before.in_features, 3, bias=False)
+        narrow.forward = functools.partial(nn.Linear.forward, narrow)
+        outputs = rf"{before.out_features} outputs of {path}\.kv_b_proj, got 3"
+        for layer, message in (
+            (adapter, rf"no dropout in {path}\.kv_b_proj\.dropout"),
+            (curved, rf"a linear layer without a constant term as {path}\.kv_b_proj"),
+            (narrow, outputs),
+            (nn.Linear(before.in_features, before.out_features), rf"no bias in {path}\.kv_b_proj"),
+        ):
+            with enable(model, training=True):
+                module.kv_b_proj = layer
+                with pytest.raises(ValueError, match=message):
+                    model.train()(ids)
+                module.kv_b_proj = before
