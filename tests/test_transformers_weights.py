@@ -190,13 +190,25 @@ def test_a_projection_with_a_parametrization_is_what_it_computes():
     assert torch.equal(logits_of(model, ids), logits_of(doubled, ids))
 
 
+@pytest.mark.parametrize("name", ["kv_b_proj", "q_b_proj"])
+def test_a_forward_of_the_instance_counts(name):
+    model, doubled, ids = make_model("deepseek_v32"), make_model("deepseek_v32"), make_tokens("")
+    for module, other in zip(
+        attention_of(model).values(), attention_of(doubled).values(), strict=True
+    ):
+        forward = getattr(module, name).forward
+        getattr(module, name).forward = lambda x, forward=forward: 2 * forward(x)
+        getattr(other, name).weight.mul_(2)
+    assert torch.equal(logits_of(model, ids), logits_of(doubled, ids))
+
+
 def skipped_modules(model_type: str) -> list[str]:
     """Modules whose forward attention does not call, in the layer that has the most."""
     if model_type == "deepseek_v4":
         names = ["q_b_norm", "kv_norm", "o_a_proj"]
         for part in ("compressor", "compressor.indexer"):
             names += [part, f"{part}.kv_norm", f"{part}.rotary_emb"]
-        return [*names, "compressor.indexer.scorer"]
+        return [*names, "compressor.indexer.scorer", "rotary_emb of the model"]
     names = ["kv_a_layernorm", "kv_b_proj"]
     return names if model_type == "deepseek_v3" else [*names, "indexer"]
 
@@ -240,10 +252,13 @@ class TestRefusals:
         layer_idx = 1 if model_type in ("deepseek_v4", "glm5_next") else 0
         path = f"layers.{layer_idx}.self_attn"
         for name in skipped_modules(model_type):
-            module = attention_of(model)[path].get_submodule(name)
             if name == ABSORBED[model_type] and change in ("forward", "class"):
                 continue  # its forward is asked for its weight
-            named = message.replace(" .* ", rf" {path}\.{name}.* ")
+            if name.endswith("of the model"):
+                module, named = model.model.rotary_emb, message.replace(" .* ", " rotary_emb.* ")
+            else:
+                module = attention_of(model)[path].get_submodule(name)
+                named = message.replace(" .* ", rf" {path}\.{name}.* ")
             with enable(model) as handle:
                 past = model(ids[:, :5]).past_key_values
                 undo = make(module)
@@ -419,22 +434,20 @@ class TestUpdates:
                 assert torch.equal(model(ids[:, -1:], past_key_values=other).logits, got), name
 
     @every_model
-    def test_before_a_prompt_of_one_token(self, model_type):
+    @pytest.mark.parametrize("kind", ["no cache", "an empty one of transformers", "a new cache"])
+    def test_before_a_prompt_of_one_token(self, model_type, kind):
+        """It is a decode step, over a cache that has no row of the old weights."""
         model, ids = make_model(model_type), make_tokens(model_type)[:, :1]
         with enable(model) as handle:
             before = model(ids).logits
             for key, value in changed_weights(model, 3).items():
                 copied_uncounted(model.get_parameter(key), value)
-            caches = {
-                "None": None,
-                "new": handle.new_cache(1),
-                "theirs": transformers.DynamicCache(),
-            }
-            got = {name: model(ids, past_key_values=cache).logits for name, cache in caches.items()}
+            cache = transformers.DynamicCache() if kind.startswith("an empty") else None
+            cache = handle.new_cache(1) if kind == "a new cache" else cache
+            got = model(ids, past_key_values=cache).logits
         expected = logits_of(model, ids)
         assert not torch.equal(expected, before)
-        for name, logits in got.items():
-            assert torch.equal(logits, expected), name
+        assert torch.equal(got, expected)
 
     @every_model
     def test_beside_transformers(self, model_type):
@@ -474,6 +487,21 @@ class TestUpdates:
                 got = model(ids).logits
                 assert addresses == [x.data_ptr() for x in handle._layers._tables.values()]
             assert not torch.equal(got, before)
+            assert torch.equal(got, logits_of(fresh, ids))
+
+    def test_of_a_model_enabled_in_inference_mode(self):
+        """The copies are ordinary tensors, which are written in any mode."""
+        for model_type in ("deepseek_v32", "deepseek_v4"):
+            model, fresh = make_model(model_type), make_model(model_type)
+            ids = make_tokens(model_type)
+            with torch.inference_mode():
+                handle = enable(model)
+                model(ids)
+            for each in (model, fresh):
+                for key, value in changed_weights(each, 0).items():
+                    copied(each.get_parameter(key), value)
+            got = model(ids).logits
+            handle.disable()
             assert torch.equal(got, logits_of(fresh, ids))
 
     def test_copies_keep_their_memory_and_views_are_not_written(self):
@@ -560,6 +588,29 @@ def test_fp8_projections(model_type):
     assert torch.equal(logits_of(model, ids), logits_of(fresh, ids))
 
 
+def test_fp8_projections_with_blocks_that_are_no_squares(monkeypatch):
+    """Their forward is asked for the weight."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+    def linear(x: Tensor, weight: Tensor, scale: Tensor, **_: Any) -> Tensor:
+        spread = scale.repeat_interleave(32, 0).repeat_interleave(16, 1)
+        return x @ (weight.float() * spread).T
+
+    monkeypatch.setattr(fp8, "fp8_linear", linear)
+    model, plain, ids = make_model("deepseek_v32"), make_model("deepseek_v32"), make_tokens("")
+    for module, other in zip(
+        attention_of(model).values(), attention_of(plain).values(), strict=True
+    ):
+        codes = (module.kv_b_proj.weight * 256).to(torch.float8_e4m3fn)
+        rows, cols = codes.shape
+        layer = fp8.FP8Linear(cols, rows, block_size=(32, 16))
+        layer.weight = nn.Parameter(codes, requires_grad=False)
+        layer.weight_scale_inv.copy_(2.0 ** -torch.arange(8.0, 12.0).expand(rows // 32, -1))
+        module.kv_b_proj = layer
+        other.kv_b_proj.weight.copy_(linear(torch.eye(cols), codes, layer.weight_scale_inv).T)
+    assert torch.equal(logits_of(model, ids), logits_of(plain, ids))
+
+
 def test_a_compiled_step_has_the_weights_of_the_latest_prefill():
     torch._dynamo.reset()
     model, ids = make_model("deepseek_v3"), make_tokens("")
@@ -619,6 +670,17 @@ class TestTraining:
                 torch.testing.assert_close(
                     found[name].grad, parameter.grad, atol=1e-4, rtol=1e-3, msg=name
                 )
+
+    def test_backward_raises_where_only_parameters_of_attention_are_trained(self):
+        """No hidden state before the last layer's attention has a graph."""
+        model, ids = make_model("deepseek_v32").requires_grad_(False), make_tokens("")
+        last = model.model.layers[-1]
+        last.mlp.down_proj.weight.requires_grad_(True)
+        last.self_attn.kv_b_proj = Adapted(last.self_attn.kv_b_proj)
+        with enable(model):
+            loss = model(ids, labels=ids).loss
+            with pytest.raises(NotImplementedError, match="no backward pass"):
+                loss.backward()
 
     def test_what_is_refused(self):
         model, ids = make_model("deepseek_v32"), make_tokens("")

@@ -56,10 +56,10 @@ def refuse(model_type: object) -> str | None:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Ties attention's output to the graph of its input, so that backward raises an error."""
+    """Ties attention's output to the graph of its inputs, so that backward raises an error."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden_states: Tensor, out: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, out: Tensor, *inputs: Tensor | None) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
@@ -212,7 +212,9 @@ class PagedAttention(Handle):
         with torch.no_grad():
             out, *rest = self._layers.attend(layer_idx, hidden_states, sparsemla_step, given)
         if torch.is_grad_enabled():
-            out = _ForwardOnly.apply(hidden_states, out)
+            parameters = self._layers.modules[layer_idx].parameters()
+            trained = next((each for each in parameters if each.requires_grad), None)
+            out = _ForwardOnly.apply(out, hidden_states, trained)
         return out, *rest
 
 
@@ -256,8 +258,10 @@ def enable(
     attention output of padding is finite and meaningless.
 
     The up-projections of keys and values, and DeepSeek-V4's first output projections, are copied as
-    bfloat16 or as FP8 codes with their scales: call ``enable`` again after a change to those
-    weights. Attention always runs in bfloat16.
+    bfloat16 or as FP8 codes with their scales. They are what the layer's forward multiplies with,
+    adapters included. Every forward with several new columns, and every new cache, copies them
+    again; a decode step does where autograd counted a write, and a compiled step or a CUDA graph
+    keeps the latest copies. Attention always runs in bfloat16.
 
     The layers may be on several devices, as ``from_pretrained(device_map=...)`` puts them: each
     layer's pages are on the device of its weights, and a step's plan is copied once per device.
@@ -285,10 +289,13 @@ def enable(
     Raises:
         TypeError: a model or format of another kind.
         ValueError: another architecture, a model that is enabled already, a layer with its
-            attention offloaded or on several devices, or a format or head size that does not fit.
+            attention offloaded or on several devices, a format or head size that does not fit, a
+            copied projection with a bias, a hook or another output than a matrix, or a hook or a
+            forward of another package on a module whose parameters are read: the norm of the
+            latent, indexers, compressors. The model's forward raises the same for later changes.
             The model's forward raises ValueError for 4D masks, packed sequences, caches of another
             kind, ``output_attentions`` and training. With ``training``: another stage, arguments of
-            caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
+            caches, a quantised model, dropout, or weights of ``kv_b_proj`` that are no floats.
 
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
