@@ -613,21 +613,23 @@ def test_fp8_projections_with_blocks_that_are_no_squares(monkeypatch):
 
 def test_a_compiled_step_has_the_weights_of_the_latest_prefill():
     torch._dynamo.reset()
-    model, ids = make_model("deepseek_v3"), make_tokens("")
+    model, fresh, ids = make_model("deepseek_v3"), make_model("deepseek_v3"), make_tokens("")
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     step = torch.compile(model.__call__, fullgraph=True, backend=counter)
+
+    def decoded(model: Any, handle: Any, step: Callable[..., Any]) -> Tensor:
+        cache = handle.new_cache(1, max_length=32)
+        model(ids[:, :20], past_key_values=cache)
+        return step(ids[:, 20:21], past_key_values=cache).logits
+
     with enable(model) as handle:
-        logits = []
         for seed in range(3):
-            caches = [handle.new_cache(1, max_length=32) for _ in range(2)]
-            for cache in caches:
-                model(ids[:, :20], past_key_values=cache)
-            eager = model(ids[:, 20:21], past_key_values=caches[0]).logits
-            logits.append(step(ids[:, 20:21], past_key_values=caches[1]).logits)
-            assert torch.equal(logits[-1], eager)
-            for key, value in changed_weights(model, seed).items():
-                copied_uncounted(model.get_parameter(key), value)
-        assert not torch.equal(logits[0], logits[1])
+            got = decoded(model, handle, step)
+            with enable(fresh) as other:
+                assert torch.equal(got, decoded(fresh, other, fresh))
+            for each in (model, fresh):
+                for key, value in changed_weights(each, seed).items():
+                    copied_uncounted(each.get_parameter(key), value)
         assert counter.frame_count == 1
 
 

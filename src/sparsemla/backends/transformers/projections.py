@@ -300,7 +300,6 @@ class Absorbed:
     def _kept(self, key: tuple[int, str], new: Tensor, shared: Collection[int]) -> Tensor:
         """``new`` in the memory of the copy before, unless it is a view of the parameter."""
         if new.untyped_storage()._cdata in shared:
-            self._copies.pop(key, None)
             return new
         old = self._copies.get(key)
         kind = new.shape, new.dtype, new.device
