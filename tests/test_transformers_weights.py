@@ -592,7 +592,7 @@ def test_fp8_projections_with_blocks_that_are_no_squares(monkeypatch):
     """Their forward is asked for the weight."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
-    def linear(x: Tensor, weight: Tensor, scale: Tensor, **_: Any) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, scale: Tensor, *_: Any, **__: Any) -> Tensor:
         spread = scale.repeat_interleave(32, 0).repeat_interleave(16, 1)
         return x @ (weight.float() * spread).T
 
