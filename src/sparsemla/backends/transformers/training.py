@@ -196,7 +196,6 @@ class TrainingAttention(Handle):
             )
         if kwargs.get("output_attentions", self._base.config.output_attentions):
             raise ValueError("output_attentions must be False: no attention matrix exists here")
-        self._check_skipped()
         indexers = self.indexer_parameters()
         learns = (
             torch.is_grad_enabled()
@@ -207,6 +206,7 @@ class TrainingAttention(Handle):
             self._check_frozen()
         tokens, lengths = find_sequences(given, attention_mask, position_ids, cu_seq_lens_q)
         ends = torch.arange(1, sum(lengths) + 1, dtype=torch.int32, device=given.device)
+        self._check_skipped()
         step = TrainingStep(
             tokens=tokens,
             lengths=lengths,
