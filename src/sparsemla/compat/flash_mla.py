@@ -250,7 +250,15 @@ def flash_mla_sparse_fwd(
     (torch.Size([3, 20, 512]), -inf, inf)
     """
     return _sparse_prefill(
-        Checker("flash_mla_sparse_fwd", instead="sparse_attention"), q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out
+        Checker("flash_mla_sparse_fwd", instead="sparse_attention"),
+        q,
+        kv,
+        indices,
+        sm_scale,
+        d_v,
+        attn_sink,
+        topk_length,
+        out,
     )
 
 
