@@ -11,12 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import sparsemla
 from sparsemla import reference
 from sparsemla.kernels.topk import sm90 as topk_on_hopper
 from sparsemla.kernels.topk.sm90 import candidates, merge, radix, registers
 from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
 from sparsemla.kernels.topk.triton import LIST_BYTES
 from sparsemla.testing.cases import Draw, adversarial_scores, merge_topk_case
+from sparsemla.testing.interpreter import acting_as_hopper
+from test_topk import merges_with_the_largest_index
 
 COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]
 TOPK = [1, 512, 1024, 2048, 3000, 9000]
@@ -98,6 +101,16 @@ def test_parts_are_merged_in_groups(num_parts, width, topk, monkeypatch):
     out = torch.empty(2, topk, dtype=torch.int32)
     topk_on_hopper.merge_topk(**case, out=out)
     assert torch.equal(out, reference.merge_topk(**case))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_largest_index_is_a_candidate(dtype):
+    for case in merges_with_the_largest_index(CPU, dtype):
+        with acting_as_hopper():
+            merged = sparsemla.merge_topk(**case)
+        assert torch.equal(merged, reference.merge_topk(**case))
 
 
 ONE_EACH = {

@@ -191,6 +191,26 @@ def test_merge_of_nothing(device, shape):
     assert (ids == -1).all()
 
 
+def merges_with_the_largest_index(device, dtype=torch.int32):
+    """Merges whose largest index is 2^31 - 1: by value, among ties, and beside entries of -2^31."""
+    for seed in range(4):
+        case = merge_topk_case(Draw(seed, device), width=20, topk=30, index_dtype=dtype)
+        ids = case["indices"]
+        largest = ids.amax((0, 2), keepdim=True)
+        case["indices"] = (2**31 - 1 - (largest - ids)).where(ids >= 0, (-1, -(2**31))[seed % 2])
+        if seed > 1:
+            case["values"] = case["values"].masked_fill(ids == largest, 10)
+        yield case
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_largest_index_is_a_candidate(device, dtype):
+    for case in merges_with_the_largest_index(device, dtype):
+        (ids,) = check_op("merge_topk", case)
+        columns = [[part[2].tolist() for part in case[name]] for name in ("values", "indices")]
+        assert ids[2].tolist() == merge_by_hand(*columns, case["topk"])
+
+
 @given(
     values=st.lists(st.lists(VALUES, min_size=5, max_size=5), min_size=1, max_size=6),
     ids=st.permutations(range(40)),

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from sparsemla.kernels.topk import triton as kernels
 from sparsemla.kernels.topk.triton import ListSchedule, launch, schedule_lists
 from sparsemla.testing.cases import Draw, merge_topk_case, select_topk_case
+from test_topk import merges_with_the_largest_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -204,6 +205,14 @@ def test_merge_of_adversarial_candidates(name):
 def test_merge_of_more_than_a_program_holds(monkeypatch):
     monkeypatch.setattr(kernels, "MERGE_BLOCK", 64)
     check_merge(**merge_topk_case(Draw(1, torch.device(DEVICE)), topk=30))
+
+
+@pytest.mark.parametrize("block", [kernels.MERGE_BLOCK, 64], ids=["one program", "sorted"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_the_largest_index_is_a_candidate(index_dtype, block, monkeypatch):
+    monkeypatch.setattr(kernels, "MERGE_BLOCK", block)
+    for case in merges_with_the_largest_index(torch.device(DEVICE), index_dtype):
+        check_merge(**case | {"topk": min(case["topk"], block // 4)})
 
 
 def test_merge_of_duplicate_indices():

@@ -72,11 +72,13 @@ def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> No
 def merge_sorted(
     values: Tensor, indices: Tensor, topk: int, out: Tensor, select: Callable[..., None]
 ) -> None:
-    """Merge candidates: sort each row by index, then let ``select`` select from the rows."""
-    ids = indices.transpose(0, 1).flatten(1)
-    live = ids >= 0
-    ids, order = ids.masked_fill(~live, torch.iinfo(torch.int32).max).sort(dim=1)
+    """Merge candidates: sort each row by index, then let ``select`` select from the rows.
+
+    Entries without a candidate have negative indices, so they come first: rows start behind them.
+    """
+    ids, order = indices.transpose(0, 1).flatten(1).sort(dim=1)
     scores = values.transpose(0, 1).flatten(1).gather(1, order)
-    select(scores=scores, topk=topk, row_starts=None, row_ends=live.sum(1), out=out)
-    chosen = ids.gather(1, out.clamp_min(0).long()) if ids.shape[1] else out
-    out.copy_(torch.where(out >= 0, chosen, -1))
+    starts = (ids < 0).sum(1, keepdim=True)
+    select(scores=scores, topk=topk, row_starts=starts[:, 0], row_ends=None, out=out)
+    chosen = ids.gather(1, (out + starts).where(out >= 0, 0)) if ids.shape[1] else out
+    out.copy_(chosen.where(out >= 0, -1))
