@@ -129,9 +129,10 @@ def pool_windows(
     check.optional("gate_bias", gate_bias, "ratio W", torch.float32)
     check.tensor("state", state.rows, "rings rows 2 W", torch.float32)
     paged = isinstance(ring_ids, Tensor) and ring_ids.dim() == 2
-    if not paged and state.rows.shape[1] < pooling.window:
+    kind, least = ("pages", 1) if paged else ("rings", pooling.window)
+    if state.rows.shape[1] < least:
         raise ValueError(
-            f"pool_windows: state must have rings of at least {pooling.window} rows, "
+            f"pool_windows: state must have {kind} of at least {least} rows, "
             f"got {state.rows.shape[1]}"
         )
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)

@@ -69,14 +69,17 @@ def indexer_topk(
 ) -> Tensor:
     """:func:`select_topk` of the scores of each token over the keys of its request."""
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
-    offsets = input_row_offsets.tolist()
+    offsets = input_row_offsets.clamp(0, q.shape[0]).tolist()
+    num_keys = page_table.shape[1] * cache.page_size  # most of a request
     for request, length in enumerate(seq_lens.tolist()):
         first, last = offsets[request], offsets[request + 1]
-        keys, scales, valid = _request_keys(cache, page_table, request, length // ratio)
+        keys, scales, valid = _request_keys(
+            cache, page_table, request, max(0, min(length // ratio, num_keys))
+        )
         visible = torch.full((last - first,), length, device=q.device)  # [m]
         if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first, device=q.device)
-        visible = visible // ratio  # one key for every ratio tokens
+        visible = (visible // ratio).clamp_max(num_keys)  # one key for every ratio tokens
         rows = q[first:last], weights[first:last]
         scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
         scores = scores.masked_fill(~valid, -torch.inf)

@@ -41,7 +41,7 @@ def pool_windows(
         position, request = int(positions[token]), int(request_ids[token])
         if not 0 <= request < len(ring_ids) or position < 0:
             continue
-        first, end = input_row_offsets[request : request + 2].tolist()
+        first, end = input_row_offsets[request : request + 2].clamp(0, num_tokens).tolist()
         if not first <= token < end:
             continue
         ring = _ring_of(position, ring_ids[request], state)

@@ -38,6 +38,16 @@ def check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor) -> None:
         )
 
 
+def check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
+    """Refuse slots past the last one before anything is written, as :func:`check_positions`."""
+    outside = slot_mapping >= cache.num_slots
+    if outside.any():
+        raise ValueError(
+            f"{op}: slot_mapping must be below {cache.num_slots}, the slots of cache, "
+            f"got {int(slot_mapping[outside][0])}"
+        )
+
+
 @Table
 def _e4m3_pairs(device: torch.device) -> Tensor:
     """int32 ``[65536]``: two e4m3 codes to their two bfloat16 values, low byte first."""

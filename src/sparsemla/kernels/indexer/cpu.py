@@ -91,15 +91,17 @@ def indexer_topk(
     max_workspace_bytes: int,
     out: Tensor,
 ) -> None:
-    offsets = input_row_offsets.tolist()
+    offsets = input_row_offsets.clamp(0, len(q)).tolist()
+    num_keys = page_table.shape[1] * cache.page_size
     out.fill_(-1)  # tokens of no request
     for request, length in enumerate(seq_lens.tolist()):
         first, last = offsets[request], offsets[request + 1]
         visible = torch.full((last - first,), length)
         if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
-        visible = visible // ratio
-        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * max(length // ratio, 1))):
+        visible = (visible // ratio).clamp_max(num_keys)
+        longest = min(max(length // ratio, 1), max(num_keys, 1))
+        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * longest)):
             at = slice(first + rows.start, first + rows.stop)
             keys = cache, page_table, request
             _select(q[at], weights[at], *keys, visible[rows], topk, max_workspace_bytes, out[at])

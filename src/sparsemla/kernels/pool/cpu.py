@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.formats import ScaleMode
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.quant.cpu import fused_rope_rmsnorm_quant
+from sparsemla.kernels.quant.cpu import write_latents
 from sparsemla.pooling import Pooling, WindowState
 
 
@@ -36,10 +36,18 @@ def pool_windows(
     known = (requests >= 0) & (requests < len(ring_ids)) & (positions >= 0)
     requests = requests.where(known, 0)
     tokens = torch.arange(len(positions))
-    firsts, ends = input_row_offsets.long()[requests], input_row_offsets.long()[requests + 1]
+    offsets = input_row_offsets.long().clamp(0, len(positions))
+    # Without requests there is one offset.
+    firsts, ends = offsets[requests], offsets[(requests + 1).clamp_max(len(ring_ids))]
     known &= (tokens >= firsts) & (tokens < ends)
     requests, places = requests.where(known, -1), positions.long()
     closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
+    starts = torch.zeros_like(places)
+    starts[closing] = places[closing] + 1 - pooling.ratio
+    _check_starts(starts, pooling.ratio, cos_sin_cache)
+    slots = torch.full_like(slot_mapping, -1)
+    slots[closing] = slot_mapping[closing]
+    cpu.check_slots("pool_windows", slots, cache)
     pooled = torch.zeros(len(positions), norm_weight.shape[0], dtype=torch.float32)
     # A window takes its width in float32 four times over: values, gates, weights, products.
     size = 4 * 4 * pooling.window * len(norm_weight) + 1
@@ -58,12 +66,8 @@ def pool_windows(
             ring_ids,
             pooled.shape[1],
         )
-    starts = torch.zeros_like(positions)
-    starts[closing] = positions[closing] + 1 - pooling.ratio
-    slots = torch.full_like(slot_mapping, -1)
-    slots[closing] = slot_mapping[closing]
     no_queries = pooled.new_empty(len(positions), 0, cos_sin_cache.shape[1])
-    fused_rope_rmsnorm_quant(
+    write_latents(
         q_rope=no_queries,
         kv=pooled,
         cos_sin_cache=cos_sin_cache,
@@ -84,6 +88,18 @@ def pool_windows(
     state.rows[rings[kept], places[kept] % num_rows] = torch.stack(
         [values[kept].float(), _biased(gates[kept], gate_bias, places[kept] % pooling.ratio)], 1
     )
+
+
+def _check_starts(starts: Tensor, ratio: int, cos_sin_cache: Tensor) -> None:
+    """Refuse windows that begin at a position without a row in the table."""
+    outside = starts >= cos_sin_cache.shape[0]
+    if outside.any():
+        start = int(starts[outside][0])
+        raise ValueError(
+            f"pool_windows: positions must be of windows that begin below "
+            f"{cos_sin_cache.shape[0]}, the rows of cos_sin_cache, got {start + ratio - 1} of the "
+            f"window from {start} on"
+        )
 
 
 def _pool(
@@ -130,8 +146,9 @@ def _pool(
 def _rings_of(ring_ids: Tensor, requests: Tensor, places: Tensor, state: WindowState) -> Tensor:
     """Rings, or pages, of rows at positions ``[n, k]`` of requests ``[n]``; -1 if there is none."""
     num_rings, num_rows = state.rows.shape[:2]
-    table = ring_ids.long().view(len(ring_ids), -1)
-    columns = places // num_rows if ring_ids.dim() == 2 else torch.zeros_like(places)
+    paged = ring_ids.dim() == 2
+    table = ring_ids.long() if paged else ring_ids.long()[:, None]
+    columns = places // num_rows if paged else torch.zeros_like(places)
     found = (requests[:, None] >= 0) & (columns >= 0) & (columns < table.shape[1])
     if not table.numel():
         return torch.full_like(places, -1)

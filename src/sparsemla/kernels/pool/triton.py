@@ -92,12 +92,19 @@ def _is_of(step, token, request, live):
 
 
 @triton.jit
+def _tokens_of(step, request, known):
+    """The request's tokens, of those that exist."""
+    first = tl.load(step.input_row_offsets + request, mask=known, other=0).to(tl.int64)
+    end = tl.load(step.input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
+    return tl.maximum(first, 0), tl.minimum(end, step.num_tokens)
+
+
+@triton.jit
 def _one_token(step, token):
     """The token's request, the request's tokens, and an end that is 0 if the token is not one."""
     request = tl.load(step.request_ids + token).to(tl.int64)
     known = (request >= 0) & (request < step.num_requests)
-    first = tl.load(step.input_row_offsets + request, mask=known, other=0).to(tl.int64)
-    end = tl.load(step.input_row_offsets + request + 1, mask=known, other=0).to(tl.int64)
+    first, end = _tokens_of(step, request, known)
     known = known & (token >= first) & (token < end)
     return request, first, end, tl.where(known, token + 1, 0)
 
@@ -117,8 +124,7 @@ def _tokens_of_entry(step, entry, RATIO: tl.constexpr):
         is_below = lowest <= entry
         request = tl.where(is_below, middle, request)
         above = tl.where(is_below, above, middle)
-    first = tl.load(step.input_row_offsets + request).to(tl.int64)
-    end = tl.load(step.input_row_offsets + request + 1).to(tl.int64)
+    first, end = _tokens_of(step, request, True)
     begin = (entry - request) * RATIO
     return request, first, end, tl.maximum(begin, first), tl.minimum(begin + RATIO, end)
 
@@ -126,7 +132,7 @@ def _tokens_of_entry(step, entry, RATIO: tl.constexpr):
 @triton.jit
 def _ring_of(rings, column, live):
     """Numbers of rings or pages in columns of a request's row; -1 where there is none."""
-    live = live & (column < rings.num_columns)
+    live = live & (column >= 0) & (column < rings.num_columns)
     ring = tl.load(rings.row + column, mask=live, other=-1).to(tl.int64)
     return tl.where((ring >= 0) & (ring < rings.num_rings), ring, -1)
 
@@ -163,7 +169,7 @@ def _keep_rows(
     for start in range(begin, end, ROWS):
         token = start + tl.arange(0, ROWS)
         place = position + (token - begin)
-        live = token < end
+        live = (token < end) & (place >= 0)
         own_ring = ring
         if PAGED:
             own_ring = _ring_of(rings, place // RING, live)[:, None]
@@ -274,7 +280,6 @@ def _pool_kernel(
     step = Step(positions, request_ids, input_row_offsets, num_tokens, num_requests)
     if LONG:
         request, first, end, begin, stop = _tokens_of_entry(step, at, RATIO)
-        stop = tl.minimum(stop, num_tokens)
     else:
         begin = at
         request, first, end, stop = _one_token(step, at)
@@ -401,9 +406,10 @@ def pool_windows(
     num_rings, ring = state.rows.shape[:2]
     paged = ring_ids.dim() == 2
     num_requests = len(ring_ids)
-    # In a long step both launches pass over few rows that are no entries.
+    # In a long step both launches pass over few rows that are no entries. They belong to requests,
+    # so there must be one.
     num_rows = (num_tokens - 1) // pooling.ratio + num_requests
-    is_long = kv_out is None and 2 * num_rows <= num_tokens
+    is_long = kv_out is None and num_requests > 0 and 2 * num_rows <= num_tokens
     if not is_long:
         num_rows = num_tokens
     pooled = torch.empty(num_rows, dim, dtype=torch.float32, device=values.device)

@@ -63,7 +63,7 @@ def project_groups(
 def _merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:
     """The bfloat16 union ``[T, H, V]`` of partial results."""
     out = parts.new_empty(parts.shape[1:], dtype=torch.bfloat16)
-    merge_states(parts, lses, attn_sink=attn_sink, out=out, lse=torch.empty_like(lses[0]))
+    merge_states(parts, lses, attn_sink=attn_sink, out=out, lse=lses.new_empty(lses.shape[1:]))
     return out
 
 

@@ -24,9 +24,42 @@ def fused_rope_rmsnorm_quant(
     kv_out: Tensor | None,
     query_norm: bool = False,
 ) -> None:
-    op = "fused_rope_rmsnorm_quant"
-    cpu.check_positions(op, positions, cos_sin_cache)
-    _check_slots(op, slot_mapping, cache)
+    cpu.check_positions("fused_rope_rmsnorm_quant", positions, cos_sin_cache)
+    cpu.check_slots("fused_rope_rmsnorm_quant", slot_mapping, cache)
+    write_latents(
+        q_rope,
+        kv,
+        cos_sin_cache,
+        kv_norm_weight,
+        cache,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        eps=eps,
+        interleaved=interleaved,
+        scale_mode=scale_mode,
+        out=out,
+        kv_out=kv_out,
+        query_norm=query_norm,
+    )
+
+
+def write_latents(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos_sin_cache: Tensor,
+    kv_norm_weight: Tensor,
+    cache: PagedCache,
+    *,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool,
+    scale_mode: ScaleMode,
+    out: Tensor,
+    kv_out: Tensor | None,
+    query_norm: bool = False,
+) -> None:
+    """:func:`fused_rope_rmsnorm_quant` of positions and slots that its caller has checked."""
     norm_dim = kv_norm_weight.shape[0]
     weight = kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
@@ -62,7 +95,7 @@ def append_index_keys(
     scale_mode: ScaleMode,
 ) -> None:
     cpu.check_positions("append_index_keys", positions, cos_sin_cache)
-    _check_slots("append_index_keys", slot_mapping, cache)
+    cpu.check_slots("append_index_keys", slot_mapping, cache)
     weight, bias = norm_weight.float(), norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
         rows = torch.nn.functional.layer_norm(k[tokens].float(), k.shape[1:], weight, bias, eps)
@@ -124,7 +157,7 @@ def fused_indexer_rope_quant(
     weights_out: Tensor,
 ) -> None:
     cpu.check_positions("fused_indexer_rope_quant", positions, cos_sin_cache)
-    _check_slots("fused_indexer_rope_quant", slot_mapping, cache)
+    cpu.check_slots("fused_indexer_rope_quant", slot_mapping, cache)
     append_index_keys(
         k,
         norm_weight,
@@ -152,16 +185,6 @@ def fused_indexer_rope_quant(
         out=out,
         weights_out=weights_out,
     )
-
-
-def _check_slots(op: str, slot_mapping: Tensor, cache: PagedCache) -> None:
-    """Refuse slots past the last one before anything is written, as ``cpu.check_positions``."""
-    outside = slot_mapping >= cache.num_slots
-    if outside.any():
-        raise ValueError(
-            f"{op}: slot_mapping must be below {cache.num_slots}, the slots of cache, "
-            f"got {int(slot_mapping[outside][0])}"
-        )
 
 
 def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":

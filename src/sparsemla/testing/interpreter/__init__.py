@@ -26,7 +26,8 @@ them needs an entry in :mod:`sparsemla.testing.interpreter.assembly`.
 
 ``values`` has tensors, ``memory`` global and shared memory, ``schedule`` barriers and partitions,
 ``ptx`` inline assembly, ``races`` accesses that nothing orders, ``language`` the functions of
-Gluon, ``launch`` kernels and their arguments. ``portable`` repairs Triton's own interpreter.
+Gluon, ``launch`` kernels and their arguments. ``portable`` repairs Triton's own interpreter,
+and checks its accesses.
 """
 
 from sparsemla.testing.interpreter.launch import acting_as_hopper, interpreted_ops, interpreting

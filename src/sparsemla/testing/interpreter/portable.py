@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 @functools.cache
 def repair() -> None:
-    """Repair five differences between the interpreter and a GPU.
+    """Repair five differences between the interpreter and a GPU, and check all accesses.
 
     Casts from float32 to bfloat16 round instead of truncating. ``range`` takes a kernel's argument:
     numpy 2.4 refuses the conversion of Triton 3.6; Triton 3.9 has the same repair. A scalar
@@ -57,8 +57,64 @@ def repair() -> None:
     interpreter._patch_lang_tensor = patch
     _patch_once()
     if knobs.runtime.interpret:
+        _bound_accesses()
         _skip_unused_sums()
         _remember_types()
+
+
+def _bound_accesses() -> None:
+    """Refuse accesses outside of the storages of a launch's tensors, as an IndexError.
+
+    The interpreter dereferences any address: of another tensor, or of none, which ends the process.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    to_host = executor._init_args_hst
+    load, store = builder.create_masked_load, builder.create_masked_store
+    swap, update = builder.create_atomic_cas, builder.create_atomic_rmw
+    storages: list[tuple[int, int]] = []
+    """First and last address, exclusive, of each storage of the launch."""
+
+    def add(argument: Any) -> None:
+        if isinstance(argument, torch.Tensor):
+            storage = argument.untyped_storage()
+            storages.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        elif isinstance(argument, tuple):
+            for part in argument:
+                add(part)
+
+    def to_host_and_remember(self: Any, args: Any, kwargs: Any) -> Any:
+        host = to_host(self, args, kwargs)
+        storages.clear()
+        add((*host[0], *host[1].values()))
+        return host
+
+    def check(pointers: Any, mask: Any) -> None:
+        at = pointers.data if mask is None else pointers.data[mask.data]
+        if not at.size:
+            return
+        low, high = at.min(), at.max() + pointers.get_element_ty().primitive_bitwidth // 8
+        if not any(start <= low and high <= end for start, end in storages):
+            raise IndexError(f"a kernel accesses {low:#x} to {high:#x}, outside of one storage")
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
+    def checked_swap(self: Any, ptr: Any, *rest: Any) -> Any:
+        check(ptr, None)
+        return swap(self, ptr, *rest)
+
+    def checked_update(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        check(ptr, mask)
+        return update(self, op, ptr, val, mask, *rest)
+
+    executor._init_args_hst = to_host_and_remember
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_cas, builder.create_atomic_rmw = checked_swap, checked_update
 
 
 def _patch_once() -> None:

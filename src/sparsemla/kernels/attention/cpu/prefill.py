@@ -82,7 +82,8 @@ def dense_prefill(
     dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     out.zero_()
     lse.fill_(-torch.inf)
-    q_offsets, kv_offsets = input_row_offsets.tolist(), kv_row_offsets.tolist()
+    q_offsets = input_row_offsets.clamp(0, len(q)).tolist()
+    kv_offsets = kv_row_offsets.clamp(0, len(k)).tolist()
     for request in range(len(q_offsets) - 1):
         first, last = q_offsets[request], q_offsets[request + 1]
         start, stop = kv_offsets[request], kv_offsets[request + 1]

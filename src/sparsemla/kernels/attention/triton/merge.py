@@ -79,10 +79,10 @@ def _merge(
     num_heads,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Some dims of a (request, token, head): ``sum_i exp(lses[i] - lse) outs[i]``."""
-    BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     head = (row % num_heads).to(tl.int64)
@@ -125,12 +125,13 @@ def launch_merge(
 ) -> None:
     """Merge ``[N, B, S, H, V]`` into ``[B, S, H, V]``."""
     num_parts, batch, num_tokens, num_heads, value_dim = outs.shape
-    if out.numel() == 0:
+    if lse.numel() == 0:
         return
     # Programs mostly wait for memory: with few rows, split the dims over more programs.
     num_rows = batch * num_tokens * num_heads
-    block = min(next_power_of_2(value_dim), 128 if num_rows <= 1024 else 256)
-    _merge[(num_rows * cdiv(value_dim, block),)](
+    block = min(next_power_of_2(max(value_dim, 1)), 128 if num_rows <= 1024 else 256)
+    blocks = max(cdiv(value_dim, block), 1)  # without dims there is an LSE
+    _merge[(num_rows * blocks,)](
         outs,
         *outs.stride()[:4],
         lses,
@@ -145,6 +146,7 @@ def launch_merge(
         num_heads,
         V=value_dim,
         BLOCK=block,
+        BLOCKS=blocks,
         PARTS=min(next_power_of_2(max(num_parts, 1)), 16),
         num_warps=max(block // 128, 1),
     )

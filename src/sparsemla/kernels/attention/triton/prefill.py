@@ -295,7 +295,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_tiles"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_rows", "num_tiles"])
 def _dense_prefill(
     q,
     q_token,
@@ -310,6 +310,7 @@ def _dense_prefill(
     kv_row_offsets,
     num_requests,
     num_tokens,
+    num_rows,
     num_tiles,
     out,
     out_token,
@@ -331,7 +332,8 @@ def _dense_prefill(
 
     The tiles of request ``b`` start at ``input_row_offsets[b] // BLOCK_M + b``: always enough, and
     computed without a sum over earlier requests. Later tiles see more keys and start first.
-    Padding tokens after the last request form one more request, without keys.
+    Padding tokens after the last request form one more request, without keys. Offsets beyond the
+    tokens or keys stand for the last one.
     """
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -343,15 +345,15 @@ def _dense_prefill(
             request = middle
         else:
             beyond = middle
-    first = tl.load(input_row_offsets + request)
     is_request = request < num_requests
-    end_query = tl.load(input_row_offsets + request + 1, mask=is_request, other=num_tokens)
-    num_queries = (end_query - first).to(tl.int32)
-    first_key = tl.load(kv_row_offsets + request)
-    end_key = tl.load(kv_row_offsets + request + 1, mask=is_request, other=0)
-    num_keys = tl.where(is_request, end_key - first_key, 0).to(tl.int32)
-    begin = (tile - (first // BLOCK_M).to(tl.int32) - request) * BLOCK_M
-    if begin >= num_queries:
+    first = _offset(input_row_offsets + request, True, num_tokens)
+    end_query = _offset(input_row_offsets + request + 1, is_request, num_tokens)
+    num_queries = end_query - first
+    first_key = _offset(kv_row_offsets + request, True, num_rows)
+    end_key = _offset(kv_row_offsets + request + 1, is_request, num_rows)
+    num_keys = tl.where(is_request, end_key - first_key, 0)
+    begin = (tile - first // BLOCK_M - request) * BLOCK_M
+    if (begin < 0) | (begin >= num_queries):
         return
 
     query = begin + tl.arange(0, BLOCK_M)
@@ -414,6 +416,13 @@ def _dense_prefill(
 
 
 @triton.jit
+def _offset(pointer, there, size):
+    """An offset from 0 to ``size``; ``size`` where there is none."""
+    offset = tl.load(pointer, mask=there, other=size)
+    return tl.minimum(tl.maximum(offset, 0), size).to(tl.int32)
+
+
+@triton.jit
 def load_dims(pointers, real, START: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
     """Dims ``START .. START + BLOCK`` of rows, 0 beyond ``DIM`` and in rows that are not real."""
     d = START + tl.arange(0, BLOCK)
@@ -459,6 +468,7 @@ def dense_prefill(
         kv_row_offsets,
         num_requests,
         num_tokens,
+        k.shape[0],
         num_tiles,
         out,
         out.stride(0),
