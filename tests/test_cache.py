@@ -232,6 +232,26 @@ def test_refused_writes_do_not_change_the_cache(fmt, slots, rows, error, message
     assert torch.equal(cache.data.view(torch.uint8), before.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wrong", [-1, 12, -12, 2**31 - 1])
+@pytest.mark.parametrize("method", ["read", "gather"])
+def test_slots_that_are_not_in_the_cache_are_not_read(method, wrong, dtype):
+    cache = PagedCache.allocate(FP8_DS_MLA, 3, 4)
+    slots = torch.tensor([[0, 11], [wrong, 5]], dtype=dtype)
+    with pytest.raises(ValueError, match=rf"slots must lie in \[0, 12\), got {wrong}$"):
+        getattr(cache, method)(slots)
+    with pytest.raises(ValueError, match=r"slots must lie in \[0, 0\), got 11$"):
+        getattr(PagedCache.allocate(FP8_DS_MLA, 0, 4), method)(torch.tensor([11]))
+
+
+@pytest.mark.parametrize("method", ["read", "gather", "write"])
+def test_slots_are_of_a_single_layer(method):
+    whole = PagedCache.allocate(BF16_576, 3, 4, num_layers=2)
+    rows = [torch.ones(2, 576)] if method == "write" else []
+    with pytest.raises(ValueError, match="slots need a single layer"):
+        getattr(whole, method)(torch.arange(2), *rows)
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_index_keys_of_other_dims_are_not_cut_to_fit(head_dim):
     cache = PagedCache.allocate(INDEX_FP8, 3, 4)

@@ -230,6 +230,18 @@ def test_rings_are_copied():
     assert_equal("rows", state.rows, before[[0, 0, 2, 1]])
 
 
+@pytest.mark.parametrize("wrong", [-1, 4, 2**40])
+@pytest.mark.parametrize("name", ["sources", "targets"])
+def test_rings_that_do_not_exist_are_not_copied(name, wrong):
+    state = WindowState(torch.randn(4, 8, 2, 8))
+    before = state.rows.clone()
+    rings = {"sources": torch.tensor([0, 1]), "targets": torch.tensor([1, 3])}
+    rings[name] = torch.tensor([2, wrong])
+    with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 4\), got {wrong}$"):
+        state.copy(**rings)
+    assert_equal("rows", state.rows, before)
+
+
 def test_no_tokens_and_no_rings(device):
     case = pool_windows_case(Draw(0, device), SMALL, CSA)
     before = case["cache"].data.clone(), case["state"].rows.clone()
@@ -267,9 +279,18 @@ def wrong(**changes):
             "pool_windows: state must have rings of at least 8 rows, got 7",
         ),
         (
+            lambda case: (
+                case
+                | {"state": WindowState(case["state"].rows[:, :0])}
+                | {"ring_ids": case["ring_ids"][:, None]}
+            ),
+            ValueError,
+            "pool_windows: state must have pages of at least 1 rows, got 0",
+        ),
+        (
             lambda case: case | {"ring_ids": case["ring_ids"][None, None]},
             ValueError,
-            r"pool_windows: ring_ids must have shape \[B\] = \[B\], got \[1, 1, 6\]",
+            r"pool_windows: ring_ids must have shape \[B\], got \[1, 1, 6\]",
         ),
         (
             lambda case: case | {"gate_bias": case["gate_bias"][1:]},

@@ -251,9 +251,23 @@ class PagedCache:
         return self.format.stored(self.data, self.scales)
 
     def gather(self, slots: Tensor) -> RowFields:
-        """The fields ``[..., n]`` of the rows ``slots [...]``; every slot must be valid."""
-        check_integers("slots", slots)
-        slots = slots.long()
+        """The fields ``[..., n]`` of the rows ``slots [...]``.
+
+        This call reads the slots and so synchronises with the device.
+
+        Args:
+            slots: int32, int64 or uint32 of any shape.
+
+        Raises:
+            TypeError: slots are not integers.
+            ValueError: the cache has several layers, or a slot is not in it.
+        """
+        slots = self._check_slots(slots)
+        outside = (slots < 0) | (slots >= self.num_slots)
+        if outside.any():
+            raise ValueError(
+                f"slots must lie in [0, {self.num_slots}), got {int(slots[outside][0])}"
+            )
         pages = torch.div(slots, self.page_size, rounding_mode="floor")
         offsets = slots - pages * self.page_size
         parts = (None if view is None else view[pages, offsets] for view in self.fields())
@@ -262,13 +276,15 @@ class PagedCache:
     def read(self, slots: Tensor) -> Tensor:
         """Dequantised rows ``[..., head_dim]``, bfloat16, of ``slots [...]``.
 
-        ``bfloat16(float32(code) * scale)`` for the quantised dims; the others are copied.
+        ``bfloat16(float32(code) * scale)`` for the quantised dims; the others are copied. Like
+        :meth:`gather`, this call synchronises with the device.
 
         Args:
-            slots: int32, int64 or uint32 of any shape; every slot must be valid.
+            slots: int32, int64 or uint32 of any shape.
 
         Raises:
             TypeError: slots are not integers.
+            ValueError: the cache has several layers, or a slot is not in it.
         """
         return self.format.dequantize(self.gather(slots))
 
@@ -289,16 +305,10 @@ class PagedCache:
                 gradient, a slot is out of range, or the format lacks the scale mode. The cache is
                 then unchanged.
         """
-        if self.num_layers is not None:
-            raise ValueError(
-                f"write needs a single layer; this cache holds {self.num_layers}, pick one with "
-                "layer(layer_idx)"
-            )
-        check_integers("slots", slots)
+        slots = self._check_slots(slots)
         check_kind("rows", rows, Tensor)
         if slots.dim() != 1:
             raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
-        slots = slots.long()
         if not rows.is_floating_point():
             raise TypeError(f"rows must have a float dtype, got {rows.dtype}")
         if torch.is_grad_enabled() and rows.requires_grad:
@@ -319,6 +329,16 @@ class PagedCache:
         for view, field in zip(self.fields(), fields, strict=True):
             if view is not None and field is not None:
                 scatter_rows(view, slots[valid], field)
+
+    def _check_slots(self, slots: Tensor) -> Tensor:
+        """Slots as int64."""
+        if self.num_layers is not None:
+            raise ValueError(
+                f"slots need a single layer; this cache holds {self.num_layers}, pick one with "
+                "layer(layer_idx)"
+            )
+        check_integers("slots", slots)
+        return slots.long()
 
 
 def misalignment(tensor: Tensor) -> int:

@@ -125,15 +125,24 @@ class WindowState:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rings, for a fork of a request or a prefix to keep.
 
+        This call reads the rings and so synchronises with the device.
+
         Args:
             sources: int32, int64 or uint32 ``[N]``, rings to copy.
             targets: int32, int64 or uint32 ``[N]``, rings to overwrite.
 
         Raises:
-            TypeError, ValueError: tensors of another kind, dtype or shape.
+            TypeError, ValueError: tensors of another kind, dtype or shape, or a ring that is not in
+                the state, which is unchanged then.
         """
         for name, rings in (("sources", sources), ("targets", targets)):
             check_integers(name, rings)
             if rings.dim() != 1 or rings.shape != sources.shape:
                 raise ValueError(f"{name} must have shape [N], got {list(rings.shape)}")
+            numbers = rings.long()
+            outside = (numbers < 0) | (numbers >= len(self.rows))
+            if outside.any():
+                raise ValueError(
+                    f"{name} must lie in [0, {len(self.rows)}), got {int(numbers[outside][0])}"
+                )
         self.rows[targets.long()] = self.rows[sources.long()]
