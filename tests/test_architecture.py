@@ -324,3 +324,32 @@ def test_every_module_can_be_imported_first():
         [sys.executable, "-c", IMPORT_EACH, *names], capture_output=True, text=True, check=True
     )
     assert done.stdout == ""
+
+
+UNBOUNDED = {
+    ("sparsemla.backends.vllm.attention", "_conversion_pays_off"),  # an engine's configuration
+    ("sparsemla.backends.vllm.attention", "decode_workspace_bytes"),
+    ("sparsemla.backends.vllm.conversions", "reserved_rows"),
+}
+"""Functions with a cache without a bound: they see one configuration, however many calls come."""
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if not below(name, ["sparsemla.testing"])]
+)
+def test_caches_of_callers_sizes_are_bounded(module):
+    """A cache with a key for each shape of a call would grow for as long as a server runs."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in tree.body:  # a cache inside of a function ends with it
+        places = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
+        cached = [
+            each
+            for place in places
+            for each in ast.walk(place)
+            if isinstance(each, ast.Attribute) and ast.unparse(each) == "functools.cache"
+        ]
+        if isinstance(node, ast.FunctionDef):
+            of_devices = {argument.arg for argument in node.args.args} <= {"device"}
+            if of_devices or (module, node.name) in UNBOUNDED:
+                continue
+        assert not cached, f"line {node.lineno}: functools.lru_cache takes a bound"

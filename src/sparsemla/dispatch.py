@@ -45,6 +45,9 @@ from sparsemla.kinds import check_kind
 
 LOGGER = logging.getLogger(__name__)
 
+MAX_PROBLEMS = 4096
+"""Problems whose kernel is remembered; widths of selections come from callers."""
+
 FAMILIES = (quant, pool, gather, indexer, topk, lists, attention, backward, losses, projection)
 
 
@@ -185,7 +188,7 @@ def _kernel(op: str, tier: str) -> Kernel:
     return kernel
 
 
-@functools.cache
+@functools.lru_cache(MAX_PROBLEMS)
 def select(problem: Problem) -> Launch:
     """The launcher of the kernel that ``problem`` gets; the choice is logged once, at INFO.
 
@@ -283,7 +286,7 @@ def schedule(
     return kernel.schedule(work, num_splits)
 
 
-_cached_kernel_of = functools.cache(kernel_of)
+_cached_kernel_of = functools.lru_cache(MAX_PROBLEMS)(kernel_of)
 
 
 def most_splits(num_tiles: int, device: torch.device) -> int:
@@ -340,4 +343,4 @@ def _problem(
     )
 
 
-problem_of = functools.cache(_problem)
+problem_of = functools.lru_cache(MAX_PROBLEMS)(_problem)

@@ -609,7 +609,7 @@ def get_format(name: str) -> CacheFormat:
     return _named(name)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _named(name: str) -> CacheFormat:
     if name in _FIXED:
         return _FIXED[name]

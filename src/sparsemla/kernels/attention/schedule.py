@@ -51,7 +51,7 @@ def most_splits(num_tiles: int, multiprocessors: int) -> int:
     return min(-(-2 * multiprocessors // num_tiles), MAX_SPLITS)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _fastest(
     kernels: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
 ) -> Schedule:

@@ -68,7 +68,7 @@ def row_arguments(rows: Tensor, value_dim: int) -> tuple[Rows, Layout]:
     return Rows(None, None, pages, len(rows)), _layout(fmt, 1, (0, 0), (0, 0), page_and_row(pages))
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _layout(fmt: CacheFormat, page_size: int, *strides: tuple[int, int]) -> Layout:
     rest = fmt.head_dim - fmt.value_dim
     return Layout(

@@ -355,7 +355,7 @@ def gather_dequant(
     )
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _gather_widths(fmt: CacheFormat) -> dict[str, int]:
     """Compile-time dims and tiles of the gather kernel."""
     block = fmt.scale_block or fmt.fp8_dim

@@ -576,7 +576,7 @@ def fused_rope_rmsnorm_quant(
     )
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _fused_widths(
     fmt: CacheFormat,
     norm_dim: int,

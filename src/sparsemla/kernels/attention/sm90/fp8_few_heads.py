@@ -913,7 +913,7 @@ def _attend_few_heads_fp8(
     )  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def plan_shared(num_rows: int, fmt: CacheFormat) -> tuple[int, int]:
     """Padded rows of a CTA, and 32-bit words of a key's scales in shared memory."""
     words = 1
