@@ -71,11 +71,10 @@ def indexer_topk(
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     offsets = input_row_offsets.clamp(0, q.shape[0]).tolist()
     num_keys = page_table.shape[1] * cache.page_size  # most of a request
-    for request, length in enumerate(seq_lens.tolist()):
-        first, last = offsets[request], offsets[request + 1]
-        keys, scales, valid = _request_keys(
-            cache, page_table, request, max(0, min(length // ratio, num_keys))
-        )
+    for request, length in enumerate(seq_lens.clamp_min(0).tolist()):
+        first, last = offsets[request], max(offsets[request : request + 2])
+        length_in_keys = min(length // ratio, num_keys)
+        keys, scales, valid = _request_keys(cache, page_table, request, length_in_keys)
         visible = torch.full((last - first,), length, device=q.device)  # [m]
         if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first, device=q.device)

@@ -94,8 +94,8 @@ def indexer_topk(
     offsets = input_row_offsets.clamp(0, len(q)).tolist()
     num_keys = page_table.shape[1] * cache.page_size
     out.fill_(-1)  # tokens of no request
-    for request, length in enumerate(seq_lens.tolist()):
-        first, last = offsets[request], offsets[request + 1]
+    for request, length in enumerate(seq_lens.clamp_min(0).tolist()):
+        first, last = offsets[request], max(offsets[request : request + 2])
         visible = torch.full((last - first,), length)
         if causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
