@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from sparsemla.testing.cases import (
     embed,
     entry_slots_case,
     gather_dequant_case,
+    paged_requests,
     to_slots_case,
     visible_slots_case,
 )
@@ -266,3 +269,18 @@ def test_a_batch_without_prefills_has_no_workspace(device):
     starts = draw.tensor([])
     got = sparsemla.to_slots(**case, workspace_starts=starts, prefill_request_ids=decodes)
     assert_equal("slots", got, sparsemla.to_slots(**case))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+def test_requests_that_end_behind_the_workspace_are_refused_if_validated(dtype):
+    cache, table = paged_requests(Draw(0), FP8_DS_MLA, [9, 20], 8)
+    lengths = torch.tensor([9, 20]).to(dtype)
+    out = torch.full((29, 576), 7.0).bfloat16()
+    gather = functools.partial(sparsemla.gather_dequant, cache, table, lengths, validate=True)
+    for starts in (torch.tensor([0, 9]), torch.tensor([20, 0])):  # one ends in the last row
+        gather(starts.to(dtype), out=out)
+        before = out.clone()
+        ends = r"workspace_starts \+ seq_lens must lie in \[0, 30\), got 30"
+        with pytest.raises(ValueError, match=f"^gather_dequant: {ends}"):
+            gather((starts + 1).to(dtype), out=out)
+        assert_equal("out", out, before)

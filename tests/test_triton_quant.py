@@ -433,6 +433,27 @@ def test_index_queries(fmt, rope_dim, interleaved, rope_first, hadamard):
         assert torch.equal(weights_out, weights)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_scales_of_infinities_are_the_largest():
+    """2^127 in MXFP4: its codes are coarser than those of 2^126, and of infinity there are none."""
+    q = integers(2, 3, 128)
+    q[0, :, 70], q[1, :, 71] = math.inf, -math.inf
+    q[:, :, 72] = 0.75 * 2.0**127
+    arguments = {
+        "q": q,
+        "weights": torch.ones(2, 3),
+        "format": INDEX_MXFP4,
+        **index_arguments(INDEX_MXFP4, 64, interleaved=True, rope_first=True, hadamard=False),
+    }
+    arguments["positions"] = arguments["positions"][:2]
+    expected, _ = reference.prepare_index_queries(**arguments)
+    outputs = {"out": torch.zeros_like(expected), "weights_out": torch.zeros(2, 3)}
+    _, out, _ = run("prepare_index_queries", **arguments, **outputs)
+    assert torch.equal(out, expected)
+    assert out[0, 0, [70, 72]].tolist() == [math.inf, 2.0**127]
+    assert out[1, 0, 71] == -math.inf
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @TRANSFORM
 @index_formats(*INDEX_CASES)
