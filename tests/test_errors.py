@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import math
+import re
 
 import numpy as np
 import pytest
@@ -328,8 +330,10 @@ def check_refused(op, case, *named, error=(TypeError, ValueError)):
     with pytest.raises(error) as caught:
         getattr(sparsemla, op)(**case)
     assert type(caught.value) in (TypeError, ValueError)
+    said = str(caught.value)
     for name in named:
-        assert name in str(caught.value)
+        assert name in said
+    assert not re.search(r"(\[[^]]*\]) = \1|\b(\w+) or \2\b", said), f"says one thing twice: {said}"
     for was, now in zip(before, cache_bytes(case), strict=True):
         assert torch.equal(was, now), "a refused call wrote to the cache"
 
@@ -782,6 +786,56 @@ SCALARS = {
     "as_slots": [None],
     "precision": [None, 8, torch.float8_e4m3fn],
 }
+NUMBERS = ["softmax_scale", "eps"]
+NOT_FINITE = [math.nan, math.inf, -math.inf, 1e39, 10**400, np.float64("nan")]
+OPTIONS = [
+    (op, name, parameter.annotation)
+    for op in CALLS
+    for name, parameter in inspect.signature(getattr(sparsemla, op)).parameters.items()
+]
+
+
+def test_numbers_are_finite():
+    taken = {(op, name) for op, name, kind in OPTIONS if "float" in str(kind)}
+    assert {name for _, name in taken} == {*NUMBERS}
+    for op, name in sorted(taken):
+        for value in NOT_FINITE:
+            case = CALLS[op]() | {name: value}
+            check_refused(op, case, f"{op}: {name} must be finite in float32", error=ValueError)
+        check_refused(op, CALLS[op]() | {name: True}, op, name, "bool", error=TypeError)
+    for op, name in sorted(taken):
+        if name == "eps":
+            case = CALLS[op]() | {name: -1e-6}
+            check_refused(op, case, f"{op}: eps must be at least 0", error=ValueError)
+            getattr(sparsemla, op)(**CALLS[op]() | {name: 0})
+
+
+def test_integers_are_neither_flags_nor_floats():
+    taken = [
+        (op, name) for op, name, kind in OPTIONS if str(kind).startswith(("<class 'int'", "int"))
+    ]
+    assert {"topk", "num_splits", "page_size", "ratio", "list_tokens"} <= {
+        name for _, name in taken
+    }
+    for op, name in taken:
+        for value in (True, False, 2.0, 2.5, np.float64(2), np.True_, "2", b"2"):
+            case = CALLS[op]() | {name: value}
+            check_refused(op, case, f"{op}: {name} must be an integer", error=TypeError)
+
+
+def test_flags_and_words_are_of_their_class():
+    flags = [(op, name, "bool") for op, name, kind in OPTIONS if "bool" in str(kind)]
+    words = [
+        (op, name, "str") for op, name, kind in OPTIONS if "Literal" in str(kind) or kind is str
+    ]
+    assert {name for _, name, _ in words} >= {"scale_mode", "precision"}
+    wrong = {"bool": (1, 0, "yes", np.True_), "str": (b"pow2", 1, True, ["bf16"])}
+    for op, name, kind in flags + words:
+        for value in wrong[kind]:
+            case = CALLS[op]() | {name: value}
+            check_refused(op, case, f"{op}: {name} must be a {kind}", error=TypeError)
+
+
 TAKEN = [
     (op, name)
     for op in CALLS

@@ -71,7 +71,8 @@ class Checker:
             raise TypeError(f"{self.op}: {name} must be a tensor, got {type(tensor).__name__}")
         dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in dtypes:
-            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            names = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            allowed = " or ".join(names)
             got = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(f"{self.op}: {name} must have dtype {allowed}, got {got}")
         sizes = tensor.shape
@@ -165,8 +166,12 @@ class Checker:
             )
 
     def number(self, name: str, value: object) -> None:
-        """Check a real number. Tensors are refused, because reading one would synchronise."""
+        """Check a finite number. Tensors are refused, because reading one would synchronise."""
         check_number(f"{self.op}: {name}", value)
+
+    def epsilon(self, name: str, value: object) -> None:
+        """Check a number that is added to a mean of squares."""
+        check_number(f"{self.op}: {name}", value, least=0)
 
     def choice(self, name: str, value: object, allowed: Sequence[str]) -> None:
         """Check a string that must be one of a few."""
@@ -192,6 +197,13 @@ class Checker:
         self._device(name, cache.data.device)
         self.gradient(name, cache.data)
         return cache
+
+    def row_dims(self, name: str, rows: Tensor) -> None:
+        """Check that rows have at least one dim."""
+        if rows.shape[-1] < 1:
+            raise ValueError(
+                f"{self.op}: {name} must have at least one dim, got {list(rows.shape)}"
+            )
 
     def head_dim(self, name: str, cache: PagedCache) -> None:
         """Check that D, the last dimension of ``name``, is the ``head_dim`` of the cache."""
@@ -255,9 +267,11 @@ class Checker:
         return cache.format.query_dtype
 
     def index_heads(self, name: str = "q") -> None:
-        """Check that indexer queries have at least one head, HI."""
+        """Check that indexer queries have at least one head, HI, and one dim, DI."""
         if self.dims["HI"] < 1:
             raise ValueError(f"{self.op}: {name} must have at least one head, got none")
+        if self.dims.get("DI", 1) < 1:
+            raise ValueError(f"{self.op}: {name} must have at least one dim, got none")
 
     def rope_dim(self, name: str, rope_dim: int, head_dim: int) -> None:
         """Check the number of RoPE dims."""
@@ -295,8 +309,7 @@ class Checker:
 
     def scale_mode(self, scale_mode: str, fmt: CacheFormat) -> None:
         """Check the rounding of scales, ``pow2`` or ``exact``."""
-        if scale_mode not in ("pow2", "exact"):
-            raise ValueError(f"{self.op}: scale_mode must be 'pow2' or 'exact', got {scale_mode!r}")
+        self.choice("scale_mode", scale_mode, ("pow2", "exact"))
         if scale_mode == "exact" and fmt.num_scales and fmt.scale_dtype != torch.float32:
             raise ValueError(
                 f"{self.op}: scale_mode must be 'pow2' for format {fmt.name}, got 'exact'"
@@ -399,10 +412,10 @@ class Checker:
                 fits = fits and expected == size
         if not fits:
             known = [dim if dim.isdigit() else str(self.dims.get(dim, dim)) for dim in dims]
-            raise ValueError(
-                f"{self.op}: {name} must have shape [{', '.join(dims)}] = [{', '.join(known)}], "
-                f"got {list(sizes)}"
-            )
+            wanted = f"[{', '.join(dims)}]"
+            if known != dims:
+                wanted += f" = [{', '.join(known)}]"
+            raise ValueError(f"{self.op}: {name} must have shape {wanted}, got {list(sizes)}")
 
     def _device(self, name: str, device: torch.device) -> None:
         if self.device is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from numbers import Integral, Real
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ INTEGERS = (torch.int32, torch.int64, torch.uint32)
 
 LIMIT = 2**31
 """Upper bound, exclusive, of sizes and counts."""
+LARGEST = torch.finfo(torch.float32).max
+"""Largest number that a kernel can take."""
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -28,20 +30,32 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 def check_integer(name: str, value: object, low: int = 0, high: int = LIMIT) -> None:
     """Check an integer, ``low <= value < high``."""
-    if not isinstance(value, (int, Integral)):  # int first: the abstract class alone takes 1 us
+    number: Any = value  # for the type checker, without the call of a cast
+    # int first: the abstract class alone takes 1 us
+    if isinstance(value, bool) or not isinstance(value, (int, Integral)):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if cast(int, value) < low:
+    if number < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
-    if cast(int, value) >= high:
+    if number >= high:
         raise ValueError(f"{name} must be below {high}, got {value}")
 
 
-def check_number(name: str, value: object, above: float | None = None) -> None:
-    """Check a real number, greater than ``above`` if that is given."""
-    if not isinstance(value, (float, int, Real)):
+def check_number(
+    name: str,
+    value: object,
+    above: float | None = None,
+    least: float | None = None,
+) -> None:
+    """Check a real number that is finite in float32, and above or at least a bound."""
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if above is not None and not float(value) > above:
+    if not -LARGEST <= number <= LARGEST:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
+    if above is not None and not number > above:
         raise ValueError(f"{name} must be greater than {above}, got {value}")
+    if least is not None and not number >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_integers(name: str, tensor: object) -> None:

@@ -191,7 +191,7 @@ class MLALayer:
         check.tensor("cos_sin_cache", self.cos_sin_cache, "max_positions R", table)
         check.optional("attn_sink", self.attn_sink, "H", torch.float32)
         check.number("softmax_scale", self.softmax_scale)
-        check.number("norm_eps", self.norm_eps)
+        check.epsilon("norm_eps", self.norm_eps)
         check.kind("interleaved", self.interleaved, bool)
 
     @property

@@ -343,7 +343,7 @@ def attention_target(
     """
     check = Checker("attention_target", gradients="backward")
     check.tensor("q", q, "T H D", FLOATS)
-    check.tensor("kv", kv, "S D", q.dtype)
+    check.row_dims("kv", check.tensor("kv", kv, "S D", q.dtype))
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     check.tensor("lse", lse, "T H", torch.float32)
     check.number("softmax_scale", softmax_scale)

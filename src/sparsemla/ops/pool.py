@@ -144,7 +144,7 @@ def pool_windows(
             f"pool_windows: input_row_offsets must have {ring_ids.shape[0] + 1} elements, one more "
             f"than ring_ids, got {input_row_offsets.shape[0]}"
         )
-    check.number("eps", eps)
+    check.epsilon("eps", eps)
     check.kind("interleaved", interleaved, bool)
     check.scale_mode(scale_mode, cache.format)
     if kv_out is not None:

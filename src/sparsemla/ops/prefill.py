@@ -176,7 +176,9 @@ def sparse_prefill(
 def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> PagedCache:
     """Rows, or the rows of a cache, as a cache."""
     if not isinstance(kv, PagedCache):
-        kv = PagedCache.from_rows(check.tensor(name, kv, shape, torch.bfloat16))
+        rows = check.tensor(name, kv, shape, torch.bfloat16)
+        check.row_dims(name, rows)
+        kv = PagedCache.from_rows(rows)
     return check.cache(name, kv, may_be_empty=True)
 
 

@@ -106,7 +106,7 @@ def fused_rope_rmsnorm_quant(
             f"got {kv_norm_weight.shape[0]}"
         )
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
-    check.number("eps", eps)
+    check.epsilon("eps", eps)
     check.kind("interleaved", interleaved, bool)
     check.scale_mode(scale_mode, cache.format)
     if out is None:
@@ -215,7 +215,7 @@ def append_index_keys(
     check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
-    check.number("eps", eps)
+    check.epsilon("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
     check.hadamard(hadamard, k.shape[1])
@@ -428,7 +428,7 @@ def fused_indexer_rope_quant(
     dtype = check.query_dtype(cache)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
-    check.number("eps", eps)
+    check.epsilon("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
     check.hadamard(hadamard, k.shape[1])
