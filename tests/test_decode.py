@@ -634,3 +634,15 @@ def test_request_gets_the_same_bits_alone_and_in_a_batch(device, dtype, num_head
         Draw(43, device), format=BF16_576, seq_lens=lens, num_heads=num_heads, dtype=dtype
     )
     check_alone("dense_decode", case)
+
+
+def test_lengths_beyond_the_page_table_end_with_it(device):
+    """The CPU tier took a second for every million keys that do not exist."""
+    case = dense_decode_case(Draw(34, device), format=FP8_DS_MLA)
+    capacity = case["page_table"].shape[1] * case["cache"].page_size
+    states = [
+        sparsemla.dense_decode(**case | {"seq_lens": torch.full_like(case["seq_lens"], length)})
+        for length in (capacity, 2**31 - 1)
+    ]
+    for name, got, wanted in zip(("out", "lse"), *states[::-1], strict=True):
+        assert_equal(name, got, wanted)

@@ -222,6 +222,18 @@ def test_gates_that_are_no_numbers_stay_in_their_dim(device, value):
     assert_equal("finite", got.isfinite().float(), wanted.isfinite().float())
 
 
+@pytest.mark.parametrize(("name", "value"), [("slot_mapping", 10**6), ("positions", 10**6)])
+def test_errors_of_the_cpu_name_the_op_before_it_writes(name, value):
+    case = pool_windows_case(Draw(0), SMALL, CSA, steps=[(0, 12)])
+    case[name] = case[name].clone()
+    case[name][11] = value if name == "slot_mapping" else value + 3
+    before = case["cache"].data.clone(), case["state"].rows.clone()
+    with pytest.raises(ValueError, match=f"^pool_windows: {name} must .* got {case[name][11]}"):
+        sparsemla.pool_windows(**case)
+    assert_equal("cache", case["cache"].data, before[0])
+    assert_equal("state", case["state"].rows, before[1])
+
+
 def test_rings_are_copied():
     state = WindowState.allocate(CSA, 8, num_rings=4)
     state.rows.copy_(torch.randn_like(state.rows))

@@ -69,9 +69,10 @@ def dense_decode(
 ) -> None:
     query_len, num_heads, head_dim = q.shape[1:]
     block = cpu.WORKSPACE_BYTES // (8 * head_dim)
+    capacity = page_table.shape[1] * cache.page_size  # no key lies beyond the table
     for request, length in enumerate(seq_lens.tolist()):
         # The outs of several parts are rounded after their merge only.
-        rounds = q.dtype == torch.bfloat16 and length <= block
+        rounds = q.dtype == torch.bfloat16 and min(length, capacity) <= block
         dtype = torch.bfloat16 if rounds else torch.float32
         unrounded = None
         queries = q[request].reshape(1, query_len * num_heads, head_dim).to(dtype)
@@ -79,7 +80,7 @@ def dense_decode(
             torch.zeros(1, queries.shape[1], head_dim, dtype=torch.float32),
             torch.full((1, queries.shape[1]), -torch.inf, dtype=torch.float32),
         )
-        for part in cpu.blocks(length, block):
+        for part in cpu.blocks(min(length, capacity), block):
             keys, valid = _page_keys(cache, page_table, request, part)
             last = length if not causal else length - query_len + 1 + torch.arange(query_len)
             if causal and part.stop > length - query_len + 1:
