@@ -132,7 +132,7 @@ def _tokens_of_entry(step, entry, RATIO: tl.constexpr):
 @triton.jit
 def _ring_of(rings, column, live):
     """Numbers of rings or pages in columns of a request's row; -1 where there is none."""
-    live = live & (column >= 0) & (column < rings.num_columns)
+    live = live & (column < rings.num_columns)
     ring = tl.load(rings.row + column, mask=live, other=-1).to(tl.int64)
     return tl.where((ring >= 0) & (ring < rings.num_rings), ring, -1)
 
@@ -169,7 +169,7 @@ def _keep_rows(
     for start in range(begin, end, ROWS):
         token = start + tl.arange(0, ROWS)
         place = position + (token - begin)
-        live = (token < end) & (place >= 0)
+        live = token < end
         own_ring = ring
         if PAGED:
             own_ring = _ring_of(rings, place // RING, live)[:, None]
@@ -285,6 +285,7 @@ def _pool_kernel(
         request, first, end, stop = _one_token(step, at)
     known = _is_of(step, begin, request, begin < stop)
     position = tl.load(positions + begin, mask=known, other=0).to(tl.int64)
+    position = tl.minimum(position, 1 << 62)  # those of later tokens do not overflow
     rings = Rings(ring_ids + request * table_stride, num_columns, num_rings)
     ring = _ring_of(rings, position // RING if PAGED else 0, known)
     closing = begin + (RATIO - 1 - position % RATIO)
