@@ -86,7 +86,7 @@ class Target:
 
 
 TARGETS = (
-    Target("sm_80", (8, 0), 108),
+    Target("sm_80", (8, 0), 108, max_shared=163 * 1024),
     Target("sm_89", (8, 9), 128),
     Target("sm_90", (9, 0), 132, max_shared=227 * 1024),
     Target("sm_100", (10, 0), 148),

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp4 import unpack_e2m1
-from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, decode_e8m0, dot, has_fp8
+from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e8m0, dot, e4m3_over_256, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.topk.triton import SELECTION, Selection
@@ -30,12 +30,15 @@ MINUS_INF = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _load_rows(rows, valid, T: tl.constexpr):
-    """MMA operand ``[R, block_d]`` from pointers ``rows [R]``; zeros for invalid rows."""
+    """MMA operand ``[R, block_d]`` from pointers ``rows [R]``; zeros for invalid rows.
+
+    Decoded e4m3 is over 256.
+    """
     d = tl.arange(0, T.block_d)
     mask = valid[:, None] & (d < T.dim)[None, :]
     x = tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
     if T.decode:
-        x = decode_e4m3(x, False).to(tl.float16)
+        x = e4m3_over_256(x)
     return x
 
 
@@ -73,17 +76,23 @@ def _load_queries(
     token = token.to(tl.int64)
     rows = q + token * stride_q + head * stride_head
     w = tl.load(weights + token * stride_weights + head, mask=valid, other=0.0)
-    return _load_rows(rows, valid, T), w.to(tl.float32)
+    queries = _load_rows(rows, valid, T)
+    if T.decode:
+        queries *= 256.0
+    return queries, w.to(tl.float32)
 
 
 @triton.jit
-def _score(keys, queries, w, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
-    """``sum_h w[t, h] * relu(<queries[t, h], keys[n]>)``, ``[N, TOKENS]`` float32."""
+def _score(keys, queries, w, T: tl.constexpr):
+    """``sum_h w[t, h] * relu(<queries[t, h], keys[n]>)``, ``[N, tokens]`` float32."""
     N: tl.constexpr = keys.shape[0]
     COLUMNS: tl.constexpr = queries.shape[0]
-    logits = dot(keys, tl.trans(queries), tl.zeros([N, COLUMNS], tl.float32), UPCAST)
+    logits = dot(keys, tl.trans(queries), tl.zeros([N, COLUMNS], tl.float32), T.upcast)
     logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-    return tl.sum(tl.reshape(logits, [N, TOKENS, COLUMNS // TOKENS]), 2)
+    score = tl.sum(tl.reshape(logits, [N, T.tokens, COLUMNS // T.tokens]), 2)
+    if T.decode:  # keys are over 256
+        score *= 256.0
+    return score
 
 
 @triton.jit
@@ -154,7 +163,7 @@ def _ragged_kernel(
             n = base + tl.arange(0, BLOCK_N)
             rows = keys + n.to(tl.int64) * stride_key
             tile = _load_rows(rows, n < num_keys, T)
-            score = _score(tile, queries, w, TOKENS, T.upcast)
+            score = _score(tile, queries, w, T)
             if key_scales is not None:
                 score *= tl.load(key_scales + n, mask=n < num_keys, other=0.0)[:, None]
             inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
@@ -314,10 +323,10 @@ def _paged_kernel(
             if FP4_BLOCK > 0:
                 scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
                 tile = _load_fp4_rows(rows, scales, exists, FP4_BLOCK, T)
-                score = _score(tile, queries, w, TOKENS, T.upcast)
+                score = _score(tile, queries, w, T)
             else:
                 tile = _load_rows(rows, exists, T)
-                score = _score(tile, queries, w, TOKENS, T.upcast)
+                score = _score(tile, queries, w, T)
                 if key_scales is not None:
                     scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
                     score *= tl.load(scales, mask=exists, other=0.0)[:, None]
@@ -365,15 +374,17 @@ def choose_tiles(
     block_h = max(16, next_power_of_2(heads))
     block_d = max(32, next_power_of_2(dim))
     row_bytes = block_d * (1 if fp8 and not decode else 2)
-    # Tokens of one request share the keys: N of up to 128, or 64 if keys pass through registers.
-    widest = 64 if decode else 128
+    # Tokens of one request share the keys: N of up to 128, or 64 where AMD's keys are decoded.
+    widest = 64 if decode and torch.version.hip else 128
     tokens = max(1, min(widest // block_h, next_power_of_2(query_len)))
     columns = tokens * block_h
     while tokens > 1 and columns * row_bytes > 32 << 10:
         tokens, columns = tokens // 2, columns // 2
     # 64 accumulators per thread, so that several programs share a multiprocessor: one sums over
-    # heads while another one's MMA runs.
-    block_n = 8192 // max(64, columns)
+    # heads while another one's MMA runs. Twice as many halve the work of decoding keys: 7.8 ms
+    # for 11.2 with 4096 tokens of 64 heads and 32768 keys (an H100 as sm_80).
+    accumulators = 16384 if decode and columns > 64 else 8192
+    block_n = accumulators // max(64, columns)
     room = shared - columns * row_bytes
     while block_n > 16 and 2 * block_n * row_bytes > room:
         block_n //= 2

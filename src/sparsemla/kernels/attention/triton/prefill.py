@@ -250,7 +250,9 @@ def _launch(
     # Quantised parts are read as bfloat16.
     dtype = torch.bfloat16 if layout.fp8_dim or rows.bf16 is None else rows.bf16.dtype
     exact = dtype == torch.float32
-    tile = FLOAT32_TILE if exact else choose_tile(num_heads, layout, q.dtype, q.device)
+    tile = FLOAT32_TILE
+    if not exact:
+        tile = choose_tile(num_heads, layout, q.dtype, q.device, members is not None)
     num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
         return
