@@ -300,6 +300,10 @@ def bench(
     host_times: Annotated[
         Path | None, typer.Option(help="JSON file: only time eager calls on the host.")
     ] = None,
+    acting_as: Annotated[
+        str | None,
+        typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
+    ] = None,
 ) -> None:
     """Time every op beside every peer that is installed, each result checked first.
 
@@ -321,6 +325,7 @@ def bench(
             full=full,
             launches=launches,
             host_times=host_times,
+            acting_as=acting_as,
         )
     except ValueError as error:
         fail(error)

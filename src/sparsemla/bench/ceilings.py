@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,10 +41,21 @@ class Ceilings:
         return max(flop / rate / 1e6, num_bytes / self.copy_gbps / 1e3)
 
 
-def measure(timer: Timer, copy_bytes: int = COPY_BYTES, size: int = MATMUL_SIZE) -> Ceilings:
-    """The ceilings of the timer's device."""
+def measure(
+    timer: Timer,
+    copy_bytes: int = COPY_BYTES,
+    size: int = MATMUL_SIZE,
+    acting_as: str | None = None,
+) -> Ceilings:
+    """The ceilings of the timer's device.
+
+    As an older GPU, the arithmetic is that of a Triton matmul with its MMAs: cuBLAS has others.
+    """
     copy_us, launch_us = _copy_and_launch(timer, copy_bytes)
-    bf16_us, fp8_us = _matmuls(timer, size)
+    if acting_as is None:
+        bf16_us, fp8_us = _matmuls(timer, size)
+    else:
+        bf16_us, fp8_us = _matmuls_in_triton(timer, size)
     return Ceilings(
         copy_gbps=2 * copy_bytes / copy_us / 1e3,
         bf16_tflops=2 * size**3 / bf16_us / 1e6,
@@ -75,7 +87,7 @@ def _matmuls(timer: Timer, size: int) -> tuple[float, float | None]:
         return (a @ b,)
 
     bf16_us = _microseconds(timer, bf16)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if not _has_fp8(device):
         return bf16_us, None
     a8, b8 = to_fp8(a.float()), to_fp8(b.float()).t().contiguous().t()
     one = torch.ones((), device=device)
@@ -84,6 +96,29 @@ def _matmuls(timer: Timer, size: int) -> tuple[float, float | None]:
         return (torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16),)
 
     return bf16_us, _microseconds(timer, fp8)
+
+
+def _matmuls_in_triton(timer: Timer, size: int) -> tuple[float, float | None]:
+    """As :func:`_matmuls`, each the fastest of some tiles."""
+    from sparsemla.bench.matmul import TILES, matmul  # needs Triton
+
+    a, b = (torch.randn(size, size, device=timer.device) for _ in range(2))
+    out = torch.empty(size, size, device=timer.device, dtype=torch.bfloat16)
+
+    def fastest(dtype: torch.dtype) -> float:
+        x, y = a.to(dtype), b.to(dtype)
+        runs = [functools.partial(matmul, x, y, out, tile) for tile in TILES]
+        return min(_microseconds(timer, run) for run in runs)
+
+    fp8_us = fastest(torch.float8_e4m3fn) if _has_fp8(timer.device) else None
+    return fastest(torch.bfloat16), fp8_us
+
+
+def _has_fp8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 def _microseconds(timer: Timer, function: Callable[[], Results]) -> float:

@@ -14,6 +14,7 @@ import torch
 from sparsemla.bench import cpu, host, report, timeline
 from sparsemla.bench.ceilings import measure
 from sparsemla.bench.peers import find_peers
+from sparsemla.bench.peers.base import Peer
 from sparsemla.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla.bench.timing import Timer
 from sparsemla.bench.training import crossing_lines
@@ -40,6 +41,7 @@ def bench(
     full: bool = False,
     launches: Path | None = None,
     host_times: Path | None = None,
+    acting_as: str | None = None,
 ) -> int:
     """Measure, or with ``table`` only turn a JSON file into the table (and plots).
 
@@ -60,6 +62,8 @@ def bench(
             else is measured, and without a GPU the file is only read.
         host_times: a JSON file for the host's time of eager calls; nothing else is measured, and
             without a GPU the file is only read.
+        acting_as: an older GPU, ``sm_80`` or ``sm_89``, whose code the GPU runs. Ratios between
+            rows say which code is better, no row says how long that GPU takes. There are no peers.
 
     Returns:
         The exit code: 1 if a result was wrong, or one of this package is missing.
@@ -101,7 +105,11 @@ def bench(
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return _compare_on_cpu(write)
     workloads = select_workloads(op, full, case)
-    return _measure(write, workloads, json, plot, peers, commit)
+    if acting_as is None:
+        return _measure(write, workloads, json, plot, peers, commit)
+    if peers is not None:
+        raise ValueError(f"peers must be left out to act as {acting_as}: they are not its code")
+    return _measure(write, workloads, json, plot, None, commit, acting_as)
 
 
 def _check_together(given: list[str], device: str | None) -> None:
@@ -129,21 +137,21 @@ def _measure(
     plot: Path | None,
     peers: Path | None,
     commit: str | None,
+    acting_as: str | None = None,
 ) -> int:
-    device = torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() + (f" as {acting_as}" if acting_as else "")
     earlier = report.load(json) if json is not None and json.exists() else None
     if earlier is not None and earlier.device != device:
         raise ValueError(
             f"json must name a file of {device} or a new one; {json} has rows of {earlier.device}"
         )
-    competitors, missing = with_steps(*find_peers(peers))
-    for name, reason in missing.items():
-        write(f"without {name}: {reason}")
+    competitors: list[Peer] = []
+    if acting_as is None:
+        competitors, missing = with_steps(*find_peers(peers))
+        for name, reason in missing.items():
+            write(f"without {name}: {reason}")
     timer = Timer("cuda")
     stamp = Stamp.now(commit, peers)
-    current = report.Report(device, measure(timer), [])
-    write(report.ceiling_line(current))
-    write(" | ".join(report.HEADER))
     failed = False
 
     def done(workload: Workload, outcome: Outcome) -> None:
@@ -161,11 +169,24 @@ def _measure(
                 write(f"dropped from {json}: {row.peer}: {', '.join(filter(None, row.workload))}")
             report.save(json, report.merged(earlier, current) if earlier else current)
 
-    run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+    with _acting(acting_as):
+        current = report.Report(device, measure(timer, acting_as=acting_as), [])
+        write(report.ceiling_line(current))
+        write(" | ".join(report.HEADER))
+        run_all(workloads, competitors, timer, current.ceilings, stamp, done)
     for line in crossing_lines(current.rows):
         write(line)
     _plot(write, current, plot)
     return int(failed)
+
+
+def _acting(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """The GPU as an older one, or as it is."""
+    if name is None:
+        return contextlib.nullcontext()
+    from sparsemla.testing.emulate import acting_as  # needs Triton
+
+    return acting_as(name)
 
 
 def _launches(
