@@ -1128,7 +1128,10 @@ class TestRefusals:
             ({"attention_mask": torch.ones(1, 7)}, r"got \[1, 7\]"),
             ({"attention_mask": {"full": None}}, "got dict"),
             (
-                {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
+                {
+                    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+                    "attention_mask": torch.ones(1, 6),
+                },
                 r"position_ids must ascend .* got \[0, 1, 2, 0, 1, 2\] after 0 tokens",
             ),
             ({"output_attentions": True}, "output_attentions must be False"),

@@ -614,7 +614,7 @@ class TestRefusals:
             enable(make_model([CSA]), **arguments)
 
     def test_positions_with_gaps(self, model):
-        with enable(model), pytest.raises(ValueError, match=r"ascend by 1 in each row .* \[0, 2\]"):
+        with enable(model), pytest.raises(ValueError, match=r"ascend by 1 in each .* \[0, 2\]"):
             model(tokens(1, 2), position_ids=torch.tensor([[0, 2]]))
 
     def test_a_cache_of_another_model(self, model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -16,12 +16,20 @@ from sparsemla.backends.transformers.cache import CACHE, BatchCache, one_cache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
 from sparsemla.backends.transformers.glm5_next import PooledLayers
 from sparsemla.backends.transformers.handle import Handle
+from sparsemla.backends.transformers.keywords import split_keywords
 from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
 from sparsemla.backends.transformers.layers import Layers
-from sparsemla.backends.transformers.sequences import STAGES, Stage
+from sparsemla.backends.transformers.sequences import (
+    STAGES,
+    Stage,
+    own_positions,
+    packed_lengths,
+)
 from sparsemla.backends.transformers.step import (
     Step,
+    check_dropout,
     check_input,
+    check_position_ids,
     check_positions,
     mask_for_generate,
     prepare_step,
@@ -139,8 +147,9 @@ class PagedAttention(Handle):
         if input_ids is not None and inputs_embeds is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both")
         check_input("inputs_embeds" if input_ids is None else "input_ids", given)
-        if kwargs.get("output_attentions", config.output_attentions):
-            raise ValueError("output_attentions must be False: no attention matrix exists here")
+        check_position_ids(position_ids, given.shape)
+        passed, boundaries = split_keywords(self._base, kwargs)
+        check_dropout(self._layers.modules)
         if self._base.training and torch.is_grad_enabled():
             raise ValueError(
                 "model must be in eval mode or under torch.no_grad(), got training mode; "
@@ -148,19 +157,29 @@ class PagedAttention(Handle):
             )
         given_cache = one_cache(past_key_values, cache)
         decodes = given.shape[1] == 1
-        self._layers.update(anew=not (decodes and isinstance(given_cache, BatchCache)))
-        cache = self._resolve(given_cache, given.shape[0])
-        past, new = split_mask(attention_mask, cache, given.shape[1])
-        if not decodes:
-            seen = cache.lengths if past is None else past.sum(1)
-            check_positions(position_ids, seen, new, gaps=self._layers.gaps)
-        if isinstance(cache.columns, int) or not decodes:
-            cache.reserve(int(cache.columns) + given.shape[1])
-        if past is not None:
-            cache.hide(past)
-        make_step = self._layers.decode_step if decodes else self._layers.packed_step
-        step = make_step(cache, new)
-        use_cache = config.use_cache if use_cache is None else use_cache
+        lengths = None
+        if boundaries or (given_cache is None and not decodes):
+            if given_cache is not None:
+                raise ValueError(
+                    f"{', '.join(boundaries)} must be left out where {CACHE} is given: the cache "
+                    "has a row for each row of the batch"
+                )
+            # Only without a cache do transformers' masks end a sequence where numbers are left out.
+            lengths = packed_lengths(
+                given, attention_mask, position_ids, boundaries, gaps=use_cache is not False
+            )
+        if lengths is None:
+            cache = self._resolve(given_cache, given.shape[0])
+            new = self._admit(cache, attention_mask, position_ids, given.shape[1])
+            step = (self._layers.decode_step if decodes else self._layers.packed_step)(cache, new)
+            use_cache = config.use_cache if use_cache is None else use_cache
+        else:
+            cache, new = self._admit_sequences(lengths, position_ids, use_cache)
+            step = self._layers.packed_step(cache, new)
+            step.tokens = None  # the sequences fill all columns of the batch
+            use_cache = False
+            if position_ids is None:
+                position_ids = own_positions(lengths, given.shape[:2], given.device)
         keeps = use_cache or given_cache is not None
         output = self._base_forward(
             input_ids=input_ids,
@@ -170,14 +189,58 @@ class PagedAttention(Handle):
             use_cache=use_cache,
             sparsemla_step=step,
             **{CACHE: cache if keeps else None},
-            **kwargs,
+            **passed,
         )
         cache.advance(new)
+        if given_cache is not None and given_cache is not cache:
+            self._replaced_caches.add(given_cache)
         if keeps:
             self.cache = cache
         if self._layers.records:
             self.selections.append(step.selections)
         return output
+
+    def _admit(
+        self,
+        cache: BatchCache,
+        attention_mask: object,
+        position_ids: Tensor | None,
+        num_new: int,
+    ) -> Tensor:
+        """Check the new columns against the cache and make room; bool ``[B, S]``, the real ones."""
+        past, new = split_mask(attention_mask, cache, num_new)
+        if num_new > 1 and position_ids is not None:
+            seen = cache.lengths if past is None else past.sum(1)
+            positions = position_ids.expand(new.shape).cpu()
+            rows = [row[real] for row, real in zip(positions, new.cpu(), strict=True)]
+            check_positions(rows, seen.tolist(), gaps=self._layers.gaps)
+        if isinstance(cache.columns, int) or num_new > 1:
+            cache.reserve(int(cache.columns) + num_new)
+        if past is not None:
+            cache.hide(past)
+        return new
+
+    def _admit_sequences(
+        self, lengths: Sequence[int], position_ids: Tensor | None, use_cache: bool | None
+    ) -> tuple[BatchCache, Tensor]:
+        """A cache with a row for each sequence of the batch, for one forward, and its columns."""
+        if not self._layers.packs:
+            raise ValueError(
+                "position_ids, cu_seq_lens_q and seq_idx must have one sequence in each row: the "
+                f"states of linear attention know no other, got lengths of {list(lengths)[:64]}"
+            )
+        if use_cache:
+            raise ValueError(
+                "use_cache must be False or None where a row has several sequences, got True: the "
+                "cache has a row for each row of the batch"
+            )
+        if position_ids is not None:
+            rows = position_ids.flatten().cpu().split(list(lengths))
+            check_positions(rows, [0] * len(rows), gaps=self._layers.gaps)
+        cache = self.new_cache(len(lengths))
+        cache.fit(lengths)
+        columns = torch.arange(max(lengths), device="cpu")
+        return cache, (columns < torch.tensor(lengths, device="cpu")[:, None]).to(cache.device)
 
     def _resolve(self, past: Cache | None, batch_size: int) -> BatchCache:
         """The caller's BatchCache; a new one instead of None or of an empty cache."""
@@ -192,7 +255,6 @@ class PagedAttention(Handle):
                     f"{CACHE} must be None or the cache in the output of the step before, "
                     f"got a {type(past).__name__}"
                 )
-            self._replaced_caches.add(past)
             length = past.get_max_length() if past.is_compileable else None
             return self._layers.new_cache(batch_size, length)
         if past.formats != self._layer_formats:
@@ -254,8 +316,9 @@ def enable(
 
     The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
     works as before: ``generate`` (greedy, sampling, beams, a static cache), batches with padding on
-    either side, ``use_cache=False``, a second call that continues on ``past_key_values``. The
-    attention output of padding is finite and meaningless.
+    either side, ``use_cache=False``, a second call that continues on ``past_key_values``. Several
+    sequences in a row attend to themselves, and keep no cache. The attention output of padding is
+    finite and meaningless.
 
     The up-projections of keys and values, and DeepSeek-V4's first output projections, are copied as
     bfloat16 or as FP8 codes with their scales. They are what the layer's forward multiplies with,
@@ -289,13 +352,11 @@ def enable(
     Raises:
         TypeError: a model or format of another kind.
         ValueError: another architecture, a model that is enabled already, a layer with its
-            attention offloaded or on several devices, a format or head size that does not fit, a
-            copied projection with a bias, a hook or another output than a matrix, or a hook or a
-            forward of another package on a module whose parameters are read: the norm of the
-            latent, indexers, compressors. The model's forward raises the same for later changes.
-            The model's forward raises ValueError for 4D masks, packed sequences, caches of another
-            kind, ``output_attentions`` and training. With ``training``: another stage, arguments of
-            caches, a quantised model, dropout, or weights of ``kv_b_proj`` that are no floats.
+            attention offloaded or on several devices, or a format or head size that does not fit.
+            The model's forward raises ValueError for 4D masks, caches of another kind,
+            ``output_attentions``, dropout, training and boundaries of sequences that contradict
+            each other, and TypeError for keywords that attention does not read. With ``training``: another stage, arguments of
+            caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.

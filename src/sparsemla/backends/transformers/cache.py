@@ -59,6 +59,9 @@ class Store(Protocol):
     def reserve(self, num_tokens: int) -> None:
         """Allocate memory until each row has room for ``num_tokens``."""
 
+    def fit(self, lengths: Sequence[int]) -> None:
+        """Allocate memory for ``lengths[b]`` tokens of row ``b``, of an empty store."""
+
     def select(self, rows: Tensor) -> None:
         """Make row ``b`` a copy of row ``rows[b]``; in place if their number stays the same."""
 
@@ -119,6 +122,15 @@ class Pages:
         self._move(slice(None), last)
         new = torch.arange(first, last, dtype=torch.int32, device=self.table.device)
         self.table = torch.cat([self.table, new.view(batch_size, added)], dim=1)
+
+    def fit(self, lengths: Sequence[int]) -> None:
+        counts = [-(-length // (self.ratio * self.page_size)) for length in lengths]
+        self._move(slice(None), sum(counts))
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device="cpu")
+        pages = torch.arange(sum(counts), dtype=torch.int32, device="cpu").split(counts)
+        for row, own in zip(table, pages, strict=True):
+            row[: len(own)] = own
+        self.table = table.to(self.table.device)
 
     def select(self, rows: Tensor) -> None:
         pages = self.table[rows].flatten()
@@ -366,3 +378,10 @@ class BatchCache(Cache):
         for store in self.stores:
             store.reserve(capacity)
         self.real = nn.functional.pad(self.real, (0, capacity - self.capacity))
+
+    @ordinary_tensors
+    def fit(self, lengths: Sequence[int]) -> None:
+        """Allocate pages for ``lengths[b]`` columns of row ``b``, of an empty cache that grows."""
+        for store in self.stores:
+            store.fit(lengths)
+        self.real = nn.functional.pad(self.real, (0, max(lengths)))

@@ -80,6 +80,9 @@ class _Rings(Pages):
     def reserve(self, num_tokens: int) -> None:
         super().reserve(min(num_tokens, 1))
 
+    def fit(self, lengths: Sequence[int]) -> None:
+        super().fit([1] * len(lengths))
+
 
 class States:
     """The rows of open windows of several layers; row ``b`` of a batch owns ring ``b``.
@@ -124,6 +127,9 @@ class States:
         yield from (state.rows for state in self.states.values())
 
     def reserve(self, num_tokens: int) -> None:
+        """Do nothing: a ring does not grow."""
+
+    def fit(self, lengths: Sequence[int]) -> None:
         """Do nothing: a ring does not grow."""
 
     def select(self, rows: Tensor) -> None:

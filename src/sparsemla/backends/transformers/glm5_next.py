@@ -88,6 +88,9 @@ class _LinearStates:
     def reserve(self, num_tokens: int) -> None:
         """Do nothing: a state does not grow."""
 
+    def fit(self, lengths: Sequence[int]) -> None:
+        """Do nothing: a state does not grow."""
+
     def select(self, rows: Tensor) -> None:
         for states in self._states():
             for key, state in states.items():
@@ -209,6 +212,8 @@ class PooledStep(Step):
 
 class PooledLayers(Layers):
     """Attention in the absorbed form of MLA over the tokens of selected pools, without RoPE."""
+
+    packs = False  # a state of linear attention passes on from one sequence to the next
 
     def __init__(
         self,

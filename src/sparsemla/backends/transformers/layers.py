@@ -32,12 +32,14 @@ class Layers(ABC):
         modules: the attention modules, keyed by the layer's index.
         absorbed: by the layer's index, the matrices that attention multiplies with.
         gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
+        packs: whether a row may be several sequences.
 
     Raises:
         TypeError, ValueError: the model or an argument is not served.
     """
 
     gaps = True
+    packs = True
 
     def __init__(self, base: PreTrainedModel, *, page_size: int, records: bool) -> None:
         kinds = getattr(base.config, "layer_types", None) or []

@@ -1,4 +1,4 @@
-"""The tokens of a training forward: sequences in rows of a batch, padded or packed.
+"""The sequences of a forward, in rows of a batch, padded or packed.
 
 Shapes: B rows of the batch, S columns, T tokens (the real columns), HI and DI indexer heads and
 dims, K entries of a list.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemla.backends.transformers.step import Tokens
+from sparsemla.kinds import check_integer, check_integers
 
 Stage: TypeAlias = Literal["dense", "warmup", "sparse"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keywords of transformers that say where the sequences of a row start."""
 
 
 class Index(NamedTuple):
@@ -103,31 +107,137 @@ class TrainingStep(Tokens):
 
 
 def find_sequences(
-    given: Tensor, attention_mask: object, position_ids: Tensor | None, cu_seq_lens: Tensor | None
+    given: Tensor,
+    attention_mask: object,
+    position_ids: Tensor | None,
+    boundaries: Mapping[str, object],
+    *,
+    gaps: bool = False,
 ) -> tuple[Tensor | None, tuple[int, ...]]:
     """The real columns of a batch, and the lengths of its sequences.
 
-    A row is a sequence. Without a mask it may be several: ``cu_seq_lens`` says where they start,
-    or else positions that do not continue those before, as in transformers' masks.
+    A row is a sequence. Without padding it may be several: ``boundaries`` say where they start, or
+    else, without a mask, positions that do not continue those before, as in transformers' masks.
+
+    Args:
+        given: ``[B, S]`` or ``[B, S, hidden]``.
+        attention_mask: ``[B, S]`` or None.
+        position_ids: ``[B, S]`` or ``[1, S]``; None for transformers' own.
+        boundaries: keywords of :data:`BOUNDARIES` that are given.
+        gaps: whether positions may leave numbers out in a sequence.
+
+    Raises:
+        TypeError: a boundary of another kind.
+        ValueError: a mask or a boundary of another shape, or arguments that contradict each other.
     """
-    batch_size, num_columns = given.shape[:2]
-    if attention_mask is not None:
-        return _padded(given, attention_mask, position_ids)
-    if cu_seq_lens is not None:
-        ends = cu_seq_lens.tolist()
-        lengths = [last - first for first, last in itertools.pairwise(ends)]
-        if batch_size != 1 or [ends[0], ends[-1]] != [0, num_columns] or min(lengths) < 1:
+    shape = given.shape[:2]
+    stated = _stated_lengths(shape, boundaries)
+    if not stated:
+        if attention_mask is not None:
+            tokens, lengths = _padded(given, attention_mask, position_ids)
+        else:
+            tokens, lengths = None, _continued(shape, position_ids, gaps=gaps)
+    else:
+        tokens = None
+        name, lengths = next(iter(stated.items()))
+        if position_ids is not None:
+            stated["position_ids"] = _continued(shape, position_ids, gaps=gaps)
+        for other, found in stated.items():
+            if found != lengths:
+                raise ValueError(
+                    f"{other} and {name} must have the same sequences, got lengths of "
+                    f"{list(found)[:64]} and {list(lengths)[:64]}"
+                )
+        if attention_mask is not None and _padded(given, attention_mask, None)[0] is not None:
             raise ValueError(
-                f"cu_seq_lens_q must ascend from 0 to the {num_columns} columns of one row, "
-                f"got {ends} for {batch_size} rows"
+                f"attention_mask must be None or ones where {name} is given: sequences that are "
+                "packed into a row have no padding"
             )
-        return None, tuple(lengths)
+    for name in ("max_length_q", "max_length_k"):
+        longest: Any = boundaries.get(name)
+        if longest is None:
+            continue
+        if isinstance(longest, Tensor) and longest.numel() == 1:
+            longest = longest.item()
+        check_integer(name, longest)
+        if longest < max(lengths):
+            raise ValueError(
+                f"{name} must be at least {max(lengths)}, the length of the longest sequence, "
+                f"got {longest}"
+            )
+    return tokens, lengths
+
+
+def _stated_lengths(
+    shape: Sequence[int], boundaries: Mapping[str, object]
+) -> dict[str, tuple[int, ...]]:
+    """The lengths of all sequences of a batch by each keyword that states them."""
+    batch_size, num_columns = shape
+    found: dict[str, tuple[int, ...]] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        value = boundaries.get(name)
+        if value is None:
+            continue
+        check_integers(name, value)
+        value = cast(Tensor, value).long()
+        if name == "seq_idx":
+            if list(value.shape) not in ([batch_size, num_columns], [1, num_columns]):
+                raise ValueError(
+                    f"seq_idx must have shape [batch, columns] = {list(shape)}, "
+                    f"got {list(value.shape)}"
+                )
+            found[name] = _lengths(value.expand(batch_size, -1).diff(dim=1) != 0)
+            continue
+        ends = value.flatten().tolist()
+        lengths = tuple(last - first for first, last in itertools.pairwise(ends))
+        whole = value.dim() == 1 and [*ends[:1], *ends[-1:]] == [0, num_columns]
+        if batch_size != 1 or not whole or min(lengths) < 1:
+            raise ValueError(
+                f"{name} must ascend from 0 to the {num_columns} columns of one row, "
+                f"got {ends[:64]} for {batch_size} rows"
+            )
+        found[name] = lengths
+    return found
+
+
+def _continued(shape: Sequence[int], position_ids: Tensor | None, *, gaps: bool) -> tuple[int, ...]:
+    """The lengths of all sequences of a batch by their positions."""
+    batch_size, num_columns = shape
     if position_ids is None:
-        return None, (num_columns,) * batch_size
-    restarts = position_ids.expand(batch_size, num_columns).diff(dim=1) != 1
-    firsts = F.pad(restarts, (1, 0), value=True).flatten().nonzero()[:, 0].tolist()
-    bounds = itertools.pairwise([*firsts, batch_size * num_columns])
-    return None, tuple(last - first for first, last in bounds)
+        return (num_columns,) * batch_size
+    steps = position_ids.expand(batch_size, num_columns).diff(dim=1)
+    return _lengths(steps <= 0 if gaps else steps != 1)
+
+
+def _lengths(restarts: Tensor) -> tuple[int, ...]:
+    """The lengths of sequences; one starts with each row and at each of ``restarts [B, S - 1]``."""
+    firsts = F.pad(restarts, (1, 0), value=True).flatten()
+    bounds = itertools.pairwise([*firsts.nonzero()[:, 0].tolist(), firsts.numel()])
+    return tuple(last - first for first, last in bounds)
+
+
+def packed_lengths(
+    given: Tensor,
+    attention_mask: object,
+    position_ids: Tensor | None,
+    boundaries: Mapping[str, object],
+    *,
+    gaps: bool,
+) -> tuple[int, ...] | None:
+    """The lengths of a batch's sequences if rows hold several; None if each row is a sequence.
+
+    See :func:`find_sequences`.
+    """
+    if not boundaries and (attention_mask is not None or position_ids is None):
+        return None
+    _, lengths = find_sequences(given, attention_mask, position_ids, boundaries, gaps=gaps)
+    return None if len(lengths) == given.shape[0] else lengths
+
+
+def own_positions(lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+    """int64 ``[B, S]``, the position of each token in its sequence."""
+    tokens = torch.arange(sum(lengths), device=device)
+    return (tokens - first_rows(lengths, device)).view(*shape)
 
 
 def _padded(

@@ -10,7 +10,7 @@ decode step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -91,6 +91,16 @@ def check_input(name: str, given: Tensor) -> None:
         )
 
 
+def check_dropout(modules: Mapping[int, Any]) -> None:
+    """Refuse attention modules that drop probabilities in training mode."""
+    for layer_idx, module in modules.items():
+        if module.training and module.attention_dropout:
+            raise ValueError(
+                "model must be in eval mode or have an attention_dropout of 0: attention here has "
+                f"no dropout, got {module.attention_dropout} in layer {layer_idx}"
+            )
+
+
 def prepare_step(
     prepare: Callable[..., dict[str, Any]],
     input_ids: Tensor,
@@ -156,25 +166,31 @@ def split_mask(
     return (None if got == new else mask[:, :-num_new]), mask[:, -num_new:]
 
 
-def check_positions(position_ids: Tensor | None, seen: Tensor, new: Tensor, *, gaps: bool) -> None:
-    """Refuse positions that restart, within a row (packed sequences) or after its ``seen`` tokens.
+def check_position_ids(position_ids: Tensor | None, shape: Sequence[int]) -> None:
+    """Refuse positions of another shape than ``[B, S]`` or ``[1, S]``."""
+    shape = list(shape[:2])
+    if position_ids is not None and list(position_ids.shape) not in (shape, [1, shape[1]]):
+        raise ValueError(
+            f"position_ids must have shape [batch, columns] = {shape}, or one row for all, "
+            f"got {list(position_ids.shape)}"
+        )
+
+
+def check_positions(rows: Sequence[Tensor], seen: Sequence[int], *, gaps: bool) -> None:
+    """Refuse positions that restart, within a sequence or after its cached tokens.
 
     Args:
-        position_ids: ``[B, S]`` or ``[1, S]``; None for transformers' own.
-        seen: ``[B]``, cached tokens of each row.
-        new: bool ``[B, S]``, which columns are not padding.
+        rows: the positions of each sequence's new tokens, on the host.
+        seen: number of cached tokens of each sequence.
         gaps: whether positions may leave numbers out.
     """
-    if position_ids is None:
-        return
-    rows = position_ids.expand(new.shape).cpu()
-    for row, length, real in zip(rows, seen.tolist(), new.cpu(), strict=True):
-        positions = row[real]
+    for positions, length in zip(rows, seen, strict=True):
         steps = positions.diff()
         wrong = steps <= 0 if gaps else steps != 1
         if wrong.any() or (positions[:1] < length).any():
             raise ValueError(
-                f"position_ids must ascend {'' if gaps else 'by 1 '}in each row of the batch, from "
-                f"the number of its cached tokens on, got {positions.tolist()[:64]} after {length} "
-                "tokens"
+                f"position_ids must ascend {'' if gaps else 'by 1 '}in each sequence, from the "
+                f"number of its cached tokens on, got {positions.tolist()[:64]} after {length} "
+                "tokens; sequences that are packed into a row need attention_mask and "
+                f"{CACHE} left out"
             )

@@ -7,6 +7,7 @@ without and with RoPE, L latent dims, HI and DI indexer heads and dims, K entrie
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,9 +19,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_
 from sparsemla.backends.transformers.cache import CACHE, one_cache
 from sparsemla.backends.transformers.dense import dense_attention, dense_attention_with_lse
 from sparsemla.backends.transformers.handle import Handle
-from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed, kv_b_proj
-from sparsemla.backends.transformers.layers import check_device, path_of
-from sparsemla.backends.transformers.projections import check_skipped
+from sparsemla.backends.transformers.keywords import split_keywords
+from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed
+from sparsemla.backends.transformers.layers import check_device
 from sparsemla.backends.transformers.sequences import (
     STAGES,
     Index,
@@ -29,8 +30,9 @@ from sparsemla.backends.transformers.sequences import (
     TrainingStep,
     find_sequences,
     first_rows,
+    own_positions,
 )
-from sparsemla.backends.transformers.step import check_input
+from sparsemla.backends.transformers.step import check_dropout, check_input, check_position_ids
 from sparsemla.checks import FLOATS
 from sparsemla.formats import LATENT_DIM
 from sparsemla.ops import (
@@ -105,6 +107,7 @@ class TrainingAttention(Handle):
         self.stage = stage
         self._check_skipped()
         if model is not base:
+            self._head_names = list(inspect.signature(model.forward).parameters)
             head = functools.partial(self._head, model.forward)
             # Keep the wrapped signature, which the Trainer reads.
             self._replace(model, "forward", functools.update_wrapper(head, model.forward))
@@ -163,7 +166,8 @@ class TrainingAttention(Handle):
         as_dict = kwargs.pop("return_dict", None)
         output = forward(*args, return_dict=True, **kwargs)
         if output.loss is not None and self.index_losses:
-            share = _share_of_step(**cast(Any, kwargs))
+            named: Any = dict(zip(self._head_names, args, strict=False)) | kwargs
+            share = _share_of_step(**named)
             index_loss = self.index_loss.to(output.loss.device)
             output.loss = output.loss + self.index_loss_coefficient * share * index_loss
         return output if (default if as_dict is None else as_dict) else output.to_tuple()
@@ -178,7 +182,6 @@ class TrainingAttention(Handle):
         use_cache: bool | None = None,
         *,
         cache: Cache | None = None,
-        cu_seq_lens_q: Tensor | None = None,
         selections: Mapping[int, Tensor] | None = None,
         **kwargs: object,
     ) -> object:
@@ -194,8 +197,9 @@ class TrainingAttention(Handle):
                 f"{name} must be left out: a model that trains keeps no cache; "
                 "enable(model) without training generates"
             )
-        if kwargs.get("output_attentions", self._base.config.output_attentions):
-            raise ValueError("output_attentions must be False: no attention matrix exists here")
+        check_position_ids(position_ids, given.shape)
+        passed, boundaries = split_keywords(self._base, kwargs)
+        check_dropout(dict(enumerate(self._modules)))
         indexers = self.indexer_parameters()
         learns = (
             torch.is_grad_enabled()
@@ -204,7 +208,9 @@ class TrainingAttention(Handle):
         )
         if self.stage == "warmup" and torch.is_grad_enabled():
             self._check_frozen()
-        tokens, lengths = find_sequences(given, attention_mask, position_ids, cu_seq_lens_q)
+        tokens, lengths = find_sequences(given, attention_mask, position_ids, boundaries)
+        if boundaries and position_ids is None and tokens is None:
+            position_ids = own_positions(lengths, given.shape[:2], given.device)
         ends = torch.arange(1, sum(lengths) + 1, dtype=torch.int32, device=given.device)
         self._check_skipped()
         step = TrainingStep(
@@ -225,7 +231,7 @@ class TrainingAttention(Handle):
             inputs_embeds=inputs_embeds,
             use_cache=False,
             sparsemla_step=step,
-            **kwargs,
+            **passed,
         )
         self.index_losses = step.results.losses
         if step.stage == "warmup":
@@ -460,15 +466,20 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def _share_of_step(
-    labels: Tensor | None = None, num_items_in_batch: Tensor | int | None = None, **_: object
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: object,
 ) -> Tensor | float:
     """The share of an optimizer's step that a micro-batch is, by its labels.
 
     The Trainer passes the number of labels of the whole step, by which it divides the losses.
     """
-    if labels is None or num_items_in_batch is None:
+    if num_items_in_batch is None:
         return 1.0
-    return (labels[..., 1:] != -100).sum() / num_items_in_batch
+    counted = labels[..., 1:] if shift_labels is None else shift_labels
+    return (counted != ignore_index).sum() / num_items_in_batch
 
 
 def _served_by(indexers: Sequence[int], num_layers: int) -> list[int]:
