@@ -681,6 +681,8 @@ class TestCompiled:
                     eager = model(token, past_key_values=caches[0], **given).logits
                     logits = step(token, past_key_values=caches[1], **given).logits
                     assert torch.equal(logits, eager), (run, column)
+                assert [cache.counted for cache in caches] == [40, 20]  # compiled: not by the host
+                assert [cache.count() for cache in caches] == [40, 40]
         assert counter.frame_count == 1
 
     @torch.no_grad()
@@ -1114,9 +1116,19 @@ class TestRefusals:
             cache = handle.new_cache(1, max_length=16)
             with pytest.raises(ValueError, match="room for 17 columns, got max_length 16"):
                 model(tokens(1, 17), past_key_values=cache)
-            model(tokens(1, 16), past_key_values=cache)
-            with pytest.raises(RuntimeError, match="out of"):
-                model(tokens(1, 1), past_key_values=cache)
+            model(tokens(1, 15), past_key_values=cache)
+            model(tokens(1, 1), past_key_values=cache)
+            full = copy.deepcopy(cache)
+            mask = torch.zeros(1, 17)  # would hide the past columns
+            for options in ({}, {"attention_mask": mask}):
+                with pytest.raises(ValueError, match=f"{CACHE} must have room for 17 columns"):
+                    model(tokens(1, 1), past_key_values=cache, **options)
+            before, after = ([*each._tensors()] for each in (full, cache))
+            assert all(map(torch.equal, before, after)), "a refused step wrote"
+            cache.crop(-1)
+            full.reset()
+            for each in (cache, full):
+                model(tokens(1, 1), past_key_values=each)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -114,8 +114,9 @@ class PagedAttention(Handle):
 
         Args:
             batch_size: rows of the batch.
-            max_length: fixed capacity in columns, which compiled decode steps need; a step that
-                finds the pages full raises an index error. None for pages that grow.
+            max_length: fixed capacity in columns, which compiled decode steps need. A step beyond
+                it raises a ValueError, or torch's index error in compiled code and CUDA graphs,
+                whose columns the host does not count. None for pages that grow.
 
         Raises:
             TypeError: batch_size or max_length is not an integer.
@@ -214,8 +215,10 @@ class PagedAttention(Handle):
             positions = position_ids.expand(new.shape).cpu()
             rows = [row[real] for row, real in zip(positions, new.cpu(), strict=True)]
             check_positions(rows, seen.tolist(), gaps=self._layers.gaps)
-        if isinstance(cache.columns, int) or num_new > 1:
-            cache.reserve(int(cache.columns) + num_new)
+        if num_new > 1 or isinstance(cache.columns, int):
+            cache.reserve(cache.count() + num_new)
+        elif not torch.compiler.is_compiling():
+            cache.reserve(cache.counted + num_new)
         if past is not None:
             cache.hide(past)
         return new
@@ -355,8 +358,9 @@ def enable(
             attention offloaded or on several devices, or a format or head size that does not fit.
             The model's forward raises ValueError for 4D masks, caches of another kind,
             ``output_attentions``, dropout, training and boundaries of sequences that contradict
-            each other, and TypeError for keywords that attention does not read. With ``training``: another stage, arguments of
-            caches, a quantised model, dropout, or a ``kv_b_proj`` that is not a torch.nn.Linear.
+            each other, and TypeError for keywords that attention does not read. With ``training``:
+            another stage, arguments of caches, a quantised model, dropout, or a ``kv_b_proj`` that
+            is not a torch.nn.Linear.
 
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.

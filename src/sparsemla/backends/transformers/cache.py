@@ -185,6 +185,8 @@ class BatchCache(Cache):
         rows: int32 ``[B + 1]``, 0 to B.
         columns: number of columns so far, padding included: an int, or with ``max_length`` an int64
             tensor, so that compiled code does not depend on its value.
+        counted: columns that the host knows of: those of compiled steps and of replayed CUDA graphs
+            are missing until :meth:`count`.
     """
 
     _per_row: ClassVar[tuple[str, ...]] = ("real", "lengths")
@@ -206,6 +208,7 @@ class BatchCache(Cache):
         self.max_length = max_length
         self._clear(batch_size)
         self.columns: int | Tensor = 0
+        self.counted = 0
         if max_length is not None:
             self.reserve(max_length)
             self.columns = self.lengths.new_zeros((), dtype=torch.int64)
@@ -270,16 +273,22 @@ class BatchCache(Cache):
         """Capacity in columns; -1 if pages grow."""
         return -1 if self.max_length is None else self.max_length
 
+    def count(self) -> int:
+        """Columns so far, read from their device."""
+        self.counted = int(self.columns)
+        return self.counted
+
     def reset(self) -> None:
         """Forget all columns but keep the pages."""
         self.real.zero_()
         self.lengths.zero_()
         self.columns *= 0
+        self.counted = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` columns."""
         # generate() passes a tensor, and the columns of a static cache are a tensor, too.
-        columns, tokens_to_remove = int(self.columns), int(tokens_to_remove)
+        columns, tokens_to_remove = self.count(), int(tokens_to_remove)
         if not -columns <= tokens_to_remove <= 0:
             raise ValueError(
                 f"tokens_to_remove must lie in [-{columns}, 0], got {tokens_to_remove}"
@@ -288,6 +297,7 @@ class BatchCache(Cache):
         self._shorten(self.lengths - removed.sum(1, dtype=torch.int32))
         removed.zero_()
         self.columns += tokens_to_remove
+        self.counted += tokens_to_remove
 
     def advance(self, new: Tensor) -> None:
         """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
@@ -295,6 +305,9 @@ class BatchCache(Cache):
         self.real.index_copy_(1, at, new)
         self.lengths += new.sum(1, dtype=torch.int32)
         self.columns += new.shape[1]
+        captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not captures and not torch.compiler.is_compiling():
+            self.counted += new.shape[1]
 
     def hide(self, past: Tensor) -> None:
         """Forget the last columns of rows where ``past [B, columns]`` is False.
@@ -360,15 +373,17 @@ class BatchCache(Cache):
         """Refuse, as :meth:`update` does."""
         self.update()
 
-    @ordinary_tensors
     def reserve(self, num_columns: int) -> None:
         """Allocate pages until each row has room for ``num_columns``.
 
         Raises:
             ValueError: the cache does not grow.
         """
-        if num_columns <= self.capacity:
-            return
+        if num_columns > self.capacity:
+            self._grow(num_columns)
+
+    @ordinary_tensors
+    def _grow(self, num_columns: int) -> None:
         if self.max_length is not None and self.capacity:
             raise ValueError(
                 f"{CACHE} must have room for {num_columns} columns, "
