@@ -175,12 +175,13 @@ class PagedAttention(Handle):
             step = (self._layers.decode_step if decodes else self._layers.packed_step)(cache, new)
             use_cache = config.use_cache if use_cache is None else use_cache
         else:
+            if position_ids is None:
+                position_ids = own_positions(lengths, given.shape[:2], given.device)
+            position_ids = position_ids.expand(given.shape[:2])
             cache, new = self._admit_sequences(lengths, position_ids, use_cache)
             step = self._layers.packed_step(cache, new)
             step.tokens = None  # the sequences fill all columns of the batch
             use_cache = False
-            if position_ids is None:
-                position_ids = own_positions(lengths, given.shape[:2], given.device)
         keeps = use_cache or given_cache is not None
         output = self._base_forward(
             input_ids=input_ids,
@@ -224,7 +225,7 @@ class PagedAttention(Handle):
         return new
 
     def _admit_sequences(
-        self, lengths: Sequence[int], position_ids: Tensor | None, use_cache: bool | None
+        self, lengths: Sequence[int], position_ids: Tensor, use_cache: bool | None
     ) -> tuple[BatchCache, Tensor]:
         """A cache with a row for each sequence of the batch, for one forward, and its columns."""
         if not self._layers.packs:
@@ -237,9 +238,8 @@ class PagedAttention(Handle):
                 "use_cache must be False or None where a row has several sequences, got True: the "
                 "cache has a row for each row of the batch"
             )
-        if position_ids is not None:
-            rows = position_ids.flatten().cpu().split(list(lengths))
-            check_positions(rows, [0] * len(rows), gaps=self._layers.gaps)
+        rows = position_ids.flatten().cpu().split(list(lengths))
+        check_positions(rows, [0] * len(rows), gaps=self._layers.gaps)
         cache = self.new_cache(len(lengths))
         cache.fit(lengths)
         columns = torch.arange(max(lengths), device="cpu")

@@ -360,7 +360,9 @@ class BatchCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self.reorder_cache(
+            torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats)
+        )
 
     def update(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: transformers' own attention cannot read these rows."""

@@ -752,11 +752,12 @@ def _workspace(context: Tensor, query_lens: Tensor, ring: int, device: torch.dev
     """Pages for rows of ``context [B]`` and ``query_lens [B]`` tokens, both on the host."""
     starts = ((context - ring).clamp(min=0) // ring).tolist()
     ends = (-(-(context + query_lens) // ring)).tolist()
-    page_table = torch.full((len(starts), max(ends)), -1, dtype=torch.int32)
+    host: Any = {"dtype": torch.int32, "device": "cpu"}
+    page_table = torch.full((len(starts), max(ends)), -1, **host)
     num_pages = 0
     before, after, ends_at = [], [], []
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        pages = torch.arange(num_pages, num_pages + end - start, dtype=torch.int32)
+        pages = torch.arange(num_pages, num_pages + end - start, **host)
         page_table[row, start:end] = pages
         num_pages += end - start
         length = int(context[row])
@@ -765,11 +766,11 @@ def _workspace(context: Tensor, query_lens: Tensor, ring: int, device: torch.dev
             last = int(pages[-1])
             after.append((row, last, max(last - 1, int(pages[0]))))
             ends_at.append((length + int(query_lens[row]) - 1) % ring)
-    in_last = torch.arange(ring) <= torch.tensor(ends_at, dtype=torch.int64)[:, None]
+    in_last = torch.arange(ring, **host) <= torch.tensor(ends_at, **host)[:, None]
     return _Workspace(
         num_pages=num_pages,
         page_table=page_table.to(device),
-        before=torch.tensor(before, dtype=torch.int64).view(-1, 2).T.to(device),
-        after=torch.tensor(after, dtype=torch.int64).view(-1, 3).T.to(device),
+        before=torch.tensor(before, dtype=torch.int64, device="cpu").view(-1, 2).T.to(device),
+        after=torch.tensor(after, dtype=torch.int64, device="cpu").view(-1, 3).T.to(device),
         in_last=in_last[..., None].to(device),
     )

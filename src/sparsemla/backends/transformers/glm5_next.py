@@ -430,7 +430,9 @@ class PooledLayers(Layers):
 
     @ordinary_tensors
     def _new_table(self, device: torch.device, num_positions: int) -> Tensor:
-        table = cos_sin_table(torch.zeros(self._rope_dim // 2, device=device), num_positions)
+        table = cos_sin_table(
+            torch.zeros(self._rope_dim // 2, dtype=torch.float32, device=device), num_positions
+        )
         torch._dynamo.mark_static_address(table, guard=False)
         return table
 

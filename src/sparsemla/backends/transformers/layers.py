@@ -103,7 +103,7 @@ class Layers(ABC):
     def mask(self, new: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask that transformers gives to attention modules, for new columns ``[B, S]``."""
         # transformers passes on a mask with four dimensions and builds none.
-        return torch.empty(0, 0, 0, 0)
+        return torch.empty(0, 0, 0, 0, device="cpu")
 
     @abstractmethod
     def packed_step(self, cache: BatchCache, new: Tensor) -> Step:

@@ -144,8 +144,11 @@ class TrainingAttention(Handle):
         The sum over the indexers of the mean of :attr:`index_losses` over the layers that the
         indexer serves; for layers that share an indexer that of IndexCache (arXiv 2603.12201).
         """
-        total = torch.zeros((), device=self._base.device)
-        for layer_idx, loss in self.index_losses.items():
+        return self._sum(self.index_losses)
+
+    def _sum(self, index_losses: Mapping[int, Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._base.device)
+        for layer_idx, loss in index_losses.items():
             owner = self._served[layer_idx]
             total = total + loss.to(total.device) / self._served.count(owner)
         return total
@@ -164,11 +167,13 @@ class TrainingAttention(Handle):
         """The forward of the model with its head: the indexers' loss is added to ``loss``."""
         default = self._base.config.return_dict
         as_dict = kwargs.pop("return_dict", None)
-        output = forward(*args, return_dict=True, **kwargs)
-        if output.loss is not None and self.index_losses:
+        # Another thread's forward may be the latest, so that this one's losses come along.
+        index_losses: dict[int, Tensor] = {}
+        output = forward(*args, return_dict=True, sparsemla_losses=index_losses, **kwargs)
+        if output.loss is not None and index_losses:
             named: Any = dict(zip(self._head_names, args, strict=False)) | kwargs
             share = _share_of_step(**named)
-            index_loss = self.index_loss.to(output.loss.device)
+            index_loss = self._sum(index_losses).to(output.loss.device)
             output.loss = output.loss + self.index_loss_coefficient * share * index_loss
         return output if (default if as_dict is None else as_dict) else output.to_tuple()
 
@@ -183,6 +188,7 @@ class TrainingAttention(Handle):
         *,
         cache: Cache | None = None,
         selections: Mapping[int, Tensor] | None = None,
+        sparsemla_losses: dict[int, Tensor] | None = None,
         **kwargs: object,
     ) -> object:
         """The model's forward; attention modules receive a :class:`TrainingStep`."""
@@ -226,21 +232,24 @@ class TrainingAttention(Handle):
         output: Any = self._base_forward(
             input_ids=input_ids,
             # transformers passes on a mask with four dimensions and builds none.
-            attention_mask=torch.empty(0, 0, 0, 0),
+            attention_mask=torch.empty(0, 0, 0, 0, device="cpu"),
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=False,
             sparsemla_step=step,
             **passed,
         )
-        self.index_losses = step.results.losses
+        index_losses = step.results.losses
         if step.stage == "warmup":
             # The main model has no gradient, but FSDP's hooks wait for one on their way down.
             hidden_states = output[0]
-            self.index_losses = {
+            index_losses = {
                 layer_idx: _After.apply(loss, hidden_states)
                 for layer_idx, loss in step.results.losses.items()
             }
+        self.index_losses = index_losses
+        if sparsemla_losses is not None:
+            sparsemla_losses.update(index_losses)
         if self._records and self.stage == "sparse":
             self.selections.append(step.results.selections)
         return output
