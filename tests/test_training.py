@@ -438,8 +438,12 @@ def test_compiles_without_graph_break():
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
-@pytest.mark.parametrize("autocasts", [False, True])
-def test_bfloat16(stage, autocasts):
+@pytest.mark.parametrize(
+    ("dtype", "autocasts"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
+    ids=str,
+)
+def test_half_precision(stage, dtype, autocasts):
     """Weights of bfloat16, or float32 weights under autocast."""
     model, ids = make_model(), tokens()
     with enable(model, training=stage) as training:
@@ -448,8 +452,8 @@ def test_bfloat16(stage, autocasts):
         model(ids, labels=ids).loss.backward()
         expected = gradients(model)
         if not autocasts:
-            model.bfloat16()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            model.to(dtype)
+        with torch.autocast("cpu", dtype, enabled=autocasts):
             loss = model(ids, labels=ids).loss
         loss.backward()
     for name, grad in gradients(model).items():
