@@ -1098,6 +1098,29 @@ class TestRefusals:
             enable(model, index_format=INDEX_FP8)
 
     @pytest.mark.parametrize(
+        ("model_type", "sizes", "message"),
+        [
+            (
+                "deepseek_v3",  # the configuration of a DeepSeek-V3.2
+                {"index_topk": 64, "index_head_dim": 128},
+                "an indexer where its configuration has index_topk, index_head_dim: layers of "
+                "model_type 'deepseek_v3' have none",
+            ),
+            ("deepseek_v32", {"num_hidden_layers": 0}, "a layer with sparse attention, got none"),
+        ],
+        ids=["indexer", "layers"],
+    )
+    def test_models_without_a_part(self, model_type, sizes, message):
+        with pytest.raises(ValueError, match=f"model must have {message}"):
+            enable(make_model(model_type, **sizes))
+
+    def test_arguments_of_training(self, model):
+        with pytest.raises(
+            ValueError, match=r"index_loss_coefficient must be left out .* got 0\.5"
+        ):
+            enable(model, index_loss_coefficient=0.5)  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize(
         ("sizes", "message"),
         [
             ({"qk_rope_head_dim": 33}, "even qk_rope_head_dim, got 33"),

@@ -374,6 +374,11 @@ def enable(
         raise ValueError(reason)
     if isinstance(getattr(vars(base).get("forward"), "__self__", None), Handle):
         raise ValueError("model must not be enabled already: disable its handle first")
+    if training is False and index_loss_coefficient != 1.0:
+        raise ValueError(
+            "index_loss_coefficient must be left out without training, got "
+            f"{index_loss_coefficient}"
+        )
     if training is not False:
         if cache_format is not None or index_format is not None or page_size != PAGE_SIZE:
             raise ValueError(

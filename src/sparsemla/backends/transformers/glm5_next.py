@@ -226,8 +226,6 @@ class PooledLayers(Layers):
     ) -> None:
         super().__init__(base, page_size=page_size, records=records)
         config: Any = base.config
-        if not self.modules:
-            raise ValueError("model must have a layer with sparse attention, got linear ones only")
         if not config.index_kpool_always_select_tail:
             raise ValueError("model must have index_kpool_always_select_tail, got False")
         self._layer_types: list[str] = config.layer_types

@@ -70,6 +70,10 @@ ARCHITECTURES = {
 """Keyed by the configuration's ``model_type``. Models without an indexer attend to every token."""
 
 
+INDEX_FIELDS = ("index_topk", "index_n_heads", "index_head_dim")
+"""Fields of configurations with an indexer."""
+
+
 class LatentCache(BatchCache):
     """Pages of latent rows and of indexer keys: row ``b`` owns ``page_table[b]`` of every layer.
 
@@ -158,6 +162,13 @@ class LatentLayers(Layers):
         config: Any = base.config
         latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
         index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
+        indexers = [getattr(module, "indexer", None) for module in self.modules.values()]
+        fields = [name for name in INDEX_FIELDS if getattr(config, name, None) is not None]
+        if fields and not any(indexer is not None for indexer in indexers):
+            raise ValueError(
+                f"model must have an indexer where its configuration has {', '.join(fields)}: "
+                f"layers of model_type {config.model_type!r} have none"
+            )
         if rope_dim % 2:
             raise ValueError(f"model must have an even qk_rope_head_dim, got {rope_dim}")
         if cache_format is None:

@@ -48,6 +48,9 @@ class Layers(ABC):
             for layer_idx, layer in enumerate(cast(Any, base).layers)
             if layer_idx >= len(kinds) or kinds[layer_idx] != LINEAR
         }
+        if not self.modules:
+            got = "linear ones only" if len(cast(Any, base).layers) else "none"
+            raise ValueError(f"model must have a layer with sparse attention, got {got}")
         for layer_idx, module in self.modules.items():
             check_device(layer_idx, module)
         check_integer("page_size", page_size, 1)
