@@ -1238,6 +1238,18 @@ class TestRefusals:
         with enable(model), pytest.raises(ValueError, match="got a DynamicCache"):
             model(tokens(1, 1), past_key_values=past)
 
+    @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+    def test_a_cache_with_another_place_for_its_rows(self, model, implementation):
+        with enable(model), pytest.raises(ValueError, match=r"got a .* that offloads layers"):
+            model.generate(tokens(1, 6), max_new_tokens=2, cache_implementation=implementation)
+
+    def test_a_cache_of_a_class_of_its_own(self, model):
+        class Own(transformers.DynamicCache):
+            pass
+
+        with enable(model), pytest.raises(ValueError, match="got a Own"):
+            model(tokens(1, 6), past_key_values=Own(config=model.config))
+
     def test_an_empty_cache_of_transformers_twice(self, model):
         past = transformers.DynamicCache(config=model.config)
         with enable(model):

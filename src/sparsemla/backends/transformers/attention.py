@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, one_cache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
@@ -253,6 +253,13 @@ class PagedAttention(Handle):
             raise TypeError(f"{CACHE} must be None or a Cache, got {type(past).__name__}")
         if not isinstance(past, BatchCache):
             # generate() passes an empty cache and continues with the one in the model's output.
+            if type(past) not in (DynamicCache, StaticCache) or past.offloading:
+                offloads = " that offloads layers" if getattr(past, "offloading", False) else ""
+                raise ValueError(
+                    f"{CACHE} must be None, an empty DynamicCache or StaticCache, or the cache in "
+                    f"the output of the step before, got a {type(past).__name__}{offloads}: its "
+                    "place is taken by pages on the layers' devices"
+                )
             if past.get_seq_length() or past in self._replaced_caches:
                 raise ValueError(
                     f"{CACHE} must be None or the cache in the output of the step before, "
