@@ -186,7 +186,13 @@ def _stated_lengths(
                     f"seq_idx must have shape [batch, columns] = {list(shape)}, "
                     f"got {list(value.shape)}"
                 )
-            found[name] = _lengths(value.expand(batch_size, -1).diff(dim=1) != 0)
+            steps = value.expand(batch_size, -1).diff(dim=1)
+            if (steps < 0).any():
+                raise ValueError(
+                    "seq_idx must not descend in a row: the tokens of a sequence are neighbours, "
+                    f"got {value.flatten().tolist()[:64]}"
+                )
+            found[name] = _lengths(steps != 0)
             continue
         ends = value.flatten().tolist()
         lengths = tuple(last - first for first, last in itertools.pairwise(ends))
