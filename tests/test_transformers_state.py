@@ -167,6 +167,21 @@ def test_results_have_the_same_bits(model, expected, state):
         assert_same(got, wanted, name)
 
 
+def test_what_inference_mode_made_serves_outside_of_it(model):
+    ids = IDS[:1]
+    with torch.no_grad(), enable(model):
+        wanted = model(ids).logits
+    with torch.inference_mode():
+        handle = enable(model)
+        cache = handle.new_cache(1, 32)
+        first = model(ids[:, :9], **{CACHE: cache}).logits
+    with handle, torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted)
+        rest = [model(part, **{CACHE: cache}).logits for part in ids[:, 9:].split([1, 10], 1)]
+    error = torch.cat([first, *rest], 1) - wanted
+    assert error.abs().max() < 0.05 * wanted.std()
+
+
 def test_threads_share_a_model(model, expected):
     for name in names_of(model):
         wanted = expected[name], *run(model, name, seeds=(3,))

@@ -79,6 +79,14 @@ class _LinearStates:
         for states in self._states():
             yield from (state for state in states.values() if state is not None)
 
+    @ordinary_tensors
+    def keep(self) -> None:
+        """Copy states that transformers allocated in inference mode: later steps write them."""
+        for states in self._states():
+            for key, state in states.items():
+                if state is not None and state.is_inference():
+                    states[key] = state.clone()
+
     def clear(self, batch_size: int) -> None:
         """Start with new layers; transformers allocates their states."""
         for layer_idx, layer in enumerate(self.layers):
@@ -162,11 +170,18 @@ class PooledCache(BatchCache):
             max_length=max_length,
         )
         self.layers = linear.layers
+        self._linear = linear
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes that all layers keep for one token more: latent rows and index keys."""
         return self.latents.row_bytes + self.index_keys.row_bytes / self.index_keys.ratio
+
+    def advance(self, new: Tensor) -> None:
+        """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
+        super().advance(new)
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            self._linear.keep()
 
     def reset(self) -> None:
         """Forget all columns but keep the pages."""
