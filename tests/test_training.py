@@ -258,6 +258,20 @@ def test_coefficient_of_the_loss(model):
         assert logits.shape == (2, COLUMNS, 128)
 
 
+def test_a_loss_is_that_of_its_own_forward(model):
+    """Also where another forward, of another thread, is the latest when the loss is made."""
+    ids = tokens()
+    with enable(model, training=True):
+        expected = model(ids, labels=ids).loss
+
+        def forward_of_another(*_: object) -> None:
+            hook.remove()
+            model(ids.roll(3, 1), labels=ids)
+
+        hook = model.lm_head.register_forward_hook(forward_of_another)
+        torch.testing.assert_close(model(ids, labels=ids).loss, expected, atol=0, rtol=0)
+
+
 def test_stages_switch_and_the_model_is_restored(model):
     ids = tokens()
     with torch.no_grad():

@@ -71,8 +71,8 @@ class TrainingAttention(Handle):
     A context manager that disables on exit.
 
     Attributes:
-        index_losses: for each layer of the latest forward, of any thread, the mean over its tokens of
-            ``KL(attention of all heads || softmax of the index scores)``, with a graph. Empty in
+        index_losses: for each layer of the latest forward, of any thread, the mean over its tokens
+            of ``KL(attention of all heads || softmax of the index scores)``, with a graph. Empty in
             the dense stage, without gradients, and if no parameter of an indexer requires one.
         index_loss_coefficient: factor of :attr:`index_loss` in the ``loss`` of the model's output.
         selections: if recorded, one dict per forward of the sparse stage: for each layer with an
