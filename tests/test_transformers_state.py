@@ -23,16 +23,6 @@ CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    before = torch.get_default_device()
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(before)
-
-
-@contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -59,7 +49,7 @@ class Wrapped(Tensor):
 
 
 STATES: dict[str, Callable[[], Any]] = {
-    "default device": lambda: default_device("meta"),  # as a GPU is elsewhere
+    "default device": lambda: torch.device("meta"),  # as a GPU is elsewhere
     "default dtype": lambda: default_dtype(torch.float64),
     "inference mode": torch.inference_mode,
     "deterministic": deterministic,
