@@ -199,3 +199,20 @@ def test_autocast_is_that_of_the_model(model, expected, dtype):
         assert ours.isfinite().all()
         error = (ours.float() - exact).pow(2).mean().sqrt() / exact.std()
         assert error < 0.02, float(error)
+
+
+def test_compiled_steps_under_a_default_device(model):
+    """Dynamo does not trace the method ``unflatten`` there; the function, it does."""
+    if model.config.model_type not in ("deepseek_v3", "deepseek_v32", "axk2", "deepseek_v4"):
+        pytest.skip("the same lines as in the others, or linear attention, which breaks the graph")
+    torch._dynamo.reset()
+    step = torch.compile(model.__call__, fullgraph=True, backend="eager")
+    with torch.no_grad(), enable(model) as handle:
+        caches = [handle.new_cache(2, 32) for _ in range(2)]
+        for cache in caches:
+            model(IDS, **{CACHE: cache})
+        given = {"position_ids": torch.full((2, 1), 20)}
+        eager = model(IDS[:, :1], **{CACHE: caches[0]}, **given).logits
+        with torch.device("cpu"):
+            assert torch.equal(step(IDS[:, :1], **{CACHE: caches[1]}, **given).logits, eager)
+    torch._dynamo.reset()

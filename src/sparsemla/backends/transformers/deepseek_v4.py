@@ -580,7 +580,7 @@ class CompressedLayers(Layers):
         table = self._table(module.rope_layer_type, rings.data.device, cache.capacity)
         x = step.pick(hidden_states)  # [T, hidden]
         q_resid = module.q_a_norm(module.q_a_proj(x))
-        q = module.q_b_proj(q_resid).unflatten(-1, (module.num_heads, -1))  # [T, H, D]
+        q = torch.unflatten(module.q_b_proj(q_resid), -1, (module.num_heads, -1))  # [T, H, D]
         raw = rings if step.workspace is None else step.workspace.load(rings)
         q = fused_rope_rmsnorm_quant(
             q,
@@ -646,7 +646,7 @@ class CompressedLayers(Layers):
         indexer, keys = module.compressor.indexer, cache.index_keys.caches[layer_idx]
         pool(indexer, cache.index_states.states[layer_idx], keys)
         q, weights = prepare_index_queries(
-            indexer.q_b_proj(q_resid).unflatten(-1, (indexer.num_heads, -1)),
+            torch.unflatten(indexer.q_b_proj(q_resid), -1, (indexer.num_heads, -1)),
             indexer.scorer.weights_proj(x),
             table,
             positions=step.positions,

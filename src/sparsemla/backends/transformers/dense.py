@@ -61,7 +61,7 @@ def dense_attention_with_lse(
 def _batches(lengths: Sequence[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Each ``[T, H, D]`` as ``[sequences, H, tokens, D]``: one batch if all lengths are equal."""
     if len(set(lengths)) == 1:
-        yield tuple(x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in tensors)
+        yield tuple(torch.unflatten(x, 0, (len(lengths), -1)).transpose(1, 2) for x in tensors)
         return
     for parts in zip(*(x.split(list(lengths)) for x in tensors), strict=True):
         yield tuple(part[None].transpose(1, 2) for part in parts)

@@ -358,7 +358,7 @@ class PooledLayers(Layers):
         w_uk, w_uv = self.absorbed[layer_idx].weights
         x = step.pick(hidden_states)  # [T, hidden]
         q_resid = module.q_a_layernorm(module.q_a_proj(x))
-        q = module.q_b_proj(q_resid).unflatten(-1, (module.num_heads, -1))  # [T, H, P]
+        q = torch.unflatten(module.q_b_proj(q_resid), -1, (module.num_heads, -1))  # [T, H, P]
         norm = module.kv_a_layernorm
         fused_rope_rmsnorm_quant(
             x.new_empty(len(x), 0, self._rope_dim),  # nothing to rotate
@@ -409,7 +409,7 @@ class PooledLayers(Layers):
             eps=NO_NORM,
         )
         q, weights = prepare_index_queries(
-            indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1)),
+            torch.unflatten(indexer.wq_b(q_resid), -1, (indexer.n_heads, -1)),
             indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)),
             table,
             positions=step.positions,

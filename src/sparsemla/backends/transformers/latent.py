@@ -405,7 +405,7 @@ def _project_index(
     q_resid: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, HI, DI]``, head weights ``[T, HI]`` and keys ``[T, DI]``, as projected."""
-    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))
+    q = torch.unflatten(indexer.wq_b(q_resid), -1, (indexer.n_heads, -1))
     weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
     return q, weights, indexer.wk(x)
 
@@ -439,16 +439,16 @@ def _queries(attention: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Te
     module = cast(Any, attention)
     heads = module.num_heads, -1
     if module.q_lora_rank is None:
-        return module.q_proj(x).unflatten(-1, heads).bfloat16(), None, None
+        return torch.unflatten(module.q_proj(x), -1, heads).bfloat16(), None, None
     q_a = module.q_a_proj(x)
     q_resid = module.q_a_layernorm(q_a)
     if hasattr(module, "q_gate_proj"):  # A.X-K2
-        both = module.q_gate_proj(torch.cat([q_resid, q_a], dim=-1)).unflatten(-1, heads)
+        both = torch.unflatten(module.q_gate_proj(torch.cat([q_resid, q_a], dim=-1)), -1, heads)
         q, gate = both.split([module.qk_head_dim, module.v_head_dim], dim=-1)
     else:
-        q = module.q_b_proj(q_resid).unflatten(-1, heads)
+        q = torch.unflatten(module.q_b_proj(q_resid), -1, heads)
         has_gate = hasattr(module, "gate_proj")  # Hunyuan V4
-        gate = module.gate_proj(x).unflatten(-1, heads) if has_gate else None
+        gate = torch.unflatten(module.gate_proj(x), -1, heads) if has_gate else None
     return q.bfloat16(), q_resid, gate
 
 

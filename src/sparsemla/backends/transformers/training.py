@@ -332,7 +332,9 @@ class TrainingAttention(Handle):
             step.pick(part.expand(hidden_states.shape[0], -1, -1)) for part in position_embeddings
         )
         q_resid = attention.q_a_layernorm(attention.q_a_proj(x))
-        q = attention.q_b_proj(q_resid).unflatten(-1, (attention.num_heads, -1))  # [T, H, P + R]
+        q = torch.unflatten(
+            attention.q_b_proj(q_resid), -1, (attention.num_heads, -1)
+        )  # [T, H, P + R]
         dims = [attention.kv_lora_rank, attention.qk_rope_head_dim]
         latent, k_rope = attention.kv_a_proj_with_mqa(x).split(dims, dim=-1)
         latent = attention.kv_a_layernorm(latent)  # [T, L]
@@ -417,8 +419,7 @@ class TrainingAttention(Handle):
     ) -> tuple[Tensor, Tensor | None]:
         """Sparse attention in the absorbed form: heads ``[T, H, V]``, and the indexer's loss."""
         rows, scale = cast(Tensor, index.topk_indices), attention.scaling
-        weight = self._projections[attention].trained_weight(latent.dtype)
-        weight = weight.unflatten(0, (attention.num_heads, -1))
+        weight = torch.unflatten(attention.kv_b_proj.weight, 0, (attention.num_heads, -1))
         w_uk, w_uv = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
         q_latent = torch.einsum("thp,hpl->thl", q_nope, w_uk)
         q = torch.cat([q_latent, q_rope], dim=-1)  # [T, H, L + R]
@@ -442,7 +443,7 @@ class TrainingAttention(Handle):
     ) -> tuple[Tensor, Tensor | None]:
         """Dense attention as in transformers: heads ``[T, H, V]``, and the indexer's loss."""
         dims = [attention.qk_nope_head_dim, attention.v_head_dim]
-        heads = attention.kv_b_proj(latent).unflatten(-1, (attention.num_heads, -1))
+        heads = torch.unflatten(attention.kv_b_proj(latent), -1, (attention.num_heads, -1))
         k_nope, v = heads.split(dims, dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)  # [T, H, P + R]
         k = torch.cat([k_nope, k_rope[:, None].expand(*k_nope.shape[:2], -1)], dim=-1)
