@@ -169,6 +169,7 @@ class PagedAttention(Handle):
             lengths = packed_lengths(
                 given, attention_mask, position_ids, boundaries, gaps=use_cache is not False
             )
+        self._layers.update(anew=not (decodes and isinstance(given_cache, BatchCache)))
         if lengths is None:
             cache = self._resolve(given_cache, given.shape[0])
             new = self._admit(cache, attention_mask, position_ids, given.shape[1])
@@ -240,7 +241,7 @@ class PagedAttention(Handle):
             )
         rows = position_ids.flatten().cpu().split(list(lengths))
         check_positions(rows, [0] * len(rows), gaps=self._layers.gaps)
-        cache = self.new_cache(len(lengths))
+        cache = self._layers.new_cache(len(lengths))
         cache.fit(lengths)
         columns = torch.arange(max(lengths), device="cpu")
         return cache, (columns < torch.tensor(lengths, device="cpu")[:, None]).to(cache.device)
@@ -362,12 +363,15 @@ def enable(
     Raises:
         TypeError: a model or format of another kind.
         ValueError: another architecture, a model that is enabled already, a layer with its
-            attention offloaded or on several devices, or a format or head size that does not fit.
+            attention offloaded or on several devices, a format or head size that does not fit, a
+            copied projection with a bias, a hook or another output than a matrix, or a hook or a
+            forward of another package on a module whose parameters are read: the norm of the
+            latent, indexers, compressors. The model's forward raises the same for later changes.
             The model's forward raises ValueError for 4D masks, caches of another kind,
             ``output_attentions``, dropout, training and boundaries of sequences that contradict
             each other, and TypeError for keywords that attention does not read. With ``training``:
-            another stage, arguments of caches, a quantised model, dropout, or a ``kv_b_proj`` that
-            is not a torch.nn.Linear.
+            another stage, arguments of caches, a quantised model, dropout, or weights of
+            ``kv_b_proj`` that are no floats.
 
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.

@@ -20,8 +20,9 @@ from sparsemla.backends.transformers.cache import CACHE, one_cache
 from sparsemla.backends.transformers.dense import dense_attention, dense_attention_with_lse
 from sparsemla.backends.transformers.handle import Handle
 from sparsemla.backends.transformers.keywords import split_keywords
-from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed
-from sparsemla.backends.transformers.layers import check_device
+from sparsemla.backends.transformers.latent import ARCHITECTURES, indexed, kv_b_proj
+from sparsemla.backends.transformers.layers import check_device, path_of
+from sparsemla.backends.transformers.projections import check_skipped
 from sparsemla.backends.transformers.sequences import (
     STAGES,
     Index,
@@ -214,11 +215,11 @@ class TrainingAttention(Handle):
         )
         if self.stage == "warmup" and torch.is_grad_enabled():
             self._check_frozen()
+        self._check_skipped()
         tokens, lengths = find_sequences(given, attention_mask, position_ids, boundaries)
         if boundaries and position_ids is None and tokens is None:
             position_ids = own_positions(lengths, given.shape[:2], given.device)
         ends = torch.arange(1, sum(lengths) + 1, dtype=torch.int32, device=given.device)
-        self._check_skipped()
         step = TrainingStep(
             tokens=tokens,
             lengths=lengths,
@@ -419,7 +420,8 @@ class TrainingAttention(Handle):
     ) -> tuple[Tensor, Tensor | None]:
         """Sparse attention in the absorbed form: heads ``[T, H, V]``, and the indexer's loss."""
         rows, scale = cast(Tensor, index.topk_indices), attention.scaling
-        weight = torch.unflatten(attention.kv_b_proj.weight, 0, (attention.num_heads, -1))
+        weight = self._projections[attention].trained_weight(latent.dtype)
+        weight = torch.unflatten(weight, 0, (attention.num_heads, -1))
         w_uk, w_uv = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
         q_latent = torch.einsum("thp,hpl->thl", q_nope, w_uk)
         q = torch.cat([q_latent, q_rope], dim=-1)  # [T, H, L + R]
