@@ -2,6 +2,7 @@
 
 Its weights are random, so what it writes means nothing. But every token depends on the tokens that
 the indexer selects from the cache, and the cache is the real one: FP8 rows of 656 and 132 bytes.
+A token has the same bits alone and in any batch, so that a wrong page cannot hide in a rounding.
 
 Shapes: T tokens of a step, H heads, P and R query dims without and with RoPE, L latent dims, V dims
 of a head's value, K selected rows.
@@ -27,7 +28,6 @@ from sparsemla import (
     decode_branch,
     indexer_topk,
     mla_softmax_scale,
-    prefill_branch,
     prepare_index_queries,
     rope_frequencies,
     to_slots,
@@ -108,15 +108,15 @@ class TinyModel:
             latents = self.latents.layer(layer_idx)
             slots = select(layer, _norm(x), self.index_keys.layer(layer_idx), plan)
             x = x + attend(layer, _norm(x), latents, plan, slots)
-            x = x + silu(_norm(x) @ layer.up) @ layer.down
-        return _norm(x) @ self.head
+            x = x + product(silu(product(_norm(x), layer.up)), layer.down)
+        return product(_norm(x), self.head)
 
 
 def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tensor:
     """Store the indexer keys of the tokens; the slots ``[T, K]`` that each token attends to."""
     ones = torch.ones_like(layer.index_k[0])
     append_index_keys(
-        x @ layer.index_k,
+        product(x, layer.index_k),
         ones,
         torch.zeros_like(ones),
         layer.mla.cos_sin_cache,
@@ -125,8 +125,8 @@ def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tenso
         slot_mapping=plan.slot_mapping,
     )
     queries, weights = prepare_index_queries(
-        (x @ layer.index_q).unflatten(1, (INDEX_HEADS, INDEX_DIM)),
-        x @ layer.index_weights,
+        product(x, layer.index_q).unflatten(1, (INDEX_HEADS, INDEX_DIM)),
+        product(x, layer.index_weights),
         layer.mla.cos_sin_cache,
         positions=plan.positions,
     )
@@ -144,10 +144,17 @@ def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tenso
 
 def attend(layer: Layer, x: Tensor, latents: PagedCache, plan: Plan, slots: Tensor) -> Tensor:
     """Store the latent rows of the tokens; what attention adds to them, ``[T, HIDDEN]``."""
-    branch = prefill_branch if plan.num_prefills else decode_branch
-    q = (x @ layer.q).unflatten(1, (H, P + R)).bfloat16()
-    heads = branch(q, x @ layer.kv, latents, layer.mla, plan, topk_indices=slots)  # [T, H, V]
-    return heads.flatten(1).float() @ layer.out
+    q = product(x, layer.q).unflatten(1, (H, P + R)).bfloat16()
+    kv = product(x, layer.kv)
+    # A given number of splits keeps the bits of a token. Without that, prefill_branch is faster
+    # for steps with chunks of prompts.
+    heads = decode_branch(q, kv, latents, layer.mla, plan, topk_indices=slots, num_splits=1)
+    return product(heads.flatten(1).float(), layer.out)  # heads: [T, H, V]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight`` one row at a time: torch may add in another order in another batch."""
+    return torch.cat([row @ weight for row in x.split(1)])
 
 
 def _norm(x: Tensor) -> Tensor:
