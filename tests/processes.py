@@ -40,9 +40,12 @@ def on_two_ranks(
 ) -> list[Any]:
     """``function(rank, *arguments)`` of two ranks, each a process, with gloo, or NCCL and a GPU.
 
-    Processes on the CPU are forked, because the import of transformers takes seconds.
+    Processes on the CPU are forked, because the import of transformers takes seconds: from a server,
+    which has no threads, as backward passes of this process may have left.
     """
-    context = get_context("fork" if device == "cpu" else "spawn")
+    context = get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(["sparsemla.backends.transformers"])
     ranks = [
         context.Process(target=_rank, args=(rank, folder, device, function, arguments), daemon=True)
         for rank in range(2)

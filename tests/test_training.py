@@ -565,9 +565,27 @@ def test_fsdp_equals_one_process(stage, device, tmp_path):
         assert_equal_gradients(found, expected, same_gradients)
 
 
+class Nested(torch.autograd.Function):
+    """A backward pass that runs ``depth`` more, each within the last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.depth:
+            with torch.enable_grad():
+                Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+        return grad, None
+
+
 @pytest.mark.parametrize("device", processes.RANK_DEVICES)
 def test_ddp_without_the_index_loss(device, tmp_path):
     """A coefficient of 0 leaves zeros: DDP finds no parameter without a gradient."""
+    # Beyond 60 autograd takes a thread, and no process that is forked then has backward passes.
+    Nested.apply(torch.ones(1, requires_grad=True), 80).backward()
     for _, found in processes.on_two_ranks(tmp_path, device, _train, 2, "ddp", "sparse", device):
         assert not any(grad.any() for name, grad in found.items() if "indexer" in name)
         assert all(grad.any() for name, grad in found.items() if "o_proj" in name)
