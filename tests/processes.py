@@ -40,8 +40,8 @@ def on_two_ranks(
 ) -> list[Any]:
     """``function(rank, *arguments)`` of two ranks, each a process, with gloo, or NCCL and a GPU.
 
-    Processes on the CPU are forked, because the import of transformers takes seconds: from a server,
-    which has no threads, as backward passes of this process may have left.
+    Processes on the CPU are forked, because the import of transformers takes seconds. They are
+    forked from a server: backward passes may have left threads in this process.
     """
     context = get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":

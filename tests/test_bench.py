@@ -992,11 +992,38 @@ def test_merge_replaces_remeasured_workloads():
     before, after = ([row(case=case, ours_us=us) for case in "abc"] for us in (1.0, 2.0))
     old = report.Report("H200", CEILINGS, [*before[:2], replace(before[1], peer="x"), before[2]])
     new = report.Report("H200", CEILINGS, [row(case="d", ours_us=2.0), after[1]])
-    rows = report.merged(old, new).rows
-    assert [each.case + str(each.ours_us) for each in rows] == ["a1.0", "b2.0", "c1.0", "d2.0"]
     assert report.lost(old, new.rows) == [old.rows[2]]
+    rows = report.merged(old, new).rows
+    kept = ["a1.0", "b2.0", "b1.0", "c1.0", "d2.0"]
+    assert [each.case + str(each.ours_us) for each in rows] == kept
+    assert rows[2] == old.rows[2]
+    wrong = {(old.rows[2].workload, "x")}
+    rows = report.merged(old, new, wrong).rows
+    assert [each.case + str(each.ours_us) for each in rows] == [*kept[:2], *kept[3:]]
     with pytest.raises(ValueError, match="reports are of H100 and of H200"):
         report.merged(replace(old, device="H100"), new)
+
+
+def test_rows_of_an_earlier_run_say_so_and_leave_the_plots_to_the_newest(tmp_path):
+    older = row(peer="TileLang", ours_us=11.0, commit="abcdef012345", date="2025-12-31")
+    found = report.Report("H200", CEILINGS, [row(), older])
+    lines = [line for line in report.markdown(found).splitlines() if line.startswith("| batch")]
+    assert "2025" not in lines[0]
+    assert "TileLang (timed with its launch: TileLang; both measured 2025-12-31 at" in lines[1]
+    assert "commit abcdef012345)" in lines[1]
+    drawn = []
+
+    def draw(axes, op, bars):
+        drawn.append(bars)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_draw_bars", draw)
+        report.plot(found, tmp_path)
+    times = {"floor": 2.5, "sparsemla": 10.0, "torch.topk": 20.0, "TileLang": 20.0}
+    assert drawn == [{older.workload: times}]
+    three = [replace(each, shape={"context": n}) for n in (1, 2, 3) for each in found.rows]
+    (series,) = report._groups(three, "context").values()
+    assert series["sparsemla"] == {1: 10.0, 2: 10.0, 3: 10.0}
 
 
 def test_an_interrupted_write_leaves_the_file(tmp_path, monkeypatch):
@@ -1227,9 +1254,21 @@ def test_a_run_of_one_op_keeps_the_other_rows_of_a_file(measuring, monkeypatch, 
     monkeypatch.setattr(command, "find_peers", lambda path: ([peers.Torch()], {}))
     assert command.bench(print, json=path, commit="abc") == 0
     rows = report.load(path).rows
-    assert [rows[0], rows[2]] == [old[0], old[3]]
+    assert [rows[0], rows[2], rows[3]] == [old[0], old[2], old[3]]
     assert (rows[1].case, rows[1].peer, rows[1].commit) == (ours["case"], "torch.topk", "abc")
-    dropped = f"dropped from {path}: TileLang: select_topk, {ours['case']}\n"
+    kept = f"kept in {path}: TileLang: select_topk, {ours['case']}, of {STAMP.date} at commit"
+    assert f"{kept} {STAMP.commit}\n" in capsys.readouterr().out
+
+
+def test_a_peer_with_a_wrong_result_loses_its_row(measuring, monkeypatch, tmp_path, capsys):
+    measuring.append(workloads.SelectTopk(5, 300, 32))
+    ours = {"case": measuring[0].case, "shape": measuring[0].shape}
+    path = tmp_path / "h200.json"
+    report.save(path, report.Report("stand-in", CEILINGS, [row(**ours, peer="wrong")]))
+    monkeypatch.setattr(command, "find_peers", lambda path: ([Wrong()], {}))
+    assert command.bench(print, json=path) == 1
+    assert [each.peer for each in report.load(path).rows] == [None]
+    dropped = f"dropped from {path}: wrong: select_topk, {ours['case']}\n"
     assert dropped in capsys.readouterr().out
 
 

@@ -49,8 +49,9 @@ def bench(
         write: takes each line of output.
         op: measure this op only.
         case: a regular expression; measure only workloads with an op and a case that contain it.
-        json: file of this device to add the rows to. Its rows of other workloads stay, with the
-            commit and the versions that they were measured with.
+        json: file of this device to add the rows to. Its rows of other workloads stay, and of peers
+            that this run does not measure, with the commit, date and versions of their own run. A
+            peer with a wrong result loses its row.
         plot: folder for bar and line plots.
         peers: a directory that holds vLLM's extension modules, see :mod:`sparsemla.bench.peers`.
         device: ``cuda`` or ``cpu``; default the GPU, if there is one.
@@ -153,6 +154,7 @@ def _measure(
     timer = Timer("cuda")
     stamp = Stamp.now(commit, peers)
     failed = False
+    wrong: set[report.Timed] = set()
 
     def done(workload: Workload, outcome: Outcome) -> None:
         nonlocal failed
@@ -160,14 +162,19 @@ def _measure(
             write(line)
         for name, reason in outcome.failures.items():
             failed = True
+            wrong.add(((workload.op, workload.case, workload.label), name))
             write(f"FAILED {name}: {workload.op}, {workload.case} {workload.label}: {reason}")
         for name, reason in outcome.refusals.items():
             write(f"without {name}: {workload.op}, {workload.case} {workload.label}: {reason}")
         current.rows.extend(outcome.rows)
         if json is not None and outcome.rows:
             for row in report.lost(earlier, outcome.rows) if earlier else ():
-                write(f"dropped from {json}: {row.peer}: {', '.join(filter(None, row.workload))}")
-            report.save(json, report.merged(earlier, current) if earlier else current)
+                at = f"{row.peer}: {', '.join(filter(None, row.workload))}"
+                if (row.workload, row.peer) in wrong:
+                    write(f"dropped from {json}: {at}")
+                else:
+                    write(f"kept in {json}: {at}, of {row.date} at commit {row.commit}")
+            report.save(json, report.merged(earlier, current, wrong) if earlier else current)
 
     with _acting(acting_as):
         current = report.Report(device, measure(timer, acting_as=acting_as), [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ RUN = ("commit", "date", "versions")
 """Attributes that all rows of a run share; a file has them once."""
 OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442")
 """Colours that remain distinct for readers with any kind of colour vision."""
+Timed = tuple[tuple[str, str, str], str | None]
+"""A workload, and the peer that was timed on it."""
 HEADER = ("op", "case", "us", "rate", "% of floor", "peer", "peer us", "ratio")
 
 
@@ -126,18 +128,20 @@ def _row(values: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Row:
     return Row(**values | run | {name: values[name] and tuple(values[name]) for name in pairs})
 
 
-def merged(old: Report, new: Report) -> Report:
-    """``new`` and the workloads of ``old`` that it has not measured.
+def merged(old: Report, new: Report, wrong: Collection[Timed] = ()) -> Report:
+    """``new`` and the rows of ``old`` that it has not measured, with the run that measured them.
 
-    A workload's new rows take the place of all its old ones, whichever peers these have.
+    A workload's new rows take the place of its old ones. Old rows with other peers follow them,
+    except rows of ``wrong``.
 
     Raises:
         ValueError: the reports come from different devices.
     """
     if old.device != new.device:
         raise ValueError(f"reports are of {old.device} and of {new.device}")
+    kept = [row for row in lost(old, new.rows) if (row.workload, row.peer) not in wrong]
     measured: dict[tuple[str, str, str], list[Row]] = {}
-    for row in new.rows:
+    for row in [*new.rows, *kept]:
         measured.setdefault(row.workload, []).append(row)
     replaced = measured.keys() & {row.workload for row in old.rows}
     rows = []
@@ -180,8 +184,8 @@ def ceiling_line(report: Report) -> str:
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row as text, in the order of :data:`HEADER`."""
+def cells(row: Row, kept: bool = False) -> tuple[str, ...]:
+    """A row as text, in the order of :data:`HEADER`, with its run if it is ``kept``."""
     rate = f"{row.tflops:.0f} TFLOP/s, " if row.tflops else ""
     case = row.case + (f", {row.selection}" if row.selection else "")
     launched = [
@@ -193,6 +197,7 @@ def cells(row: Row) -> tuple[str, ...]:
     notes += [f"timed with its launch: {', '.join(str(name) for name in launched)}"] * bool(
         launched
     )
+    notes += [f"both measured {row.date} at commit {row.commit}"] * kept
     peer = row.peer or "none here"
     return (
         row.op,
@@ -229,6 +234,7 @@ def markdown(report: Report) -> str:
     """The table of a document, op by op."""
     stamps = dict.fromkeys((row.commit, row.date) for row in report.rows)
     versions: dict[str, str] = {}
+    newest_rows: dict[tuple[str, str, str], Row] = {}  # a workload's first; those kept follow
     for row in report.rows:
         versions |= row.versions
     lines = [
@@ -241,7 +247,11 @@ def markdown(report: Report) -> str:
     ]
     for op in dict.fromkeys(row.op for row in report.rows):
         lines += ["", f"### {op}", "", _line(HEADER[1:]), _line(["---"] * (len(HEADER) - 1))]
-        lines += [_line(cells(row)[1:]) for row in report.rows if row.op == op]
+        for row in report.rows:
+            newest = newest_rows.setdefault(row.workload, row)
+            if row.op == op:
+                kept = (row.commit, row.date) != (newest.commit, newest.date)
+                lines.append(_line(cells(row, kept)[1:]))
     return "\n".join(lines)
 
 
@@ -280,8 +290,9 @@ def plot(report: Report, directory: Path) -> list[Path]:
     written = []
     for op in dict.fromkeys(row.op for row in report.rows):
         rows = [row for row in report.rows if row.op == op]
-        bars = {row.workload: {"floor": row.floor_us, "sparsemla": row.ours_us} for row in rows}
-        for row in rows:
+        bars: dict[tuple[str, str, str], dict[str, float]] = {}
+        for row in rows:  # a workload's first row is its newest
+            bars.setdefault(row.workload, {"floor": row.floor_us, "sparsemla": row.ours_us})
             if row.peer is not None and row.peer_us is not None:
                 bars[row.workload][row.peer] = row.peer_us
         figure = Figure(figsize=(11, 1.2 + 0.9 * len(bars)), layout="constrained")
@@ -320,8 +331,8 @@ def _groups(rows: Sequence[Row], axis: str) -> dict[str, Series]:
         title = ", ".join(rest + ([row.selection] if row.selection else []))
         series = groups.setdefault(title, {})
         at = row.shape[axis]
-        series.setdefault("floor", {})[at] = row.floor_us
-        series.setdefault("sparsemla", {})[at] = row.ours_us
+        series.setdefault("floor", {}).setdefault(at, row.floor_us)
+        series.setdefault("sparsemla", {}).setdefault(at, row.ours_us)
         if row.peer is not None and row.peer_us is not None:
             series.setdefault(row.peer, {})[at] = row.peer_us
     return {title: series for title, series in groups.items() if len(series["sparsemla"]) >= 3}
