@@ -1,6 +1,7 @@
 """What trains the indexer, on the CPU and on a GPU, against definitions and other formulas."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import (
 
 import sparsemla
 from sparsemla import dispatch, reference
+from sparsemla.ops import losses
 from sparsemla.reference.losses import dense_distributions
 from sparsemla.testing import cases
 from sparsemla.testing.cases import Draw
@@ -75,6 +77,17 @@ def test_dense_losses(device, options):
     case = cases.dense_index_loss_case(Draw(3, device), **options)
     (loss,) = check_op("dense_index_loss", case)
     assert_equal("loss", check_op("dense_index_gradients", case)[0], loss)
+
+
+def test_a_token_whose_attention_has_no_mass_has_no_loss(device):
+    case = cases.dense_index_loss_case(Draw(3, device))
+    case["lse"][2] = torch.inf  # it and token 4 see rows
+    (loss,) = check_op("dense_index_loss", case)
+    found, diq, dweights, _ = check_op("dense_index_gradients", case)
+    assert_equal("loss", found, loss)
+    assert not diq[2].any()
+    assert not dweights[2].any()
+    assert diq[4].any()
 
 
 def rounded(x, bits):
@@ -391,9 +404,24 @@ def test_attention_gets_no_gradient(device):
     sparsemla.dense_index_loss(**case | dict(zip(NAMES, indexer(case), strict=True))).backward()
     assert [x.grad for x in attention] == [None] * 4
     scores, target = (torch.zeros(1, 2, requires_grad=True) for _ in range(2))
-    sparsemla.index_loss(scores, target).backward()
+    row_weights = torch.ones(1, requires_grad=True)
+    sparsemla.index_loss(scores, target, row_weights=row_weights).backward()
     assert target.grad is None
+    assert row_weights.grad is None
     assert_equal("no mass", scores.grad, torch.zeros(1, 2))
+
+
+def test_kernels_get_gradients_without_strides(device):
+    case = cases.selected_scores_case(Draw(23, device))
+    case |= dict(zip(NAMES, indexer(case), strict=True))
+    backward = losses._selected_scores_backward
+    with mock.patch.object(losses, "_selected_scores_backward", wraps=backward) as call:
+        scores = sparsemla.selected_scores(**case)
+        dscores = torch.ones(scores.shape[::-1], device=device).T
+        torch.autograd.grad(scores, indexer(case), dscores)
+    (given,) = (each.args[0] for each in call.call_args_list)
+    assert_equal("dscores", given, dscores)
+    assert (given.is_contiguous(), dscores.is_contiguous()) == (True, False)
 
 
 def test_a_weight_of_zero_gives_zeros(device):

@@ -1,6 +1,8 @@
 """Differentiable attention: its gradients, on the CPU and on a GPU, against dense attention."""
 
+import importlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -330,6 +332,23 @@ def test_autograd_calls_the_backward_op(device, shared):
     wanted = sparse_attention_backward(dout, out=out, lse=lse, dlse=dlse, **case)
     for name, actual, expected in zip(("dq", "dkv", "d_sink"), got, wanted, strict=True):
         assert_equal(name, actual, expected)
+
+
+def test_the_backward_op_gets_gradients_without_strides(device):
+    case, leaves = with_gradients(sparse_attention_case(Draw(8, device), **SMALL))
+    out, lse = sparse_attention(**case)
+    strided = [torch.randn_like(x.transpose(0, 1).contiguous()).transpose(0, 1) for x in (out, lse)]
+    module = importlib.import_module("sparsemla.ops.sparse_attention")
+    backward = module._sparse_attention_backward
+    with mock.patch.object(module, "_sparse_attention_backward", wraps=backward) as call:
+        torch.autograd.grad((out, lse), leaves, strided)
+    (arguments,) = (each.args for each in call.call_args_list)
+    assert_equal("dout", arguments[0], strided[0])
+    assert_equal("dlse", arguments[11], strided[1])
+    assert [x.is_contiguous() for x in (*strided, arguments[0], arguments[11])] == [
+        *(False, False),
+        *(True, True),
+    ]
 
 
 @pytest.mark.parametrize("used", ["out", "lse"])

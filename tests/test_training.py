@@ -321,6 +321,12 @@ class TestPacked:
             got = model(ids, position_ids=positions, **options).logits
         torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
+    @pytest.mark.parametrize("ends", [[0, 10, 9, 24], [0, 9, 9, 24], [1, 24], [0, 23], [0, 25]])
+    def test_offsets_that_do_not_ascend(self, model, ends):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        with enable(model, training=True), pytest.raises(ValueError, match="cu_seq_lens_q must"):
+            model(self.packed()[0], cu_seq_lens_q=offsets)
+
     def test_rows_of_a_batch(self, model):
         """A second row starts a sequence, also where its position would continue the first."""
         ids = tokens()
