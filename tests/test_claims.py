@@ -1,0 +1,342 @@
+"""Figures of the README and the docs are those of the committed files.
+
+``tests/test_docs.py`` compares whole tables and drawings that commands write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsemla.bench import report
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "benchmarks"
+FP8 = "precision fp8"
+
+
+@cache
+def rows(device: str) -> list[report.Row]:
+    return report.load(DATA / f"{device}.json").rows
+
+
+@cache
+def verified(name: str) -> str:
+    """``passed of all`` of a report of ``sparsemla verify``."""
+    ops = json.loads((DATA / f"verify-nvidia-{name}.json").read_text(encoding="utf-8"))["ops"]
+    cases, failed = (sum(op[key] for op in ops) for key in ("cases", "failed"))
+    return f"{cases - failed} of {cases}"
+
+
+def commit_of(name: str) -> str:
+    document = json.loads((DATA / f"verify-nvidia-{name}.json").read_text(encoding="utf-8"))
+    return document["commit"][:7]
+
+
+def ratios(
+    op: str, keep: Callable[[report.Row], bool] = lambda row: True, device: str = "h100"
+) -> list[float]:
+    """The ratio to the fastest foreign peer of each size."""
+    fastest: dict[Any, report.Row] = {}
+    for row in rows(device):
+        if row.op != op or row.peer is None or row.peer.startswith("sparsemla") or not keep(row):
+            continue
+        if row.workload not in fastest or row.peer_us < fastest[row.workload].peer_us:
+            fastest[row.workload] = row
+    return [row.ratio for row in fastest.values()]
+
+
+def ends(found: list[float]) -> str:
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+def of_batch(batch: int) -> Callable[[report.Row], bool]:
+    return lambda row: row.shape["batch"] == batch
+
+
+def step_us(context: int) -> str:
+    case = f"batch 1, heads 128, context {context}, indexer 0"
+    (us,) = {row.ours_us for row in rows("h200") if (row.op, row.case) == ("decode_step", case)}
+    return f"{us:.1f}"
+
+
+def backward(heads: int) -> str:
+    """Without a digit that the two kinds of lists do not share."""
+    found = [
+        row.ratio
+        for row in rows("h100")
+        if (row.op, row.peer) == ("sparse_attention_backward", "TileLang")
+        and row.shape["heads"] == heads
+    ]
+    return f"{min(found):.1f}"
+
+
+def step_goal(device: str) -> str:
+    reached = sum(ratio >= 1.3 for ratio in ratios("decode_step", device=device))
+    one, many = (ratios("decode_step", of_batch(batch), device) for batch in (1, 128))
+    of = " of 71" if device == "h200" else ""
+    return f"{reached}{of} reach 1.3, batch 1 {ends(one)}, batch 128 {ends(many)}"
+
+
+def branch_on_an_h100() -> str:
+    reached = sum(ratio >= 1.3 for ratio in ratios("decode_step"))
+    batches = {batch: ratios("decode_step", of_batch(batch)) for batch in (1, 16, 64, 128)}
+    spans = ", ".join(f"batch {batch} {ends(found)}" for batch, found in batches.items())
+    fast, many = sum(x >= 2.2 for x in batches[1]), sum(x >= 1.4 for x in batches[128])
+    (sizes,) = {len(batches[batch]) for batch in (1, 128)}
+    return (
+        f"{reached} of 71 sizes reach 1.3: {spans}. Of {sizes} sizes each, {fast} reach 2.2 with "
+        f"batch 1, and {many} reach 1.4 with batch 128."
+    )
+
+
+def all_selections(device: str) -> list[float]:
+    """Sizes of ``select_topk`` beside vLLM's kernels and torch."""
+    return ratios("select_topk", lambda row: row.peer != "TileLang", device)
+
+
+OLDER = {f"h200-triton-{version}" for version in ("3.7", "3.8", "3.9")}
+
+
+def older() -> str:
+    """The same count on three versions of Triton."""
+    (count,) = {verified(name) for name in OLDER}
+    return count
+
+
+def older_gpus() -> str:
+    (count,) = {verified(f"h200-as-{name}") for name in ("sm_80", "sm_89")}
+    return count
+
+
+# Figures in place of {}: the text of a page, and functions that read them.
+CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
+    (
+        "README.md",
+        "On an H200, one layer's decode step is {} to {} times as fast as vLLM 0.33 with DeepGEMM "
+        "and FlashMLA.",
+        [
+            lambda: f"{min(ratios('decode_step', device='h200')):.1f}",
+            lambda: f"{max(ratios('decode_step', device='h200')):.1f}",
+        ],
+    ),
+    (
+        "docs/decode-branch.md",
+        "On an H100 (ba24770, [results-h100.md](results-h100.md)) {}",
+        [branch_on_an_h100],
+    ),
+    (
+        "docs/kernels/topk.md",
+        "The geometric mean is 1.39, also over all {} sizes of",
+        [lambda: str(len(all_selections("h200")))],
+    ),
+    (
+        "docs/performance.md",
+        "{} for all 68; 65 sizes {};",
+        [
+            lambda: f"{statistics.geometric_mean(all_selections('h200')):.2f}",
+            lambda: ends([ratio for ratio in all_selections("h200") if ratio >= 1]),
+        ],
+    ),
+    *(
+        (name, words, [lambda: f"{statistics.geometric_mean(all_selections('h100')):.2f}"])
+        for name, words in (
+            ("docs/performance.md", "on an H100 {} for 68,"),
+            ("docs/kernels/topk.md", "three quarters of that rate: {} for all 68 sizes,"),
+        )
+    ),
+    (
+        "README.md",
+        "{} µs for the decode step of one request with 128 heads at 8K of context, {} at 128K, "
+        "indexer excluded (H200, {}).",
+        [lambda: step_us(8192), lambda: step_us(131072), lambda: "a0a447d"],
+    ),
+    (
+        "README.md",
+        "The decode step covers {} sizes",
+        [lambda: str(len(ratios("decode_step", device="h200")))],
+    ),
+    (
+        "README.md",
+        "`sparsemla verify`: {} cases on Triton 3.6, {} older ones on 3.7, 3.8 and 3.9",
+        [lambda: verified("h200"), older],
+    ),
+    (
+        "README.md",
+        "`sparsemla verify`: {} cases on Triton 3.6; gets the H200's code",
+        [lambda: verified("h100")],
+    ),
+    ("README.md", "their code run on an H200 | {} cases each, Triton 3.6", [older_gpus]),
+    (
+        "docs/gpus.md",
+        "H200: {} cases at {} on Triton 3.6, {} at {} on 3.7, 3.8 and 3.9.",
+        [
+            lambda: verified("h200"),
+            lambda: commit_of("h200"),
+            older,
+            lambda: commit_of("h200-triton-3.9"),
+        ],
+    ),
+    (
+        "docs/gpus.md",
+        "H100: {} at {}.",
+        [lambda: verified("h100"), lambda: commit_of("h100")],
+    ),
+    (
+        "docs/gpus.md",
+        "`sparsemla verify --as sm_80` and `--as sm_89` passed, at {}.",
+        [lambda: commit_of("h200-as-sm_80")],
+    ),
+    *(
+        (
+            "docs/gpus.md",
+            f"`sparsemla verify --as {name}` on an H200: {{}} cases on Triton 3.6.",
+            [older_gpus],
+        )
+        for name in ("sm_80", "sm_89")
+    ),
+    (
+        "docs/performance.md",
+        "gradients: 2.5 of TileLang, deterministic | on an H100 {} with 64 heads, {} with 128 |",
+        [lambda: backward(64), lambda: backward(128)],
+    ),
+    (
+        "docs/performance.md",
+        "[every size](decode-branch.md#every-size): {}; on an H100 {} |",
+        [lambda: step_goal("h200"), lambda: step_goal("h100")],
+    ),
+]
+
+# Rows of the means on an H100, and what they are of.
+MEANS: list[tuple[str, str, Callable[[report.Row], bool]]] = [
+    ("`decode_step`", "decode_step", lambda row: True),
+    ("`sparse_decode`", "sparse_decode", lambda row: FP8 not in row.case),
+    (
+        "`sparse_decode`, FP8 products, 128 heads",
+        "sparse_decode",
+        lambda row: (
+            FP8 in row.case
+            and row.shape["heads"] == 128
+            and row.shape["batch"] >= 64
+            and "extra_context" not in row.shape
+        ),
+    ),
+    ("`dense_decode`", "dense_decode", lambda row: True),
+    ("`sparse_prefill`", "sparse_prefill", lambda row: FP8 not in row.case),
+    (
+        "`sparse_prefill`, FP8 products, beside Q8KV8",
+        "sparse_prefill",
+        lambda row: row.peer == "SGLang Q8KV8",
+    ),
+    ("`indexer_topk`", "indexer_topk", lambda row: True),
+    ("`select_topk`", "select_topk", lambda row: True),
+    ("`indexer_scores`, contiguous", "indexer_scores", lambda row: True),
+    ("`indexer_scores_paged`", "indexer_scores_paged", lambda row: True),
+    ("`project_groups`", "project_groups", lambda row: True),
+    ("`project_heads`", "project_heads", lambda row: True),
+    ("`fused_indexer_rope_quant`", "fused_indexer_rope_quant", lambda row: True),
+    ("`pool_windows`", "pool_windows", lambda row: True),
+    (
+        "`sparse_attention_backward`, beside TileLang",
+        "sparse_attention_backward",
+        lambda row: row.peer == "TileLang",
+    ),
+]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def table_after(text: str, header: str) -> list[str]:
+    """The rows of the table with this header."""
+    lines = text[text.index(header) :].splitlines()[2:]
+    return lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "figures"), CLAIMS, ids=[f"{name}-{words[:40]}" for name, words, _ in CLAIMS]
+)
+def test_figures_are_those_of_the_files(
+    name: str, words: str, figures: list[Callable[[], str]]
+) -> None:
+    claim = words.format(*(figure() for figure in figures))
+    assert claim in " ".join(page(name).split())
+
+
+def test_the_means_on_an_h100() -> None:
+    lines = []
+    for label, op, keep in MEANS:
+        found = ratios(op, keep)
+        mean = statistics.geometric_mean(found)
+        lines.append(
+            f"| {label} | {len(found)} | {mean:.2f} | {min(found):.2f} | {max(found):.2f} |"
+        )
+    assert table_after(page("docs/performance.md"), "| op | sizes | mean | from | to |") == lines
+
+
+def test_every_size_of_the_decode_step() -> None:
+    text = page("docs/decode-branch.md")
+    lines = table_after(
+        text, "| heads | batch | 8K | 32K | 128K | with an indexer: 8K | 32K | 128K"
+    )
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {
+        tuple(row.shape[name] for name in ("heads", "batch", "indexer", "context")): row.ratio
+        for row in rows("h200")
+        if row.op == "decode_step" and row.ratio is not None
+    }
+    heads, used = 0, set()
+    for named, batch, *figures in shown:
+        heads = int(named or heads)
+        sizes = [(heads, int(batch), i, c << 10) for i in (0, 1) for c in (8, 32, 128)]
+        assert figures == [f"{found[each]:.2f}" if each in found else "wrong" for each in sizes]
+        used |= {*sizes}
+    assert used >= found.keys()
+
+
+def test_gradients_beside_tilelang() -> None:
+    lines = table_after(
+        page("docs/kernels/attention-backward.md"), "| heads | lists | ours | TFLOP/s | TileLang |"
+    )
+    assert lines == [
+        f"| {row.shape['heads']} | {row.selection} | {row.ours_us / 1e3:.1f} | {row.tflops:.0f} "
+        f"| {row.peer_us / 1e3:.1f} | {row.ratio:.2f} |"
+        for row in rows("h100")
+        if (row.op, row.peer) == ("sparse_attention_backward", "TileLang")
+    ]
+
+
+def test_the_host_times_of_an_h200() -> None:
+    measured = json.loads((DATA / "host-h200.json").read_text(encoding="utf-8"))["rows"]
+    lines = table_after(page("docs/performance.md"), "| op | kernels | first call, us |")
+    named = re.findall(r"^\| `(\w+)`", "\n".join(lines), re.MULTILINE)
+    assert [row["op"] for row in measured if row["op"] in named]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]
+    assert shown == [
+        [
+            str(row["kernels"]),
+            f"{row['first_us']:.0f}",
+            f"{row['us']:.0f}",
+            f"{row['launch_us']:.1f}",
+        ]
+        for row in measured
+    ]
+
+
+FIGURE = re.compile(r"[\d.]+ (?:µs|us\b|of \d+|sizes|GB/s|TFLOP/s|times)")
+
+
+def test_the_readme_has_no_other_figure_of_speed_or_count() -> None:
+    text = " ".join(page("README.md").split())
+    for name, words, figures in CLAIMS:
+        if name == "README.md":
+            text = text.replace(words.format(*(figure() for figure in figures)), "")
+    assert FIGURE.findall(text) == []
