@@ -878,6 +878,13 @@ def test_plan_on_device_keeps_the_invariants(batch, dtype, persistent):
         assert plan.num_prefills == 0 or decodes == plan.num_decode_tokens
 
 
+def test_plan_on_device_of_no_requests_has_no_decodes():
+    lengths = torch.zeros(0, dtype=torch.int32)
+    bounds = {"num_tokens": 3, "max_query_len": 5}
+    plan = plan_on_device(lengths, lengths, torch.zeros(0, 2).int(), page_size=2, **bounds)
+    assert (plan.num_requests, plan.num_decodes, plan.decode_query_len) == (0, 0, 0)
+
+
 @by_device_batch
 def test_plan_on_device_does_not_read_lengths(batch):
     query_lens, seq_lens, bounds = batch
