@@ -14,6 +14,10 @@ import processes
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # With ATen alone below AVX-512, torch's attention still asks a CPU with AMX to pack for it.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 
 try:
     from sparsemla.testing.interpreter.portable import repair
