@@ -119,6 +119,7 @@ def check_coverage(target, model, num_steps, drop):
     ("target", "model", "num_steps"),
     [
         ("sm_80", "DeepSeek-V3.2, fp8_ds_mla", 60),
+        ("sm_89", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_90", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_80", "DeepSeek-V4, fp8_528", 20),
         ("sm_90", "DeepSeek-V4", 20),

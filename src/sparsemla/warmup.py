@@ -561,10 +561,13 @@ def _select_keys(
 
 
 def _score_keys(serving: Serving, cache: PagedCache, pages: int) -> None:
-    """The selection for one request and several, also in chunks of which the last is one token."""
+    """The selection for one request and several, also in chunks of which the last is one token.
+
+    The tokens of a request decide on the tile: there may be one, or more.
+    """
     pairs_of_tokens = 2 * (4 * pages * serving.page_size + 8)
     for tokens in (1, 2, 3, 4, 5, 7, 8, 16, 32):
-        for requests in (1, 2):
+        for requests in sorted({1, 2, tokens}):
             if tokens <= serving.max_tokens and requests <= min(tokens, serving.max_requests):
                 for max_bytes in (None, pairs_of_tokens):
                     _select_keys(serving, cache, tokens, requests, pages, max_bytes)

@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def is_slot(slots, num_slots):
-    """``0 <= slots < num_slots`` in one comparison."""
+    """``0 <= slots < num_slots`` in one comparison. A ``num_slots`` of 1 is a constant."""
     if slots.dtype == tl.int32:
-        inside = slots.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+        inside = slots.to(tl.uint32, bitcast=True) < tl.cast(num_slots, tl.uint32)
     else:
-        inside = slots.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
+        inside = slots.to(tl.uint64, bitcast=True) < tl.cast(num_slots, tl.uint64)
     return inside
 
 
