@@ -100,7 +100,11 @@ ON_THE_DEFAULT_DEVICE = {
 READS_VALUES = {
     "sparsemla.DecodeRunner",
     "sparsemla.DecodeRunner.run",
+    "sparsemla.PagedCache.gather",
+    "sparsemla.PagedCache.read",
+    "sparsemla.PagedCache.read, FP4",
     "sparsemla.PagedCache.write",
+    "sparsemla.WindowState.copy",
     "sparsemla.plan_batch",
     "sparsemla.projection_weight",  # its layer is real
 }

@@ -18,8 +18,6 @@ INTEGERS = (torch.int32, torch.int64, torch.uint32)
 
 LIMIT = 2**31
 """Upper bound, exclusive, of sizes and counts."""
-LARGEST = torch.finfo(torch.float32).max
-"""Largest number that a kernel can take."""
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -50,7 +48,8 @@ def check_number(
     number: Any = value
     if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -LARGEST <= number <= LARGEST:
+    # The largest float32, written out: a float in a variable makes torch.compile trace twice.
+    if not -3.4028234663852886e38 <= number <= 3.4028234663852886e38:
         raise ValueError(f"{name} must be finite in float32, got {value}")
     if above is not None and not number > above:
         raise ValueError(f"{name} must be greater than {above}, got {value}")
