@@ -191,6 +191,16 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/gpus.md",
+        "On an H100 `--as sm_89` passed {} at {}, and `--as sm_80` {} at {};",
+        [
+            lambda: verified("h100-as-sm_89"),
+            lambda: commit_of("h100-as-sm_89"),
+            lambda: verified("h100-as-sm_80"),
+            lambda: commit_of("h100-as-sm_80"),
+        ],
+    ),
+    (
+        "docs/gpus.md",
         "`sparsemla verify --as sm_80` and `--as sm_89` passed, at {}.",
         [lambda: commit_of("h200-as-sm_80")],
     ),
@@ -213,6 +223,90 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         [lambda: step_goal("h200"), lambda: step_goal("h100")],
     ),
 ]
+
+# Rows of the times as older GPUs: the words of the page, the op and the case.
+DECODE = "query_len 1, heads {}, context 32768, topk 2048"
+AS_OLDER: list[tuple[str, str, str]] = [
+    *(
+        (
+            f"prefill, 4096 tokens of {heads} heads, bfloat16 rows",
+            "sparse_prefill",
+            f"tokens 4096, context 32768, heads {heads}, head_dim 576, topk 2048",
+        )
+        for heads in (128, 16)
+    ),
+    *(
+        (
+            f"decode, {batch} x {heads} heads, 656-byte rows",
+            "sparse_decode",
+            f"batch {batch}, {DECODE.format(heads)}",
+        )
+        for batch, heads in ((1, 128), (128, 128), (128, 16))
+    ),
+    *(
+        (
+            f"decode, 128 x {heads} heads, bfloat16 rows",
+            "sparse_decode",
+            f"batch 128, {DECODE.format(heads)}, bf16_576v512 cache",
+        )
+        for heads in (128, 16)
+    ),
+    (
+        "DeepSeek-V4's decode, 128 x 64 heads, 584-byte rows",
+        "sparse_decode",
+        "batch 128, query_len 1, heads 64, context 128, topk 128, extra_context 32768, "
+        "extra_topk 512, fp8_584 caches, sink, lengths",
+    ),
+    *(
+        (
+            f"dense decode, 128 x {heads} heads, 8192 keys",
+            "dense_decode",
+            f"batch 128, query_len 1, heads {heads}, context 8192",
+        )
+        for heads in (128, 16)
+    ),
+    ("indexer scores, 4096 x 32768", "indexer_scores", "tokens 4096, context 32768"),
+    (
+        "indexer scores over pages, 128 x 32768",
+        "indexer_scores_paged",
+        "batch 128, query_len 1, context 32768",
+    ),
+    (
+        "indexer and top-k, 4096 x 32768",
+        "indexer_topk",
+        "batch 1, query_len 4096, context 32768, topk 2048",
+    ),
+    (
+        "W_UK of one token, 128 heads, ten layers",
+        "project_heads",
+        "tokens 1, heads 128, inputs 128, outputs 512, layers 10",
+    ),
+    *(
+        (
+            f"decode step with indexer, {batch} x 128 heads",
+            "decode_step",
+            f"batch {batch}, heads 128, context 32768, indexer 1",
+        )
+        for batch in (1, 128)
+    ),
+]
+
+
+def as_older_gpus() -> list[str]:
+    """The table of times, line by line."""
+    lines = ["| work | as sm_80 | as sm_89 |", "|---|---|---|"]
+    for words, op, case in AS_OLDER:
+        times = []
+        for target in ("sm_80", "sm_89"):
+            row = next(
+                row
+                for row in rows(f"h100-as-{target}")
+                if (row.op, row.case) == (op, case) and row.selection in ("", "random")
+            )
+            times.append(f"{row.ours_us:.{int(row.ours_us < 100)}f} ({row.percent_of_floor:.0f}%)")
+        lines.append(f"| {words} | {times[0]} | {times[1]} |")
+    return lines
+
 
 # Rows of the means on an H100, and what they are of.
 MEANS: list[tuple[str, str, Callable[[report.Row], bool]]] = [
@@ -340,3 +434,7 @@ def test_the_readme_has_no_other_figure_of_speed_or_count() -> None:
         if name == "README.md":
             text = text.replace(words.format(*(figure() for figure in figures)), "")
     assert FIGURE.findall(text) == []
+
+
+def test_times_as_older_gpus_are_those_of_the_files():
+    assert "\n".join(as_older_gpus()) in (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
