@@ -1,0 +1,820 @@
+"""Speeds beside peers in the pages of the kernels, the decode step and the goals.
+
+A page of a kernel also has figures of its development, of versions that lost, and of counters.
+They are in no committed file, and no test reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+import test_claims
+from sparsemla.bench import report
+from test_claims import (
+    DATA,
+    FP8,
+    all_selections,
+    ends,
+    page,
+    ratios,
+    rows,
+    table_after,
+)
+
+MARKS = (FP8, "extra_context", "fp8_ds_mla", "bf16_576v512", "e4m3_576v512b128", "list_tokens")
+COUNTS = (
+    "none",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+GROUPS_PEER = "vLLM fused_inv_rope_fp8_quant, DeepGEMM fp8_einsum"
+CONTEXTS = (8192, 32768, 131072)
+
+
+def found(
+    device: str, op: str, peer: str | None, *marks: str, lists: str = "random", **shape: int
+) -> list[report.Row]:
+    """Rows of these marks and no other, with this shape, in the order of the file."""
+    return [
+        row
+        for row in rows(device)
+        if (row.op, row.peer) == (op, peer)
+        and row.selection in ("", lists)
+        and all((mark in row.case) == (mark in marks) for mark in MARKS)
+        and all(row.shape.get(name) == value for name, value in shape.items())
+    ]
+
+
+def one(
+    device: str, op: str, peer: str | None, *marks: str, lists: str = "random", **shape: int
+) -> report.Row:
+    (row,) = found(device, op, peer, *marks, lists=lists, **shape)
+    return row
+
+
+def listed(found: list[report.Row], digits: int = 2) -> str:
+    return ", ".join(f"{row.ratio:.{digits}f}" for row in found)
+
+
+def joined(figures: list[str]) -> str:
+    *first, last = figures
+    return f"{', '.join(first)} and {last}"
+
+
+def span(found: list[report.Row]) -> str:
+    return ends([row.ratio for row in found])
+
+
+def share(row: report.Row) -> str:
+    return f"{row.percent_of_floor:.0f}"
+
+
+def shares(found: list[report.Row]) -> str:
+    low, high = (end(row.percent_of_floor for row in found) for end in (min, max))
+    return f"{low:.0f} to {high:.0f}%"
+
+
+def prefill(lists: str) -> str:
+    return listed(
+        [
+            one("h200", "sparse_prefill", "FlashMLA", lists=lists, heads=128, head_dim=576, **shape)
+            for shape in ({"context": context} for context in CONTEXTS)
+        ]
+    )
+
+
+def both_lists(**shape: int) -> list[report.Row]:
+    return [
+        row
+        for lists in ("random", "overlapping")
+        for row in found("h200", "sparse_prefill", "FlashMLA", lists=lists, **shape)
+    ]
+
+
+def few_heads() -> str:
+    """The same for both kinds of lists."""
+    (ratio,) = {f"{row.ratio:.2f}" for row in both_lists(heads=16)}
+    return ratio
+
+
+def shared_lists() -> str:
+    peer = "FlashMLA"
+    return listed(
+        found("h100", "sparse_prefill", peer, "list_tokens", lists="overlapping"), digits=1
+    )
+
+
+def fp8_prefill() -> str:
+    flash, q8 = (
+        found("h100", "sparse_prefill", peer, FP8) for peer in ("FlashMLA", "SGLang Q8KV8")
+    )
+    fast, faster = sum(row.ratio >= 1.5 for row in flash), sum(row.ratio >= 1.1 for row in q8)
+    return (
+        f"on an H100 {span(flash)} and {span(q8)}, with the rounding of rows; {COUNTS[fast]} of "
+        f"{COUNTS[len(flash)]} sizes reaches 1.5, {COUNTS[faster]} reach 1.1;"
+    )
+
+
+def fp8_decode(peer: str, batches: tuple[int, ...] = (64, 128, 256)) -> list[report.Row]:
+    return [one("h100", "sparse_decode", peer, FP8, heads=128, batch=batch) for batch in batches]
+
+
+def fp8_decode_584() -> str:
+    return span(found("h100", "sparse_decode", "sgl_flash_mla", FP8, "extra_context"))
+
+
+def beside_sgl(heads: int) -> str:
+    """A size that was measured with FP8 products alone is served with bfloat16 ones, too."""
+    both = []
+    for batch in (16, 64, 128, 256):
+        shape = {"heads": heads, "batch": batch, "query_len": 1}
+        for context in (32768, 8192):
+            both += found("h100", "sparse_decode", "sgl_flash_mla", context=context, **shape)
+        both += found("h100", "sparse_decode", "sgl_flash_mla", FP8, **shape)
+    first = {row.shape["batch"]: row for row in reversed(both)}
+    return listed([first[batch] for batch in sorted(first)])
+
+
+def two_caches(device: str, peer: str, heads: int, batch: int | None = None) -> list[report.Row]:
+    shape = {"heads": heads} if batch is None else {"heads": heads, "batch": batch}
+    return found(device, "sparse_decode", peer, "extra_context", **shape)
+
+
+def beside_fa3() -> list[report.Row]:
+    return found("h100", "sparse_decode", "FA3", "bf16_576v512")
+
+
+def converted_prefill(*tokens: int) -> list[report.Row]:
+    return [
+        row
+        for row in rows("h200")
+        if row.op == "sparse_prefill"
+        and (row.peer or "").startswith("FlashMLA after")
+        and row.shape["tokens"] in tokens
+        and "extra_context" not in row.shape
+    ]
+
+
+def decode_of(batch: int, heads: int, peer: str = "FlashMLA") -> list[report.Row]:
+    return found("h200", "sparse_decode", peer, batch=batch, heads=heads, topk=2048)
+
+
+def floors(mark: str) -> str:
+    many, few = (one("h200", "sparse_decode", None, mark, heads=heads) for heads in (128, 16))
+    return f"{share(many)} and {share(few)}%"
+
+
+def dense_decode() -> str:
+    all_ = found("h200", "dense_decode", "FlashMLA")
+    (long,) = (row for row in all_ if row.shape["context"] == 16384)
+    (single,) = (row for row in all_ if row.shape["batch"] == 1)
+    (few,) = (row for row in all_ if row.shape["heads"] == 16)
+    rest = [row for row in all_ if row not in (long, single)]
+    return (
+        f"{span(rest)}, 128 x 16384 {listed([long])}, batch 1 {listed([single])}; "
+        f"{share(few)}% of the copy"
+    )
+
+
+def pages(device: str) -> str:
+    scored = found(device, "indexer_scores_paged", "DeepGEMM")
+    if device == "h200":
+        at = {
+            row.shape["context"]: row for row in scored if row.workload[1].startswith("batch 128,")
+        }
+        return f"{span(scored)}; {share(at[131072])}% at 128K, {share(at[8192])}% at 8K"
+    (long,) = (row for row in scored if (row.shape["batch"], row.shape["context"]) == (128, 131072))
+    return f"{span(scored)}, {share(long)}% at 128K"
+
+
+EIGHT = {
+    *((batch, 131072) for batch in (1, 8, 128, 4096)),
+    *((batch, 32768) for batch in (64, 128, 4096)),
+    (1024, 65536),
+}
+
+
+def eight_selections() -> str:
+    chosen = ratios(
+        "select_topk",
+        lambda row: (
+            row.peer != "TileLang"
+            and row.shape["topk"] == 2048
+            and (row.shape["batch"], row.shape["context"]) in EIGHT
+        ),
+        "h200",
+    )
+    assert len(chosen) == len(EIGHT)
+    return f"{statistics.geometric_mean(chosen):.2f}"
+
+
+def slow_selections(device: str) -> str:
+    return ends([ratio for ratio in all_selections(device) if ratio < 1])
+
+
+def indexed(device: str, batch: int, context: int | None = None) -> list[float]:
+    return ratios(
+        "indexer_topk",
+        lambda row: (
+            row.shape["batch"] == batch
+            and "keys of" not in row.case
+            and row.shape["topk"] == 2048
+            and (row.shape["query_len"] == 1) == (context is not None)
+            and context in (None, row.shape["context"])
+        ),
+        device,
+    )
+
+
+def decoded_topk(device: str) -> list[str]:
+    sizes = ((128, 32768), (8, 131072), (1, 1048576))
+    return [f"{ratio:.2f}" for size in sizes for ratio in indexed(device, *size)]
+
+
+def sizes_of_decoded_topk() -> str:
+    names = ("128 x 32K", "8 x 128K", "1 x 1M")
+    return ", ".join(
+        f"{ratio} at {name}" for ratio, name in zip(decoded_topk("h200"), names, strict=True)
+    )
+
+
+def writes(tokens: int) -> list[report.Row]:
+    return [
+        row
+        for row in rows("h200")
+        if row.op in ("fused_rope_rmsnorm_quant", "fused_indexer_rope_quant")
+        and row.shape["tokens"] == tokens
+        and "norm of queries" not in row.case
+    ]
+
+
+def beyond_an_empty_kernel() -> str:
+    empty = report.load(DATA / "h200.json").ceilings.launch_us
+    times = [row.ours_us - empty for row in writes(128)]
+    return f"{min(times):.1f} to {max(times):.1f}"
+
+
+def projections(inputs: int, *, many: bool) -> list[report.Row]:
+    return [
+        row
+        for row in found("h200", "project_heads", "torch.bmm", inputs=inputs)
+        if (row.shape["tokens"] == 4096) == many
+    ]
+
+
+def compressed_steps() -> str:
+    return span([row for row in rows("h200") if row.op == "compressed_decode_step" and row.ratio])
+
+
+def compressed_ops() -> str:
+    """Beside the fastest peer of each size that vLLM takes, or that SGLang has."""
+    fastest: dict[tuple[str, str, str], report.Row] = {}
+    for row in rows("h200"):
+        if (
+            row.commit[:7] == "8900f77"
+            and row.op != "compressed_decode_step"
+            and row.peer is not None
+            and not row.peer.startswith("sparsemla")
+            and not row.note.startswith("vLLM takes its CuTe DSL kernel")
+        ):
+            fastest[row.workload] = min(
+                fastest.get(row.workload, row), row, key=lambda each: each.peer_us
+            )
+    return span([*fastest.values()])
+
+
+def host(device: str = "h200") -> list[dict[str, float]]:
+    return json.loads((DATA / f"host-{device}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def host_of(name: str, device: str = "h200") -> str:
+    document = json.loads((DATA / f"host-{device}.json").read_text(encoding="utf-8"))
+    return f"{document[name]:.1f}"
+
+
+def host_span(name: str, kernels: int | None = None) -> str:
+    times = [row[name] for row in host() if kernels in (None, row["kernels"])]
+    return f"{min(times):.0f} to {max(times):.0f}"
+
+
+def commits(device: str, op: str, peer: str | None = None) -> str:
+    (commit,) = {
+        row.commit[:7]
+        for row in rows(device)
+        if row.op == op and row.peer is not None and peer in (None, row.peer)
+    }
+    return commit
+
+
+def slow_decodes() -> str:
+    slow = [
+        row
+        for row in rows("h100")
+        if row.op == "sparse_decode"
+        and row.peer is not None
+        and not row.peer.startswith("sparsemla")
+        and FP8 not in row.case
+        and row.ratio < 1
+    ]
+    assert {(row.peer, row.shape["heads"]) for row in slow} == {("sgl_flash_mla", 128)}
+    few = {
+        (row.shape["batch"], row.shape["query_len"], row.shape["topk"]): row
+        for row in slow
+        if "extra_context" not in row.shape
+    }
+    caches = two_caches("h100", "sgl_flash_mla", 128)
+    below = [row for row in caches if row.ratio < 1]
+    assert few.keys() == {(4, 1, 2048), (148, 2, 16384)}
+    return (
+        f"{few[4, 1, 2048].ratio:.2f} with 4 requests of 2048 rows, "
+        f"{few[148, 2, 16384].ratio:.2f} with 296 query tokens of 16384 rows, and {span(below)} in "
+        f"{COUNTS[len(below)]} of {COUNTS[len(caches)]} sizes of two 584-byte caches."
+    )
+
+
+def step(heads: int, batch: int) -> report.Row:
+    (row,) = (
+        row
+        for row in rows("h200")
+        if row.op == "decode_step"
+        and (row.shape["heads"], row.shape["batch"]) == (heads, batch)
+        and (row.shape["context"], row.shape["indexer"]) == (32768, 0)
+    )
+    return row
+
+
+def steps_that_met_older_goals() -> str:
+    timed = [row for row in rows("h200") if row.op == "decode_step" and row.ratio]
+    met = sum(row.ratio >= (1.5 if row.shape["batch"] <= 16 else 1.3) for row in timed)
+    return f"{met} of {len(timed)}"
+
+
+def untimed_step() -> str:
+    (row,) = (row for row in rows("h200") if row.op == "decode_step" and row.peer is None)
+    return f"{row.ours_us:.1f}"
+
+
+def groups_of_flash() -> str:
+    timed = found("h200", "project_groups", GROUPS_PEER, heads=64)
+    assert [row.shape["tokens"] for row in timed] == [1, 16, 128, 1024, 4096]
+    return joined([f"{row.ours_us:.{int(row.ours_us < 100)}f}" for row in timed])
+
+
+def pools(time: str) -> str:
+    """128 requests whose windows close all, and in turn, and 4096 tokens of one."""
+    timed = [
+        row
+        for row in found("h100", "pool_windows", "vLLM CuTe DSL compressor")
+        if "ratio 128," in row.case
+    ]
+    chosen = [
+        next(row for row in timed if words in row.case and row.shape["batch"] == batch)
+        for words, batch in (("all close", 128), ("in turn", 128), ("query_len 4096", 1))
+    ]
+    return joined([f"{getattr(row, time):.1f}" for row in chosen])
+
+
+def of_two_caches(topk: int) -> str:
+    rows_ = [
+        one("h100", "sparse_decode", "sgl_flash_mla", "extra_context", heads=128, **shape)
+        for shape in ({"batch": b, "extra_topk": topk} for b in (1, 4, 16, 64, 128))
+    ]
+    return joined([f"{row.ratio:.2f}" for row in rows_])
+
+
+GOALS = "docs/performance.md"
+FEW_KEYS = "docs/kernels/attention-fp8.md"
+# Figures in place of {}: the text of a page, and functions that read them.
+CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
+    (
+        GOALS,
+        "1.05, 1.08, 1.12 | {} (overlapping selections {}) |",
+        [lambda: prefill("random"), lambda: prefill("overlapping")],
+    ),
+    (
+        GOALS,
+        "512 dims: 1.10; 16 heads 1.5 | {}; {}; {} of FlashMLA with heads padded to 64",
+        [
+            lambda: span(both_lists(heads=64, head_dim=576)),
+            lambda: span(both_lists(head_dim=512)),
+            few_heads,
+        ],
+    ),
+    (GOALS, "share: 2 of FlashMLA with padded heads | on an H100 {} |", [shared_lists]),
+    (GOALS, "at no larger error | {} [errors]", [fp8_prefill]),
+    (
+        GOALS,
+        "on an H100 with 128 heads {}, and {} of our bfloat16 products;",
+        [
+            lambda: listed(fp8_decode("sgl_flash_mla")),
+            lambda: listed(fp8_decode("sparsemla bf16 products")),
+        ],
+    ),
+    (GOALS, "584 bytes: the same, {} |", [fp8_decode_584]),
+    (
+        GOALS,
+        "256 requests: 1.25 | on an H100 {} with 64 heads; {} with 128 |",
+        [lambda: beside_sgl(64), lambda: beside_sgl(128)],
+    ),
+    (GOALS, "1 to 128 requests: 1.2 | on an H100 {} |", [lambda: span(beside_fa3())]),
+    (
+        GOALS,
+        "prefill from an FP8 cache: 1.05; 256 tokens 1.3 | {}; {} |",
+        [lambda: span(converted_prefill(4096)), lambda: listed(converted_prefill(256))],
+    ),
+    (
+        GOALS,
+        "batch 128: 1.35; 64 heads 1.5; 16 and 32 heads 2 | {}; {}; {} and {} |",
+        [
+            lambda: span(decode_of(128, 128)),
+            lambda: span(decode_of(128, 64)),
+            lambda: listed(decode_of(128, 16)),
+            lambda: listed(decode_of(128, 32)),
+        ],
+    ),
+    (
+        GOALS,
+        "batch 1, 4, 16: 1.2 | {} |",
+        [lambda: listed([row for batch in (1, 4, 16) for row in decode_of(batch, 128)])],
+    ),
+    (
+        GOALS,
+        "a second stream: 1.2 of FlashMLA | {}; 64 heads {}; on an H100 beside sgl_flash_mla {}, "
+        "64 heads {} |",
+        [
+            lambda: listed(two_caches("h200", "FlashMLA", 128, 128)),
+            lambda: listed(two_caches("h200", "FlashMLA", 64, 128)),
+            lambda: span(two_caches("h100", "sgl_flash_mla", 128)),
+            lambda: span(two_caches("h100", "sgl_flash_mla", 64)),
+        ],
+    ),
+    (
+        GOALS,
+        "separate scales: 60% of the floor | {}; {} |",
+        [lambda: floors("bf16_576v512"), lambda: floors("e4m3_576v512b128")],
+    ),
+    (GOALS, "16 heads 3900 GB/s | {} |", [dense_decode]),
+    (
+        GOALS,
+        "16 heads: 1.5 of bfloat16 | {} |",
+        [
+            lambda: listed(
+                found("h200", "dense_decode", "sparsemla bfloat16", "fp8_ds_mla", heads=16)
+            )
+        ],
+    ),
+    (
+        GOALS,
+        "indexer scores, contiguous: 1.05 | {} |",
+        [lambda: span(found("h200", "indexer_scores", "DeepGEMM"))],
+    ),
+    (
+        GOALS,
+        "or 95% of the copy | {}; on an H100 {} |",
+        [lambda: pages("h200"), lambda: pages("h100")],
+    ),
+    (
+        GOALS,
+        "top-k: 1.5, none slower | {} for eight sizes from 1 x 131072 to 4096 x 131072,",
+        [eight_selections],
+    ),
+    (
+        GOALS,
+        "; three {}: 256 rows of 262144 (k 2048) and of 1048576 (k 512 and 1024); on an H100",
+        [lambda: slow_selections("h200")],
+    ),
+    (GOALS, "four {}: the same and 4096 rows", [lambda: slow_selections("h100")]),
+    (
+        GOALS,
+        "256 MiB | {}; {}; on an H100 {};",
+        [
+            lambda: ends(indexed("h200", 1)),
+            sizes_of_decoded_topk,
+            lambda: joined(decoded_topk("h100")),
+        ],
+    ),
+    (
+        GOALS,
+        "128 tokens 4 us | {}; {} us beyond an empty kernel |",
+        [lambda: shares(writes(8192)), beyond_an_empty_kernel],
+    ),
+    (
+        GOALS,
+        "| W_UK {}, W_UV {} (ten layers",
+        [
+            lambda: shares(projections(128, many=False)),
+            lambda: shares(projections(512, many=False)),
+        ],
+    ),
+    (
+        GOALS,
+        "4096 tokens {} and {}% of the copy's rate",
+        [
+            lambda: share(*projections(128, many=True)),
+            lambda: share(*projections(512, many=True)),
+        ],
+    ),
+    (GOALS, "| [step {}, ops {}](deepseek-v4.md#speed)", [compressed_steps, compressed_ops]),
+    (
+        GOALS,
+        "eager call: 12 us | {} on an H200 | [bare launches of two kernels take {}]",
+        [lambda: host_span("us"), lambda: host_span("launch_us", 2)],
+    ),
+    (
+        GOALS,
+        "`torch.empty` took {} us there, the sum of two small tensors {}.",
+        [lambda: host_of("empty_us"), lambda: host_of("add_us")],
+    ),
+    (
+        GOALS,
+        "bound beforehand, take {} us in Triton's launcher and the driver, and of one kernel {}.",
+        [lambda: host_span("launch_us", 2), lambda: host_span("launch_us", 1)],
+    ),
+    (
+        GOALS,
+        "`torch.empty` takes {} us and a repeated `sparse_decode` with 16 heads {}, of which its "
+        "bare launches are {}.",
+        [
+            lambda: host_of("empty_us", "h100"),
+            lambda: f"{host('h100')[0]['us']:.0f}",
+            lambda: f"{host('h100')[0]['launch_us']:.0f}",
+        ],
+    ),
+    (
+        GOALS,
+        "Newer are gradients ({}), and",
+        [lambda: commits("h200", "sparse_attention_backward")],
+    ),
+    (
+        GOALS,
+        "TileLang's rows are older ({}).",
+        [lambda: commits("h200", "select_topk", "TileLang")],
+    ),
+    (
+        GOALS,
+        "`pool_windows` is of {}, and gradients beside TileLang are of {}.",
+        [
+            lambda: commits("h100", "pool_windows"),
+            lambda: commits("h100", "sparse_attention_backward", "TileLang"),
+        ],
+    ),
+    (GOALS, "with 128 heads: {}", [slow_decodes]),
+    (
+        GOALS,
+        "Selections are below 1 in {} of {} sizes, {}: 256 rows",
+        [
+            lambda: COUNTS[sum(ratio < 1 for ratio in all_selections("h100"))],
+            lambda: str(len(all_selections("h100"))),
+            lambda: slow_selections("h100"),
+        ],
+    ),
+    ("docs/decode-branch.md", "{} sizes meet them.", [steps_that_met_older_goals]),
+    ("docs/decode-branch.md", "sparsemla takes {} us.", [untimed_step]),
+    (
+        "docs/decode-branch.md",
+        "and takes {} at {} (peers {}, seven launches)",
+        [
+            lambda: f"{step(128, 1).ours_us:.1f}",
+            lambda: step(128, 1).commit[:7],
+            lambda: f"{step(128, 1).peer_us:.1f}",
+        ],
+    ),
+    (
+        "docs/kernels/attention-bf16.md",
+        "(H100, {}): {} in the mean of {} sizes, {}; the goal",
+        [
+            lambda: commits("h100", "sparse_decode", "FA3"),
+            lambda: f"{statistics.geometric_mean(row.ratio for row in beside_fa3()):.2f}",
+            lambda: str(len(beside_fa3())),
+            lambda: span(beside_fa3()),
+        ],
+    ),
+    (
+        "docs/kernels/attention-bf16.md",
+        "bound by memory ({}% of a copy's rate with up to 64 heads)",
+        [
+            lambda: share(
+                min(
+                    (r for r in beside_fa3() if r.shape["batch"] == 128 and r.shape["heads"] <= 64),
+                    key=lambda row: row.percent_of_floor,
+                )
+            )
+        ],
+    ),
+    (
+        FEW_KEYS,
+        "for 1, 4, 16, 64 and 128 requests, {} of its speed with 128 + 512 keys, and {} with "
+        "128 + 1024.",
+        [lambda: of_two_caches(512), lambda: of_two_caches(1024)],
+    ),
+    (
+        "docs/kernels/cache-writes.md",
+        "On an H100 ({}), both launches of either side in one run take {}, vLLM's CuTe DSL kernels "
+        "{}.",
+        [
+            lambda: commits("h100", "pool_windows"),
+            lambda: pools("ours_us"),
+            lambda: pools("peer_us"),
+        ],
+    ),
+    (
+        "docs/kernels/projection.md",
+        "[{} us](../deepseek-v4.md#single-ops) for 1, 16, 128, 1024 and 4096 tokens ({}).",
+        [
+            groups_of_flash,
+            lambda: commits("h200", "project_groups"),
+        ],
+    ),
+    (
+        "docs/kernels/topk.md",
+        "The geometric mean is {}, also over all",
+        [lambda: f"{statistics.geometric_mean(all_selections('h200')):.2f}"],
+    ),
+    (
+        "docs/kernels/topk.md",
+        "for all 68 sizes, {}. The same three sizes and 4096 rows of 262144 columns take {} to {}% "
+        "longer than vLLM's kernel.",
+        [
+            lambda: ends(all_selections("h100")),
+            lambda: f"{100 * (1 / max(r for r in all_selections('h100') if r < 1) - 1):.0f}",
+            lambda: f"{100 * (1 / min(all_selections('h100')) - 1):.0f}",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "figures"), CLAIMS, ids=[f"{name}-{words[:40]}" for name, words, _ in CLAIMS]
+)
+def test_figures_are_those_of_the_files(
+    name: str, words: str, figures: list[Callable[[], str]]
+) -> None:
+    claim = words.format(*(figure() for figure in figures))
+    assert claim in " ".join(page(name).split())
+
+
+def test_every_goal_is_tied_to_a_file() -> None:
+    said = [
+        words.format(*(figure() for figure in figures))
+        for name, words, figures in [*test_claims.CLAIMS, *CLAIMS]
+        if name == GOALS
+    ]
+    lines = table_after(page(GOALS), "| goal, as a ratio to the fastest peer | reached |")
+    untied = [line for line in lines if not any(claim in line for claim in said)]
+    # It has no kernel: its figures are of designs that lost.
+    assert [line.split(":")[0] for line in untied] == ["| the same prefill without written scores"]
+
+
+def test_prefill_is_slower_only_where_shared_lists_do_not_overlap() -> None:
+    slow = [
+        row for row in rows("h100") if row.op == "sparse_prefill" and row.peer and row.ratio < 1
+    ]
+    foreign = [row for row in slow if not row.peer.startswith("sparsemla") and FP8 not in row.case]
+    assert foreign
+    assert {(row.selection, "list_tokens" in row.case) for row in foreign} == {("random", True)}
+
+
+def test_prefill_with_fp8_products() -> None:
+    peers = ("sparsemla bf16 products", "FlashMLA", "SGLang Q8KV8")
+    lines = []
+    for tokens in (1024, 4096):
+        for heads in (64, 128):
+            for context in CONTEXTS:
+                shape = {"tokens": tokens, "heads": heads, "context": context}
+                beside = [one("h100", "sparse_prefill", peer, FP8, **shape) for peer in peers]
+                size = f"{tokens}, {heads}, {context >> 10}K"
+                cells = [f"{row.peer_us:.0f}, {row.ratio:.2f}" for row in beside]
+                lines.append(" | ".join(["| " + size, f"{beside[0].ours_us:.0f}", *cells]) + " |")
+    text = page("docs/kernels/attention-fp8-products.md")
+    assert table_after(text, "| tokens, heads, context | FP8 products |") == lines
+
+
+def test_decode_with_fp8_products() -> None:
+    peers = ("sparsemla bf16 products", "sgl_flash_mla", "FlashMLA")
+    beside = [fp8_decode(peer) for peer in peers]
+    lines = [
+        f"| {first.shape['batch']} | {first.ours_us:.1f} | "
+        + " | ".join(f"{row.peer_us:.1f}, {row.ratio:.2f}" for row in (first, *others))
+        + " |"
+        for first, *others in zip(*beside, strict=True)
+    ]
+    text = page("docs/kernels/attention-fp8-products.md")
+    assert table_after(text, "| requests | FP8 products |") == lines
+
+
+def test_gradients_beside_cudnn() -> None:
+    lines = []
+    for heads in (64, 128):
+        for context in CONTEXTS:
+            random, overlapping = (
+                one(
+                    "h200",
+                    "sparse_attention_backward",
+                    "cuDNN",
+                    lists=lists,
+                    heads=heads,
+                    context=context,
+                )
+                for lists in ("random", "overlapping")
+            )
+            lines.append(
+                f"| {heads}, {context} | {random.ours_us / 1e3:.1f} | {random.tflops:.0f} "
+                f"| {random.peer_us / 1e3:.1f} | {random.ratio:.2f} "
+                f"| {overlapping.ours_us / 1e3:.1f} | {overlapping.peer_us / 1e3:.1f} "
+                f"| {overlapping.ratio:.2f} |"
+            )
+    text = page("docs/kernels/attention-backward.md")
+    assert table_after(text, "| heads, rows | random: ours |") == lines
+
+
+def test_gradients_with_lists_that_tokens_share() -> None:
+    """The column of predictions is of no file."""
+    text = page("docs/kernels/attention-backward.md")
+    for line in table_after(text, "| heads, tokens of a list | rows | own lists |"):
+        size, context, own, shared, _, ratio, both = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        heads, tokens = (int(number) for number in size.split(", "))
+        random, overlapping = (
+            one(
+                "h100",
+                "sparse_attention_backward",
+                "sparsemla by token",
+                "list_tokens",
+                lists=lists,
+                heads=heads,
+                list_tokens=tokens,
+                context=int(context),
+            )
+            for lists in ("random", "overlapping")
+        )
+        assert (own, shared, ratio, both) == (
+            f"{overlapping.peer_us / 1e3:.1f}",
+            f"{overlapping.ours_us / 1e3:.1f}",
+            f"{overlapping.ratio:.1f}",
+            f"{random.peer_us / 1e3:.1f}, {random.ours_us / 1e3:.1f}",
+        )
+
+
+def test_the_losses_of_an_h200() -> None:
+    ops: list[tuple[str, dict[str, int]]] = [
+        ("attention_target", {"heads": 128}),
+        ("attention_target", {"heads": 64}),
+        ("selected_scores", {}),
+        ("selected_scores_backward", {}),
+        ("dense_index_loss", {}),
+        ("dense_index_gradients", {}),
+    ]
+    text = page("docs/kernels/losses.md")
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")][2:]
+        for line in table_after(text, "| op | size | ms | TFLOP/s | of the ceiling |")
+    ]
+    for (op, shape), (ms, rate, part) in zip(ops, shown, strict=True):
+        timed = found("h200", op, None, **shape)
+        assert {row.commit[:7] for row in timed} == {"8900f77"}
+        assert ms == ", ".join(f"{row.ours_us / 1e3:.2f}" for row in timed)
+        assert rate == ", ".join(f"{row.tflops:.0f}" for row in timed)
+        assert part == ", ".join(f"{share(row)}%" for row in timed)
+
+
+@pytest.mark.parametrize(
+    ("side", "header", "launches"),
+    [
+        ("sparsemla", "| sparsemla | batch 1, us |", (1, 2, 3, 5, 6, 7)),
+        ("vLLM, DeepGEMM, FlashMLA", "| peers | batch 1, us |", (5, 6, 8, 13, 15, 16)),
+    ],
+)
+def test_the_time_line_of_the_decode_step(
+    side: str, header: str, launches: tuple[int, ...]
+) -> None:
+    """Ours until a launch is done, as launches overlap; the peers' until the next begins."""
+    steps = json.loads((DATA / "launches-h200.json").read_text(encoding="utf-8"))
+    columns = []
+    for step in (each for each in steps if each["side"] == side):
+        ended = [each["start_us"] + each["us"] for each in step["launches"]]
+        started = [each["start_us"] for each in step["launches"][1:]] + [ended[-1]]
+        until = ended if side == "sparsemla" else started
+        marks = [0.0, *(until[last - 1] for last in launches)]
+        column = [after - before for before, after in itertools.pairwise(marks)]
+        columns.append([f"{us:.1f}" for us in (*column, ended[-1])])
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")][1:]
+        for line in table_after(page("docs/decode-branch.md"), header)
+    ]
+    assert shown == [list(line) for line in zip(*columns, strict=True)]
