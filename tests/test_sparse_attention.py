@@ -377,7 +377,8 @@ def test_directional_derivatives(device):
     weights = torch.randn(4, 3, 512, device=device, dtype=torch.float64)
     grads = torch.autograd.grad(loss(), leaves)
     for leaf, grad in zip(leaves, grads, strict=True):
-        step = 2e-3 * torch.randn_like(leaf)
+        # Sinks are few: their slope must stand out from the rounding of the float32 outputs.
+        step = (2e-2 if leaf.dim() == 1 else 2e-3) * torch.randn_like(leaf)
         with torch.no_grad():
             leaf += step
             above = loss()
