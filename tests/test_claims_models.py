@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import mutants
-import test_claims
 from sparsemla import FP8_584, FP8_DS_MLA, INDEX_FP8, INDEX_MXFP4, Pooling
 from sparsemla.bench import report
 from sparsemla.bench.training import TrainingAttention, crossing_lines
@@ -23,7 +22,7 @@ from sparsemla.kernels.common.lists import ENTRY_BYTES
 from sparsemla.ops.sparse_attention import MAX_WORKSPACE_BYTES
 from sparsemla.verify.matrix import MATRIX
 from sparsemla.verify.run import RERUNS
-from test_claims import DATA, commit_of, page, rows, table_after
+from test_claims import DATA, check_claim, commit_of, page, rows, table_after
 
 V4 = "docs/deepseek-v4.md"
 TRAINING = "docs/training.md"
@@ -861,7 +860,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ("name", "words", "figures"), CLAIMS, ids=[f"{name}-{words[:40]}" for name, words, _ in CLAIMS]
 )
 def test_figures_are_those_of_the_files(name: str, words: str, figures: Figures) -> None:
-    test_claims.test_figures_are_those_of_the_files(name, words, figures)
+    check_claim(name, words, figures)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.formats import ScaleMode
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.quant.cpu import write_latents
+from sparsemla.kernels.quant.cpu import fused_rope_rmsnorm_quant
 from sparsemla.pooling import Pooling, WindowState
 
 
@@ -67,7 +67,7 @@ def pool_windows(
             pooled.shape[1],
         )
     no_queries = pooled.new_empty(len(positions), 0, cos_sin_cache.shape[1])
-    write_latents(
+    fused_rope_rmsnorm_quant(
         q_rope=no_queries,
         kv=pooled,
         cos_sin_cache=cos_sin_cache,

@@ -26,40 +26,6 @@ def fused_rope_rmsnorm_quant(
 ) -> None:
     cpu.check_positions("fused_rope_rmsnorm_quant", positions, cos_sin_cache)
     cpu.check_slots("fused_rope_rmsnorm_quant", slot_mapping, cache)
-    write_latents(
-        q_rope,
-        kv,
-        cos_sin_cache,
-        kv_norm_weight,
-        cache,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        eps=eps,
-        interleaved=interleaved,
-        scale_mode=scale_mode,
-        out=out,
-        kv_out=kv_out,
-        query_norm=query_norm,
-    )
-
-
-def write_latents(
-    q_rope: Tensor,
-    kv: Tensor,
-    cos_sin_cache: Tensor,
-    kv_norm_weight: Tensor,
-    cache: PagedCache,
-    *,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: ScaleMode,
-    out: Tensor,
-    kv_out: Tensor | None,
-    query_norm: bool = False,
-) -> None:
-    """:func:`fused_rope_rmsnorm_quant` of positions and slots that its caller has checked."""
     norm_dim = kv_norm_weight.shape[0]
     weight = kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
