@@ -14,7 +14,7 @@ from typing import Any
 
 from figures import FAINT, INK, OURS, PEER, ROOT, box, text
 
-from sparsemla.bench.report import BEGIN, END
+from sparsemla_lab.bench.report import BEGIN, END
 
 DATA = ROOT / "benchmarks" / "engine-h200.json"
 DOCUMENT = ROOT / "docs" / "vllm.md"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from sparsemla.bench import report
+from sparsemla_lab.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "h200.json"

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import sparsemla
 from sparsemla import BF16_576, FP8_DS_MLA, CacheFormat, PagedCache
 from sparsemla.backends.transformers import enable
-from sparsemla.corpus import as_bytes, held_out_text, windows
-from sparsemla.demo import PIECES
-from sparsemla.generate import load_checkpoint
 from sparsemla.ops import branch
-from sparsemla.testing.fp8_products import multiplied
+from sparsemla_lab.corpus import as_bytes, held_out_text, windows
+from sparsemla_lab.demo import PIECES, shipped_model
+from sparsemla_lab.generate import load_checkpoint
+from sparsemla_lab.testing.fp8_products import multiplied
 
-MODEL = Path(sparsemla.__file__).parent / "data" / "model"
+MODEL = shipped_model()
 FILE = Path(__file__).parent / "fp8-loss.json"
 TEXTS = 3
 LENGTH = 4096

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsemla.bench.report import BEGIN, END
+from sparsemla_lab.bench.report import BEGIN, END
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "sglang-h200.json"

@@ -28,9 +28,9 @@ from torch.nn import functional
 
 from sparsemla import indexer_scores_paged, indexer_topk, select_topk, to_slots
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
-from sparsemla.bench.timing import Results, Timer
-from sparsemla.bench.workloads import PAGE_SIZE, IndexerScoresPaged
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.bench.timing import Results, Timer
+from sparsemla_lab.bench.workloads import PAGE_SIZE, IndexerScoresPaged
+from sparsemla_lab.testing.compare import assert_equal
 
 CONTEXTS = (32768, 131072, 1048576)
 BATCHES = (1, 16, 64, 128)

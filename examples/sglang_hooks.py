@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
-from sparsemla.bench.timing import Timer
-from sparsemla.testing.compare import SPARSE_DECODE_OUT, Tolerance, worst_share
+from sparsemla_lab.bench.timing import Timer
+from sparsemla_lab.testing.compare import SPARSE_DECODE_OUT, Tolerance, worst_share
 
 TOPK = 2048
 INDEX_HEADS = 64

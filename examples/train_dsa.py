@@ -1,8 +1,8 @@
 """Train a small model with DeepSeek Sparse Attention, and measure what the sparsity costs.
 
 The model has the attention of DeepSeek-V3.2 and reads bytes: Python sources, and recall, whose
-answers are far back in the text (``sparsemla.corpus``). Four stages, each from the weights of the
-one before, the last two from the same ones and with the same batches:
+answers are far back in the text (``sparsemla_lab.corpus``). Four stages, each from the weights of
+the one before, the last two from the same ones and with the same batches:
 
     dense      all weights but the indexer's, with dense attention
     warm-up    the indexer alone, on the attention of all rows
@@ -50,7 +50,7 @@ from dsa_model import (
     warming_up,
 )
 from sparsemla import HeadWeight, dequantize_blocks
-from sparsemla.corpus import (
+from sparsemla_lab.corpus import (
     ANSWER,
     TEXT,
     Bytes,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from sparsemla import BF16_576, FP8_DS_MLA
 from sparsemla.backends.transformers import enable
-from sparsemla.testing.models import copying_model
+from sparsemla_lab.testing.models import copying_model
 
 PROMPT_LENGTH, NUM_NEW = 150, 16
 

@@ -1,10 +1,11 @@
 """vLLM's engine on a small model: the tokens of this package's backend and of FlashMLA's.
 
-The model is the DeepSeek-V3.2 of :mod:`sparsemla.testing.models`, or with ``--model deepseek_v4``
-the DeepSeek-V4 of :mod:`sparsemla.testing.models_v4`: it copies from its context and is sure of it.
-Every mode serves it in a process of its own, with prompts that are longer than a selection, chunked
-prefills, and batches of prefills and decodes. Then tokens and log-probabilities are compared. For
-each mode a line says which classes served, and which kernels were compiled once it was ready.
+The model is the DeepSeek-V3.2 of :mod:`sparsemla_lab.testing.models`, or with ``--model
+deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`: it copies from its context
+and is sure of it. Every mode serves it in a process of its own, with prompts that are longer than a
+selection, chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities
+are compared. For each mode a line says which classes served, and which kernels were compiled once
+it was ready.
 
 Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the contexts, too. They
 are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line, and
@@ -142,7 +143,7 @@ all-reduce where that is installed. No variable turns it off, but ``trtllm`` nee
 
 def make_model(folder: Path) -> None:
     """Write the model, with the head that copies louder than the rest."""
-    from sparsemla.testing.models import copying_model
+    from sparsemla_lab.testing.models import copying_model
 
     model = copying_model(
         "deepseek_v32",
@@ -183,7 +184,7 @@ def make_v4_model(folder: Path) -> None:
     """Write a DeepSeek-V4 with the heads, the hidden size and the dims of V4-Flash's attention."""
     from safetensors.torch import save_file
 
-    from sparsemla.testing.models_v4 import compressed_copying_model, published_weights
+    from sparsemla_lab.testing.models_v4 import compressed_copying_model, published_weights
 
     model = compressed_copying_model(
         head_dim=512,

@@ -20,7 +20,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 
 
 try:
-    from sparsemla.testing.interpreter.portable import repair
+    from sparsemla_lab.testing.interpreter.portable import repair
 except ImportError:  # no Triton on this platform
     pass
 else:

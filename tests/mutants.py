@@ -1203,7 +1203,7 @@ def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str,
 def verify(arguments: str, source: Path, timeout: float) -> tuple[int, str]:
     """Exit code and output of ``verify`` on the package in ``source``."""
     where = ["cuda"] if torch.cuda.is_available() else ["cpu", "--as", "sm_90"]
-    command = ["-m", "sparsemla.verify", "--quick", "--device", *where, *arguments.split()]
+    command = ["-m", "sparsemla_lab.verify", "--quick", "--device", *where, *arguments.split()]
     command += ["--json", str(report_of(source))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
@@ -1289,7 +1289,7 @@ def hopper_mutants() -> list[Mutant]:
     """Those that this machine can tell."""
     if torch.cuda.is_available():
         return list(GPU_MUTANTS)
-    from sparsemla.testing.interpreter import interpreted_ops
+    from sparsemla_lab.testing.interpreter import interpreted_ops
 
     return [
         mutant

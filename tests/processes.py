@@ -100,7 +100,7 @@ def run(process: ProcessPoolExecutor, code: str, *arguments: str) -> CompletedPr
 
 
 def _import(*modules: str) -> None:
-    for module in ("sparsemla.testing.compile", *modules):
+    for module in ("sparsemla_lab.testing.compile", *modules):
         importlib.import_module(module)
     importlib.import_module("triton.runtime.cache").triton_key()  # hashes all of Triton, once
 

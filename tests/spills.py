@@ -3,7 +3,7 @@
 ``launches/spills.json`` has the maximum over all versions of Triton that were tried; kernels
 without a record spill nothing. To update it, for each version (PYTHONPATH may name its package):
 
-    python -m sparsemla.testing.compile tests/launches/topk.py | python tests/spills.py topk
+    python -m sparsemla_lab.testing.compile tests/launches/topk.py | python tests/spills.py topk
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINE = re.compile(r"(.+?) +(\w+) +((?:sm_|gfx)\w+) +\(.*spills +(\d+)")
 
 
 def of(table: str, lines: Iterable[str]) -> dict[str, int]:
-    """Parse reports of :mod:`sparsemla.testing.compile`: most bytes of each launch and kernel."""
+    """Most bytes of each launch and kernel, by reports of :mod:`sparsemla_lab.testing.compile`."""
     found: dict[str, int] = {}
     for line in lines:
         match = LINE.match(line)

@@ -10,15 +10,25 @@ from pathlib import Path
 import pytest
 
 import sparsemla
+import sparsemla_lab
 from sparsemla import dispatch, ops, reference
 
 PACKAGE = Path(sparsemla.__file__).parent
-MODULES = {
-    ".".join(("sparsemla", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+LAB = Path(sparsemla_lab.__file__).parent
+
+
+def modules(package):
+    return {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+MODULES = modules(PACKAGE)
+LAB_MODULES = modules(LAB)
+ALL_MODULES = MODULES | LAB_MODULES
 
 # Imports from the package that are allowed below a prefix of modules; longest prefix first.
 LAYERS = {
@@ -82,23 +92,7 @@ FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.backward", "sparsemla.kernels.attention"),
     ("sparsemla.kernels.losses", "sparsemla.kernels.attention"),
 }
-ON_TOP = (
-    "backends",
-    "bench",
-    "testing",
-    "checkpoint",
-    "cli",
-    "compat",
-    "corpus",
-    "demo",
-    "demo_v4",
-    "doctor",
-    "generate",
-    "picture",
-    "support",
-    "verify",
-    "__main__",
-)
+ON_TOP = ("backends", "compat", "__main__")
 BELOW = (
     "kinds",
     "state",
@@ -157,6 +151,13 @@ def test_only_the_top_imports_the_top(module):
         assert not [name for name in imports(module) if below(name, top)]
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_the_package_does_not_know_the_lab(module):
+    """Not even by a name that is imported later; ``python -m sparsemla`` hands over to it."""
+    if module != "sparsemla.__main__":
+        assert "sparsemla_lab" not in MODULES[module].read_text(encoding="utf-8")
+
+
 def test_every_module_belongs_to_a_layer():
     placed = [f"sparsemla.{name}" for name in ON_TOP] + list(LAYERS)
     assert [name for name in MODULES if name != "sparsemla" and not below(name, placed)] == []
@@ -176,7 +177,7 @@ def test_triton_is_imported_by_kernels_only():
 
 
 def test_library_code_has_no_asserts():
-    for module, path in MODULES.items():
+    for module, path in ALL_MODULES.items():
         if not below(module, ["sparsemla.kernels"]):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
@@ -317,9 +318,11 @@ for name in sys.argv[1:]:
 
 def test_every_module_can_be_imported_first():
     """No module relies on an earlier import of another module."""
-    needs_packages = ("backends", "demo", "generate", "picture", "testing", "kernels", "bench")
-    prefixes = [f"sparsemla.{name}" for name in needs_packages]
-    names = [name for name in MODULES if not below(name, prefixes)]
+    needs_packages = [
+        *(f"sparsemla.{name}" for name in ("backends", "kernels")),
+        *(f"sparsemla_lab.{name}" for name in ("demo", "generate", "picture", "testing", "bench")),
+    ]
+    names = [name for name in ALL_MODULES if not below(name, needs_packages)]
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_EACH, *names], capture_output=True, text=True, check=True
     )
@@ -335,11 +338,11 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize(
-    "module", [name for name in MODULES if not below(name, ["sparsemla.testing"])]
+    "module", [name for name in ALL_MODULES if not below(name, ["sparsemla_lab.testing"])]
 )
 def test_caches_of_callers_sizes_are_bounded(module):
     """A cache with a key for each shape of a call would grow for as long as a server runs."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    tree = ast.parse(ALL_MODULES[module].read_text(encoding="utf-8"))
     for node in tree.body:  # a cache inside of a function ends with it
         places = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
         cached = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, indexer_topk, sparse_prefill
-from sparsemla.testing.cases import Draw, decode_queries, page_tables, written_cache
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.cases import Draw, decode_queries, page_tables, written_cache
+from sparsemla_lab.testing.compare import assert_equal
 
 PAGE = 64
 CHUNKS = 1, 2, 7, 16

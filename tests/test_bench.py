@@ -21,14 +21,14 @@ from sparsemla import (
     ops,
     reference,
 )
-from sparsemla.bench import command, cpu, peers, report, run, timing, training, workloads
-from sparsemla.bench.__main__ import main
-from sparsemla.bench.ceilings import Ceilings, measure
-from sparsemla.bench.peers import sglang, vllm_python
-from sparsemla.bench.peers.base import Unavailable
-from sparsemla.bench.peers.sglang import SGLangQ8KV8
-from sparsemla.bench.peers.tilelang import largest_bucket
-from sparsemla.testing.compare import assert_close, rounded
+from sparsemla_lab.bench import command, cpu, peers, report, run, timing, training, workloads
+from sparsemla_lab.bench.__main__ import main
+from sparsemla_lab.bench.ceilings import Ceilings, measure
+from sparsemla_lab.bench.peers import sglang, vllm_python
+from sparsemla_lab.bench.peers.base import Unavailable
+from sparsemla_lab.bench.peers.sglang import SGLangQ8KV8
+from sparsemla_lab.bench.peers.tilelang import largest_bucket
+from sparsemla_lab.testing.compare import assert_close, rounded
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsemla import FP8_584, PagedCache, ops, reference
-from sparsemla.bench import compressed_step, peers, run
-from sparsemla.bench.compressed_step import RATIOS, CompressedStep, CompressedStepOfPeers
-from sparsemla.bench.timing import Timer
+from sparsemla_lab.bench import compressed_step, peers, run
+from sparsemla_lab.bench.compressed_step import RATIOS, CompressedStep, CompressedStepOfPeers
+from sparsemla_lab.bench.timing import Timer
 from test_bench import CEILINGS, STAMP, FlashMLALike, VLLMKernels
 from test_bench_step import Fakes
 

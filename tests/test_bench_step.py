@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, ops
-from sparsemla.bench import host, run, step, timeline
-from sparsemla.bench.__main__ import main
-from sparsemla.bench.ceilings import Ceilings
-from sparsemla.bench.compressed_step import CompressedStepOfPeers
-from sparsemla.bench.peers import Torch
-from sparsemla.bench.peers.base import Unavailable
-from sparsemla.bench.timing import Timer
+from sparsemla_lab.bench import host, run, step, timeline
+from sparsemla_lab.bench.__main__ import main
+from sparsemla_lab.bench.ceilings import Ceilings
+from sparsemla_lab.bench.compressed_step import CompressedStepOfPeers
+from sparsemla_lab.bench.peers import Torch
+from sparsemla_lab.bench.peers.base import Unavailable
+from sparsemla_lab.bench.timing import Timer
 
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
 STAMP = run.Stamp("0123456789ab", "2026-01-02", {"torch": "2.11.0"})

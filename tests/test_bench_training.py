@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from sparsemla.bench import command, peers, report, run, training
-from sparsemla.bench.ceilings import Ceilings
-from sparsemla.bench.timing import Timer
+from sparsemla_lab.bench import command, peers, report, run, training
+from sparsemla_lab.bench.ceilings import Ceilings
+from sparsemla_lab.bench.timing import Timer
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)

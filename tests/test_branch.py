@@ -16,8 +16,8 @@ from sparsemla import (
     plan_batch,
     reference,
 )
-from sparsemla.testing.cases import Draw, branch_case, mla_layer, sparse_decode_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, branch_case, mla_layer, sparse_decode_case
+from sparsemla_lab.testing.compare import (
     BRANCH_FP8_OUT,
     BRANCH_OUT,
     assert_close,
@@ -25,8 +25,8 @@ from sparsemla.testing.compare import (
     assert_rows_close,
     check_op,
 )
-from sparsemla.testing.poison import poisoned_empty
-from sparsemla.verify import properties
+from sparsemla_lab.testing.poison import poisoned_empty
+from sparsemla_lab.verify import properties
 
 BATCHES = {
     "decode": ([1, 1, 1], [1, 70, 129]),

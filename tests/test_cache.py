@@ -18,8 +18,8 @@ from sparsemla import (
     e4m3_format,
     slots_of,
 )
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import assert_equal
 
 FORMATS = [
     BF16_512,

@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
-from sparsemla.checkpoint import CheckpointError
-from sparsemla.generate import load_checkpoint
-from sparsemla.testing.models import copying_model
-from sparsemla.testing.models_v4 import compressed_copying_model, published_weights
+from sparsemla_lab.checkpoint import CheckpointError
+from sparsemla_lab.generate import load_checkpoint
+from sparsemla_lab.testing.models import copying_model
+from sparsemla_lab.testing.models_v4 import compressed_copying_model, published_weights
 
 E4M3 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparsemla.bench import report
+from sparsemla_lab.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import test_claims
-from sparsemla.bench import report
+from sparsemla_lab.bench import report
 from test_claims import (
     DATA,
     FP8,

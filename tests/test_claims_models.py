@@ -14,14 +14,14 @@ import pytest
 
 import mutants
 from sparsemla import FP8_584, FP8_DS_MLA, INDEX_FP8, INDEX_MXFP4, Pooling
-from sparsemla.bench import report
-from sparsemla.bench.training import TrainingAttention, crossing_lines
-from sparsemla.bench.workloads import ProjectGroups, SparseBackward, SparsePrefill
 from sparsemla.formats import BF16_512, BF16_576, bf16_format
 from sparsemla.kernels.common.lists import ENTRY_BYTES
 from sparsemla.ops.sparse_attention import MAX_WORKSPACE_BYTES
-from sparsemla.verify.matrix import MATRIX
-from sparsemla.verify.run import RERUNS
+from sparsemla_lab.bench import report
+from sparsemla_lab.bench.training import TrainingAttention, crossing_lines
+from sparsemla_lab.bench.workloads import ProjectGroups, SparseBackward, SparsePrefill
+from sparsemla_lab.verify.matrix import MATRIX
+from sparsemla_lab.verify.run import RERUNS
 from test_claims import DATA, check_claim, commit_of, page, rows, table_after
 
 V4 = "docs/deepseek-v4.md"

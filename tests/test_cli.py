@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import sparsemla
 from sparsemla import dispatch
-from sparsemla.cli import app
-from sparsemla.doctor import BRANCHES
-from sparsemla.testing.cases import Draw
-from sparsemla.verify import matrix
+from sparsemla_lab.cli import app
+from sparsemla_lab.doctor import BRANCHES
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.verify import matrix
 
 CHECKPOINT_BLOCK = 128
 
@@ -100,7 +100,7 @@ def test_completion_is_offered():
 
 LOADED = """
 import sys
-from sparsemla.cli import main
+from sparsemla_lab.cli import main
 try:
     main()
 finally:
@@ -239,7 +239,7 @@ def test_explain_refuses(arguments, parts):
 
 def test_demo(checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from sparsemla import demo
+    from sparsemla_lab import demo
 
     monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
     quick = functools.partial(demo.run_demo, timed=(64,), new_bytes=2)
@@ -253,7 +253,7 @@ def test_demo(checkpoint, tmp_path, monkeypatch):
 
 def test_demo_of_v4(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from sparsemla import demo_v4
+    from sparsemla_lab import demo_v4
 
     quick = functools.partial(demo_v4.run_demo, timed=(256,), new_tokens=1)
     monkeypatch.setattr(demo_v4, "run_demo", quick)
@@ -308,7 +308,7 @@ class TestPictures:
 @pytest.mark.parametrize("place", ["folder", "file/report.json"])
 def test_reports_that_cannot_be_written(tmp_path, monkeypatch, place):
     """The command refuses them before the verification, which would take minutes."""
-    from sparsemla.verify import run as work
+    from sparsemla_lab.verify import run as work
 
     monkeypatch.setattr(work, "verify", lambda *args, **kwargs: pytest.fail("it has begun"))
     (tmp_path / "folder").mkdir()
@@ -343,7 +343,7 @@ class TestGenerate:
         assert result.stdout == bytes(expected.tolist()).decode(errors="replace") + "\n"
 
     def test_fp8_weights(self, checkpoint, fp8_checkpoint, prompt):
-        from sparsemla.generate import load_checkpoint
+        from sparsemla_lab.generate import load_checkpoint
 
         options = {"cache_format": "bf16", "dtype": "float32"}
         exact = load_checkpoint(checkpoint, **options).model.state_dict()
@@ -503,7 +503,7 @@ class TestGenerate:
 def test_tokenizer_of_the_checkpoint(checkpoint, prompt, tmp_path):
     """Bytes of one character that arrive in several tokens are shown together."""
     tokenizers = pytest.importorskip("tokenizers")
-    from sparsemla.generate import ByteTokenizer, CheckpointTokenizer
+    from sparsemla_lab.generate import ByteTokenizer, CheckpointTokenizer
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
@@ -523,7 +523,7 @@ def test_tokenizer_of_the_checkpoint(checkpoint, prompt, tmp_path):
 
 def test_tokens_beyond_the_vocabulary(checkpoint, monkeypatch):
     pytest.importorskip("transformers")
-    from sparsemla.generate import (
+    from sparsemla_lab.generate import (
         ByteTokenizer,
         CheckpointError,
         generate_text,
@@ -538,8 +538,8 @@ def test_tokens_beyond_the_vocabulary(checkpoint, monkeypatch):
 
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for module in ("demo", "generate", "backends.transformers"):
-        monkeypatch.delitem(sys.modules, f"sparsemla.{module}", raising=False)
+    for module in ("_lab.demo", "_lab.generate", ".backends.transformers"):
+        monkeypatch.delitem(sys.modules, f"sparsemla{module}", raising=False)
     assert_fails(run("demo"), "transformers is not installed", "pip install 'sparsemla[demo]'")
     result = run("generate", "--model", ".", "--prompt-file", __file__)
     assert_fails(result, "pip install 'sparsemla[demo]'")
@@ -547,7 +547,7 @@ def test_missing_extra_is_named(monkeypatch):
 
 ONE_LONG_CALL = """
 import torch
-from sparsemla.bench import command, cpu
+from sparsemla_lab.bench import command, cpu
 def compare():
     torch.set_num_threads(1)
     numbers = torch.ones(1 << 13, 1 << 13, dtype=torch.float64)
@@ -580,7 +580,7 @@ def test_bench_ends_at_once_when_it_is_interrupted():
 
 def test_exit_code_of_the_process(tmp_path):
     """The installed command calls ``main``."""
-    command = [sys.executable, "-c", "from sparsemla.cli import main; main()"]
+    command = [sys.executable, "-c", "from sparsemla_lab.cli import main; main()"]
     missing = tmp_path / "no.txt"
     failed = subprocess.run(
         [*command, "generate", "--model", "none", "--prompt-file", missing],
@@ -604,6 +604,17 @@ def test_python_runs_the_package():
     assert "Usage: sparsemla " in as_module("--help", stdout=subprocess.PIPE).stdout
 
 
+def test_without_its_package_the_command_line_says_how_to_install_it():
+    code = (
+        "import runpy, sys; sys.modules['sparsemla_lab'] = None; "
+        "runpy.run_module('sparsemla', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    line = "sparsemla: the command line is not installed: pip install 'sparsemla[lab]'\n"
+    assert done.stderr == line
+
+
 def test_output_that_nobody_reads(tmp_path):
     """A closed pipe ends the command without a word, a full disk with a line."""
     read, write = os.pipe()
@@ -619,7 +630,9 @@ def test_output_that_nobody_reads(tmp_path):
 
 
 def test_letters_that_a_terminal_lacks():
-    code = "from sparsemla import cli; cli.app = lambda **_: cli._write('déjà\\ufffd'); cli.main()"
+    code = (
+        "from sparsemla_lab import cli; cli.app = lambda **_: cli._write('déjà\\ufffd'); cli.main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},

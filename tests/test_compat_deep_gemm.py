@@ -9,15 +9,15 @@ import torch
 import sparsemla.compat.deep_gemm as deep_gemm
 from sparsemla import INDEX_FP8
 from sparsemla.formats import fp8_scales, to_fp8
-from sparsemla.testing.cases import Draw, indexer_scores_case, indexer_scores_paged_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, indexer_scores_case, indexer_scores_paged_case
+from sparsemla_lab.testing.compare import (
     INDEXER_SCORES,
     Tolerance,
     assert_close,
     run_reference,
     score_sizes,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 # As for float32 scores, and a rounding of the result by up to 2^-8 of itself.
 BFLOAT16_SCORES = Tolerance(rel=1.51 / 256, cos=3e-6, size=2**-9)

@@ -8,14 +8,14 @@ import torch
 
 import sparsemla.compat.flash_mla as flash_mla
 from sparsemla import BF16_512, BF16_576, FP8_584, FP8_DS_MLA, PagedCache, bf16_format, reference
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     dense_decode_case,
     sinks,
     sparse_decode_case,
     sparse_prefill_case,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     DECODE_LSE,
     DENSE_DECODE_OUT,
     SPARSE_DECODE_OUT,
@@ -26,7 +26,7 @@ from sparsemla.testing.compare import (
     assert_equal,
     run_reference,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 SCHEDULE, NUM_SPLITS = flash_mla.get_mla_metadata()
 

@@ -19,7 +19,7 @@ from sparsemla import (
     branch_workspace_size,
     e4m3_format,
 )
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     attention_target_case,
     branch_case,
@@ -50,7 +50,7 @@ from sparsemla.testing.cases import (
     split_queries,
     visible_slots_case,
 )
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 
 PAGE = 72
 """Tokens of a page for which a 584-byte page needs no padding: opcheck clones strides away."""

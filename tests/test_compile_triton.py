@@ -12,7 +12,7 @@ import spills
 
 pytest.importorskip("triton")
 
-from sparsemla.testing.compile import BRANCHED_ARRIVAL, launches_of, report
+from sparsemla_lab.testing.compile import BRANCHED_ARRIVAL, launches_of, report
 
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
@@ -82,7 +82,7 @@ COUNTS = """
 import runpy, sys
 from functools import partial
 from sparsemla import FP8_DS_MLA, INDEX_FP8
-from sparsemla.testing.compile import TARGETS, compile_launch
+from sparsemla_lab.testing.compile import TARGETS, compile_launch
 
 def table(name):
     return runpy.run_path(f"{sys.argv[1]}/{name}.py")
@@ -110,7 +110,7 @@ def test_different_counts_share_a_kernel(run_python):
 # If values are truncated to another type first, their codes may be off by one step.
 CODES = """
 import re, runpy, sys
-from sparsemla.testing.compile import TARGETS, compile_launch
+from sparsemla_lab.testing.compile import TARGETS, compile_launch
 
 launch = runpy.run_path(f"{sys.argv[1]}/quant.py")["LAUNCHES"]["fused fp8_ds_mla"]
 for target in TARGETS:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from sparsemla import corpus
+from sparsemla_lab import corpus
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from sparsemla.kernels.attention.schedule import dense, sm90_sparse, sparse
 from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla.ops import decode
 from sparsemla.ops._repeat import unrepeated
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
     dense_decode_case,
@@ -28,14 +28,14 @@ from sparsemla.testing.cases import (
     split_queries,
     varied_lengths,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     DECODE_LSE,
     SPARSE_DECODE_OUT,
     assert_close,
     assert_equal,
     check_op,
 )
-from sparsemla.testing.shapes import (
+from sparsemla_lab.testing.shapes import (
     DECODE_SIZES,
     EXTRA_STREAMS,
     FLOATS,
@@ -43,7 +43,7 @@ from sparsemla.testing.shapes import (
     LATENT_FORMATS,
     PAGE_SIZES,
 )
-from sparsemla.verify.properties import check_alone
+from sparsemla_lab.verify.properties import check_alone
 
 by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS)
 

@@ -15,9 +15,9 @@ pytest.importorskip("matplotlib")
 from rich.console import Console
 from rich.progress import Progress
 
-from sparsemla import corpus, demo, demo_v4
-from sparsemla.generate import load_checkpoint
-from sparsemla.picture import draw_contexts, draw_question
+from sparsemla_lab import corpus, demo, demo_v4
+from sparsemla_lab.generate import load_checkpoint
+from sparsemla_lab.picture import draw_contexts, draw_question
 
 CONTEXT, TOPK = 256, 16
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import sparsemla
+import sparsemla_lab
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = Path(sparsemla.__file__).resolve().parent
+PACKAGES = [Path(package.__file__).resolve().parent for package in (sparsemla, sparsemla_lab)]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPOSITORY = "https://github.com/sparsemla/sparsemla/blob/main/"
 RAW = "https://raw.githubusercontent.com/sparsemla/sparsemla/main/"
@@ -24,7 +25,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PATH_SUFFIXES = {".cfg", ".csv", ".json", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
-TOP_FOLDERS = ("src/", "tests/", "docs/", ".ci/")
+TOP_FOLDERS = ("src/", "lab/", "tests/", "docs/", ".ci/")
 
 
 def page_id(page: Path) -> str:
@@ -71,8 +72,9 @@ def anchors(page: Path) -> set[str]:
 
 PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))]
 MODULES_WITH_EXAMPLES = [
-    ".".join(("sparsemla", *path.relative_to(PACKAGE).with_suffix("").parts))
-    for path in sorted(PACKAGE.rglob("*.py"))
+    ".".join(path.relative_to(package.parent).with_suffix("").parts)
+    for package in PACKAGES
+    for path in sorted(package.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
 

@@ -32,8 +32,8 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.compat import flash_mla
-from sparsemla.testing.cases import Draw, branch_case, indexer_topk_case, mla_layer
-from sparsemla.testing.compare import SPARSE_PREFILL_OUT, assert_close, assert_equal
+from sparsemla_lab.testing.cases import Draw, branch_case, indexer_topk_case, mla_layer
+from sparsemla_lab.testing.compare import SPARSE_PREFILL_OUT, assert_close, assert_equal
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "documents.md").read_text(
     encoding="utf-8"

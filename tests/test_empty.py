@@ -19,8 +19,8 @@ import sparsemla
 from sparsemla import dispatch
 from sparsemla.checks import Checker
 from sparsemla.ops._repeat import unrepeated
-from sparsemla.testing.compare import run_op, run_reference, tolerances_of
-from sparsemla.verify.properties import against_reference
+from sparsemla_lab.testing.compare import run_op, run_reference, tolerances_of
+from sparsemla_lab.verify.properties import against_reference
 from test_errors import CALLS, OUTPUTS
 
 NOTHING = {"topk_indices": -1}
@@ -82,7 +82,7 @@ def tiers_of(op):
 
 
 try:
-    from sparsemla.testing.interpreter import acting_as_hopper
+    from sparsemla_lab.testing.interpreter import acting_as_hopper
 except ImportError:
     TRITON = False
 else:

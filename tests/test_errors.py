@@ -24,7 +24,7 @@ from sparsemla import (
     e4m3_format,
     rope_frequencies,
 )
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     attention_target_case,
     branch_case,
@@ -55,7 +55,7 @@ from sparsemla.testing.cases import (
     sparse_decode_case,
     sparse_prefill_case,
 )
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 
 TABLE = cos_sin_table(rope_frequencies(64, 1e4), 100)
 

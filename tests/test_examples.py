@@ -13,8 +13,8 @@ import torch
 
 import processes
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache
-from sparsemla.bench import report
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.bench import report
+from sparsemla_lab.testing.compare import assert_equal
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

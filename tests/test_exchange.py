@@ -10,8 +10,8 @@ import torch
 import processes
 from sparsemla import INDEX_FP8, PagedCache, reference
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import assert_equal
 
 PAGE_SIZE, HEADS, TOPK = 4, 4, 6
 

@@ -21,9 +21,9 @@ from sparsemla import (
     get_format,
 )
 from sparsemla.formats import ceil_pow2, from_e2m1, to_fp8
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import assert_equal
-from sparsemla.testing.shapes import INDEX_FORMATS, LATENT_FORMATS
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import assert_equal
+from sparsemla_lab.testing.shapes import INDEX_FORMATS, LATENT_FORMATS
 
 FORMATS = [*LATENT_FORMATS, *INDEX_FORMATS, e4m3_format(100, 60, 33)]
 by_format = pytest.mark.parametrize("fmt", FORMATS)

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
-from sparsemla.testing.interpreter import ptx
+from sparsemla_lab.testing.interpreter import ptx
 
 
 def lop3(a, b, c, table):

@@ -8,9 +8,9 @@ import torch
 
 from sparsemla import BF16_512, BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch
 from sparsemla.reference.prefill import round_rows
-from sparsemla.testing import compare
-from sparsemla.testing.cases import Draw, sparse_decode_case, sparse_prefill_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing import compare
+from sparsemla_lab.testing.cases import Draw, sparse_decode_case, sparse_prefill_case
+from sparsemla_lab.testing.compare import (
     SPARSE_PREFILL_LSE,
     SPARSE_PREFILL_OUT,
     assert_result,
@@ -19,8 +19,8 @@ from sparsemla.testing.compare import (
     sizes_of,
     tolerances_of,
 )
-from sparsemla.testing.fp8_products import e4m3, multiplied
-from sparsemla.verify.matrix import MATRIX
+from sparsemla_lab.testing.fp8_products import e4m3, multiplied
+from sparsemla_lab.verify.matrix import MATRIX
 
 CASES = {
     op: {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sparsemla
 from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, reference
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
     embed,
@@ -17,9 +17,9 @@ from sparsemla.testing.cases import (
     to_slots_case,
     visible_slots_case,
 )
-from sparsemla.testing.compare import assert_equal, check_op
-from sparsemla.testing.poison import poisoned_empty
-from sparsemla.testing.shapes import LATENT_FORMATS, PAGE_SIZES
+from sparsemla_lab.testing.compare import assert_equal, check_op
+from sparsemla_lab.testing.poison import poisoned_empty
+from sparsemla_lab.testing.shapes import LATENT_FORMATS, PAGE_SIZES
 
 by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS)
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from sparsemla import generate
-from sparsemla.cli import app
-from sparsemla.testing.models import copying_model
-from sparsemla.testing.models_v4 import compressed_copying_model
+from sparsemla_lab import generate
+from sparsemla_lab.cli import app
+from sparsemla_lab.testing.models import copying_model
+from sparsemla_lab.testing.models_v4 import compressed_copying_model
 
 PROMPT = "The lamp at Skerrow burns from dusk to dawn"
 OPTIONS: dict[str, Any] = {"cache_format": "bf16", "dtype": "float32"}

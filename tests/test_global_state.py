@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from sparsemla import FP4_288, PagedCache, PlanBuffers, ops
 from sparsemla.state import Table
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import run_op
-from sparsemla.verify.run import chosen_cases
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import run_op
+from sparsemla_lab.verify.run import chosen_cases
 from test_wrong_kinds import VALID, call, callables
 
 

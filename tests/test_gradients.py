@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 import sparsemla
 from sparsemla import DecodeRunner, HeadWeight, MLALayer
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 from test_errors import CALLS
 from test_global_state import snapshot
 

@@ -15,8 +15,8 @@ from sparsemla import (
 )
 from sparsemla.formats import fp8_scales, to_fp8
 from sparsemla.reference.quant import rotate_last
-from sparsemla.testing.cases import Draw, embed, project_groups_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, embed, project_groups_case
+from sparsemla_lab.testing.compare import (
     FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
     UNQUANTIZED_PROJECTION,

@@ -15,7 +15,7 @@ from sparsemla import (
     reference,
 )
 from sparsemla.formats import to_fp8
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
     embed,
@@ -24,7 +24,7 @@ from sparsemla.testing.cases import (
     indexer_scores_paged_case,
     indexer_topk_case,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     EXACT,
     UNQUANTIZED_SCORES,
     assert_close,
@@ -34,7 +34,7 @@ from sparsemla.testing.compare import (
     run_reference,
     score_sizes,
 )
-from sparsemla.testing.shapes import INDEX_FORMATS, PAGE_SIZES
+from sparsemla_lab.testing.shapes import INDEX_FORMATS, PAGE_SIZES
 
 by_format = pytest.mark.parametrize("fmt", INDEX_FORMATS)
 by_dtype = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsemla import PagedCache, WindowState, plan_batch
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 from test_wrong_kinds import VALID, call, find
 
 DTYPES = {"int32": torch.int32, "int64": torch.int64, "uint32": torch.uint32}

@@ -23,10 +23,10 @@ from triton.language.extra.cuda import gdc_wait
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
 from sparsemla.kernels.topk.sm90 import candidates, registers
-from sparsemla.testing import cases
-from sparsemla.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
-from sparsemla.verify import run
-from sparsemla.verify.matrix import MATRIX, Case
+from sparsemla_lab.testing import cases
+from sparsemla_lab.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
+from sparsemla_lab.verify import run
+from sparsemla_lab.verify.matrix import MATRIX, Case
 
 pytestmark = [
     pytest.mark.skipif(not knobs.runtime.interpret, reason="Triton does not interpret"),

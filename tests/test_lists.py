@@ -8,7 +8,7 @@ import torch
 
 import sparsemla
 from sparsemla import FP8_DS_MLA, PagedCache, dispatch, explain, reference, share_lists
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     embed,
     poisoned_cache,
@@ -16,7 +16,7 @@ from sparsemla.testing.cases import (
     share_lists_case,
     shared_prefill_case,
 )
-from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal, check_op
+from sparsemla_lab.testing.compare import TOLERANCES, assert_close, assert_equal, check_op
 
 KINDS = ["ascending", "shuffled", "mixed"]
 

@@ -16,9 +16,9 @@ import sparsemla
 from sparsemla import dispatch, reference
 from sparsemla.ops import losses
 from sparsemla.reference.losses import dense_distributions
-from sparsemla.testing import cases
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing import cases
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import (
     FLOAT32_INDEX_GRADIENT,
     INDEX_LOSS,
     TOLERANCES,

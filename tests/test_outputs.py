@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparsemla
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 from test_errors import CALLS, OUTPUTS
 
 OTHER = 64  # fills the buffer around a slice, in every dtype

@@ -5,14 +5,14 @@ import torch
 
 import sparsemla
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, dispatch, reference, slots_of
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     dense_decode_case,
     gather_dequant_case,
     indexer_scores_paged_case,
     indexer_topk_case,
 )
-from sparsemla.testing.compare import assert_equal, check_op
+from sparsemla_lab.testing.compare import assert_equal, check_op, run_op
 
 WRAPPING = [2**58, -(2**58), 2**63 - 1, -(2**63), 2**57 + 1, 2**32, 2**31, 2**26]
 """Ids of pages of 64 tokens that overflow: their slots wrap to small numbers in 32 or 64 bits."""
@@ -54,8 +54,7 @@ def test_pages_with_wrapping_slots_are_missing(device, name, page):
     missing = with_page(case, -1)
     if name == "indexer_topk, slots" and 0 < page < 2**25:
         missing = case  # slots of pages that this cache lacks, but another may have
-    got = sparsemla.testing.compare.run_op(op, case)
-    for result, expected in zip(got, sparsemla.testing.compare.run_op(op, missing), strict=True):
+    for result, expected in zip(run_op(op, case), run_op(op, missing), strict=True):
         assert_equal(name, result.clone(), expected)
     check_op(op, case)
 

@@ -17,8 +17,8 @@ from sparsemla import (
     bf16_format,
     reference,
 )
-from sparsemla.testing.cases import Draw, pool_windows_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, pool_windows_case
+from sparsemla_lab.testing.compare import (
     BFLOAT16_ULP,
     FLOAT32_ULPS,
     assert_close,
@@ -26,7 +26,7 @@ from sparsemla.testing.compare import (
     assert_rows_close,
     run_reference,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 CSA, HCA = Pooling(4, overlap=True), Pooling(128)
 SMALL = bf16_format(96)

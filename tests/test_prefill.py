@@ -14,7 +14,7 @@ from sparsemla import (
 )
 from sparsemla.ops._repeat import unrepeated
 from sparsemla.reference.prefill import round_rows
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     dense_prefill_case,
     embed,
@@ -24,7 +24,7 @@ from sparsemla.testing.cases import (
     sparse_prefill_case,
     split_queries,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     DENSE_PREFILL_LSE,
     DENSE_PREFILL_OUT,
     SPARSE_PREFILL_LSE,
@@ -35,7 +35,7 @@ from sparsemla.testing.compare import (
     check_op,
     run_op,
 )
-from sparsemla.testing.shapes import (
+from sparsemla_lab.testing.shapes import (
     DENSE_PREFILL_DIMS,
     EXTRA_STREAMS,
     FLOATS,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import sparsemla
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 METADATA = PROJECT["project"]
+LAB = tomllib.loads((ROOT / "lab/pyproject.toml").read_text(encoding="utf-8"))["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
 
 
@@ -32,6 +35,8 @@ def test_python_versions_agree():
     assert [f"3.{minor}" for minor in range(9, 14) if f"3.{minor}" in supported] == [*PYTHONS]
     for python in PYTHONS:
         assert f"Programming Language :: Python :: {python}" in METADATA["classifiers"]
+    assert LAB["requires-python"] == METADATA["requires-python"]
+    assert LAB["classifiers"] == METADATA["classifiers"]
     tools = PROJECT["tool"]
     assert tools["mypy"]["python_version"] == PYTHONS[0]
     assert tools["ruff"]["target-version"] == "py" + PYTHONS[0].replace(".", "")
@@ -39,15 +44,42 @@ def test_python_versions_agree():
 
 REQUIREMENTS = [
     Requirement(text)
-    for group in (METADATA["dependencies"], *METADATA["optional-dependencies"].values())
+    for project in (METADATA, LAB)
+    for group in (project["dependencies"], *project["optional-dependencies"].values())
     for text in group
 ]
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_pins_satisfy_the_ranges(requirement):
-    if requirement.name != "sparsemla":
-        assert pins()[requirement.name] in requirement.specifier
+    of_this_repository = {"sparsemla": METADATA["version"], "sparsemla-lab": LAB["version"]}
+    assert (pins() | of_this_repository)[requirement.name] in requirement.specifier
+
+
+def test_the_package_and_its_lab_need_each_others_version():
+    names = {"sparsemla", "sparsemla-lab"}
+    between = [each for each in REQUIREMENTS if each.name in names]
+    assert {each.name for each in between} == names
+    own_extra = Requirement("sparsemla[demo]")
+    for requirement in between:
+        assert requirement == own_extra or str(requirement.specifier) == f"=={LAB['version']}"
+
+
+def test_the_package_needs_neither_its_lab_nor_packages_of_a_command_line():
+    needed = {Requirement(text).name for text in METADATA["dependencies"]}
+    assert needed == {"torch", "triton", "numpy"}
+
+
+def test_the_wheel_is_below_a_megabyte():
+    """Its files, packed as a wheel packs them."""
+    (folder,) = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix != ".pyc":
+                assert path.suffix == ".py" or path.name == "py.typed", path
+                archive.write(path)
+    assert packed.tell() < 1e6
 
 
 def test_triton_has_an_upper_bound():
@@ -61,13 +93,15 @@ def test_triton_has_an_upper_bound():
 
 
 def test_project_metadata_has_urls():
-    assert set(METADATA["urls"]) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    wanted = {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert set(METADATA["urls"]) == set(LAB["urls"]) == wanted
 
 
 def test_the_version_is_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert METADATA["version"] == sparsemla.__version__ == citation["version"]
-    assert METADATA["license"] == citation["license"]
+    assert METADATA["version"] == sparsemla.__version__ == citation["version"] == LAB["version"]
+    assert METADATA["license"] == citation["license"] == LAB["license"]
+    assert (ROOT / "lab/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert METADATA["urls"]["Source"] == citation["repository-code"]
 
 

@@ -4,8 +4,8 @@ import torch
 import sparsemla
 from sparsemla import HeadWeight, absorb_kv_b_proj
 from sparsemla.formats import to_fp8
-from sparsemla.testing.cases import Draw, embed, head_weight, project_heads_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, embed, head_weight, project_heads_case
+from sparsemla_lab.testing.compare import (
     FP8_PROJECTION,
     MERGED_FP8_PROJECTION,
     PROJECTION,
@@ -15,7 +15,7 @@ from sparsemla.testing.compare import (
     check_op,
     projection_tolerances,
 )
-from sparsemla.testing.shapes import PROJECTION_SHAPES, SCALE_BLOCKS
+from sparsemla_lab.testing.shapes import PROJECTION_SHAPES, SCALE_BLOCKS
 
 by_shape = pytest.mark.parametrize("shape", PROJECTION_SHAPES.values(), ids=PROJECTION_SHAPES)
 by_block = pytest.mark.parametrize("block", SCALE_BLOCKS.values(), ids=SCALE_BLOCKS)

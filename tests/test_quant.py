@@ -15,14 +15,14 @@ from sparsemla import (
     reference,
     rope_frequencies,
 )
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     append_index_keys_case,
     fused_indexer_rope_quant_case,
     fused_rope_rmsnorm_quant_case,
     prepare_index_queries_case,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     BFLOAT16_ULP,
     E4M3_STEP,
     FLOAT32_ULPS,
@@ -33,8 +33,8 @@ from sparsemla.testing.compare import (
     assert_rows_close,
     run_reference,
 )
-from sparsemla.testing.poison import poisoned_empty
-from sparsemla.testing.shapes import CONVENTIONS, FLOATS, INDEX_FORMATS, LATENT_FORMATS
+from sparsemla_lab.testing.poison import poisoned_empty
+from sparsemla_lab.testing.shapes import CONVENTIONS, FLOATS, INDEX_FORMATS, LATENT_FORMATS
 
 
 def ids(value):

@@ -23,7 +23,7 @@ from sparsemla import (
     sparse_prefill,
 )
 from sparsemla.ops import _repeat
-from sparsemla.testing.cases import Draw, shared_prefill_case, sparse_prefill_case
+from sparsemla_lab.testing.cases import Draw, shared_prefill_case, sparse_prefill_case
 from test_errors import CALLS
 
 pytest.importorskip("triton")
@@ -32,7 +32,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from sparsemla.kernels.common import device, launches
-from sparsemla.testing.compile import TARGETS, believe
+from sparsemla_lab.testing.compile import TARGETS, believe
 
 # Triton 3.9 announces a change of its default.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -14,7 +14,7 @@ import torch
 import sparsemla
 from sparsemla import PagedCache
 from sparsemla.kernels.common import cpu
-from sparsemla.testing.cases import Draw
+from sparsemla_lab.testing.cases import Draw
 
 HEADS = 8
 

@@ -25,7 +25,7 @@ from sparsemla import (
     sparse_decode,
     to_slots,
 )
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.compare import assert_equal
 
 PAGE_SIZE = 5
 MAX_PAGES = 4

@@ -25,9 +25,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
-from sparsemla.bench.report import BEGIN, END
-from sparsemla.bench.timing import Prepared, Timing
-from sparsemla.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
+from sparsemla_lab.bench.report import BEGIN, END
+from sparsemla_lab.bench.timing import Prepared, Timing
+from sparsemla_lab.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed; .ci/run installs it", allow_module_level=True)

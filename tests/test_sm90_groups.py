@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 import sparsemla
 from sparsemla import HeadWeight, reference
 from sparsemla.kernels.projection import sm90_groups
-from sparsemla.testing.cases import Draw, project_groups_case
-from sparsemla.testing.compare import FP8_PROJECTION, assert_close, assert_equal
-from sparsemla.testing.interpreter import acting_as_hopper
+from sparsemla_lab.testing.cases import Draw, project_groups_case
+from sparsemla_lab.testing.compare import FP8_PROJECTION, assert_close, assert_equal
+from sparsemla_lab.testing.interpreter import acting_as_hopper
 
 
 def weight(outputs, inputs, scale_block=(128, 128)):

@@ -17,8 +17,8 @@ from sparsemla.kernels.topk import sm90 as topk_on_hopper
 from sparsemla.kernels.topk.sm90 import candidates, merge, radix, registers
 from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
 from sparsemla.kernels.topk.triton import LIST_BYTES
-from sparsemla.testing.cases import Draw, adversarial_scores, merge_topk_case
-from sparsemla.testing.interpreter import acting_as_hopper
+from sparsemla_lab.testing.cases import Draw, adversarial_scores, merge_topk_case
+from sparsemla_lab.testing.interpreter import acting_as_hopper
 from test_topk import merges_with_the_largest_index
 
 COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]

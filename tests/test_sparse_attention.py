@@ -21,9 +21,9 @@ from sparsemla import (
     sparse_attention_backward,
     sparse_prefill,
 )
-from sparsemla.testing import cases
-from sparsemla.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing import cases
+from sparsemla_lab.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
+from sparsemla_lab.testing.compare import (
     FLOAT32_GRADIENT,
     SPARSE_ATTENTION_GRADIENT,
     SPARSE_ATTENTION_SINK_GRADIENT,
@@ -32,7 +32,7 @@ from sparsemla.testing.compare import (
     check_op,
     gradient_sizes,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 SMALL = {"num_tokens": 4, "num_heads": 3, "topk": 20, "num_rows": 30}
 TOLERANCE = {torch.float32: FLOAT32_GRADIENT}

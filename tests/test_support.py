@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from sparsemla import doctor, support
-from sparsemla.support import Proof, gpu_support
+from sparsemla_lab import doctor, support
+from sparsemla_lab.support import Proof, gpu_support
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def test_triton_versions_match_the_requirement():
 
 
 def test_targets_match_the_compile_check():
-    compile = pytest.importorskip("sparsemla.testing.compile")
+    compile = pytest.importorskip("sparsemla_lab.testing.compile")
     targets = {row.target for row in support.TABLE} - {"cpu"}
     assert targets == {target.name for target in compile.TARGETS}
 

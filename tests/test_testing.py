@@ -7,8 +7,8 @@ import torch
 
 import sparsemla
 from sparsemla import FP8_DS_MLA, PagedCache
-from sparsemla.testing import compare
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing import compare
+from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
     adversarial_scores,
@@ -20,7 +20,7 @@ from sparsemla.testing.cases import (
     sparse_decode_case,
     sparse_prefill_case,
 )
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.compare import (
     Tolerance,
     assert_close,
     assert_equal,
@@ -30,7 +30,7 @@ from sparsemla.testing.compare import (
     check_op,
     cosine_difference,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 TIGHT = Tolerance(1e-6, 1e-6)
 

@@ -57,13 +57,13 @@ COMMAND = """
 import runpy, warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the module that has been imported
-    runpy.run_module("sparsemla.testing.compile", run_name="__main__")
+    runpy.run_module("sparsemla_lab.testing.compile", run_name="__main__")
 """
 
 
 @pytest.fixture
 def compile_table(run_python, tmp_path):
-    """Runs ``python -m sparsemla.testing.compile`` on a launch of a kernel."""
+    """Runs ``python -m sparsemla_lab.testing.compile`` on a launch of a kernel."""
 
     def run(launch, kernel=KERNEL):
         table = tmp_path / "table.py"

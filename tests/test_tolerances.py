@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import (
+from sparsemla.weights import HeadWeight
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import (
     ATTENTION_TARGET,
     BFLOAT16_ULP,
     BRANCH_FP8_OUT,
@@ -37,9 +38,8 @@ from sparsemla.testing.compare import (
     run_reference,
     sizes_of,
 )
-from sparsemla.verify.matrix import MATRIX
-from sparsemla.verify.properties import CACHE_WRITERS, OVERWRITING
-from sparsemla.weights import HeadWeight
+from sparsemla_lab.verify.matrix import MATRIX
+from sparsemla_lab.verify.properties import CACHE_WRITERS, OVERWRITING
 
 # Smallest errors that each tolerance must refuse: one element off by this part of its size, or
 # all elements off by this factor.

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsemla
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     adversarial_scores,
     embed,
     merge_topk_case,
     select_topk_case,
 )
-from sparsemla.testing.compare import assert_equal, check_op
+from sparsemla_lab.testing.compare import assert_equal, check_op
 
 ADVERSARIES = list(adversarial_scores(Draw(0), 8, 4))
 

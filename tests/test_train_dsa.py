@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import train_dsa
 from dsa_model import learning, over, selection
-from sparsemla import corpus
+from sparsemla_lab import corpus
 
 STEPS = {"dense": 12, "warm-up": 8, "sparse": 3, "control": 3}
 TINY = replace(
@@ -124,7 +124,7 @@ def test_a_run_that_stops_after_every_step_has_the_same_bits(folder, tmp_path, m
 
 def test_the_checkpoint_is_one_of_transformers(folder):
     pytest.importorskip("transformers")
-    from sparsemla.generate import load_checkpoint
+    from sparsemla_lab.generate import load_checkpoint
 
     stored = load_file(folder / "model" / "model.safetensors")
     kinds = {str(weight.dtype) for weight in stored.values()}

@@ -26,7 +26,7 @@ from sparsemla.backends.transformers.dense import (  # noqa: E402
     dense_attention,
     dense_attention_with_lse,
 )
-from sparsemla.testing.models import copying_model  # noqa: E402
+from sparsemla_lab.testing.models import copying_model  # noqa: E402
 
 # transformers 5.23 renames gradient checkpointing; 5.17 has the old name only.
 old_name_of_checkpointing = pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")

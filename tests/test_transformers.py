@@ -34,7 +34,7 @@ from transformers.generation import CompileConfig  # noqa: E402
 
 from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
 from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
-from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
+from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
 
 TOPK = 16
 ALL = 64  # a top-k that no context of these tests exceeds

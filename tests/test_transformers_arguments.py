@@ -23,8 +23,8 @@ from sparsemla.backends.transformers import PagedAttention, TrainingAttention, e
 from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
 from sparsemla.backends.transformers.keywords import MODALITIES, PASSED_ON  # noqa: E402
 from sparsemla.backends.transformers.sequences import BOUNDARIES  # noqa: E402
-from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
-from sparsemla.testing.models_glm5 import pooled_model  # noqa: E402
+from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
+from sparsemla_lab.testing.models_glm5 import pooled_model  # noqa: E402
 from test_transformers_v4 import MIXED  # noqa: E402
 from test_transformers_v4 import make_model as compressed_model  # noqa: E402
 

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import enable  # noqa: E402
 from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
-from sparsemla.testing.models_glm5 import PARTS, finding_model, pooled_model, prompt  # noqa: E402
+from sparsemla_lab.testing.models_glm5 import PARTS, finding_model, pooled_model, prompt  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from sparsemla import (
 transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import deepseek_v4, enable  # noqa: E402
-from sparsemla.testing.models import copying_model  # noqa: E402
-from sparsemla.testing.models_v4 import compressed_copying_model, copied_tokens  # noqa: E402
+from sparsemla_lab.testing.models import copying_model  # noqa: E402
+from sparsemla_lab.testing.models_v4 import compressed_copying_model, copied_tokens  # noqa: E402
 
 SLIDING, CSA, HCA = 0, 4, 128
 MIXED = [SLIDING, CSA, HCA, CSA]

@@ -19,9 +19,9 @@ transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import enable  # noqa: E402
 from sparsemla.backends.transformers.layers import LINEAR  # noqa: E402
-from sparsemla.testing.models import CLASSES, copying_model  # noqa: E402
-from sparsemla.testing.models_glm5 import pooled_model  # noqa: E402
-from sparsemla.testing.models_v4 import compressed_copying_model  # noqa: E402
+from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
+from sparsemla_lab.testing.models_glm5 import pooled_model  # noqa: E402
+from sparsemla_lab.testing.models_v4 import compressed_copying_model  # noqa: E402
 
 MODELS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(copying_model, name, lag=5, index_topk=8) for name in CLASSES},

@@ -21,7 +21,7 @@ from sparsemla import (
     e4m3_format,
     reference,
 )
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     branch_case,
     dense_decode_case,
@@ -31,8 +31,8 @@ from sparsemla.testing.cases import (
     sparse_decode_case,
     split_queries,
 )
-from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.compare import TOLERANCES, assert_close, assert_equal
+from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 from sparsemla.kernels.attention.triton import decode

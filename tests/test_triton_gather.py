@@ -16,7 +16,7 @@ from sparsemla import (
     e4m3_format,
     reference,
 )
-from sparsemla.testing.cases import Draw, embed, entry_slots_case
+from sparsemla_lab.testing.cases import Draw, embed, entry_slots_case
 
 pytest.importorskip("triton")
 

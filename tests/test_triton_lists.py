@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsemla import dispatch, reference
-from sparsemla.testing.cases import Draw, embed, share_lists_case, shared_prefill_case
-from sparsemla.testing.compare import assert_equal
+from sparsemla_lab.testing.cases import Draw, embed, share_lists_case, shared_prefill_case
+from sparsemla_lab.testing.compare import assert_equal
 from test_triton_prefill import check
 
 pytest.importorskip("triton")

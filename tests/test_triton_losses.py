@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sparsemla import dispatch
-from sparsemla.testing import cases
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing import cases
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import (
     FLOAT32_INDEX_GRADIENT,
     INDEX_LOSS,
     TOLERANCES,
@@ -15,7 +15,7 @@ from sparsemla.testing.compare import (
     run_reference,
     sizes_of,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 

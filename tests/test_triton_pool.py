@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from sparsemla import BF16_512, FP8_584, INDEX_FP8, INDEX_MXFP4, Pooling, bf16_format, dispatch
-from sparsemla.testing.cases import Draw, pool_windows_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, pool_windows_case
+from sparsemla_lab.testing.compare import (
     BFLOAT16_ULP,
     FLOAT32_ULPS,
     assert_close,
     assert_rows_close,
     run_reference,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 

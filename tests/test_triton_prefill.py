@@ -15,7 +15,7 @@ from sparsemla import (
     e4m3_format,
     reference,
 )
-from sparsemla.testing.cases import (
+from sparsemla_lab.testing.cases import (
     Draw,
     dense_prefill_case,
     paged_prefill_case,
@@ -25,7 +25,7 @@ from sparsemla.testing.cases import (
     sparse_prefill_case,
     split_queries,
 )
-from sparsemla.testing.compare import TOLERANCES, assert_close, assert_equal
+from sparsemla_lab.testing.compare import TOLERANCES, assert_close, assert_equal
 
 pytest.importorskip("triton")
 from sparsemla.kernels.attention.triton import prefill

@@ -5,14 +5,14 @@ import torch
 
 from sparsemla import HeadWeight, dispatch, merge_workspace_size, reference
 from sparsemla.formats import to_fp8
-from sparsemla.testing.cases import Draw, project_groups_case, project_heads_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, project_groups_case, project_heads_case
+from sparsemla_lab.testing.compare import (
     assert_close,
     assert_equal,
     projection_tolerances,
     sizes_of,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 from sparsemla.kernels.projection import triton as projection

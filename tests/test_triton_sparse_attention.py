@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsemla import PagedCache, dispatch, reference
-from sparsemla.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, sparse_attention_backward_case, sparse_attention_case
+from sparsemla_lab.testing.compare import (
     FLOAT32_GRADIENT,
     SPARSE_ATTENTION_GRADIENT,
     SPARSE_ATTENTION_SINK_GRADIENT,
@@ -16,7 +16,7 @@ from sparsemla.testing.compare import (
     assert_equal,
     gradient_sizes,
 )
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 

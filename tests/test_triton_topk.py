@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from sparsemla.kernels.topk import triton as kernels
 from sparsemla.kernels.topk.triton import ListSchedule, launch, schedule_lists
-from sparsemla.testing.cases import Draw, merge_topk_case, select_topk_case
+from sparsemla_lab.testing.cases import Draw, merge_topk_case, select_topk_case
 from test_topk import merges_with_the_largest_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

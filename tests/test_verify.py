@@ -1,6 +1,7 @@
 """``sparsemla verify`` passes correct ops; it fails, names and records wrong ops."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,14 +14,15 @@ import typer
 from typer.testing import CliRunner
 
 import sparsemla
+import sparsemla_lab
 from sparsemla import FP8_584, dispatch
 from sparsemla.ops import branch
-from sparsemla.testing.cases import Draw, dense_decode_case, sparse_decode_case
-from sparsemla.testing.compare import assert_equal
-from sparsemla.verify import beside, run
-from sparsemla.verify.command import verify
-from sparsemla.verify.matrix import MATRIX
-from sparsemla.verify.properties import OVERWRITING, check_alone, overwrite
+from sparsemla_lab.testing.cases import Draw, dense_decode_case, sparse_decode_case
+from sparsemla_lab.testing.compare import assert_equal
+from sparsemla_lab.verify import beside, run
+from sparsemla_lab.verify.command import verify
+from sparsemla_lab.verify.matrix import MATRIX
+from sparsemla_lab.verify.properties import OVERWRITING, check_alone, overwrite
 
 FIELDS = {
     "commit",
@@ -140,7 +142,7 @@ def test_no_report_is_written_by_default(tmp_path):
         [
             sys.executable,
             "-m",
-            "sparsemla.verify",
+            "sparsemla_lab.verify",
             "--quick",
             "--op",
             "to_slots",
@@ -149,7 +151,9 @@ def test_no_report_is_written_by_default(tmp_path):
         ],
         cwd=tmp_path,
         env={
-            "PYTHONPATH": str(Path(sparsemla.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(
+                str(Path(package.__file__).parents[1]) for package in (sparsemla, sparsemla_lab)
+            ),
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,
@@ -164,8 +168,8 @@ def test_no_report_is_written_by_default(tmp_path):
 @pytest.mark.parametrize("checkout", [False, True])
 def test_full_run_in_a_checkout_writes_its_report(monkeypatch, tmp_path, checkout):
     """A quick run would replace a full report there."""
-    from sparsemla.verify import command as module
-    from sparsemla.verify import run
+    from sparsemla_lab.verify import command as module
+    from sparsemla_lab.verify import run
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_in_checkout", lambda: checkout)
@@ -179,9 +183,9 @@ def test_full_run_in_a_checkout_writes_its_report(monkeypatch, tmp_path, checkou
 
 
 def test_checkout_is_detected(monkeypatch, tmp_path):
-    from sparsemla.verify import command as module
+    from sparsemla_lab.verify import command as module
 
-    monkeypatch.chdir(Path(sparsemla.__file__).parents[2])
+    monkeypatch.chdir(Path(sparsemla_lab.__file__).parents[3])
     assert module._in_checkout()
     monkeypatch.chdir(tmp_path)
     assert not module._in_checkout()

@@ -111,8 +111,8 @@ from sparsemla import (
 from sparsemla.kernels.attention.schedule import sm90_sparse
 from sparsemla.kernels.common.fp4 import encode_e2m1
 from sparsemla.kernels.common.registry import DecodeWork
-from sparsemla.testing.cases import Draw, decode_queries, prefill_rows
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
+from sparsemla_lab.testing.compare import (
     DECODE_LSE,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_LSE,

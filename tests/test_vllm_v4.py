@@ -99,9 +99,9 @@ from sparsemla import (
     group_o_a_proj,
     reference,
 )
-from sparsemla.testing.cases import Draw
-from sparsemla.testing.compare import Tolerance, assert_close, assert_equal
-from sparsemla.testing.models_v4 import published_weights
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
+from sparsemla_lab.testing.models_v4 import published_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

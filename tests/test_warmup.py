@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sparsemla import BF16_512, BF16_576, FP8_528, FP8_584, FP8_DS_MLA, Serving, warm_up
-from sparsemla.testing.serving import CompressedEngine, Engine, random_step
+from sparsemla_lab.testing.serving import CompressedEngine, Engine, random_step
 
 pytest.importorskip("triton")
 
@@ -32,7 +32,7 @@ test_warmup.check_coverage(sys.argv[2], sys.argv[3], int(sys.argv[4]), drop=sys.
 @contextmanager
 def recorded(name):
     """A list of the kernels that are compiled for a target, by name and argument classes."""
-    from sparsemla.testing.compile import TARGETS, _CompileOnlyDriver, believe
+    from sparsemla_lab.testing.compile import TARGETS, _CompileOnlyDriver, believe
 
     (target,) = (one for one in TARGETS if one.name == name)
     kernels = []
@@ -265,7 +265,7 @@ COUNT = """
 import sys, torch
 from sparsemla import dispatch
 from sparsemla.kernels.common.compiling import count_compilations
-from sparsemla.testing.compile import TARGETS, compile_launch
+from sparsemla_lab.testing.compile import TARGETS, compile_launch
 
 def ints(*shape):
     return torch.empty(shape, dtype=torch.int32, device="meta")

@@ -10,8 +10,8 @@ from sparsemla import (
     reference,
 )
 from sparsemla.formats import to_fp8
-from sparsemla.testing.cases import Draw, mla_layer
-from sparsemla.testing.compare import (
+from sparsemla_lab.testing.cases import Draw, mla_layer
+from sparsemla_lab.testing.compare import (
     FP8_PROJECTION,
     UNQUANTIZED_PROJECTION,
     assert_close,

@@ -23,7 +23,7 @@ from sparsemla import (
     Yarn,
 )
 from sparsemla.compat import deep_gemm, flash_mla
-from sparsemla.testing.cases import Draw, mla_layer
+from sparsemla_lab.testing.cases import Draw, mla_layer
 from test_errors import CALLS
 
 E4M3 = torch.float8_e4m3fn

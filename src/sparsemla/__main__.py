@@ -1,6 +1,10 @@
-"""``python -m sparsemla``, the command line."""
+"""``python -m sparsemla``, the command line, which the package ``sparsemla-lab`` brings."""
 
-from sparsemla.cli import main
+import importlib
+import importlib.util
+import sys
 
 if __name__ == "__main__":
-    main()
+    if importlib.util.find_spec("sparsemla_lab") is None:
+        sys.exit("sparsemla: the command line is not installed: pip install 'sparsemla[lab]'")
+    importlib.import_module("sparsemla_lab.cli").main()

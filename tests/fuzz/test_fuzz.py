@@ -28,7 +28,7 @@ import strategies
 from definitions import FLOAT32, INF, SUM, TINY, Near, f64, half_step, ints, rounded
 from sparsemla import PlanBuffers, dispatch, plan_batch
 from sparsemla.ops._repeat import unrepeated
-from sparsemla.testing.poison import poisoned_empty
+from sparsemla_lab.testing.poison import poisoned_empty
 from strategies import E4M3, Draw
 
 

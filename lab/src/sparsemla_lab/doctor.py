@@ -1,0 +1,263 @@
+"""Devices and packages of this machine, its working tiers, and the tier that a problem gets."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+from rich import box
+from rich.table import Table
+
+import sparsemla
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA, get_format
+from sparsemla.kinds import missing_gpu
+from sparsemla_lab.support import Support, cpu_support, gpu_support
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "vllm",
+    "sglang",
+    "safetensors",
+    "matplotlib",
+)
+
+BRANCHES = {
+    "decode_branch": (
+        "fused_rope_rmsnorm_quant",
+        "project_heads",
+        "sparse_decode",
+        "dense_decode",
+    ),
+    "prefill_branch": (
+        "fused_rope_rmsnorm_quant",
+        "project_heads",
+        "sparse_prefill",
+        "gather_dequant",
+        "dense_prefill",
+        "merge_states",
+    ),
+}
+"""The ops that each branch calls, sparse attention before dense."""
+_PROOF = "proof         "
+DENSE = ("dense_decode", "gather_dequant", "dense_prefill", "merge_states")
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``.
+
+    >>> parse_dtype("bf16")
+    torch.bfloat16
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to explain a problem for.
+
+    Args:
+        target: the compiler's name, such as ``sm_90`` or ``gfx942``.
+        capability: of ``torch.cuda.get_device_capability``.
+        name: the driver's name; None for a GPU that this machine lacks.
+    """
+
+    target: str
+    capability: tuple[int, int]
+    name: str | None = None
+
+    @classmethod
+    def here(cls, index: int = 0) -> Gpu:
+        """A GPU of this machine."""
+        found = torch.cuda.get_device_properties(index)
+        target = f"sm_{found.major}{found.minor}"
+        if torch.version.hip:
+            target = found.gcnArchName.partition(":")[0]
+        return cls(target, (found.major, found.minor), found.name)
+
+
+def parse_gpu(device: str, capability: str | None) -> Gpu | None:
+    """The GPU with a compute capability or target; if None, this machine's first one.
+
+    >>> parse_gpu("cuda", "9.0")
+    Gpu(target='sm_90', capability=(9, 0), name=None)
+    >>> parse_gpu("cuda", "gfx942").capability
+    (9, 4)
+
+    Raises:
+        ValueError: no such device or GPU.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cpu":
+        if capability is not None:
+            raise ValueError(f"capability must not be given for the device cpu, got {capability}")
+        return None
+    if capability is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"capability must be given on this machine: {missing_gpu()}")
+        return Gpu.here()
+    if capability == "gfx942":
+        return Gpu(capability, (9, 4))
+    digits = re.fullmatch(r"sm_(\d+)(\d)a?|(\d+)\.(\d)", capability)
+    if digits is None:
+        raise ValueError(f"capability must be like 9.0, sm_90 or gfx942, got {capability!r}")
+    major, minor = (int(digit) for digit in digits.groups() if digit is not None)
+    return Gpu(f"sm_{major}{minor}", (major, minor))
+
+
+def explain_lines(
+    op: str,
+    device: str,
+    capability: str | None = None,
+    *,
+    dtype: str | None = None,
+    cache_format: str | None = None,
+    num_heads: int = 0,
+    topk: int = 0,
+) -> list[str]:
+    """The tier of an op or of each op of a branch, the refusals of other tiers, and the proofs.
+
+    Raises:
+        ValueError: an unknown op, device, GPU, format or dtype.
+    """
+    if op not in (known := (*dispatch.OPS, *BRANCHES)):
+        raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}")
+    gpu = parse_gpu(device, capability)
+    stages = BRANCHES.get(op, (op,))
+    if op in BRANCHES and topk:
+        stages = tuple(stage for stage in stages if stage not in DENSE)
+    lines = []
+    for stage in stages:
+        problem = dispatch.Problem(
+            stage,
+            device,
+            None if gpu is None else gpu.capability,
+            dispatch.op_named(stage).dtype if dtype is None else parse_dtype(dtype),
+            None if cache_format is None else get_format(cache_format).name,
+            num_heads,
+            topk,
+        )
+        lines += str(dispatch.explain(problem)).splitlines()
+    if op in BRANCHES:
+        kind = "" if topk else "; attention is sparse with topk_indices, dense without"
+        lines.insert(0, f"{op}: {len(stages)} stages, each with a tier of its own{kind}")
+    return [*lines, *(f"proof: {proof}" for proof in proofs(gpu))]
+
+
+def proofs(gpu: Gpu | None) -> list[str]:
+    """The proofs for a GPU, or with None for this machine's CPU."""
+    rows: tuple[Support, ...] = (cpu_support(platform.machine()),)
+    if gpu is not None:
+        rows = gpu_support(gpu.target, gpu.name)
+    return [row.line(_triton_version()) for row in rows]
+
+
+def _triton_version() -> str | None:
+    """The version of the imported Triton; its packages for ROCm have other names."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return None
+
+
+def version_lines() -> list[str]:
+    """A line for Python and each package."""
+    lines = [
+        f"sparsemla     {sparsemla.__version__}",
+        f"python        {platform.python_version()} on {platform.platform()}",
+    ]
+    for package in PACKAGES:
+        try:
+            # The metadata of torch's wheels leaves out the build, such as +cu130.
+            version = torch.__version__ if package == "torch" else metadata.version(package)
+        except metadata.PackageNotFoundError:
+            version = "not installed"
+        lines.append(f"{package:<13} {version}")
+    return lines
+
+
+def device_lines() -> list[str]:
+    """A line for the CPU and for each GPU, with its proofs."""
+    lines = [f"cpu           {platform.machine()}, {torch.get_num_threads()} threads"]
+    lines += [_PROOF + proof for proof in proofs(None)]
+    for index in range(torch.cuda.device_count()):
+        memory = torch.cuda.get_device_properties(index).total_memory
+        gpu = Gpu.here(index)
+        lines.append(f"cuda:{index}        {gpu.name}, {gpu.target}, {memory / 2**30:.0f} GiB")
+        lines += [_PROOF + proof for proof in proofs(gpu)]
+    return lines
+
+
+def tier_table() -> Table:
+    """For each device and tier: the number of ops it takes, and whether its attention is right."""
+    table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        capability = None if device == "cpu" else Gpu.here().capability
+        explanations = [
+            dispatch.explain(dispatch.Problem(op, device, capability)) for op in dispatch.OPS
+        ]
+        for tier in dispatch.TIERS:
+            reasons = [dict(explanation.refusals)[tier.name] for explanation in explanations]
+            refused = [reason for reason in reasons if reason is not None]
+            taken = len(reasons) - len(refused)
+            state = _check(device, tier.name) if taken else ", ".join(dict.fromkeys(refused))
+            table.add_row(device, tier.name, f"{taken} of {len(reasons)}", state)
+    return table
+
+
+def _check(device: str, tier: str) -> str:
+    """Run ``sparse_decode`` in a tier and compare it with the reference."""
+    if dispatch.OPS["sparse_decode"].kernel(tier) is None:
+        return "takes problems; sparse_decode, which would be tried, is not among them"
+    torch.manual_seed(0)
+    cache = PagedCache.allocate(FP8_DS_MLA, num_pages=2, page_size=16, device=device)
+    cache.write(torch.arange(32, device=device), torch.randn(32, 576, device=device))
+    q = torch.randn(2, 1, 16, 576, device=device).bfloat16()
+    outs = []
+    for name in (tier, "reference"):
+        out, lse = (
+            q.new_zeros(2, 1, 16, 512),
+            torch.zeros(2, 1, 16, dtype=torch.float32, device=device),
+        )
+        arguments = {
+            "topk_indices": torch.arange(32, dtype=torch.int32, device=device).view(2, 1, 16),
+            "q_rope": None,
+            "softmax_scale": 192**-0.5,
+            "topk_lengths": None,
+            "attn_sink": None,
+            "extra_cache": None,
+            "extra_topk_indices": None,
+            "extra_topk_lengths": None,
+            "precision": "bf16",
+            "schedule": (1,),
+            "workspace": None,
+        }
+        try:
+            dispatch.load("sparse_decode", name)(q=q, cache=cache, out=out, lse=lse, **arguments)
+        except Exception as error:  # any failure of a tier is reported
+            return f"fails: {type(error).__name__}: {error}"
+        outs.append(out.float())
+    distance = (outs[0] - outs[1]).abs().max().item() / outs[1].abs().max().item()
+    return f"works: sparse_decode is within {distance:.1e} of the reference"

@@ -1,5 +1,0 @@
-"""Verification of every op on this machine: ``sparsemla verify`` or ``python -m sparsemla.verify``.
-
-``matrix`` has the table of cases, ``properties`` the checks of a case, ``run`` the loop and its
-report, ``beside`` the checks on a busy device, and ``command`` the command line.
-"""
