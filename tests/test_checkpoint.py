@@ -153,6 +153,10 @@ FORMATS = {
         compressed("float-quantized", 8, "block", block_structure=[128, 128]),
         e4m3((128, 128), "weight_scale"),
     ),
+    "compressed-tensors, blocks of one row": (
+        compressed("float-quantized", 8, "block", block_structure=[1, 32]),
+        e4m3((1, 32), "weight_scale"),
+    ),
     "compressed-tensors, groups": (
         compressed("naive-quantized", 8, "group", group_size=16),
         e4m3((1, 16), "weight_scale"),

@@ -142,10 +142,11 @@ def test_paths_are_not_hub_ids(monkeypatch, path):
     [
         ("tpu", "device must be auto, cpu, cuda or cuda:<index>, got 'tpu'"),
         ("meta", "device must be auto, cpu, cuda or cuda:<index>, got 'meta'"),
-        ("cuda:99", "device must be on this machine, got 'cuda:99': torch "),
+        ("cuda:1", "device must be on this machine, got 'cuda:1': torch "),
     ],
 )
-def test_missing_devices_are_refused(checkpoint, device, message):
+def test_missing_devices_are_refused(checkpoint, monkeypatch, device, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert_fails(run("--model", checkpoint, "--prompt", PROMPT, "--device", device), message)
 
 
