@@ -514,7 +514,7 @@ def _dequantised(found: Codes, entries: dict[str, Entry], read: Callable[[str], 
         if scale.dtype == torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
     elif layout.kind == "packed":
-        values = _integers(codes, layout.bits)[..., : shape[-1]].float()
+        values = _integers(codes, layout.bits)[..., : shape[-1]]
     else:
         values = codes.float()
     *_, rows, cols = shape

@@ -142,7 +142,7 @@ def load_checkpoint(
     directory = _directory(model)
     raw = _read_config(directory)
     with _quiet(), _blamed_on(directory / "config.json"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory)
     with _blamed_on(directory):
         tokenizer = _load_tokenizer(directory, raw)
         loaded = _load_model(directory, config, raw, DTYPES[dtype], device)
@@ -267,7 +267,7 @@ def _load_model(
             f"{path}: {unknown[0]} must be a weight of the model that config.json describes; "
             f"{len(unknown)} tensors are not"
         )
-    return model.eval() if device == "auto" else model.eval().to(device)
+    return model if device == "auto" else model.to(device)
 
 
 @contextlib.contextmanager
