@@ -1114,6 +1114,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"model must have {message}"):
             enable(make_model(model_type, **sizes))
 
+    def test_a_first_layer_that_shares_a_selection(self):
+        model = make_model("glm_moe_dsa", indexer_types=["shared", "full"])
+        with enable(model), pytest.raises(ValueError, match="prev_topk_indices must be given"):
+            model(tokens(1, 6))
+        with pytest.raises(ValueError, match=r"indexer in layer 0, got indexers in \[1\]"):
+            enable(model, training=True)
+
     def test_arguments_of_training(self, model):
         with pytest.raises(
             ValueError, match=r"index_loss_coefficient must be left out .* got 0\.5"

@@ -182,6 +182,19 @@ def test_rows_of_a_cache(model):
         assert (again - expected).abs().max() < 0.02
 
 
+def test_a_static_cache_keeps_its_memory(model):
+    """States that transformers allocates in inference mode are copied once, and no more."""
+    ids = tokens(2, 30)
+    with torch.inference_mode(), enable(model, page_size=8) as handle:
+        cache = handle.new_cache(2, max_length=32)
+        model(ids[:, :20], past_key_values=cache)
+        addresses = [tensor.data_ptr() for tensor in cache._tensors()]
+        model(ids[:, 20:29], past_key_values=cache)
+        model(ids[:, 29:], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert addresses == [tensor.data_ptr() for tensor in cache._tensors()]
+
+
 @pytest.mark.parametrize(
     ("sizes", "arguments", "message"),
     [
@@ -196,3 +209,9 @@ def test_rows_of_a_cache(model):
 def test_refusals(sizes, arguments, message):
     with pytest.raises(ValueError, match=message):
         enable(pooled_model(**sizes), **arguments)
+
+
+def test_a_first_layer_that_shares_a_selection():
+    model = pooled_model(indexer_types=["full", "shared", "full"])  # the first is linear
+    with enable(model), pytest.raises(ValueError, match="prev_topk_indices must be given"):
+        model(tokens(1, 6))
