@@ -450,7 +450,7 @@ class TrainingAttention(Handle):
         q = torch.cat([q_nope, q_rope], dim=-1)  # [T, H, P + R]
         k = torch.cat([k_nope, k_rope[:, None].expand(*k_nope.shape[:2], -1)], dim=-1)
         scale = attention.scaling
-        if index is None or not step.learns:
+        if index is None:
             return dense_attention(q, k, v, step.lengths, softmax_scale=scale), None
         out, lse = dense_attention_with_lse(q, k, v, step.lengths, softmax_scale=scale)
         loss = dense_index_loss(
