@@ -519,6 +519,8 @@ def test_tokenizer_of_the_checkpoint(checkpoint, prompt, tmp_path):
         assert len(ids) == 7
         assert "".join(pieces) == text
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    encode = CheckpointTokenizer(tmp_path).encode
+    assert encode(b"a\xff") == encode("a\N{REPLACEMENT CHARACTER}".encode())
 
 
 def test_tokens_beyond_the_vocabulary(checkpoint, monkeypatch):

@@ -330,6 +330,17 @@ class TestPacked:
             assert len(batch.latents[0].data) == 23
 
 
+@every_model
+def test_a_mask_of_single_tokens(model):
+    """A step of several columns whose rows have one real token or none."""
+    ids, mask = tokens(3, 4), torch.zeros(3, 4)
+    mask[[0, 2], 3] = 1
+    with enable(model):
+        got = model(ids, attention_mask=mask).logits[[0, 2], 3]
+        alone = model(ids[[0, 2], 3:]).logits[:, 0]
+    assert (got - alone).abs().max() < 0.03 * alone.std()
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "message"),
