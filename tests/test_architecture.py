@@ -184,20 +184,20 @@ def test_library_code_has_no_asserts():
             assert asserts == [], f"{module} asserts in lines {asserts}"
 
 
-# Arguments of public ops that references lack: output buffers, limits, checks.
+# Arguments of public ops that references lack, buffers, limits and checks, with their defaults.
 ONLY_PUBLIC = {
-    "out",
-    "kv_out",
-    "lse",
-    "lengths",
-    "max_logits",
-    "members",
-    "weights_out",
-    "validate",
-    "workspace",
-    "num_splits",
-    "batch_invariant",
-    "workspace_rows",
+    "out": None,
+    "kv_out": None,
+    "lse": None,
+    "lengths": None,
+    "max_logits": None,
+    "members": None,
+    "weights_out": None,
+    "validate": False,
+    "workspace": None,
+    "num_splits": None,
+    "batch_invariant": False,
+    "workspace_rows": 16384,
 }
 
 
@@ -216,8 +216,11 @@ def signature(function, without):
 @pytest.mark.parametrize("op", ops.__all__)
 def test_definitions_take_the_arguments_of_the_ops(op):
     definition = getattr(reference, op)
-    extra = ONLY_PUBLIC - set(inspect.signature(definition).parameters)
+    extra = ONLY_PUBLIC.keys() - inspect.signature(definition).parameters
     assert signature(definition, set()) == signature(getattr(ops, op), extra)
+    for name, parameter in inspect.signature(getattr(ops, op)).parameters.items():
+        if name in extra:
+            assert parameter.default == ONLY_PUBLIC[name]
 
 
 def test_tensors_are_positional_and_all_else_is_by_keyword():
