@@ -117,8 +117,6 @@ class CompressedLayer:
                 ratio=self.ratio,
                 max_tokens=self.max_tokens,
                 max_requests=self.max_requests,
-                max_query_len=self.max_query_len,
-                max_seq_len=self.max_seq_len,
                 page_size=self.keys.rows,
                 table_width=self.keys.columns,
                 num_pages=self.keys.count,
