@@ -581,6 +581,16 @@ def test_the_measured_prefills_are_converted_where_it_was_faster(like_hopper):
     assert rule().chunks([64], [32768]) == []
 
 
+@pytest.mark.parametrize(("ratio", "listed"), [(1, 0), (4, 512), (128, 8192)])
+def test_most_listed_entries_of_a_token(ratio, listed):
+    assert rule(ratio).most_listed == listed
+
+
+def test_first_rows_are_on_the_device_of_the_lengths():
+    part = conversions.Part.of(torch.empty(2, dtype=torch.int32, device="meta"), [3, 4])
+    assert part.starts.device == part.lengths.device
+
+
 @pytest.mark.parametrize("max_tokens", [64, 264, 2048])
 @pytest.mark.parametrize("num_heads", [8, 128])
 @pytest.mark.parametrize("ratio", deepseek_v4.RATIOS)
@@ -799,7 +809,7 @@ def codes_of(draw, dtype, rows, cols=1024):
 
 
 class Packed(QuantizeMethodBase):
-    """Weights in the format of a kernel, as for GPUs without e4m3."""
+    """Weights in the format of a kernel, as for GPUs without e4m3, which returns its sums."""
 
     def create_weights(self, layer, *arguments, **options):
         raise NotImplementedError
@@ -808,7 +818,7 @@ class Packed(QuantizeMethodBase):
         replace_parameter(layer, "weight", layer.weight.view(torch.int32).T.contiguous())
 
     def apply(self, layer, x, bias=None):
-        return x @ layer.weight.T.contiguous().view(torch.bfloat16).T
+        return x.float() @ layer.weight.T.contiguous().view(torch.bfloat16).T.float()
 
 
 def linear_of(weight, **others):
@@ -834,6 +844,7 @@ def test_codes_and_scales_are_read_and_followed(rows, grouped, dtype):
         parameters = {name: each.unflatten(0, (2, -1)) for name, each in parameters.items()}
     linear = linear_of(**{name: each.clone() for name, each in parameters.items()})
     made = projection.GroupProjection(linear, 2, rows, 1024, "wo_a")
+    first = made.weight()
     for factor in (1, 4):
         linear.weight_scale_inv.copy_(parameters["weight_scale_inv"].float() * factor)
         linear.weight.copy_(parameters["weight"].float() / factor)
@@ -846,6 +857,7 @@ def test_codes_and_scales_are_read_and_followed(rows, grouped, dtype):
         assert_equal("codes", weight.data, expected.data)
         assert_equal("scales", weight.scale, expected.scale)
         assert weight.data.data_ptr() == linear.weight.data_ptr()
+        assert weight.scale.data_ptr() == first.scale.data_ptr()  # which captured graphs read
     is_view = dtype == torch.float32 and rows % 128 == 0
     assert (made.scale is None) is is_view
     assert (weight.scale.data_ptr() == linear.weight_scale_inv.data_ptr()) is is_view
@@ -930,6 +942,7 @@ def test_the_output_follows_weights_that_are_loaded_again(build_model, model_con
             )
             assert_close(f"layer {i}", found, layer.wo_b(groups.flatten(1).bfloat16()), OUT)
         used = [layer.group_projection.weight() for layer in layers]
+        assert not [name for name in model.state_dict() if "group_projection" in name]
         return [
             (each.data.data_ptr(), each.scale is not None and each.scale.data_ptr())
             for each in used
