@@ -2009,7 +2009,8 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
     calls = replay.spy(monkeypatch, ops)
     cache, keys = mla_layer.indexer.inner.k_cache, PagedCache.allocate(INDEX_FP8, 70, PAGE_SIZE)
     cache.kv_cache = keys.data
-    for lens in SHARED.values():
+    alike = ({"query_lens": [n] * 2, "seq_lens": [700, 129]} for n in (2, 4, 5, 7, 8))
+    for lens in (*SHARED.values(), *alike):
         batch = in_engine(config, **lens)
         made = indexer.ShardedIndexerMetadataBuilder(
             cache.get_kv_cache_spec(config), [cache.prefix], config, torch.device("cpu")
