@@ -277,12 +277,10 @@ class _Recorder(TorchFunctionMode):
         )
 
 
-def _shares_memory(view: object, base: Tensor) -> bool:
+def _shares_memory(view: Tensor, base: Tensor) -> bool:
     """Whether a tensor with elements is a view of another one."""
     return (
-        isinstance(view, Tensor)
-        and view.numel() > 0
-        and view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        view.numel() > 0 and view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
     )
 
 
