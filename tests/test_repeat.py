@@ -292,6 +292,41 @@ def test_calls_that_read_more_than_their_signature_are_not_repeated(launched):
 
 
 @compiled
+@pytest.mark.parametrize(
+    ("use", "repeated"),
+    [
+        (lambda x: x[:, 1:].view(-1), True),
+        (lambda x: torch.empty_like(x).unsqueeze(0), True),
+        (lambda x: x.zero_(), False),
+        (lambda x: x[0].fill_(1), False),
+        (lambda x: torch.empty_like(x).copy_(x), False),
+        (lambda x: x + 1, False),
+        (lambda x: x.tolist(), False),
+        (lambda x: x.data_ptr(), False),
+        (lambda x: x.flatten()[:0], False),  # nothing tells whether it is a view
+    ],
+    ids=[
+        "view",
+        "allocation",
+        "write",
+        "write to a view",
+        "copy",
+        "sum",
+        "list",
+        "address",
+        "empty",
+    ],
+)
+def test_only_questions_views_and_allocations_are_repeated(use, repeated, launched):
+    @_repeat.repeated
+    def op(x):
+        use(x)
+        return x
+
+    assert is_repeated(lambda: op(torch.zeros(4, 2))) is repeated
+
+
+@compiled
 def test_whoever_watches_sees_first_calls(launched):
     arguments = decode_arguments()
     call = lambda: sparse_decode(**arguments)  # noqa: E731
