@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsemla
-from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, reference
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, reference
 from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
@@ -284,3 +284,18 @@ def test_requests_that_end_behind_the_workspace_are_refused_if_validated(dtype):
         with pytest.raises(ValueError, match=f"^gather_dequant: {ends}"):
             gather((starts + 1).to(dtype), out=out)
         assert_equal("out", out, before)
+
+
+def test_requests_that_end_behind_their_pages_are_refused_if_validated():
+    cache = PagedCache.allocate(FP8_DS_MLA, 6, 8)
+    table, lengths, starts = torch.arange(6).view(2, 3), torch.tensor([9, 4]), torch.tensor([0, 9])
+    out = torch.full((13, 576), 7.0).bfloat16()
+    gather = functools.partial(
+        sparsemla.gather_dequant, cache, table, lengths, starts, validate=True, out=out
+    )
+    gather(seq_starts=torch.tensor([15, 20]))
+    before = out.clone()
+    ends = r"seq_starts \+ seq_lens must lie in \[0, 25\), got 25 at \[0\]"
+    with pytest.raises(ValueError, match=f"^gather_dequant: {ends}"):
+        gather(seq_starts=torch.tensor([16, 20]))
+    assert_equal("out", out, before)

@@ -65,6 +65,13 @@ def test_yarn_leaves_fast_pairs_and_stretches_slow_ones():
     assert ((stretched <= plain) & (stretched >= plain / 40 * 0.9999)).all()
 
 
+def test_the_last_pair_that_yarn_mixes_is_below_the_dims():
+    # By its formula beta_slow would be pair 66 and beta_fast 17; DeepSeek's code cuts at dim - 1.
+    last = rope_frequencies(64, 1e4, Yarn(8, 10**9, beta_fast=1e6))[31].item()
+    share = (31 - 17) / (63 - 17)
+    assert last == pytest.approx(1e4 ** (-62 / 64) * (1 - share + share / 8), rel=1e-6)
+
+
 def test_yarn_with_equal_limits_is_a_step():
     yarn = Yarn(8, 4096, beta_fast=1.0, beta_slow=1.0)
     freqs = rope_frequencies(64, 1e4, yarn)

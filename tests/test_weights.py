@@ -56,6 +56,8 @@ def test_fp8_blocks_that_straddle_heads_keep_their_values(shape):
     per_head = whole.view(heads, nope + value, latent)
     assert_equal("w_uk", w_uk.dequantize(), per_head[:, :nope].transpose(1, 2).contiguous())
     assert_equal("w_uv", w_uv.dequantize(), per_head[:, nope:].contiguous())
+    # Kernels are compiled for aligned parts.
+    assert all(part.is_contiguous() for part in (w_uk.data, w_uk.scale, w_uv.data, w_uv.scale))
 
 
 def test_scale_blocks_are_as_coarse_as_possible():
