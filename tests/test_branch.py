@@ -452,6 +452,26 @@ def test_a_small_workspace_is_refused_before_anything_is_written(device):
     assert_equal("cache", case["cache"].data, before)
 
 
+@by_topk
+@pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
+def test_products_are_batch_invariant_only_if_asked(op, topk, device, monkeypatch):
+    draw, asked = Draw(22, device), []
+    case = branch_case(draw, mla_layer(draw), query_lens=[1, 3], seq_lens=[66, 5], topk=topk)
+    project = sparsemla.ops.branch.project_heads
+
+    def recording(*args, batch_invariant=False, **kwargs):
+        asked.append(batch_invariant)
+        return project(*args, batch_invariant=batch_invariant, **kwargs)
+
+    monkeypatch.setattr(sparsemla.ops.branch, "project_heads", recording)
+    getattr(sparsemla, op)(**case)
+    assert set(asked) == {False}
+    if op == "decode_branch":
+        asked.clear()
+        sparsemla.decode_branch(**case, num_splits=1)
+        assert set(asked) == {True}
+
+
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
