@@ -166,7 +166,10 @@ class PagedCache:
     def unchecked(cls, data: Tensor, format: CacheFormat, scales: Tensor | None) -> PagedCache:
         """A cache of views into a checked cache; skips all checks."""
         cache = object.__new__(cls)
-        vars(cache).update(data=data, format=format, scales=scales)
+        # Dynamo of torch 2.11 does not trace vars(cache).update.
+        object.__setattr__(cache, "data", data)
+        object.__setattr__(cache, "format", format)
+        object.__setattr__(cache, "scales", scales)
         return cache
 
     @classmethod
@@ -345,6 +348,18 @@ def misalignment(tensor: Tensor) -> int:
     """The address of a tensor modulo 16, which repeated calls share; other bits they do not."""
     with torch._C.DisableTorchFunction():
         return tensor.data_ptr() % 16
+
+
+def aligned(*rows: Tensor | PagedCache | None) -> bool:
+    """Whether rows of queries and caches start at multiples of 16 bytes."""
+    return all(x.aligned if isinstance(x, PagedCache) else _aligned(x) for x in rows)
+
+
+def _aligned(rows: Tensor | None) -> bool:
+    return rows is None or (
+        misalignment(rows) == 0
+        and all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:-1])
+    )
 
 
 def slots_of(page_table: Tensor, request_ids: Tensor, positions: Tensor, page_size: int) -> Tensor:

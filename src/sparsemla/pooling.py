@@ -119,7 +119,7 @@ class WindowState:
     def unchecked(cls, rows: Tensor) -> WindowState:
         """The state of checked rows; skips all checks."""
         state = object.__new__(cls)
-        vars(state).update(rows=rows)
+        object.__setattr__(state, "rows", rows)
         return state
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

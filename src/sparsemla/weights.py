@@ -113,7 +113,9 @@ class HeadWeight:
     ) -> HeadWeight:
         """A weight without checks, of parts that another HeadWeight has checked."""
         weight = object.__new__(cls)
-        vars(weight).update(data=data, scale=scale, scale_block=scale_block)
+        object.__setattr__(weight, "data", data)
+        object.__setattr__(weight, "scale", scale)
+        object.__setattr__(weight, "scale_block", scale_block)
         return weight
 
     def transpose(self) -> HeadWeight:
