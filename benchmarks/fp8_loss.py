@@ -1,8 +1,8 @@
-"""What FP8 products do to the loss of a trained model: ``benchmarks/fp8-loss.json``.
+"""What FP8 MMAs do to the loss of a trained model: ``benchmarks/fp8-loss.json``.
 
 The demo's model reads held-out text three times on the CPU: over bfloat16 rows, over the same with
-FP8 products, and over the 656-byte cache with bfloat16 products. It has 8 heads, for which no
-kernel has FP8 products, so they are computed in torch with the kernel's roundings. Run it in a
+FP8 MMAs, and over the 656-byte cache with bfloat16 ones. It has 8 heads, for which no kernel has
+FP8 MMAs, so they are computed in torch with the kernel's roundings. Run it in a
 checkout: ``python benchmarks/fp8_loss.py``. The texts are sources of the Python that runs it.
 """
 
@@ -23,7 +23,7 @@ from sparsemla.ops import branch
 from sparsemla_lab.corpus import as_bytes, held_out_text, windows
 from sparsemla_lab.demo import PIECES, shipped_model
 from sparsemla_lab.generate import load_checkpoint
-from sparsemla_lab.testing.fp8_products import multiplied
+from sparsemla_lab.testing.fp8_mma import multiplied
 
 MODEL = shipped_model()
 FILE = Path(__file__).parent / "fp8-loss.json"
@@ -35,8 +35,8 @@ CHUNK = 256
 exact = branch.sparse_prefill
 
 
-class Products:
-    """A ``sparse_prefill`` with FP8 products."""
+class Rounded:
+    """A ``sparse_prefill`` with FP8 MMAs."""
 
     def __init__(self) -> None:
         self.errors: list[float] = []
@@ -70,16 +70,16 @@ def main() -> None:
     checkpoint = load_checkpoint(MODEL, cache_format="bf16", dtype="float32")
     checkpoint.attention.disable()
     texts = windows(as_bytes(held_out_text()), PIECES, LENGTH + 1, None)[:TEXTS].long()
-    products = Products()
+    rounded = Rounded()
     found = {"bfloat16": losses(checkpoint.model, texts, BF16_576)}
-    with mock.patch.object(branch, "sparse_prefill", products):
-        found["FP8 products"] = losses(checkpoint.model, texts, BF16_576)
+    with mock.patch.object(branch, "sparse_prefill", rounded):
+        found["FP8 MMA"] = losses(checkpoint.model, texts, BF16_576)
     found["656-byte cache"] = losses(checkpoint.model, texts, FP8_DS_MLA)
     report = {
         "python": platform.python_version(),
         "bytes": LENGTH,
         "nats_per_byte": found,
-        "error_of_out": sum(products.errors) / len(products.errors),
+        "error_of_out": sum(rounded.errors) / len(rounded.errors),
     }
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

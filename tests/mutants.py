@@ -560,8 +560,7 @@ CPU_MUTANTS = (
 
 ROWS = "attention/sm90/bf16.py"
 ROWS_FP8 = "attention/sm90/fp8.py"
-PRODUCTS = "attention/sm90/fp8_products.py"
-PRODUCTS_CACHE = "attention/sm90/fp8_products_cache.py"
+FP8_MMA = "attention/sm90/fp8_mma.py"
 TILES = "attention/sm90/tiles.py"
 FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
@@ -573,80 +572,38 @@ INDEXER = "indexer/sm90.py"
 GPU_MUTANTS = (
     hopper(
         "O is not rescaled for the own block",
-        PRODUCTS,
-        "rescale(acc_a, acc_b, some, smem, HALF)\n                values_a",
-        "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)\n                values_a",
+        FP8_MMA,
+        "rescale(acc_a, acc_b, some, smem, HALF)",
+        "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)",
         "sparse_prefill",
     ),
     hopper(
-        "O is not rescaled between the sums of pieces",
-        PRODUCTS,
-        "rescale(acc_a, acc_b, some, smem, HALF)\n                values =",
-        "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)\n                values =",
-        "sparse_decode",
-    ),
-    hopper(
         "O is not rescaled for the other's block",
-        PRODUCTS,
+        FP8_MMA,
         "some, smem, OTHER)\n            more",
         "some & (m.shape[0] < 0), smem, OTHER)\n            more",
         "sparse_prefill",
     ),
     hopper(
         "sums of P are not rescaled",
-        PRODUCTS,
+        FP8_MMA,
         "l = l * drop[:, None] + parts",
         "l = l * (drop * 0 + 1)[:, None] + parts",
         "sparse_prefill",
     ),
     hopper(
         "sums of P keep the scales of rows",
-        PRODUCTS,
+        FP8_MMA,
         "p * load_factor(smem, stage, INVERSE)",
         "p * load_factor(smem, stage, SCALE)",
         "sparse_prefill",
     ),
     hopper(
         "an invalid slot has a P",
-        PRODUCTS,
+        FP8_MMA,
         'gl.where(real, gl.log2(scale), float("-inf"))',
         "gl.log2(scale)",
         "sparse_prefill",
-    ),
-    hopper(
-        "one scale for all dims of a key",
-        PRODUCTS,
-        "load_factor(smem, stage, HORNER[PIECE])",
-        "load_factor(smem, stage, HORNER[3])",
-        "sparse_decode",
-    ),
-    hopper(
-        "one scale for all values of a key",
-        PRODUCTS,
-        "weigh(p_0, w_0), weigh(p_1, w_1)",
-        "to_e4m3(p_0), weigh(p_1, w_1)",
-        "sparse_decode",
-    ),
-    hopper(
-        "a slot that does not exist has a P",
-        PRODUCTS_CACHE,
-        'gl.where(valid, log2(largest), float("-inf"))',
-        "log2(largest)",
-        "sparse_decode",
-    ),
-    hopper(
-        "scales are those of the block before",
-        PRODUCTS_CACHE,
-        "            scales = next_scales\n",
-        "            scales = scales * 1\n",
-        "sparse_decode",
-    ),
-    hopper(
-        "zeros have no finite scale",
-        PRODUCTS_CACHE,
-        "    largest = gl.maximum(largest, SMALLEST)\n",
-        "",
-        "sparse_decode",
     ),
     hopper(
         "the mask is dropped",

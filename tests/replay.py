@@ -97,7 +97,6 @@ replay.main(sys.argv[2])
 
 def main(path: str) -> None:
     """Read calls and what a warm-up compiles; print its number of kernels, and those missing."""
-    from sparsemla import dispatch
     from sparsemla.kernels.common.compiling import compile_only
     from sparsemla.kernels.common.device import meta_means
     from test_warmup import recorded
@@ -108,7 +107,7 @@ def main(path: str) -> None:
     with recorded("sm_90") as kernels:
         sparsemla.warm_up(*configurations, steps=steps, device=gpu, workers=1)
         known = len(kernels)
-        with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
+        with meta_means(gpu), compile_only(1):
             for op, arguments, options in calls:
                 options = {name: on_meta(option) for name, option in options.items()}
                 getattr(sparsemla, op)(*map(on_meta, arguments), **options)

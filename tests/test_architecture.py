@@ -45,7 +45,7 @@ LAYERS = {
     "sparsemla.reference": ("formats", "cache", "plan", "pooling", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("state", "formats", "cache", "weights", "kernels.common"),
     "sparsemla.kernels": ("formats", "cache", "pooling", "weights", "kernels.common"),
-    "sparsemla.dispatch": ("kinds", "formats", "cache", "reference", "kernels"),
+    "sparsemla.dispatch": ("kernels",),
     "sparsemla.ops": (
         "kinds",
         "state",
@@ -55,23 +55,25 @@ LAYERS = {
         "plan",
         "pooling",
         "checks",
+        "kernels",
         "dispatch",
         "ops",
     ),
     "sparsemla.ops._repeat": ("formats", "pooling", "kernels.common"),
+    "sparsemla.explanation": ("dispatch", "ops"),
     "sparsemla.warmup": (
         "kinds",
         "formats",
         "cache",
         "pooling",
         "weights",
+        "kernels.attention.schedule",
         "kernels.common",
-        "dispatch",
         "ops",
     ),
     "sparsemla._api": (
         "cache",
-        "dispatch",
+        "explanation",
         "formats",
         "ops",
         "plan",
@@ -201,13 +203,6 @@ ONLY_PUBLIC = {
 }
 
 
-# Arguments that kernels lack: those that the op sees to, or its gradient.
-ONLY_OPS = {
-    "sparse_attention": {"deterministic"},
-    "sparse_attention_backward": {"accumulate"},
-}
-
-
 def signature(function, without):
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, p.default, p.annotation) for p in parameters if p.name not in without]
@@ -247,15 +242,29 @@ def test_public_names_exist_and_are_sorted():
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-def test_kernels_take_the_arguments_of_their_op(op):
-    entry = dispatch.OPS[op]
-    expected = inspect.signature(getattr(ops, op)).parameters
-    expected = {*expected, *entry.outputs, *entry.only_kernels} - ONLY_OPS.get(op, {"validate"})
-    expected -= {"num_splits"} if "schedule" in expected else set()
-    for kernel in entry.kernels:
+def test_records_have_the_arguments_of_their_op(op):
+    table = dispatch.OPS[op]
+    public = set(inspect.signature(getattr(ops, op)).parameters)
+    public = {"splits" if name == "num_splits" else name for name in public}
+    fields = set(table.arguments._fields)
+    assert public - fields <= {"validate", "accumulate"}  # those that the op sees to
+    assert fields - public - set(table.outputs) <= {"as_float32"}
+    assert {*table.outputs, *table.mutates} <= fields
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_every_kernel_takes_the_record_of_its_op(op):
+    table = dispatch.OPS[op]
+    names = [kernel.name for kernel in table.kernels]
+    assert names[-1] == "reference"
+    assert len(set(names)) == len(names)
+    for kernel in table.kernels:
+        (parameter,) = inspect.signature(kernel.load()).parameters.values()
+        assert parameter.name == "call", kernel.name
         if kernel.tier != "reference":
-            names = inspect.signature(kernel.load()).parameters
-            assert sorted(names) == sorted(expected), f"{kernel.tier}: {op}"
+            annotation = parameter.annotation
+            name = annotation if isinstance(annotation, str) else annotation.__name__
+            assert name == table.arguments.__name__, kernel.name
 
 
 def test_every_public_function_and_class_is_documented():

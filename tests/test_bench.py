@@ -28,7 +28,7 @@ from sparsemla_lab.bench.peers import sglang, vllm_python
 from sparsemla_lab.bench.peers.base import Unavailable
 from sparsemla_lab.bench.peers.sglang import SGLangQ8KV8
 from sparsemla_lab.bench.peers.tilelang import largest_bucket
-from sparsemla_lab.testing.compare import assert_close, rounded
+from sparsemla_lab.testing.compare import FP8_MMA, assert_close, rounded
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200, launch_us=3)
@@ -50,8 +50,6 @@ SMALL = [
     training.TrainingAttention(40, 2, 16),
     training.TrainingAttention(70, 2, 16, indexer=1),
     workloads.PermittedPrefill(5, 300, 4, 576, 128),
-    workloads.PermittedDecode(3, 1, 4, 300, 128),
-    workloads.PermittedWindowedDecode(3, 1, 4, 128, 128, extra_context=200, extra_topk=64),
     workloads.SharedPrefill(5, 300, 16, 576, 128, "overlapping"),
     workloads.SharedPrefill(9, 300, 8, 512, 128, list_tokens=8),
     workloads.AttentionTarget(5, 300, 4, 576, 128),
@@ -217,27 +215,20 @@ def test_work_of_a_sparse_decode():
     assert small.unique_bytes(small.build(CPU)) == expected == 179808
 
 
-@pytest.mark.parametrize(
-    ("workload", "op"),
-    [
-        (workloads.PermittedPrefill(3, 300, 40, 576, 128), "sparse_prefill"),
-        (workloads.PermittedDecode(3, 2, 40, 300, 128), "sparse_decode"),
-    ],
-    ids=["prefill", "decode"],
-)
-def test_fp8_products_have_a_gate_of_their_own(workload, op, monkeypatch):
+def test_fp8_mma_has_a_gate_of_its_own(monkeypatch):
+    workload = workloads.PermittedPrefill(3, 300, 40, 576, 128)
     inputs = workload.build(CPU)
     inputs["softmax_scale"] *= 256  # logits for which roundings matter
-    assert (workload.ours(inputs).note, workload.unit) == ("bfloat16 products", "fp8")
-    expected = workload.bf16_products(inputs)
+    assert (workload.ours(inputs).note, workload.unit) == ("bfloat16 MMA", "fp8")
+    expected = workload.with_bf16(inputs)
     workload.ours(inputs).check(expected)
     for got, wanted in zip(workload.run(inputs), expected, strict=True):
         assert torch.equal(got, wanted)
     asked = []
-    monkeypatch.setattr(workloads, "has_fp8_products", lambda case: asked.append(case) or True)
+    monkeypatch.setattr(workloads, "kernel_of", lambda *call: asked.append(call) or FP8_MMA)
     ours = workload.ours(inputs)
-    assert [case["precision"] for case in asked] == ["fp8"]
-    out, lse = getattr(reference, op)(**rounded(inputs))[:2]
+    assert [(op, case["precision"]) for op, case in asked] == [("sparse_prefill", "fp8")]
+    out, lse = reference.sparse_prefill(**rounded(inputs))[:2]
     ours.check((out, lse))
     with pytest.raises(AssertionError, match="lse"):
         ours.check((out, expected[1]))
@@ -246,23 +237,17 @@ def test_fp8_products_have_a_gate_of_their_own(workload, op, monkeypatch):
     with pytest.raises(AssertionError, match="out"):
         ours.check((out.roll(1, 0), lse))
     given = []
-    monkeypatch.setattr(ops, op, lambda **case: given.append(case.get("precision")))
+    monkeypatch.setattr(ops, "sparse_prefill", lambda **case: given.append(case.get("precision")))
     ours.run()
-    workload.bf16_products(inputs)
+    workload.with_bf16(inputs)
     assert given == ["fp8", None]
 
 
-def test_permitted_decodes_say_which_caches_they_have():
-    assert workloads.PermittedDecode(3, 2, 40, 300, 128).variant == "precision fp8"
-    windowed = workloads.PermittedWindowedDecode(3, 1, 4, 128, 128, extra_context=9, extra_topk=4)
-    assert windowed.variant == "precision fp8, fp8_584 caches, sink, lengths"
-
-
-def test_q8kv8_takes_prefills_that_permit_fp8_products(monkeypatch):
+def test_q8kv8_takes_prefills_that_permit_fp8_mma(monkeypatch):
     with pytest.raises(Unavailable, match=r"libq8kv8\.so"):
         SGLangQ8KV8([])
     peer = object.__new__(SGLangQ8KV8)
-    assert peer.supports(workloads.SparsePrefill(3, 300, 64, 576, 128)) == "has FP8 products only"
+    assert peer.supports(workloads.SparsePrefill(3, 300, 64, 576, 128)) == "has FP8 MMAs only"
     assert "64 heads" in peer.supports(workloads.PermittedPrefill(3, 300, 96, 576, 128))
     workload = workloads.PermittedPrefill(3, 300, 64, 576, 128)
     assert peer.supports(workload) is None
@@ -389,7 +374,6 @@ def test_work_of_a_decode_over_a_window_and_a_second_cache():
     [
         (workloads.CachedPrefill(5, 300, 4, 128), "sparsemla through a workspace"),
         (workloads.PermittedPrefill(5, 300, 4, 576, 128), "sparsemla bf16 products"),
-        (workloads.PermittedDecode(3, 1, 4, 300, 128), "sparsemla bf16 products"),
         (workloads.SharedPrefill(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.SharedBackward(5, 300, 4, 576, 128), "sparsemla by token"),
         (workloads.CachedPrefill(5, 300, 4, 128, e4m3_format()), "sparsemla through a workspace"),
@@ -557,7 +541,7 @@ def test_flashmla_gets_the_inputs_in_its_layout(workload, timer):
     name = "FlashMLA after sparsemla's gather" if gathered else "FlashMLA"
     assert [found.peer for found in outcome.rows] == [name]
     padded = isinstance(workload, (workloads.SparsePrefill, workloads.SparseDecode))
-    note = outcome.rows[0].note.removeprefix("bfloat16 products; ")
+    note = outcome.rows[0].note.removeprefix("bfloat16 MMA; ")
     assert note == ("heads padded to 64" if padded else "")
     assert peer.supports(workloads.SparseDecode(1, 1, 4, 200, 100)) is not None
     assert peer.supports(workloads.Gather(1, 1)) is not None

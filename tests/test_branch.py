@@ -475,7 +475,7 @@ def test_products_are_batch_invariant_only_if_asked(op, topk, device, monkeypatc
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_a_workspace_serves_steps_of_fewer_tokens_too(num_heads, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sparsemla.dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(sparsemla.kernels.attention.schedule, "multiprocessors", lambda device: 132)
     size = sparsemla.branch_workspace_size(40, num_heads, device="cuda")
     for tokens in range(41):
         for splits in range(1, sparsemla.ops.decode.most_splits(tokens, num_heads, "cuda") + 1):

@@ -312,20 +312,10 @@ def as_older_gpus() -> list[str]:
 MEANS: list[tuple[str, str, Callable[[report.Row], bool]]] = [
     ("`decode_step`", "decode_step", lambda row: True),
     ("`sparse_decode`", "sparse_decode", lambda row: FP8 not in row.case),
-    (
-        "`sparse_decode`, FP8 products, 128 heads",
-        "sparse_decode",
-        lambda row: (
-            FP8 in row.case
-            and row.shape["heads"] == 128
-            and row.shape["batch"] >= 64
-            and "extra_context" not in row.shape
-        ),
-    ),
     ("`dense_decode`", "dense_decode", lambda row: True),
     ("`sparse_prefill`", "sparse_prefill", lambda row: FP8 not in row.case),
     (
-        "`sparse_prefill`, FP8 products, beside Q8KV8",
+        "`sparse_prefill`, FP8 MMA, beside Q8KV8",
         "sparse_prefill",
         lambda row: row.peer == "SGLang Q8KV8",
     ),

@@ -14,15 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import sparsemla
-from sparsemla import dispatch
 from sparsemla_lab.cli import app
-from sparsemla_lab.doctor import BRANCHES
-from sparsemla_lab.testing.cases import Draw
-from sparsemla_lab.verify import matrix
+from sparsemla_lab.typical import TYPICAL, function_of, typical_call
 
 CHECKPOINT_BLOCK = 128
 
@@ -136,46 +132,64 @@ def explained(result: Any) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
+@pytest.mark.parametrize("op", TYPICAL)
 def test_explain(op):
-    assert explained(run("explain", op)) == str(dispatch.explain(dispatch.Problem(op, "cpu")))
+    lines = explained(run("explain", op))
+    assert lines.startswith("the call:\n  ")
+    expected = sparsemla.explain(function_of(op), **typical_call(op, "cpu"))
+    assert lines.endswith(f"\n{expected}")
+    assert set(expected.kernels.values()) == {"cpu"}
+
+
+def test_every_op_and_branch_has_a_typical_call():
+    composed = {"select_rows", "index_loss"}
+    assert set(TYPICAL) == set(sparsemla.ops.__all__) - composed
 
 
 def test_explain_another_machine():
     result = run(
         *("explain", "sparse_decode", "--device", "cuda", "--capability", "9.0"),
-        *("--cache-format", "fp8_ds_mla", "--heads", 128, "--topk", 2048, "--dtype", "bf16"),
+        *("--cache-format", "fp8_ds_mla", "--heads", 64, "--topk", 70, "--tokens", 130),
     )
-    problem = dispatch.Problem(
-        "sparse_decode", "cuda", (9, 0), torch.bfloat16, "fp8_ds_mla", 128, 2048
-    )
-    assert explained(result) == str(dispatch.explain(problem))
+    lines = explained(result).splitlines()
+    assert "  q: bfloat16 [130, 1, 64, 576]" in lines
+    assert "  topk_indices: int32 [130, 1, 70]" in lines
+    assert "sparse_decode: sm90.fp8" in lines
+    assert "  cpu: needs CPU tensors, got sm_90" in lines
 
 
-def test_explain_takes_the_usual_dtype():
-    result = run("explain", "indexer_topk", "--device", "cuda", "--capability", "9.0")
-    problem = dispatch.Problem("indexer_topk", "cuda", (9, 0), torch.float8_e4m3fn)
-    assert explained(result) == str(dispatch.explain(problem))
-    assert "indexer_topk: sm90" in result.output
+def test_explain_refuses_a_size_that_the_op_has_not():
+    assert_fails(run("explain", "to_slots", "--heads", 4), "to_slots has no num_heads", "topk")
+
+
+def test_explain_sets_the_dtype():
+    result = run(
+        *("explain", "sparse_decode", "--device", "cuda", "--capability", "9.0", "--dtype", "fp16")
+    )
+    assert "sparse_decode: triton" in result.output
+    assert "sm90.fp8: needs bfloat16 queries, got torch.float16" in result.output
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "capability"),
+    ("name", "target"),
     [
-        ("8.0", "sm_80", (8, 0)),
-        ("sm_89", "sm_89", (8, 9)),
-        ("sm_90", "sm_90", (9, 0)),
-        ("sm_90a", "sm_90", (9, 0)),
-        ("10.0", "sm_100", (10, 0)),
-        ("sm_100", "sm_100", (10, 0)),
-        ("sm_120", "sm_120", (12, 0)),
-        ("gfx942", "gfx942", (9, 4)),
+        ("8.0", "sm_80"),
+        ("sm_89", "sm_89"),
+        ("sm_90", "sm_90"),
+        ("sm_90a", "sm_90"),
+        ("10.0", "sm_100"),
+        ("sm_100", "sm_100"),
+        ("sm_120", "sm_120"),
+        ("gfx942", "gfx942"),
     ],
 )
-def test_explain_knows_gpus_by_capability_and_by_target(name, target, capability):
-    result = run("explain", "sparse_decode", "--device", "cuda", "--capability", name)
-    problem = dispatch.Problem("sparse_decode", "cuda", capability)
-    assert explained(result) == str(dispatch.explain(problem))
+def test_explain_knows_gpus_by_capability_and_by_target(name, target):
+    result = run("explain", "merge_topk", "--device", "cuda", "--capability", name)
+    call = typical_call("merge_topk", "cpu")
+    expected = sparsemla.explain(sparsemla.merge_topk, gpu=target, **call)
+    assert explained(result).endswith(str(expected))
+    chosen = "sm90" if target == "sm_90" else "triton.registers"
+    assert expected.kernels == {"merge_topk": chosen}
     assert f"proof: {target} (" in result.output
 
 
@@ -184,41 +198,6 @@ def test_explain_shows_untested_gpus():
     assert "sparse_decode: triton" in result.output
     assert "proof: sm_86, Triton" in result.output
     assert "untested. Nothing was compiled for it or run on it." in result.output
-
-
-@pytest.mark.parametrize("op", BRANCHES)
-@pytest.mark.parametrize("topk", [0, 64])
-def test_explain_a_branch(op, topk):
-    result = run("explain", op, "--topk", topk)
-    first, *rest = explained(result).splitlines()
-    stages = [line.partition(":")[0] for line in rest if not line.startswith(" ")]
-    assert first.startswith(f"{op}: {len(stages)} stages")
-    assert set(stages) == recorded_stages(op, sparse=True) | (
-        set() if topk else recorded_stages(op, sparse=False)
-    )
-
-
-class Recorder(TorchDispatchMode):
-    """Names of the package's operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "sparsemla":
-            self.names.add(function._schema.name.partition("::")[2])
-        return function(*args, **(kwargs or {}))
-
-
-def recorded_stages(op: str, sparse: bool) -> set[str]:
-    """The ops that a branch calls."""
-    with Recorder() as recorder:
-        for case in matrix.MATRIX[op]:
-            if case.quick and ("topk_indices" in case.build(Draw(0, "cpu"))) == sparse:
-                getattr(sparsemla, op)(**case.build(Draw(0, "cpu")))
-    assert recorder.names
-    return recorder.names
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ CALLS = {
     "sparse_prefill, max_logits": lambda: (
         sparse_prefill_case(Draw(12)) | {"max_logits": torch.zeros(5, 8)}
     ),
-    "sparse_prefill, FP8 products": lambda: sparse_prefill_case(Draw(12)) | {"precision": "fp8"},
+    "sparse_prefill, FP8 MMA": lambda: sparse_prefill_case(Draw(12)) | {"precision": "fp8"},
     "sparse_prefill, cache": lambda: {
         "q": Draw(13).normal(3, 8, 512).bfloat16(),
         "kv": PagedCache.allocate(BF16_512, 3, 8),
@@ -227,7 +227,6 @@ CALLS = {
     "sparse_decode, two streams": lambda: decode_arguments(
         FP8_584, page_size=PAGE, extra=(FP8_584, 50, 16, PAGE)
     ),
-    "sparse_decode, FP8 products": lambda: decode_arguments() | {"precision": "fp8"},
     "sparse_decode, lengths of tokens": lambda: decode_arguments(query_len=2, own_lengths=True),
     "sparse_decode, splits in a workspace": lambda: (
         decode_arguments() | {"num_splits": 2, "workspace": torch.empty(1 << 17, dtype=torch.uint8)}

@@ -1,5 +1,6 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from sparsemla import (
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
-    dispatch,
+    PagedCache,
     e4m3_format,
 )
-from sparsemla.kernels.attention.schedule import dense, sm90_sparse, sparse
-from sparsemla.kernels.common.registry import DecodeWork
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.arguments import SparseDecode, Splits
+from sparsemla.kernels.attention.schedule import DecodeWork, dense, sparse
+from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.ops import decode
-from sparsemla.ops._repeat import unrepeated
 from sparsemla_lab.testing.cases import (
     GARBAGE_PAGE,
     Draw,
@@ -320,34 +322,52 @@ def test_caches_beyond_2_gib(device, fmt):
 
 
 @pytest.mark.parametrize(
-    ("batch", "topk", "schedule"),
+    ("batch", "topk", "splits"),
     [(1, 2048, (16, 16)), (2, 2048, (8, 16)), (4, 2048, (4, 16)), (8, 2048, (8, 64)),
      (16, 2048, (4, 64)), (64, 2048, (1, 64)), (128, 2048, (1, 64)), (4, 512, (4, 16)),
      (16, 512, (1, 16)), (16, 1024, (4, 64)), (1, 64, (1, 16))],
     ids=str,
 )  # fmt: skip
-def test_schedule_of_128_heads_on_132_multiprocessors(batch, topk, schedule):
-    work = DecodeWork(batch, 1, 128, topk, FP8_DS_MLA, 132)
-    assert sm90_sparse(work, None) == schedule
-    assert sm90_sparse(work, 3) == (3,)
+def test_splits_of_128_heads_on_132_multiprocessors(batch, topk, splits):
+    assert sparse(DecodeWork(batch, 1, 128, topk, FP8_DS_MLA, 132), tiles_heads=True) == splits
+
+
+def test_given_splits_are_those_of_a_call():
+    call = SparseDecode(
+        q=torch.empty(1, 1, 128, 576, dtype=torch.bfloat16),
+        cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
+        topk_indices=torch.zeros(1, 1, 2048, dtype=torch.int32),
+        softmax_scale=1.0,
+    )
+    with simulated(GPUS["sm_90"]):
+        assert schedule.splits_of_sparse(call) == (16, 16)
+        assert schedule.splits_of_sparse(call._replace(splits=Splits(3))) == (3, 64)
+    with simulated(GPUS["sm_100"]):
+        assert schedule.splits_of_sparse(call).head_tile == 64
+    assert schedule.splits_of_sparse(call) == (1, 64)
 
 
 def test_a_workspace_serves_smaller_batches_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
-    sizes = [sparsemla.decode_workspace_size(batch, 1, 128, device="cuda") for batch in range(257)]
+    with simulated(GPUS["sm_90"]):
+        sizes = [
+            sparsemla.decode_workspace_size(batch, 1, 128, device="cuda") for batch in range(257)
+        ]
+    assert sizes[1] > 0
     assert sizes == sorted(sizes)
 
 
 def test_schedules_fit_the_workspace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    tiled, portable = partial(sparse, tiles_heads=True), partial(sparse, tiles_heads=False)
     for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
-        size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
-        for fmt, choose in itertools.product((BF16_576, FP8_DS_MLA), (sm90_sparse, sparse, dense)):
+        with simulated(GPUS["sm_90"]):
+            size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
+        for fmt, choose in itertools.product((BF16_576, FP8_DS_MLA), (tiled, portable, dense)):
             for compiling in (False, True):
-                monkeypatch.setattr(torch.compiler, "is_compiling", lambda said=compiling: said)
-                splits, *_ = choose(DecodeWork(batch, 1, num_heads, topk, fmt, 132), None)
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.compiler, "is_compiling", lambda said=compiling: said)
+                    splits, _ = choose(DecodeWork(batch, 1, num_heads, topk, fmt, 132))
                 assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
 
 
@@ -570,39 +590,6 @@ def test_decode_refuses_a_small_workspace_and_no_splits(device):
         sparsemla.sparse_decode(**case, num_splits=2, workspace=workspace)
     with pytest.raises(ValueError, match="num_splits must be at least 1, got 0"):
         sparsemla.sparse_decode(**case, num_splits=0)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "num_heads", "extra"),
-    [
-        (FP8_DS_MLA, 8, None),
-        (FP8_DS_MLA, 32, None),
-        (FP8_DS_MLA, 64, (FP8_DS_MLA, 50, 16, 8)),
-        (FP8_584, 64, None),
-        (BF16_576, 64, None),
-        (e4m3_format(), 64, None),
-    ],
-    ids=lambda value: getattr(value, "name", value and str(value)),
-)
-def test_kernels_without_fp8_products_ignore_the_permission(device, fmt, num_heads, extra):
-    case = sparse_decode_case(Draw(23, device), format=fmt, num_heads=num_heads, extra=extra)
-    expected = sparsemla.sparse_decode(**case, precision="bf16")
-    default = sparsemla.sparse_decode(**case)
-    got = sparsemla.sparse_decode(**case, precision="fp8")
-    for name, *results in zip(("out", "lse"), default, got, expected, strict=True):
-        for result in results[:2]:
-            assert_equal(name, result, results[2])
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_kernels_get_the_precision(device, precision, monkeypatch):
-    seen = []
-    monkeypatch.setattr(dispatch, "select", lambda problem: lambda **given: seen.append(given))
-    case = sparse_decode_case(Draw(24, device), format=FP8_DS_MLA)
-    with unrepeated():
-        sparsemla.sparse_decode(**case, precision=precision)
-        sparsemla.sparse_decode(**case)
-    assert [given["precision"] for given in seen] == [precision, "bf16"]
 
 
 def test_merge_of_no_tokens(device):

@@ -52,6 +52,23 @@ def named_paths(text: str) -> set[str]:
     }
 
 
+def replacements(text: str) -> list[tuple[str, str, str]]:
+    """The hunks of the ``diff`` blocks of a page: the path, and the lines before and after."""
+    found = []
+    for block in BLOCK.finditer(text):
+        if block["tag"].strip() == "diff":
+            for part in re.split(r"^--- .*\n", block["body"], flags=re.MULTILINE)[1:]:
+                path, *hunks = re.split(r"^@@\n", part, flags=re.MULTILINE)
+                for hunk in hunks:
+                    lines = hunk.splitlines(keepends=True)
+                    before, after = (
+                        "".join(line[1:] for line in lines if line[0] in kinds)
+                        for kinds in (" -", " +")
+                    )
+                    found.append((path.removeprefix("+++ b/").strip(), before, after))
+    return found
+
+
 def link_target(page: Path, link: str) -> tuple[Path, str] | None:
     """The file and the anchor that a link names, or None if it leads out of the repository."""
     path, _, anchor = link.partition("#")
@@ -86,6 +103,24 @@ def test_code_blocks_run_in_order(page: Path) -> None:
         # Blank lines in front make a traceback point at the line of the page.
         code = compile("\n" * (line - 1) + body, str(page), "exec")
         exec(code, namespace)
+
+
+PAGES_WITH_DIFFS = [page for page in PAGES if replacements(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_DIFFS, ids=page_id)
+def test_diffs_fit_the_code(page: Path) -> None:
+    files: dict[str, str] = {}
+    for path, before, after in replacements(page.read_text(encoding="utf-8")):
+        if before:
+            text = files.get(path) or (ROOT / path).read_text(encoding="utf-8")
+            assert before in text, f"{page_id(page)}: {path} has no lines\n{before}"
+            files[path] = text.replace(before, after, 1)
+        else:
+            assert not (ROOT / path).exists(), f"{page_id(page)}: {path} exists"
+            files[path] = after
+    for path, text in files.items():
+        compile(text, path, "exec")
 
 
 @pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)

@@ -76,7 +76,8 @@ FAR = -(2**31), 2**31 - 1, -1
 
 def tiers_of(op):
     """The tiers of an op that run here."""
-    tiers = [kernel.tier for kernel in dispatch.OPS[op].kernels] if op in dispatch.OPS else ["cpu"]
+    kernels = dispatch.OPS[op].kernels if op in dispatch.OPS else ()
+    tiers = dict.fromkeys(kernel.tier for kernel in kernels) or ["cpu"]
     interpreted = not torch.cuda.is_available() and TRITON
     return [tier for tier in tiers if tier == "cpu" or (interpreted and tier != "reference")]
 
@@ -99,8 +100,7 @@ def tier_only(tier):
         if tier == "sm90":
             stack.enter_context(acting_as_hopper())
         else:
-            find = mock.patch.object(dispatch, "find", lambda op, *_, **__: dispatch.load(op, tier))
-            stack.enter_context(find)
+            stack.enter_context(dispatch.only(tier))
         yield
 
 

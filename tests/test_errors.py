@@ -578,12 +578,6 @@ OTHERS = [
             q=torch.zeros(3, 1, 8, 448).bfloat16(), q_rope=torch.zeros(3, 1, 8, 64).bfloat16()
         ),
     ),
-    (
-        "sparse_decode",
-        "sparse_decode: precision must be 'bf16' or 'fp8', got 'fp16'",
-        with_arguments(precision="fp16"),
-    ),
-    ("sparse_decode", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
     ("decode_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
     ("prefill_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),

@@ -22,7 +22,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
-from sparsemla.kernels.topk.sm90 import candidates, registers
+from sparsemla.kernels.topk.arguments import SelectTopk
+from sparsemla.kernels.topk.schedule import refuse_registers, schedule_registers
+from sparsemla.kernels.topk.sm90 import candidates
 from sparsemla_lab.testing import cases
 from sparsemla_lab.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
 from sparsemla_lab.verify import run
@@ -450,7 +452,17 @@ SLOW = (  # or without kernels for Hopper
     "ratio 4, not causal",
     "not causal",
 )
-PORTABLE = (  # too few index heads or dims for the kernels for Hopper
+PORTABLE = (  # the kernels for Hopper refuse their weights, or so few index heads or dims
+    *(
+        ("project_groups", case)
+        for case in (
+            "one token, bf16",
+            "one token, 128x128",
+            "128 rows, bf16",
+            "128 rows, 140 tokens, bf16",
+            "one group of DeepSeek-V4, 9 tokens, bf16",
+        )
+    ),
     ("selected_scores", "8 heads"),
     ("selected_scores_backward", "8 heads"),
     ("dense_index_loss", "ragged"),
@@ -501,7 +513,8 @@ def hard_rows(draw, num_rows, num_cols, topk):
 def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors, held_by, slices):
     arguments = functools.partial(hard_rows, num_rows=num_rows, num_cols=num_cols, topk=topk)
     with acting_as_hopper(num_cols, multiprocessors):
-        held = registers.schedule_registers(num_rows, num_cols, topk, multiprocessors)
+        call = SelectTopk(torch.empty(num_rows, num_cols), topk)
+        held = None if refuse_registers(call) else schedule_registers(call)
         lists = candidates.schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
         outcome = run._run_case("select_topk", Case("", arguments), "cpu", reruns=0)
     assert (held and held.ctas, None if held else lists.slices) == (held_by, slices)
@@ -511,7 +524,7 @@ def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors
 
 @pytest.mark.parametrize("name", ["64 heads", "exact scales, 128 heads, fp8_ds_mla"])
 def test_tiles_of_16_heads_in_one_split_have_their_own_sinks(name, monkeypatch):
-    monkeypatch.setattr(schedule, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 132)
     (case,) = (c for c in run.chosen_cases("sparse_decode", "cuda", quick=False) if c.name == name)
     with acting_as_hopper():
         outcome = run._run_case("sparse_decode", case, "cpu", reruns=1)

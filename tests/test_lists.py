@@ -1,13 +1,12 @@
 """Lists that neighbouring query tokens share, and attention over them."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
 import sparsemla
-from sparsemla import FP8_DS_MLA, PagedCache, dispatch, explain, reference, share_lists
+from sparsemla import FP8_DS_MLA, PagedCache, explain, reference, share_lists
 from sparsemla_lab.testing.cases import (
     Draw,
     embed,
@@ -249,14 +248,18 @@ def test_a_row_without_a_member_is_not_read(device):
 
 
 def test_fp8_rows_of_shared_lists_take_the_portable_kernel():
-    problem = dispatch.Problem(
-        "sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=16, shared_lists=True
-    )
-    found = explain(problem)
-    assert found.chosen == "triton"
+    def chosen(rows, dtype=torch.bfloat16):
+        q = torch.empty(8, 16, 576, dtype=dtype, device="meta")
+        lists = torch.empty(2, 80, dtype=torch.int32, device="meta")
+        options = {"softmax_scale": 0.1, "list_tokens": 4, "gpu": "sm_90"}
+        return explain(sparsemla.sparse_prefill, q, rows, lists, **options).choices[0]
+
+    latents = torch.empty(30, 576, dtype=torch.bfloat16, device="meta")
+    found = chosen(PagedCache.allocate(FP8_DS_MLA, 1, 64, device="meta"))
+    assert found.kernel == "triton"
     assert "bfloat16 rows for lists of several query tokens" in str(found)
-    assert explain(dataclasses.replace(problem, cache_format="bf16_576v512")).chosen == "sm90"
-    assert explain(dataclasses.replace(problem, dtype=torch.float32)).chosen == "triton"
+    assert chosen(latents).kernel == "sm90.bf16"
+    assert chosen(latents, torch.float32).kernel == "triton"
 
 
 def test_rows_may_be_a_cache(device):

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import (
 
 import sparsemla
 from sparsemla import dispatch, reference
+from sparsemla.kernels.losses import DENSE_INDEX_GRADIENTS
+from sparsemla.kernels.losses.arguments import DenseIndexGradients
 from sparsemla.ops import losses
 from sparsemla.reference.losses import dense_distributions
 from sparsemla_lab.testing import cases
@@ -419,7 +421,7 @@ def test_kernels_get_gradients_without_strides(device):
         scores = sparsemla.selected_scores(**case)
         dscores = torch.ones(scores.shape[::-1], device=device).T
         torch.autograd.grad(scores, indexer(case), dscores)
-    (given,) = (each.args[0] for each in call.call_args_list)
+    (given,) = (each.args[0].dscores for each in call.call_args_list)
     assert_equal("dscores", given, dscores)
     assert (given.is_contiguous(), dscores.is_contiguous()) == (True, False)
 
@@ -437,11 +439,14 @@ def test_a_weight_of_zero_gives_zeros(device):
 
 
 @pytest.fixture(params=["fastest", "triton"])
-def tier(request, monkeypatch):
+def tier(request):
     """Lets ops run on the fastest tier, or on Triton's, for which a CPU has the interpreter."""
-    if request.param != "fastest":
-        pytest.importorskip("triton")
-        monkeypatch.setattr(dispatch, "find", lambda op, *a, **k: dispatch.load(op, request.param))
+    if request.param == "fastest":
+        yield
+        return
+    pytest.importorskip("triton")
+    with dispatch.only(request.param):
+        yield
 
 
 @pytest.mark.usefixtures("tier")
@@ -522,6 +527,140 @@ def test_second_derivatives_are_refused(device):
         diq.sum().backward()
 
 
+class Dropped(torch.autograd.Function):
+    """The identity, whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("op", ["selected_scores", "dense_index_loss"])
+def test_a_result_without_a_gradient_gives_zeros(device, op):
+    case = getattr(cases, f"{op}_case")(Draw(31, device))
+    result = getattr(sparsemla, op)(**case | dict(zip(NAMES, indexer(case), strict=True)))
+    for grad in torch.autograd.grad(Dropped.apply(result).sum(), indexer(case)):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("op", ["selected_scores", "dense_index_loss"])
+def test_a_graph_keeps_what_gradients_need(device, op):
+    case = getattr(cases, f"{op}_case")(Draw(32, device))
+    case |= dict(zip(NAMES, indexer(case), strict=True))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        result = getattr(sparsemla, op)(**case)
+    assert result.requires_grad
+    kept = {x.data_ptr() for x in kept}
+    needed = {case[name].data_ptr() for name in NAMES}
+    if op == "selected_scores":
+        assert kept == needed | {case["topk_indices"].data_ptr()}
+    else:
+        assert needed < kept
+        assert len(kept) == 6  # and its gradients, of the loss alone
+        others = "q", "k", "lse", "row_starts", "row_ends"
+        assert not kept & {case[name].data_ptr() for name in others}
+
+
+def test_gradients_beside_the_loss_are_constants(device):
+    case = cases.dense_index_loss_case(Draw(32, device))
+    case |= dict(zip(NAMES, indexer(case), strict=True))
+    loss, *grads = losses._dense_index_gradients(DenseIndexGradients(**case))
+    assert loss.requires_grad
+    assert not any(grad.requires_grad for grad in grads)
+
+
+def shifted(rows):
+    """The same rows, two bytes beyond a multiple of 16."""
+    wide = torch.nn.functional.pad(rows, (1, 7))
+    return wide[..., 1:-7]
+
+
+def hopper_choice(op, case):
+    """The choice of a kernel on a Hopper GPU."""
+    (choice,) = sparsemla.explain(getattr(sparsemla, op), **case, gpu="sm_90").choices
+    return choice
+
+
+LISTED = {"num_heads": 64, "head_dim": 128}
+TARGETED = {"num_heads": 16, "head_dim": 576}
+DENSE = {"num_index_heads": 2, "index_dim": 128, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("selected_scores", LISTED),
+        ("selected_scores", LISTED | {"num_heads": 17}),
+        ("selected_scores_backward", LISTED),
+        ("attention_target", TARGETED | {"num_heads": 128}),
+        ("attention_target", TARGETED | {"head_dim": 512}),
+        ("dense_index_loss", DENSE),
+        ("dense_index_loss", DENSE | {"head_dim": 192, "shared_keys": True}),
+        ("dense_index_gradients", DENSE),
+    ],
+    ids=str,
+)
+def test_calls_that_hopper_takes(op, options):
+    case = getattr(cases, f"{op.replace('gradients', 'loss')}_case")(Draw(33), **options)
+    assert hopper_choice(op, case).kernel == "sm90"
+
+
+FLOAT16, ROWS = {"dtype": torch.float16}, "rows that start at multiples of 16 bytes"
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "change", "reason"),
+    [
+        ("selected_scores", LISTED | FLOAT16, {}, "bfloat16 index queries, got torch.float16"),
+        ("selected_scores", LISTED | {"num_heads": 16}, {}, "17 to 64 index heads of 128 dims"),
+        ("selected_scores", LISTED | {"num_heads": 65}, {}, "got 65 of 128"),
+        ("selected_scores", LISTED | {"head_dim": 64}, {}, "got 64 of 64"),
+        ("selected_scores", LISTED, {"iq": shifted}, f"index queries and keys with {ROWS}"),
+        ("selected_scores", LISTED, {"ik": shifted}, f"index queries and keys with {ROWS}"),
+        ("selected_scores_backward", LISTED | FLOAT16, {}, "bfloat16 index queries"),
+        ("attention_target", TARGETED | {"num_heads": 129}, {}, "at most 128 heads, got 129"),
+        ("attention_target", TARGETED | FLOAT16, {}, "needs bfloat16 queries, got torch.float16"),
+        ("attention_target", TARGETED | {"head_dim": 192}, {}, "512 or 576 dims with 512 of value"),
+        ("attention_target", TARGETED, {"q": shifted}, f"queries and caches with {ROWS}"),
+        ("attention_target", TARGETED, {"kv": shifted}, f"queries and caches with {ROWS}"),
+        ("dense_index_loss", DENSE | FLOAT16, {}, "needs bfloat16 queries and index queries"),
+        ("dense_index_loss", DENSE | {"index_dim": 64}, {}, "index heads of 128 dims, got 64"),
+        ("dense_index_loss", DENSE | {"head_dim": 96}, {}, "a multiple of 64 dims, got 96"),
+        ("dense_index_loss", DENSE | {"num_tokens": 0}, {}, "needs query tokens, rows, heads"),
+        ("dense_index_loss", DENSE | {"num_heads": 0}, {}, "needs query tokens, rows, heads"),
+        ("dense_index_loss", DENSE, {"q": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_loss", DENSE, {"k": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_loss", DENSE, {"iq": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_loss", DENSE, {"ik": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_gradients", DENSE | {"head_dim": 96}, {}, "a multiple of 64 dims, got 96"),
+    ],
+)
+def test_calls_that_hopper_refuses(op, options, change, reason):
+    case = getattr(cases, f"{op.replace('gradients', 'loss')}_case")(Draw(33), **options)
+    choice = hopper_choice(op, case | {name: new(case[name]) for name, new in change.items()})
+    assert choice.kernel == "triton"
+    assert reason in dict(choice.refusals)["sm90"]
+
+
+@pytest.mark.parametrize(
+    ("wide", "got"),
+    [
+        (("iq", "ik"), "got torch.bfloat16 and torch.float32"),
+        (("q", "k"), "got torch.float32 and torch.bfloat16"),
+    ],
+)
+def test_mixed_dtypes_of_the_dense_loss_are_refused_by_hopper(wide, got):
+    case = cases.dense_index_loss_case(Draw(33), **DENSE)
+    choice = hopper_choice("dense_index_loss", case | {name: case[name].float() for name in wide})
+    assert choice.kernel == "triton"
+    assert f"needs bfloat16 queries and index queries, {got}" in str(choice)
+
+
 class Largest(TorchDispatchMode):
     """Records the bytes of the largest tensor that a function returns."""
 
@@ -547,10 +686,9 @@ def test_the_dense_loss_is_bounded(device):
             strict=True,
         )
     )
-    tier = dispatch.explain(dispatch.Problem("dense_index_gradients", device)).chosen
     case["max_workspace_bytes"] = bound
     with Largest() as largest:
-        dispatch.load("dense_index_gradients", tier)(**case, **results)
+        dispatch.launch(DENSE_INDEX_GRADIENTS, DenseIndexGradients(**case, **results))
     assert largest.bytes <= bound < 512 * 1024 * 4
 
 

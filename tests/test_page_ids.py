@@ -148,9 +148,9 @@ def test_portable_kernels(page):
     table = torch.tensor([[3, page]])
     ids = torch.tensor([[0, 64, 69, 127, 128]])
     arguments = {"topk_indices": ids, "page_table": table, "request_ids": torch.zeros(1).long()}
-    more = {"page_size": 64, "workspace_starts": None, "prefill_request_ids": None}
     out = torch.full((1, 5), 77, dtype=torch.int32)
-    assert triton("to_slots", arguments | more, {"out": out}).tolist() == [[192, -1, -1, -1, -1]]
+    slots = triton("to_slots", arguments | {"page_size": 64}, {"out": out})
+    assert slots.tolist() == [[192, -1, -1, -1, -1]]
 
     scores, out = torch.ones(1, 70), torch.full((1, 70), 77, dtype=torch.int32)
     arguments = {"scores": scores, "topk": 70, "row_starts": None, "row_ends": None}
@@ -160,8 +160,7 @@ def test_portable_kernels(page):
 
     case = with_page(PAGED["dense_decode"](Draw(0)), page)
     out, lse = torch.empty(2, 1, 8, 512).bfloat16(), torch.empty(2, 1, 8)
-    more = {"attn_sink": None, "schedule": (1,), "workspace": None}
-    triton("dense_decode", more | case, {"out": out, "lse": lse})
+    triton("dense_decode", case, {"out": out, "lse": lse})
     assert (lse[1] == -torch.inf).all()
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -10,6 +9,7 @@ from sparsemla import (
     FP8_DS_MLA,
     PagedCache,
     dispatch,
+    explain,
     reference,
 )
 from sparsemla.ops._repeat import unrepeated
@@ -115,11 +115,12 @@ def test_results_of_another_dtype_than_the_queries(device, dtype, out_dtype):
 
 
 def test_tiers_refuse_output_dtypes_that_they_cannot_write():
-    hopper = dispatch.Problem("sparse_prefill", "cuda", (9, 0), cache_format="bf16_576v512")
-    assert dispatch.explain(hopper).chosen == "sm90"
-    wide = dataclasses.replace(hopper, out_dtype=torch.float32)
-    assert dispatch.explain(wide).chosen == "triton"
-    assert "gives bfloat16 results, not torch.float32" in str(dispatch.explain(wide))
+    case = sparse_prefill_case(Draw(30), num_heads=64)
+    chosen = explain(sparsemla.sparse_prefill, **case, gpu="sm_90")
+    assert chosen.kernels == {"sparse_prefill": "sm90.bf16"}
+    wide = explain(sparsemla.sparse_prefill, **case, out=torch.empty(5, 64, 512), gpu="sm_90")
+    assert wide.kernels == {"sparse_prefill": "triton"}
+    assert "sm90.bf16: gives bfloat16 results, not torch.float32" in str(wide)
 
 
 def test_unsigned_indices_and_lengths(device):
@@ -496,7 +497,7 @@ def test_dense_prefill_equals_torch(device):
     assert_close("lse", lse, expected_lse, DENSE_PREFILL_LSE)
 
 
-def test_kernels_without_fp8_products_ignore_the_permission(device):
+def test_kernels_without_fp8_mma_ignore_the_permission(device):
     case = sparse_prefill_case(Draw(23, device), num_heads=32, with_sink=True)
     expected = sparsemla.sparse_prefill(**case, precision="bf16")
     default = sparsemla.sparse_prefill(**case)
@@ -509,12 +510,12 @@ def test_kernels_without_fp8_products_ignore_the_permission(device):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_kernels_get_the_precision(device, precision, monkeypatch):
     seen = []
-    monkeypatch.setattr(dispatch, "select", lambda problem: lambda **given: seen.append(given))
+    monkeypatch.setattr(dispatch, "launch", lambda op, call: seen.append(call))
     case = sparse_prefill_case(Draw(24, device))
     with unrepeated():
         sparsemla.sparse_prefill(**case, precision=precision)
         sparsemla.sparse_prefill(**case)
-    assert [given["precision"] for given in seen] == [precision, "bf16"]
+    assert [call.precision for call in seen] == [precision, "bf16"]
 
 
 def nearest_e4m3(x):

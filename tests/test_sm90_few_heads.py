@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsemla import FP8_584, FP8_DS_MLA, PagedCache, e4m3_format
-from sparsemla.kernels.attention.sm90 import decode
+from sparsemla import FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla.kernels.attention.arguments import Splits
+from sparsemla.kernels.attention.sm90 import arguments
 from sparsemla.kernels.attention.sm90 import fp8_few_heads as kernel
 
 FORMATS = (
@@ -75,53 +76,17 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
         lse.copy_(lses.mean(0))
 
     monkeypatch.setattr(kernel, "launch", launch)
-    monkeypatch.setattr(decode, "merge_splits", merge)
+    monkeypatch.setattr(arguments, "merge_splits", merge)
     q = torch.randn(80, 3, 1, 576, dtype=torch.bfloat16).permute(1, 2, 0, 3)
     out, lse = torch.empty(3, 1, 80, 512, dtype=q.dtype), torch.empty(3, 1, 80)
-    decode.sparse_decode(
+    dispatch.load("sparse_decode", "sm90")(
         q=q,
         cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
         topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
-        q_rope=None,
         softmax_scale=1.0,
-        topk_lengths=None,
-        attn_sink=None,
-        extra_cache=None,
-        extra_topk_indices=None,
-        extra_topk_lengths=None,
-        precision="bf16",
-        schedule=(2, 16),
-        workspace=None,
+        splits=Splits(2, 16),
         out=out,
         lse=lse,
     )
     assert torch.equal(out, q[..., :512])
     assert torch.equal(lse, q[..., 0].float())
-
-
-@pytest.mark.parametrize(
-    ("schedule", "kernel"),
-    [((1,), "fp8_products_cache"), ((2,), "fp8"), ((1, 16), "fp8_few_heads")],
-)
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_precision_and_schedule_choose_the_kernel(monkeypatch, schedule, kernel, precision):
-    launched = []
-    for name in ("fp8_products_cache", "fp8", "fp8_few_heads"):
-        module = getattr(decode, name)
-        monkeypatch.setattr(module, "launch", lambda *_, name=name, **more: launched.append(name))
-    monkeypatch.setattr(decode, "merge_splits", lambda *arguments: None)
-    names = "q_rope", "topk_lengths", "attn_sink", "extra_cache", "workspace"
-    names += "extra_topk_indices", "extra_topk_lengths"
-    decode.sparse_decode(
-        q=torch.zeros(3, 1, 80, 576, dtype=torch.bfloat16),
-        cache=PagedCache.allocate(FP8_DS_MLA, 2, 64),
-        topk_indices=torch.zeros(3, 1, 256, dtype=torch.int32),
-        softmax_scale=1.0,
-        precision=precision,
-        schedule=schedule,
-        out=torch.empty(3, 1, 80, 512, dtype=torch.bfloat16),
-        lse=torch.empty(3, 1, 80),
-        **dict.fromkeys(names),
-    )
-    has_none = precision == "bf16" and kernel == "fp8_products_cache"
-    assert launched == ["fp8" if has_none else kernel]

@@ -1,4 +1,4 @@
-"""Problems and tiles of Hopper's projection of groups; no GPU is needed."""
+"""Calls and tiles of Hopper's projection of groups; no GPU is needed."""
 
 import pytest
 import torch
@@ -24,6 +24,12 @@ def sliced(outputs, rows, inputs, columns):
     return HeadWeight(whole[:, :outputs, :inputs], scale)
 
 
+def explained(weight):
+    x = torch.zeros(5, 2, weight.data.shape[2], dtype=torch.bfloat16)
+    (choice,) = sparsemla.explain(sparsemla.project_groups, x, weight, gpu="sm_90").choices
+    return choice
+
+
 @pytest.mark.parametrize(
     "weight",
     [
@@ -34,25 +40,27 @@ def sliced(outputs, rows, inputs, columns):
     ],
     ids=["DeepSeek-V4", "one step", "block", "columns"],
 )
-def test_problems_that_the_kernel_takes(weight):
-    assert sm90_groups._supports(weight)
+def test_calls_that_the_kernel_takes(weight):
+    assert explained(weight).kernel == "sm90"
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("weight", "reason"),
     [
-        HeadWeight(torch.zeros(2, 128, 256, dtype=torch.bfloat16)),
-        weight(128, 256, (64, 128)),
-        weight(128, 256, (128, 64)),
-        weight(192, 256),
-        weight(128, 192),
-        sliced(128, 256, 256, 256),
-        sliced(128, 128, 256, 264),
+        (HeadWeight(torch.zeros(2, 128, 256, dtype=torch.bfloat16)), "needs e4m3 weights"),
+        (weight(128, 256, (64, 128)), "got blocks of 64 x 128"),
+        (weight(128, 256, (128, 64)), "got blocks of 128 x 64"),
+        (weight(192, 256), "outputs and inputs, got 192 and 256"),
+        (weight(128, 192), "outputs and inputs, got 128 and 192"),
+        (sliced(128, 256, 256, 256), "at the distance of a matrix"),
+        (sliced(128, 128, 256, 264), "multiples of 16 bytes"),
     ],
     ids=["bfloat16", "rows", "block", "outputs", "inputs", "groups apart", "stride"],
 )
-def test_problems_that_the_kernel_refuses(weight):
-    assert not sm90_groups._supports(weight)
+def test_calls_that_the_kernel_refuses(weight, reason):
+    choice = explained(weight)
+    assert choice.kernel == "triton"
+    assert reason in dict(choice.refusals)["sm90"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Tiling of Hopper's indexer kernel and the problems that it takes; no GPU is needed."""
+"""Tiling of Hopper's indexer kernel and the calls that it takes; no GPU is needed."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -8,20 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparsemla import INDEX_FP8, INDEX_MXFP4
-from sparsemla.dispatch import Problem, explain
-from sparsemla.kernels.indexer import sm90
-
-SCORES = Problem(
-    "indexer_scores_paged",
-    "cuda",
-    (9, 0),
-    torch.float8_e4m3fn,
-    INDEX_FP8.name,
-    num_heads=64,
-    head_dim=128,
-    page_size=64,
+import sparsemla
+from sparsemla import (
+    INDEX_FP8,
+    INDEX_MXFP4,
+    PagedCache,
+    bf16_format,
+    e4m3_format,
+    indexer_scores,
+    indexer_scores_paged,
+    indexer_topk,
 )
+from sparsemla.kernels.indexer import sm90
 
 
 @pytest.mark.parametrize("keys", [64, 128])
@@ -68,25 +65,88 @@ def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     assert tiling.keys * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
 
 
+def explained(op, heads=64, dim=128, dtype=torch.float8_e4m3fn, gpu="sm_90", shift=0, **cache):
+    """The choice of a kernel for 3 tokens of one request with 128 keys."""
+    with torch.device("meta"):
+        q = torch.empty(3, heads, dim + shift, dtype=dtype)[..., :dim]
+        weights, lengths = torch.empty(3, heads), torch.empty(1, dtype=torch.int32)
+        paged = PagedCache.allocate(
+            cache.get("fmt", INDEX_FP8 if dim == 128 else e4m3_format(dim, dim, 0)),
+            num_pages=2,
+            page_size=cache.get("page_size", 64),
+        )
+        if cache.get("pages_apart"):
+            pages = torch.empty(2, paged.data[0].numel() + 8, dtype=torch.uint8)[:, :-8]
+            paged = PagedCache(pages.unflatten(1, paged.data.shape[1:]), paged.format)
+        table, offsets = torch.empty(1, 2, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        keys = torch.empty(128, dim + cache.get("key_shift", 0), dtype=dtype)[:, :dim]
+        ranges = torch.empty(3, dtype=torch.int32)
+    calls = {
+        "indexer_scores": lambda: indexer_scores(q, weights, keys, None, ranges, ranges),
+        "indexer_scores_paged": lambda: indexer_scores_paged(
+            q[None], weights[None], paged, table, lengths, max_seq_len=128
+        ),
+        "indexer_topk": lambda: indexer_topk(
+            q,
+            weights,
+            paged,
+            input_row_offsets=offsets,
+            seq_lens=lengths,
+            page_table=table,
+            topk=8,
+        ),
+    }
+    (choice,) = sparsemla.explain(calls[op], gpu=gpu).choices
+    return choice
+
+
+PAGED = ("indexer_scores_paged", "indexer_topk")
+OPS = ("indexer_scores", *PAGED)
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("ops", "change", "reason"),
     [
-        ({"dtype": torch.bfloat16}, "needs float8_e4m3fn queries, got torch.bfloat16"),
-        ({"cache_format": INDEX_MXFP4.name}, "Hopper has no FP4 MMA, got index_mxfp4"),
-        ({"num_heads": 257}, "up to 256 heads of up to 128 dims, got 257 of 128"),
-        ({"head_dim": 256}, "got 64 of 256"),
-        ({"page_size": 61}, "needs pages of a multiple of 64 keys, got 61"),
-        ({"aligned": False}, "rows that start at multiples of 16 bytes"),
-        ({"capability": (10, 0)}, "needs a Hopper GPU"),
+        (OPS[:1], {"dtype": torch.bfloat16}, "needs float8_e4m3fn queries, got torch.bfloat16"),
+        (
+            PAGED,
+            {"dtype": torch.bfloat16, "fmt": bf16_format(128)},
+            "needs float8_e4m3fn queries, got torch.bfloat16",
+        ),
+        (
+            PAGED,
+            {"dtype": torch.bfloat16, "fmt": INDEX_MXFP4},
+            "Hopper has no FP4 MMA, got index_mxfp4",
+        ),
+        (OPS, {"heads": 257}, "up to 256 heads of up to 128 dims, got 257 of 128"),
+        (OPS, {"dim": 256}, "got 64 of 256"),
+        (PAGED, {"page_size": 61}, "needs pages of a multiple of 64 keys, got 61"),
+        (OPS, {"shift": 8}, "rows that start at multiples of 16 bytes"),
+        (OPS[:1], {"key_shift": 8}, "rows that start at multiples of 16 bytes"),
+        (PAGED, {"pages_apart": True}, "rows that start at multiples of 16 bytes"),
+        (OPS, {"gpu": "sm_100"}, "needs a Hopper GPU"),
     ],
-    ids=["dtype", "keys", "heads", "dims", "pages", "alignment", "GPU"],
+    ids=[
+        "dtype",
+        "pages' dtype",
+        "fp4",
+        "heads",
+        "dims",
+        "pages",
+        "queries",
+        "keys",
+        "cache",
+        "GPU",
+    ],
 )
-def test_problems_that_the_kernel_refuses(change, reason):
-    explained = explain(dataclasses.replace(SCORES, **change))
-    assert explained.chosen == "triton"
-    assert reason in dict(explained.refusals)["sm90"]
+def test_calls_that_the_kernel_refuses(ops, change, reason):
+    for op in ops:
+        choice = explained(op, **change)
+        assert choice.kernel == "triton"
+        assert reason in dict(choice.refusals)["sm90"]
 
 
-@pytest.mark.parametrize("op", ["indexer_scores", "indexer_scores_paged", "indexer_topk"])
-def test_problems_that_the_kernel_takes(op):
-    assert explain(dataclasses.replace(SCORES, op=op)).chosen == "sm90"
+@pytest.mark.parametrize("op", OPS)
+def test_calls_that_the_kernel_takes(op):
+    assert explained(op).kernel == "sm90"
+    assert explained(op, heads=256, page_size=192).kernel == "sm90"

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 import sparsemla
 from sparsemla import reference
-from sparsemla.kernels.topk import sm90 as topk_on_hopper
-from sparsemla.kernels.topk.sm90 import candidates, merge, radix, registers
+from sparsemla.kernels.topk import schedule
+from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
+from sparsemla.kernels.topk.sm90 import candidates, merge, radix
 from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
 from sparsemla.kernels.topk.triton import LIST_BYTES
 from sparsemla_lab.testing.cases import Draw, adversarial_scores, merge_topk_case
@@ -28,7 +29,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def with_132_multiprocessors(monkeypatch):
-    monkeypatch.setattr(candidates, "num_multiprocessors", lambda device: 132)
+    for module in (candidates, schedule):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
 
 
 # Columns and k without a sufficient margin for any list up to 8192 and any sample up to 4096.
@@ -99,7 +101,7 @@ def test_parts_are_merged_in_groups(num_parts, width, topk, monkeypatch):
     monkeypatch.setattr(merge, "_merge_kernel", MergeOnTheCpu())
     case = merge_topk_case(Draw(0, CPU), num_parts=num_parts, num_rows=2, width=width, topk=topk)
     out = torch.empty(2, topk, dtype=torch.int32)
-    topk_on_hopper.merge_topk(**case, out=out)
+    merge.merge_topk(MergeTopk(**case, out=out))
     assert torch.equal(out, reference.merge_topk(**case))
 
 
@@ -308,11 +310,50 @@ def test_selected_columns_are_written_in_order(columns, warps, ctas, bounded, nu
 @pytest.mark.parametrize("num_cols", [0, 1, 2048, 2049, 9000, 16384, 32768, 131072, 131073])
 @pytest.mark.parametrize("topk", [1, 512, 2048])
 def test_registers_of_the_ctas_hold_a_row(num_rows, num_cols, topk):
-    schedule = registers.schedule_registers(num_rows, num_cols, topk, 132)
-    if schedule is None:
-        assert num_rows > 132 or num_cols > registers.COLUMNS_OF_A_CTA
+    call = SelectTopk(torch.empty(num_rows, num_cols, device="meta"), topk)
+    if schedule.refuse_registers(call) is not None:
+        assert num_rows > 132 or num_cols > schedule.COLUMNS_OF_A_CTA
         return
-    columns, ctas = schedule
+    columns, ctas = schedule.schedule_registers(call)
     assert columns >= num_cols
     assert 8 <= columns // ctas // (32 * min(32, columns // ctas // 256)) <= 16
     assert ctas == 1 or ctas * num_rows <= 132
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "topk", "reason"),
+    [
+        (132, 16384, 1, None),
+        (133, 4096, 1, None),
+        (133, 4097, 1, "takes up to 4096 columns of more than 132 rows, got 4097"),
+        (133, 8192, 1024, None),
+        (133, 8193, 1024, "takes up to 8192 columns of more than 132 rows, got 8193"),
+        (66, 32768, 1, None),
+        (67, 16385, 1, "holds 16384 columns of each of 67 rows, got 16385"),
+        (1, 131072, 1, None),
+        (1, 131073, 1, "holds 131072 columns of each of 1 rows, got 131073"),
+        (0, 1 << 20, 1, "holds 16384 columns of each of 0 rows, got 1048576"),
+    ],
+)
+def test_rows_that_registers_refuse_go_through_lists(num_rows, num_cols, topk, reason):
+    scores = torch.empty(num_rows, num_cols, device="meta")
+    (choice,) = sparsemla.explain(sparsemla.select_topk, scores, topk, gpu="sm_90").choices
+    assert choice.kernel == ("sm90.candidates" if reason else "sm90.registers")
+    assert dict(choice.refusals)["sm90.registers"] == reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "topk", "kernel", "reason"),
+    [
+        ((64, 3, 8192), 4096, "sm90", None),
+        ((1, 3, 8193), 1, "triton.registers", "takes parts of up to 8192 candidates, got 8193"),
+        ((2, 3, 8193), 1, "triton.sorted", "takes parts of up to 8192 candidates, got 8193"),
+        ((1, 3, 1), 4097, "triton.sorted", "takes topk up to 4096, got 4097"),
+    ],
+)
+def test_merges_that_the_kernel_takes(shape, topk, kernel, reason):
+    values = torch.empty(shape, device="meta")
+    indices = torch.empty(shape, dtype=torch.int32, device="meta")
+    (choice,) = sparsemla.explain(sparsemla.merge_topk, values, indices, topk, gpu="sm_90").choices
+    assert choice.kernel == kernel
+    assert dict(choice.refusals)["sm90"] == reason

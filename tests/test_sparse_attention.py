@@ -13,8 +13,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import sparsemla
 from sparsemla import (
+    dispatch,
+    explain,
     reference,
     share_lists,
     sparse_attention,
@@ -342,10 +343,10 @@ def test_the_backward_op_gets_gradients_without_strides(device):
     backward = module._sparse_attention_backward
     with mock.patch.object(module, "_sparse_attention_backward", wraps=backward) as call:
         torch.autograd.grad((out, lse), leaves, strided)
-    (arguments,) = (each.args for each in call.call_args_list)
-    assert_equal("dout", arguments[0], strided[0])
-    assert_equal("dlse", arguments[11], strided[1])
-    assert [x.is_contiguous() for x in (*strided, arguments[0], arguments[11])] == [
+    (given,) = (each.args[0] for each in call.call_args_list)
+    assert_equal("dout", given.dout, strided[0])
+    assert_equal("dlse", given.dlse, strided[1])
+    assert [x.is_contiguous() for x in (*strided, given.dout, given.dlse)] == [
         *(False, False),
         *(True, True),
     ]
@@ -535,6 +536,65 @@ def test_latents_of_groups_of_heads_are_a_view(device):
             assert_close("group", grad[:, group], expected[:, group], FLOAT32_GRADIENT)
 
 
+def test_the_definition_runs_without_a_sink(device):
+    case = sparse_attention_backward_case(Draw(16, device), **SMALL, with_dlse=True)
+    with dispatch.only("reference"):
+        dq, dkv, d_sink = sparse_attention_backward(**case)
+    expected = reference.sparse_attention_backward(**case)
+    assert_equal("dq", dq, expected[0].bfloat16())
+    assert_equal("dkv", dkv, expected[1].bfloat16())
+    assert d_sink is None
+
+
+def shifted(rows):
+    """The same rows, two bytes beyond a multiple of 16."""
+    wide = torch.nn.functional.pad(rows, (1, 7))
+    return wide[..., 1:-7]
+
+
+NO_TOKEN = dict.fromkeys(("dout", "q", "topk_indices", "out", "lse"), lambda x: x[:0])
+
+
+def hopper_choice(**case):
+    """The choice of a kernel on a Hopper GPU."""
+    (choice,) = explain(sparse_attention_backward, **case, gpu="sm_90").choices
+    return choice
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_heads": 128, "head_dim": 512}, {"list_tokens": 4, "num_heads": 32}],
+    ids=str,
+)
+def test_gradients_that_hopper_takes(options):
+    case = sparse_attention_backward_case(Draw(24), **SMALL | options)
+    assert hopper_choice(**case).kernel == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "reason"),
+    [
+        ({}, {"deterministic": False}, "needs deterministic=True, got False"),
+        ({"num_heads": 129}, {}, "takes at most 128 heads of the tokens of a list, got 129"),
+        ({"num_heads": 33, "list_tokens": 4}, {}, "heads of the tokens of a list, got 132"),
+        ({}, NO_TOKEN, "needs query tokens, heads and entries of lists"),
+        ({"num_heads": 0}, {}, "needs query tokens, heads and entries of lists"),
+        ({"topk": 0}, {}, "needs query tokens, heads and entries of lists"),
+        ({"dtype": torch.float16}, {}, "needs bfloat16 queries, got torch.float16"),
+        ({"head_dim": 192}, {}, "needs 512 or 576 dims with 512 of value, got bf16_192v192"),
+        ({}, {"dout": shifted}, "needs gradients of out with rows that start at multiples of 16"),
+        ({}, {"q": shifted}, "needs queries and caches with rows that start at multiples of 16"),
+        ({}, {"kv": shifted}, "needs queries and caches with rows that start at multiples of 16"),
+    ],
+)
+def test_gradients_that_hopper_refuses(options, change, reason):
+    case = sparse_attention_backward_case(Draw(24), **SMALL | options)
+    change = {name: new(case[name]) if callable(new) else new for name, new in change.items()}
+    choice = hopper_choice(**case | change)
+    assert choice.kernel == "triton"
+    assert reason in dict(choice.refusals)["sm90"]
+
+
 @pytest.mark.parametrize("empty", ["tokens", "heads", "entries"])
 def test_empty_shapes(device, empty):
     sizes = {"tokens": (0, 3, 5), "heads": (4, 0, 5), "entries": (4, 3, 0)}[empty]
@@ -607,14 +667,14 @@ def test_selective_checkpointing_keeps_the_results(device):
     arguments = case["q"], case["kv"], case["topk_indices"], case["attn_sink"]
     wanted = torch.autograd.grad(step(*arguments), leaves)
     launched = []
-    find = sparsemla.dispatch.find
+    launch = dispatch.launch
 
-    def counting(name, *args, **kwargs):
-        launched.append(name)
-        return find(name, *args, **kwargs)
+    def counting(op, call):
+        launched.append(op.name)
+        launch(op, call)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparsemla.dispatch, "find", counting)
+        patch.setattr(dispatch, "launch", counting)
         for context, forwards in (
             ({"context_fn": lambda: create_selective_checkpoint_contexts(policy)}, 1),
             ({}, 2),

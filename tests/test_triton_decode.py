@@ -35,6 +35,8 @@ from sparsemla_lab.testing.compare import TOLERANCES, assert_close, assert_equal
 from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.arguments import Splits
 from sparsemla.kernels.attention.triton import decode
 from sparsemla.kernels.attention.triton.tiles import Tile
 
@@ -66,12 +68,8 @@ def run(op, case, num_splits):
     lse = q.new_full(q.shape[:3], math.nan, dtype=torch.float32)
     size = decode_workspace_size(*q.shape[:3], num_splits=num_splits, value_dim=value_dim)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=q.device)
-    if op == "sparse_decode":
-        for name in ("q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"):
-            case = {name: None, **case}
-        case = {"precision": "bf16", **case}
     launch = dispatch.load(op, "triton")
-    launch(**case, schedule=(num_splits,), workspace=workspace, out=out, lse=lse)
+    launch(**case, splits=Splits(num_splits), workspace=workspace, out=out, lse=lse)
     return out, lse
 
 
@@ -163,14 +161,6 @@ def test_sparse_decode_of_tokens_with_lengths_of_their_own(extra):
 def test_sparse_decode_of_queries_in_two_tensors(fmt):
     case = sparse_decode_case(Draw(10, DEVICE), format=fmt, batch=2, query_len=2, num_heads=3)
     check("sparse_decode", split_queries(case), num_splits=2)
-
-
-def test_portable_kernels_have_bfloat16_products_only():
-    case = sparse_decode_case(Draw(12, DEVICE), format=FP8_DS_MLA, num_heads=40)
-    expected = check("sparse_decode", case, num_splits=2)
-    got = check("sparse_decode", case | {"precision": "fp8"}, num_splits=2)
-    for name, one, other in zip(("out", "lse"), got, expected, strict=True):
-        assert_equal(name, one, other)
 
 
 def test_sparse_decode_of_layers_in_a_page_and_other_dtypes():
@@ -320,16 +310,13 @@ def test_branch_merges_splits_in_the_projection(monkeypatch, topk, own_workspace
     layer = mla_layer(draw, num_heads=3, with_sink=True)
     case = branch_case(draw, layer, query_lens=[1, 2], seq_lens=[90, 70], topk=topk)
     expected = reference.decode_branch(**copy.deepcopy(case))
-    monkeypatch.setattr(
-        dispatch, "_cached_kernel_of", lambda problem: dispatch.OPS[problem.op].kernel("triton")
-    )
-    monkeypatch.setattr(dispatch, "find", lambda op, *lead, **sizes: dispatch.load(op, "triton"))
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 1)
     workspace = None
     if own_workspace:
         columns = case["plan"].page_table.shape[1]
         size = branch_workspace_size(3, 3, num_splits=3, max_pages_per_request=columns)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
-    with poisoned_empty():
+    with poisoned_empty(), dispatch.only("triton"):
         out = decode_branch(**case, num_splits=3, workspace=workspace)
     assert_close("out", out, expected, TOLERANCES["decode_branch"][0])
 
@@ -340,8 +327,6 @@ def test_a_workspace_too_small_for_the_chosen_splits_is_refused():
     size = decode_workspace_size(*q.shape[:3], num_splits=3)
     workspace = torch.empty(size - 16, dtype=torch.uint8, device=DEVICE)
     out, lse = q.new_empty(*q.shape[:3], 512), q.new_empty(q.shape[:3], dtype=torch.float32)
-    extra = dict.fromkeys(["q_rope", "extra_cache", "extra_topk_indices", "extra_topk_lengths"])
-    extra["precision"] = "bf16"
     launch = dispatch.load("sparse_decode", "triton")
     with pytest.raises(ValueError, match=f"workspace must have at least {size} bytes for 3 splits"):
-        launch(**extra | case, schedule=(3,), workspace=workspace, out=out, lse=lse)
+        launch(**case, splits=Splits(3), workspace=workspace, out=out, lse=lse)

@@ -53,7 +53,7 @@ def test_to_slots(page_size, prefills, dtype):
     indices = torch.randint(-3, 6 * page_size, (11, 1100), dtype=dtype)
     indices[:, 7], indices[:, 8] = INT_MIN, INT_MAX
     requests = torch.randint(0, 3, (11,), dtype=dtype)
-    kinds = {"workspace_starts": None, "prefill_request_ids": None}
+    kinds = {}
     if prefills:
         kinds["workspace_starts"] = torch.tensor([0, 70], dtype=dtype)
         kinds["prefill_request_ids"] = torch.randint(-1, 2, (11,), dtype=dtype)
@@ -148,7 +148,6 @@ def test_gather_dequant_of_many_requests():
         "page_table": torch.randperm(40)[:, None].int(),
         "seq_lens": lens,
         "workspace_starts": lens.cumsum(0) - lens,
-        "seq_starts": None,
     }
     out = torch.zeros(int(lens.sum()), 576, dtype=torch.bfloat16)
     expected = reference.gather_dequant(**arguments, out=out.clone())

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from sparsemla.kernels.indexer import sm90
 from sparsemla.kernels.indexer import triton as kernels
+from sparsemla.kernels.indexer.arguments import IndexerTopk
 from sparsemla.kernels.topk import triton as topk_kernels
 from sparsemla.kernels.topk.sm90 import candidates
 
@@ -131,29 +132,21 @@ def test_paged(query_len, page_size, fmt):
     run = dispatch.load("indexer_scores_paged", "triton")
     for columns in (100, 140):
         view = out[:, :query_len, :columns]
-        run(**arguments, max_seq_len=columns, ratio=1, out=view)
+        run(**arguments, max_seq_len=columns, out=view)
         check_scores(view, reference.indexer_scores_paged(**arguments, max_seq_len=columns))
     assert (out[:, query_len] == 7).all()
     # A length of each row.
     arguments["seq_lens"] = torch.randint(0, 65, (4, query_len))
     arguments["seq_lens"][1:3] = 0
-    run(**arguments, max_seq_len=100, ratio=1, out=out[:, :query_len, :100])
+    run(**arguments, max_seq_len=100, out=out[:, :query_len, :100])
     expected = reference.indexer_scores_paged(**arguments, max_seq_len=100)
     check_scores(out[:, :query_len, :100], expected)
 
 
-def best(inputs, topk, max_workspace_bytes, causal=True, ratio=1, as_slots=False):
-    q = inputs["q"]
-    out = torch.full((q.shape[0], topk), -7, dtype=torch.int32)
-    dispatch.load("indexer_topk", "triton")(
-        **inputs,
-        topk=topk,
-        causal=causal,
-        ratio=ratio,
-        as_slots=as_slots,
-        max_workspace_bytes=max_workspace_bytes,
-        out=out,
-    )
+def best(inputs, topk, max_workspace_bytes, **options):
+    out = torch.full((inputs["q"].shape[0], topk), -7, dtype=torch.int32)
+    run = dispatch.load("indexer_topk", "triton")
+    run(**inputs, topk=topk, max_workspace_bytes=max_workspace_bytes, **options, out=out)
     return out
 
 
@@ -185,7 +178,7 @@ def test_best(max_workspace_bytes, causal):
     inputs["page_table"][0, 1] = -1
     inputs["page_table"][3, 0] = INT_MAX
     for topk in (1, 20, 100):
-        out = best(inputs, topk, max_workspace_bytes, causal)
+        out = best(inputs, topk, max_workspace_bytes, causal=causal)
         assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, causal=causal))
 
 
@@ -203,9 +196,9 @@ def test_best_of_pooled_keys(fmt, ratio, topk, causal, as_slots):
     inputs = best_inputs(fmt, [6, 4, 0, 1, 3], [n // ratio for n in lens])
     inputs["seq_lens"] = torch.tensor(lens, dtype=torch.int32)
     inputs["page_table"][0, 1] = -1
-    out = best(inputs, topk, 3000, causal, ratio, as_slots)
-    options = {"topk": topk, "causal": causal, "ratio": ratio, "as_slots": as_slots}
-    assert torch.equal(out, reference.indexer_topk(**inputs, **options))
+    options = {"causal": causal, "ratio": ratio, "as_slots": as_slots}
+    out = best(inputs, topk, 3000, **options)
+    assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, **options))
 
 
 @pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
@@ -278,14 +271,22 @@ def test_workspace_stays_below_its_bound(
     monkeypatch.setattr(scheduler, "num_multiprocessors", lambda device: 132)
     chunks = []
 
-    def select_topk(*, scores, **others):
-        chunks.append(scores.shape[0])
-
-    out = torch.empty(num_tokens, topk, dtype=torch.int32, device="meta")
-    table = torch.empty(9, num_keys // 64, dtype=torch.int32, device="meta")
-    selection = selection._replace(select_topk=select_topk)
     bound = megabytes << 20
-    kernels.select_in_chunks(lambda *_: None, selection, table, 64, topk, False, bound, 8, out)
+    with torch.device("meta"):
+        out = torch.empty(num_tokens, topk, dtype=torch.int32)
+        call = IndexerTopk(
+            q=torch.empty(num_tokens, 64, 128),
+            weights=torch.empty(num_tokens, 64),
+            cache=PagedCache.allocate(INDEX_FP8, 1, 64),
+            input_row_offsets=torch.empty(10),
+            seq_lens=torch.empty(9),
+            page_table=torch.empty(9, num_keys // 64, dtype=torch.int32),
+            topk=topk,
+            max_workspace_bytes=bound,
+            out=out,
+        )
+    select = selection._replace(select_topk=lambda part: chunks.append(part.scores.shape[0]))
+    kernels.select_in_chunks(call, lambda *_: None, select)
     schedules = [selection.schedule_lists(n, num_keys, topk, out.device) for n in set(chunks)]
     lists = max(schedule.list_bytes(num_keys) for schedule in schedules)
     assert sum(chunks) == num_tokens

@@ -61,14 +61,14 @@ def test_lists_with_a_repeated_row_are_not_merged():
 def test_lists_without_entries_or_tokens():
     for shape in ((5, 0), (0, 9)):
         case = {"topk_indices": torch.empty(shape, dtype=torch.int32, device=DEVICE)}
-        check_lists(case | {"list_tokens": 4, "topk_lengths": None})
+        check_lists(case | {"list_tokens": 4})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_largest_rows(dtype):
     last = torch.iinfo(dtype).max
     rows = [[0, last - 1, last], [last, -1, -1], [1, 2, last]]
-    case = {"topk_indices": torch.tensor(rows, dtype=dtype, device=DEVICE), "topk_lengths": None}
+    case = {"topk_indices": torch.tensor(rows, dtype=dtype, device=DEVICE)}
     expected, *_ = check_lists(case | {"list_tokens": 3})
     assert expected[0, :5].tolist() == [0, 1, 2, last - 1, last]
 

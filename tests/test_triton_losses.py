@@ -19,7 +19,7 @@ from sparsemla_lab.testing.poison import poisoned_empty
 
 pytest.importorskip("triton")
 
-from sparsemla.kernels.losses import triton as kernels
+import sparsemla.kernels.losses.triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32 = {"dtype": torch.float32}

@@ -42,11 +42,8 @@ def check(op, case, **options):
     arguments = dict(case, **options)
     q = arguments["q"]
     if op == "sparse_prefill":
-        names = ("q_rope", "extra_kv", "extra_topk_indices", "extra_topk_lengths")
-        defaults = {"list_tokens": 1, "precision": "bf16"}
-        arguments = dict.fromkeys((*names, "members")) | defaults | arguments
         for name in ("kv", "extra_kv"):
-            if isinstance(arguments[name], torch.Tensor):
+            if isinstance(arguments.get(name), torch.Tensor):
                 arguments[name] = PagedCache.from_rows(arguments[name])
         value_dim = arguments["kv"].format.value_dim
         outputs = {"max_logits": q.new_full(q.shape[:2], math.nan, dtype=torch.float32)}
@@ -219,7 +216,7 @@ def test_dense_prefill_of_other_dims(head_dim, value_dim, dtype):
     check("dense_prefill", case)
 
 
-def test_portable_kernels_have_bfloat16_products_only():
+def test_portable_kernels_have_bfloat16_mma_only():
     case = sparse_prefill_case(Draw(12, DEVICE), num_heads=40)
     expected = check("sparse_prefill", case)
     got = check("sparse_prefill", case, precision="fp8")

@@ -37,7 +37,7 @@ def check(x, weight, out=None):
     if out is None:
         out = torch.empty(*x.shape[:2], weight.data.shape[1], dtype=torch.bfloat16, device=DEVICE)
     out.fill_(float("nan"))
-    dispatch.load("project_heads", "triton")(x=x, weight=weight, lses=None, attn_sink=None, out=out)
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
     expected = reference.project_heads(x, weight)
     error = (out.float() - expected).abs().max() / expected.abs().max()
     assert error < 0.01
@@ -101,7 +101,7 @@ def test_rows_of_zeros_and_of_huge_numbers_are_independent():
     x = torch.randn(4, 1, 128, device=DEVICE).bfloat16()
     x[1], x[2] = 0.0, x[2] * 1e30
     out = torch.empty(4, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-    dispatch.load("project_heads", "triton")(x=x, weight=weight, lses=None, attn_sink=None, out=out)
+    dispatch.load("project_heads", "triton")(x=x, weight=weight, out=out)
     expected = reference.project_heads(x, weight)
     assert (out[1] == 0).all()
     for row in (0, 2, 3):
@@ -163,20 +163,18 @@ def test_token_gets_the_same_bits_alone_and_in_a_batch(scale_block, num_parts):
     case = project_heads_case(
         Draw(1, DEVICE), num_tokens=70, rows=80, cols=192, block=scale_block, num_parts=num_parts
     )
-    case = {"lses": None, "attn_sink": None} | case | {"batch_invariant": True}
+    launch = dispatch.load("project_heads", "triton")
     out = torch.empty(70, 3, 80, dtype=torch.bfloat16, device=DEVICE)
-    dispatch.load("project_heads", "triton")(**case, out=out)
-    plain = {name: case[name] for name in ("x", "weight", "lses", "attn_sink")}
-    merged = plain["lses"] is not None
-    (tolerance,) = projection_tolerances(scale_block, merged=merged)
-    sizes = sizes_of("project_heads", plain).get(0)
-    assert_close("out", out, reference.project_heads(**plain), tolerance, sizes)
+    launch(**case, batch_invariant=True, out=out)
+    (tolerance,) = projection_tolerances(scale_block, merged=num_parts is not None)
+    sizes = sizes_of("project_heads", case).get(0)
+    assert_close("out", out, reference.project_heads(**case), tolerance, sizes)
     for token in (0, 17, 69):
         own = {"x": case["x"][..., token : token + 1, :, :]}
         if num_parts:
             own["lses"] = case["lses"][:, token : token + 1]
         alone = torch.empty(1, 3, 80, dtype=torch.bfloat16, device=DEVICE)
-        dispatch.load("project_heads", "triton")(**case | own, out=alone)
+        launch(**case | own, batch_invariant=True, out=alone)
         assert_equal(f"token {token}", alone, out[token : token + 1])
 
 
@@ -184,7 +182,6 @@ def test_parts_are_merged_in_a_workspace():
     case = project_heads_case(
         Draw(2, DEVICE), num_tokens=projection.FEW_TOKENS + 6, rows=80, cols=192, num_parts=3
     )
-    case = {"attn_sink": None} | case
     results = []
     size = merge_workspace_size(projection.FEW_TOKENS + 6, 3, 192)
     memory = torch.full((size + 16,), 77, dtype=torch.uint8, device=DEVICE)
@@ -215,9 +212,8 @@ def test_groups(block, options):
     case = project_groups_case(Draw(0, DEVICE), **{"dim": 64, "block": block} | options)
     out = torch.full((case["x"].shape[-3], *case["weight"].data.shape[:2]), torch.nan)
     out = out.bfloat16().to(DEVICE)
-    rest = {"cos_sin_cache": None, "positions": None, "lses": None, "attn_sink": None} | case
     with poisoned_empty():
-        dispatch.load("project_groups", "triton")(**rest, out=out)
+        dispatch.load("project_groups", "triton")(**case, out=out)
     (tolerance,) = projection_tolerances(block, merged="num_parts" in options)
     sizes = sizes_of("project_groups", case).get(0)
     assert_close("out", out, reference.project_groups(**case), tolerance, sizes)

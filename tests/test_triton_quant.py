@@ -73,15 +73,12 @@ def run(op, cache=None, **arguments):
     """Run the kernel; returns the cache it wrote and its outputs, on the CPU."""
     if cache is not None:
         arguments["cache"] = copy_of(cache, DEVICE)
-    if op == "fused_rope_rmsnorm_quant":
-        arguments.setdefault("kv_out", None)
     arguments = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
     dispatch.load(op, "triton")(**arguments)
-    outputs = [arguments[name] for name in dispatch.OPS[op].outputs]
-    outputs = [output.cpu() for output in outputs if output is not None]
+    outputs = [arguments[name].cpu() for name in dispatch.OPS[op].outputs if name in arguments]
     return (copy_of(arguments["cache"], "cpu") if cache is not None else None), *outputs
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import strategies
 
+import sparsemla
 from sparsemla import dispatch, reference
 
 pytest.importorskip("triton")
 
+from sparsemla.kernels import topk as rows
 from sparsemla.kernels.topk import triton as kernels
+from sparsemla.kernels.topk.arguments import MergeTopk
 from sparsemla.kernels.topk.triton import ListSchedule, launch, schedule_lists
 from sparsemla_lab.testing.cases import Draw, merge_topk_case, select_topk_case
 from test_topk import merges_with_the_largest_index
@@ -66,9 +69,8 @@ def check(scores, topk, schedule=None, starts=None, ends=None):
     out = torch.full((scores.shape[0], topk + 3), -7, dtype=torch.int32)
     view = out[:, 1:-2]  # strided rows; the columns beside them stay as they are
     if schedule is None:
-        dispatch.load("select_topk", "triton")(
-            scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view
-        )
+        run = dispatch.load("select_topk", "triton")
+        run(scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view)
     else:
         launch(scores, topk, starts, ends, view, schedule)
     expected = reference.select_topk(scores, topk, row_starts=starts, row_ends=ends)
@@ -203,14 +205,29 @@ def test_merge_of_adversarial_candidates(name):
 
 
 def test_merge_of_more_than_a_program_holds(monkeypatch):
-    monkeypatch.setattr(kernels, "MERGE_BLOCK", 64)
+    monkeypatch.setattr(rows, "MERGE_BLOCK", 64)
     check_merge(**merge_topk_case(Draw(1, torch.device(DEVICE)), topk=30))
 
 
-@pytest.mark.parametrize("block", [kernels.MERGE_BLOCK, 64], ids=["one program", "sorted"])
+@pytest.mark.parametrize(
+    ("shape", "topk", "kernel", "reason"),
+    [
+        ((8, 3, 2048), 4096, "triton.registers", None),
+        ((8, 3, 2049), 1, "triton.sorted", "takes up to 16384 candidates of a row, got 16392"),
+        ((1, 3, 1), 4097, "triton.sorted", "takes topk up to 4096, got 4097"),
+    ],
+)
+def test_merges_that_one_program_takes(shape, topk, kernel, reason):
+    values, indices = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+    (choice,) = sparsemla.explain(sparsemla.merge_topk, values, indices, topk, gpu="sm_80").choices
+    assert choice.kernel == kernel
+    assert dict(choice.refusals)["triton.registers"] == reason
+
+
+@pytest.mark.parametrize("block", [rows.MERGE_BLOCK, 64], ids=["one program", "sorted"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_largest_index_is_a_candidate(index_dtype, block, monkeypatch):
-    monkeypatch.setattr(kernels, "MERGE_BLOCK", block)
+    monkeypatch.setattr(rows, "MERGE_BLOCK", block)
     for case in merges_with_the_largest_index(torch.device(DEVICE), index_dtype):
         check_merge(**case | {"topk": min(case["topk"], block // 4)})
 
@@ -218,7 +235,6 @@ def test_the_largest_index_is_a_candidate(index_dtype, block, monkeypatch):
 def test_merge_of_duplicate_indices():
     """The selection is arbitrary, but the kernel ends and writes nothing else."""
     out = torch.full((1, 6), -7, dtype=torch.int32)
-    kernels.merge_topk(
-        values=torch.ones(2, 1, 9), indices=torch.zeros(2, 1, 9).int(), topk=4, out=out[:, 1:5]
-    )
+    values, indices = torch.ones(2, 1, 9), torch.zeros(2, 1, 9).int()
+    kernels.merge_topk(MergeTopk(values, indices, 4, out[:, 1:5]))
     assert out.tolist() == [[-7, 0, 0, 0, 0, -7]]

@@ -103,14 +103,14 @@ from sparsemla import (
     INDEX_FP8,
     INDEX_MXFP4,
     PagedCache,
-    dispatch,
     fused_indexer_rope_quant,
     reference,
     sparse_decode,
 )
-from sparsemla.kernels.attention.schedule import sm90_sparse
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.schedule import DecodeWork
+from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.kernels.common.fp4 import encode_e2m1
-from sparsemla.kernels.common.registry import DecodeWork
 from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla_lab.testing.compare import (
     DECODE_LSE,
@@ -717,10 +717,13 @@ CONVERTED = {"query_lens": [1, 1, 9, 5], "seq_lens": [200, 64, 1900, 1300]}
 @pytest.fixture
 def like_hopper(monkeypatch):
     """The CPU's tier with the measurements of Hopper's."""
-    op = dispatch.OPS["sparse_prefill"]
-    converts_first = op.kernel("sm90").converts_first
-    kernels = [dataclasses.replace(kernel, converts_first=converts_first) for kernel in op.kernels]
-    monkeypatch.setitem(dispatch.OPS, "sparse_prefill", dataclasses.replace(op, kernels=kernels))
+    converts_first = schedule.converts_first
+
+    def on_hopper(*work, **sizes):
+        with simulated(GPUS["sm_90"]):
+            return converts_first(*work, **sizes)
+
+    monkeypatch.setattr(schedule, "converts_first", on_hopper)
 
 
 @pytest.fixture
@@ -1138,7 +1141,8 @@ class Prompt:
 def split_like_hopper(q, cache, topk_indices, *, topk_lengths, workspace, **arguments):
     """A decode that splits keys as an H200 would, and merges."""
     num_keys = topk_indices.shape[2]
-    num_splits, *_ = sm90_sparse(DecodeWork.of(q, cache.format, num_keys, 132), None)
+    work = DecodeWork(*q.shape[:3], num_keys, cache.format, 132)
+    num_splits, _ = schedule.sparse(work, tiles_heads=True)
     states, size = [], -(-num_keys // num_splits)
     for first in range(0, num_keys, size):
         part = topk_indices[..., first : first + size].contiguous()

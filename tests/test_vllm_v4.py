@@ -6,7 +6,6 @@ Triton kernels run in the interpreter. CI installs vLLM for these files alone: s
 
 import ast
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -95,10 +94,11 @@ from sparsemla import (
     PagedCache,
     Pooling,
     WindowState,
-    dispatch,
     group_o_a_proj,
     reference,
 )
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
 from sparsemla_lab.testing.models_v4 import published_weights
@@ -444,14 +444,10 @@ def convert_from(monkeypatch):
     """Makes prefills of so many tokens or more convert their rows, and lists the conversions."""
 
     def make(min_tokens):
-        op = dispatch.OPS["sparse_prefill"]
-
-        def converts_first(problem, num_tokens, num_keys, num_rows):
+        def converts_first(format, device, num_heads, num_tokens, num_keys, num_rows):
             return num_tokens >= min_tokens
 
-        kernels = [dataclasses.replace(each, converts_first=converts_first) for each in op.kernels]
-        changed = dataclasses.replace(op, kernels=kernels)
-        monkeypatch.setitem(dispatch.OPS, "sparse_prefill", changed)
+        monkeypatch.setattr(schedule, "converts_first", converts_first)
         monkeypatch.setattr(workspace, "_manager", None)
         init_workspace_manager(torch.device("cpu"))
         conversions.reserved_rows.cache_clear()
@@ -561,10 +557,13 @@ def test_a_microbatch_reserves_room_for_conversions(config, convert_from, monkey
 @pytest.fixture
 def like_hopper(monkeypatch):
     """The CPU's tier with the measurements of Hopper's."""
-    op = dispatch.OPS["sparse_prefill"]
-    converts_first = op.kernel("sm90").converts_first
-    kernels = [dataclasses.replace(kernel, converts_first=converts_first) for kernel in op.kernels]
-    monkeypatch.setitem(dispatch.OPS, "sparse_prefill", dataclasses.replace(op, kernels=kernels))
+    converts_first = schedule.converts_first
+
+    def on_hopper(*work, **sizes):
+        with simulated(GPUS["sm_90"]):
+            return converts_first(*work, **sizes)
+
+    monkeypatch.setattr(schedule, "converts_first", on_hopper)
     yield
     conversions.reserved_rows.cache_clear()
 

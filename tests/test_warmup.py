@@ -93,7 +93,7 @@ def engine_of(serving, device, gpu=None):
 
 def check_coverage(target, model, num_steps, drop):
     """Warm up, then run random steps and print each kernel that they compile."""
-    from sparsemla import dispatch, warmup
+    from sparsemla import warmup
     from sparsemla.kernels.common.compiling import compile_only
     from sparsemla.kernels.common.device import meta_means
 
@@ -105,7 +105,7 @@ def check_coverage(target, model, num_steps, drop):
         warm_up(*servings, device=gpu, workers=1)
         assert bool(kernels) == (drop != "_search_compressed")
         known = len(kernels)
-        with meta_means(gpu, (dispatch.problem_of,)), compile_only(1):
+        with meta_means(gpu), compile_only(1):
             for serving in servings:
                 rng = random.Random(0)
                 for num_pages in (1000, 1024):

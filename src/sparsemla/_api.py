@@ -1,7 +1,7 @@
 """Every public name of the package; :mod:`sparsemla` imports them at the first use of one."""
 
 from sparsemla.cache import PagedCache, slots_of
-from sparsemla.dispatch import Explanation, Problem, explain
+from sparsemla.explanation import Explanation, explain
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
@@ -105,7 +105,6 @@ __all__ = [
     "PlanBuffers",
     "Pooling",
     "PrefillChunk",
-    "Problem",
     "RowFields",
     "Serving",
     "SharedLists",

@@ -1,24 +1,21 @@
-"""The choice of a kernel for a problem, and why each other kernel refuses.
+"""The choice of a kernel for a call, and why each other kernel refuses it.
 
-A family of kernels registers its ops in its package's ``OPS``; :data:`OPS` is all of them. A tier
-is one row of :data:`TIERS`, fastest first. Every op also has the tier ``reference``, its definition
-in :mod:`sparsemla.reference`, which is slow and does not bound its memory.
+A family of kernels has a table for each of its ops in its package; :data:`OPS` is all of them. The
+first kernel of the table that takes a call runs it. The last one is always the op's definition in
+:mod:`sparsemla.reference`, which is slow and does not bound its memory.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from sparsemla import reference
-from sparsemla.cache import PagedCache
-from sparsemla.formats import CacheFormat
 from sparsemla.kernels import (
     attention,
     backward,
@@ -31,316 +28,163 @@ from sparsemla.kernels import (
     quant,
     topk,
 )
-from sparsemla.kernels.common.device import meant
-from sparsemla.kernels.common.registry import (
-    DecodeWork,
-    Kernel,
-    Launch,
-    Op,
-    Problem,
-    Schedule,
-    no_refusal,
-)
-from sparsemla.kinds import check_kind
+from sparsemla.kernels.common.device import Device, describe, gpu_named, meant, simulated
+from sparsemla.kernels.common.table import TIERS, C, Kernel, Op
 
 LOGGER = logging.getLogger(__name__)
 
-MAX_PROBLEMS = 4096
-"""Problems whose kernel is remembered; widths of selections come from callers."""
-
-FAMILIES = (quant, pool, gather, indexer, topk, lists, attention, backward, losses, projection)
-
-
-def _with_definition(name: str, op: Op) -> Op:
-    """An op with its definition as its last kernel."""
-    definition = Kernel("reference", lambda: _writing(getattr(reference, name), op))
-    return replace(op, kernels=(*op.kernels, definition))
-
-
-OPS: dict[str, Op] = {
-    name: _with_definition(name, op) for family in FAMILIES for name, op in family.OPS.items()
+OPS: dict[str, Op[Any]] = {
+    name: op
+    for family in (
+        quant,
+        pool,
+        gather,
+        indexer,
+        topk,
+        lists,
+        attention,
+        backward,
+        losses,
+        projection,
+    )
+    for name, op in family.OPS.items()
 }
 
 
-@dataclass(frozen=True)
-class Tier:
-    """A family of implementations and the problems it takes."""
-
-    name: str
-    summary: str
-    refuse: Callable[[Problem], str | None]
-
-
-def _refuse_off_cpu(problem: Problem) -> str | None:
-    return None if problem.device == "cpu" else f"needs CPU tensors, got {problem.device}"
-
-
-def _refuse_off_gpu(problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return f"needs CUDA or ROCm tensors, got {problem.device}"
-    if problem.capability is not None and problem.capability < (8, 0) and not torch.version.hip:
-        return f"needs a GPU from sm_80 on, got {problem.capability}"
-    return None
-
-
-def _refuse_off_hopper(problem: Problem) -> str | None:
-    if problem.capability != (9, 0) or torch.version.hip:
-        return f"needs a Hopper GPU (sm_90), got {problem.capability or problem.device}"
-    return None
-
-
-TIERS: tuple[Tier, ...] = (
-    Tier("sm90", "Gluon, for Hopper GPUs", _refuse_off_hopper),
-    Tier("triton", "Triton, any GPU from sm_80 and gfx942", _refuse_off_gpu),
-    Tier("cpu", "torch on the CPU, chunked, bounded memory", _refuse_off_cpu),
-    Tier("reference", "the definition: float32 torch, any device, slow", no_refusal),
-)
-
-
-def converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:
-    """Whether ``sparse_prefill`` is faster after its caller has upconverted the cache's rows.
-
-    Args:
-        problem: a problem of ``sparse_prefill``.
-        num_tokens: query tokens.
-        num_keys: selected keys of all tokens together.
-        num_rows: rows to convert.
-
-    >>> hopper = Problem("sparse_prefill", "cuda", (9, 0), cache_format="fp8_ds_mla", num_heads=128)
-    >>> [converts_first(hopper, tokens, tokens * 2048, 131072) for tokens in (64, 512)]
-    [False, True]
-    """
-    kernel = kernel_of(problem)
-    return kernel.converts_first(problem, num_tokens, num_keys, num_rows)
+KERNELS = dict.fromkeys((*TIERS, *(kernel.name for op in OPS.values() for kernel in op.kernels)))
+"""Names that :func:`only` takes."""
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """The tiers of an op in order of preference, each with its refusal or None."""
+class Choice:
+    """The kernels of an op in order of preference, each with its refusal of a call or None."""
 
-    problem: Problem
-    refusals: tuple[tuple[str, str | None], ...] = field(default_factory=tuple)
+    op: str
+    refusals: tuple[tuple[str, str | None], ...]
 
     @property
-    def chosen(self) -> str:
-        """The first tier that does not refuse; the definition never does."""
-        return next(tier for tier, reason in self.refusals if reason is None)
+    def kernel(self) -> str:
+        """The first kernel that does not refuse; the definition never does."""
+        return next(name for name, reason in self.refusals if reason is None)
 
     def __str__(self) -> str:
-        lines = [f"{self.problem.op}: {self.chosen}"]
-        for tier, reason in self.refusals:
-            state = "chosen" if tier == self.chosen else reason or "would do, slower"
-            lines.append(f"  {tier}: {state}")
+        lines = [f"{self.op}: {self.kernel}"]
+        for name, reason in self.refusals:
+            state = "chosen" if name == self.kernel else reason or "would do, slower"
+            lines.append(f"  {name}: {state}")
         return "\n".join(lines)
 
 
-def op_named(name: str) -> Op:
-    """The row of :data:`OPS`.
-
-    Raises:
-        ValueError: there is no such op.
-    """
-    if name not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}; got {name!r}")
-    return OPS[name]
+_ONLY: ContextVar[str | None] = ContextVar("only", default=None)
+_EXPLAINED: ContextVar[list[Choice] | None] = ContextVar("explained", default=None)
+_logged: set[tuple[str, str]] = set()
 
 
-def explain(problem: Problem) -> Explanation:
-    """The tier that ``problem`` gets, and the refusals of the others.
-
-    >>> print(explain(Problem("sparse_decode", "cpu")))
-    sparse_decode: cpu
-      sm90: needs a Hopper GPU (sm_90), got cpu
-      triton: needs CUDA or ROCm tensors, got cpu
-      cpu: chosen
-      reference: would do, slower
-
-    Raises:
-        ValueError: there is no such op.
-    """
-    check_kind("problem", problem, Problem)
-    op = op_named(problem.op)
-    return Explanation(problem, tuple((tier.name, _refusal(tier, op, problem)) for tier in TIERS))
-
-
-def _refusal(tier: Tier, op: Op, problem: Problem) -> str | None:
-    """Why a tier refuses a problem: first by the device, then by the kernel."""
-    kernel = op.kernel(tier.name)
-    if kernel is None:
-        return "not implemented"
-    return tier.refuse(problem) or kernel.refuse(problem)
-
-
-def kernel_of(problem: Problem) -> Kernel:
-    """The kernel that ``problem`` gets.
-
-    Raises:
-        ValueError: there is no such op.
-    """
-    return _kernel(problem.op, explain(problem).chosen)
-
-
-def _kernel(op: str, tier: str) -> Kernel:
-    kernel = op_named(op).kernel(tier)
-    if kernel is None:
-        tiers = ", ".join(kernel.tier for kernel in OPS[op].kernels)
-        raise ValueError(f"tier must be one of {tiers} for {op}; got {tier!r}")
-    return kernel
-
-
-@functools.lru_cache(MAX_PROBLEMS)
-def select(problem: Problem) -> Launch:
-    """The launcher of the kernel that ``problem`` gets; the choice is logged once, at INFO.
-
-    Raises:
-        ValueError: there is no such op.
-    """
-    explanation = explain(problem)
-    LOGGER.info("%s", explanation)
-    return _kernel(problem.op, explanation.chosen).load()
-
-
-def load(op: str, tier: str) -> Launch:
-    """The launcher of ``op`` in ``tier``.
-
-    Raises:
-        ValueError: there is no such op, or none in this tier.
-    """
-    return _kernel(op, tier).load()
-
-
-def _writing(definition: Launch, op: Op) -> Launch:
-    """A definition as a launcher, which writes its results into its output arguments."""
-
-    @functools.wraps(definition)
-    def launch(**arguments: object) -> None:
-        targets = [cast("Tensor | None", arguments.pop(name)) for name in op.outputs]
-        for name in op.only_kernels:
-            arguments.pop(name)
-        results = definition(**arguments)
-        if targets:
-            results = results if isinstance(results, tuple) else (results,)
-            for target, result in zip(targets, results, strict=True):
-                if target is not None:
-                    target.copy_(result)
-
-    return launch
-
-
-def find(
-    op: str,
-    lead: Tensor,
-    *,
-    format: CacheFormat | None = None,
-    num_heads: int = 0,
-    topk: int = 0,
-    extra_format: CacheFormat | None = None,
-    aligned: bool = True,
-    head_dim: int = 0,
-    page_size: int = 0,
-    out_dtype: torch.dtype | None = None,
-    shared_lists: bool = False,
-) -> Launch:
-    """The launcher of ``op`` for tensors like ``lead``, the op's first."""
-    return select(
-        problem_of(
-            op,
-            lead.device,
-            lead.dtype,
-            None if format is None else format.name,
-            num_heads,
-            topk,
-            None if extra_format is None else extra_format.name,
-            aligned,
-            head_dim,
-            page_size,
-            out_dtype,
-            shared_lists,
-        )
-    )
-
-
-def schedule(
-    op: str,
-    q: Tensor,
-    cache: PagedCache,
-    num_keys: int,
-    num_splits: int | None,
-    extra_cache: PagedCache | None,
-) -> Schedule:
-    """The schedule that the kernel of a decode chooses for queries ``[B, S, H, D]``.
+@contextmanager
+def only(name: str) -> Iterator[None]:
+    """Launch the kernels of one tier, or those of one name, and nothing where all of them refuse.
 
     Args:
-        op: ``sparse_decode`` or ``dense_decode``.
-        q, cache, extra_cache, num_splits: the op's arguments.
-        num_keys: most keys that a query token attends to.
+        name: a tier such as ``sm90``, or a kernel such as ``sm90.fp8``.
+
+    Raises:
+        ValueError: there is no such tier, and no such kernel.
     """
-    work = DecodeWork.of(q, cache.format, num_keys, num_multiprocessors(q.device))
-    extra_format = None if extra_cache is None else extra_cache.format.name
-    sizes = op, q.device, q.dtype, cache.format.name, q.shape[2], 0, extra_format
-    # Dynamo cannot call a function that has a cache.
-    if torch.compiler.is_compiling():
-        kernel = kernel_of(_problem(*sizes))
-    else:
-        kernel = _cached_kernel_of(problem_of(*sizes))
-    return kernel.schedule(work, num_splits)
+    if name not in KERNELS:
+        raise ValueError(f"name must be one of {', '.join(KERNELS)}; got {name!r}")
+    token = _ONLY.set(name)
+    try:
+        yield
+    finally:
+        _ONLY.reset(token)
 
 
-_cached_kernel_of = functools.lru_cache(MAX_PROBLEMS)(kernel_of)
+def choose(op: Op[C], call: C) -> Kernel[C]:
+    """The kernel that runs a call.
+
+    Raises:
+        ValueError: within :func:`only`, none of its kernels takes the call.
+    """
+    device, only = describe(call[0].device), _ONLY.get()
+    for kernel in op.kernels:
+        if _refused(kernel, call, device, only) is None:
+            return kernel
+    refusals = "; ".join(
+        f"{kernel.name} {kernel.refuse(call)}"
+        for kernel in op.kernels
+        if only in (kernel.tier, kernel.name)
+    )
+    raise ValueError(f"{op.name}: no kernel of {only} takes the call: {refusals or 'it has none'}")
 
 
-def most_splits(num_tiles: int, device: torch.device) -> int:
-    """The most splits that a kernel chooses for ``num_tiles`` tiles of 64 query rows."""
-    return attention.schedule.most_splits(num_tiles, num_multiprocessors(device))
+def _refused(kernel: Kernel[C], call: C, device: Device, only: str | None) -> str | None:
+    """Why a kernel does not take a call, or None. Within :func:`only`, the device is not asked."""
+    if only is None:
+        return TIERS[kernel.tier].refuse(device) or kernel.refuse(call)
+    if only not in (kernel.tier, kernel.name):
+        return f"is none of {only}"
+    return kernel.refuse(call)
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, 0 of a CPU."""
-    device = meant(device)
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def launch(op: Op[C], call: C) -> None:
+    """Run the kernel that takes a call; its first choice is logged at INFO."""
+    kernel = choose(op, call)
+    explained = _EXPLAINED.get()
+    if explained is not None:
+        explained.append(explain_call(op, call))
+        return
+    if (op.name, kernel.name) not in _logged:
+        _logged.add((op.name, kernel.name))
+        LOGGER.info("%s", explain_call(op, call))
+    kernel.load()(call)
+
+
+def explain_call(op: Op[C], call: C) -> Choice:
+    """The kernel that runs a call, and why the others do not."""
+    device, only = describe(call[0].device), _ONLY.get()
+    refusals = [(kernel.name, _refused(kernel, call, device, only)) for kernel in op.kernels]
+    return Choice(op.name, tuple(refusals))
+
+
+@contextmanager
+def explaining(gpu: str | None = None) -> Iterator[list[Choice]]:
+    """Launch nothing, and list the kernels that would be launched; see :func:`sparsemla.explain`.
+
+    Raises:
+        ValueError: an unknown GPU.
+    """
+    device = None if gpu is None else gpu_named(gpu)
+    choices: list[Choice] = []
+    token = _EXPLAINED.set(choices)
+    try:
+        with simulated(device):
+            yield choices
+    finally:
+        _EXPLAINED.reset(token)
+
+
+def launches_on(device: torch.device) -> bool:
+    """Whether ops on tensors without memory call launchers: to compile kernels, or to explain."""
+    return only_compiles(device) or _EXPLAINED.get() is not None
+
+
+def load(op: str, name: str) -> Callable[..., None]:
+    """A function that launches ``op`` with the fields of its record, :func:`only` by ``name``.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+    table = OPS[op]
+
+    def run(**arguments: object) -> None:
+        with only(name):
+            launch(table, table.arguments(**arguments))
+
+    return run
 
 
 def only_compiles(device: torch.device) -> bool:
     """Whether launches on tensors of this device compile and run nothing, as in a warm-up."""
     return meant(device) != device
-
-
-def _problem(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_format: str | None = None,
-    num_heads: int = 0,
-    topk: int = 0,
-    extra_format: str | None = None,
-    aligned: bool = True,
-    head_dim: int = 0,
-    page_size: int = 0,
-    out_dtype: torch.dtype | None = None,
-    shared_lists: bool = False,
-) -> Problem:
-    """The problem on a device, with the device's compute capability."""
-    device, capability = meant(device), None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        capability = properties.major, properties.minor
-    return Problem(
-        op,
-        device.type,
-        capability,
-        dtype,
-        cache_format,
-        num_heads,
-        topk,
-        extra_format,
-        aligned,
-        head_dim,
-        page_size,
-        out_dtype,
-        shared_lists,
-    )
-
-
-problem_of = functools.lru_cache(MAX_PROBLEMS)(_problem)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat
-from sparsemla.kernels.common.device import meta_means
+from sparsemla.kernels.attention.schedule import converts_first
+from sparsemla.kernels.common.device import meta_means, num_multiprocessors
 from sparsemla.kinds import check_device, check_integer, check_kind
 from sparsemla.ops import (
     entry_slots,
@@ -381,7 +381,7 @@ def warm_up(
     workers = workers or min(os.cpu_count() or 1, 16)
     with (
         torch.cuda.device(gpu),
-        meta_means(gpu, (dispatch.problem_of,)),
+        meta_means(gpu),
         count_compilations() as kernels,
     ):
         with compile_only(workers) as compiler:
@@ -435,15 +435,8 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
 
 def _may_convert(serving: Serving, format: CacheFormat) -> bool:
     """Whether there are prefills that are faster over converted rows on this GPU."""
-    problem = dispatch.problem_of(
-        "sparse_prefill",
-        torch.device("meta"),
-        torch.bfloat16,
-        cache_format=format.name,
-        num_heads=serving.num_heads,
-        topk=serving.topk,
-    )
-    return dispatch.converts_first(problem, num_tokens=1, num_keys=1 << 30, num_rows=1)
+    meta, heads = torch.device("meta"), serving.num_heads
+    return converts_first(format, meta, heads, num_tokens=1, num_keys=1 << 30, num_rows=1)
 
 
 def _sweep(sweep: Sweep, kernels_of: KernelsOf) -> None:
@@ -466,7 +459,7 @@ def _search_selection(serving: Serving, cache: PagedCache, kernels_of: KernelsOf
 
     token_counts, page_counts = set[int](), {serving.columns}  # a whole table is common
     # More tokens than eight for each multiprocessor only take more waves of the same kernels.
-    max_tokens = min(serving.max_tokens, 8 * dispatch.num_multiprocessors(torch.device("meta")))
+    max_tokens = min(serving.max_tokens, 8 * num_multiprocessors(torch.device("meta")))
     for power in (4**i for i in range(6)):
         if power <= serving.columns:
             token_counts |= _bisect(

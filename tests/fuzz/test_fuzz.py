@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,14 +45,7 @@ class Backend(NamedTuple):
             yield
             return
 
-        def find(op, lead, **problem):
-            return dispatch.load(op, self.tier)
-
-        with (
-            unrepeated(),
-            mock.patch.object(dispatch, "find", find),
-            warnings.catch_warnings(),
-        ):
+        with unrepeated(), dispatch.only(self.tier), warnings.catch_warnings():
             # numpy, which interprets, warns of log2(0) and of exp2 overflowing.
             warnings.simplefilter("ignore", RuntimeWarning)
             yield

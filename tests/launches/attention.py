@@ -12,6 +12,7 @@ from sparsemla import (
     dispatch,
     e4m3_format,
 )
+from sparsemla.kernels.attention.arguments import Splits
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -36,7 +37,6 @@ def sparse_prefill(
     def launch():
         dispatch.load("sparse_prefill", "triton")(
             q=meta(4096, num_heads, cache.format.head_dim, dtype=dtype),
-            q_rope=None,
             kv=cache,
             topk_indices=meta(*lists, dtype=torch.int32),
             softmax_scale=0.1,
@@ -47,8 +47,6 @@ def sparse_prefill(
             extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
             list_tokens=size,
             members=list_tokens and meta(*lists, dtype=torch.uint8),
-            precision="bf16",
-            max_logits=None,
             **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=out_dtype or dtype),
         )
 
@@ -64,7 +62,6 @@ def dense_prefill(head_dim=192, value_dim=128, dtype=torch.bfloat16):
             input_row_offsets=meta(5, dtype=torch.int32),
             kv_row_offsets=meta(5, dtype=torch.int32),
             softmax_scale=0.1,
-            causal=True,
             **state(4096, 128, value_dim=value_dim, dtype=dtype),
         )
 
@@ -79,13 +76,11 @@ def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False):
             cache=pages(fmt),
             topk_indices=meta(64, 2, 2048, dtype=torch.int32),
             softmax_scale=0.1,
-            topk_lengths=None,
             attn_sink=meta(num_heads, dtype=torch.float32),
             extra_cache=None if extra is None else pages(extra),
             extra_topk_indices=None if extra is None else meta(64, 2, 128, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
-            precision="bf16",
-            schedule=(num_splits,),
+            splits=Splits(num_splits),
             workspace=meta(1 << 28, dtype=torch.uint8),
             **state(64, 2, num_heads),
         )
@@ -101,10 +96,7 @@ def dense_decode(fmt, num_heads, query_len):
             page_table=meta(64, 128, dtype=torch.int32),
             seq_lens=meta(64, dtype=torch.int32),
             softmax_scale=0.1,
-            causal=True,
-            attn_sink=None,
-            schedule=(1,),
-            workspace=meta(0, dtype=torch.uint8),
+            splits=Splits(1),
             **state(64, query_len, num_heads),
         )
 

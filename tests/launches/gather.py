@@ -21,16 +21,15 @@ def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def to_slots(prefills):
+def to_slots(**kinds):
     def launch():
         dispatch.load("to_slots", "triton")(
             topk_indices=meta(4096, 2048),
             page_table=meta(32, 1024),
             request_ids=meta(4096),
             page_size=64,
-            workspace_starts=meta(32) if prefills else None,
-            prefill_request_ids=meta(4096) if prefills else None,
             out=meta(4096, 2048),
+            **kinds,
         )
 
     return launch
@@ -67,7 +66,6 @@ def gather(fmt):
             page_table=meta(4, 512),
             seq_lens=meta(4),
             workspace_starts=meta(4),
-            seq_starts=None,
             out=meta(32768, fmt.head_dim, dtype=torch.bfloat16),
         )
 
@@ -75,8 +73,8 @@ def gather(fmt):
 
 
 LAUNCHES = {
-    "to_slots": to_slots(False),
-    "to_slots, prefills": to_slots(True),
+    "to_slots": to_slots(),
+    "to_slots, prefills": to_slots(workspace_starts=meta(32), prefill_request_ids=meta(4096)),
     "entry_slots": entry_slots,
     "visible_slots": visible_slots,
     **{

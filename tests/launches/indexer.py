@@ -47,10 +47,6 @@ def best(num_tokens):
         seq_lens=meta(4),
         page_table=meta(4, 512),
         topk=2048,
-        causal=True,
-        ratio=1,
-        as_slots=False,
-        max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
     )
 

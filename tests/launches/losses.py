@@ -20,7 +20,6 @@ def lists(heads, num_tokens=512, topk=2048, dim=128, dtype=BF16):
     iq, ik = meta(num_tokens, heads, dim, dtype=dtype), meta(8192, dim, dtype=dtype)
     weights = meta(num_tokens, heads, dtype=FLOAT32)
     case = {"iq": iq, "weights": weights, "ik": ik, "topk_indices": meta(num_tokens, topk)}
-    case["topk_lengths"] = None
     dispatch.load("selected_scores", "triton")(**case, out=meta(num_tokens, topk, dtype=FLOAT32))
     dispatch.load("selected_scores_backward", "triton")(
         **case, dscores=meta(num_tokens, topk, dtype=FLOAT32), diq=iq, dweights=weights, dik=ik

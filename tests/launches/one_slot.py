@@ -14,19 +14,9 @@ def meta(*shape, dtype=torch.bfloat16):
 def sparse_prefill():
     dispatch.load("sparse_prefill", "triton")(
         q=meta(3, 16, 512),
-        q_rope=None,
         kv=PagedCache.allocate(BF16_512, 1, 1, device="meta"),
         topk_indices=meta(3, 64, dtype=torch.int32),
         softmax_scale=0.1,
-        topk_lengths=None,
-        attn_sink=None,
-        extra_kv=None,
-        extra_topk_indices=None,
-        extra_topk_lengths=None,
-        list_tokens=1,
-        members=None,
-        precision="bf16",
-        max_logits=None,
         out=meta(3, 16, 512),
         lse=meta(3, 16, dtype=torch.float32),
     )

@@ -41,9 +41,6 @@ def pool(
             input_row_offsets=meta(batch + 1),
             ring_ids=meta(batch) if state_page is None else meta(batch, 64),
             slot_mapping=meta(num_tokens),
-            eps=1e-6,
-            interleaved=True,
-            scale_mode="pow2",
             kv_out=meta(num_tokens, dim, dtype=torch.bfloat16) if with_rows else None,
         )
 

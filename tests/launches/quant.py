@@ -49,9 +49,7 @@ def fused(
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             positions=ints(tokens),
             slot_mapping=ints(tokens),
-            eps=1e-6,
             interleaved=interleaved,
-            scale_mode="pow2",
             out=out if query_norm else out[..., 512:],
             kv_out=meta(tokens, fmt.head_dim) if with_rows else None,
             query_norm=query_norm,
@@ -70,11 +68,7 @@ def index_keys(fmt, hadamard=False):
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             positions=ints(8192),
             slot_mapping=ints(8192),
-            eps=1e-6,
-            interleaved=False,
-            rope_first=True,
             hadamard=hadamard,
-            scale_mode="pow2",
         )
 
     return launch
@@ -89,9 +83,7 @@ def index_queries(fmt, num_heads=64, rope_dim=64, interleaved=False, hadamard=Fa
             positions=ints(8192),
             format=fmt,
             interleaved=interleaved,
-            rope_first=True,
             hadamard=hadamard,
-            scale_mode="pow2",
             out=meta(
                 8192, num_heads, 128, dtype=torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
             ),
@@ -113,11 +105,7 @@ def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             positions=ints(tokens),
             slot_mapping=ints(tokens),
-            eps=1e-6,
             interleaved=interleaved,
-            rope_first=True,
-            hadamard=False,
-            scale_mode="pow2",
             out=meta(tokens, num_heads, 128, dtype=fmt.query_dtype),
             weights_out=meta(tokens, num_heads, dtype=torch.float32),
         )

@@ -11,6 +11,7 @@ from sparsemla import (
     dispatch,
     e4m3_format,
 )
+from sparsemla.kernels.attention.arguments import Splits
 
 TARGETS = ("sm_90",)
 
@@ -22,7 +23,7 @@ def meta(*shape, dtype=torch.bfloat16):
 def queries(*shape, apart=False):
     """Queries, with their RoPE dims in a tensor of their own if ``apart``."""
     if not apart:
-        return {"q": meta(*shape), "q_rope": None}
+        return {"q": meta(*shape)}
     return {"q": meta(*shape[:-1], 512), "q_rope": meta(*shape[:-1], 192)[..., 128:]}
 
 
@@ -68,27 +69,23 @@ def sparse_prefill(
     return launch
 
 
-def sparse_decode(
-    fmt, num_splits=1, extra=None, topk=2048, apart=False, num_heads=64, precision="bf16"
-):
+def sparse_decode(fmt, num_splits=1, extra=None, topk=2048, apart=False):
     def launch():
         dispatch.load("sparse_decode", "sm90")(
-            **queries(64, 2, num_heads, fmt.head_dim, apart=apart),
+            **queries(64, 2, 64, fmt.head_dim, apart=apart),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             topk_indices=meta(64, 2, topk, dtype=torch.int32),
             softmax_scale=0.1,
             topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
-            attn_sink=None,
             extra_cache=None
             if extra is None
             else PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=None if extra is None else meta(64, 2, 512, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
-            precision=precision,
-            schedule=(num_splits,),
+            splits=Splits(num_splits),
             workspace=meta(1 << 28, dtype=torch.uint8),
-            out=meta(64, 2, num_heads, 512),
-            lse=meta(64, 2, num_heads, dtype=torch.float32),
+            out=meta(64, 2, 64, 512),
+            lse=meta(64, 2, 64, dtype=torch.float32),
         )
 
     return launch
@@ -102,9 +99,7 @@ def dense_decode(fmt, num_heads, query_len, num_splits, batch=64, pitch=576, pag
             page_table=meta(batch, 128, dtype=torch.int32),
             seq_lens=meta(batch, dtype=torch.int32),
             softmax_scale=0.1,
-            causal=True,
-            attn_sink=None,
-            schedule=(num_splits,),
+            splits=Splits(num_splits),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(batch, query_len, num_heads, 512),
             lse=meta(batch, query_len, num_heads, dtype=torch.float32),
@@ -125,8 +120,8 @@ LAUNCHES = {
         576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
     ),
     "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
-    "prefill products": sparse_prefill(576, precision="fp8"),
-    "prefill products h40 int64": sparse_prefill(576, 40, torch.int64, apart=True, precision="fp8"),
+    "prefill FP8 MMA": sparse_prefill(576, precision="fp8"),
+    "prefill FP8 MMA h40 int64": sparse_prefill(576, 40, torch.int64, apart=True, precision="fp8"),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),
@@ -137,10 +132,6 @@ LAUNCHES = {
     "dense strided h64": dense_decode(BF16_576, 64, 1, 1, pitch=584),
     "decode fp8_ds_mla": sparse_decode(FP8_DS_MLA),
     "decode fp8_ds_mla split": sparse_decode(FP8_DS_MLA, 4, apart=True),
-    "decode products": sparse_decode(FP8_DS_MLA, num_heads=128, precision="fp8"),
-    "decode products h80 apart": sparse_decode(
-        FP8_DS_MLA, apart=True, num_heads=80, precision="fp8"
-    ),
     "decode fp8_584": sparse_decode(FP8_584),
     "decode fp8_584 extra": sparse_decode(FP8_584, extra=FP8_584),
     "decode fp8_584 topk 1 extra": sparse_decode(FP8_584, extra=FP8_584, topk=1),

@@ -3,6 +3,7 @@
 import torch
 
 from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla.kernels.attention.arguments import Splits
 
 TARGETS = ("sm_90",)
 
@@ -19,8 +20,8 @@ def floats(*shape):
     return meta(*shape, dtype=torch.float32)
 
 
-def decode(fmt, num_heads, extra=False, num_splits=1, apart=False, tile=None):
-    tokens = 64, 1 if tile else 2
+def decode(fmt, num_heads, extra=False, num_splits=1, apart=False, tile=64):
+    tokens = 64, 1 if tile < 64 else 2
 
     def launch():
         cache = PagedCache.allocate(fmt, 512, 64, device="meta")
@@ -35,8 +36,7 @@ def decode(fmt, num_heads, extra=False, num_splits=1, apart=False, tile=None):
             extra_cache=cache if extra else None,
             extra_topk_indices=ints(*tokens, 128) if extra else None,
             extra_topk_lengths=ints(*tokens) if extra else None,
-            precision="bf16",
-            schedule=(num_splits, tile) if tile else (num_splits,),
+            splits=Splits(num_splits, tile),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(*tokens, num_heads, 512),
             lse=floats(*tokens, num_heads),
@@ -50,18 +50,13 @@ def prefill(num_heads, fmt=None, extra=False):
         paged = fmt and PagedCache.allocate(fmt, 512, 64, device="meta")
         dispatch.load("sparse_prefill", "sm90")(
             q=meta(4096, num_heads, fmt.head_dim if fmt else 576),
-            q_rope=None,
             kv=paged or PagedCache.from_rows(meta(32768, 576)),
             topk_indices=ints(4096, 2048),
             softmax_scale=0.1,
-            topk_lengths=None,
             attn_sink=floats(num_heads),
             extra_kv=paged if extra else None,
             extra_topk_indices=ints(4096, 128) if extra else None,
             extra_topk_lengths=ints(4096) if extra else None,
-            list_tokens=1,
-            members=None,
-            precision="bf16",
             out=meta(4096, num_heads, 512),
             lse=floats(4096, num_heads),
             max_logits=floats(4096, num_heads),
@@ -78,9 +73,7 @@ def dense(fmt, num_heads, query_len=1):
             page_table=ints(64, 128),
             seq_lens=ints(64),
             softmax_scale=0.1,
-            causal=True,
-            attn_sink=None,
-            schedule=(2,),
+            splits=Splits(2),
             workspace=meta(1 << 28, dtype=torch.uint8),
             out=meta(64, query_len, num_heads, 512),
             lse=floats(64, query_len, num_heads),

@@ -25,16 +25,12 @@ def backward(num_heads, head_dim, list_tokens=1):
             out=meta(TOKENS, num_heads, 512),
             lse=meta(TOKENS, num_heads, dtype=torch.float32),
             softmax_scale=0.1,
-            topk_lengths=None,
-            attn_sink=None,
             list_tokens=list_tokens,
             members=meta(lists, topk, dtype=torch.uint8) if shared else None,
-            dlse=None,
-            deterministic=True,
             max_workspace_bytes=TOKENS << 22,
             dq=meta(TOKENS, num_heads, head_dim),
             dkv=meta(ROWS, head_dim),
-            d_sink=None,
+            d_sink=meta(0, dtype=torch.float32),
         )
 
     return launch

@@ -19,8 +19,6 @@ def project(tokens, groups=8):
             weight=HeadWeight(data, meta(groups, 8, 32, dtype=torch.float32)),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),
             positions=meta(tokens, dtype=torch.int32),
-            lses=None,
-            attn_sink=None,
             out=meta(tokens, groups, 1024),
         )
 

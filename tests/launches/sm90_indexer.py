@@ -48,10 +48,7 @@ def best(num_tokens, num_requests):
         seq_lens=meta(num_requests),
         page_table=meta(num_requests, 512),
         topk=2048,
-        causal=True,
-        ratio=1,
         as_slots=True,
-        max_workspace_bytes=256 << 20,
         out=meta(num_tokens, 2048),
     )
 

@@ -21,9 +21,7 @@ def target(num_heads, head_dim, with_sink):
         topk_indices=meta(TOKENS, TOPK, dtype=torch.int32),
         lse=meta(TOKENS, num_heads, dtype=torch.float32),
         softmax_scale=0.1,
-        topk_lengths=None,
         attn_sink=meta(num_heads, dtype=torch.float32) if with_sink else None,
-        normalize=True,
         out=meta(TOKENS, TOPK, dtype=torch.float32),
     )
 
@@ -32,7 +30,7 @@ def lists(num_heads, dim=128):
     iq, ik = meta(TOKENS, num_heads, dim), meta(ROWS, dim)
     weights = meta(TOKENS, num_heads, dtype=torch.float32)
     scores = meta(TOKENS, TOPK, dtype=torch.float32)
-    case = {"iq": iq, "weights": weights, "ik": ik, "topk_lengths": None}
+    case = {"iq": iq, "weights": weights, "ik": ik}
     case["topk_indices"] = meta(TOKENS, TOPK, dtype=torch.int32)
     dispatch.load("selected_scores", "sm90")(**case, out=scores)
     dispatch.load("selected_scores_backward", "sm90")(
@@ -54,7 +52,6 @@ def dense(num_heads, head_dim, shared_keys, num_index_heads=64, dim=128):
         softmax_scale=0.1,
         row_starts=meta(TOKENS, dtype=torch.int32),
         row_ends=meta(TOKENS, dtype=torch.int32),
-        row_weights=None,
         max_workspace_bytes=1 << 30,
         loss=meta(dtype=torch.float32),
         diq=iq,

@@ -23,7 +23,6 @@ def project(tokens, heads, outputs, inputs, parts=None):
             x=x,
             weight=HeadWeight(data, scale),
             lses=lses,
-            attn_sink=None,
             out=meta(tokens, heads, 576)[..., :outputs],
         )
 

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla.kernels.topk.sm90.launch import merge_topk, select_topk
+from sparsemla import dispatch
 
 TARGETS = ("sm_90",)
 
@@ -15,10 +15,9 @@ def meta(*shape, dtype=torch.int32):
 
 def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size=None):
     ends = meta(num_rows) if ranges else None
-    select_topk(
+    dispatch.load("select_topk", "sm90")(
         scores=meta(num_rows, num_cols, dtype=dtype),
         topk=topk,
-        row_starts=None,
         row_ends=ends,
         page_table=None if page_size is None else meta(9, 99),
         request_ids=None if page_size is None else meta(num_rows),
@@ -28,7 +27,7 @@ def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size
 
 
 def merge(num_parts, width, topk, dtype=torch.float32, index_dtype=torch.int32):
-    merge_topk(
+    dispatch.load("merge_topk", "sm90")(
         values=meta(num_parts, 9, width, dtype=dtype),
         indices=meta(num_parts, 9, width, dtype=index_dtype),
         topk=topk,

@@ -38,7 +38,6 @@ def backward(num_heads, dtype=torch.bfloat16, list_tokens=1):
             **inputs(num_heads, dtype, list_tokens),
             dout=meta(TOKENS, num_heads, 512, dtype=dtype),
             dlse=meta(TOKENS, num_heads),
-            deterministic=True,
             max_workspace_bytes=TOKENS << 22,
             dq=meta(TOKENS, num_heads, DIM, dtype=dtype),
             dkv=meta(ROWS, DIM, dtype=dtype),

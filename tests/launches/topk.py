@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sparsemla.kernels.topk.triton import merge_topk, select_topk
+from sparsemla import dispatch
 
 # For these kernels sm_89 is like sm_80: it only adds FP8 conversions. Without an MMA, the PTX of
 # sm_120 is that of sm_100.
@@ -15,7 +15,7 @@ INT32 = {"dtype": torch.int32, "device": "meta"}
 
 def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size=None):
     starts = torch.empty(num_rows, dtype=torch.int32, device="meta") if ranges else None
-    select_topk(
+    dispatch.load("select_topk", "triton")(
         scores=torch.empty(num_rows, num_cols, dtype=dtype, device="meta"),
         topk=topk,
         row_starts=starts,
@@ -28,7 +28,7 @@ def select(num_rows, num_cols, topk, dtype=torch.float32, ranges=True, page_size
 
 
 def merge(num_parts, width, topk):
-    merge_topk(
+    dispatch.load("merge_topk", "triton")(
         values=torch.empty(num_parts, 9, width, device="meta"),
         indices=torch.empty(num_parts, 9, width, dtype=torch.int32, device="meta"),
         topk=topk,

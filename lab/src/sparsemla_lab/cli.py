@@ -249,13 +249,16 @@ def explain(
         str | None, typer.Option(help="9.0, sm_90 or gfx942; default: this machine's GPU.")
     ] = None,
     cache_format: Annotated[str | None, typer.Option(help="Name of the cache's format.")] = None,
-    heads: Annotated[int, typer.Option(min=0, help="Query or indexer heads.")] = 0,
-    topk: Annotated[int, typer.Option(min=0, help="Width of the selection.")] = 0,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Query or indexer heads; default: a typical number.")
+    ] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help="Width of the selection.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens, or requests.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the op's first tensor; default: the usual one.")
     ] = None,
 ) -> None:
-    """Show the tier of a problem, why each other tier refuses, and how far the GPU is proven."""
+    """Show the kernels of a call, why others do not run it, and how far the GPU is proven."""
     from sparsemla_lab.doctor import explain_lines
 
     try:
@@ -267,8 +270,9 @@ def explain(
             cache_format=cache_format,
             num_heads=heads,
             topk=topk,
+            num_tokens=tokens,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         fail(error)
     typer.echo("\n".join(lines))
 

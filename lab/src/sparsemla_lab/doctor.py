@@ -1,4 +1,4 @@
-"""Devices and packages of this machine, its working tiers, and the tier that a problem gets."""
+"""Devices and packages of this machine, its working tiers, and the kernels of a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from rich import box
 from rich.table import Table
 
 import sparsemla
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
+from sparsemla.dispatch import OPS, only
 from sparsemla.formats import FP8_DS_MLA, get_format
+from sparsemla.kernels.common.device import describe
+from sparsemla.kernels.common.table import TIERS
 from sparsemla.kinds import missing_gpu
 from sparsemla_lab.support import Support, cpu_support, gpu_support
+from sparsemla_lab.typical import describe_call, function_of, typical_call
 
 PACKAGES = (
     "torch",
@@ -30,25 +33,7 @@ PACKAGES = (
     "matplotlib",
 )
 
-BRANCHES = {
-    "decode_branch": (
-        "fused_rope_rmsnorm_quant",
-        "project_heads",
-        "sparse_decode",
-        "dense_decode",
-    ),
-    "prefill_branch": (
-        "fused_rope_rmsnorm_quant",
-        "project_heads",
-        "sparse_prefill",
-        "gather_dequant",
-        "dense_prefill",
-        "merge_states",
-    ),
-}
-"""The ops that each branch calls, sparse attention before dense."""
 _PROOF = "proof         "
-DENSE = ("dense_decode", "gather_dequant", "dense_prefill", "merge_states")
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -134,36 +119,29 @@ def explain_lines(
     *,
     dtype: str | None = None,
     cache_format: str | None = None,
-    num_heads: int = 0,
-    topk: int = 0,
+    **sizes: int | None,
 ) -> list[str]:
-    """The tier of an op or of each op of a branch, the refusals of other tiers, and the proofs.
+    """A typical call of an op or branch, the kernels that it launches, and the GPU's proofs.
 
     Raises:
-        ValueError: an unknown op, device, GPU, format or dtype.
+        ValueError: an unknown op, device, GPU, format or dtype, or a size that the op has not.
     """
-    if op not in (known := (*dispatch.OPS, *BRANCHES)):
-        raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}")
     gpu = parse_gpu(device, capability)
-    stages = BRANCHES.get(op, (op,))
-    if op in BRANCHES and topk:
-        stages = tuple(stage for stage in stages if stage not in DENSE)
-    lines = []
-    for stage in stages:
-        problem = dispatch.Problem(
-            stage,
-            device,
-            None if gpu is None else gpu.capability,
-            dispatch.op_named(stage).dtype if dtype is None else parse_dtype(dtype),
-            None if cache_format is None else get_format(cache_format).name,
-            num_heads,
-            topk,
-        )
-        lines += str(dispatch.explain(problem)).splitlines()
-    if op in BRANCHES:
-        kind = "" if topk else "; attention is sparse with topk_indices, dense without"
-        lines.insert(0, f"{op}: {len(stages)} stages, each with a tier of its own{kind}")
-    return [*lines, *(f"proof: {proof}" for proof in proofs(gpu))]
+    call = typical_call(
+        op,
+        "cpu" if gpu is None or gpu.name is None else "cuda",
+        dtype=None if dtype is None else parse_dtype(dtype),
+        cache_format=None if cache_format is None else get_format(cache_format),
+        **sizes,
+    )
+    simulated = gpu.target if gpu is not None and gpu.name is None else None
+    explanation = sparsemla.explain(function_of(op), gpu=simulated, **call)
+    return [
+        "the call:",
+        *(f"  {line}" for line in describe_call(call)),
+        *str(explanation).splitlines(),
+        *(f"proof: {proof}" for proof in proofs(gpu)),
+    ]
 
 
 def proofs(gpu: Gpu | None) -> list[str]:
@@ -211,51 +189,32 @@ def device_lines() -> list[str]:
 
 
 def tier_table() -> Table:
-    """For each device and tier: the number of ops it takes, and whether its attention is right."""
+    """For each device and tier: its number of ops, and whether its attention works."""
     table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        capability = None if device == "cpu" else Gpu.here().capability
-        explanations = [
-            dispatch.explain(dispatch.Problem(op, device, capability)) for op in dispatch.OPS
-        ]
-        for tier in dispatch.TIERS:
-            reasons = [dict(explanation.refusals)[tier.name] for explanation in explanations]
-            refused = [reason for reason in reasons if reason is not None]
-            taken = len(reasons) - len(refused)
-            state = _check(device, tier.name) if taken else ", ".join(dict.fromkeys(refused))
-            table.add_row(device, tier.name, f"{taken} of {len(reasons)}", state)
+        for name, tier in TIERS.items():
+            taken = sum(name in {kernel.tier for kernel in op.kernels} for op in OPS.values())
+            refusal = tier.refuse(describe(torch.device(device)))
+            state = refusal or _check(device, name)
+            count = f"{0 if refusal else taken} of {len(OPS)}"
+            table.add_row(device, name, count, state)
     return table
 
 
 def _check(device: str, tier: str) -> str:
     """Run ``sparse_decode`` in a tier and compare it with the reference."""
-    if dispatch.OPS["sparse_decode"].kernel(tier) is None:
-        return "takes problems; sparse_decode, which would be tried, is not among them"
     torch.manual_seed(0)
     cache = PagedCache.allocate(FP8_DS_MLA, num_pages=2, page_size=16, device=device)
     cache.write(torch.arange(32, device=device), torch.randn(32, 576, device=device))
     q = torch.randn(2, 1, 16, 576, device=device).bfloat16()
+    slots = torch.arange(32, dtype=torch.int32, device=device).view(2, 1, 16)
     outs = []
     for name in (tier, "reference"):
-        out, lse = (
-            q.new_zeros(2, 1, 16, 512),
-            torch.zeros(2, 1, 16, dtype=torch.float32, device=device),
-        )
-        arguments = {
-            "topk_indices": torch.arange(32, dtype=torch.int32, device=device).view(2, 1, 16),
-            "q_rope": None,
-            "softmax_scale": 192**-0.5,
-            "topk_lengths": None,
-            "attn_sink": None,
-            "extra_cache": None,
-            "extra_topk_indices": None,
-            "extra_topk_lengths": None,
-            "precision": "bf16",
-            "schedule": (1,),
-            "workspace": None,
-        }
         try:
-            dispatch.load("sparse_decode", name)(q=q, cache=cache, out=out, lse=lse, **arguments)
+            with only(name):
+                out, _ = sparsemla.sparse_decode(
+                    q, cache, slots, softmax_scale=192**-0.5, num_splits=1
+                )
         except Exception as error:  # any failure of a tier is reported
             return f"fails: {type(error).__name__}: {error}"
         outs.append(out.float())

@@ -6,16 +6,21 @@ derivative return new tensors, because torch differentiates no operator that wri
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from itertools import compress
+from typing import Any, Generic, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from sparsemla.cache import PagedCache, misalignment
-from sparsemla.dispatch import Launch, only_compiles
+from sparsemla import dispatch
+from sparsemla.cache import PagedCache
+from sparsemla.dispatch import launches_on
 from sparsemla.formats import CacheFormat, get_format
+from sparsemla.kernels.attention.arguments import Splits
+from sparsemla.kernels.common.table import C, Op
 from sparsemla.ops._repeat import recording
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
@@ -56,7 +61,18 @@ def _split_weight(weight: HeadWeight) -> tuple[Tensor, Tensor | None, int, int]:
     return weight.data, weight.scale, *weight.scale_block
 
 
+def _split_splits(splits: Splits | None) -> tuple[int | None, int | None]:
+    return (None, None) if splits is None else splits
+
+
+def _join_splits(num_splits: int | None, head_tile: int | None) -> Splits | None:
+    return None if num_splits is None or head_tile is None else Splits(num_splits, head_tile)
+
+
 _RECORDS: dict[object, _Record] = {
+    Splits | None: _Record(
+        {"num_splits": int | None, "head_tile": int | None}, _split_splits, _join_splits
+    ),
     PagedCache: _Record(
         {"data": Tensor, "scales": Tensor | None, "format": str}, _split_cache, _join_cache
     ),
@@ -80,78 +96,186 @@ _RECORDS: dict[object, _Record] = {
 }
 
 
-def operator(*mutates: str) -> Callable[[Callable[..., Launch]], Callable[..., None]]:
-    """Make ``torch.ops.sparsemla.<name>`` of a function ``_<name>`` that finds the kernel.
+class _Flat(Generic[C]):
+    """An op's record as the arguments of its torch operator, and back.
 
-    The operator has the function's parameters. The function returns the launcher for its arguments;
-    the operator then calls it with them, by name. A cache or a weight becomes several arguments of
-    the torch operator: ``cache`` is ``cache_data``, ``cache_scales`` and ``cache_format``.
+    A cache or a weight becomes several arguments: ``cache`` is ``cache_data``, ``cache_scales`` and
+    ``cache_format``.
 
     Args:
-        mutates: the parameters that the kernel writes; for a cache, all of its tensors.
+        arguments: the record.
+        left_out: fields that the operator does not take; they are None.
     """
 
-    def register(function: Callable[..., Launch]) -> Callable[..., None]:
-        name = function.__name__.removeprefix("_")
-        parameters = inspect.signature(function, eval_str=True).parameters
-        records = {
-            place: _RECORDS[parameter.annotation]
-            for place, parameter in enumerate(parameters.values())
-            if parameter.annotation in _RECORDS
-        }
+    def __init__(self, arguments: type[C], left_out: Sequence[str] = ()) -> None:
+        self._make = arguments
+        hints = get_type_hints(arguments)
+        self.kinds = {name: kind for name, kind in hints.items() if name not in left_out}
+        self._given = [name not in left_out for name in hints]
+        self._records = [_RECORDS.get(kind) for kind in self.kinds.values()]
+        """For each field that is taken: its record, or None."""
 
-        def split(arguments: tuple[Any, ...]) -> list[Any]:
-            flat: list[Any] = []
-            for place, argument in enumerate(arguments):
-                if place in records:
-                    flat += records[place].split(argument)
-                else:
-                    flat.append(argument)
-            return flat
+    def split(self, call: C) -> list[Any]:
+        flat: list[Any] = []
+        for record, argument in zip(self._records, compress(call, self._given), strict=True):
+            if record is None:
+                flat.append(argument)
+            else:
+                flat += record.split(argument)
+        return flat
 
-        def join(flat: tuple[Any, ...]) -> list[Any]:
-            arguments, first = [], 0
-            for place in range(len(parameters)):
-                if place in records:
-                    last = first + len(records[place].fields)
-                    arguments.append(records[place].join(*flat[first:last]))
-                else:
-                    last = first + 1
-                    arguments.append(flat[first])
+    def join(self, flat: Sequence[Any]) -> C:
+        arguments: list[Any] = []
+        first, records = 0, iter(self._records)
+        for given in self._given:
+            record = next(records) if given else None
+            if not given:
+                arguments.append(None)
+            elif record is None:
+                arguments.append(flat[first])
+                first += 1
+            else:
+                last = first + len(record.fields)
+                arguments.append(record.join(*flat[first:last]))
                 first = last
-            return arguments
-
-        def launch(*flat: object) -> None:
-            arguments = join(flat)
-            function(*arguments)(**dict(zip(parameters, arguments, strict=True)))
-
-        def without_memory(lead: Tensor, *flat: object) -> None:
-            # torch.compile traces this function, which must not launch.
-            if only_compiles(lead.device):
-                launch(lead, *flat)
-
-        on_device = _on_device(launch)
-        _LIBRARY.define(name + _schema(parameters, mutates))
-        _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
-        dispatched = getattr(torch.ops.sparsemla, name)
-
-        def call(*arguments: object) -> None:
-            # A recording could not watch a launcher behind torch's dispatcher.
-            watched = not torch.compiler.is_compiling() and recording()
-            (on_device if watched else dispatched)(*split(arguments))
-
-        return call
-
-    return register
+        return self._make(*arguments)
 
 
-def functional(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Callable[..., Any]:
-    """Make ``torch.ops.sparsemla.<name>``, which returns new tensors, of a function ``_<name>``.
+def operator(op: Op[C]) -> Callable[[C], None]:
+    """Make ``torch.ops.sparsemla.<name>`` of an op that writes its results into arguments.
 
-    The operator has the function's parameters. The function allocates the results and returns them,
-    as its annotation says, with a callable that computes them. :func:`differentiate` adds the
-    derivative.
+    The operator has the record's fields as parameters and runs the kernel that takes them. The
+    returned function calls it with a record.
+    """
+    flat = _Flat(op.arguments)
+
+    def launch(*arguments: object) -> None:
+        dispatch.launch(op, flat.join(arguments))
+
+    def without_memory(lead: Tensor, *rest: object) -> None:
+        # torch.compile traces this function, which must not launch.
+        if launches_on(lead.device):
+            launch(lead, *rest)
+
+    on_device = _on_device(launch)
+    _LIBRARY.define(op.name + _schema(flat.kinds, (*op.outputs, *op.mutates)))
+    _LIBRARY.impl(op.name, on_device, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparsemla::{op.name}", without_memory, lib=_LIBRARY)
+    dispatched = getattr(torch.ops.sparsemla, op.name)
+
+    def call(arguments: C) -> None:
+        # A recording could not watch a launcher behind torch's dispatcher.
+        watched = not torch.compiler.is_compiling() and recording()
+        (on_device if watched else dispatched)(*flat.split(arguments))
+
+    return call
+
+
+def functional(op: Op[C], allocate: Callable[[C], Any]) -> Callable[[C], Any]:
+    """Make ``torch.ops.sparsemla.<name>``, which returns new tensors; it may have a derivative.
+
+    The operator has the record's fields but its outputs as parameters. ``allocate`` makes the
+    outputs, with the annotation of the operator's results.
+    """
+    flat = _Flat(op.arguments, op.outputs)
+
+    def launch(*arguments: object) -> object:
+        results = without_launch(*arguments)
+        outputs = results if isinstance(results, tuple) else (results,)
+        call: Any = flat.join(arguments)
+        dispatch.launch(op, call._replace(**dict(zip(op.outputs, outputs, strict=True))))
+        return results
+
+    def without_launch(*arguments: object) -> object:
+        return allocate(flat.join(arguments))
+
+    def without_memory(lead: Tensor, *rest: object) -> object:
+        # torch.compile traces this function, which must not launch.
+        return (launch if launches_on(lead.device) else without_launch)(lead, *rest)
+
+    results = inspect.signature(allocate, eval_str=True).return_annotation
+    _LIBRARY.define(op.name + _schema(flat.kinds, (), results))
+    _LIBRARY.impl(op.name, _on_device(launch), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparsemla::{op.name}", without_memory, lib=_LIBRARY)
+    dispatched = getattr(torch.ops.sparsemla, op.name)
+    return lambda call: dispatched(*flat.split(call))
+
+
+class _Context(FunctionCtx):
+    """What a forward pass keeps for its gradient."""
+
+    saved_tensors: tuple[Tensor, ...]
+    values: list[object]
+
+
+_SAVED = object()
+"""Stands for a tensor that autograd keeps."""
+
+
+def differentiate(
+    op: Op[C],
+    backward: Callable[..., Mapping[str, Tensor | None]],
+    *,
+    keep: Sequence[str] | None = None,
+    constants: Sequence[str] = (),
+) -> None:
+    """Give a :func:`functional` operator a derivative.
+
+    Args:
+        op: the op.
+        backward: of the record, the results (a tuple) and their gradients (None where there is
+            none), to the gradients by the names of their fields.
+        keep: fields and outputs whose tensors ``backward`` gets, and which stay in memory until
+            then; the others are None. Default all.
+        constants: outputs without a gradient.
+    """
+    flat = _Flat(op.arguments, op.outputs)
+    names = list(_flattened(flat.kinds))
+    kept = [keep is None or name in keep for name in (*names, *op.outputs)]
+
+    def save(ctx: _Context, inputs: tuple[object, ...], output: object) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors: list[Tensor] = []
+        ctx.values = []
+        for value, wanted in zip((*inputs, *outputs), kept, strict=True):
+            if not isinstance(value, Tensor):
+                ctx.values.append(value)
+            elif wanted:
+                ctx.values.append(_SAVED)
+                tensors.append(value)
+            else:
+                ctx.values.append(None)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(
+            *(output for name, output in zip(op.outputs, outputs, strict=True) if name in constants)
+        )
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        values = [next(saved) if value is _SAVED else value for value in ctx.values]
+        found = backward(flat.join(values[: len(names)]), tuple(values[len(names) :]), *grads)
+        return tuple(found.get(name) for name in names)
+
+    torch.library.register_autograd(
+        f"sparsemla::{op.name}", gradients, setup_context=save, lib=_LIBRARY
+    )
+
+
+def refuse_derivative(name: str, message: str) -> None:
+    """Let the derivative of a :func:`functional` or :func:`composed` operator raise an error."""
+
+    def refuse(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(message)
+
+    torch.library.register_autograd(f"sparsemla::{name}", refuse, lib=_LIBRARY)
+
+
+def composed(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Callable[..., Any]:
+    """Make ``torch.ops.sparsemla.<name>`` of a function ``_<name>`` that calls torch and other ops.
+
+    The operator returns new tensors and has the function's parameters. The function allocates the
+    results and returns them, as its annotation says, with a callable that computes them.
     """
     name = function.__name__.removeprefix("_")
     signature = inspect.signature(function, eval_str=True)
@@ -164,23 +288,14 @@ def functional(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Cal
 
     def without_memory(lead: Tensor, *rest: object) -> object:
         # torch.compile traces this function, which must not launch.
-        return launch(lead, *rest) if only_compiles(lead.device) else function(lead, *rest)[0]
+        return launch(lead, *rest) if launches_on(lead.device) else function(lead, *rest)[0]
 
-    _LIBRARY.define(name + _schema(signature.parameters, (), results))
+    _LIBRARY.define(
+        name + _schema({n: p.annotation for n, p in signature.parameters.items()}, (), results)
+    )
     _LIBRARY.impl(name, _on_device(launch), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
     return getattr(torch.ops.sparsemla, name)
-
-
-def differentiate(
-    name: str,
-    backward: Callable[..., Any],
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-) -> None:
-    """Give a :func:`functional` operator a derivative, as ``torch.library.register_autograd``."""
-    torch.library.register_autograd(
-        f"sparsemla::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
 
 
 def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,38 +319,35 @@ def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return on_device
 
 
-def _schema(
-    parameters: Mapping[str, inspect.Parameter], mutates: tuple[str, ...], results: object = None
-) -> str:
-    """The torch schema of parameters, and of results of this type."""
-    flat: dict[str, object] = {}
-    written = []
-    for name, parameter in parameters.items():
-        record = _RECORDS.get(parameter.annotation)
-        fields = {name: parameter.annotation}
-        if record is not None:
-            fields = {f"{name}_{part}": kind for part, kind in record.fields.items()}
-        flat |= fields
-        if name in mutates:
-            written += [part for part, kind in fields.items() if kind in (Tensor, Tensor | None)]
+def _flattened(kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a torch operator, from fields of these kinds."""
+    flat: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        record = _RECORDS.get(kind)
+        if record is None:
+            flat[name] = kind
+        else:
+            flat |= {f"{name}_{part}": part_kind for part, part_kind in record.fields.items()}
+    return flat
+
+
+def _schema(kinds: Mapping[str, Any], mutates: Sequence[str], results: object = None) -> str:
+    """The torch schema of fields, and of results of this type."""
+    written = [
+        part
+        for name in mutates
+        for part, kind in _flattened({name: kinds[name]}).items()
+        if kind in (Tensor, Tensor | None)
+    ]
 
     def prototype() -> None: ...
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameter = inspect.Parameter
     prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind, annotation=one) for name, one in flat.items()],
+        [
+            parameter(name, parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in _flattened(kinds).items()
+        ],
         return_annotation=results,
     )
     return torch.library.infer_schema(prototype, mutates_args=written)
-
-
-def aligned(*rows: Tensor | PagedCache | None) -> bool:
-    """Whether rows of queries and caches start at multiples of 16 bytes."""
-    return all(x.aligned if isinstance(x, PagedCache) else _aligned(x) for x in rows)
-
-
-def _aligned(rows: Tensor | None) -> bool:
-    return rows is None or (
-        misalignment(rows) == 0
-        and all(stride * rows.itemsize % 16 == 0 for stride in rows.stride()[:-1])
-    )

@@ -7,10 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.formats import ScaleMode
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
 from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.decode import (
@@ -222,16 +223,33 @@ def decode_branch(
     if num_splits is not None:
         check.positive("num_splits", num_splits)
     dims = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
-    if topk_indices is None:
-        num_keys = plan.page_table.shape[1] * cache.page_size
+    scale, splits = layer.softmax_scale, None if num_splits is None else Splits(num_splits)
+    # The lengths of a request do not matter for its splits.
+    dense = DenseDecode(q[:, None], cache, plan.page_table, plan.seq_lens, scale, splits=splits)
+    sparse = None
+    if topk_indices is not None:
+        sparse = SparseDecode(
+            q[:, None],
+            cache,
+            topk_indices,
+            scale,
+            None,
+            topk_lengths,
+            None,
+            extra_cache,
+            extra_topk_indices,
+            extra_topk_lengths,
+            splits,
+        )
+    if schedule.multiprocessors(q.device) == 0:
+        splits = Splits(1)
+    elif sparse is None:
+        splits = schedule.splits_of_dense(dense)
     else:
-        num_keys = topk_indices.shape[2]
-        num_keys += 0 if extra_topk_indices is None else extra_topk_indices.shape[2]
-    op = "dense_decode" if topk_indices is None else "sparse_decode"
-    schedule = dispatch.schedule(op, q[:, None], cache, num_keys, num_splits, extra_cache)
+        splits = schedule.splits_of_sparse(sparse)
     table_bytes = plan.page_table.shape[1] * plan.page_table.itemsize
     table_bytes = table_bytes if topk_indices is None else 0
-    size = _workspace_bytes(plan.num_tokens, *dims, schedule[0], table_bytes)
+    size = _workspace_bytes(plan.num_tokens, *dims, splits.num_splits, table_bytes)
     check.workspace(workspace, size)
     out = check.output("out", out, "T H V", torch.bfloat16)
 
@@ -239,42 +257,34 @@ def decode_branch(
     room = scratch.take(_query_bytes(plan.num_tokens, *dims), dtype=torch.uint8)
     shape = plan.num_tokens, 1, layer.num_heads, cache.format.head_dim
     query = room[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
-    attended = _Attended.empty(scratch, layer, plan.num_tokens, schedule[0])
-    if topk_indices is None:
+    attended = _Attended.empty(scratch, layer, plan.num_tokens, splits.num_splits)
+    if sparse is None:
         # torch's kernels come first: between dependent launches they would prevent the overlap.
         table, lengths = _requests_of_tokens(plan, causal, scratch)
         _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
         _dense_decode(
-            query,
-            cache,
-            table,
-            lengths,
-            layer.softmax_scale,
-            True,
-            attended.attn_sink,
-            schedule,
-            attended.splits,
-            attended.out,
-            attended.lse,
+            dense._replace(
+                q=query,
+                page_table=table,
+                seq_lens=lengths,
+                attn_sink=attended.attn_sink,
+                splits=splits,
+                workspace=attended.splits,
+                out=attended.out,
+                lse=attended.lse,
+            )
         )
     else:
         _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
         _sparse_decode(
-            query,
-            cache,
-            topk_indices,
-            None,
-            layer.softmax_scale,
-            topk_lengths,
-            attended.attn_sink,
-            extra_cache,
-            extra_topk_indices,
-            extra_topk_lengths,
-            "bf16",
-            schedule,
-            attended.splits,
-            attended.out,
-            attended.lse,
+            sparse._replace(
+                q=query,
+                attn_sink=attended.attn_sink,
+                splits=splits,
+                workspace=attended.splits,
+                out=attended.out,
+                lse=attended.lse,
+            )
         )
     return attended.project(out, room, batch_invariant)
 

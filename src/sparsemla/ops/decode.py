@@ -1,16 +1,17 @@
 """Decode attention: a few query tokens for each request, over the paged cache."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
-from sparsemla.checks import FLOATS, INTEGERS, PRECISIONS, Checker
+from sparsemla.checks import FLOATS, INTEGERS, Checker
+from sparsemla.kernels import attention
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.arguments import DenseDecode, MergeStates, SparseDecode, Splits
 from sparsemla.kinds import check_device, check_integer
-from sparsemla.ops._library import aligned, operator
+from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
 
@@ -65,7 +66,8 @@ def most_splits(batch: int, rows: int, device: torch.device | str | None) -> int
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # Rows of a request may share keys or not; with fewer CTAs, keys are split more.
-    return dispatch.most_splits(batch * -(-rows // 64), torch.device(device))
+    processors = schedule.multiprocessors(torch.device(device))
+    return schedule.most_splits(batch * -(-rows // 64), processors)
 
 
 def _workspace_bytes(num_rows: int, num_splits: int | None, value_dim: int) -> int:
@@ -77,13 +79,16 @@ def _workspace_bytes(num_rows: int, num_splits: int | None, value_dim: int) -> i
 
 def _check_splits(
     check: Checker, q: Tensor, cache: PagedCache, num_splits: int | None, workspace: Tensor | None
-) -> Sequence[int] | None:
-    """The caller's schedule, or None. A kernel that chooses checks the workspace itself."""
+) -> Splits | None:
+    """The caller's splits, or None. A kernel that chooses checks the workspace itself."""
     if num_splits is not None:
         check.positive("num_splits", num_splits)
     num_rows = math.prod(q.shape[:3])
     check.workspace(workspace, _workspace_bytes(num_rows, num_splits, cache.format.value_dim))
-    return None if num_splits is None else (num_splits,)
+    return None if num_splits is None else Splits(num_splits)
+
+
+_sparse_decode = operator(attention.SPARSE_DECODE)
 
 
 @repeated
@@ -99,7 +104,6 @@ def sparse_decode(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
-    precision: str = "bf16",
     num_splits: int | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
@@ -116,17 +120,6 @@ def sparse_decode(
     A slot is valid iff ``0 <= slot < cache.num_slots`` and it is among the first ``topk_lengths``
     entries; no other row is ever read. A duplicate slot counts twice.
 
-    ``precision="fp8"`` permits FP8 products and does not ask for them. A kernel that has them
-    multiplies the codes of the cache, and rounds to e4m3 the first ``V`` dims of each query, with a
-    power of two, and the weights ``exp(z_j - max z)``::
-
-        s = 2^ceil(log2(max |q[:V]| / 448))      q[:V] = s * e4m3(q[:V] / s)
-
-    s is at least 2^-40. RoPE dims stay bfloat16. The relative L2 error of out is 2 to 6 percent
-    then, instead of 0.2 to 0.4. Hopper has such a kernel for the 656 bytes of ``fp8_ds_mla``, where
-    it is faster: with more than 64 heads, one stream and one split. All other calls give the bits
-    of ``"bf16"``.
-
     Args:
         q: ``[B, S, H, D]`` bfloat16, float16 or float32; D is the format's ``head_dim``, H any.
         q_rope: ``[B, S, H, D - V]`` of q's dtype, the last dims of the queries; q is
@@ -140,7 +133,6 @@ def sparse_decode(
         extra_cache: a second cache of equal dims, any format and page size, in the same softmax.
         extra_topk_indices: ``[B, S, K2]``, slots in ``extra_cache``.
         extra_topk_lengths: ``[B, S]`` or ``[B]``.
-        precision: ``bf16``, or ``fp8`` to permit FP8 products.
         num_splits: number of splits of a row's keys, computed in parallel; default from shapes and
             multiprocessors. With a given number, a request gets the same bits in any batch.
         workspace: uint8, at least :func:`decode_workspace_size`; default a new one.
@@ -172,7 +164,6 @@ def sparse_decode(
     topk_lengths = check.lengths("topk_lengths", topk_lengths)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
-    check.choice("precision", precision, PRECISIONS)
     if extra_cache is None:
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
@@ -183,57 +174,31 @@ def sparse_decode(
         )
         extra_topk_lengths = check.lengths("extra_topk_lengths", extra_topk_lengths)
     check.bind("V", cache.format.value_dim)
-    schedule = _check_splits(check, q, cache, num_splits, workspace)
+    splits = _check_splits(check, q, cache, num_splits, workspace)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _sparse_decode(
-        q,
-        cache,
-        topk_indices,
-        q_rope,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        extra_cache,
-        extra_topk_indices,
-        extra_topk_lengths,
-        precision,
-        schedule,
-        workspace,
-        out,
-        lse,
+        SparseDecode(
+            q,
+            cache,
+            topk_indices,
+            softmax_scale,
+            q_rope,
+            topk_lengths,
+            attn_sink,
+            extra_cache,
+            extra_topk_indices,
+            extra_topk_lengths,
+            splits,
+            workspace,
+            out,
+            lse,
+        )
     )
     return out, lse
 
 
-@operator("workspace", "out", "lse")
-def _sparse_decode(
-    q: Tensor,
-    cache: PagedCache,
-    topk_indices: Tensor,
-    q_rope: Tensor | None,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_cache: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    precision: str,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> dispatch.Launch:
-    """Without ``out`` and ``lse``, the partial results of several splits stay in ``workspace``."""
-    return dispatch.find(
-        "sparse_decode",
-        q,
-        format=cache.format,
-        num_heads=q.shape[2],
-        topk=topk_indices.shape[2],
-        extra_format=None if extra_cache is None else extra_cache.format,
-        aligned=aligned(q, q_rope, cache, extra_cache),
-    )
+_dense_decode = operator(attention.DENSE_DECODE)
 
 
 @repeated
@@ -304,47 +269,28 @@ def dense_decode(
     if check.validates(validate):
         check.paging(cache, page_table, seq_lens)
     check.bind("V", cache.format.value_dim)
-    schedule = _check_splits(check, q, cache, num_splits, workspace)
+    splits = _check_splits(check, q, cache, num_splits, workspace)
     out = check.output("out", out, "B S H V", q.dtype)
     lse = check.output("lse", lse, "B S H", torch.float32)
     _dense_decode(
-        q,
-        cache,
-        page_table,
-        seq_lens,
-        softmax_scale,
-        causal,
-        attn_sink,
-        schedule,
-        workspace,
-        out,
-        lse,
+        DenseDecode(
+            q,
+            cache,
+            page_table,
+            seq_lens,
+            softmax_scale,
+            causal,
+            attn_sink,
+            splits,
+            workspace,
+            out,
+            lse,
+        )
     )
     return out, lse
 
 
-@operator("workspace", "out", "lse")
-def _dense_decode(
-    q: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    attn_sink: Tensor | None,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> dispatch.Launch:
-    """Without ``out`` and ``lse``, the partial results of several splits stay in ``workspace``."""
-    return dispatch.find(
-        "dense_decode",
-        q,
-        format=cache.format,
-        num_heads=q.shape[2],
-        aligned=aligned(q, cache),
-    )
+_merge_states = operator(attention.MERGE_STATES)
 
 
 @repeated
@@ -387,12 +333,5 @@ def merge_states(
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     out = check.output("out", out, "T H V", outs.dtype)
     lse = check.output("lse", lse, "T H", torch.float32)
-    _merge_states(outs, lses, attn_sink, out, lse)
+    _merge_states(MergeStates(outs, lses, attn_sink, out, lse))
     return out, lse
-
-
-@operator("out", "lse")
-def _merge_states(
-    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> dispatch.Launch:
-    return dispatch.find("merge_states", outs, num_heads=outs.shape[2])

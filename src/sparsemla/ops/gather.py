@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kernels import gather
+from sparsemla.kernels.gather.arguments import EntrySlots, GatherDequant, ToSlots, VisibleSlots
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
+
+_to_slots = operator(gather.TO_SLOTS)
 
 
 @repeated
@@ -76,22 +79,20 @@ def to_slots(
     if workspace_starts is not None and workspace_starts.shape[0] == 0:  # every token decodes
         workspace_starts = prefill_request_ids = None
     _to_slots(
-        topk_indices, page_table, request_ids, page_size, workspace_starts, prefill_request_ids, out
+        ToSlots(
+            topk_indices,
+            page_table,
+            request_ids,
+            page_size,
+            workspace_starts,
+            prefill_request_ids,
+            out,
+        )
     )
     return out
 
 
-@operator("out")
-def _to_slots(
-    topk_indices: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    page_size: int,
-    workspace_starts: Tensor | None,
-    prefill_request_ids: Tensor | None,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("to_slots", topk_indices, topk=topk_indices.shape[1])
+_entry_slots = operator(gather.ENTRY_SLOTS)
 
 
 @repeated
@@ -141,20 +142,11 @@ def entry_slots(
     if check.validates(validate):
         check.tokens(positions, request_ids, page_table, page_size, ratio)
     out = check.output("out", out, "T", torch.int32)
-    _entry_slots(positions, page_table, request_ids, ratio, page_size, out)
+    _entry_slots(EntrySlots(positions, page_table, request_ids, ratio, page_size, out))
     return out
 
 
-@operator("out")
-def _entry_slots(
-    positions: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    ratio: int,
-    page_size: int,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("entry_slots", positions)
+_visible_slots = operator(gather.VISIBLE_SLOTS)
 
 
 @repeated
@@ -218,22 +210,13 @@ def visible_slots(
     check.bind("width", width)
     out = check.output("out", out, "T width", torch.int32)
     lengths = check.output("lengths", lengths, "T", torch.int32)
-    _visible_slots(positions, page_table, request_ids, width, ratio, page_size, out, lengths)
+    _visible_slots(
+        VisibleSlots(positions, page_table, request_ids, width, ratio, page_size, out, lengths)
+    )
     return out, lengths
 
 
-@operator("out", "lengths")
-def _visible_slots(
-    positions: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    width: int,
-    ratio: int,
-    page_size: int,
-    out: Tensor,
-    lengths: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("visible_slots", positions)
+_gather_dequant = operator(gather.GATHER_DEQUANT)
 
 
 @repeated
@@ -293,17 +276,5 @@ def gather_dequant(
             check.paging(cache, page_table, seq_lens + seq_starts, "seq_starts + seq_lens")
         check.values("workspace_starts", workspace_starts, 0, len(out) + 1)
         check.values("workspace_starts + seq_lens", workspace_starts + seq_lens, 0, len(out) + 1)
-    _gather_dequant(cache, page_table, seq_lens, workspace_starts, seq_starts, out)
+    _gather_dequant(GatherDequant(out, cache, page_table, seq_lens, workspace_starts, seq_starts))
     return out
-
-
-@operator("out")
-def _gather_dequant(
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    workspace_starts: Tensor,
-    seq_starts: Tensor | None,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("gather_dequant", out, format=cache.format)

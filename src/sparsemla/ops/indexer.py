@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import aligned, operator
+from sparsemla.kernels import indexer
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS
+
+_indexer_scores = operator(indexer.INDEXER_SCORES)
 
 
 @repeated
@@ -60,27 +63,11 @@ def indexer_scores(
     row_starts = check.tensor("row_starts", row_starts, "M", INTEGERS)
     row_ends = check.tensor("row_ends", row_ends, "M", INTEGERS)
     out = check.output("out", out, "M N", torch.float32)
-    _indexer_scores(q, weights, keys, key_scales, row_starts, row_ends, out)
+    _indexer_scores(IndexerScores(q, weights, keys, key_scales, row_starts, row_ends, out))
     return out
 
 
-@operator("out")
-def _indexer_scores(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find(
-        "indexer_scores",
-        q,
-        num_heads=q.shape[1],
-        aligned=aligned(q) and aligned(keys),
-        head_dim=q.shape[2],
-    )
+_indexer_scores_paged = operator(indexer.INDEXER_SCORES_PAGED)
 
 
 @repeated
@@ -145,30 +132,13 @@ def indexer_scores_paged(
         check.paging(cache, page_table, lengths, ratio=ratio)
     check.bind("N", max_seq_len)
     out = check.output("out", out, "B S N", torch.float32)
-    _indexer_scores_paged(q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out)
+    _indexer_scores_paged(
+        IndexerScoresPaged(q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out)
+    )
     return out
 
 
-@operator("out")
-def _indexer_scores_paged(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    ratio: int,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find(
-        "indexer_scores_paged",
-        q,
-        format=cache.format,
-        num_heads=q.shape[2],
-        aligned=aligned(q, cache),
-        head_dim=q.shape[3],
-        page_size=cache.page_size,
-    )
+_indexer_topk = operator(indexer.INDEXER_TOPK)
 
 
 @repeated
@@ -263,44 +233,19 @@ def indexer_topk(
     check.bind("K", topk)
     out = check.output("out", out, "T K", torch.int32)
     _indexer_topk(
-        q,
-        weights,
-        cache,
-        input_row_offsets,
-        seq_lens,
-        page_table,
-        topk,
-        causal,
-        ratio,
-        as_slots,
-        max_workspace_bytes,
-        out,
+        IndexerTopk(
+            q,
+            weights,
+            cache,
+            input_row_offsets,
+            seq_lens,
+            page_table,
+            topk,
+            causal,
+            ratio,
+            as_slots,
+            max_workspace_bytes,
+            out,
+        )
     )
     return out
-
-
-@operator("out")
-def _indexer_topk(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-    as_slots: bool,
-    max_workspace_bytes: int,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find(
-        "indexer_topk",
-        q,
-        format=cache.format,
-        num_heads=q.shape[1],
-        topk=topk,
-        aligned=aligned(q, cache),
-        head_dim=q.shape[2],
-        page_size=cache.page_size,
-    )

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.checks import INTEGERS, MAX_MEMBERS, Checker
+from sparsemla.kernels import lists
+from sparsemla.kernels.lists.arguments import ShareLists
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
@@ -24,6 +25,9 @@ class SharedLists(NamedTuple):
     members: Tensor
     """uint8 ``[N, list_tokens * K]``: bit ``i`` is set if the ``i``-th token of the list attends to
     the entry."""
+
+
+_share_lists = operator(lists.SHARE_LISTS)
 
 
 @repeated
@@ -93,17 +97,5 @@ members=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
     out = check.output("out", out, "N list_tokens*K", topk_indices.dtype)
     lengths = check.output("lengths", lengths, "N", torch.int32)
     members = check.output("members", members, "N list_tokens*K", torch.uint8)
-    _share_lists(topk_indices, list_tokens, topk_lengths, out, lengths, members)
+    _share_lists(ShareLists(topk_indices, list_tokens, topk_lengths, out, lengths, members))
     return SharedLists(out, lengths, members)
-
-
-@operator("out", "lengths", "members")
-def _share_lists(
-    topk_indices: Tensor,
-    list_tokens: int,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-    lengths: Tensor,
-    members: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("share_lists", topk_indices, topk=topk_indices.shape[1])

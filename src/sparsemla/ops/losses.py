@@ -1,15 +1,21 @@
 """What trains the lightning indexer: selections, scores, targets and losses, with gradients."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from sparsemla import dispatch
-from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.ops._library import aligned, differentiate, functional
+from sparsemla.kernels import losses
+from sparsemla.kernels.losses.arguments import (
+    AttentionTarget,
+    DenseIndexGradients,
+    DenseIndexLoss,
+    SelectedScores,
+    SelectedScoresBackward,
+)
+from sparsemla.ops._library import composed, differentiate, functional, refuse_derivative
 from sparsemla.ops.indexer import QUERIES, indexer_scores
 from sparsemla.ops.topk import select_topk
 
@@ -69,7 +75,7 @@ def select_rows(
         return _select_rows(iq, weights, ik, topk, row_starts, row_ends, max_workspace_bytes)
 
 
-@functional
+@composed
 def _select_rows(
     iq: Tensor,
     weights: Tensor,
@@ -78,7 +84,7 @@ def _select_rows(
     row_starts: Tensor,
     row_ends: Tensor,
     max_workspace_bytes: int,
-) -> tuple[Tensor, dispatch.Launch]:
+) -> tuple[Tensor, Callable[[], None]]:
     num_tokens, num_rows = iq.shape[0], ik.shape[0]
     out = iq.new_empty(num_tokens, topk, dtype=torch.int32)
 
@@ -94,6 +100,14 @@ def _select_rows(
         out.copy_(torch.where(out < 0, -1, out + starts))
 
     return out, compute
+
+
+def _allocate_entries(call: SelectedScores | AttentionTarget) -> Tensor:
+    """Memory for a result of each entry of the lists."""
+    return call.topk_indices.new_empty(call.topk_indices.shape, dtype=torch.float32)
+
+
+_selected_scores = functional(losses.SELECTED_SCORES, _allocate_entries)
 
 
 def selected_scores(
@@ -144,7 +158,9 @@ def selected_scores(
     """
     check = Checker("selected_scores", gradients="backward")
     topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
-    return _selected_scores(iq, weights, ik, topk_indices, topk_lengths)
+    return cast(
+        Tensor, _selected_scores(SelectedScores(iq, weights, ik, topk_indices, topk_lengths))
+    )
 
 
 def _listed(
@@ -168,29 +184,16 @@ def _indexer(check: Checker, iq: Tensor, weights: Tensor, ik: Tensor) -> None:
     check.tensor("ik", ik, "S DI", iq.dtype)
 
 
-def _find(op: str, iq: Tensor, ik: Tensor) -> dispatch.Launch:
-    """The launcher of an op over lists for an indexer."""
-    _, num_heads, dim = iq.shape
-    return dispatch.find(op, iq, num_heads=num_heads, aligned=aligned(iq, ik), head_dim=dim)
+def _allocate_gradients(call: SelectedScoresBackward) -> tuple[Tensor, Tensor, Tensor]:
+    return _new_gradients(call.iq, call.weights, call.ik)
 
 
-@functional
-def _selected_scores(
-    iq: Tensor, weights: Tensor, ik: Tensor, topk_indices: Tensor, topk_lengths: Tensor | None
-) -> tuple[Tensor, dispatch.Launch]:
-    out = iq.new_empty(topk_indices.shape, dtype=torch.float32)
+def _new_gradients(iq: Tensor, weights: Tensor, ik: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients: contiguous, whatever the strides of the arguments."""
+    return iq.new_empty(iq.shape), weights.new_empty(weights.shape), ik.new_empty(ik.shape)
 
-    def compute() -> None:
-        _find("selected_scores", iq, ik)(
-            iq=iq,
-            weights=weights,
-            ik=ik,
-            topk_indices=topk_indices,
-            topk_lengths=topk_lengths,
-            out=out,
-        )
 
-    return out, compute
+_selected_scores_backward = functional(losses.SELECTED_SCORES_BACKWARD, _allocate_gradients)
 
 
 def selected_scores_backward(
@@ -235,59 +238,22 @@ def selected_scores_backward(
     check = Checker("selected_scores_backward", gradients="backward")
     check.tensor("dscores", dscores, "T K", torch.float32)
     topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
-    return cast(
-        tuple[Tensor, Tensor, Tensor],
-        _selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths),
-    )
+    call = SelectedScoresBackward(dscores, iq, weights, ik, topk_indices, topk_lengths)
+    return cast(tuple[Tensor, Tensor, Tensor], _selected_scores_backward(call))
 
 
-@functional
-def _selected_scores_backward(
-    dscores: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
-    diq, dweights, dik = _new_gradients(iq, weights, ik)
-
-    def compute() -> None:
-        _find("selected_scores_backward", iq, ik)(
-            dscores=dscores,
-            iq=iq,
-            weights=weights,
-            ik=ik,
-            topk_indices=topk_indices,
-            topk_lengths=topk_lengths,
-            diq=diq,
-            dweights=dweights,
-            dik=dik,
-        )
-
-    return (diq, dweights, dik), compute
+def _gradients_of_scores(
+    call: SelectedScores, results: tuple[None], dscores: Tensor | None
+) -> dict[str, Tensor]:
+    dscores = torch.zeros_like(_allocate_entries(call)) if dscores is None else dscores.contiguous()
+    diq, dweights, dik = _selected_scores_backward(SelectedScoresBackward(dscores, *call[:-1]))
+    return {"iq": diq, "weights": dweights, "ik": dik}
 
 
-def _new_gradients(iq: Tensor, weights: Tensor, ik: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients: contiguous, whatever the strides of the arguments."""
-    return iq.new_empty(iq.shape), weights.new_empty(weights.shape), ik.new_empty(ik.shape)
+differentiate(losses.SELECTED_SCORES, _gradients_of_scores, keep=SelectedScores._fields[:-1])
+refuse_derivative("selected_scores_backward", "selected_scores has no second derivative")
 
-
-def _keep_inputs(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients_of_scores(ctx: BackwardCFunction, dscores: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _selected_scores_backward(dscores.contiguous(), *ctx.saved_tensors)
-    return *grads, None, None
-
-
-def _refuse_second_derivatives(ctx: object, *grads: Tensor | None) -> None:
-    raise RuntimeError("selected_scores has no second derivative")
-
-
-differentiate("selected_scores", _gradients_of_scores, _keep_inputs)
-differentiate("selected_scores_backward", _refuse_second_derivatives)
+_attention_target = functional(losses.ATTENTION_TARGET, _allocate_entries)
 
 
 def attention_target(
@@ -350,46 +316,11 @@ def attention_target(
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.kind("normalize", normalize, bool)
+    call = AttentionTarget(
+        q, kv, topk_indices, lse, softmax_scale, topk_lengths, attn_sink, normalize
+    )
     with torch.no_grad():
-        return _attention_target(
-            q, kv, topk_indices, lse, softmax_scale, topk_lengths, attn_sink, normalize
-        )
-
-
-@functional
-def _attention_target(
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, dispatch.Launch]:
-    out = q.new_empty(topk_indices.shape, dtype=torch.float32)
-
-    def compute() -> None:
-        cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
-        dispatch.find(
-            "attention_target",
-            q,
-            format=None if cache is None else cache.format,
-            num_heads=q.shape[1],
-            aligned=aligned(q, cache),
-        )(
-            q=q,
-            kv=kv,
-            topk_indices=topk_indices,
-            lse=lse,
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink,
-            normalize=normalize,
-            out=out,
-        )
-
-    return out, compute
+        return cast(Tensor, _attention_target(call))
 
 
 def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = None) -> Tensor:
@@ -436,6 +367,13 @@ def index_loss(scores: Tensor, target: Tensor, *, row_weights: Tensor | None = N
     losses = (torch.xlogy(p, p) - p * (found - lse)).sum(-1)
     # Autocast would round the operands of a dot product.
     return (losses if row_weights is None else losses * row_weights).sum()
+
+
+def _allocate_loss(call: DenseIndexLoss) -> Tensor:
+    return call.lse.new_empty(())
+
+
+_dense_index_loss = functional(losses.DENSE_INDEX_LOSS, _allocate_loss)
 
 
 def dense_index_loss(
@@ -497,7 +435,7 @@ def dense_index_loss(
     >>> loss.requires_grad, abs(loss.item()) < 1e-6  # equal scores, equal attention
     (True, True)
     """
-    arguments = _dense(
+    call = _dense(
         "dense_index_loss",
         q,
         k,
@@ -512,10 +450,24 @@ def dense_index_loss(
         max_workspace_bytes,
     )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (iq, weights, ik)):
-        loss: Tensor = _dense_index_gradients(*arguments)[0]
+        loss: Tensor = _dense_index_gradients(call)[0]
         return loss
     with torch.no_grad():
-        return _dense_index_loss(*arguments)
+        return cast(Tensor, _dense_index_loss(call.of_loss()))
+
+
+def _allocate_loss_and_gradients(
+    call: DenseIndexGradients,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of float16 tensors are float32, to be multiplied before they are rounded."""
+    diq, dweights, dik = (
+        x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
+        for x in (call.iq, call.weights, call.ik)
+    )
+    return call.lse.new_empty(()), diq, dweights, dik
+
+
+_dense_index_gradients = functional(losses.DENSE_INDEX_GRADIENTS, _allocate_loss_and_gradients)
 
 
 def dense_index_gradients(
@@ -560,7 +512,7 @@ def dense_index_gradients(
     >>> dense_index_gradients(q, k, lse, iq, weights, ik, softmax_scale=0.25, **rows)[2]
     tensor([[0., 0.]])
     """
-    arguments = _dense(
+    call = _dense(
         "dense_index_gradients",
         q,
         k,
@@ -575,7 +527,7 @@ def dense_index_gradients(
         max_workspace_bytes,
     )
     with torch.no_grad():
-        loss, *grads = _dense_index_gradients(*arguments)
+        loss, *grads = _dense_index_gradients(call)
     indexer = iq, weights, ik
     if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
         # Its results refuse a second derivative.
@@ -597,7 +549,7 @@ def _dense(
     row_ends: Tensor,
     row_weights: Tensor | None,
     max_workspace_bytes: int,
-) -> tuple[Any, ...]:
+) -> DenseIndexGradients:
     """Check the arguments of a dense loss; returns them with integers as signed ones."""
     check = Checker(op, gradients="backward")
     check.tensor("q", q, "T H D", FLOATS)
@@ -610,124 +562,24 @@ def _dense(
     row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
     check.optional("row_weights", row_weights, "T", torch.float32)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    tensors = q, k, lse, iq, weights, ik
-    return *tensors, softmax_scale, row_starts, row_ends, row_weights, max_workspace_bytes
-
-
-@functional
-def _dense_index_loss(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-) -> tuple[Tensor, dispatch.Launch]:
-    loss = lse.new_empty(())
-
-    def compute() -> None:
-        queries, factors, ends = _counted(iq, weights, row_ends, row_weights)
-        _find_dense("dense_index_loss", q, k, queries, ik)(
-            q=q,
-            k=k,
-            lse=lse,
-            iq=queries,
-            weights=factors,
-            ik=ik,
-            softmax_scale=softmax_scale,
-            row_starts=row_starts,
-            row_ends=ends,
-            row_weights=row_weights,
-            max_workspace_bytes=max_workspace_bytes,
-            loss=loss,
-        )
-
-    return loss, compute
-
-
-@functional
-def _dense_index_gradients(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dispatch.Launch]:
-    """Gradients of float16 tensors are float32, to be multiplied before they are rounded."""
-    loss = lse.new_empty(())
-    diq, dweights, dik = (
-        x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
-        for x in (iq, weights, ik)
-    )
-
-    def compute() -> None:
-        queries, factors, ends = _counted(iq, weights, row_ends, row_weights)
-        _find_dense("dense_index_gradients", q, k, queries, ik)(
-            q=q,
-            k=k,
-            lse=lse,
-            iq=queries,
-            weights=factors,
-            ik=ik,
-            softmax_scale=softmax_scale,
-            row_starts=row_starts,
-            row_ends=ends,
-            row_weights=row_weights,
-            max_workspace_bytes=max_workspace_bytes,
-            loss=loss,
-            diq=diq,
-            dweights=dweights,
-            dik=dik,
-        )
-
-    return (loss, diq, dweights, dik), compute
-
-
-def _find_dense(op: str, q: Tensor, k: Tensor, iq: Tensor, ik: Tensor) -> dispatch.Launch:
-    """The launcher of an op over all rows."""
-    return dispatch.find(
-        op, q, num_heads=q.shape[1], aligned=aligned(q, k, iq, ik), head_dim=iq.shape[2]
-    )
-
-
-def _counted(
-    iq: Tensor, weights: Tensor, row_ends: Tensor, row_weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The indexer's queries and weights, and the ends, with tokens of weight 0 seeing no row.
-
-    They are 0, too: beside a token that counts, a kernel multiplies them by gradients of 0.
-    """
-    if row_weights is None:
-        return iq, weights, row_ends
-    counts = row_weights != 0
-    iq, weights = iq.where(counts[:, None, None], 0), weights.where(counts[:, None], 0)
-    return iq, weights, row_ends.where(counts, 0)
-
-
-def _keep_gradients(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:], *inputs[3:6])
-    ctx.mark_non_differentiable(*output[1:])
+    tensors, ranges = (q, k, lse, iq, weights, ik), (row_starts, row_ends)
+    return DenseIndexGradients(*tensors, softmax_scale, *ranges, max_workspace_bytes, row_weights)
 
 
 def _gradients_of_dense_loss(
-    ctx: BackwardCFunction, dloss: Tensor, *rest: object
-) -> tuple[Tensor | None, ...]:
-    grads = _dense_index_loss_backward(dloss, *ctx.saved_tensors)
-    return None, None, None, *grads, None, None, None, None, None
+    call: DenseIndexGradients,
+    results: tuple[None, Tensor, Tensor, Tensor],
+    dloss: Tensor | None,
+    *rest: None,
+) -> dict[str, Tensor]:
+    dloss = torch.zeros((), device=call.iq.device) if dloss is None else dloss
+    diq, dweights, dik = _dense_index_loss_backward(
+        dloss, *results[1:], call.iq, call.weights, call.ik
+    )
+    return {"iq": diq, "weights": dweights, "ik": dik}
 
 
-@functional
+@composed
 def _dense_index_loss_backward(
     dloss: Tensor,
     diq: Tensor,
@@ -736,7 +588,7 @@ def _dense_index_loss_backward(
     iq: Tensor,
     weights: Tensor,
     ik: Tensor,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], None]]:
     """The gradients times ``dloss``; a second derivative would also depend on the indexer."""
     results = _new_gradients(iq, weights, ik)
 
@@ -747,9 +599,10 @@ def _dense_index_loss_backward(
     return results, compute
 
 
-def _refuse_second_derivatives_of_dense_loss(ctx: object, *grads: Tensor | None) -> None:
-    raise RuntimeError("dense_index_loss has no second derivative")
-
-
-differentiate("dense_index_gradients", _gradients_of_dense_loss, _keep_gradients)
-differentiate("dense_index_loss_backward", _refuse_second_derivatives_of_dense_loss)
+differentiate(
+    losses.DENSE_INDEX_GRADIENTS,
+    _gradients_of_dense_loss,
+    keep=("iq", "weights", "ik", "diq", "dweights", "dik"),
+    constants=("diq", "dweights", "dik"),
+)
+refuse_derivative("dense_index_loss_backward", "dense_index_loss has no second derivative")

@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import ScaleMode
+from sparsemla.kernels import pool
+from sparsemla.kernels.pool.arguments import PoolWindows
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.pooling import Pooling, WindowState
+
+_pool_windows = operator(pool.POOL_WINDOWS)
 
 
 @repeated
@@ -154,44 +157,23 @@ def pool_windows(
         check.offsets("input_row_offsets", input_row_offsets, end)
         check.values("ring_ids", ring_ids, -1, state.rows.shape[0])
     _pool_windows(
-        values,
-        gates,
-        norm_weight,
-        cos_sin_cache,
-        state,
-        cache,
-        pooling,
-        gate_bias,
-        positions,
-        request_ids,
-        input_row_offsets,
-        ring_ids,
-        slot_mapping,
-        eps,
-        interleaved,
-        scale_mode,
-        kv_out,
+        PoolWindows(
+            values,
+            gates,
+            norm_weight,
+            cos_sin_cache,
+            state,
+            cache,
+            pooling,
+            positions,
+            request_ids,
+            input_row_offsets,
+            ring_ids,
+            slot_mapping,
+            gate_bias,
+            eps,
+            interleaved,
+            scale_mode,
+            kv_out,
+        )
     )
-
-
-@operator("state", "cache", "kv_out")
-def _pool_windows(
-    values: Tensor,
-    gates: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    state: WindowState,
-    cache: PagedCache,
-    pooling: Pooling,
-    gate_bias: Tensor | None,
-    positions: Tensor,
-    request_ids: Tensor,
-    input_row_offsets: Tensor,
-    ring_ids: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: str,
-    kv_out: Tensor | None,
-) -> dispatch.Launch:
-    return dispatch.find("pool_windows", values, format=cache.format)

@@ -6,14 +6,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, PRECISIONS, Checker
 from sparsemla.formats import CacheFormat
+from sparsemla.kernels import attention
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.attention.arguments import DensePrefill, SparsePrefill
 from sparsemla.kinds import check_device, check_integer
-from sparsemla.ops._library import aligned, operator
+from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.plan import host_ints
+
+_sparse_prefill = operator(attention.SPARSE_PREFILL)
 
 
 @repeated
@@ -55,9 +59,9 @@ def sparse_prefill(
     NaN or an infinity in it may reach the others. The order in which a token's keys are added
     depends on its neighbours' lists, and so do the last bits of its results.
 
-    ``precision="fp8"`` permits FP8 products and does not ask for them. A kernel that has them
-    rounds the first ``V`` dims of each query and of each row of ``kv`` to e4m3 with a power of two,
-    and the weights ``exp(z_j - max z)`` to e4m3::
+    ``precision="fp8"`` permits FP8 MMAs and does not ask for them. A kernel that has them rounds
+    the first ``V`` dims of each query and of each row of ``kv`` to e4m3 with a power of two, and
+    the weights ``exp(z_j - max z)`` to e4m3::
 
         s = 2^ceil(log2(max |x[:V]| / 448))      x[:V] = s * e4m3(x[:V] / s)
 
@@ -86,7 +90,7 @@ def sparse_prefill(
             ``extra_kv`` if there are several.
         members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
             entry. Bits of further tokens are ignored. Not beside ``extra_kv``.
-        precision: ``bf16``, or ``fp8`` to permit FP8 products.
+        precision: ``bf16``, or ``fp8`` to permit FP8 MMAs.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
         max_logits: float32 ``[T, H]``, computed and written if given.
@@ -153,22 +157,24 @@ def sparse_prefill(
             max_logits.fill_(-torch.inf)
         return out, lse
     _sparse_prefill(
-        q,
-        cache,
-        topk_indices,
-        q_rope,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        extra_cache,
-        extra_topk_indices,
-        extra_topk_lengths,
-        list_tokens,
-        members,
-        precision,
-        out,
-        lse,
-        max_logits,
+        SparsePrefill(
+            q,
+            cache,
+            topk_indices,
+            softmax_scale,
+            q_rope,
+            topk_lengths,
+            attn_sink,
+            extra_cache,
+            extra_topk_indices,
+            extra_topk_lengths,
+            list_tokens,
+            members,
+            precision,
+            out,
+            lse,
+            max_logits,
+        )
     )
     return out, lse
 
@@ -180,38 +186,6 @@ def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> Pa
         check.row_dims(name, rows)
         kv = PagedCache.from_rows(rows)
     return check.cache(name, kv, may_be_empty=True)
-
-
-@operator("out", "lse", "max_logits")
-def _sparse_prefill(
-    q: Tensor,
-    kv: PagedCache,
-    topk_indices: Tensor,
-    q_rope: Tensor | None,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_kv: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    precision: str,
-    out: Tensor,
-    lse: Tensor,
-    max_logits: Tensor | None,
-) -> dispatch.Launch:
-    return dispatch.find(
-        "sparse_prefill",
-        q,
-        format=kv.format,
-        num_heads=q.shape[1],
-        topk=topk_indices.shape[1],
-        extra_format=None if extra_kv is None else extra_kv.format,
-        aligned=aligned(q, q_rope, kv, extra_kv),
-        out_dtype=out.dtype,
-        shared_lists=list_tokens > 1 or members is not None,
-    )
 
 
 def prefill_workspace_rows(
@@ -229,7 +203,7 @@ def prefill_workspace_rows(
     Without a workspace, each token dequantises every row that it selects. Many tokens finish
     earlier if :func:`gather_dequant` converts the contexts of their requests once and attention
     reads the workspace; a few tokens of long requests finish earlier without one. Measurements
-    decide, not the device: see :mod:`sparsemla.dispatch`. Pass the result to :func:`plan_batch` as
+    on Hopper decide; other GPUs were not measured. Pass the result to :func:`plan_batch` as
     ``workspace_rows``: its chunks then fit the workspace. A workspace takes ``2 * head_dim`` bytes
     per row, and all layers share it.
 
@@ -264,19 +238,15 @@ def prefill_workspace_rows(
         )
     pairs = [(int(m), int(n)) for m, n in zip(queries, lens, strict=True) if m > 0]
     num_rows = sum(n for _, n in pairs)
-    problem = dispatch.problem_of(
-        "sparse_prefill",
-        torch.device(device),
-        torch.bfloat16,
-        cache_format=cache_format.name,
-        num_heads=num_heads,
-        topk=topk,
-    )
     num_tokens = sum(m for m, _ in pairs)
     num_keys = sum(m * min(n, topk) for m, n in pairs)
-    if not dispatch.converts_first(problem, num_tokens, num_keys, num_rows):
+    work = num_heads, num_tokens, num_keys, num_rows
+    if not schedule.converts_first(cache_format, torch.device(device), *work):
         return None
     return max(min(num_rows, max_rows), *(n for _, n in pairs))
+
+
+_dense_prefill = operator(attention.DENSE_PREFILL)
 
 
 @repeated
@@ -344,20 +314,7 @@ def dense_prefill(
         check.offsets("kv_row_offsets", kv_row_offsets, k.shape[0])
     out = check.output("out", out, "T H V", q.dtype)
     lse = check.output("lse", lse, "T H", torch.float32)
-    _dense_prefill(q, k, v, input_row_offsets, kv_row_offsets, softmax_scale, causal, out, lse)
+    _dense_prefill(
+        DensePrefill(q, k, v, input_row_offsets, kv_row_offsets, softmax_scale, causal, out, lse)
+    )
     return out, lse
-
-
-@operator("out", "lse")
-def _dense_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    input_row_offsets: Tensor,
-    kv_row_offsets: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("dense_prefill", q, num_heads=q.shape[1])

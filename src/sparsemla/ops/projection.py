@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kernels import projection
+from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
 from sparsemla.kinds import check_integer, check_kind
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.weights import HeadWeight
+
+_project_heads = operator(projection.PROJECT_HEADS)
 
 
 @repeated
@@ -74,15 +77,7 @@ def project_heads(
     check.tensor("weight", weight.data, "H N K", weight.data.dtype)
     check.optional("weight.scale", weight.scale, "H SN SK", torch.float32)
     out = check.output("out", out, "T H N", torch.bfloat16)
-    _project_heads(
-        x,
-        weight,
-        lses,
-        attn_sink,
-        batch_invariant,
-        workspace,
-        out,
-    )
+    _project_heads(ProjectHeads(x, weight, lses, attn_sink, batch_invariant, workspace, out))
     return out
 
 
@@ -103,17 +98,7 @@ def merge_workspace_size(num_tokens: int, num_heads: int, dim: int) -> int:
     return -(-2 * dim * rows // 16) * 16 + 4 * rows
 
 
-@operator("workspace", "out")
-def _project_heads(
-    x: Tensor,
-    weight: HeadWeight,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    batch_invariant: bool,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("project_heads", x, num_heads=x.shape[-2])
+_project_groups = operator(projection.PROJECT_GROUPS)
 
 
 @repeated
@@ -199,14 +184,7 @@ def project_groups(
     check.workspace(workspace, _group_bytes(check.dims["T"], weight))
     out = check.output("out", out, "T G N", torch.bfloat16)
     _project_groups(
-        x,
-        weight,
-        cos_sin_cache,
-        positions,
-        lses,
-        attn_sink,
-        workspace,
-        out,
+        ProjectGroups(x, weight, cos_sin_cache, positions, lses, attn_sink, workspace, out)
     )
     return out
 
@@ -232,17 +210,3 @@ def _group_bytes(num_tokens: int, weight: HeadWeight) -> int:
     if weight.scale is None:
         return 2 * rows * inputs
     return -(-rows * inputs // 16) * 16 + 4 * rows * weight.scale.shape[2]
-
-
-@operator("workspace", "out")
-def _project_groups(
-    x: Tensor,
-    weight: HeadWeight,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor | None,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("project_groups", x, num_heads=x.shape[-2])

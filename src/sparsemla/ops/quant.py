@@ -3,15 +3,23 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
+from sparsemla.kernels import quant
+from sparsemla.kernels.quant.arguments import (
+    AppendIndexKeys,
+    FusedIndexerRopeQuant,
+    FusedRopeRmsnormQuant,
+    PrepareIndexQueries,
+)
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
 TABLES = (torch.float32, torch.bfloat16)
 ROTATED = (*FLOATS, torch.float8_e4m3fn)
+
+_fused_rope_rmsnorm_quant = operator(quant.FUSED_ROPE_RMSNORM_QUANT)
 
 
 @repeated
@@ -116,42 +124,26 @@ def fused_rope_rmsnorm_quant(
     if kv_out is not None:
         check.written("kv_out", kv_out, "T D", torch.bfloat16)
     _fused_rope_rmsnorm_quant(
-        q_rope,
-        kv,
-        cos_sin_cache,
-        kv_norm_weight,
-        cache,
-        positions,
-        slot_mapping,
-        eps,
-        query_norm,
-        interleaved,
-        scale_mode,
-        out,
-        kv_out,
+        FusedRopeRmsnormQuant(
+            q_rope,
+            kv,
+            cos_sin_cache,
+            kv_norm_weight,
+            cache,
+            positions,
+            slot_mapping,
+            eps,
+            query_norm,
+            interleaved,
+            scale_mode,
+            out,
+            kv_out,
+        )
     )
     return out
 
 
-@operator("cache", "out", "kv_out")
-def _fused_rope_rmsnorm_quant(
-    q_rope: Tensor,
-    kv: Tensor,
-    cos_sin_cache: Tensor,
-    kv_norm_weight: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    query_norm: bool,
-    interleaved: bool,
-    scale_mode: str,
-    out: Tensor,
-    kv_out: Tensor | None,
-) -> dispatch.Launch:
-    return dispatch.find(
-        "fused_rope_rmsnorm_quant", q_rope, format=cache.format, num_heads=q_rope.shape[1]
-    )
+_append_index_keys = operator(quant.APPEND_INDEX_KEYS)
 
 
 @repeated
@@ -220,37 +212,24 @@ def append_index_keys(
     check.scale_mode(scale_mode, cache.format)
     check.hadamard(hadamard, k.shape[1])
     _append_index_keys(
-        k,
-        norm_weight,
-        norm_bias,
-        cos_sin_cache,
-        cache,
-        positions,
-        slot_mapping,
-        eps,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
+        AppendIndexKeys(
+            k,
+            norm_weight,
+            norm_bias,
+            cos_sin_cache,
+            cache,
+            positions,
+            slot_mapping,
+            eps,
+            interleaved,
+            rope_first,
+            hadamard,
+            scale_mode,
+        )
     )
 
 
-@operator("cache")
-def _append_index_keys(
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-) -> dispatch.Launch:
-    return dispatch.find("append_index_keys", k, format=cache.format)
+_prepare_index_queries = operator(quant.PREPARE_INDEX_QUERIES)
 
 
 @repeated
@@ -322,36 +301,24 @@ def prepare_index_queries(
     out = check.output("out", out, "T HI DI", format.query_dtype)
     weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
     _prepare_index_queries(
-        q,
-        weights,
-        cos_sin_cache,
-        positions,
-        format,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
-        out,
-        weights_out,
+        PrepareIndexQueries(
+            q,
+            weights,
+            cos_sin_cache,
+            positions,
+            format,
+            interleaved,
+            rope_first,
+            hadamard,
+            scale_mode,
+            out,
+            weights_out,
+        )
     )
     return out, weights_out
 
 
-@operator("out", "weights_out")
-def _prepare_index_queries(
-    q: Tensor,
-    weights: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    format: CacheFormat,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-    out: Tensor,
-    weights_out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("prepare_index_queries", q, format=format, num_heads=q.shape[1])
+_fused_indexer_rope_quant = operator(quant.FUSED_INDEXER_ROPE_QUANT)
 
 
 @repeated
@@ -435,43 +402,23 @@ def fused_indexer_rope_quant(
     out = check.output("out", out, "T HI D", dtype)
     weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
     _fused_indexer_rope_quant(
-        q,
-        weights,
-        k,
-        norm_weight,
-        norm_bias,
-        cos_sin_cache,
-        cache,
-        positions,
-        slot_mapping,
-        eps,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
-        out,
-        weights_out,
+        FusedIndexerRopeQuant(
+            q,
+            weights,
+            k,
+            norm_weight,
+            norm_bias,
+            cos_sin_cache,
+            cache,
+            positions,
+            slot_mapping,
+            eps,
+            interleaved,
+            rope_first,
+            hadamard,
+            scale_mode,
+            out,
+            weights_out,
+        )
     )
     return out, weights_out
-
-
-@operator("cache", "out", "weights_out")
-def _fused_indexer_rope_quant(
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-    out: Tensor,
-    weights_out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("fused_indexer_rope_quant", q, format=cache.format, num_heads=q.shape[1])

@@ -1,16 +1,14 @@
 """Differentiable attention over selected rows, for training."""
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from sparsemla import dispatch
-from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import LATENT_DIM
-from sparsemla.ops._library import aligned, differentiate, functional
+from sparsemla.kernels import attention, backward
+from sparsemla.kernels.attention.arguments import SparseAttention
+from sparsemla.kernels.backward.arguments import SparseAttentionBackward
+from sparsemla.ops._library import differentiate, functional, refuse_derivative
 
 MAX_WORKSPACE_BYTES = 2 << 30
 """Bound on the workspace of a backward pass, unless its caller gives another."""
@@ -93,16 +91,26 @@ def sparse_attention(
         deterministic,
     )
     return _sparse_attention(
-        q,
-        kv,
-        topk_indices,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        list_tokens,
-        members,
-        deterministic,
+        SparseAttention(
+            q,
+            kv,
+            topk_indices,
+            softmax_scale,
+            topk_lengths,
+            attn_sink,
+            list_tokens,
+            members,
+            deterministic,
+        )
     )
+
+
+def _allocate(call: SparseAttention) -> tuple[Tensor, Tensor]:
+    q, value_dim = call.q, min(call.kv.shape[1], LATENT_DIM)
+    return q.new_empty(*q.shape[:2], value_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+_sparse_attention = functional(attention.SPARSE_ATTENTION, _allocate)
 
 
 def sparse_attention_backward(
@@ -194,25 +202,38 @@ def sparse_attention_backward(
         check.written("accumulate", accumulate, "S D", torch.float32)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
     dq, dkv, d_sink = _sparse_attention_backward(
-        dout,
-        q,
-        kv,
-        topk_indices,
-        out,
-        lse,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        list_tokens,
-        members,
-        dlse,
-        deterministic,
-        max_workspace_bytes,
-        accumulate is not None,
+        SparseAttentionBackward(
+            dout,
+            q,
+            kv,
+            topk_indices,
+            out,
+            lse,
+            softmax_scale,
+            max_workspace_bytes,
+            topk_lengths,
+            attn_sink,
+            list_tokens,
+            members,
+            dlse,
+            deterministic,
+            as_float32=accumulate is not None,
+        )
     )
     if accumulate is not None:
         dkv = accumulate.add_(dkv)
     return dq, dkv, None if attn_sink is None else d_sink
+
+
+def _allocate_gradients(call: SparseAttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
+    q, kv = call.q, call.kv
+    num_sinks = 0 if call.attn_sink is None else q.shape[1]
+    dkv = kv.new_empty(kv.shape, dtype=torch.float32 if call.as_float32 else kv.dtype)
+    return q.new_empty(q.shape), dkv, call.lse.new_empty(num_sinks)
+
+
+_sparse_attention_backward = functional(backward.SPARSE_ATTENTION_BACKWARD, _allocate_gradients)
+refuse_derivative("sparse_attention_backward", "sparse_attention has no second derivative")
 
 
 def _check_forward(
@@ -245,147 +266,29 @@ def _check_forward(
     return topk_indices, topk_lengths
 
 
-@functional
-def _sparse_attention(
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    deterministic: bool,
-) -> tuple[tuple[Tensor, Tensor], dispatch.Launch]:
-    out = q.new_empty(*q.shape[:2], min(kv.shape[1], LATENT_DIM))
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-
-    def compute() -> None:
-        _find("sparse_attention", q, kv, topk_indices, list_tokens, members)(
-            q=q,
-            kv=kv,
-            topk_indices=topk_indices,
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink,
-            list_tokens=list_tokens,
-            members=members,
-            out=out,
-            lse=lse,
-        )
-
-    return (out, lse), compute
-
-
-@functional
-def _sparse_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    dlse: Tensor | None,
-    deterministic: bool,
-    max_workspace_bytes: int,
-    as_float32: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dispatch.Launch]:
-    dq, d_sink = q.new_empty(q.shape), lse.new_empty(0 if attn_sink is None else q.shape[1])
-    dkv = kv.new_empty(kv.shape, dtype=torch.float32 if as_float32 else kv.dtype)
-
-    def compute() -> None:
-        _find("sparse_attention_backward", q, kv, topk_indices, list_tokens, members, dout)(
-            dout=dout,
-            q=q,
-            kv=kv,
-            topk_indices=topk_indices,
-            out=out,
-            lse=lse,
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink,
-            list_tokens=list_tokens,
-            members=members,
-            dlse=dlse,
-            deterministic=deterministic,
-            max_workspace_bytes=max_workspace_bytes,
-            dq=dq,
-            dkv=dkv,
-            d_sink=None if attn_sink is None else d_sink,
-        )
-
-    return (dq, dkv, d_sink), compute
-
-
-def _find(
-    op: str,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    list_tokens: int,
-    members: Tensor | None,
-    dout: Tensor | None = None,
-) -> dispatch.Launch:
-    """The launcher of an op for bfloat16 rows as of a cache, so that it is that of prefill."""
-    cache = PagedCache.from_rows(kv) if kv.dtype == torch.bfloat16 else None
-    return dispatch.find(
-        op,
-        q,
-        format=None if cache is None else cache.format,
-        num_heads=list_tokens * q.shape[1],
-        topk=topk_indices.shape[1],
-        aligned=aligned(q, dout, cache),
-        out_dtype=q.dtype,
-        shared_lists=list_tokens > 1 or members is not None,
-    )
-
-
-class _Context(FunctionCtx):
-    """What the forward keeps for its gradient."""
-
-    saved_tensors: tuple[Tensor, ...]
-    softmax_scale: float
-    list_tokens: int
-    deterministic: bool
-
-
-def _save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, topk_indices, ctx.softmax_scale, topk_lengths, attn_sink, *lists = inputs
-    ctx.list_tokens, members, ctx.deterministic = lists
-    ctx.save_for_backward(q, kv, topk_indices, topk_lengths, attn_sink, members, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: _Context, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, kv, topk_indices, topk_lengths, attn_sink, members, out, lse = ctx.saved_tensors
+def _gradients(
+    call: SparseAttention, results: tuple[Tensor, Tensor], dout: Tensor | None, dlse: Tensor | None
+) -> dict[str, Tensor | None]:
+    out, lse = results
     dq, dkv, d_sink = _sparse_attention_backward(
-        torch.zeros_like(out) if dout is None else dout.contiguous(),
-        q,
-        kv,
-        topk_indices,
-        out,
-        lse,
-        ctx.softmax_scale,
-        topk_lengths,
-        attn_sink,
-        ctx.list_tokens,
-        members,
-        None if dlse is None else dlse.contiguous(),
-        ctx.deterministic,
-        MAX_WORKSPACE_BYTES,
-        False,
+        SparseAttentionBackward(
+            torch.zeros_like(out) if dout is None else dout.contiguous(),
+            call.q,
+            call.kv,
+            call.topk_indices,
+            out,
+            lse,
+            call.softmax_scale,
+            MAX_WORKSPACE_BYTES,
+            call.topk_lengths,
+            call.attn_sink,
+            call.list_tokens,
+            call.members,
+            None if dlse is None else dlse.contiguous(),
+            call.deterministic,
+        )
     )
-    return dq, dkv, None, None, None, None if attn_sink is None else d_sink, None, None, None
+    return {"q": dq, "kv": dkv, "attn_sink": None if call.attn_sink is None else d_sink}
 
 
-def _refuse_second_derivatives(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:
-    raise RuntimeError("sparse_attention has no second derivative")
-
-
-differentiate("sparse_attention", _gradients, _save)
-differentiate("sparse_attention_backward", _refuse_second_derivatives)
+differentiate(attention.SPARSE_ATTENTION, _gradients)

@@ -3,14 +3,18 @@
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.kernels import topk as selections
+from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 
 SCORES = (torch.float32, torch.bfloat16)
 MAX_COLUMNS = 2**30
 """Kernels count columns, and a little beyond the last, in 32 bits."""
+
+
+_select_topk = operator(selections.SELECT_TOPK)
 
 
 @repeated
@@ -72,22 +76,13 @@ def select_topk(
         check.positive("page_size", page_size)
     check.bind("K", topk)
     out = check.output("out", out, "R K", torch.int32)
-    _select_topk(scores, topk, row_starts, row_ends, page_table, request_ids, page_size, out)
+    _select_topk(
+        SelectTopk(scores, topk, row_starts, row_ends, page_table, request_ids, page_size, out)
+    )
     return out
 
 
-@operator("out")
-def _select_topk(
-    scores: Tensor,
-    topk: int,
-    row_starts: Tensor | None,
-    row_ends: Tensor | None,
-    page_table: Tensor | None,
-    request_ids: Tensor | None,
-    page_size: int | None,
-    out: Tensor,
-) -> dispatch.Launch:
-    return dispatch.find("select_topk", scores, topk=topk)
+_merge_topk = operator(selections.MERGE_TOPK)
 
 
 @repeated
@@ -126,10 +121,5 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
     check.positive("topk", topk)
     check.bind("K", topk)
     out = check.output("out", out, "R K", torch.int32)
-    _merge_topk(values, indices, topk, out)
+    _merge_topk(MergeTopk(values, indices, topk, out))
     return out
-
-
-@operator("out")
-def _merge_topk(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> dispatch.Launch:
-    return dispatch.find("merge_topk", values, topk=topk)

@@ -19,13 +19,8 @@ def sparse_decode(
     extra_cache: PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
-    precision: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query token over its selected rows of one or two caches.
-
-    ``precision`` permits roundings, and the definition has none: kernels with FP8 products are
-    tested with the queries of :func:`.prefill.round_rows`.
-    """
+    """Attention of each query token over its selected rows of one or two caches."""
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
     selections = [_selection(cache, topk_indices, topk_lengths)]

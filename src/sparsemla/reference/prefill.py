@@ -27,8 +27,8 @@ def sparse_prefill(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits.
 
-    ``precision`` permits roundings, and the definition has none: kernels with FP8 products are
-    tested with queries and rows of :func:`round_rows`.
+    ``precision`` permits roundings, and the definition has none: a kernel with FP8 MMAs is tested
+    with queries and rows of :func:`round_rows`.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
@@ -40,7 +40,7 @@ def sparse_prefill(
 
 
 def round_rows(rows: Tensor, value_dim: int = 512) -> Tensor:
-    """Queries or rows as FP8 products have them: e4m3 codes with a power-of-two scale for each row.
+    """Queries or rows as FP8 MMAs have them: e4m3 codes with a power-of-two scale for each row.
 
     The scale is ``2^ceil(log2(amax / 448))``, at least 2^-40, of the first ``value_dim`` dims. A
     row with NaN or infinity becomes NaN. The dims behind, RoPE's, are as they were.

@@ -41,11 +41,11 @@ from sparsemla_lab.testing.compare import (
     DENSE_DECODE_OUT,
     E4M3_STEP,
     FLOAT32_ULPS,
-    FP8_PRODUCTS_LSE,
-    FP8_PRODUCTS_OUT,
+    FP8_MMA,
     FP8_PROJECTION,
     INDEX_LOSS,
     INDEXER_SCORES,
+    KERNEL_TOLERANCES,
     SELECTED_SCORES,
     SPARSE_ATTENTION_GRADIENT,
     SPARSE_DECODE_OUT,
@@ -59,7 +59,7 @@ from sparsemla_lab.testing.compare import (
     assert_rows_close,
     fp8_limits,
     gradient_sizes,
-    has_fp8_products,
+    kernel_of,
     rounded,
     run_reference,
     score_sizes,
@@ -224,9 +224,9 @@ class SparsePrefill(Workload):
 
 @dataclass(frozen=True)
 class PermittedPrefill(SparsePrefill):
-    """A :class:`SparsePrefill` that permits FP8 products.
+    """A :class:`SparsePrefill` that permits FP8 MMAs.
 
-    Sides with bfloat16 products get the inputs and the check of :class:`SparsePrefill`.
+    Sides with bfloat16 MMAs get the inputs and the check of :class:`SparsePrefill`.
     """
 
     unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
@@ -238,11 +238,24 @@ class PermittedPrefill(SparsePrefill):
     def run(self, inputs: Inputs) -> Results:
         return ops.sparse_prefill(**inputs, precision="fp8")
 
-    def bf16_products(self, inputs: Inputs) -> Results:
+    def with_bf16(self, inputs: Inputs) -> Results:
         return ops.sparse_prefill(**inputs)
 
     def ours(self, inputs: Inputs) -> Side:
-        return _permitted_side(self, inputs, super().ours(inputs))
+        bf16 = super().ours(inputs)
+        kernel = kernel_of(self.op, inputs | {"precision": "fp8"})
+        if kernel != FP8_MMA:
+            return replace(bf16, note="bfloat16 MMA")
+
+        def check(got: Results) -> None:
+            some = self.some(inputs)
+            own = self.of(inputs, some)
+            expected = reference.sparse_prefill(**rounded(own))[:2]
+            _check_attention(
+                got, some, expected, KERNEL_TOLERANCES[kernel], self.op, fp8_limits(own)
+            )
+
+        return replace(bf16, check=check)
 
 
 @dataclass(frozen=True)
@@ -820,29 +833,6 @@ class SparseDecode(Workload):
 
 
 @dataclass(frozen=True)
-class PermittedDecode(SparseDecode):
-    """A :class:`SparseDecode` that permits FP8 products.
-
-    Sides with bfloat16 products get the inputs and the check of :class:`SparseDecode`.
-    """
-
-    unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
-
-    @property
-    def variant(self) -> str:
-        return ", ".join(filter(None, ("precision fp8", super().variant)))
-
-    def run(self, inputs: Inputs) -> Results:
-        return ops.sparse_decode(**inputs, precision="fp8")
-
-    def bf16_products(self, inputs: Inputs) -> Results:
-        return ops.sparse_decode(**inputs)
-
-    def ours(self, inputs: Inputs) -> Side:
-        return _permitted_side(self, inputs, super().ours(inputs))
-
-
-@dataclass(frozen=True)
 class WindowedDecode(SparseDecode):
     """DeepSeek-V4: a window of ``context`` tokens, all selected, and a second, compressed cache.
 
@@ -879,13 +869,6 @@ class WindowedDecode(SparseDecode):
         num_tokens = self.batch * self.query_len
         extra = rows * self.format.bytes_per_token + 4 * num_tokens * self.extra_topk
         return super().unique_bytes(inputs) + extra
-
-
-@dataclass(frozen=True)
-class PermittedWindowedDecode(PermittedDecode, WindowedDecode):
-    """A :class:`WindowedDecode` that permits FP8 products."""
-
-    format: CacheFormat = FP8_584
 
 
 @dataclass(frozen=True)
@@ -1598,6 +1581,7 @@ def all_workloads() -> list[Workload]:
         (128, 1, 128, 131072, 2048),
         (128, 2, 128, 32768, 2048),
         (256, 1, 128, 8192, 2048),
+        (256, 1, 128, 32768, 2048),
         (128, 2, 64, 32768, 2048),
         (128, 1, 64, 32768, 2048),
         (128, 1, 32, 32768, 2048),
@@ -1714,17 +1698,7 @@ def all_workloads() -> list[Workload]:
         *(SparseDecode(*shape) for shape in decode),
         # A single token of a request has no neighbours to overlap with.
         *(SparseDecode(*shape, "overlapping") for shape in decode if shape[1] > 1),
-        *(SparseDecode(batch, 1, 64, 32768, 2048) for batch in (1, 16)),
-        *(
-            PermittedDecode(batch, 1, heads, 32768, 2048)
-            for batch in (16, 64, 128, 256)
-            for heads in (64, 128)
-        ),
-        *(
-            PermittedWindowedDecode(batch, 1, heads, 128, 128, extra_context=32768, extra_topk=512)
-            for batch in (64, 128)
-            for heads in (64, 128)
-        ),
+        *(SparseDecode(batch, 1, 64, 32768, 2048) for batch in (1, 16, 64, 256)),
         *(
             SparseDecode(batch, 1, heads, 32768, 2048, format=BF16_576)
             for batch in (1, 8, 32, 128)
@@ -1910,23 +1884,6 @@ def _present(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("the format has no scales")
     return tensor
-
-
-def _permitted_side(
-    workload: PermittedPrefill | PermittedDecode, inputs: Inputs, bf16: Side
-) -> Side:
-    """Our side of a workload that permits FP8 products, checked for the products that it has."""
-    if not has_fp8_products(inputs | {"precision": "fp8"}):
-        return replace(bf16, note="bfloat16 products")
-
-    def check(got: Results) -> None:
-        some = workload.some(inputs)
-        own = workload.of(inputs, some)
-        expected = getattr(reference, workload.op)(**rounded(own))[:2]
-        tolerances = FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
-        _check_attention(got, some, expected, tolerances, workload.op, fp8_limits(own))
-
-    return replace(bf16, check=check)
 
 
 def _check_attention(

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsemla import dispatch, ops, reference
+from sparsemla import explain, ops, reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import bf16_format, ceil_pow2, fp8_scales, from_e2m1
-from sparsemla.ops._library import aligned
 from sparsemla.reference.attention import attend, value_share
 from sparsemla.reference.lists import lists_of_tokens
 from sparsemla.reference.losses import dense_distributions, listed_rows
@@ -93,11 +92,11 @@ HEAD_WEIGHT_GRADIENT = Tolerance(2**-24, rel=2**-13, cos=1e-7, size=2**-13)
 ATTENTION_TARGET = Tolerance(2**-30, rel=2**-13, cos=1e-8)
 INDEX_LOSS = Tolerance(1e-6, rel=2**-14)
 
-# Attention with FP8 products; the sizes of fp8_limits are limits of each element. Rounding a weight
+# Attention with FP8 MMAs; the sizes of fp8_limits are limits of each element. Rounding a weight
 # to e4m3 has a relative standard deviation of 2^-5.2, and half of its square is the mean cosine
 # difference, 3.7e-4.
-FP8_PRODUCTS_OUT = Tolerance(2**-24, cos=5e-4, size=1)
-FP8_PRODUCTS_LSE = Tolerance(1e-6, size=1)
+FP8_MMA_OUT = Tolerance(2**-24, cos=5e-4, size=1)
+FP8_MMA_LSE = Tolerance(1e-6, size=1)
 
 # Sums that are exact in any order; only the sign of zero may differ.
 EXACT = Tolerance(cos=0)
@@ -187,6 +186,10 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
 }
 """Tolerance of each result of an op; None if every bit must agree."""
 
+FP8_MMA = "sm90.fp8_mma"
+KERNEL_TOLERANCES = {FP8_MMA: (FP8_MMA_OUT, FP8_MMA_LSE)}
+"""The same of kernels that round more than the others of their op, by the kernel's name."""
+
 ROW_TOLERANCES = {"scales": FLOAT32_ULPS, "bf16": BFLOAT16_ULP, "fp8": E4M3_STEP}
 """Tolerance of each field of a written cache row."""
 
@@ -242,17 +245,22 @@ def check_op(
 
 
 def tolerances_of(op: str, arguments: Mapping[str, Any]) -> tuple[Tolerance | None, ...]:
-    """The tolerance of each result of a call. FP8 products have their own."""
-    if op in MAY_HAVE_FP8_PRODUCTS and has_fp8_products(arguments):
-        return FP8_PRODUCTS_OUT, FP8_PRODUCTS_LSE
-    return TOLERANCES[op]
+    """The tolerance of each result of a call: of the kernel that takes it, if it has its own."""
+    return KERNEL_TOLERANCES.get(kernel_of(op, arguments), TOLERANCES[op])
+
+
+def kernel_of(op: str, arguments: Mapping[str, Any]) -> str:
+    """The name of the kernel that takes a call with a precision; empty without one."""
+    if "precision" not in arguments:
+        return ""
+    return explain(getattr(ops, op), **arguments).kernels[op]
 
 
 def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op, including optional ones.
 
     For ``sparse_prefill``, ``out_dtype`` among the arguments chooses the dtype of ``out``, and with
-    ``precision`` there are no largest logits, which a kernel with FP8 products does not compute.
+    ``precision`` there are no largest logits, which the kernel with FP8 MMAs does not compute.
     """
     if op != "sparse_prefill" or "precision" in arguments:
         results = _as_tuple(getattr(ops, op)(**arguments))
@@ -272,9 +280,9 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
 def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op's reference, as many as :func:`run_op` has.
 
-    A call with FP8 products has the queries of :func:`round_rows`, and a prefill its rows, too.
+    A call with FP8 MMAs has the queries and rows of :func:`round_rows`.
     """
-    if op in MAY_HAVE_FP8_PRODUCTS and has_fp8_products(arguments):
+    if kernel_of(op, arguments) == FP8_MMA:
         arguments = rounded(arguments)
     without = "out_dtype", "num_splits"
     arguments = {name: value for name, value in arguments.items() if name not in without}
@@ -302,7 +310,7 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
         return {0: score_sizes(op, arguments)}
     if op == "sparse_attention_backward":
         return dict(enumerate(gradient_sizes(arguments)))
-    if op in MAY_HAVE_FP8_PRODUCTS and has_fp8_products(arguments):
+    if kernel_of(op, arguments) == FP8_MMA:
         return dict(enumerate(fp8_limits(arguments)))
     if op == "selected_scores_backward":
         return dict(enumerate(selected_gradient_sizes(arguments)))
@@ -314,74 +322,11 @@ def sizes_of(op: str, arguments: Mapping[str, Any]) -> dict[int, Tensor]:
     return {}
 
 
-MAY_HAVE_FP8_PRODUCTS = ("sparse_prefill", "sparse_decode")
-"""Ops that take a ``precision``."""
-
-
-def has_fp8_products(arguments: Mapping[str, Any]) -> bool:
-    """Whether a kernel with FP8 products takes a call of one of MAY_HAVE_FP8_PRODUCTS."""
-    if arguments.get("precision", "bf16") == "bf16":
-        return False
-    taken = _decode_has_fp8_products if "cache" in arguments else _prefill_has_fp8_products
-    return taken(arguments)
-
-
-def _prefill_has_fp8_products(arguments: Mapping[str, Any]) -> bool:
-    q, kv, topk_indices = arguments["q"], arguments["kv"], arguments["topk_indices"]
-    cache = kv if isinstance(kv, PagedCache) else PagedCache.from_rows(kv)
-    extra = arguments.get("extra_kv")
-    shared = arguments.get("list_tokens", 1) > 1 or arguments.get("members") is not None
-    problem = dispatch.problem_of(
-        "sparse_prefill",
-        q.device,
-        q.dtype,
-        cache.format.name,
-        q.shape[1],
-        topk_indices.shape[1],
-        None if extra is None else extra.format.name,
-        aligned(q, arguments.get("q_rope"), cache, extra),
-        shared_lists=shared,
-    )
-    if dispatch.explain(problem).chosen != "sm90":
-        return False
-    from sparsemla.kernels.attention.sm90.prefill import takes_fp8_products  # needs Triton
-
-    return takes_fp8_products(
-        cache, q.shape[1], shared, extra is not None, arguments.get("max_logits")
-    )
-
-
-def _decode_has_fp8_products(arguments: Mapping[str, Any]) -> bool:
-    q, cache, topk = arguments["q"], arguments["cache"], arguments["topk_indices"].shape[2]
-    extra, num_splits = arguments.get("extra_cache"), arguments.get("num_splits")
-    problem = dispatch.problem_of(
-        "sparse_decode",
-        q.device,
-        q.dtype,
-        cache.format.name,
-        q.shape[2],
-        topk,
-        None if extra is None else extra.format.name,
-        aligned(q, arguments.get("q_rope"), cache, extra),
-    )
-    if extra is not None or dispatch.explain(problem).chosen != "sm90":
-        return False
-    from sparsemla.kernels.attention.schedule import given_or_chosen, sm90_sparse
-    from sparsemla.kernels.attention.sm90.decode import takes_fp8_products  # needs Triton
-
-    given = None if num_splits is None else (num_splits,)
-    num_splits, tile = (*given_or_chosen(given, sm90_sparse, q, cache, topk), 64)[:2]
-    num_heads = q.shape[2] if tile == 64 else tile
-    return takes_fp8_products(cache, num_heads, num_splits, extra=False)
-
-
 def rounded(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments, with queries and rows as FP8 products have them."""
-    queries = round_rows(arguments["q"])
-    if "cache" in arguments:
-        return {**arguments, "q": queries}
+    """A prefill's arguments, with queries and rows as FP8 MMAs have them."""
     kv = arguments["kv"]
     rows = kv.data[:, 0] if isinstance(kv, PagedCache) else kv
+    queries = round_rows(arguments["q"])
     return {**arguments, "q": queries, "kv": round_rows(rows).bfloat16()}
 
 
@@ -391,38 +336,26 @@ class Selected(NamedTuple):
     queries: Tensor  # [T, H, D] float32
     keys: Tensor  # [T, K, D] float32, 0 where invalid
     valid: Tensor  # [T, K]
-    scales: Tensor  # [T, K, P] float32, of each of P parts of the first 512 dims
+    scales: Tensor  # [T, K] float32, of the first 512 dims
 
 
 def selected(arguments: Mapping[str, Any]) -> Selected:
-    """The queries and keys of a prefill or decode whose queries and rows are rounded."""
+    """The queries and keys of a prefill whose queries and rows are rounded."""
     q, slots, lengths = arguments["q"], arguments["topk_indices"], arguments.get("topk_lengths")
     if arguments.get("q_rope") is not None:
         q = torch.cat([q, arguments["q_rope"].float()], dim=-1)
-    if "cache" in arguments:
-        if lengths is not None and lengths.dim() == 1:
-            lengths = lengths[:, None].expand(q.shape[:2])
-        q, slots = q.flatten(0, 1), slots.flatten(0, 1)
-        lengths = None if lengths is None else lengths.flatten()
-    num_rows = arguments["cache"].num_slots if "cache" in arguments else len(arguments["kv"])
-    valid = (slots >= 0) & (slots < num_rows)
+    valid = (slots >= 0) & (slots < len(arguments["kv"]))
     if lengths is not None:
         valid &= torch.arange(slots.shape[1], device=slots.device) < lengths[:, None]
-    slots = slots.where(valid, 0).long()
-    if "cache" in arguments:
-        cache = arguments["cache"]
-        scales = cache.fields().scales[slots // cache.page_size, slots % cache.page_size].float()
-        keys = cache.read(slots).float()
-    else:
-        keys = arguments["kv"][slots].float()
-        # Rounded dims may have half of the scale that they were rounded with.
-        scales = ceil_pow2(fp8_scales(keys[..., :512].abs().amax(-1, keepdim=True)))
+    keys = arguments["kv"][slots.where(valid, 0).long()].float()
+    # Rounded dims may have half of the scale that they were rounded with.
+    scales = ceil_pow2(fp8_scales(keys[..., :512].abs().amax(-1)))
     keys = keys.where(valid[..., None], 0)
     return Selected(q.float(), keys, valid, scales.clamp_min(2.0**-40))
 
 
 def fp8_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The largest errors of a call with FP8 products against the reference on rounded inputs.
+    """The largest errors of a prefill with FP8 MMAs against the reference on rounded inputs.
 
     Products of codes are exact, and their sums are not: an MMA aligns its 32 products and the
     accumulator to the largest of them and keeps 14 bits, see INDEXER_SCORES. Each adds an error of
@@ -431,18 +364,17 @@ def fp8_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     float32 exponentials allow.
 
     A weight ``w_j = exp(z_j - lse)`` is off by a factor up to exp(2 d) then. The kernel multiplies
-    it by a scale ``s_j`` of its row and rounds to e4m3, which adds a factor 1 ± 2^-4, or where
+    it by the scale ``s_j`` of its row and rounds to e4m3, which adds a factor 1 ± 2^-4, or where
     codes are subnormal, below 2^-6, at most 2^-10. The largest code of a query is 8 or more, so
-    that is 2^-13 of the largest ``w_k s_k``, where s_k is the row's largest scale. Sums of 2048
-    products with values take 64 MMAs, which lose up to 2^-13 of the accumulator each, 2^-7
-    together; fewer keys need fewer. Rounding out to bfloat16 adds 2^-9 of out::
+    that is 2^-13 of the largest ``w_k s_k``. Sums of 2048 products with values take 64 MMAs, which
+    lose up to 2^-13 of the accumulator each, 2^-7 together; fewer keys need fewer. Rounding out to
+    bfloat16 adds 2^-9 of out::
 
         (2^-4 + 2^-7 + exp(2 d) - 1) sum_j w_j |v_j| + 2^-9 |out|
             + 2^-13 max_k w_k s_k sum_j |v_j| / s_j
 
     Args:
-        arguments: of a ``sparse_prefill`` over rows or a ``sparse_decode``, with one stream and a
-            list for each token.
+        arguments: of a ``sparse_prefill`` over rows, with one stream and a list for each token.
 
     Returns:
         Limits of the differences of out and lse, of their shapes, float32.
@@ -461,18 +393,17 @@ def fp8_limits(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     out, lse, _ = attend(queries, keys, values, valid, scale, sink)
     terms, _, _ = attend(queries, keys, values.abs(), valid, scale, sink)
     logits = torch.einsum("thd,tkd->thk", queries, keys) * scale
-    weights = (logits - lse[..., None]).exp() * scales.amax(-1)[:, None]
+    weights = (logits - lse[..., None]).exp() * scales[:, None]
     weights = torch.nn.functional.pad(weights.where(valid[:, None], 0), (0, 1))
     largest = weights.amax(-1, keepdim=True)  # [T, H, 1]
     if sink is not None:
         largest = largest * value_share(lse, sink)[..., None]
-    codes = values.abs().unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]
+    codes = values.abs() / scales[..., None]
     limit = (2**-4 + 2**-7 + (2 * error[..., None]).expm1()) * terms + 2**-9 * out.abs()
-    limit += 2**-13 * largest * codes.flatten(-2).sum(1)[:, None]
-    exact = DECODE_LSE if "cache" in arguments else SPARSE_PREFILL_LSE
+    limit += 2**-13 * largest * codes.sum(1)[:, None]
+    exact = SPARSE_PREFILL_LSE
     error += exact.rel * lse.abs().nan_to_num(posinf=0) + exact.abs
-    shape = arguments["q"].shape[:-1]
-    return limit.reshape(*shape, 512), error.reshape(shape)
+    return limit, error
 
 
 def largest_products(arguments: Mapping[str, Any]) -> Tensor:

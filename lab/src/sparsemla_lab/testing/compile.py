@@ -36,7 +36,6 @@ from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparsemla import dispatch
 from sparsemla.kernels.common import device
 
 Launch = Callable[[], object]
@@ -195,9 +194,8 @@ def believe(target: Target, stand_in: object) -> Iterator[None]:
             (driver, "_active", stand_in),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for cached in (device.describe, dispatch.problem_of):
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+        device.query.cache_clear()
+        stack.callback(device.query.cache_clear)
         yield
 
 
@@ -223,6 +221,7 @@ def _compile_only(
 
     with (
         believe(target, _CompileOnlyDriver(target)),
+        device.meta_means(torch.device("cuda")),
         mock.patch.object(JITFunction, "run", warm_up),
         knobs.nvidia.scope(),
         knobs.runtime.scope(),

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
@@ -689,8 +688,8 @@ def _shared_prefill() -> list[Case]:
     ]
 
 
-def _fp8_products(make: Callable[..., Arguments]) -> list[Case]:
-    """Cases that permit FP8 products; most have them on Hopper."""
+def _fp8_mma(make: Callable[..., Arguments]) -> list[Case]:
+    """Cases that permit FP8 MMAs; on Hopper, most get them."""
     both = {"with_sink": True, "with_lengths": True}
     options: dict[str, dict[str, Any]] = {
         "64 heads": {"num_heads": 64, **both},
@@ -709,40 +708,40 @@ def _fp8_products(make: Callable[..., Arguments]) -> list[Case]:
     return [
         *(
             Case(
-                f"FP8 products, {name}",
+                f"FP8 MMA, {name}",
                 build(_permitting, make, **some),
                 quick=name in ("64 heads", "few valid indices"),
             )
             for name, some in options.items()
         ),
         Case(
-            "FP8 products, RoPE dims in another tensor",
+            "FP8 MMA, RoPE dims in another tensor",
             build(_permitting, make, split=True, num_heads=64, **both),
         ),
         Case(
-            "FP8 products, rows of many sizes",
+            "FP8 MMA, rows of many sizes",
             build(_permitting, make, sizes=True, num_heads=64, num_rows=600, topk=400, **both),
         ),
         Case(
-            "FP8 products, rows that grow along a list",
+            "FP8 MMA, rows that grow along a list",
             build(_growing_rows, make, num_heads=64, num_rows=600, topk=400, with_sink=True),
             quick=True,
         ),
         Case(
-            "FP8 products, large logits",
+            "FP8 MMA, large logits",
             build(_permitting, make, softmax_scale=16.0, num_heads=64, topk=400, **both),
         ),
         Case(
-            "FP8 products, cache",
+            "FP8 MMA, cache",
             build(_permitting, _prefill_from_cache, format=BF16_576, num_heads=64),
         ),
         Case(
-            "FP8 products, more tiles than run at once",
+            "FP8 MMA, more tiles than run at once",
             build(_permitting, make, num_tokens=300, num_heads=64, num_rows=700, topk=640, **both),
             large=True,
         ),
         Case(
-            "FP8 products, DeepSeek-V3.2",
+            "FP8 MMA, DeepSeek-V3.2",
             build(
                 _permitting, make, num_tokens=70, num_heads=128, num_rows=8192, topk=2048, **both
             ),
@@ -759,7 +758,7 @@ def _permitting(
     softmax_scale: float | None = None,
     **options: object,
 ) -> Arguments:
-    """A prefill that permits FP8 products; with ``sizes``, rows differ by powers of two."""
+    """A prefill that permits FP8 MMAs; with ``sizes``, rows differ by powers of two."""
     arguments = make(draw, **options) | {"precision": "fp8"}
     if softmax_scale is not None:
         arguments["softmax_scale"] = softmax_scale
@@ -782,7 +781,7 @@ def _sparse_prefill() -> list[Case]:
     make = cases.sparse_prefill_case
     both = {"with_sink": True, "with_lengths": True}
     return [
-        *_fp8_products(make),
+        *_fp8_mma(make),
         *(
             Case(
                 f"{dim} dims, {heads} heads",
@@ -1235,7 +1234,6 @@ def _sparse_decode() -> list[Case]:
             )
             for fmt in (BF16_576, FP8_DS_MLA)
         ),
-        *_fp8_decodes(make),
         Case(
             "DeepSeek-V3.2",
             build(
@@ -1252,107 +1250,6 @@ def _sparse_decode() -> list[Case]:
             alone=True,
         ),
     ]
-
-
-def _fp8_decodes(make: Callable[..., Arguments]) -> list[Case]:
-    """Cases that permit FP8 products; most have them on Hopper."""
-    both = {"with_sink": True, "with_lengths": True}
-    options: dict[str, dict[str, Any]] = {
-        "128 heads": {"num_heads": 128, "seq_len": 300, "topk": 300, **both},
-        "96 heads": {"num_heads": 96, "query_len": 2, "topk": 70, **both},
-        "one key": {"num_heads": 128, "topk": 1, "share": 1.0},
-        "no valid slot": {"num_heads": 128, "share": 0.0, **both},
-        "few valid slots": {"num_heads": 128, "share": 0.1, "topk": 640, **both},
-        "lengths of each token": {"num_heads": 72, "query_len": 3, "own_lengths": True, **both},
-        "exact scales": {"num_heads": 128, "topk": 200, "scale_mode": "exact", **both},
-        "strided": {"num_heads": 80, "strided": True, "num_layers": 2, **both},
-        "64 heads": {"num_heads": 64, **both},
-        "extra stream": {"num_heads": 128, "extra": (FP8_DS_MLA, 50, 70, 16), **both},
-    }
-    few = {"num_heads": 128, "topk": 400, "seq_len": 600}
-    many = {"num_heads": 128, "batch": 100, "topk": 640, "seq_len": 700}
-    return [
-        *(
-            Case(
-                f"FP8 products, {name}",
-                build(_permitting_decode, make, **some),
-                quick=name == "96 heads",
-                alone=name in ("128 heads", "lengths of each token"),
-            )
-            for name, some in options.items()
-        ),
-        Case(
-            "FP8 products, two splits",
-            build(_permitting_decode, make, num_splits=2, **few, **both),
-        ),
-        Case(
-            "FP8 products, RoPE dims in another tensor",
-            build(_permitting_decode, make, split=True, num_heads=128, **both),
-        ),
-        Case(
-            "FP8 products, scales of many sizes",
-            build(_permitting_decode, make, sizes=True, **few, **both),
-            quick=True,
-        ),
-        Case(
-            "FP8 products, rows that grow along a list",
-            build(_growing_decode, make, with_sink=True, **few),
-            quick=True,
-        ),
-        Case(
-            "FP8 products, large logits",
-            build(_permitting_decode, make, softmax_scale=16.0, **few, **both),
-        ),
-        Case(
-            "FP8 products, more tiles than run at once",
-            build(_permitting_decode, make, **many, **both),
-            large=True,
-        ),
-        Case(
-            "FP8 products, DeepSeek-V3.2",
-            build(
-                _permitting_decode, make,
-                batch=8, query_len=2, num_heads=128, seq_len=8192, topk=2048, **both,
-            ),
-            large=True,
-        ),
-    ]  # fmt: skip
-
-
-def _permitting_decode(
-    draw: Draw,
-    make: Callable[..., Arguments],
-    split: bool = False,
-    sizes: bool = False,
-    softmax_scale: float | None = None,
-    num_splits: int = 1,
-    **options: object,
-) -> Arguments:
-    """A decode from 656 bytes a token that permits FP8 products, unsplit unless told otherwise.
-
-    With ``sizes``, the scales of a row differ by powers of two, and some rows are zeros.
-    """
-    arguments = make(draw, format=FP8_DS_MLA, **options)
-    arguments |= {"precision": "fp8", "num_splits": num_splits}
-    if softmax_scale is not None:
-        arguments["softmax_scale"] = softmax_scale
-    if sizes:
-        scales = cast("Tensor", cast("PagedCache", arguments["cache"]).fields().scales)
-        scales.mul_(draw.integers(-9, 3, scales.numel()).exp2().view(scales.shape))
-        scales[:, ::8] = 0
-    return cases.split_queries(arguments) if split else arguments
-
-
-def _growing_decode(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
-    """Later entries of a list name larger rows, so that the largest logit and scale rise."""
-    arguments = _permitting_decode(draw, make, **cast("dict[str, Any]", options))
-    cache = cast("PagedCache", arguments["cache"])
-    powers = torch.arange(cache.num_slots, device=cache.data.device) * 16 // cache.num_slots - 10
-    powers = powers.exp2().view(cache.num_pages, cache.page_size, 1)
-    fields = cache.fields()
-    cast("Tensor", fields.scales).mul_(powers)
-    cast("Tensor", fields.bf16).mul_(powers.bfloat16())
-    return arguments | {"topk_indices": cast("Tensor", arguments["topk_indices"]).sort(2).values}
 
 
 def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.common.table import Kernel, Op
 from sparsemla.ops._repeat import unrepeated
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import WindowState
@@ -157,14 +158,14 @@ def check_alone(op: str, arguments: Arguments) -> None:
             _assert_same(f"request {request} alone{threads}", alone, expected)
 
 
-def check_products(op: str, arguments: Arguments, expected: Results) -> None:
-    """Check that without a kernel for FP8 products, the permission of them changes no bit.
+def check_permission(op: str, arguments: Arguments, expected: Results) -> None:
+    """Check that a kernel without FP8 MMAs gives the same bits whether they are permitted or not.
 
     Raises:
         AssertionError: a result differs.
     """
     arguments = arguments | {"precision": "bf16"}
-    _assert_same("bfloat16 products", run_named(op, fresh(op, arguments)), expected)
+    _assert_same("precision bf16", run_named(op, fresh(op, arguments)), expected)
 
 
 def _requests(op: str, arguments: Arguments) -> Iterator[tuple[slice, Arguments]]:
@@ -275,15 +276,15 @@ def overwrite(target: object, source: object) -> None:
 def recorded_tiers() -> Iterator[list[str]]:
     """The distinct tiers that dispatch chooses inside the block, in order."""
     tiers: list[str] = []
-    select = dispatch.select
+    choose = dispatch.choose
 
-    def recording(problem: dispatch.Problem) -> dispatch.Launch:
-        chosen = dispatch.explain(problem).chosen
-        if chosen is not None and chosen not in tiers:
-            tiers.append(chosen)
-        return select(problem)
+    def recording(op: Op[Any], call: tuple[Any, ...]) -> Kernel[Any]:
+        kernel = choose(op, call)
+        if kernel.tier not in tiers:
+            tiers.append(kernel.tier)
+        return kernel
 
-    with unrepeated(), mock.patch.object(dispatch, "select", recording):
+    with unrepeated(), mock.patch.object(dispatch, "choose", recording):
         yield tiers
 
 

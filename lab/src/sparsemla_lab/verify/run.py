@@ -24,7 +24,7 @@ import sparsemla
 from sparsemla.kernels.common.device import describe
 from sparsemla.kinds import missing_gpu
 from sparsemla_lab.testing.cases import Draw
-from sparsemla_lab.testing.compare import Tolerance, has_fp8_products, tolerances_of
+from sparsemla_lab.testing.compare import FP8_MMA, Tolerance, kernel_of, tolerances_of
 from sparsemla_lab.verify.beside import Shared, calls_of, compile_calls, rerun_beside
 from sparsemla_lab.verify.matrix import MATRIX, Case
 from sparsemla_lab.verify.properties import (
@@ -33,7 +33,7 @@ from sparsemla_lab.verify.properties import (
     against_reference,
     check_alone,
     check_late_inputs,
-    check_products,
+    check_permission,
     check_replay,
     check_reruns,
     recorded_tiers,
@@ -67,7 +67,7 @@ class OpReport:
         worst: largest absolute difference from the reference, per result.
         share: largest ratio of an element's difference to its limit, per result.
         tolerance: limits of the tolerance, or ``exact``, per result.
-        properties: repeatable, late_inputs, graph_replay, batch_invariant and bf16_products, as far
+        properties: repeatable, late_inputs, graph_replay, batch_invariant and bf16_bits, as far
             as they apply.
         seconds: total time of all processes, including compilation.
         failures: error messages that begin with the name of the case.
@@ -363,8 +363,8 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
         measured.extend(differences)
         failures.extend(each.failure for each in differences if each.failure is not None)
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
-        if "precision" in arguments and not has_fp8_products(arguments):
-            properties["bf16_products"] = attempt(lambda: check_products(op, arguments, results))
+        if "precision" in arguments and kernel_of(op, arguments) != FP8_MMA:
+            properties["bf16_bits"] = attempt(lambda: check_permission(op, arguments, results))
         if op in PER_REQUEST and case.alone:
             properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))
         if device == "cuda" and describe(torch.device(device)).overlaps:

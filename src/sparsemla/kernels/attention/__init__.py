@@ -3,109 +3,284 @@
 ``sparse_attention`` is the forward pass of training: ``sparse_prefill`` over rows of any dtype.
 """
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from sparsemla.formats import get_format
-from sparsemla.kernels.attention import schedule
-from sparsemla.kernels.common.registry import Kernel, Op, Problem
+from sparsemla.cache import PagedCache, aligned
+from sparsemla.formats import BF16_576
+from sparsemla.kernels.attention.arguments import (
+    DenseDecode,
+    DensePrefill,
+    MergeStates,
+    SparseAttention,
+    SparseDecode,
+    SparsePrefill,
+)
+from sparsemla.kernels.attention.schedule import FEW_HEADS, refused_format, splits_of_sparse
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+
+if TYPE_CHECKING:
+    from sparsemla.kernels.attention import cpu, triton
+    from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma
+else:
+    cpu, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "triton"))
+    bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma = (
+        LazyModule(f"{__name__}.sm90.{name}")
+        for name in ("bf16", "bf16_few_heads", "fp8", "fp8_few_heads", "fp8_mma")
+    )
 
 
-def _sm90() -> ModuleType:
-    from sparsemla.kernels.attention import sm90
+def refused_by_sm90(
+    queries: Tensor,
+    rows: PagedCache | None,
+    out: Tensor | None = None,
+    *,
+    q_rope: Tensor | None = None,
+    extra: PagedCache | None = None,
+    shared: bool = False,
+) -> str | None:
+    """Why the Hopper kernels refuse queries over rows, or None.
 
-    return sm90
-
-
-def _triton() -> ModuleType:
-    from sparsemla.kernels.attention import triton
-
-    return triton
-
-
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.attention import cpu
-
-    return cpu
-
-
-def refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels refuse a problem, or None."""
-    if problem.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {problem.dtype}"
-    if problem.out_dtype not in (None, torch.bfloat16):
-        return f"gives bfloat16 results, not {problem.out_dtype}"
-    if not problem.aligned:
+    Args:
+        queries: their rows.
+        rows: the rows that they attend to; None for those that are no cache.
+        out: where the results are written.
+        q_rope: the RoPE dims of the queries, unless they are the last dims of ``queries``.
+        extra: the rows of a second stream.
+        shared: whether several query tokens share a list, or each attends to some of it.
+    """
+    if queries.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {queries.dtype}"
+    if out is not None and out.dtype != torch.bfloat16:
+        return f"gives bfloat16 results, not {out.dtype}"
+    if not aligned(queries, q_rope, rows, extra):
         return "needs queries and caches with rows that start at multiples of 16 bytes"
-    if problem.cache_format is None:
+    if rows is None:
         return None
-    fmt = get_format(problem.cache_format)
-    if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
-        return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
-    if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
-        return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
-    if problem.shared_lists and fmt.fp8_dim:
+    fmt = rows.format
+    refused = refused_format(fmt)
+    if refused is not None:
+        return refused
+    if shared and fmt.fp8_dim:
         return f"needs bfloat16 rows for lists of several query tokens, got {fmt.name}"
-    if problem.extra_format not in (None, fmt.name):
-        return f"needs an extra cache of format {fmt.name}, got {problem.extra_format}"
-    if problem.extra_format and fmt.fp8_dim and fmt.scales_in not in ("row", "page"):
+    if extra is not None and extra.format != fmt:
+        return f"needs an extra cache of format {fmt.name}, got {extra.format.name}"
+    if extra is not None and fmt.fp8_dim and fmt.scales_in not in ("row", "page"):
         return f"needs scales in the rows or pages of an extra cache, got {fmt.name}"
     return None
 
 
-OPS = {
-    "sparse_prefill": Op(
-        ("out", "lse", "max_logits"),
-        (
-            Kernel(
-                "sm90",
-                lambda: _sm90().sparse_prefill,
-                refused_by_sm90,
-                converts_first=schedule.sm90_converts_first,
+def _needs_fp8_rows(cache: PagedCache) -> str | None:
+    return None if cache.format.fp8_dim else f"needs FP8 rows, got {cache.format.name}"
+
+
+def _needs_bf16_rows(cache: PagedCache) -> str | None:
+    return f"needs bfloat16 rows, got {cache.format.name}" if cache.format.fp8_dim else None
+
+
+def _needs_few_rows(num_rows: int) -> str | None:
+    if num_rows > FEW_HEADS:
+        return f"takes up to {FEW_HEADS} query rows that share keys, got {num_rows}"
+    return None
+
+
+def _refuse_decode(call: SparseDecode) -> str | None:
+    return refused_by_sm90(call.q, call.cache, call.out, q_rope=call.q_rope, extra=call.extra_cache)
+
+
+def _refuse_few_heads(call: SparseDecode) -> str | None:
+    tile = splits_of_sparse(call).head_tile
+    return _needs_few_rows(min(tile, call.q.shape[2]) if tile < 64 else call.q.shape[2])
+
+
+SPARSE_DECODE = Op(
+    "sparse_decode",
+    SparseDecode,
+    (
+        Kernel(
+            "sm90.fp8_few_heads",
+            lambda: fp8_few_heads.sparse_decode,
+            lambda call: (
+                _needs_fp8_rows(call.cache) or _refuse_few_heads(call) or _refuse_decode(call)
             ),
-            Kernel("triton", lambda: _triton().sparse_prefill),
-            Kernel("cpu", lambda: _cpu().sparse_prefill),
         ),
-    ),
-    "sparse_attention": Op(
-        ("out", "lse"),
-        (
-            Kernel("sm90", lambda: _sm90().sparse_attention, refused_by_sm90),
-            Kernel("triton", lambda: _triton().sparse_attention),
-            Kernel("cpu", lambda: _cpu().sparse_attention),
+        Kernel(
+            "sm90.fp8",
+            lambda: fp8.sparse_decode,
+            lambda call: _needs_fp8_rows(call.cache) or _refuse_decode(call),
         ),
-    ),
-    "dense_prefill": Op(
-        ("out", "lse"),
-        (
-            Kernel("triton", lambda: _triton().dense_prefill),
-            Kernel("cpu", lambda: _cpu().dense_prefill),
+        Kernel(
+            "sm90.bf16_few_heads",
+            lambda: bf16_few_heads.sparse_decode,
+            lambda call: (
+                _needs_bf16_rows(call.cache) or _refuse_few_heads(call) or _refuse_decode(call)
+            ),
         ),
-    ),
-    "sparse_decode": Op(
-        ("out", "lse"),
-        (
-            Kernel("sm90", lambda: _sm90().sparse_decode, refused_by_sm90, schedule.sm90_sparse),
-            Kernel("triton", lambda: _triton().sparse_decode, schedule=schedule.sparse),
-            Kernel("cpu", lambda: _cpu().sparse_decode),
+        Kernel(
+            "sm90.bf16",
+            lambda: bf16.sparse_decode,
+            lambda call: _needs_bf16_rows(call.cache) or _refuse_decode(call),
         ),
-        only_kernels=("schedule", "workspace"),
+        Kernel("triton", lambda: triton.sparse_decode),
+        Kernel("cpu", lambda: cpu.sparse_decode),
     ),
-    "dense_decode": Op(
-        ("out", "lse"),
-        (
-            Kernel("sm90", lambda: _sm90().dense_decode, refused_by_sm90, schedule.dense),
-            Kernel("triton", lambda: _triton().dense_decode, schedule=schedule.dense),
-            Kernel("cpu", lambda: _cpu().dense_decode),
+    outputs=("out", "lse"),
+    mutates=("workspace",),
+)
+
+
+def _refuse_dense(call: DenseDecode) -> str | None:
+    return refused_by_sm90(call.q, call.cache, call.out)
+
+
+DENSE_DECODE = Op(
+    "dense_decode",
+    DenseDecode,
+    (
+        Kernel(
+            "sm90.fp8_few_heads",
+            lambda: fp8_few_heads.dense_decode,
+            lambda call: (
+                _needs_fp8_rows(call.cache)
+                or _needs_few_rows(call.q.shape[1] * call.q.shape[2])
+                or _refuse_dense(call)
+            ),
         ),
-        only_kernels=("schedule", "workspace"),
-    ),
-    "merge_states": Op(
-        ("out", "lse"),
-        (
-            Kernel("triton", lambda: _triton().merge_states),
-            Kernel("cpu", lambda: _cpu().merge_states),
+        Kernel(
+            "sm90.fp8",
+            lambda: fp8.dense_decode,
+            lambda call: _needs_fp8_rows(call.cache) or _refuse_dense(call),
         ),
+        Kernel(
+            "sm90.bf16",
+            lambda: bf16.dense_decode,
+            lambda call: _needs_bf16_rows(call.cache) or _refuse_dense(call),
+        ),
+        Kernel("triton", lambda: triton.dense_decode),
+        Kernel("cpu", lambda: cpu.dense_decode),
     ),
+    outputs=("out", "lse"),
+    mutates=("workspace",),
+)
+
+
+def _refuse_prefill(call: SparsePrefill) -> str | None:
+    return refused_by_sm90(
+        call.q,
+        call.kv,
+        call.out,
+        q_rope=call.q_rope,
+        extra=call.extra_kv,
+        shared=call.shared,
+    )
+
+
+def _needs_few_heads(call: SparsePrefill | SparseAttention) -> str | None:
+    if call.list_tokens > 1 or call.members is not None:
+        return "needs a list for each query token"
+    return _needs_few_rows(call.q.shape[1])
+
+
+def _refuse_fp8_mma(call: SparsePrefill) -> str | None:
+    if call.precision != "fp8":
+        return f'needs precision "fp8", got "{call.precision}"'
+    if call.kv.format != BF16_576 or call.kv.page_size != 1:
+        return f"needs bfloat16 rows of 576 dims, got {call.kv.format.name}"
+    if call.q.shape[1] <= FEW_HEADS:
+        return f"takes more than {FEW_HEADS} query heads, got {call.q.shape[1]}"
+    if call.shared or call.extra_kv is not None or call.max_logits is not None:
+        return "takes no shared lists, no second stream and no max_logits"
+    return _refuse_prefill(call)
+
+
+SPARSE_PREFILL = Op(
+    "sparse_prefill",
+    SparsePrefill,
+    (
+        Kernel("sm90.fp8_mma", lambda: fp8_mma.sparse_prefill, _refuse_fp8_mma),
+        Kernel(
+            "sm90.fp8_few_heads",
+            lambda: fp8_few_heads.sparse_prefill,
+            lambda call: (
+                _needs_fp8_rows(call.kv) or _needs_few_heads(call) or _refuse_prefill(call)
+            ),
+        ),
+        Kernel(
+            "sm90.fp8",
+            lambda: fp8.sparse_prefill,
+            lambda call: _needs_fp8_rows(call.kv) or _refuse_prefill(call),
+        ),
+        Kernel(
+            "sm90.bf16_few_heads",
+            lambda: bf16_few_heads.sparse_prefill,
+            lambda call: (
+                _needs_bf16_rows(call.kv) or _needs_few_heads(call) or _refuse_prefill(call)
+            ),
+        ),
+        Kernel(
+            "sm90.bf16",
+            lambda: bf16.sparse_prefill,
+            lambda call: _needs_bf16_rows(call.kv) or _refuse_prefill(call),
+        ),
+        Kernel("triton", lambda: triton.sparse_prefill),
+        Kernel("cpu", lambda: cpu.sparse_prefill),
+    ),
+    outputs=("out", "lse", "max_logits"),
+)
+
+
+def _refuse_attention(call: SparseAttention) -> str | None:
+    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
+    shared = call.list_tokens > 1 or call.members is not None
+    return refused_by_sm90(call.q, rows, call.out, shared=shared)
+
+
+SPARSE_ATTENTION = Op(
+    "sparse_attention",
+    SparseAttention,
+    (
+        Kernel(
+            "sm90.bf16_few_heads",
+            lambda: bf16_few_heads.sparse_attention,
+            lambda call: _needs_few_heads(call) or _refuse_attention(call),
+        ),
+        Kernel("sm90.bf16", lambda: bf16.sparse_attention, _refuse_attention),
+        Kernel("triton", lambda: triton.sparse_attention),
+        Kernel("cpu", lambda: cpu.sparse_attention),
+    ),
+    outputs=("out", "lse"),
+)
+
+DENSE_PREFILL = Op(
+    "dense_prefill",
+    DensePrefill,
+    (
+        Kernel("triton", lambda: triton.dense_prefill),
+        Kernel("cpu", lambda: cpu.dense_prefill),
+    ),
+    outputs=("out", "lse"),
+)
+
+MERGE_STATES = Op(
+    "merge_states",
+    MergeStates,
+    (
+        Kernel("triton", lambda: triton.merge_states),
+        Kernel("cpu", lambda: cpu.merge_states),
+    ),
+    outputs=("out", "lse"),
+)
+
+OPS = {
+    op.name: op
+    for op in (
+        SPARSE_PREFILL,
+        SPARSE_ATTENTION,
+        DENSE_PREFILL,
+        SPARSE_DECODE,
+        DENSE_DECODE,
+        MERGE_STATES,
+    )
 }

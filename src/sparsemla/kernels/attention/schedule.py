@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from sparsemla.cache import PagedCache
-from sparsemla.formats import get_format
-from sparsemla.kernels.common.device import num_multiprocessors
-from sparsemla.kernels.common.registry import DecodeWork, Problem, Schedule
+from sparsemla.formats import CacheFormat
+from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
+from sparsemla.kernels.common.device import describe, described
+from sparsemla.kernels.common.table import TIERS
 
 FEW_HEADS = 32
 """Most query rows of the few-heads kernels."""
@@ -51,33 +49,82 @@ def most_splits(num_tiles: int, multiprocessors: int) -> int:
     return min(-(-2 * multiprocessors // num_tiles), MAX_SPLITS)
 
 
-@functools.lru_cache(4096)
-def _fastest(
-    kernels: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
-) -> Schedule:
-    """Splits and rows per tile with the smallest count of steps; ties go to fewer splits.
+class DecodeWork(NamedTuple):
+    """The sizes of a decode, by which its keys are split.
 
-    A multiprocessor runs one CTA at a time. A merge costs one step, and one more for every 4096
-    partial rows.
+    Args:
+        batch: requests.
+        query_len: query tokens of a request.
+        num_heads: query heads.
+        num_keys: most keys that a query token attends to.
+        format: the cache's format.
+        multiprocessors: number of the GPU's multiprocessors, 0 on a CPU.
     """
-    most = most_splits(num_groups * -(-group_rows // 64), slots)
-    best, least = (1, 64), math.inf
-    for kernel in kernels if slots else ():
-        num_tiles = num_groups * -(-group_rows // kernel.tile)
-        steps = max(-(-num_keys // kernel.keys), 1)
-        for splits in range(1, min(most, steps) + 1):
-            waves = -(-num_tiles * splits // slots)
-            time = waves * (kernel.start + kernel.step * -(-steps // splits))
-            if splits > 1:
-                time += 1 + num_groups * group_rows * splits / 4096
-            if time < least:
-                best, least = (splits, kernel.tile), time
-    return best
+
+    batch: int
+    query_len: int
+    num_heads: int
+    num_keys: int
+    format: CacheFormat
+    multiprocessors: int
 
 
-def _schedule(
-    kernels: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, slots: int
-) -> Schedule:
+def splits_of_sparse(call: SparseDecode) -> Splits:
+    """The splits of a sparse decode: those of the call, or the fastest ones."""
+    if call.splits is not None:
+        return call.splits
+    tiles = not torch.compiler.is_compiling() and describe(call.q.device).is_hopper
+    processors = multiprocessors(call.q.device)
+    batch, query_len, num_heads = call.q.shape[:3]
+    sizes = batch, query_len, num_heads, call.num_keys
+    return sparse(DecodeWork(*sizes, call.cache.format, processors), tiles)
+
+
+def sparse(work: DecodeWork, tiles_heads: bool) -> Splits:
+    """The fastest splits of a sparse decode.
+
+    Args:
+        work: the sizes.
+        tiles_heads: whether the kernel with few heads may take tiles of 16 heads.
+    """
+    tiles = work.query_len == 1 and work.num_heads % 16 == 0 and work.num_heads > FEW_HEADS
+    costs: tuple[Cost, ...] = (FP8,) if work.format.fp8_dim else (BF16,)
+    if work.num_heads <= FEW_HEADS:
+        costs = (FEW,)
+    elif tiles_heads and tiles and work.format.fp8_dim:
+        costs = FP8, FP8_16_HEADS
+    num_groups = work.batch * work.query_len
+    return _splits(costs, num_groups, work.num_heads, work.num_keys, work.multiprocessors)
+
+
+def splits_of_dense(call: DenseDecode) -> Splits:
+    """The splits of a dense decode: those of the call, or the fastest ones."""
+    if call.splits is not None:
+        return call.splits
+    processors = multiprocessors(call.q.device)
+    batch, query_len, num_heads = call.q.shape[:3]
+    sizes = batch, query_len, num_heads, call.num_keys
+    return dense(DecodeWork(*sizes, call.cache.format, processors))
+
+
+def dense(work: DecodeWork) -> Splits:
+    """The fastest splits of a dense decode: a request's tokens and heads share its keys."""
+    group_rows = work.query_len * work.num_heads
+    cost = BF16
+    if work.format.fp8_dim:
+        cost = FP8 if group_rows > FEW_HEADS else FEW
+    return _splits((cost,), work.batch, group_rows, work.num_keys, work.multiprocessors)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors among which keys are split: 0 where no kernel splits them, as on a CPU."""
+    found = described(device) if torch.compiler.is_compiling() else describe(device)
+    return found.multiprocessors if TIERS["triton"].refuse(found) is None else 0
+
+
+def _splits(
+    costs: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, processors: int
+) -> Splits:
     """:func:`_fastest`, or in traced code one formula for all sizes.
 
     A search would make torch.compile trace a graph for each batch size.
@@ -85,55 +132,41 @@ def _schedule(
     sizes = num_groups, group_rows, num_keys
     if torch.compiler.is_compiling() or any(isinstance(size, torch.SymInt) for size in sizes):
         num_tiles = max(num_groups * -(-group_rows // 64), 1)
-        return (max(min(slots // num_tiles, -(-num_keys // 64), MAX_SPLITS), 1),)
-    return _fastest(kernels, num_groups, group_rows, num_keys, slots)
+        return Splits(max(min(processors // num_tiles, -(-num_keys // 64), MAX_SPLITS), 1))
+    return _fastest(costs, num_groups, group_rows, num_keys, processors)
 
 
-def given_or_chosen(
-    given: Sequence[int] | None,
-    choose: Callable[[DecodeWork, int | None], Schedule],
-    q: Tensor,
-    cache: PagedCache,
-    num_keys: int,
-) -> Sequence[int]:
-    """The caller's schedule, or else the kernel's own choice."""
-    if given is not None:
-        return given
-    multiprocessors = num_multiprocessors(q.device)
-    return choose(DecodeWork.of(q, cache.format, num_keys, multiprocessors), None)
+def refused_format(fmt: CacheFormat) -> str | None:
+    """Why the Hopper kernels refuse a format, or None."""
+    if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
+        return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
+    if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
+        return f"needs scales of 64 or 128 dims, or of a row, got {fmt.name}"
+    return None
 
 
-def sm90_sparse(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """Splits, and heads per tile: tiles of 16 go to the few-heads kernel."""
-    tiles = work.query_len == 1 and work.num_heads % 16 == 0 and work.num_heads > FEW_HEADS
-    if num_splits is None and tiles and work.format.fp8_dim:
-        return _sparse(work, (FP8, FP8_16_HEADS))
-    return sparse(work, num_splits)
+@functools.lru_cache(4096)
+def _fastest(
+    costs: tuple[Cost, ...], num_groups: int, group_rows: int, num_keys: int, processors: int
+) -> Splits:
+    """Splits and rows per tile with the smallest count of steps; ties go to fewer splits.
 
-
-def sparse(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """Splits of a sparse decode."""
-    if num_splits is not None:
-        return (num_splits,)
-    if work.num_heads <= FEW_HEADS:
-        return _sparse(work, (FEW,))
-    return _sparse(work, (FP8,) if work.format.fp8_dim else (BF16,))
-
-
-def _sparse(work: DecodeWork, kernels: tuple[Cost, ...]) -> Schedule:
-    num_groups = work.batch * work.query_len
-    return _schedule(kernels, num_groups, work.num_heads, work.num_keys, work.multiprocessors)
-
-
-def dense(work: DecodeWork, num_splits: int | None) -> Schedule:
-    """Splits of a dense decode: tokens and heads of a request share its keys."""
-    if num_splits is not None:
-        return (num_splits,)
-    group_rows = work.query_len * work.num_heads
-    kernel = BF16
-    if work.format.fp8_dim:
-        kernel = FP8 if group_rows > FEW_HEADS else FEW
-    return _schedule((kernel,), work.batch, group_rows, work.num_keys, work.multiprocessors)
+    A multiprocessor runs one CTA at a time. A merge costs one step, and one more for every 4096
+    partial rows.
+    """
+    most = most_splits(num_groups * -(-group_rows // 64), processors)
+    best, least = Splits(1), math.inf
+    for cost in costs if processors else ():
+        num_tiles = num_groups * -(-group_rows // cost.tile)
+        steps = max(-(-num_keys // cost.keys), 1)
+        for splits in range(1, min(most, steps) + 1):
+            waves = -(-num_tiles * splits // processors)
+            time = waves * (cost.start + cost.step * -(-steps // splits))
+            if splits > 1:
+                time += 1 + num_groups * group_rows * splits / 4096
+            if time < least:
+                best, least = Splits(splits, cost.tile), time
+    return best
 
 
 ROWS_PER_KEY = ((64, 0.09), (math.inf, 0.25))
@@ -146,12 +179,39 @@ LAUNCH_ROWS = 12288
 """Number of rows converted in the time of the conversion's launch."""
 
 
-def sm90_converts_first(problem: Problem, num_tokens: int, num_keys: int, num_rows: int) -> bool:
-    """Whether prefill is faster once its caller has converted the rows of a quantised cache."""
-    if problem.cache_format is None or not get_format(problem.cache_format).fp8_dim:
+def converts_first(
+    format: CacheFormat,
+    device: torch.device,
+    num_heads: int,
+    num_tokens: int,
+    num_keys: int,
+    num_rows: int,
+) -> bool:
+    """Whether sparse prefill is faster once its caller has converted a cache's rows to bfloat16.
+
+    Args:
+        format: the cache's format.
+        device: device of the op; only Hopper's kernels were measured.
+        num_heads: query heads.
+        num_tokens: query tokens.
+        num_keys: selected keys of all tokens together.
+        num_rows: rows to convert.
+
+    >>> from sparsemla import FP8_DS_MLA
+    >>> from sparsemla.kernels.common.device import GPUS, simulated
+    >>> with simulated(GPUS["sm_90"]):
+    ...     device = torch.device("cuda")
+    ...     rows = {"num_rows": 131072, "num_heads": 128}
+    ...     for num_tokens in (64, 512):
+    ...         work = {"num_tokens": num_tokens, "num_keys": num_tokens * 2048}
+    ...         print(converts_first(FP8_DS_MLA, device, **work, **rows))
+    False
+    True
+    """
+    refused = TIERS["sm90"].refuse(describe(device)) or refused_format(format)
+    if refused or not format.fp8_dim or num_rows == 0:
         return False
-    per_key = next(rows for heads, rows in ROWS_PER_KEY if problem.num_heads <= heads)
-    at_once = max(TILES_AT_ONCE // max(-(-problem.num_heads // 64), 1), 1)
+    per_key = next(rows for heads, rows in ROWS_PER_KEY if num_heads <= heads)
+    at_once = max(TILES_AT_ONCE // max(-(-num_heads // 64), 1), 1)
     counted = -(-num_tokens // at_once) * at_once
-    work = (num_rows + LAUNCH_ROWS) * num_tokens
-    return num_rows > 0 and work <= per_key * num_keys * counted
+    return (num_rows + LAUNCH_ROWS) * num_tokens <= per_key * num_keys * counted

@@ -1,43 +1,43 @@
 """The gradients of attention over selected rows."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
+import torch
+
+from sparsemla.cache import PagedCache, aligned
 from sparsemla.kernels.attention import refused_by_sm90
-from sparsemla.kernels.common.registry import Kernel, Op, Problem
+from sparsemla.kernels.backward.arguments import SparseAttentionBackward
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+
+if TYPE_CHECKING:
+    from sparsemla.kernels.backward import cpu, sm90, triton
+else:
+    cpu, sm90, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "triton"))
 
 
-def _sm90() -> ModuleType:
-    from sparsemla.kernels.backward import sm90
-
-    return sm90
-
-
-def _triton() -> ModuleType:
-    from sparsemla.kernels.backward import triton
-
-    return triton
-
-
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.backward import cpu
-
-    return cpu
+def _refuse(call: SparseAttentionBackward) -> str | None:
+    list_heads = call.list_tokens * call.q.shape[1]
+    if not call.deterministic:
+        return "needs deterministic=True, got False"
+    if list_heads > 128:
+        return f"takes at most 128 heads of the tokens of a list, got {list_heads}"
+    if 0 in (*call.q.shape, call.topk_indices.shape[1]):
+        return "needs query tokens, heads and entries of lists"
+    if not aligned(call.dout):
+        return "needs gradients of out with rows that start at multiples of 16 bytes"
+    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
+    return refused_by_sm90(call.q, rows)
 
 
-def _refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels refuse a problem, or None."""
-    if problem.num_heads > 128:
-        return f"takes at most 128 heads of the tokens of a list, got {problem.num_heads}"
-    return refused_by_sm90(problem)
-
-
-OPS = {
-    "sparse_attention_backward": Op(
-        ("dq", "dkv", "d_sink"),
-        (
-            Kernel("sm90", lambda: _sm90().sparse_attention_backward, _refused_by_sm90),
-            Kernel("triton", lambda: _triton().sparse_attention_backward),
-            Kernel("cpu", lambda: _cpu().sparse_attention_backward),
-        ),
+SPARSE_ATTENTION_BACKWARD = Op(
+    "sparse_attention_backward",
+    SparseAttentionBackward,
+    (
+        Kernel("sm90", lambda: sm90.sparse_attention_backward, _refuse),
+        Kernel("triton", lambda: triton.sparse_attention_backward),
+        Kernel("cpu", lambda: cpu.sparse_attention_backward),
     ),
-}
+    outputs=("dq", "dkv", "d_sink"),
+)
+
+OPS = {SPARSE_ATTENTION_BACKWARD.name: SPARSE_ATTENTION_BACKWARD}

@@ -34,7 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsemla.kernels.attention.triton.tiles import LOG2E
-from sparsemla.kernels.backward import triton as portable
+from sparsemla.kernels.backward.arguments import SparseAttentionBackward
+from sparsemla.kernels.backward.triton import members_of, softmax_state
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import opaque_zero, reinterpret, tma_load
 from sparsemla.kernels.common.groups import attended, chunks, grouped
@@ -573,61 +574,22 @@ def _tiles_of_rope(x: Tensor, heads: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, heads, 32], layout)
 
 
-def sparse_attention_backward(
-    *,
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    dlse: Tensor | None,
-    deterministic: bool,
-    max_workspace_bytes: int,
-    dq: Tensor,
-    dkv: Tensor,
-    d_sink: Tensor | None,
-) -> None:
-    (num_tokens, num_heads, head_dim), topk = q.shape, topk_indices.shape[1]
-    if not deterministic or num_tokens * num_heads * topk == 0:
-        portable.sparse_attention_backward(
-            dout=dout,
-            q=q,
-            kv=kv,
-            topk_indices=topk_indices,
-            out=out,
-            lse=lse,
-            softmax_scale=softmax_scale,
-            topk_lengths=topk_lengths,
-            attn_sink=attn_sink,
-            list_tokens=list_tokens,
-            members=members,
-            dlse=dlse,
-            deterministic=deterministic,
-            max_workspace_bytes=max_workspace_bytes,
-            dq=dq,
-            dkv=dkv,
-            d_sink=d_sink,
-        )
-        return
-    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
+def sparse_attention_backward(call: SparseAttentionBackward) -> None:
+    kv, members, list_tokens, dq, dkv = call.kv, call.members, call.list_tokens, call.dq, call.dkv
+    (num_tokens, num_heads, head_dim), topk = call.q.shape, call.topk_indices.shape[1]
+    topk_indices = attended(call.topk_indices, members, num_tokens, list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
-    state, sink_terms = portable.softmax_state(dout, out, lse, attn_sink, dlse)
-    ends = list_ends(topk_indices, topk_lengths, kv.shape[0])
+    state, sink_terms = softmax_state(call.dout, call.out, call.lse, call.attn_sink, call.dlse)
+    ends = list_ends(topk_indices, call.topk_lengths, kv.shape[0])
 
     # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
-    q, dout = (x if all(x.stride()) else x.contiguous() for x in (q, dout))
+    q, dout = (x if all(x.stride()) else x.contiguous() for x in (call.q, call.dout))
     list_heads, width = list_tokens * num_heads, cdiv(topk, BLOCK.value) * BLOCK.value
     heads = 64 if list_heads <= 64 else 128
     list_bytes = 4 * list_heads * width + topk * (2 * head_dim + ENTRY_BYTES)
     multiprocessors = num_multiprocessors(q.device)
-    num_lists = min(max(max_workspace_bytes // list_bytes, 1), len(topk_indices))
+    num_lists = min(max(call.max_workspace_bytes // list_bytes, 1), len(topk_indices))
     if multiprocessors < num_lists < len(topk_indices):
         num_lists -= num_lists % multiprocessors  # whole waves of the persistent kernels
     probs, dscores = q.new_empty(2, num_lists, list_heads, width)
@@ -637,7 +599,8 @@ def sparse_attention_backward(
         count, heads_of_list = some.stop - some.start, size * num_heads
         jobs = count * parts
         grid = (min(jobs, multiprocessors),)
-        indices, lengths = topk_indices[some], None if topk_lengths is None else topk_lengths[some]
+        indices = topk_indices[some]
+        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
         lists = Lists(indices, indices.stride(0), ends[some], kv.shape[0])
         part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
         weights = [x[:count, :heads_of_list] for x in (probs, dscores)]
@@ -648,14 +611,14 @@ def sparse_attention_backward(
             kv,
             kv.stride(0) // 8,
             lists,
-            portable.members_of(members, some, num_heads),
+            members_of(members, some, num_heads),
             state[:, tokens],
             *weights,
             heads_of_list,
             num_tokens * num_heads,
             width,
-            softmax_scale,
-            softmax_scale * LOG2E.value,
+            call.softmax_scale,
+            call.softmax_scale * LOG2E.value,
             TILES=parts,
             ROPE=rope,
             num_warps=4,
@@ -689,5 +652,5 @@ def sparse_attention_backward(
         add_terms(terms, indices, lengths, total)
     if total is not dkv:
         dkv.copy_(total)
-    if d_sink is not None and sink_terms is not None:
-        torch.sum(sink_terms, 0, out=d_sink)
+    if sink_terms is not None:
+        torch.sum(sink_terms, 0, out=call.d_sink)

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.kernels.attention.triton.tiles import LOG2E, is_hopper
+from sparsemla.kernels.backward.arguments import SparseAttentionBackward
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
 from sparsemla.kernels.common.groups import attended, chunks, grouped
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
@@ -355,52 +356,36 @@ def members_of(members: Tensor | None, lists: slice, num_heads: int) -> Members 
     return None if members is None else Members(members[lists], members.stride(0), num_heads)
 
 
-def sparse_attention_backward(
-    *,
-    dout: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    dlse: Tensor | None,
-    deterministic: bool,
-    max_workspace_bytes: int,
-    dq: Tensor,
-    dkv: Tensor,
-    d_sink: Tensor | None,
-) -> None:
-    (num_tokens, num_heads, head_dim), topk = q.shape, topk_indices.shape[1]
+def sparse_attention_backward(call: SparseAttentionBackward) -> None:
+    dout, q, kv, members, dq, dkv = call.dout, call.q, call.kv, call.members, call.dq, call.dkv
+    (num_tokens, num_heads, head_dim), topk = q.shape, call.topk_indices.shape[1]
     if num_tokens * num_heads * topk == 0:
-        for result in (dq, dkv, d_sink):
-            if result is not None:
-                result.zero_()
+        for result in (dq, dkv, call.d_sink):
+            result.zero_()
         return
-    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
+    topk_indices = attended(call.topk_indices, members, num_tokens, call.list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
-    list_heads = list_tokens * num_heads
+    list_heads = call.list_tokens * num_heads
     tiles = choose_tiles(list_heads, q.dtype, q.device)
-    state, sink_terms = softmax_state(dout, out, lse, attn_sink, dlse)
-    value_dim = out.shape[2]
+    state, sink_terms = softmax_state(dout, call.out, call.lse, call.attn_sink, call.dlse)
+    value_dim = call.out.shape[2]
     # float16 cannot hold small gradients, so its weights are bfloat16 too.
     weight_dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     term_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     list_bytes = 2 * list_heads * topk * weight_dtype.itemsize
-    if deterministic:
+    if call.deterministic:
         list_bytes += topk * (head_dim * term_dtype.itemsize + ENTRY_BYTES)
-    num_lists = min(max(max_workspace_bytes // list_bytes, 1), len(topk_indices))
+    num_lists = min(max(call.max_workspace_bytes // list_bytes, 1), len(topk_indices))
     probs, dscores = q.new_empty(2, num_lists, list_heads, topk, dtype=weight_dtype)
-    terms = q.new_empty(num_lists * topk, head_dim, dtype=term_dtype) if deterministic else None
+    terms = None
+    if call.deterministic:
+        terms = q.new_empty(num_lists * topk, head_dim, dtype=term_dtype)
     common = {"D": head_dim, "UPCAST": INTERPRETED or q.dtype == torch.float32}
-    for some, tokens, size in chunks(num_tokens, list_tokens, num_lists):
+    for some, tokens, size in chunks(num_tokens, call.list_tokens, num_lists):
         count, heads_of_list = some.stop - some.start, size * num_heads
-        indices, lengths = topk_indices[some], None if topk_lengths is None else topk_lengths[some]
+        indices = topk_indices[some]
+        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
         lists = indices, indices.stride(0), lengths
         part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
         heads = part_q, *part_q.stride()[:2], part_dout, *part_dout.stride()[:2]
@@ -416,8 +401,8 @@ def sparse_attention_backward(
             num_tokens * num_heads,
             heads_of_list,
             topk,
-            softmax_scale,
-            softmax_scale * LOG2E.value,
+            call.softmax_scale,
+            call.softmax_scale * LOG2E.value,
             V=value_dim,
             HEADS=tiles.heads,
             KEYS=tiles.keys,
@@ -464,5 +449,5 @@ def sparse_attention_backward(
             add_terms(terms, indices, lengths, total)
     if total is not dkv:
         dkv.copy_(total)
-    if d_sink is not None and sink_terms is not None:
-        torch.sum(sink_terms, 0, out=d_sink)
+    if sink_terms is not None:
+        torch.sum(sink_terms, 0, out=call.d_sink)

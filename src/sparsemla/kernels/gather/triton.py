@@ -7,15 +7,14 @@ import functools
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.common.fp4 import unpack_e2m1
 from sparsemla.kernels.common.fp8 import decode_e4m3, decode_scale, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.common.slots import slot_of, slots_of_keys
+from sparsemla.kernels.gather.arguments import EntrySlots, GatherDequant, ToSlots, VisibleSlots
 
 SLOTS_BLOCK = 1024
 """Indices of a program: two 16-byte loads per thread, with 128 threads."""
@@ -75,24 +74,17 @@ def _slots_kernel(
     tl.store(out + token * out_stride + column, result, mask=within)
 
 
-def to_slots(
-    *,
-    topk_indices: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    page_size: int,
-    workspace_starts: Tensor | None,
-    prefill_request_ids: Tensor | None,
-    out: Tensor,
-) -> None:
+def to_slots(call: ToSlots) -> None:
+    topk_indices, page_table, out = call.topk_indices, call.page_table, call.out
+    workspace_starts = call.workspace_starts
     num_tokens, topk = topk_indices.shape
     num_blocks = cdiv(topk, SLOTS_BLOCK)
     _slots_kernel[(num_tokens * num_blocks,)](
         topk_indices,
         page_table,
-        request_ids,
+        call.request_ids,
         workspace_starts,
-        prefill_request_ids,
+        call.prefill_request_ids,
         out,
         topk,
         num_blocks,
@@ -102,7 +94,7 @@ def to_slots(
         topk_indices.stride(0),
         page_table.stride(0),
         out.stride(0),
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=call.page_size,
         BLOCK=SLOTS_BLOCK,
     )
 
@@ -139,27 +131,20 @@ def _entry_slots_kernel(
     tl.store(out + token, slot, mask=within)
 
 
-def entry_slots(
-    *,
-    positions: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    ratio: int,
-    page_size: int,
-    out: Tensor,
-) -> None:
+def entry_slots(call: EntrySlots) -> None:
+    positions, page_table = call.positions, call.page_table
     num_tokens = positions.shape[0]
     _entry_slots_kernel[(cdiv(num_tokens, ENTRIES_BLOCK),)](
         positions,
         page_table,
-        request_ids,
-        out,
+        call.request_ids,
+        call.out,
         num_tokens,
         page_table.shape[0],
         page_table.shape[1],
         page_table.stride(0),
-        RATIO=ratio,
-        PAGE_SIZE=page_size,
+        RATIO=call.ratio,
+        PAGE_SIZE=call.page_size,
         BLOCK=ENTRIES_BLOCK,
     )
 
@@ -204,34 +189,25 @@ def _visible_slots_kernel(
         tl.store(lengths + token, length.to(tl.int32))
 
 
-def visible_slots(
-    *,
-    positions: Tensor,
-    page_table: Tensor,
-    request_ids: Tensor,
-    width: int,
-    ratio: int,
-    page_size: int,
-    out: Tensor,
-    lengths: Tensor,
-) -> None:
+def visible_slots(call: VisibleSlots) -> None:
+    positions, page_table, width, out = call.positions, call.page_table, call.width, call.out
     num_tokens = positions.shape[0]
     block = min(next_power_of_2(width), SLOTS_BLOCK)
     num_blocks = cdiv(width, block)
     _visible_slots_kernel[(num_tokens * num_blocks,)](
         positions,
         page_table,
-        request_ids,
+        call.request_ids,
         out,
-        lengths,
+        call.lengths,
         width,
         num_blocks,
         page_table.shape[0],
         page_table.shape[1],
         page_table.stride(0),
         out.stride(0),
-        RATIO=ratio,
-        PAGE_SIZE=page_size,
+        RATIO=call.ratio,
+        PAGE_SIZE=call.page_size,
         BLOCK=block,
     )
 
@@ -322,27 +298,20 @@ def _gather_kernel(
         tl.store(target, value, mask=covered[:, None] & (dim < BF16_DIM))
 
 
-def gather_dequant(
-    *,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    workspace_starts: Tensor,
-    seq_starts: Tensor | None,
-    out: Tensor,
-) -> None:
+def gather_dequant(call: GatherDequant) -> None:
+    page_table, out = call.page_table, call.out
     # One program per tile of the workspace, for any lengths: programs for tiles without a request
     # exit at once, and a captured graph stays correct when lengths change.
-    widths = _gather_widths(cache.format)
-    rows, layout = cache_arguments(cache)
+    widths = _gather_widths(call.cache.format)
+    rows, layout = cache_arguments(call.cache)
     _gather_kernel[(cdiv(out.shape[0], widths["ROWS"]),)](
         page_table=page_table,
-        seq_lens=seq_lens,
-        workspace_starts=workspace_starts,
-        seq_starts=seq_starts,
+        seq_lens=call.seq_lens,
+        workspace_starts=call.workspace_starts,
+        seq_starts=call.seq_starts,
         out=out,
         num_rows=out.shape[0],
-        num_requests=seq_lens.shape[0],
+        num_requests=call.seq_lens.shape[0],
         table_width=page_table.shape[1],
         table_stride=page_table.stride(0),
         OUT_ROW=out.stride(0),

@@ -1,75 +1,86 @@
 """Indexer scores, and selections by these scores."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from sparsemla.formats import get_format
-from sparsemla.kernels.common.registry import Kernel, Op, Problem
+from sparsemla.cache import aligned
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
 
-
-def _sm90() -> ModuleType:
-    from sparsemla.kernels.indexer import sm90
-
-    return sm90
-
-
-def _triton() -> ModuleType:
-    from sparsemla.kernels.indexer import triton
-
-    return triton
+if TYPE_CHECKING:
+    from sparsemla.kernels.indexer import cpu, sm90, triton
+else:
+    cpu, sm90, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "triton"))
 
 
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.indexer import cpu
-
-    return cpu
-
-
-def refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels refuse a problem, or None."""
-    if problem.cache_format and get_format(problem.cache_format).is_fp4:
-        return f"needs e4m3 keys, as Hopper has no FP4 MMA, got {problem.cache_format}"
-    if problem.dtype != torch.float8_e4m3fn:
-        return f"needs float8_e4m3fn queries, got {problem.dtype}"
-    if problem.num_heads > 256 or problem.head_dim > 128:
-        return (
-            f"needs up to 256 heads of up to 128 dims, "
-            f"got {problem.num_heads} of {problem.head_dim}"
-        )
-    if problem.page_size % 64:
-        return f"needs pages of a multiple of 64 keys, got {problem.page_size}"
-    if not problem.aligned:
-        return "needs queries and keys with rows that start at multiples of 16 bytes"
+def _refuse_queries(q: Tensor) -> str | None:
+    """Why the Hopper kernel refuses queries ``[..., HI, DI]``, or None."""
+    if q.dtype != torch.float8_e4m3fn:
+        return f"needs float8_e4m3fn queries, got {q.dtype}"
+    heads, dim = q.shape[-2:]
+    if heads > 256 or dim > 128:
+        return f"needs up to 256 heads of up to 128 dims, got {heads} of {dim}"
     return None
 
 
-OPS = {
-    "indexer_scores": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().indexer_scores, refused_by_sm90),
-            Kernel("triton", lambda: _triton().indexer_scores),
-            Kernel("cpu", lambda: _cpu().indexer_scores),
-        ),
-        dtype=torch.float8_e4m3fn,
+UNALIGNED = "needs queries and keys with rows that start at multiples of 16 bytes"
+
+
+def _refuse_ragged(call: IndexerScores) -> str | None:
+    refused = _refuse_queries(call.q)
+    if refused is None and not aligned(call.q, call.keys):
+        return UNALIGNED
+    return refused
+
+
+def _refuse_paged(call: IndexerScoresPaged | IndexerTopk) -> str | None:
+    q, cache = call.q, call.cache
+    if cache.format.is_fp4:
+        return f"needs e4m3 keys, as Hopper has no FP4 MMA, got {cache.format.name}"
+    refused = _refuse_queries(q)
+    if refused is not None:
+        return refused
+    if cache.page_size % 64:
+        return f"needs pages of a multiple of 64 keys, got {cache.page_size}"
+    return None if aligned(q, cache) else UNALIGNED
+
+
+INDEXER_SCORES = Op(
+    "indexer_scores",
+    IndexerScores,
+    (
+        Kernel("sm90", lambda: sm90.indexer_scores, _refuse_ragged),
+        Kernel("triton", lambda: triton.indexer_scores),
+        Kernel("cpu", lambda: cpu.indexer_scores),
     ),
-    "indexer_scores_paged": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().indexer_scores_paged, refused_by_sm90),
-            Kernel("triton", lambda: _triton().indexer_scores_paged),
-            Kernel("cpu", lambda: _cpu().indexer_scores_paged),
-        ),
-        dtype=torch.float8_e4m3fn,
+    outputs=("out",),
+    dtype=torch.float8_e4m3fn,
+)
+
+INDEXER_SCORES_PAGED = Op(
+    "indexer_scores_paged",
+    IndexerScoresPaged,
+    (
+        Kernel("sm90", lambda: sm90.indexer_scores_paged, _refuse_paged),
+        Kernel("triton", lambda: triton.indexer_scores_paged),
+        Kernel("cpu", lambda: cpu.indexer_scores_paged),
     ),
-    "indexer_topk": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().indexer_topk, refused_by_sm90),
-            Kernel("triton", lambda: _triton().indexer_topk),
-            Kernel("cpu", lambda: _cpu().indexer_topk),
-        ),
-        dtype=torch.float8_e4m3fn,
+    outputs=("out",),
+    dtype=torch.float8_e4m3fn,
+)
+
+INDEXER_TOPK = Op(
+    "indexer_topk",
+    IndexerTopk,
+    (
+        Kernel("sm90", lambda: sm90.indexer_topk, _refuse_paged),
+        Kernel("triton", lambda: triton.indexer_topk),
+        Kernel("cpu", lambda: cpu.indexer_topk),
     ),
-}
+    outputs=("out",),
+    dtype=torch.float8_e4m3fn,
+)
+
+OPS = {op.name: op for op in (INDEXER_SCORES, INDEXER_SCORES_PAGED, INDEXER_TOPK)}

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of, to_int32
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.cpu import select_topk
 
 KEYS_AT_ONCE = 2048
@@ -25,16 +27,8 @@ SELECTED_AT_ONCE = 1 << 20
 """Scores of a token in one selection; it takes about 25 bytes per score."""
 
 
-def indexer_scores(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    *,
-    out: Tensor,
-) -> None:
+def indexer_scores(call: IndexerScores) -> None:
+    q, weights, keys, key_scales, row_starts, row_ends, out = call
     out.fill_(-torch.inf)
     for part in cpu.blocks(keys.shape[0], KEYS_AT_ONCE):
         rows = (row_starts < part.stop) & (row_ends > part.start)
@@ -51,17 +45,8 @@ def indexer_scores(
         out[at, part] = scores.masked_fill_(outside, -torch.inf)
 
 
-def indexer_scores_paged(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    max_seq_len: int,
-    ratio: int,
-    out: Tensor,
-) -> None:
+def indexer_scores_paged(call: IndexerScoresPaged) -> None:
+    q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
     query_len = q.shape[1]
     if query_len == 0:
         return
@@ -76,38 +61,26 @@ def indexer_scores_paged(
             out[request, :, part] = scores.masked_fill_(outside, -torch.inf)
 
 
-def indexer_topk(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    *,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-    as_slots: bool,
-    max_workspace_bytes: int,
-    out: Tensor,
-) -> None:
-    offsets = input_row_offsets.clamp(0, len(q)).tolist()
-    num_keys = page_table.shape[1] * cache.page_size
+def indexer_topk(call: IndexerTopk) -> None:
+    q, weights, out = call.q, call.weights, call.out
+    num_keys, ratio, max_bytes = call.num_keys, call.ratio, call.max_workspace_bytes
+    offsets = call.input_row_offsets.clamp(0, len(q)).tolist()
     out.fill_(-1)  # tokens of no request
-    for request, length in enumerate(seq_lens.clamp_min(0).tolist()):
+    for request, length in enumerate(call.seq_lens.clamp_min(0).tolist()):
         first, last = offsets[request], max(offsets[request : request + 2])
         visible = torch.full((last - first,), length)
-        if causal:  # the token at position p sees the tokens 0..p
+        if call.causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
         visible = (visible // ratio).clamp_max(num_keys)
         longest = min(max(length // ratio, 1), max(num_keys, 1))
-        for rows in cpu.blocks(last - first, max_workspace_bytes // (4 * longest)):
+        for rows in cpu.blocks(last - first, max_bytes // (4 * longest)):
             at = slice(first + rows.start, first + rows.stop)
-            keys = cache, page_table, request
-            _select(q[at], weights[at], *keys, visible[rows], topk, max_workspace_bytes, out[at])
-            if as_slots:
+            keys = call.cache, call.page_table, request
+            _select(q[at], weights[at], *keys, visible[rows], call.topk, max_bytes, out[at])
+            if call.as_slots:
                 requests = torch.full_like(out[at], request)
-                out[at] = to_int32(slots_of(page_table, requests, out[at], cache.page_size))
+                slots = slots_of(call.page_table, requests, out[at], call.cache.page_size)
+                out[at] = to_int32(slots)
 
 
 def _select(
@@ -145,7 +118,7 @@ def _select(
         offered = scores[:, topk - kept : topk + piece.stop - piece.start]
         counts = ends.clamp_max(kept) + (ends - piece.start).clamp_min(0)
         chosen = torch.empty_like(ids)
-        select_topk(offered, topk, row_starts=None, row_ends=counts, out=chosen)
+        select_topk(SelectTopk(offered, topk, row_ends=counts, out=chosen))
         places = chosen.clamp_min(0).long()
         new = chosen.where(chosen < 0, chosen + (piece.start - kept))
         ids = ids.gather(1, places.clamp_max(topk - 1)).where(chosen.clamp_min(0) < kept, new)

@@ -58,8 +58,11 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, descriptor, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.indexer import triton as portable
-from sparsemla.kernels.topk.sm90 import SELECTION
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.triton import Scorer, Selection, select_in_chunks
+from sparsemla.kernels.topk.arguments import SelectTopk
+from sparsemla.kernels.topk.schedule import refuse_registers
+from sparsemla.kernels.topk.sm90 import candidates, registers
 
 COPY_KEYS = gl.constexpr(64)
 """Keys of one TMA copy; a page holds a multiple of them."""
@@ -829,17 +832,8 @@ def launch(
     )
 
 
-def indexer_scores(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores`."""
+def indexer_scores(call: IndexerScores) -> None:
+    q, weights, keys, key_scales, row_starts, row_ends, out = call
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
@@ -877,18 +871,8 @@ def paged_keys(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
     return fp8.view(torch.float8_e4m3fn), Keys(scales, *strides, *table, cache.num_pages)
 
 
-def indexer_scores_paged(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    ratio: int,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores_paged`."""
+def indexer_scores_paged(call: IndexerScoresPaged) -> None:
+    q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
@@ -920,23 +904,14 @@ def indexer_scores_paged(
     launch(q, k, queries, keys, num_groups, tiling)
 
 
-def scorer(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-) -> portable.Scorer:
+def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
+    q, weights, cache = call.q, call.weights, call.cache
     num_tokens, heads, dim = q.shape
-    num_requests = page_table.shape[0]
+    num_requests = call.page_table.shape[0]
     groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)
-    tiling = choose_tiling(groups, heads, False, causal, ratio, cache.page_size)
-    k, keys = paged_keys(cache, page_table)
+    tiling = choose_tiling(groups, heads, False, call.causal, call.ratio, cache.page_size)
+    k, keys = paged_keys(cache, call.page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
         queries = Queries(
@@ -944,10 +919,10 @@ def scorer(
             head_weights_request=0,
             head_weights_token=weights.stride(0),
             row_starts=None,
-            row_ends=seq_lens,
-            ends_request=seq_lens.stride(0),
-            offsets=input_row_offsets,
-            skip=topk,
+            row_ends=call.seq_lens,
+            ends_request=call.seq_lens.stride(0),
+            offsets=call.input_row_offsets,
+            skip=call.topk,
             search_steps=num_requests.bit_length(),
             rows=rows,
             out=scores,
@@ -967,30 +942,13 @@ def scorer(
     return score_tokens
 
 
-def indexer_topk(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-    as_slots: bool,
-    max_workspace_bytes: int,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
-    portable.select_in_chunks(
-        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal, ratio),
-        SELECTION,
-        page_table,
-        cache.page_size,
-        topk,
-        as_slots,
-        max_workspace_bytes,
-        8,
-        out,
-    )
+def _select_topk(call: SelectTopk) -> None:
+    """Hopper's selection: in registers where rows fit; these need no lists in the workspace."""
+    (candidates if refuse_registers(call) else registers).select_topk(call)
+
+
+SELECTION = Selection(_select_topk, candidates.schedule_lists)
+
+
+def indexer_topk(call: IndexerTopk) -> None:
+    select_in_chunks(call, scorer(call), SELECTION)

@@ -23,7 +23,9 @@ from sparsemla.kernels.common.fp4 import unpack_e2m1
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e8m0, dot, e4m3_over_256, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.topk.triton import SELECTION, Selection
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.topk.arguments import SelectTopk
+from sparsemla.kernels.topk.triton import Scheduler, schedule_lists, select_topk
 
 MINUS_INF = tl.constexpr(float("-inf"))
 
@@ -405,17 +407,8 @@ def _as_operand(x: Tensor, decode: bool) -> Tensor:
     return x.view(torch.uint8) if decode else x
 
 
-def indexer_scores(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores`."""
+def indexer_scores(call: IndexerScores) -> None:
+    q, weights, keys, key_scales, row_starts, row_ends, out = call
     num_tokens, heads, dim = q.shape
     num_keys = keys.shape[0]
     if num_tokens == 0 or num_keys == 0:
@@ -459,18 +452,8 @@ def _paged_arguments(cache: PagedCache, decode: bool) -> dict[str, object]:
     return arguments
 
 
-def indexer_scores_paged(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    ratio: int,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_scores_paged`."""
+def indexer_scores_paged(call: IndexerScoresPaged) -> None:
+    q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
@@ -513,33 +496,23 @@ def indexer_scores_paged(
     )
 
 
-def indexer_topk(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-    as_slots: bool,
-    max_workspace_bytes: int,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.indexer.indexer_topk`."""
-    select_in_chunks(
-        scorer(q, weights, cache, input_row_offsets, seq_lens, page_table, topk, causal, ratio),
-        SELECTION,
-        page_table,
-        cache.page_size,
-        topk,
-        as_slots,
-        max_workspace_bytes,
-        8,
-        out,
-    )
+class Selection(NamedTuple):
+    """The selection of a tier, for kernels that select from their own scores.
+
+    Args:
+        select_topk: launcher; see :func:`sparsemla.select_topk`.
+        schedule_lists: the schedule of a selection, which has the size of the lists.
+    """
+
+    select_topk: Callable[[SelectTopk], None]
+    schedule_lists: Scheduler
+
+
+SELECTION = Selection(select_topk, schedule_lists)
+
+
+def indexer_topk(call: IndexerTopk) -> None:
+    select_in_chunks(call, scorer(call), SELECTION)
 
 
 Scorer = Callable[[slice, Tensor, Tensor], None]
@@ -548,21 +521,12 @@ and the request of each token in ``rows``, int32 ``[2, tokens]``. Tokens with at
 need no scores."""
 
 
-def scorer(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    input_row_offsets: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    topk: int,
-    causal: bool,
-    ratio: int,
-) -> Scorer:
+def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
+    q, weights, cache, page_table = call.q, call.weights, call.cache, call.page_table
     num_tokens, heads, dim = q.shape
     num_requests, table_width = page_table.shape
-    num_keys = table_width * cache.page_size
+    num_keys = call.num_keys
     query_len = max(1, num_tokens // max(1, num_requests))
 
     def score(tokens: slice, scores: Tensor, rows: Tensor) -> None:
@@ -574,8 +538,8 @@ def scorer(
             _rows_of(_as_operand(q, tiles.decode), tokens),
             _rows_of(weights, tokens),
             page_table=page_table,
-            seq_lens=seq_lens,
-            input_row_offsets=input_row_offsets,
+            seq_lens=call.seq_lens,
+            input_row_offsets=call.input_row_offsets,
             out=scores,
             row_ends=rows[0],
             request_ids=rows[1],
@@ -587,7 +551,7 @@ def scorer(
             query_len=0,
             num_chunks=num_chunks,
             chunk=chunk,
-            skip=topk,
+            skip=call.topk,
             stride_q=q.stride(0),
             stride_q_request=0,
             stride_head=q.stride(1),
@@ -598,8 +562,8 @@ def scorer(
             stride_out=scores.stride(0),
             stride_out_request=0,
             LENS_OF_TOKENS=False,
-            CAUSAL=causal,
-            RATIO=ratio,
+            CAUSAL=call.causal,
+            RATIO=call.ratio,
             **_paged_arguments(cache, tiles.decode),
             T=tiles,
             num_warps=4,
@@ -608,34 +572,23 @@ def scorer(
     return score
 
 
-def select_in_chunks(
-    score: Scorer,
-    selection: Selection,
-    page_table: Tensor,
-    page_size: int,
-    topk: int,
-    as_slots: bool,
-    max_workspace_bytes: int,
-    row_bytes: int,
-    out: Tensor,
-) -> None:
+ROW_BYTES = 8
+"""Workspace of a token in addition to its scores: the number of its keys, and its request."""
+
+
+def select_in_chunks(call: IndexerTopk, score: Scorer, selection: Selection) -> None:
     """Score and select in chunks of tokens that fit ``max_workspace_bytes``.
 
     A single token is always processed, even if its scores exceed the bound: four bytes for each
     column of its page table row.
-
-    Args:
-        score: scores a slice of the tokens.
-        selection: selects from the scores.
-        page_table, page_size, topk, as_slots, max_workspace_bytes, out: the op's arguments.
-        row_bytes: workspace of a token in addition to its scores.
     """
-    num_tokens, num_keys = out.shape[0], page_table.shape[1] * page_size
+    out, num_keys, topk = call.out, call.num_keys, call.topk
+    num_tokens = out.shape[0]
     if num_tokens == 0 or num_keys == 0:
         out.fill_(-1)
         return
     at_once = _tokens_at_once(
-        selection, num_tokens, num_keys, topk, max_workspace_bytes, row_bytes, out.device
+        selection.schedule_lists, num_tokens, num_keys, topk, call.max_workspace_bytes, out.device
     )
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
     rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
@@ -644,14 +597,15 @@ def select_in_chunks(
         count = tokens.stop - first
         score(tokens, scores[:count], rows[:, :count])
         selection.select_topk(
-            scores=scores[:count],
-            topk=topk,
-            row_starts=None,
-            row_ends=rows[0, :count],
-            page_table=page_table if as_slots else None,
-            request_ids=rows[1, :count] if as_slots else None,
-            page_size=page_size if as_slots else None,
-            out=_rows_of(out, tokens),
+            SelectTopk(
+                scores[:count],
+                topk,
+                row_ends=rows[0, :count],
+                page_table=call.page_table if call.as_slots else None,
+                request_ids=rows[1, :count] if call.as_slots else None,
+                page_size=call.cache.page_size if call.as_slots else None,
+                out=_rows_of(out, tokens),
+            )
         )
 
 
@@ -661,12 +615,11 @@ def _rows_of(x: Tensor, rows: slice) -> Tensor:
 
 
 def _tokens_at_once(
-    selection: Selection,
+    schedule_of: Scheduler,
     num_tokens: int,
     num_keys: int,
     topk: int,
     max_workspace_bytes: int,
-    row_bytes: int,
     device: torch.device,
 ) -> int:
     """Tokens per chunk, so that scores and candidate lists fit the bound; at least 1.
@@ -679,12 +632,12 @@ def _tokens_at_once(
         # loop checks the bound, also for the last chunk.
         last = num_tokens % count or count
         sizes = (count, last)
-        schedules = (selection.schedule_lists(rows, num_keys, topk, device) for rows in sizes)
+        schedules = (schedule_of(rows, num_keys, topk, device) for rows in sizes)
         lists = max(schedule.list_bytes(num_keys) for schedule in schedules)
-        fitting = (max_workspace_bytes - lists) // (4 * num_keys + row_bytes)
+        fitting = (max_workspace_bytes - lists) // (4 * num_keys + ROW_BYTES)
         if count <= fitting:
             break
         count = max(1, min(max(fitting, count // 2), count - 1))
         # A row count that is not a multiple of the rows in progress adds a wave.
-        count -= count % selection.schedule_lists(count, num_keys, topk, device).programs
+        count -= count % schedule_of(count, num_keys, topk, device).programs
     return count

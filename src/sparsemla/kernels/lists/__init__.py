@@ -1,28 +1,23 @@
 """Lists of rows that query tokens share."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from sparsemla.kernels.common.registry import Kernel, Op
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+from sparsemla.kernels.lists.arguments import ShareLists
 
+if TYPE_CHECKING:
+    from sparsemla.kernels.lists import cpu, triton
+else:
+    cpu, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "triton"))
 
-def _triton() -> ModuleType:
-    from sparsemla.kernels.lists import triton
-
-    return triton
-
-
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.lists import cpu
-
-    return cpu
-
-
-OPS = {
-    "share_lists": Op(
-        ("out", "lengths", "members"),
-        (
-            Kernel("triton", lambda: _triton().share_lists),
-            Kernel("cpu", lambda: _cpu().share_lists),
-        ),
+SHARE_LISTS = Op(
+    "share_lists",
+    ShareLists,
+    (
+        Kernel("triton", lambda: triton.share_lists),
+        Kernel("cpu", lambda: cpu.share_lists),
     ),
-}
+    outputs=("out", "lengths", "members"),
+)
+
+OPS = {SHARE_LISTS.name: SHARE_LISTS}

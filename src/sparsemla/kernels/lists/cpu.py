@@ -1,20 +1,14 @@
 """Lists of rows that query tokens share, on the CPU."""
 
 import torch
-from torch import Tensor
 
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.lists.arguments import ShareLists
 
 
-def share_lists(
-    *,
-    topk_indices: Tensor,
-    list_tokens: int,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-    lengths: Tensor,
-    members: Tensor,
-) -> None:
+def share_lists(call: ShareLists) -> None:
+    topk_indices, list_tokens, topk_lengths = call.topk_indices, call.list_tokens, call.topk_lengths
+    out, members = call.out, call.members
     num_tokens, topk = topk_indices.shape
     bits = 1 << torch.arange(list_tokens).repeat_interleave(topk)  # [G K]
     for lists in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // (64 * max(out.shape[1], 1))):
@@ -36,4 +30,4 @@ def share_lists(
         merged = ascends[:, None]
         out[lists] = union[:, :-1].where(merged, rows).to(out.dtype)
         members[lists] = marks[:, :-1].where(merged, bits.where(rows >= 0, 0)).to(torch.uint8)
-        lengths[lists] = first.sum(1).where(ascends, out.shape[1]).int()
+        call.lengths[lists] = first.sum(1).where(ascends, out.shape[1]).int()

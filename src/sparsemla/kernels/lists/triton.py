@@ -13,10 +13,10 @@ For ``N`` groups of ``G`` tokens with lists of ``K`` rows and unions of ``U``, t
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.integers import next_power_of_2
+from sparsemla.kernels.lists.arguments import ShareLists
 
 BLOCK = 1024
 """Most entries of a step: four for each thread."""
@@ -176,15 +176,9 @@ def _share_lists(
             tl.store(lengths + number, size)
 
 
-def share_lists(
-    *,
-    topk_indices: Tensor,
-    list_tokens: int,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-    lengths: Tensor,
-    members: Tensor,
-) -> None:
+def share_lists(call: ShareLists) -> None:
+    topk_indices, list_tokens = call.topk_indices, call.list_tokens
+    out, members = call.out, call.members
     num_tokens, topk = topk_indices.shape
     if num_tokens == 0:
         return
@@ -192,10 +186,10 @@ def share_lists(
     _share_lists[(programs,)](
         topk_indices,
         topk_indices.stride(0),
-        topk_lengths,
+        call.topk_lengths,
         out,
         out.stride(0),
-        lengths,
+        call.lengths,
         members,
         members.stride(0),
         out.new_empty(programs * list_tokens * topk),

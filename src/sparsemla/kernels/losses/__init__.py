@@ -1,102 +1,124 @@
 """What trains the indexer: scores of listed rows with gradients, targets, and the dense loss."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
+from sparsemla.cache import PagedCache, aligned
 from sparsemla.kernels.attention import refused_by_sm90
-from sparsemla.kernels.common.registry import Kernel, Op, Problem
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+from sparsemla.kernels.losses.arguments import (
+    AttentionTarget,
+    DenseIndexGradients,
+    DenseIndexLoss,
+    SelectedScores,
+    SelectedScoresBackward,
+)
+
+if TYPE_CHECKING:
+    from sparsemla.kernels.losses import cpu, sm90, triton
+else:
+    cpu, sm90, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "triton"))
 
 
-def _sm90() -> ModuleType:
-    from sparsemla.kernels.losses import sm90
-
-    return sm90
-
-
-def _triton() -> ModuleType:
-    from sparsemla.kernels.losses import triton
-
-    return triton
-
-
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.losses import cpu
-
-    return cpu
-
-
-def _targets_refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernel of targets refuses a problem, or None."""
-    if problem.num_heads > 128:
-        return f"takes at most 128 heads, got {problem.num_heads}"
-    return refused_by_sm90(problem)
-
-
-def _indexer_refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels over lists refuse an indexer, or None."""
-    if problem.dtype != torch.bfloat16:
-        return f"needs bfloat16 index queries, got {problem.dtype}"
-    if problem.head_dim != 128 or not 16 < problem.num_heads <= 64:
-        heads = f"{problem.num_heads} of {problem.head_dim}"
-        return f"needs 17 to 64 index heads of 128 dims, got {heads}"
-    if not problem.aligned:
+def _refuse_lists(call: SelectedScores | SelectedScoresBackward) -> str | None:
+    _, num_heads, dim = call.iq.shape
+    if call.iq.dtype != torch.bfloat16:
+        return f"needs bfloat16 index queries, got {call.iq.dtype}"
+    if dim != 128 or not 16 < num_heads <= 64:
+        return f"needs 17 to 64 index heads of 128 dims, got {num_heads} of {dim}"
+    if not aligned(call.iq, call.ik):
         return "needs index queries and keys with rows that start at multiples of 16 bytes"
     return None
 
 
-def _dense_refused_by_sm90(problem: Problem) -> str | None:
-    """Why the Hopper kernels of the dense loss refuse a problem, or None."""
-    if problem.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {problem.dtype}"
-    if problem.head_dim != 128:
-        return f"needs index heads of 128 dims, got {problem.head_dim}"
-    if not problem.aligned:
+SELECTED_SCORES = Op(
+    "selected_scores",
+    SelectedScores,
+    (
+        Kernel("sm90", lambda: sm90.selected_scores, _refuse_lists),
+        Kernel("triton", lambda: triton.selected_scores),
+        Kernel("cpu", lambda: cpu.selected_scores),
+    ),
+    outputs=("out",),
+)
+
+SELECTED_SCORES_BACKWARD = Op(
+    "selected_scores_backward",
+    SelectedScoresBackward,
+    (
+        Kernel("sm90", lambda: sm90.selected_scores_backward, _refuse_lists),
+        Kernel("triton", lambda: triton.selected_scores_backward),
+        Kernel("cpu", lambda: cpu.selected_scores_backward),
+    ),
+    outputs=("diq", "dweights", "dik"),
+    dtype=torch.float32,
+)
+
+
+def _refuse_target(call: AttentionTarget) -> str | None:
+    if call.q.shape[1] > 128:
+        return f"takes at most 128 heads, got {call.q.shape[1]}"
+    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
+    return refused_by_sm90(call.q, rows)
+
+
+ATTENTION_TARGET = Op(
+    "attention_target",
+    AttentionTarget,
+    (
+        Kernel("sm90", lambda: sm90.attention_target, _refuse_target),
+        Kernel("triton", lambda: triton.attention_target),
+        Kernel("cpu", lambda: cpu.attention_target),
+    ),
+    outputs=("out",),
+)
+
+
+def _refuse_dense(call: DenseIndexLoss | DenseIndexGradients) -> str | None:
+    q, k, iq, ik = call.q, call.k, call.iq, call.ik
+    if q.dtype != torch.bfloat16 or iq.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries and index queries, got {q.dtype} and {iq.dtype}"
+    if iq.shape[2] != 128:
+        return f"needs index heads of 128 dims, got {iq.shape[2]}"
+    if q.shape[2] % 64 != 0:
+        return f"needs heads of a multiple of 64 dims, got {q.shape[2]}"
+    if 0 in (*q.shape, k.shape[0], iq.shape[1]):
+        return "needs query tokens, rows, heads and index heads"
+    if not aligned(q, k, iq, ik):
         return "needs queries and keys with rows that start at multiples of 16 bytes"
     return None
 
 
-GRADIENTS = ("diq", "dweights", "dik")
+DENSE_INDEX_LOSS = Op(
+    "dense_index_loss",
+    DenseIndexLoss,
+    (
+        Kernel("sm90", lambda: sm90.dense_index_loss, _refuse_dense),
+        Kernel("triton", lambda: triton.dense_index_loss),
+        Kernel("cpu", lambda: cpu.dense_index_loss),
+    ),
+    outputs=("loss",),
+)
+
+DENSE_INDEX_GRADIENTS = Op(
+    "dense_index_gradients",
+    DenseIndexGradients,
+    (
+        Kernel("sm90", lambda: sm90.dense_index_gradients, _refuse_dense),
+        Kernel("triton", lambda: triton.dense_index_gradients),
+        Kernel("cpu", lambda: cpu.dense_index_gradients),
+    ),
+    outputs=("loss", "diq", "dweights", "dik"),
+)
 
 OPS = {
-    "selected_scores": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().selected_scores, _indexer_refused_by_sm90),
-            Kernel("triton", lambda: _triton().selected_scores),
-            Kernel("cpu", lambda: _cpu().selected_scores),
-        ),
-    ),
-    "selected_scores_backward": Op(
-        GRADIENTS,
-        (
-            Kernel("sm90", lambda: _sm90().selected_scores_backward, _indexer_refused_by_sm90),
-            Kernel("triton", lambda: _triton().selected_scores_backward),
-            Kernel("cpu", lambda: _cpu().selected_scores_backward),
-        ),
-    ),
-    "attention_target": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().attention_target, _targets_refused_by_sm90),
-            Kernel("triton", lambda: _triton().attention_target),
-            Kernel("cpu", lambda: _cpu().attention_target),
-        ),
-    ),
-    "dense_index_loss": Op(
-        ("loss",),
-        (
-            Kernel("sm90", lambda: _sm90().dense_index_loss, _dense_refused_by_sm90),
-            Kernel("triton", lambda: _triton().dense_index_loss),
-            Kernel("cpu", lambda: _cpu().dense_index_loss),
-        ),
-    ),
-    "dense_index_gradients": Op(
-        ("loss", *GRADIENTS),
-        (
-            Kernel("sm90", lambda: _sm90().dense_index_gradients, _dense_refused_by_sm90),
-            Kernel("triton", lambda: _triton().dense_index_gradients),
-            Kernel("cpu", lambda: _cpu().dense_index_gradients),
-        ),
-    ),
+    op.name: op
+    for op in (
+        SELECTED_SCORES,
+        SELECTED_SCORES_BACKWARD,
+        ATTENTION_TARGET,
+        DENSE_INDEX_LOSS,
+        DENSE_INDEX_GRADIENTS,
+    )
 }

@@ -9,130 +9,81 @@ import torch
 from torch import Tensor
 
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.losses.arguments import (
+    AttentionTarget,
+    DenseIndexGradients,
+    DenseIndexLoss,
+    SelectedScores,
+    SelectedScoresBackward,
+)
 
 
-def selected_scores(
-    *,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-) -> None:
+def selected_scores(call: SelectedScores) -> None:
+    iq, ik, out = call.iq, call.ik, call.out
     out.fill_(-torch.inf)
-    for part in _parts(ik, topk_indices, iq.shape[1]):
-        _, valid, keys = _listed(ik, topk_indices, topk_lengths, part)
+    for part in _parts(ik, call.topk_indices, iq.shape[1]):
+        _, valid, keys = _listed(ik, call.topk_indices, call.topk_lengths, part)
         logits = (keys @ iq[part].float().mT).relu_()  # [c, K, HI]
-        scores = (logits @ weights[part, :, None].float())[..., 0]
+        scores = (logits @ call.weights[part, :, None].float())[..., 0]
         out[part] = scores.masked_fill_(~valid, -torch.inf)
 
 
-def selected_scores_backward(
-    *,
-    dscores: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
+def selected_scores_backward(call: SelectedScoresBackward) -> None:
+    iq, ik, diq, dweights = call.iq, call.ik, call.diq, call.dweights
     sums = torch.zeros(ik.shape, dtype=torch.float32)
     for grad in (diq, dweights):
         grad.zero_()
-    for part in _parts(ik, topk_indices, 2 * iq.shape[1]):
-        rows, valid, keys = _listed(ik, topk_indices, topk_lengths, part)
-        queries, given = iq[part].float(), dscores[part].where(valid, 0)[..., None]
+    for part in _parts(ik, call.topk_indices, 2 * iq.shape[1]):
+        rows, valid, keys = _listed(ik, call.topk_indices, call.topk_lengths, part)
+        queries, given = iq[part].float(), call.dscores[part].where(valid, 0)[..., None]
         logits = keys @ queries.mT  # [c, K, HI]
         dweights[part] = (given.mT @ logits.relu())[:, 0]
-        dlogits = (logits > 0) * weights[part, None].float() * given
+        dlogits = (logits > 0) * call.weights[part, None].float() * given
         diq[part] = dlogits.mT @ keys
         terms = (dlogits @ queries).masked_fill_(~valid[..., None], 0)
         # One after the other, in the order of the entries.
         sums.index_add_(0, rows.flatten(), terms.flatten(0, 1))
-    dik.copy_(sums)
+    call.dik.copy_(sums)
 
 
-def attention_target(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    normalize: bool,
-    out: Tensor,
-) -> None:
+def attention_target(call: AttentionTarget) -> None:
+    q, kv, lse, attn_sink, out = call.q, call.kv, call.lse, call.attn_sink, call.out
     out.zero_()
-    for part in _parts(kv, topk_indices, q.shape[1]):
-        _, valid, keys = _listed(kv, topk_indices, topk_lengths, part)
+    for part in _parts(kv, call.topk_indices, q.shape[1]):
+        _, valid, keys = _listed(kv, call.topk_indices, call.topk_lengths, part)
         logits = q[part].float() @ keys.mT  # [c, H, K]
-        probs = logits.mul_(softmax_scale).sub_(lse[part, :, None]).exp_()
+        probs = logits.mul_(call.softmax_scale).sub_(lse[part, :, None]).exp_()
         if attn_sink is not None:
             probs *= torch.sigmoid(lse[part] - attn_sink)[..., None]
         target = probs.sum(1).masked_fill_(~valid, 0)
-        out[part] = _normalize(target) if normalize else target
+        out[part] = _normalize(target) if call.normalize else target
 
 
-def dense_index_loss(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-) -> None:
-    attention, ranges = (q, k, lse, softmax_scale), (row_starts, row_ends)
+def dense_index_loss(call: DenseIndexLoss) -> None:
+    call, loss = call.counted(), call.loss
     loss.zero_()
-    for part, rows, seen in _seen(ik, *ranges, max_workspace_bytes):
-        keys = _index_keys(ik, rows, seen)
-        scores = _index_scores(iq[part].float(), weights[part].float(), keys, seen)
-        target = _dense_target(*attention, part, rows, seen)
-        loss += _losses(scores.log_softmax(-1), target, seen, row_weights, part)
+    for part, rows, seen in _seen(call):
+        keys = _index_keys(call.ik, rows, seen)
+        scores = _index_scores(call.iq[part].float(), call.weights[part].float(), keys, seen)
+        target = _dense_target(call, part, rows, seen)
+        loss += _losses(scores.log_softmax(-1), target, seen, call.row_weights, part)
 
 
-def dense_index_gradients(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
-    attention, ranges = (q, k, lse, softmax_scale), (row_starts, row_ends)
+def dense_index_gradients(call: DenseIndexGradients) -> None:
+    loss, (diq, dweights, dik) = call.loss, call.grads
+    of_loss = call.of_loss().counted()
+    iq, weights, ik, row_weights = of_loss.iq, of_loss.weights, of_loss.ik, of_loss.row_weights
     sums = torch.zeros(ik.shape, dtype=torch.float32)
     for result in (loss, diq, dweights):
         result.zero_()
-    for part, rows, seen in _seen(ik, *ranges, max_workspace_bytes):
+    for part, rows, seen in _seen(of_loss):
         queries, factors, keys = (
             iq[part].float(),
             weights[part].float(),
             _index_keys(ik, rows, seen),
         )
         logs = _index_scores(queries, factors, keys, seen).log_softmax(-1)
-        target = _dense_target(*attention, part, rows, seen)
+        target = _dense_target(of_loss, part, rows, seen)
         loss += _losses(logs, target, seen, row_weights, part)
         # A row without mass in its target has no loss.
         given = logs.exp_().mul_(target.sum(-1, keepdim=True) != 0).sub_(target)  # [c, n]
@@ -176,35 +127,27 @@ def _normalize(target: Tensor) -> Tensor:
     return target.div_(mass.where(mass != 0, 1))
 
 
-def _seen(
-    ik: Tensor, row_starts: Tensor, row_ends: Tensor, max_workspace_bytes: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _seen(call: DenseIndexLoss) -> Iterator[tuple[slice, slice, Tensor]]:
     """Tokens, the rows that they may see, and the mask ``[c, n]`` of what each of them sees."""
-    num_tokens, num_rows = row_starts.shape[0], ik.shape[0]
-    starts, ends = (bounds.long().clamp(0, num_rows) for bounds in (row_starts, row_ends))
+    num_tokens, num_rows = call.row_starts.shape[0], call.ik.shape[0]
+    ranges = call.row_starts, call.row_ends
+    starts, ends = (bounds.long().clamp(0, num_rows) for bounds in ranges)
     # Scores, targets, and the logits of a head.
-    for part in cpu.blocks(num_tokens, max_workspace_bytes // (16 * max(num_rows, 1))):
+    for part in cpu.blocks(num_tokens, call.max_workspace_bytes // (16 * max(num_rows, 1))):
         rows = slice(int(starts[part].min()), int(ends[part].max()))
         if rows.start < rows.stop:
             columns = torch.arange(rows.start, rows.stop)
             yield part, rows, (columns >= starts[part, None]) & (columns < ends[part, None])
 
 
-def _dense_target(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    part: slice,
-    rows: slice,
-    seen: Tensor,
-) -> Tensor:
+def _dense_target(call: DenseIndexLoss, part: slice, rows: slice, seen: Tensor) -> Tensor:
     """What all heads together attend to, ``[c, n]``; 0 for rows that a token does not see."""
+    q, k, lse = call.q, call.k, call.lse
     target = torch.zeros(seen.shape, dtype=torch.float32)
     for head in range(q.shape[1]):
         keys = k[rows] if k.dim() == 2 else k[rows, head]
         logits = q[part, head].float() @ keys.float().T
-        target += logits.mul_(softmax_scale).sub_(lse[part, head, None]).exp_()
+        target += logits.mul_(call.softmax_scale).sub_(lse[part, head, None]).exp_()
     return _normalize(target.masked_fill_(~seen, 0))
 
 

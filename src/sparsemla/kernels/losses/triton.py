@@ -31,6 +31,13 @@ from torch import Tensor
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, length_of, load_entries
+from sparsemla.kernels.losses.arguments import (
+    AttentionTarget,
+    DenseIndexGradients,
+    DenseIndexLoss,
+    SelectedScores,
+    SelectedScoresBackward,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -286,23 +293,16 @@ def _list_targets(
     tl.store(out + token * topk + at, tl.where(valid, total, 0.0), mask=at < topk)
 
 
-def selected_scores(
-    *,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-) -> None:
+def selected_scores(call: SelectedScores) -> None:
+    iq, topk_indices, out = call.iq, call.topk_indices, call.out
     (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
     if out.numel() == 0:
         return
     tiles = choose_tiles(num_heads, iq.dtype == torch.float32)
     _list_scores[(num_tokens * cdiv(topk, tiles.keys),)](
-        *_lists(iq, weights, ik, topk_indices, topk_lengths),
+        *_lists(iq, call.weights, call.ik, topk_indices, call.topk_lengths),
         out,
-        ik.shape[0],
+        call.ik.shape[0],
         topk,
         num_heads,
         **_dims(dim),
@@ -322,18 +322,9 @@ def _dims(dim: int) -> dict[str, int]:
     return {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
 
 
-def selected_scores_backward(
-    *,
-    dscores: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
+def selected_scores_backward(call: SelectedScoresBackward) -> None:
+    iq, weights, ik, topk_indices = call.iq, call.weights, call.ik, call.topk_indices
+    dscores, dik = call.dscores, call.dik
     (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
     total = torch.zeros_like(dik, dtype=torch.float32)
     # float16 cannot hold small gradients.
@@ -345,12 +336,12 @@ def selected_scores_backward(
         some = slice(first, min(first + chunk, num_tokens))
         count = some.stop - first
         indices = topk_indices[some]
-        lengths = None if topk_lengths is None else topk_lengths[some]
+        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
         lists = _lists(iq[some], weights[some], ik, indices, lengths)
         sizes = ik.shape[0], topk, num_heads
         given = dscores[some], dscores.stride(0)
         _list_queries[(count * cdiv(num_heads, tiles.heads),)](
-            *given, *lists, diq[some], dweights[some], *sizes, **_dims(dim), T=tiles
+            *given, *lists, call.diq[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
         )
         if topk and ik.shape[0]:
             _list_terms[(count * cdiv(topk, tiles.keys),)](
@@ -360,18 +351,8 @@ def selected_scores_backward(
     dik.copy_(total)
 
 
-def attention_target(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    normalize: bool,
-    out: Tensor,
-) -> None:
+def attention_target(call: AttentionTarget) -> None:
+    q, kv, lse, topk_indices, out = call.q, call.kv, call.lse, call.topk_indices, call.out
     (num_tokens, num_heads, dim), topk = q.shape, topk_indices.shape[1]
     if out.numel() == 0:
         return
@@ -383,21 +364,21 @@ def attention_target(
         kv.stride(0),
         topk_indices,
         topk_indices.stride(0),
-        topk_lengths,
+        call.topk_lengths,
         lse,
         lse.stride(0),
-        attn_sink,
+        call.attn_sink,
         out,
         kv.shape[0],
         topk,
         num_heads,
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         DIM=dim,
         BLOCK_D=_panel(dim),
         T=tiles,
         num_stages=3,
     )
-    if normalize:
+    if call.normalize:
         normalize_rows(out)
 
 
@@ -652,59 +633,12 @@ LOSS_BLOCK = 1024
 """Rows that a program of the losses loads at a time."""
 
 
-def dense_index_loss(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-) -> None:
-    _dense(
-        (q, k, lse, softmax_scale),
-        (iq, weights, ik),
-        (row_starts, row_ends),
-        row_weights,
-        max_workspace_bytes,
-        loss,
-        None,
-    )
+def dense_index_loss(call: DenseIndexLoss) -> None:
+    _dense(call.counted(), None)
 
 
-def dense_index_gradients(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
-    _dense(
-        (q, k, lse, softmax_scale),
-        (iq, weights, ik),
-        (row_starts, row_ends),
-        row_weights,
-        max_workspace_bytes,
-        loss,
-        (diq, dweights, dik),
-    )
+def dense_index_gradients(call: DenseIndexGradients) -> None:
+    _dense(call.of_loss().counted(), call.grads)
 
 
 def losses_of_tokens(
@@ -728,33 +662,25 @@ def losses_of_tokens(
     )
 
 
-def _dense(
-    attention: tuple[Tensor, Tensor, Tensor, float],
-    indexer: tuple[Tensor, Tensor, Tensor],
-    ranges: tuple[Tensor, Tensor],
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
+def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) -> None:
     """The loss, and its gradients if there is memory for them."""
-    (q, k, lse, softmax_scale), (iq, weights, ik) = attention, indexer
+    q, k, lse, iq, weights, ik = call.q, call.k, call.lse, call.iq, call.weights, call.ik
     num_tokens, num_heads, head_dim = q.shape
     num_rows, dim = ik.shape
     if num_tokens * num_rows == 0:
-        for result in (loss, *(grads or ())):
+        for result in (call.loss, *(grads or ())):
             result.zero_()
         return
     # float16 cannot hold small gradients; the loss alone has the bits of the loss beside them.
     tiles = choose_tiles(1, iq.dtype != torch.bfloat16 or q.dtype == torch.float32)
-    at_once = max(1, max_workspace_bytes // (8 * num_rows * tiles.tokens)) * tiles.tokens
+    at_once = max(1, call.max_workspace_bytes // (8 * num_rows * tiles.tokens)) * tiles.tokens
     target, scores = lse.new_empty(2, min(at_once, num_tokens), num_rows)
     losses = lse.new_empty(num_tokens)
     total = None if grads is None else torch.zeros_like(grads[2], dtype=torch.float32)
     for first in range(0, num_tokens, at_once):
         some = slice(first, min(first + at_once, num_tokens))
         count = some.stop - first
-        seen = ranges[0][some], ranges[1][some]
+        seen = call.row_starts[some], call.row_ends[some]
         heads = iq[some], *iq.stride()[:2], weights[some], weights.stride(0), ik, ik.stride(0)
         _dense_tiles[(cdiv(count, tiles.tokens) * cdiv(num_rows, tiles.keys),)](
             q[some],
@@ -772,7 +698,7 @@ def _dense(
             num_rows,
             num_heads,
             iq.shape[1],
-            softmax_scale * LOG2E.value,
+            call.softmax_scale * LOG2E.value,
             D=head_dim,
             BLOCK_D=_panel(head_dim),
             DI=dim,
@@ -781,7 +707,7 @@ def _dense(
             num_warps=tiles.num_warps,
             num_stages=3,
         )
-        weights_of_rows = None if row_weights is None else row_weights[some]
+        weights_of_rows = None if call.row_weights is None else call.row_weights[some]
         losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
             diq, dweights, _ = grads
@@ -793,6 +719,6 @@ def _dense(
             _dense_keys[(cdiv(num_rows, tiles.keys),)](
                 target, *heads, *seen, total, *sizes, **options
             )
-    torch.sum(losses, 0, out=loss)
-    if grads is not None:
+    torch.sum(losses, 0, out=call.loss)
+    if grads is not None and total is not None:
         grads[2].copy_(total)

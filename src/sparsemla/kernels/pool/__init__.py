@@ -1,28 +1,24 @@
 """Windows of tokens, pooled into cache rows."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from sparsemla.kernels.common.registry import Kernel, Op
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+from sparsemla.kernels.pool.arguments import PoolWindows
 
+if TYPE_CHECKING:
+    from sparsemla.kernels.pool import cpu, triton
+else:
+    cpu, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "triton"))
 
-def _triton() -> ModuleType:
-    from sparsemla.kernels.pool import triton
-
-    return triton
-
-
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.pool import cpu
-
-    return cpu
-
-
-OPS = {
-    "pool_windows": Op(
-        ("kv_out",),
-        (
-            Kernel("triton", lambda: _triton().pool_windows),
-            Kernel("cpu", lambda: _cpu().pool_windows),
-        ),
+POOL_WINDOWS = Op(
+    "pool_windows",
+    PoolWindows,
+    (
+        Kernel("triton", lambda: triton.pool_windows),
+        Kernel("cpu", lambda: cpu.pool_windows),
     ),
-}
+    outputs=("kv_out",),
+    mutates=("state", "cache"),
+)
+
+OPS = {POOL_WINDOWS.name: POOL_WINDOWS}

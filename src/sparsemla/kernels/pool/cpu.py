@@ -5,86 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
-from sparsemla.formats import ScaleMode
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.pool.arguments import PoolWindows
 from sparsemla.kernels.quant.cpu import fused_rope_rmsnorm_quant
-from sparsemla.pooling import Pooling, WindowState
+from sparsemla.pooling import WindowState
 
 
-def pool_windows(
-    *,
-    values: Tensor,
-    gates: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    state: WindowState,
-    cache: PagedCache,
-    pooling: Pooling,
-    gate_bias: Tensor | None,
-    positions: Tensor,
-    request_ids: Tensor,
-    input_row_offsets: Tensor,
-    ring_ids: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: ScaleMode,
-    kv_out: Tensor | None,
-) -> None:
-    requests = request_ids.long()
-    known = (requests >= 0) & (requests < len(ring_ids)) & (positions >= 0)
+def pool_windows(call: PoolWindows) -> None:
+    values, gates, gate_bias, state = call.values, call.gates, call.gate_bias, call.state
+    pooling, ring_ids = call.pooling, call.ring_ids
+    requests, places = call.request_ids.long(), call.positions.long()
+    known = (requests >= 0) & (requests < len(ring_ids)) & (places >= 0)
     requests = requests.where(known, 0)
-    tokens = torch.arange(len(positions))
-    offsets = input_row_offsets.long().clamp(0, len(positions))
+    tokens = torch.arange(len(places))
+    offsets = call.input_row_offsets.long().clamp(0, len(places))
     # Without requests there is one offset.
     firsts, ends = offsets[requests], offsets[(requests + 1).clamp_max(len(ring_ids))]
     known &= (tokens >= firsts) & (tokens < ends)
-    requests, places = requests.where(known, -1), positions.long()
+    requests = requests.where(known, -1)
     closing = (known & ((places + 1) % pooling.ratio == 0)).nonzero()[:, 0]
     starts = torch.zeros_like(places)
     starts[closing] = places[closing] + 1 - pooling.ratio
-    _check_starts(starts, pooling.ratio, cos_sin_cache)
-    slots = torch.full_like(slot_mapping, -1)
-    slots[closing] = slot_mapping[closing]
-    cpu.check_slots("pool_windows", slots, cache)
-    pooled = torch.zeros(len(positions), norm_weight.shape[0], dtype=torch.float32)
+    _check_starts(starts, pooling.ratio, call.cos_sin_cache)
+    slots = torch.full_like(call.slot_mapping, -1)
+    slots[closing] = call.slot_mapping[closing]
+    cpu.check_slots("pool_windows", slots, call.cache)
+    pooled = torch.zeros(len(places), call.norm_weight.shape[0], dtype=torch.float32)
     # A window takes its width in float32 four times over: values, gates, weights, products.
-    size = 4 * 4 * pooling.window * len(norm_weight) + 1
+    size = 4 * 4 * pooling.window * pooled.shape[1] + 1
     for part in cpu.blocks(len(closing), cpu.WORKSPACE_BYTES // size):
         some = closing[part]
-        pooled[some] = _pool(
-            values,
-            gates,
-            gate_bias,
-            state,
-            pooling,
-            some,
-            places,
-            firsts,
-            requests,
-            ring_ids,
-            pooled.shape[1],
-        )
-    no_queries = pooled.new_empty(len(positions), 0, cos_sin_cache.shape[1])
-    fused_rope_rmsnorm_quant(
-        q_rope=no_queries,
-        kv=pooled,
-        cos_sin_cache=cos_sin_cache,
-        kv_norm_weight=norm_weight,
-        cache=cache,
-        positions=starts,
-        slot_mapping=slots,
-        eps=eps,
-        interleaved=interleaved,
-        scale_mode=scale_mode,
-        out=no_queries,
-        kv_out=kv_out,
-    )
+        pooled[some] = _pool(call, some, places, firsts, requests)
+    fused_rope_rmsnorm_quant(call.write(pooled, starts, slots))
     num_rows = state.rows.shape[1]
     rings = _rings_of(ring_ids, requests, places[:, None], state)[:, 0]
-    paged = ring_ids.dim() == 2
-    kept = ((rings >= 0) & (paged | (tokens + num_rows >= ends))).nonzero()[:, 0]
+    kept = ((rings >= 0) & (call.paged | (tokens + num_rows >= ends))).nonzero()[:, 0]
     state.rows[rings[kept], places[kept] % num_rows] = torch.stack(
         [values[kept].float(), _biased(gates[kept], gate_bias, places[kept] % pooling.ratio)], 1
     )
@@ -103,24 +58,16 @@ def _check_starts(starts: Tensor, ratio: int, cos_sin_cache: Tensor) -> None:
 
 
 def _pool(
-    values: Tensor,
-    gates: Tensor,
-    gate_bias: Tensor | None,
-    state: WindowState,
-    pooling: Pooling,
-    closing: Tensor,
-    places: Tensor,
-    firsts: Tensor,
-    requests: Tensor,
-    ring_ids: Tensor,
-    dim: int,
+    call: PoolWindows, closing: Tensor, places: Tensor, firsts: Tensor, requests: Tensor
 ) -> Tensor:
     """The pools ``[n, D]`` of the windows that the tokens ``closing [n]`` close."""
+    values, gates, gate_bias, state = call.values, call.gates, call.gate_bias, call.state
+    pooling, dim = call.pooling, call.norm_weight.shape[0]
     before = torch.arange(pooling.window - 1, -1, -1)  # oldest token first
     where = places[closing, None] - before  # [n, window]
     source = closing[:, None] - before
     in_step = (where >= 0) & (source >= firsts[closing, None])
-    ring = _rings_of(ring_ids, requests[closing], where, state)
+    ring = _rings_of(call.ring_ids, requests[closing], where, state)
     in_ring = (where >= 0) & ~in_step & (ring >= 0)
     source = source.where(in_step, 0)
     ring = ring.where(in_ring, 0)

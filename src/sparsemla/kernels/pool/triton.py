@@ -26,12 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import register_limit
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.pool.arguments import PoolWindows
 from sparsemla.kernels.quant.triton import fused_rope_rmsnorm_quant
-from sparsemla.pooling import Pooling, WindowState
 
 POOL_ROWS = 128
 """Most tokens of a window that a program loads at a time, without waits between them."""
@@ -380,37 +379,19 @@ def _pool_kernel(
         )
 
 
-def pool_windows(
-    *,
-    values: Tensor,
-    gates: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    state: WindowState,
-    cache: PagedCache,
-    pooling: Pooling,
-    gate_bias: Tensor | None,
-    positions: Tensor,
-    request_ids: Tensor,
-    input_row_offsets: Tensor,
-    ring_ids: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: str,
-    kv_out: Tensor | None,
-) -> None:
+def pool_windows(call: PoolWindows) -> None:
+    values, gates, gate_bias, ring_ids = call.values, call.gates, call.gate_bias, call.ring_ids
+    pooling, state_rows = call.pooling, call.state.rows
     num_tokens = values.shape[0]
     if num_tokens == 0:
         return
-    dim = norm_weight.shape[0]
-    num_rings, ring = state.rows.shape[:2]
-    paged = ring_ids.dim() == 2
+    dim = call.norm_weight.shape[0]
+    num_rings, ring = state_rows.shape[:2]
     num_requests = len(ring_ids)
     # In a long step both launches pass over few rows that are no entries. They belong to requests,
     # so there must be one.
     num_rows = (num_tokens - 1) // pooling.ratio + num_requests
-    is_long = kv_out is None and num_requests > 0 and 2 * num_rows <= num_tokens
+    is_long = call.kv_out is None and num_requests > 0 and 2 * num_rows <= num_tokens
     if not is_long:
         num_rows = num_tokens
     pooled = torch.empty(num_rows, dim, dtype=torch.float32, device=values.device)
@@ -430,12 +411,12 @@ def pool_windows(
             gates.stride(0),
             0 if gate_bias is None else gate_bias.stride(0),
         ),
-        kept=Kept(state.rows, *state.rows.stride()[:3]),
-        positions=positions,
-        request_ids=request_ids,
-        input_row_offsets=input_row_offsets,
+        kept=Kept(state_rows, *state_rows.stride()[:3]),
+        positions=call.positions,
+        request_ids=call.request_ids,
+        input_row_offsets=call.input_row_offsets,
         ring_ids=ring_ids,
-        slot_mapping=slot_mapping,
+        slot_mapping=call.slot_mapping,
         pooled=pooled,
         starts=starts,
         slots=slots,
@@ -443,9 +424,9 @@ def pool_windows(
         num_requests=num_requests,
         num_rings=num_rings,
         table_stride=ring_ids.stride(0),
-        num_columns=ring_ids.shape[1] if paged else 1,
+        num_columns=ring_ids.shape[1] if call.paged else 1,
         RING=ring,
-        PAGED=paged,
+        PAGED=call.paged,
         RATIO=pooling.ratio,
         SERIES=1 + pooling.overlap,
         D=dim,
@@ -457,18 +438,4 @@ def pool_windows(
         **begins_early(values.device, programs * warps),
         **(register_limit(POOL_REGISTERS) if warps == 8 else {}),
     )
-    no_queries = pooled.new_empty(num_rows, 0, cos_sin_cache.shape[1])
-    fused_rope_rmsnorm_quant(
-        q_rope=no_queries,
-        kv=pooled,
-        cos_sin_cache=cos_sin_cache,
-        kv_norm_weight=norm_weight,
-        cache=cache,
-        positions=starts,
-        slot_mapping=slots,
-        eps=eps,
-        interleaved=interleaved,
-        scale_mode=scale_mode,
-        out=no_queries,
-        kv_out=kv_out,
-    )
+    fused_rope_rmsnorm_quant(call.write(pooled, starts, slots))

@@ -1,51 +1,92 @@
 """GEMMs per head, with W_UK and W_UV, and per group of heads, with DeepSeek-V4's W_O_A."""
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from sparsemla.kernels.common.registry import Kernel, Op
+from sparsemla.cache import aligned
+from sparsemla.kernels.common.table import Kernel, LazyModule, Op
+from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
+from sparsemla.weights import HeadWeight
 
+if TYPE_CHECKING:
+    from sparsemla.kernels.projection import cpu, sm90, sm90_groups, triton
+else:
+    cpu, sm90, sm90_groups, triton = (
+        LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "sm90_groups", "triton")
+    )
 
-def _sm90() -> ModuleType:
-    from sparsemla.kernels.projection import sm90
-
-    return sm90
-
-
-def _sm90_groups() -> ModuleType:
-    from sparsemla.kernels.projection import sm90_groups
-
-    return sm90_groups
-
-
-def _triton() -> ModuleType:
-    from sparsemla.kernels.projection import triton
-
-    return triton
+FEW_ROWS = 4096
+"""Tokens times heads up to which the portable kernel for few tokens is as fast as Hopper's."""
+FEW_MERGED_ROWS = 8192
+"""The same for parts, which the portable kernel merges as it loads them."""
 
 
-def _cpu() -> ModuleType:
-    from sparsemla.kernels.projection import cpu
+def _refuse_weight(weight: HeadWeight) -> str | None:
+    """Why the Hopper kernels refuse a weight: all of their tiles are whole."""
+    if weight.scale is None:
+        return f"needs e4m3 weights, got {weight.data.dtype}"
+    rows, columns = weight.scale_block
+    if rows % 128 or columns != 128:
+        return f"needs scales of 128 inputs and 128 * n outputs, got blocks of {rows} x {columns}"
+    _, outputs, inputs = weight.data.shape
+    if outputs % 128 or inputs % 128 or outputs * inputs == 0:
+        return f"needs multiples of 128 outputs and inputs, got {outputs} and {inputs}"
+    return None
 
-    return cpu
+
+def _refuse_blocks(call: ProjectHeads) -> str | None:
+    x, weight = call.x, call.weight
+    rows, few = x.shape[-3] * x.shape[-2], FEW_ROWS if call.lses is None else FEW_MERGED_ROWS
+    if rows <= few:
+        return f"takes more than {few} tokens times heads, got {rows}"
+    if call.batch_invariant:
+        return "needs batch_invariant=False, as few tokens get another kernel"
+    refused = _refuse_weight(weight)
+    if refused is not None:
+        return refused
+    if x.shape[-1] > 512:
+        return f"takes up to 512 inputs, which fit shared memory, got {x.shape[-1]}"
+    # Parts are merged into the workspace first.
+    if not aligned(x if call.lses is None else call.workspace, weight.data):
+        return "needs vectors and weights with rows that start at multiples of 16 bytes"
+    return None
 
 
-OPS = {
-    "project_heads": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90().project_heads),
-            Kernel("triton", lambda: _triton().project_heads),
-            Kernel("cpu", lambda: _cpu().project_heads),
-        ),
-        only_kernels=("batch_invariant", "workspace"),
+PROJECT_HEADS = Op(
+    "project_heads",
+    ProjectHeads,
+    (
+        Kernel("sm90.blocks", lambda: sm90.project_heads, _refuse_blocks),
+        Kernel("triton", lambda: triton.project_heads),
+        Kernel("cpu", lambda: cpu.project_heads),
     ),
-    "project_groups": Op(
-        ("out",),
-        (
-            Kernel("sm90", lambda: _sm90_groups().project_groups),
-            Kernel("triton", lambda: _triton().project_groups),
-            Kernel("cpu", lambda: _cpu().project_groups),
-        ),
-        only_kernels=("workspace",),
+    outputs=("out",),
+    mutates=("workspace",),
+)
+
+
+def _refuse_groups(call: ProjectGroups) -> str | None:
+    weight = call.weight
+    refused = _refuse_weight(weight)
+    if refused is not None:
+        return refused
+    group, row, _ = weight.data.stride()
+    if group != weight.data.shape[1] * row:
+        return "needs the matrices of all groups at the distance of a matrix, for TMA"
+    if not aligned(weight.data):
+        return "needs weights with rows that start at multiples of 16 bytes"
+    return None
+
+
+PROJECT_GROUPS = Op(
+    "project_groups",
+    ProjectGroups,
+    (
+        Kernel("sm90", lambda: sm90_groups.project_groups, _refuse_groups),
+        Kernel("triton", lambda: triton.project_groups),
+        Kernel("cpu", lambda: cpu.project_groups),
     ),
-}
+    outputs=("out",),
+    mutates=("workspace",),
+)
+
+OPS = {op.name: op for op in (PROJECT_HEADS, PROJECT_GROUPS)}

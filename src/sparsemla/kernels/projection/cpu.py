@@ -4,49 +4,33 @@ import torch
 from torch import Tensor
 
 from sparsemla.formats import fp8_scales, to_fp8
+from sparsemla.kernels.attention.arguments import MergeStates
 from sparsemla.kernels.attention.cpu.decode import merge_states
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
 from sparsemla.weights import HeadWeight
 
 
-def project_heads(
-    x: Tensor,
-    weight: HeadWeight,
-    *,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    batch_invariant: bool = False,
-    workspace: Tensor | None = None,
-) -> None:
+def project_heads(call: ProjectHeads) -> None:
+    x, out = call.x, call.out
     if out.numel() == 0:
         return
-    if lses is not None:
-        x = _merged(x, lses, attn_sink)
+    if call.lses is not None:
+        x = _merged(x, call.lses, call.attn_sink)
     # The order of torch's additions may depend on the number of tokens.
-    for tokens in cpu.blocks(len(x), 1 if batch_invariant else len(x)):
-        _project(x[tokens], weight, out[tokens])
+    for tokens in cpu.blocks(len(x), 1 if call.batch_invariant else len(x)):
+        _project(x[tokens], call.weight, out[tokens])
 
 
-def project_groups(
-    x: Tensor,
-    weight: HeadWeight,
-    *,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor | None,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    workspace: Tensor | None = None,
-) -> None:
-    cos_sin = None
-    if cos_sin_cache is not None and positions is not None:
-        cpu.check_positions("project_groups", positions, cos_sin_cache)
-        cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
+def project_groups(call: ProjectGroups) -> None:
+    x, weight, out, cos_sin = call.x, call.weight, call.out, None
+    if call.cos_sin_cache is not None and call.positions is not None:
+        cpu.check_positions("project_groups", call.positions, call.cos_sin_cache)
+        cos_sin = call.cos_sin_cache[call.positions][:, None].float()  # [T, 1, R]
     if out.numel() == 0:
         return
-    if lses is not None:
-        x = _merged(x, lses, attn_sink)
+    if call.lses is not None:
+        x = _merged(x, call.lses, call.attn_sink)
     groups, _, inputs = weight.data.shape
     heads = x.shape[1] // max(groups, 1)
     for group in range(groups):  # makes float32 copies of the inputs of one group at a time
@@ -63,7 +47,7 @@ def project_groups(
 def _merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:
     """The bfloat16 union ``[T, H, V]`` of partial results."""
     out = parts.new_empty(parts.shape[1:], dtype=torch.bfloat16)
-    merge_states(parts, lses, attn_sink=attn_sink, out=out, lse=lses.new_empty(lses.shape[1:]))
+    merge_states(MergeStates(parts, lses, attn_sink, out, lses.new_empty(lses.shape[1:])))
     return out
 
 

@@ -17,8 +17,6 @@ Idealised time line of the two CTAs of a multiprocessor, for one block of output
 
 All four warps do the same, so there are no producers and no mbarriers: ``wait_group`` waits for a
 step's copies, and the compiler adds the barrier between the threads that copy and load a row.
-
-Other problems go to the portable kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from __future__ import annotations
 from math import gcd
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -37,14 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsemla.cache import misalignment
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.early import begins_early
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret
 from sparsemla.kernels.common.integers import cdiv
-from sparsemla.kernels.projection import triton as portable
-from sparsemla.kernels.projection.triton import INVERSE, INVERSE_REST
-from sparsemla.weights import HeadWeight
+from sparsemla.kernels.projection.arguments import ProjectHeads
+from sparsemla.kernels.projection.triton import INVERSE, INVERSE_REST, merge_parts
 
 TOKENS = gl.constexpr(64)
 """Tokens of a block, M of an MMA."""
@@ -54,12 +49,8 @@ OUTPUTS = gl.constexpr(128)
 """Outputs of a block, N of an MMA."""
 STAGES = gl.constexpr(3)
 """Stages of activations, 16 KiB each."""
-MAX_STEPS = 4
-"""Most steps of 16 KiB of weights, so that two CTAs fit a multiprocessor."""
 MAX_BLOCKS = 2
 """Most blocks of outputs per CTA; they share quantised inputs. More blocks are slower."""
-FEW_ROWS = 4096
-"""Tokens times heads up to which the portable kernel is as fast."""
 
 # Pairs of inputs [64, 64], in the same threads as in the MMA's A operand.
 PAIRS = gl.constexpr(
@@ -252,44 +243,11 @@ def _blocks_kernel(
             _store(out, out_token_stride, total, first, num_tokens)
 
 
-def _supports(x: Tensor, weight: HeadWeight) -> bool:
-    """Whether all blocks are whole, and all rows start at multiples of 16 bytes."""
-    _, outputs, inputs = weight.data.shape
-    if weight.scale is None or weight.scale_block[0] % 128 or weight.scale_block[1] != 128:
-        return False
-    if outputs % OUTPUTS.value or inputs % INPUTS.value or inputs > MAX_STEPS * INPUTS.value:
-        return False
-    starts = misalignment(x), misalignment(weight.data)
-    strides = 2 * x.stride(0), 2 * x.stride(1), *weight.data.stride()[:2]
-    return not any(start % 16 for start in (*starts, *strides))
-
-
-def project_heads(
-    *,
-    x: Tensor,
-    weight: HeadWeight,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    batch_invariant: bool = False,
-    workspace: Tensor | None = None,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.projection.project_heads`."""
+def project_heads(call: ProjectHeads) -> None:
+    x, weight, out = call.x, call.weight, call.out
     num_tokens, num_heads, inputs = x.shape[-3:]
-    few = batch_invariant or portable.is_few(num_tokens, num_heads, x.device)
-    if lses is not None and not few:
-        x, lses = portable.merge_parts(x, lses, attn_sink, workspace), None
-    small = batch_invariant or num_tokens * num_heads <= FEW_ROWS
-    if lses is not None or small or not _supports(x, weight):
-        portable.project_heads(
-            x=x,
-            weight=weight,
-            lses=lses,
-            attn_sink=attn_sink,
-            batch_invariant=batch_invariant,
-            out=out,
-        )
-        return
+    if call.lses is not None:
+        x = merge_parts(call, call.lses)
     steps, blocks = inputs // INPUTS.value, weight.data.shape[1] // OUTPUTS.value
     blocks_of_cta = gcd(blocks, MAX_BLOCKS) if steps == 1 else 1
     shares = blocks // blocks_of_cta

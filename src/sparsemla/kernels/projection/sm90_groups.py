@@ -26,8 +26,6 @@ Barriers:
     barrier         arrivals                waits      guards
     full [STAGES]   1, the producer's TMA   consumers  weights and inputs of a step
     empty [STAGES]  1, each consumer        producer   a stage, for reuse
-
-Other problems go to the portable kernels.
 """
 
 from __future__ import annotations
@@ -48,13 +46,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsemla.cache import misalignment
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.gluon import descriptor, reinterpret, tma_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.projection import triton as portable
-from sparsemla.weights import HeadWeight
+from sparsemla.kernels.projection.arguments import ProjectGroups
+from sparsemla.kernels.projection.triton import inputs_of_groups
 
 INPUTS = gl.constexpr(128)
 """Inputs of a step; they share a scale."""
@@ -446,44 +443,11 @@ def _tiles_of(num_tokens: int, num_groups: int, outputs: int, processors: int) -
     return min(Tiles(many, 256), Tiles(many, 128), Tiles(few, 128), key=rows_of_a_processor)
 
 
-def _supports(weight: HeadWeight) -> bool:
-    """Whether all tiles are whole, and TMA can copy them."""
-    _, outputs, inputs = weight.data.shape
-    if weight.scale is None or weight.scale_block[0] % 128 or weight.scale_block[1] != 128:
-        return False
-    if outputs % MANY_OUTPUTS.value or inputs % INPUTS.value:
-        return False
-    group, row, _ = weight.data.stride()
-    return group == outputs * row and row % 16 == 0 and misalignment(weight.data) % 16 == 0
-
-
-def project_groups(
-    *,
-    x: Tensor,
-    weight: HeadWeight,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor | None,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    workspace: Tensor | None = None,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.projection.project_groups`."""
-    if out.numel() == 0 or not _supports(weight):
-        portable.project_groups(
-            x=x,
-            weight=weight,
-            cos_sin_cache=cos_sin_cache,
-            positions=positions,
-            lses=lses,
-            attn_sink=attn_sink,
-            out=out,
-            workspace=workspace,
-        )
+def project_groups(call: ProjectGroups) -> None:
+    x, weight, out = call.x, call.weight, call.out
+    if out.numel() == 0:
         return
-    rows, input_scales = portable.inputs_of_groups(
-        x, weight, cos_sin_cache, positions, lses, attn_sink, workspace
-    )
+    rows, input_scales = inputs_of_groups(call)
     num_tokens, num_groups, inputs = rows.shape
     outputs, steps = weight.data.shape[1], inputs // INPUTS.value
     processors = num_multiprocessors(x.device)

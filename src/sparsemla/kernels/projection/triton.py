@@ -29,6 +29,8 @@ from sparsemla.kernels.common.device import describe, num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.projection import FEW_MERGED_ROWS
+from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
 from sparsemla.kernels.quant.triton import HEAD_DIMS, LAUNCH, load_cos_sin
 from sparsemla.weights import HeadWeight
 
@@ -57,11 +59,11 @@ class Tiles:
     stages: int = 1
 
 
-def is_few(num_tokens: int, num_heads: int, device: torch.device) -> bool:
+def _is_few(num_tokens: int, num_heads: int, device: torch.device) -> bool:
     """Whether ``_few_kernel`` is faster than ``_many_kernel``; measured on an H200."""
     if not describe(device).is_hopper:
         return num_tokens <= FEW_TOKENS
-    return num_tokens * num_heads <= 8192
+    return num_tokens * num_heads <= FEW_MERGED_ROWS
 
 
 def _tiles_of_few(
@@ -401,10 +403,9 @@ def _many_kernel(
         tl.store(out + row[None, :], total.to(tl.bfloat16), mask=inside)
 
 
-def merge_parts(
-    parts: Tensor, lses: Tensor, attn_sink: Tensor | None, workspace: Tensor | None
-) -> Tensor:
+def merge_parts(call: ProjectHeads, lses: Tensor) -> Tensor:
     """Merge the partial results of attention splits into bfloat16."""
+    parts, workspace = call.x, call.workspace
     if workspace is None:
         out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
         lse = torch.empty_like(lses[0])
@@ -413,30 +414,22 @@ def merge_parts(
         first = cdiv(size, 16) * 16
         out = workspace[:size].view(torch.bfloat16).view(parts.shape[1:])
         lse = workspace[first : first + 4 * rows].view(torch.float32).view(lses.shape[1:])
-    launch_merge(parts[:, None], lses[:, None], attn_sink, out[None], lse[None])
+    launch_merge(parts[:, None], lses[:, None], call.attn_sink, out[None], lse[None])
     return out
 
 
-def project_heads(
-    *,
-    x: Tensor,
-    weight: HeadWeight,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    batch_invariant: bool = False,
-    workspace: Tensor | None = None,
-) -> None:
+def project_heads(call: ProjectHeads) -> None:
+    x, weight, lses, out = call.x, call.weight, call.lses, call.out
     num_tokens, num_heads, inputs = x.shape[-3:]
     if num_tokens * num_heads == 0:
         return
-    few = batch_invariant or is_few(num_tokens, num_heads, x.device)
+    few = call.batch_invariant or _is_few(num_tokens, num_heads, x.device)
     if lses is not None and not few:
-        x, lses = merge_parts(x, lses, attn_sink, workspace), None
+        x, lses = merge_parts(call, lses), None
     num_parts = 0 if lses is None else lses.shape[0]
     if few:
         tiles = _tiles_of_few(
-            INVARIANT_TOKENS if batch_invariant else num_tokens, weight, num_parts, x.device
+            INVARIANT_TOKENS if call.batch_invariant else num_tokens, weight, num_parts, x.device
         )
     else:
         tiles = _tiles_of_many(num_tokens, weight, x.device)
@@ -479,7 +472,7 @@ def project_heads(
         **arguments,
         STEP=step,
         lses=lses,
-        attn_sink=attn_sink,
+        attn_sink=call.attn_sink,
         num_parts=num_parts,
         x_part_stride=0 if lses is None else x.stride(0),
         lse_part_stride=0 if lses is None else lses.stride(0),
@@ -712,16 +705,9 @@ def _tiles_of_groups(num_tokens: int, weight: HeadWeight, device: torch.device) 
     return Tiles(rows, tokens, step, warps=rows // 16, stages=4)
 
 
-def inputs_of_groups(
-    x: Tensor,
-    weight: HeadWeight,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor | None,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    workspace: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+def inputs_of_groups(call: ProjectGroups) -> tuple[Tensor, Tensor | None]:
     """The products' inputs ``[T, G, K]``: bfloat16, or codes with scales ``[G * steps, T]``."""
+    x, weight, lses, workspace = call.x, call.weight, call.lses, call.workspace
     num_tokens, num_heads, dim = x.shape[-3:]
     num_groups, _, inputs = weight.data.shape
     size = num_tokens * num_groups * inputs
@@ -739,7 +725,7 @@ def inputs_of_groups(
         rows = rows.view(torch.bfloat16)
     else:
         scales = workspace[first : first + scales_size].view(torch.float32)
-    table = cos_sin_cache
+    table = call.cos_sin_cache
     block = next_power_of_2(step)
     if dim % step == 0:
         num_rows, steps = num_heads, dim // step
@@ -750,9 +736,9 @@ def inputs_of_groups(
     _inputs_kernel[(num_programs,)](
         x=x,
         lses=lses,
-        attn_sink=attn_sink,
+        attn_sink=call.attn_sink,
         cos_sin=table,
-        positions=positions,
+        positions=call.positions,
         inputs=rows,
         scales=scales,
         num_tokens=num_tokens,
@@ -779,27 +765,17 @@ def inputs_of_groups(
     return rows, scales
 
 
-def project_groups(
-    *,
-    x: Tensor,
-    weight: HeadWeight,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor | None,
-    lses: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    workspace: Tensor | None = None,
-) -> None:
+def project_groups(call: ProjectGroups) -> None:
+    x, weight, out = call.x, call.weight, call.out
     if out.numel() == 0:
         return
     num_tokens, _, dim = x.shape[-3:]
     data, scale = weight.data, weight.scale
     num_groups, outputs, inputs = data.shape
     rows, scales = x, None
-    if lses is not None or cos_sin_cache is not None or scale is not None or x.stride(1) != dim:
-        rows, scales = inputs_of_groups(
-            x, weight, cos_sin_cache, positions, lses, attn_sink, workspace
-        )
+    changed = call.lses is not None or call.cos_sin_cache is not None or scale is not None
+    if changed or x.stride(1) != dim:
+        rows, scales = inputs_of_groups(call)
     if scale is not None:  # MMAs of codes read them from shared memory if they are loaded as e4m3
         codes = torch.float8_e4m3fn if has_fp8(x.device) else torch.uint8
         rows, data = rows.view(codes), data.view(codes)

@@ -1,156 +1,94 @@
 """The cache-writing ops on the CPU."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
-from sparsemla.formats import CacheFormat, ScaleMode
+from sparsemla.formats import ScaleMode
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.quant.arguments import (
+    AppendIndexKeys,
+    FusedIndexerRopeQuant,
+    FusedRopeRmsnormQuant,
+    PrepareIndexQueries,
+)
 
 
-def fused_rope_rmsnorm_quant(
-    q_rope: Tensor,
-    kv: Tensor,
-    cos_sin_cache: Tensor,
-    kv_norm_weight: Tensor,
-    cache: PagedCache,
-    *,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: ScaleMode,
-    out: Tensor,
-    kv_out: Tensor | None,
-    query_norm: bool = False,
-) -> None:
+def fused_rope_rmsnorm_quant(call: FusedRopeRmsnormQuant) -> None:
+    q_rope, kv, out, kv_out = call.q_rope, call.kv, call.out, call.kv_out
+    cos_sin_cache, positions, slot_mapping = call.cos_sin_cache, call.positions, call.slot_mapping
     cpu.check_positions("fused_rope_rmsnorm_quant", positions, cos_sin_cache)
-    cpu.check_slots("fused_rope_rmsnorm_quant", slot_mapping, cache)
-    norm_dim = kv_norm_weight.shape[0]
-    weight = kv_norm_weight.float()
+    cpu.check_slots("fused_rope_rmsnorm_quant", slot_mapping, call.cache)
+    scale_mode = cast("ScaleMode", call.scale_mode)
+    norm_dim = call.kv_norm_weight.shape[0]
+    weight = call.kv_norm_weight.float()
     for tokens in _token_blocks(kv.shape[0], kv.shape[1] + q_rope.shape[1] * q_rope.shape[2]):
         cos_sin = cos_sin_cache[positions[tokens]].float()
         rows = kv[tokens].to(torch.float32, copy=True)
         rows[:, :norm_dim] = torch.nn.functional.rms_norm(
-            rows[:, :norm_dim], (norm_dim,), weight, eps
+            rows[:, :norm_dim], (norm_dim,), weight, call.eps
         )
-        _rotate_part(rows, cos_sin, interleaved, rope_first=False)
-        cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
+        _rotate_part(rows, cos_sin, call.interleaved, rope_first=False)
+        call.cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
         if kv_out is not None:
             kv_out[tokens] = rows.to(kv_out.dtype)
         q = q_rope[tokens].to(torch.float32, copy=True)
-        if query_norm:
-            q = torch.nn.functional.rms_norm(q, q.shape[2:], eps=eps)
-        _rotate_part(q, cos_sin[:, None], interleaved, rope_first=False)
+        if call.query_norm:
+            q = torch.nn.functional.rms_norm(q, q.shape[2:], eps=call.eps)
+        _rotate_part(q, cos_sin[:, None], call.interleaved, rope_first=False)
         out[tokens] = q.to(out.dtype)
 
 
-def append_index_keys(
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    *,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: ScaleMode,
-) -> None:
-    cpu.check_positions("append_index_keys", positions, cos_sin_cache)
-    cpu.check_slots("append_index_keys", slot_mapping, cache)
-    weight, bias = norm_weight.float(), norm_bias.float()
+def append_index_keys(call: AppendIndexKeys) -> None:
+    cpu.check_positions("append_index_keys", call.positions, call.cos_sin_cache)
+    cpu.check_slots("append_index_keys", call.slot_mapping, call.cache)
+    _write_keys(call)
+
+
+def prepare_index_queries(call: PrepareIndexQueries) -> None:
+    cpu.check_positions("prepare_index_queries", call.positions, call.cos_sin_cache)
+    _quantise_queries(call)
+
+
+def fused_indexer_rope_quant(call: FusedIndexerRopeQuant) -> None:
+    cpu.check_positions("fused_indexer_rope_quant", call.positions, call.cos_sin_cache)
+    cpu.check_slots("fused_indexer_rope_quant", call.slot_mapping, call.cache)
+    _write_keys(call)
+    _quantise_queries(call)
+
+
+def _write_keys(call: AppendIndexKeys | FusedIndexerRopeQuant) -> None:
+    k, positions, slot_mapping = call.k, call.positions, call.slot_mapping
+    scale_mode = cast("ScaleMode", call.scale_mode)
+    weight, bias = call.norm_weight.float(), call.norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
-        rows = torch.nn.functional.layer_norm(k[tokens].float(), k.shape[1:], weight, bias, eps)
-        cos_sin = cos_sin_cache[positions[tokens]].float()
-        _rotate_part(rows, cos_sin, interleaved, rope_first)
-        rows = _hadamard(rows) if hadamard else rows
-        cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
+        keys = k[tokens].float()
+        rows = torch.nn.functional.layer_norm(keys, k.shape[1:], weight, bias, call.eps)
+        cos_sin = call.cos_sin_cache[positions[tokens]].float()
+        _rotate_part(rows, cos_sin, call.interleaved, call.rope_first)
+        rows = _hadamard(rows) if call.hadamard else rows
+        call.cache.write(slot_mapping[tokens], rows, scale_mode=scale_mode)
 
 
-def prepare_index_queries(
-    q: Tensor,
-    weights: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    positions: Tensor,
-    format: CacheFormat,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: ScaleMode,
-    out: Tensor,
-    weights_out: Tensor,
-) -> None:
-    cpu.check_positions("prepare_index_queries", positions, cos_sin_cache)
+def _quantise_queries(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> None:
+    q, positions, format = call.q, call.positions, call.format
+    scale_mode = cast("ScaleMode", call.scale_mode)
     factor = (q.shape[1] * q.shape[2]) ** -0.5
     for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):
         rows = q[tokens].to(torch.float32, copy=True)
-        cos_sin = cos_sin_cache[positions[tokens]].float()[:, None]
-        _rotate_part(rows, cos_sin, interleaved, rope_first)
-        rows = _hadamard(rows) if hadamard else rows
+        cos_sin = call.cos_sin_cache[positions[tokens]].float()[:, None]
+        _rotate_part(rows, cos_sin, call.interleaved, call.rope_first)
+        rows = _hadamard(rows) if call.hadamard else rows
         stored = format.quantize(rows, scale_mode=scale_mode)
-        folded = weights[tokens].float() * factor
+        folded = call.weights[tokens].float() * factor
         if stored.fp8 is None or format.is_fp4:
-            out[tokens] = format.dequantize(stored)
+            call.out[tokens] = format.dequantize(stored)
         else:
-            out[tokens] = stored.fp8
+            call.out[tokens] = stored.fp8
             if stored.scales is not None:
                 folded *= stored.scales[..., 0]
-        weights_out[tokens] = folded
-
-
-def fused_indexer_rope_quant(
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    *,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: ScaleMode,
-    out: Tensor,
-    weights_out: Tensor,
-) -> None:
-    cpu.check_positions("fused_indexer_rope_quant", positions, cos_sin_cache)
-    cpu.check_slots("fused_indexer_rope_quant", slot_mapping, cache)
-    append_index_keys(
-        k,
-        norm_weight,
-        norm_bias,
-        cos_sin_cache,
-        cache,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        eps=eps,
-        interleaved=interleaved,
-        rope_first=rope_first,
-        hadamard=hadamard,
-        scale_mode=scale_mode,
-    )
-    prepare_index_queries(
-        q,
-        weights,
-        cos_sin_cache,
-        positions=positions,
-        format=cache.format,
-        interleaved=interleaved,
-        rope_first=rope_first,
-        hadamard=hadamard,
-        scale_mode=scale_mode,
-        out=out,
-        weights_out=weights_out,
-    )
+        call.weights_out[tokens] = folded
 
 
 def _token_blocks(num_tokens: int, values_per_token: int) -> "list[slice]":

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sparsemla.cache import PagedCache
 from sparsemla.formats import E2M1_MAX, FLOAT32_TINY, FP8_MAX, CacheFormat
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp4 import decode_e2m1, encode_e2m1, pack_e2m1
 from sparsemla.kernels.common.fp8 import ceil_pow2, decode_e4m3, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import Rows, cache_arguments
+from sparsemla.kernels.quant.arguments import (
+    AppendIndexKeys,
+    FusedIndexerRopeQuant,
+    FusedRopeRmsnormQuant,
+    PrepareIndexQueries,
+)
 
 TINY = tl.constexpr(FLOAT32_TINY)
 MAX = tl.constexpr(FP8_MAX)
@@ -520,45 +524,37 @@ def _fused_kernel(
             tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
 
 
-def fused_rope_rmsnorm_quant(
-    *,
-    q_rope: Tensor,
-    kv: Tensor,
-    cos_sin_cache: Tensor,
-    kv_norm_weight: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    scale_mode: str,
-    out: Tensor,
-    kv_out: Tensor | None,
-    query_norm: bool = False,
-) -> None:
+def fused_rope_rmsnorm_quant(call: FusedRopeRmsnormQuant) -> None:
     # The first programs write rows, the others rotate heads.
-    fmt = cache.format
+    q_rope, kv, kv_out, cos_sin_cache = call.q_rope, call.kv, call.kv_out, call.cos_sin_cache
+    fmt = call.cache.format
     num_tokens, num_heads = q_rope.shape[:2]
     widths = _fused_widths(
-        fmt, kv_norm_weight.shape[0], cos_sin_cache.shape[1], num_heads, query_norm, interleaved
+        fmt,
+        call.kv_norm_weight.shape[0],
+        cos_sin_cache.shape[1],
+        num_heads,
+        call.query_norm,
+        call.interleaved,
     )
+    out = call.out
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
     num_programs = num_tokens * (1 + cdiv(num_heads, widths["HEADS"]))
-    rows, layout = cache_arguments(cache)
+    rows, layout = cache_arguments(call.cache)
     _fused_kernel[(num_programs,)](
         q=q_rope,
         out=out,
         kv=kv,
         kv_out=kv_out,
         cos_sin=cos_sin_cache,
-        norm_weight=kv_norm_weight,
-        positions=positions,
-        slot_mapping=slot_mapping,
+        norm_weight=call.kv_norm_weight,
+        positions=call.positions,
+        slot_mapping=call.slot_mapping,
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_positions=cos_sin_cache.shape[0],
-        eps=eps,
+        eps=call.eps,
         q_token_stride=q_rope.stride(0),
         q_head_stride=q_rope.stride(1),
         out_token_stride=out.stride(0),
@@ -566,7 +562,7 @@ def fused_rope_rmsnorm_quant(
         kv_stride=kv.stride(0),
         kv_out_stride=0 if kv_out is None else kv_out.stride(0),
         table_stride=cos_sin_cache.stride(0),
-        S=scaling_of(fmt, scale_mode),
+        S=scaling_of(fmt, call.scale_mode),
         NATIVE=has_fp8(kv.device),
         rows=rows,
         L=layout,
@@ -869,9 +865,8 @@ NO_KEYS: dict[str, Any] = {
 }
 
 
-def _query_arguments(
-    q: Tensor, weights: Tensor, out: Tensor, weights_out: Tensor
-) -> dict[str, Any]:
+def _query_arguments(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> dict[str, Any]:
+    q, weights, out, weights_out = call.q, call.weights, call.out, call.weights_out
     num_heads, dim = q.shape[1:]
     heads = max(1, HEAD_DIMS // next_power_of_2(dim))
     return {
@@ -891,42 +886,30 @@ def _query_arguments(
     }
 
 
-def _key_arguments(
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cache: PagedCache,
-    slot_mapping: Tensor,
-    eps: float,
-) -> dict[str, Any]:
-    rows, layout = cache_arguments(cache)
+def _key_arguments(call: AppendIndexKeys | FusedIndexerRopeQuant) -> dict[str, Any]:
+    rows, layout = cache_arguments(call.cache)
     return {
-        "k": k,
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-        "slot_mapping": slot_mapping,
-        "num_keys": k.shape[0],
-        "eps": eps,
-        "k_stride": k.stride(0),
+        "k": call.k,
+        "norm_weight": call.norm_weight,
+        "norm_bias": call.norm_bias,
+        "slot_mapping": call.slot_mapping,
+        "num_keys": call.k.shape[0],
+        "eps": call.eps,
+        "k_stride": call.k.stride(0),
         "rows": rows,
         "L": layout,
     }
 
 
 def _launch_index(
+    call: AppendIndexKeys | PrepareIndexQueries | FusedIndexerRopeQuant,
     queries: dict[str, Any],
     keys: dict[str, Any],
-    fmt: CacheFormat,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
 ) -> None:
     # The first programs write keys, the others quantise heads.
+    fmt, cos_sin_cache, positions = call.format, call.cos_sin_cache, call.positions
     dim, rope_dim = fmt.head_dim, cos_sin_cache.shape[1]
-    start = 0 if rope_first else dim - rope_dim
+    start = 0 if call.rope_first else dim - rope_dim
     dims = next_power_of_2(dim)
     num_programs = positions.shape[0] * cdiv(queries["num_heads"], queries["HEADS"])
     num_programs += keys["num_keys"]
@@ -935,14 +918,14 @@ def _launch_index(
         positions=positions,
         num_positions=cos_sin_cache.shape[0],
         table_stride=cos_sin_cache.stride(0),
-        S=scaling_of(fmt, scale_mode),
+        S=scaling_of(fmt, call.scale_mode),
         SCALED=fmt.num_scales > 0,
         NATIVE=has_fp8(positions.device),
         D=dim,
         START=start,
         R=rope_dim,
-        INTERLEAVED=interleaved,
-        STAGES=dims.bit_length() - 1 if hadamard else 0,
+        INTERLEAVED=call.interleaved,
+        STAGES=dims.bit_length() - 1 if call.hadamard else 0,
         DIMS=dims,
         PAIRS=max(next_power_of_2(rope_dim // 2), 1),
         REST_DIMS=max(next_power_of_2(dim - rope_dim), 1),
@@ -953,88 +936,13 @@ def _launch_index(
     )
 
 
-def fused_indexer_rope_quant(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-    out: Tensor,
-    weights_out: Tensor,
-) -> None:
-    _launch_index(
-        _query_arguments(q, weights, out, weights_out),
-        _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps),
-        cache.format,
-        cos_sin_cache,
-        positions,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
-    )
+def fused_indexer_rope_quant(call: FusedIndexerRopeQuant) -> None:
+    _launch_index(call, _query_arguments(call), _key_arguments(call))
 
 
-def append_index_keys(
-    *,
-    k: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    cos_sin_cache: Tensor,
-    cache: PagedCache,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-) -> None:
-    _launch_index(
-        NO_QUERIES,
-        _key_arguments(k, norm_weight, norm_bias, cache, slot_mapping, eps),
-        cache.format,
-        cos_sin_cache,
-        positions,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
-    )
+def append_index_keys(call: AppendIndexKeys) -> None:
+    _launch_index(call, NO_QUERIES, _key_arguments(call))
 
 
-def prepare_index_queries(
-    *,
-    q: Tensor,
-    weights: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    format: CacheFormat,
-    interleaved: bool,
-    rope_first: bool,
-    hadamard: bool,
-    scale_mode: str,
-    out: Tensor,
-    weights_out: Tensor,
-) -> None:
-    _launch_index(
-        _query_arguments(q, weights, out, weights_out),
-        NO_KEYS,
-        format,
-        cos_sin_cache,
-        positions,
-        interleaved,
-        rope_first,
-        hadamard,
-        scale_mode,
-    )
+def prepare_index_queries(call: PrepareIndexQueries) -> None:
+    _launch_index(call, _query_arguments(call), NO_KEYS)

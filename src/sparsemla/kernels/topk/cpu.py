@@ -7,22 +7,15 @@ from torch import Tensor
 
 from sparsemla.cache import slots_of, to_int32
 from sparsemla.kernels.common import cpu
+from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 
 OUTSIDE = torch.iinfo(torch.int32).min
 """Key of a column outside the row, one below the key of NaN, the lowest key in a row."""
 
 
-def select_topk(
-    scores: Tensor,
-    topk: int,
-    *,
-    row_starts: Tensor | None,
-    row_ends: Tensor | None,
-    page_table: Tensor | None = None,
-    request_ids: Tensor | None = None,
-    page_size: int | None = None,
-    out: Tensor,
-) -> None:
+def select_topk(call: SelectTopk) -> None:
+    scores, topk, out = call.scores, call.topk, call.out
+    row_starts, row_ends = call.row_starts, call.row_ends
     num_rows, num_cols = scores.shape
     starts = torch.zeros(num_rows, dtype=torch.long) if row_starts is None else row_starts.long()
     ends = torch.full((num_rows,), num_cols) if row_ends is None else row_ends.long()
@@ -40,10 +33,11 @@ def select_topk(
         inside = (columns >= starts[rows, None]) & (columns < ends[rows, None])
         chosen = _largest(keys.masked_fill_(~inside, OUTSIDE), topk)
         out[rows] = (chosen + first - starts[rows, None]).int()
-    if page_table is not None and request_ids is not None and page_size is not None:
+    table, request_ids, page_size = call.page_table, call.request_ids, call.page_size
+    if table is not None and request_ids is not None and page_size is not None:
         for part in cpu.blocks(num_rows, cpu.WORKSPACE_BYTES // (32 * topk)):
             requests = request_ids[part, None].expand_as(out[part])
-            out[part] = to_int32(slots_of(page_table, requests, out[part], page_size))
+            out[part] = to_int32(slots_of(table, requests, out[part], page_size))
 
 
 def order_keys(scores: Tensor) -> Tensor:
@@ -65,20 +59,19 @@ def _largest(keys: Tensor, topk: int) -> Tensor:
     return chosen.nonzero()[:, 1].view(keys.shape[0], topk)
 
 
-def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
-    merge_sorted(values, indices, topk, out, select_topk)
+def merge_topk(call: MergeTopk) -> None:
+    sort_and_select(call, select_topk)
 
 
-def merge_sorted(
-    values: Tensor, indices: Tensor, topk: int, out: Tensor, select: Callable[..., None]
-) -> None:
+def sort_and_select(call: MergeTopk, select: Callable[[SelectTopk], None]) -> None:
     """Merge candidates: sort each row by index, then let ``select`` select from the rows.
 
     Entries without a candidate have negative indices, so they come first: rows start behind them.
     """
+    values, indices, topk, out = call
     ids, order = indices.transpose(0, 1).flatten(1).sort(dim=1)
     scores = values.transpose(0, 1).flatten(1).gather(1, order)
     starts = (ids < 0).sum(1, keepdim=True)
-    select(scores=scores, topk=topk, row_starts=starts[:, 0], row_ends=None, out=out)
+    select(SelectTopk(scores, topk, row_starts=starts[:, 0], out=out))
     chosen = ids.gather(1, (out + starts).where(out >= 0, 0)) if ids.shape[1] else out
     out.copy_(chosen.where(out >= 0, -1))

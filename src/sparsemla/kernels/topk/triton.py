@@ -29,7 +29,8 @@ from torch import Tensor
 
 from sparsemla.kernels.common.device import num_multiprocessors, register_limit
 from sparsemla.kernels.common.slots import slot_of
-from sparsemla.kernels.topk.cpu import merge_sorted
+from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
+from sparsemla.kernels.topk.cpu import sort_and_select
 
 DEAD_KEY = tl.constexpr(-(1 << 31))
 """Key of an element without a score."""
@@ -737,6 +738,8 @@ number that an H200 processes at a time."""
 
 
 AnySchedule = TypeVar("AnySchedule", bound=ListSchedule)
+Scheduler = Callable[[int, int, int, torch.device], ListSchedule]
+"""Maps ``(num_rows, num_cols, topk, device)`` to the schedule of a selection."""
 
 
 def schedule_lists(num_rows: int, num_cols: int, topk: int, device: torch.device) -> ListSchedule:
@@ -767,61 +770,24 @@ def within_list_bytes(schedule: AnySchedule, num_cols: int) -> AnySchedule:
     return schedule if schedule.programs <= bound else replace(schedule, programs=bound)
 
 
-def select_topk(
-    *,
-    scores: Tensor,
-    topk: int,
-    row_starts: Tensor | None,
-    row_ends: Tensor | None,
-    page_table: Tensor | None = None,
-    request_ids: Tensor | None = None,
-    page_size: int | None = None,
-    out: Tensor,
-) -> None:
-    """Launcher; see :func:`sparsemla.ops.topk.select_topk`."""
-    if scores.shape[0]:
-        schedule = schedule_lists(*scores.shape, topk, scores.device)
-        ranges = (row_starts, row_ends)
-        launch_in_chunks(
-            launch, schedule, scores, topk, ranges, page_table, request_ids, page_size, out
-        )
+def select_topk(call: SelectTopk) -> None:
+    launch_in_chunks(launch, schedule_lists, call)
 
 
-class Selection(NamedTuple):
-    """The selection of a tier, for kernels that select from their own scores.
-
-    Args:
-        select_topk: launcher; see :func:`sparsemla.ops.topk.select_topk`.
-        schedule_lists: maps ``(num_rows, num_cols, topk, device)`` to the schedule of a selection;
-            the schedule has the size of the lists.
-    """
-
-    select_topk: Callable[..., None]
-    schedule_lists: Callable[[int, int, int, torch.device], ListSchedule]
-
-
-SELECTION = Selection(select_topk, schedule_lists)
-
-
-def launch_in_chunks(
-    launch: Callable[..., None],
-    schedule: AnySchedule,
-    scores: Tensor,
-    topk: int,
-    ranges: tuple[Tensor | None, Tensor | None],
-    page_table: Tensor | None,
-    request_ids: Tensor | None,
-    page_size: int | None,
-    out: Tensor,
-) -> None:
+def launch_in_chunks(launch: Callable[..., None], schedule_of: Scheduler, call: SelectTopk) -> None:
     """Launch a schedule in chunks of rows with lists that fit ``LIST_BYTES``."""
-    num_rows = scores.shape[0]
+    scores, topk, request_ids = call.scores, call.topk, call.request_ids
+    num_rows, num_cols = scores.shape
+    if num_rows == 0:
+        return
+    schedule = schedule_of(num_rows, num_cols, topk, scores.device)
     at_once = schedule.programs if schedule.slices > 1 else num_rows
+    ranges, size = (call.row_starts, call.row_ends), call.page_size or 0
     for first in range(0, num_rows, at_once):
         rows = slice(first, first + at_once)
         starts, ends = (None if of_rows is None else of_rows[rows] for of_rows in ranges)
-        pages = pages_of(page_table, None if request_ids is None else request_ids[rows])
-        launch(scores[rows], topk, starts, ends, out[rows], schedule, pages, page_size or 0)
+        pages = pages_of(call.page_table, None if request_ids is None else request_ids[rows])
+        launch(scores[rows], topk, starts, ends, call.out[rows], schedule, pages, size)
 
 
 def launch(
@@ -954,31 +920,32 @@ def _merge_kernel(
     tl.store(out + i, tl.where(i < count, chosen, -1), mask=i < k)
 
 
-MERGE_BLOCK = 16384
-"""Most candidates of a row that the registers of one program hold."""
-
-
-def merge_topk(*, values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
-    """Launcher; see :func:`sparsemla.ops.topk.merge_topk`."""
+def merge_topk(call: MergeTopk) -> None:
+    """Merge parts whose candidates one program holds."""
+    values, indices, topk, out = call
     num_parts, num_rows, width = values.shape
+    if num_rows == 0:
+        return
     candidates = num_parts * width
-    if candidates > MERGE_BLOCK or topk > MERGE_BLOCK // 4:
-        merge_sorted(values, indices, topk, out, select_topk)
-    elif num_rows:
-        block = max(64, triton.next_power_of_2(candidates))
-        _merge_kernel[(num_rows,)](
-            values,
-            indices,
-            out,
-            candidates,
-            topk,
-            max(width, 1),
-            values.stride(0),
-            values.stride(1),
-            indices.stride(0),
-            indices.stride(1),
-            out.stride(0),
-            BLOCK=block,
-            WIDTH=max(2, triton.next_power_of_2(topk)),
-            num_warps=min(16, max(1, block // 1024)),
-        )
+    block = max(64, triton.next_power_of_2(candidates))
+    _merge_kernel[(num_rows,)](
+        values,
+        indices,
+        out,
+        candidates,
+        topk,
+        max(width, 1),
+        values.stride(0),
+        values.stride(1),
+        indices.stride(0),
+        indices.stride(1),
+        out.stride(0),
+        BLOCK=block,
+        WIDTH=max(2, triton.next_power_of_2(topk)),
+        num_warps=min(16, max(1, block // 1024)),
+    )
+
+
+def merge_sorted(call: MergeTopk) -> None:
+    """Merge any number of candidates: torch sorts them, :func:`select_topk` selects."""
+    sort_and_select(call, select_topk)

@@ -22,7 +22,6 @@ from sparsemla_lab.bench.workloads import (
     DenseDecode,
     HeadProducts,
     Inputs,
-    PermittedDecode,
     PermittedPrefill,
     SelectTopk,
     SharedBackward,
@@ -95,8 +94,7 @@ class Sparsemla(Peer):
     name = "sparsemla"
 
     def supports(self, workload: Workload) -> str | None:
-        permitted = PermittedDecode, PermittedPrefill
-        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, *permitted
+        two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, PermittedPrefill
         if isinstance(workload, two):
             return None
         quantised = isinstance(workload, DenseDecode) and workload.format is not BF16_576
@@ -108,8 +106,8 @@ class Sparsemla(Peer):
             if workload.converts(inputs["q"].device):
                 other, name = workload.in_place, "sparsemla in place"
             return [side(name, workload, inputs, lambda: other(inputs))]
-        if isinstance(workload, (PermittedDecode, PermittedPrefill)):
-            bf16 = workload.bf16_products
+        if isinstance(workload, PermittedPrefill):
+            bf16 = workload.with_bf16
             return [side("sparsemla bf16 products", workload, inputs, lambda: bf16(inputs))]
         if isinstance(workload, SharedPrefill):
             by_token = workload.by_token

@@ -116,7 +116,7 @@ class SGLangTriton(Peer):
 
 
 class SGLangQ8KV8(Peer):
-    """Its prefill with FP8 products, one scale for all queries and one for all rows.
+    """Its prefill with FP8 MMAs, one scale for all queries and one for all rows.
 
     SGLang compiles it at first use. The benchmark calls a library that was compiled beforehand,
     through its C function ``q8kv8_prefill(q, kv, indices, q_scale, kv_scale, out, max_logits, lse,
@@ -140,7 +140,7 @@ class SGLangQ8KV8(Peer):
 
     def supports(self, workload: Workload) -> str | None:
         if not isinstance(workload, PermittedPrefill):
-            return "has FP8 products only"
+            return "has FP8 MMAs only"
         return None if workload.heads % 64 == 0 else "is for multiples of 64 heads"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:

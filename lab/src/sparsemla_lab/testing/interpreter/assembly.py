@@ -59,11 +59,6 @@ def _codes(p: Tensor) -> Tensor:
     return Tensor((2 * bits + 0x80 >> 8).astype(np.uint8), tl.uint8)
 
 
-def _weighed(p: Tensor, weight: Tensor) -> Tensor:
-    """:func:`_codes` of products of float16 numbers."""
-    return _codes(Tensor(p.values * weight.values, tl.float16))
-
-
 def _larger_halves(x: Tensor, y: Tensor) -> Tensor:
     """The larger of each half of words."""
     first, second = (np.ascontiguousarray(words.values).view(np.uint16) for words in (x, y))
@@ -71,7 +66,7 @@ def _larger_halves(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _taken_apart(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-    """Bytes of pairs of dims; see ``fp8_products.take_pairs_apart``."""
+    """Bytes of pairs of dims; see ``fp8_mma.take_pairs_apart``."""
     both = np.stack([low.values, high.values], 1)  # w, 8 keys, half, g, 16 keys, quarter, key
     dims = np.ascontiguousarray(both)[..., None].view(np.uint8)
     return tuple(Tensor(dims[:, :, half, ..., d], tl.uint8) for half in range(2) for d in range(2))
@@ -89,7 +84,7 @@ def text_of(assembly: str) -> str:
 @functools.cache
 def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
     """Functions of the operands; the caller rounds their results to the types that it asks for."""
-    from sparsemla.kernels.attention.sm90 import bf16, chunks, fp8_few_heads, fp8_products
+    from sparsemla.kernels.attention.sm90 import bf16, chunks, fp8_few_heads, fp8_mma
 
     def inside(function: Any) -> str:
         """The assembly in a function of the device."""
@@ -110,9 +105,8 @@ def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
         inside(bf16.scale_pairs): lambda x, alpha: x.to(tl.float32) * alpha,
         inside(bf16.prefetch_blocks): _no_result,
         "max.u16x2 $0, $1, $2;": _larger_halves,
-        inside(fp8_products.to_e4m3): _codes,
-        inside(fp8_products.weigh): _weighed,
-        inside(fp8_products.take_pairs_apart): _taken_apart,
+        inside(fp8_mma.to_e4m3): _codes,
+        inside(fp8_mma.take_pairs_apart): _taken_apart,
         chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,
         fp8_few_heads.DEQUANTISE.value: _decoded,
         fp8_few_heads.DEQUANTISE_KEY_PAIRS.value: _key_pairs,

@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
@@ -23,8 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITCallable
 
 from sparsemla import dispatch
-from sparsemla.kernels.common.registry import Problem
-from sparsemla.kernels.topk.sm90 import candidates, launch, registers
+from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.common.device import GPUS
+from sparsemla.kernels.topk import schedule as topk_schedule
+from sparsemla.kernels.topk.sm90 import candidates, registers
 from sparsemla_lab.testing.interpreter.language import FUNCTIONS, tensor_range, tma_load
 from sparsemla_lab.testing.interpreter.memory import Descriptor, GlobalMemory
 from sparsemla_lab.testing.interpreter.portable import repair
@@ -81,26 +82,26 @@ def acting_as_hopper(seed: int = 0, multiprocessors: int = OF_H200) -> Iterator[
     if not knobs.runtime.interpret:
         raise RuntimeError("the environment variable TRITON_INTERPRET must be 1 before the start")
     repair()
-    original = dispatch._problem
-
-    def problem(*args: Any, **kwargs: Any) -> Problem:
-        return replace(original(*args, **kwargs), device="cuda", capability=(9, 0))
-
+    hopper = GPUS["sm_90"]._replace(multiprocessors=MULTIPROCESSORS)
     with ExitStack() as stack:
         stack.enter_context(interpreting(seed))
-        for name in ("_problem", "problem_of"):
-            stack.enter_context(mock.patch.object(dispatch, name, problem))
-        seen = dict.fromkeys((candidates, launch, registers), multiprocessors)
-        for module, number in {dispatch: MULTIPROCESSORS, **seen}.items():
+        # Launchers themselves see the interpreter.
+        for module in (dispatch, schedule):
+            stack.enter_context(mock.patch.object(module, "describe", return_value=hopper))
+        for module in (candidates, registers, topk_schedule):
             stack.enter_context(
-                mock.patch.object(module, "num_multiprocessors", return_value=number)
+                mock.patch.object(module, "num_multiprocessors", return_value=multiprocessors)
             )
         yield
 
 
 def interpreted_ops() -> tuple[str, ...]:
     """Ops with kernels for Hopper that :func:`acting_as_hopper` runs."""
-    return tuple(name for name, op in dispatch.OPS.items() if op.kernel("sm90") is not None)
+    return tuple(
+        name
+        for name, op in dispatch.OPS.items()
+        if any(kernel.tier == "sm90" for kernel in op.kernels)
+    )
 
 
 def _no_kernel() -> None:

@@ -4,42 +4,27 @@ Keys are never split: threads share the queries.
 """
 
 import functools
-from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
+from sparsemla.kernels.attention.arguments import DenseDecode, MergeStates, SparseDecode
 from sparsemla.kernels.attention.cpu.sparse import Stream, attend_streams
 from sparsemla.kernels.common import cpu
 
 
-def sparse_decode(
-    q: Tensor,
-    cache: PagedCache,
-    topk_indices: Tensor,
-    *,
-    q_rope: Tensor | None,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_cache: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    precision: str,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    if q_rope is not None:
-        q = torch.cat([q, q_rope], dim=-1)
-    streams = [_stream(cache, topk_indices, topk_lengths)]
-    if extra_cache is not None and extra_topk_indices is not None:
-        streams.append(_stream(extra_cache, extra_topk_indices, extra_topk_lengths))
+def sparse_decode(call: SparseDecode) -> None:
+    q, out, lse = call.q, cast(Tensor, call.out), cast(Tensor, call.lse)
+    if call.q_rope is not None:
+        q = torch.cat([q, call.q_rope], dim=-1)
+    streams = [_stream(call.cache, call.topk_indices, call.topk_lengths)]
+    if call.extra_cache is not None and call.extra_topk_indices is not None:
+        streams.append(_stream(call.extra_cache, call.extra_topk_indices, call.extra_topk_lengths))
     num_rows = q.shape[0] * q.shape[1]
     flat_out, flat_lse = q.new_empty(num_rows, *out.shape[2:]), lse.new_empty(num_rows, q.shape[2])
-    attend_streams(q.flatten(0, 1), streams, softmax_scale, attn_sink, flat_out, flat_lse)
+    attend_streams(q.flatten(0, 1), streams, call.softmax_scale, call.attn_sink, flat_out, flat_lse)
     out.copy_(flat_out.view(out.shape))
     lse.copy_(flat_lse.view(lse.shape))
 
@@ -53,24 +38,12 @@ def _stream(cache: PagedCache, topk_indices: Tensor, topk_lengths: Tensor | None
     return Stream(cache, topk_indices.flatten(0, 1), topk_lengths)
 
 
-def dense_decode(
-    q: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    attn_sink: Tensor | None,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def dense_decode(call: DenseDecode) -> None:
+    q, cache, out, lse = call.q, call.cache, cast(Tensor, call.out), cast(Tensor, call.lse)
     query_len, num_heads, head_dim = q.shape[1:]
     block = cpu.WORKSPACE_BYTES // (8 * head_dim)
-    capacity = page_table.shape[1] * cache.page_size  # no key lies beyond the table
-    for request, length in enumerate(seq_lens.tolist()):
+    capacity = call.num_keys  # no key lies beyond the table
+    for request, length in enumerate(call.seq_lens.tolist()):
         # The outs of several parts are rounded after their merge only.
         rounds = q.dtype == torch.bfloat16 and min(length, capacity) <= block
         dtype = torch.bfloat16 if rounds else torch.float32
@@ -81,23 +54,23 @@ def dense_decode(
             torch.full((1, queries.shape[1]), -torch.inf, dtype=torch.float32),
         )
         for part in cpu.blocks(min(length, capacity), block):
-            keys, valid = _page_keys(cache, page_table, request, part)
-            last = length if not causal else length - query_len + 1 + torch.arange(query_len)
-            if causal and part.stop > length - query_len + 1:
+            keys, valid = _page_keys(cache, call.page_table, request, part)
+            last = length if not call.causal else length - query_len + 1 + torch.arange(query_len)
+            if call.causal and part.stop > length - query_len + 1:
                 seen = torch.arange(part.start, part.stop) < last[:, None]  # [S, n]
                 seen = seen.repeat_interleave(num_heads, 0)[None]  # [1, S * H, n]
                 valid = seen if valid is None else seen & valid[:, None]
             keys = keys.to(dtype)
-            part_state = cpu.attend(queries, keys, keys, valid, softmax_scale)
+            part_state = cpu.attend(queries, keys, keys, valid, call.softmax_scale)
             state = cpu.merge(*state, *part_state)
             if rounds:
                 shape = query_len, num_heads, head_dim
                 unrounded = functools.partial(
-                    _unrounded, queries, keys, valid, softmax_scale, shape
+                    _unrounded, queries, keys, valid, call.softmax_scale, shape
                 )
         lse[request] = state[1].view(query_len, num_heads)
         result = state[0].view(query_len, num_heads, head_dim)[..., : out.shape[-1]]
-        out[request] = cpu.finish(result, lse[request], attn_sink, unrounded)
+        out[request] = cpu.finish(result, lse[request], call.attn_sink, unrounded)
 
 
 def _unrounded(
@@ -128,18 +101,17 @@ def _page_keys(
     return keys.masked_fill_(~valid[0, :, None], 0)[None], valid
 
 
-def merge_states(
-    outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
+def merge_states(call: MergeStates) -> None:
+    out, lse = call.out, call.lse
     token_bytes = 4 * out.shape[1] * out.shape[2]
     for rows in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // max(token_bytes, 1)):
         state = (
             torch.zeros(out[rows].shape, dtype=torch.float32),
             torch.full(lse[rows].shape, -torch.inf, dtype=torch.float32),
         )
-        for part, part_lse in zip(outs, lses, strict=True):
+        for part, part_lse in zip(call.outs, call.lses, strict=True):
             # The out of an empty part may hold anything.
             usable = part[rows].float().where(~part_lse[rows].isneginf()[..., None], 0)
             state = cpu.merge(*state, usable, part_lse[rows])
         lse[rows] = state[1]
-        out[rows] = cpu.finish(*state, attn_sink)
+        out[rows] = cpu.finish(*state, call.attn_sink)

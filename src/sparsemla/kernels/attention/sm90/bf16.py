@@ -55,7 +55,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.sm90.abi import (
+from sparsemla.kernels.attention.arguments import (
+    DenseDecode,
+    SparseAttention,
+    SparseDecode,
+    SparsePrefill,
+)
+from sparsemla.kernels.attention.sm90 import arguments
+from sparsemla.kernels.attention.sm90.arguments import (
     KeyList,
     Queries,
     QueryRows,
@@ -850,3 +857,19 @@ def launch(
         num_warps=4,
         launch_pdl=True,
     )
+
+
+def sparse_decode(call: SparseDecode) -> None:
+    arguments.sparse_decode(call, launch)
+
+
+def dense_decode(call: DenseDecode) -> None:
+    arguments.dense_decode(call, launch)
+
+
+def sparse_prefill(call: SparsePrefill) -> None:
+    arguments.sparse_prefill(call, launch)
+
+
+def sparse_attention(call: SparseAttention) -> None:
+    arguments.sparse_attention(call, launch)

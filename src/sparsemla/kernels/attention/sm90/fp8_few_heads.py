@@ -66,7 +66,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kernels.attention.sm90.abi import (
+from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
+from sparsemla.kernels.attention.sm90 import arguments
+from sparsemla.kernels.attention.sm90.arguments import (
     KeyList,
     Queries,
     QueryRows,
@@ -963,3 +965,15 @@ def launch(
         num_warps=8,
         launch_pdl=True,
     )
+
+
+def sparse_decode(call: SparseDecode) -> None:
+    arguments.sparse_decode(call, launch)
+
+
+def dense_decode(call: DenseDecode) -> None:
+    arguments.dense_decode(call, launch)
+
+
+def sparse_prefill(call: SparsePrefill) -> None:
+    arguments.sparse_prefill(call, launch)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
-from sparsemla.kernels.attention.schedule import dense, given_or_chosen, sparse
+from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode
+from sparsemla.kernels.attention.schedule import splits_of_dense, splits_of_sparse
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 from sparsemla.kernels.attention.triton.tiles import (
     LOG2E,
@@ -177,38 +175,23 @@ def _sparse_decode(
     store_state(out, out_rows, lse, lse_rows + head, real, sink, m, l, acc, L.value_dim)
 
 
-def sparse_decode(
-    q: Tensor,
-    cache: PagedCache,
-    topk_indices: Tensor,
-    *,
-    q_rope: Tensor | None,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_cache: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    precision: str,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> None:
+def sparse_decode(call: SparseDecode) -> None:
+    q, q_rope, topk_indices = call.q, call.q_rope, call.topk_indices
     batch, query_len, num_heads = q.shape[:3]
-    rows, layout = cache_arguments(cache)
+    rows, layout = cache_arguments(call.cache)
     extra_rows, extra_layout, extra_strides, extra_topk = None, None, (0, 0), 0
-    if extra_cache is not None and extra_topk_indices is not None:
-        extra_rows, extra_layout = cache_arguments(extra_cache)
-        extra_strides = extra_topk_indices.stride()[:2]
-        extra_topk = extra_topk_indices.shape[2]
-    num_keys = topk_indices.shape[2] + extra_topk
-    num_splits, *_ = given_or_chosen(schedule, sparse, q, cache, num_keys)
+    if call.extra_cache is not None and call.extra_topk_indices is not None:
+        extra_rows, extra_layout = cache_arguments(call.extra_cache)
+        extra_strides = call.extra_topk_indices.stride()[:2]
+        extra_topk = call.extra_topk_indices.shape[2]
+    num_splits = splits_of_sparse(call).num_splits
     tile = choose_tile(num_heads, layout, q.dtype, q.device)
     num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = partial_results(q, layout.value_dim, num_splits, workspace, out, lse)
+    outs, lses = partial_results(
+        q, layout.value_dim, num_splits, call.workspace, call.out, call.lse
+    )
     _sparse_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -217,16 +200,16 @@ def sparse_decode(
         rows,
         topk_indices,
         *topk_indices.stride()[:2],
-        topk_lengths,
-        *length_strides(topk_lengths),
+        call.topk_lengths,
+        *length_strides(call.topk_lengths),
         topk_indices.shape[2],
         extra_rows,
-        extra_topk_indices,
+        call.extra_topk_indices,
         *extra_strides,
-        extra_topk_lengths,
-        *length_strides(extra_topk_lengths),
+        call.extra_topk_lengths,
+        *length_strides(call.extra_topk_lengths),
         extra_topk,
-        attn_sink if num_splits == 1 else None,
+        call.attn_sink if num_splits == 1 else None,
         outs,
         *outs.stride()[:4],
         lses,
@@ -234,7 +217,7 @@ def sparse_decode(
         query_len,
         num_heads,
         num_splits,
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
         BLOCK_M=tile.block_m,
@@ -245,7 +228,7 @@ def sparse_decode(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    merge_splits(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, call.attn_sink, call.out, call.lse)
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
@@ -345,29 +328,18 @@ def _dense_decode(
     store_state(out, out_rows, lse, lse_rows, real, sink, m, l, acc, L.value_dim)
 
 
-def dense_decode(
-    q: Tensor,
-    cache: PagedCache,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    attn_sink: Tensor | None,
-    schedule: Sequence[int] | None,
-    workspace: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> None:
+def dense_decode(call: DenseDecode) -> None:
+    q, page_table = call.q, call.page_table
     batch, query_len, num_heads = q.shape[:3]
-    rows, layout = cache_arguments(cache)
-    num_keys = page_table.shape[1] * cache.page_size
-    num_splits, *_ = given_or_chosen(schedule, dense, q, cache, num_keys)
+    rows, layout = cache_arguments(call.cache)
+    num_splits = splits_of_dense(call).num_splits
     tile = choose_tile(query_len * num_heads, layout, q.dtype, q.device)
     num_programs = batch * cdiv(query_len * num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return
-    outs, lses = partial_results(q, layout.value_dim, num_splits, workspace, out, lse)
+    outs, lses = partial_results(
+        q, layout.value_dim, num_splits, call.workspace, call.out, call.lse
+    )
     _dense_decode[(num_programs,)](
         q,
         *q.stride()[:3],
@@ -375,8 +347,8 @@ def dense_decode(
         page_table,
         page_table.stride(0),
         page_table.shape[1],
-        seq_lens,
-        attn_sink if num_splits == 1 else None,
+        call.seq_lens,
+        call.attn_sink if num_splits == 1 else None,
         outs,
         *outs.stride()[:4],
         lses,
@@ -384,9 +356,9 @@ def dense_decode(
         query_len,
         num_heads,
         num_splits,
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         L=layout,
-        CAUSAL=causal and query_len > 1,
+        CAUSAL=call.causal and query_len > 1,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BRANCH=tile.branch,
@@ -395,4 +367,4 @@ def dense_decode(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    merge_splits(outs, lses, attn_sink, out, lse)
+    merge_splits(outs, lses, call.attn_sink, call.out, call.lse)

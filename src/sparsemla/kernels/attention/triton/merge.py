@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsemla.kernels.attention.arguments import MergeStates
 from sparsemla.kernels.attention.triton.tiles import LN2, LOG2E, LOWEST
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 
@@ -152,7 +153,6 @@ def launch_merge(
     )
 
 
-def merge_states(
-    outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    launch_merge(outs[:, None], lses[:, None], attn_sink, out[None], lse[None])
+def merge_states(call: MergeStates) -> None:
+    outs, lses = call.outs[:, None], call.lses[:, None]
+    launch_merge(outs, lses, call.attn_sink, call.out[None], call.lse[None])

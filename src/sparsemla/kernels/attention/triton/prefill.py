@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention.arguments import DensePrefill, SparseAttention, SparsePrefill
 from sparsemla.kernels.attention.triton.tiles import (
     FLOAT32_TILE,
     LN2,
@@ -157,96 +157,26 @@ def _sparse_prefill(
     store_state(out, out_rows, lse, token * lse_token + head, real, sink, m, l, acc, L.value_dim)
 
 
-def sparse_prefill(
-    q: Tensor,
-    kv: PagedCache,
-    topk_indices: Tensor,
-    *,
-    q_rope: Tensor | None,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_kv: PagedCache | None,
-    extra_topk_indices: Tensor | None,
-    extra_topk_lengths: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    precision: str,
-    out: Tensor,
-    lse: Tensor,
-    max_logits: Tensor | None,
-) -> None:
-    _launch(
-        q,
-        *cache_arguments(kv),
-        topk_indices,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        out,
-        lse,
-        q_rope=q_rope,
-        extra_kv=extra_kv,
-        extra_topk_indices=extra_topk_indices,
-        extra_topk_lengths=extra_topk_lengths,
-        list_tokens=list_tokens,
-        members=members,
-        max_logits=max_logits,
-    )
+def sparse_prefill(call: SparsePrefill) -> None:
+    _launch(call, *cache_arguments(call.kv))
 
 
-def sparse_attention(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    members: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    rows = row_arguments(kv, out.shape[2])
-    _launch(
-        q,
-        *rows,
-        topk_indices,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        out,
-        lse,
-        list_tokens=list_tokens,
-        members=members,
-    )
+def sparse_attention(call: SparseAttention) -> None:
+    _launch(call.over(call.kv), *row_arguments(call.kv, call.out.shape[2]))
 
 
-def _launch(
-    q: Tensor,
-    rows: Rows,
-    layout: Layout,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    q_rope: Tensor | None = None,
-    extra_kv: PagedCache | None = None,
-    extra_topk_indices: Tensor | None = None,
-    extra_topk_lengths: Tensor | None = None,
-    list_tokens: int = 1,
-    members: Tensor | None = None,
-    max_logits: Tensor | None = None,
-) -> None:
+def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
+    """Launch over rows of any dtype, which take the place of the call's."""
+    q, q_rope, topk_indices, members = call.q, call.q_rope, call.topk_indices, call.members
+    out, lse, max_logits = call.out, call.lse, call.max_logits
     num_tokens, num_heads = q.shape[:2]
     extra_rows, extra_layout, extra_token, extra_topk = None, None, None, None
-    if extra_kv is not None and extra_topk_indices is not None:
-        extra_rows, extra_layout = cache_arguments(extra_kv)
-        extra_token, extra_topk = extra_topk_indices.stride(0), extra_topk_indices.shape[1]
+    if call.extra_kv is not None and call.extra_topk_indices is not None:
+        extra_rows, extra_layout = cache_arguments(call.extra_kv)
+        extra_token, extra_topk = (
+            call.extra_topk_indices.stride(0),
+            call.extra_topk_indices.shape[1],
+        )
     # Quantised parts are read as bfloat16.
     dtype = torch.bfloat16 if layout.fp8_dim or rows.bf16 is None else rows.bf16.dtype
     exact = dtype == torch.float32
@@ -264,15 +194,15 @@ def _launch(
         rows,
         topk_indices,
         topk_indices.stride(0),
-        topk_lengths,
+        call.topk_lengths,
         members,
         None if members is None else members.stride(0),
         extra_rows,
-        extra_topk_indices,
+        call.extra_topk_indices,
         extra_token,
-        extra_topk_lengths,
+        call.extra_topk_lengths,
         extra_topk,
-        attn_sink,
+        call.attn_sink,
         out,
         out.stride(0),
         out.stride(1),
@@ -282,10 +212,10 @@ def _launch(
         0 if max_logits is None else max_logits.stride(0),
         num_heads,
         topk_indices.shape[1],
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
-        LIST_TOKENS=list_tokens,
+        LIST_TOKENS=call.list_tokens,
         DTYPE=ROW_DTYPES[dtype],
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -434,20 +364,10 @@ def load_dims(pointers, real, START: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.
     return tl.load(pointers + d[None, :], mask=mask, other=0)
 
 
-def dense_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    input_row_offsets: Tensor,
-    kv_row_offsets: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def dense_prefill(call: DensePrefill) -> None:
+    q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
     (num_tokens, num_heads, head_dim), value_dim = q.shape, v.shape[2]
-    num_requests = input_row_offsets.shape[0] - 1
+    num_requests = call.input_row_offsets.shape[0] - 1
     if num_tokens == 0 or num_heads == 0:
         return
     # 192 dims are 128 and 64: the widest power of two, and the remainder.
@@ -466,8 +386,8 @@ def dense_prefill(
         v,
         v.stride(0),
         v.stride(1),
-        input_row_offsets,
-        kv_row_offsets,
+        call.input_row_offsets,
+        call.kv_row_offsets,
         num_requests,
         num_tokens,
         k.shape[0],
@@ -477,13 +397,13 @@ def dense_prefill(
         out.stride(1),
         lse,
         lse.stride(0),
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         HEAD_DIM=head_dim,
         MAIN=main,
         REST=rest,
         VALUE_DIM=value_dim,
         VALUE=value,
-        CAUSAL=causal,
+        CAUSAL=call.causal,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         UPCAST=INTERPRETED or q.dtype == torch.float32,

@@ -38,8 +38,8 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import reinterpret, tma_load
 from sparsemla.kernels.common.hopper import STORE, TILE, TOKEN_TILE, next_stage, store_128
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.losses import triton as portable
-from sparsemla.kernels.losses.triton import LOG2E, load_ranges
+from sparsemla.kernels.losses.arguments import DenseIndexGradients, DenseIndexLoss
+from sparsemla.kernels.losses.triton import LOG2E, load_ranges, losses_of_tokens
 
 SIDE = gl.constexpr(128)
 """Tokens and rows of a tile."""
@@ -655,115 +655,25 @@ def _visible_keys(ik: Tensor, row_starts: Tensor, row_ends: Tensor) -> Tensor:
     return ik.where(seen, 0)[:, None]
 
 
-def dense_index_loss(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-) -> None:
-    if not _supports(q, k, iq):
-        portable.dense_index_loss(
-            q=q,
-            k=k,
-            lse=lse,
-            iq=iq,
-            weights=weights,
-            ik=ik,
-            softmax_scale=softmax_scale,
-            row_starts=row_starts,
-            row_ends=row_ends,
-            row_weights=row_weights,
-            max_workspace_bytes=max_workspace_bytes,
-            loss=loss,
-        )
-        return
-    attention, ranges = (q, k, lse, softmax_scale), (row_starts, row_ends)
-    _dense(attention, (iq, weights, ik), ranges, row_weights, max_workspace_bytes, loss, None)
+def dense_index_loss(call: DenseIndexLoss) -> None:
+    _dense(call.counted(), None)
 
 
-def dense_index_gradients(
-    *,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
-    if not _supports(q, k, iq):
-        portable.dense_index_gradients(
-            q=q,
-            k=k,
-            lse=lse,
-            iq=iq,
-            weights=weights,
-            ik=ik,
-            softmax_scale=softmax_scale,
-            row_starts=row_starts,
-            row_ends=row_ends,
-            row_weights=row_weights,
-            max_workspace_bytes=max_workspace_bytes,
-            loss=loss,
-            diq=diq,
-            dweights=dweights,
-            dik=dik,
-        )
-        return
-    attention, ranges, grads = (
-        (q, k, lse, softmax_scale),
-        (row_starts, row_ends),
-        (
-            diq,
-            dweights,
-            dik,
-        ),
-    )
-    _dense(attention, (iq, weights, ik), ranges, row_weights, max_workspace_bytes, loss, grads)
+def dense_index_gradients(call: DenseIndexGradients) -> None:
+    _dense(call.of_loss().counted(), call.grads)
 
 
-def _supports(q: Tensor, k: Tensor, iq: Tensor) -> bool:
-    """Whether there is a token, a row and a head, in bfloat16, with whole panels of dims."""
-    sizes = q.shape[0], q.shape[1], k.shape[0], iq.shape[1]
-    return all(sizes) and iq.dtype == torch.bfloat16 and q.shape[2] % 64 == 0
-
-
-def _dense(
-    attention: tuple[Tensor, Tensor, Tensor, float],
-    indexer: tuple[Tensor, Tensor, Tensor],
-    ranges: tuple[Tensor, Tensor],
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-    loss: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
+def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) -> None:
     """The loss, and its gradients if there is memory for them."""
-    (q, k, lse, softmax_scale), (iq, weights, ik) = attention, indexer
-    k = k[:, None] if k.dim() == 2 else k
+    lse, weights, ik = call.lse, call.weights, call.ik
+    k = call.k[:, None] if call.k.dim() == 2 else call.k
     # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
-    q, k, iq = (x if all(x.stride()) else x.contiguous() for x in (q, k, iq))
+    q, k, iq = (x if all(x.stride()) else x.contiguous() for x in (call.q, k, call.iq))
     (num_tokens, num_heads, head_dim), (num_rows, dim) = q.shape, ik.shape
     num_index_heads = iq.shape[1]
-    keys = _visible_keys(ik, *ranges)
+    keys = _visible_keys(ik, call.row_starts, call.row_ends)
     pitch = cdiv(num_rows, 4) * 4  # rows of a TMA descriptor begin at multiples of 16 bytes
-    at_once = max(1, max_workspace_bytes // (8 * pitch * TOKENS)) * TOKENS
+    at_once = max(1, call.max_workspace_bytes // (8 * pitch * TOKENS)) * TOKENS
     target, scores = lse.new_empty(2, min(at_once, num_tokens), pitch)
     losses = lse.new_empty(num_tokens)
     row_tiles, multiprocessors = cdiv(num_rows, TOKENS), num_multiprocessors(q.device)
@@ -774,7 +684,7 @@ def _dense(
     for first in range(0, num_tokens, at_once):
         some = slice(first, min(first + at_once, num_tokens))
         count = some.stop - first
-        seen = ranges[0][some], ranges[1][some]
+        seen = call.row_starts[some], call.row_ends[some]
         grid = _grid(*seen, num_rows)
         given = target[:count, :num_rows]
         _tiles[(min(grid.num_token_tiles * row_tiles, multiprocessors),)](
@@ -789,13 +699,13 @@ def _dense(
             target,
             scores,
             pitch,
-            softmax_scale * LOG2E.value,
+            call.softmax_scale * LOG2E.value,
             K_HEADS=int(k.shape[1] > 1),
             PANELS=head_dim // 64,
             num_warps=4,
         )
-        weights_of_rows = None if row_weights is None else row_weights[some]
-        portable.losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
+        weights_of_rows = None if call.row_weights is None else call.row_weights[some]
+        losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
             diq, dweights, _ = grads
             operands = _given(given), _panels(iq[some], 64), _panels(keys, 64)
@@ -817,6 +727,6 @@ def _dense(
                 HEADS=heads,
                 num_warps=4,
             )
-    torch.sum(losses, 0, out=loss)
-    if grads is not None:
+    torch.sum(losses, 0, out=call.loss)
+    if grads is not None and sums is not None:
         grads[2].copy_(sums.sum(0))

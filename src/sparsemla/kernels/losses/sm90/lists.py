@@ -34,7 +34,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -63,7 +62,8 @@ from sparsemla.kernels.common.hopper import (
 )
 from sparsemla.kernels.common.integers import cdiv
 from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
-from sparsemla.kernels.losses import triton as portable
+from sparsemla.kernels.losses.arguments import SelectedScores, SelectedScoresBackward
+from sparsemla.kernels.losses.triton import LIST_BYTES
 
 DIM = gl.constexpr(128)
 STAGES = gl.constexpr(4)
@@ -393,24 +393,17 @@ def _grid(num_tokens: int, device: torch.device) -> tuple[int]:
 
 def _tokens_at_once(num_tokens: int, topk: int, device: torch.device) -> int:
     """Tokens with terms that fit the workspace, so many that every consumer is busy to the end."""
-    limit = max(1, portable.LIST_BYTES // (topk * (2 * DIM.value + ENTRY_BYTES)))
+    limit = max(1, LIST_BYTES // (topk * (2 * DIM.value + ENTRY_BYTES)))
     wave = 2 * num_multiprocessors(device)
     return min(num_tokens, limit - limit % wave if limit > wave else limit)
 
 
-def selected_scores(
-    *,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    out: Tensor,
-) -> None:
+def selected_scores(call: SelectedScores) -> None:
+    iq, weights, ik, topk_indices = call.iq, call.weights, call.ik, call.topk_indices
     (num_tokens, num_heads, _), topk = iq.shape, topk_indices.shape[1]
-    if out.numel() == 0:
+    if call.out.numel() == 0:
         return
-    ends = list_ends(topk_indices, topk_lengths, ik.shape[0])
+    ends = list_ends(topk_indices, call.topk_lengths, ik.shape[0])
     _scores[_grid(num_tokens, iq.device)](
         num_tokens,
         tiles_of_heads(iq, 64),
@@ -418,31 +411,22 @@ def selected_scores(
         ik.stride(0) // 8,
         Lists(topk_indices, topk_indices.stride(0), ends, ik.shape[0]),
         Indexer(weights, weights.stride(0), num_heads),
-        out,
+        call.out,
         topk,
         num_warps=4,
     )
 
 
-def selected_scores_backward(
-    *,
-    dscores: Tensor,
-    iq: Tensor,
-    weights: Tensor,
-    ik: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-    diq: Tensor,
-    dweights: Tensor,
-    dik: Tensor,
-) -> None:
+def selected_scores_backward(call: SelectedScoresBackward) -> None:
+    iq, weights, ik, topk_indices = call.iq, call.weights, call.ik, call.topk_indices
+    dscores, diq, dweights, dik = call.dscores, call.diq, call.dweights, call.dik
     (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
     if num_tokens * topk == 0:
         for result in (diq, dweights, dik):
             result.zero_()
         return
     total = torch.zeros_like(dik, dtype=torch.float32)
-    ends = list_ends(topk_indices, topk_lengths, ik.shape[0])
+    ends = list_ends(topk_indices, call.topk_lengths, ik.shape[0])
     chunk = _tokens_at_once(num_tokens, topk, iq.device)
     terms = iq.new_empty(chunk * topk, dim)
     for first in range(0, num_tokens, chunk):
@@ -464,7 +448,7 @@ def selected_scores_backward(
             topk,
             num_warps=4,
         )
-        lengths = None if topk_lengths is None else topk_lengths[some]
+        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
         add_terms(terms, indices, lengths, total)
     # `_store_terms` has swapped two parts of the dims.
     parts = (4, 4, 4, 2)

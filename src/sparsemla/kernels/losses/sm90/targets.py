@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -46,8 +45,8 @@ from sparsemla.kernels.common.hopper import (
     num_pairs_of,
     tiles_of_heads,
 )
-from sparsemla.kernels.losses import triton as portable
-from sparsemla.kernels.losses.triton import LOG2E
+from sparsemla.kernels.losses.arguments import AttentionTarget
+from sparsemla.kernels.losses.triton import LOG2E, normalize_rows
 
 PANELS = gl.constexpr(5)
 """Panels of a block: four of 128 dims, and the RoPE dims."""
@@ -210,18 +209,8 @@ def _targets(
     )  # fmt: skip
 
 
-def attention_target(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    normalize: bool,
-    out: Tensor,
-) -> None:
+def attention_target(call: AttentionTarget) -> None:
+    q, kv, lse, topk_indices, out = call.q, call.kv, call.lse, call.topk_indices, call.out
     (num_tokens, num_heads, head_dim), topk = q.shape, topk_indices.shape[1]
     out.zero_()  # what is behind the last valid entry of a list
     if num_heads * out.numel() == 0:
@@ -232,7 +221,7 @@ def attention_target(
     lists = Lists(
         topk_indices,
         topk_indices.stride(0),
-        list_ends(topk_indices, topk_lengths, kv.shape[0]),
+        list_ends(topk_indices, call.topk_lengths, kv.shape[0]),
         kv.shape[0],
     )
     _targets[(min(num_tokens, num_multiprocessors(q.device)),)](
@@ -243,14 +232,14 @@ def attention_target(
         lists,
         lse,
         lse.stride(0),
-        attn_sink,
+        call.attn_sink,
         out,
         topk,
         num_heads,
-        softmax_scale * LOG2E.value,
+        call.softmax_scale * LOG2E.value,
         HEADS=heads,
         ROPE=head_dim - 512,
         num_warps=4,
     )
-    if normalize:
-        portable.normalize_rows(out)
+    if call.normalize:
+        normalize_rows(out)

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk import triton as portable
+from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.sm90.collect import (
     PREFETCHED,
     PREFETCHED_BY_MANY,
@@ -646,7 +647,11 @@ def _list_and_sample(num_cols: int, topk: int) -> tuple[int, int]:
     return capacity, sample
 
 
-launch = functools.partial(
+_launch = functools.partial(
     portable.launch, kernels=(_select_kernel, _collect_kernel, _finish_kernel)
 )
 """Launch a schedule for all rows at once."""
+
+
+def select_topk(call: SelectTopk) -> None:
+    portable.launch_in_chunks(_launch, schedule_lists, call)

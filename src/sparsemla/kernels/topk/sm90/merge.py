@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparsemla.kernels.common.gluon import barrier
+from sparsemla.kernels.topk.arguments import MergeTopk
+from sparsemla.kernels.topk.schedule import MERGE_BLOCK
 from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     END_KEY,
@@ -161,13 +162,12 @@ def _merge_kernel(
         gl.store(out + i, gl.where(i < total, line, -1), mask=i < k)
 
 
-MERGE_BLOCK = 16384
-"""Most candidates of a row that the registers of one CTA hold."""
-
-
-def merge_parts(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None:
+def merge_topk(call: MergeTopk) -> None:
     """Merge parts of at most MERGE_BLOCK / 2 candidates; many parts are merged in groups first."""
+    values, indices, topk, out = call
     num_parts, num_rows, width = values.shape
+    if num_rows == 0:
+        return
     padded = triton.next_power_of_2(max(1, width))
     parts = min(MERGE_BLOCK // padded, triton.next_power_of_2(max(1, num_parts)))
     groups = max(1, triton.cdiv(num_parts, parts))
@@ -200,4 +200,4 @@ def merge_parts(values: Tensor, indices: Tensor, topk: int, out: Tensor) -> None
         maxnreg=min(255, 2048 // warps),
     )
     if some_values is not None:
-        merge_parts(some_values, some, topk, out)
+        merge_topk(MergeTopk(some_values, some, topk, out))

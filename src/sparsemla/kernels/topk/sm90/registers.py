@@ -5,15 +5,13 @@ A row is loaded once, and a radix search (:mod:`.radix`) ranks its best keys; th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sparsemla.kernels.common.device import num_multiprocessors
+from sparsemla.kernels.topk.arguments import SelectTopk
+from sparsemla.kernels.topk.schedule import schedule_registers
 from sparsemla.kernels.topk.sm90.keys import (
     DEAD_KEY,
     RUNTIME,
@@ -23,14 +21,7 @@ from sparsemla.kernels.topk.sm90.keys import (
     store_short_row,
 )
 from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
-from sparsemla.kernels.topk.triton import Pages
-
-COLUMNS_OF_A_CTA = 16384
-"""Columns that the registers of one CTA hold."""
-
-
-MAX_CTAS = 8
-"""Most CTAs that share a row."""
+from sparsemla.kernels.topk.triton import Pages, pages_of
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -87,57 +78,29 @@ def _held_kernel(
         gl.store(o + place, ids, mask=place >= 0)
 
 
-class RegisterSchedule(NamedTuple):
-    """Columns of a row, padded, and the number of CTAs that share them."""
-
-    columns: int
-    ctas: int
-
-
-def schedule_registers(
-    num_rows: int, num_cols: int, topk: int, processors: int
-) -> RegisterSchedule | None:
-    """The schedule for rows of this size; None if lists of candidates are faster.
-
-    Clusters of more than two CTAs do not fill all multiprocessors.
-    """
-    columns = max(2048, triton.next_power_of_2(num_cols))
-    if num_rows > processors and num_cols > max(4096, 8 * topk):
-        return None
-    ctas = 1
-    if columns > COLUMNS_OF_A_CTA:
-        most = max(processors // (2 * num_rows), 2 if 2 * num_rows <= processors else 1)
-        ctas = min(MAX_CTAS, columns // 8192, 1 << (most.bit_length() - 1))
-    return RegisterSchedule(columns, ctas) if columns <= COLUMNS_OF_A_CTA * ctas else None
-
-
-def launch(
-    scores: Tensor,
-    topk: int,
-    ranges: tuple[Tensor | None, Tensor | None],
-    out: Tensor,
-    pages: Pages,
-    page_size: int,
-    schedule: RegisterSchedule,
-) -> None:
+def select_topk(call: SelectTopk) -> None:
     """Launch a cluster of CTAs for each row."""
+    scores, topk, out = call.scores, call.topk, call.out
     num_rows, num_cols = scores.shape
-    columns, ctas = schedule
+    if num_rows == 0:
+        return
+    columns, ctas = schedule_registers(call)
     warps = min(32, columns // ctas // 256)
     _held_kernel[(num_rows,)](
         scores,
         out,
-        *ranges,
+        call.row_starts,
+        call.row_ends,
         num_cols,
         topk,
         scores.stride(0),
         out.stride(0),
-        *pages,
+        *pages_of(call.page_table, call.request_ids),
         COLUMNS=columns,
         WARPS=warps,
         CTAS=ctas,
         FOURS=num_cols % 4 == scores.stride(0) % 4 == 0,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=call.page_size or 0,
         # Only if all rows run at once; see kernels/common/early.py.
         EARLY=num_rows <= num_multiprocessors(scores.device),
         num_warps=warps,

@@ -1,11 +1,10 @@
-"""Attention on Hopper with FP8 products, for 64 query rows that share their keys.
+"""Sparse prefill on Hopper with FP8 MMAs, for more than 32 query heads over bfloat16 rows.
 
-Both MMAs multiply e4m3 codes. Prefill rounds all rows in a launch before the kernel, each with one
-power of two; decode has the codes and the four scales of a cache, see :mod:`.fp8_products_cache`.
-The kernel rounds the queries. A persistent CTA takes one tile of 64 query rows after the other and
-walks its keys in pairs of blocks of 64. Of O, 64 x 512 float32, *left* accumulates the left 256
-columns and *right* the right 256. Left computes S and P of the even block of a pair, right of the
-odd one; each hands its P to the other through shared memory. Below is the prefill.
+Both MMAs multiply e4m3 codes. A launch before the kernel rounds all rows, each with one power of
+two; the kernel rounds the queries. A persistent CTA takes one tile of 64 query heads after the
+other and walks its keys in pairs of blocks of 64. Of O, 64 x 512 float32, *left* accumulates the
+left 256 columns and *right* the right 256. Left computes S and P of the even block of a pair, right
+of the odd one; each hands its P to the other through shared memory.
 
 S. The first 512 dims of a query row and of a key are e4m3, RoPE dims bfloat16, divided by the row's
 power of two. So one sum is S over the powers of two of its query and its key.
@@ -68,7 +67,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsemla.kernels.attention.sm90.abi import KeyList, Queries, QueryRows, Results
+from sparsemla.kernels.attention.arguments import SparsePrefill
+from sparsemla.kernels.attention.sm90.arguments import (
+    KeyList,
+    Queries,
+    QueryRows,
+    Results,
+    prefill_rows,
+)
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
@@ -115,12 +121,6 @@ FACTORS = gl.constexpr(
         [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
     )
 )
-# The same for weights, of which 16 bytes are eight.
-WEIGHTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1], [2], [4], [32]], [[8], [16], [0], [0], [0]], [[0], [0]], [], [64]
-    )
-)
 
 # O of 128 dims on its way out: pairs of dims of eight threads are 32 adjacent bytes of bfloat16.
 STORE = gl.constexpr(
@@ -151,12 +151,11 @@ SMALLEST_EXPONENT = gl.constexpr(127 - 40)
 RECORD = gl.constexpr(640)
 """Bytes of a rounded row: 512 codes, 64 RoPE dims in bfloat16."""
 
-# Factors of a key. With four scales, logarithm and inverse are of the largest, and the sums of
-# pieces have one factor each.
+# Factors of a key.
 SCALE = gl.constexpr(0)
 LOG_SCALE = gl.constexpr(1)
 INVERSE = gl.constexpr(2)
-HORNER = gl.constexpr((0, 3, 4, 5))
+NUM_FACTORS = gl.constexpr(3)
 
 # Barriers.
 KV_FULL = gl.constexpr(0)
@@ -166,8 +165,7 @@ M_FULL = gl.constexpr(12)
 P_FULL = gl.constexpr(14)
 Q_FULL = gl.constexpr(16)
 SUMS = gl.constexpr(17)
-ROPE_EMPTY = gl.constexpr(18)
-NUM_BARRIERS = gl.constexpr(20)
+NUM_BARRIERS = gl.constexpr(18)
 
 
 class RoundedRows(NamedTuple):
@@ -185,10 +183,9 @@ class SharedMemory(NamedTuple):
     q_rope: object  # [64, 64] bfloat16; left and right -> both
     q_scale: object  # [2, 32] float32; left and right -> both
     kv: object  # [4, 64, 512] e4m3 codes of blocks; producer -> both
-    k_rope: object  # [4 or 2, 64, 64] bfloat16; producer -> the block's scorer
-    factors: object  # 3 or 6 of [4, 64] float32, of a block's keys; producer -> its scorer
-    weights: object  # 0 or 4 of [4, 64] float16, scales over the largest scale; the same
-    p: object  # 1 or 4 of [2, 64, 64] e4m3, one for each scale; the block's scorer -> both
+    k_rope: object  # [4, 64, 64] bfloat16; producer -> the block's scorer
+    factors: object  # 3 of [4, 64] float32, of a block's keys; producer -> its scorer
+    p: object  # [2, 64, 64] e4m3; the block's scorer -> both
     alpha: object  # [2, 64] float32, factors that rescale O; the same
     m: object  # 2 of [64] float32, m after a block; its scorer -> the other
     l: object  # [2, 64] float32, row sums of each warpgroup's blocks, at the end of a tile
@@ -221,24 +218,6 @@ def to_e4m3(p):
         }""",
         "=r,r,r",
         [p],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def weigh(p, weight):
-    """e4m3 codes of ``256 * p * weight``, halves rounded up; p and weight are not negative."""
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 a, b;
-            mul.rn.f16x2 a, $1, $3; mul.rn.f16x2 b, $2, $4;
-            mad.lo.u32 a, a, 2, 0x00800080; mad.lo.u32 b, b, 2, 0x00800080;
-            prmt.b32 $0, a, b, 0x7531;
-        }""",
-        "=r,r,r,r,r",
-        [p, weight],
         dtype=gl.uint8,
         is_pure=True,
         pack=4,
@@ -289,12 +268,6 @@ def factor_order(x):
 
 
 @gluon.jit
-def weight_order(x):
-    """Keys in the order of :data:`WEIGHTS`."""
-    return x.reshape(2, 4, 4, 2).permute(0, 2, 1, 3).reshape(64)
-
-
-@gluon.jit
 def load_factor(smem, stage, FACTOR: gl.constexpr):
     """A factor of a block's keys, as a row."""
     x = smem.factors[FACTOR].index(stage).load(FACTORS)
@@ -303,54 +276,28 @@ def load_factor(smem, stage, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(smem, stage, PIECE: gl.constexpr):
-    """A piece's scales of a block's keys over their largest scales, as a row."""
-    x = smem.weights[PIECE].index(stage).load(WEIGHTS)
-    x = x.reshape(2, 4, 4, 2).permute(0, 2, 1, 3).reshape(64)
-    return gl.convert_layout(x, COLUMNS)[None, :]
-
-
-@gluon.jit
-def qk_mma(s, smem, zero, stage, PIECE: gl.constexpr):
-    """Issue S += Q K^T of a piece of 128 dims."""
-    q = smem.q.index(zero).slice(PIECE * 128, 128, dim=1)
-    k = smem.kv.index(stage).slice(PIECE * 128, 128, dim=1).permute((1, 0))
-    return warpgroup_mma(q, k, s, use_acc=PIECE > 0, is_async=True)
-
-
-@gluon.jit
 def qk_mmas(s, smem, zero, stage):
-    """Issue S = Q K^T of the dims that have codes, under one scale."""
+    """Issue S = Q K^T of the dims that have codes."""
     for c in gl.static_range(4):
-        s = qk_mma(s, smem, zero, stage, c)
+        q = smem.q.index(zero).slice(c * 128, 128, dim=1)
+        k = smem.kv.index(stage).slice(c * 128, 128, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def horner(s, smem, stage, PIECE: gl.constexpr):
-    """Multiply the sum up to a piece by its factor in Horner's form."""
-    return s * load_factor(smem, stage, HORNER[PIECE])
-
-
-@gluon.jit
-def qk_rope_mma(s, smem, step):
+def qk_rope_mma(s, smem, stage):
     """Issue S += Q K^T of the RoPE dims."""
-    k = smem.k_rope.index(step % smem.k_rope.shape[0]).permute((1, 0))
+    k = smem.k_rope.index(stage).permute((1, 0))
     return warpgroup_mma(smem.q_rope, k, gl.convert_layout(s, S16), is_async=True)
 
 
 @gluon.jit
-def first_scores(smem, zero, step, SCALES: gl.constexpr):
+def first_scores(smem, zero, stage):
     """S of a tile's first block."""
-    stage = step % STAGES
     s = gl.zeros([64, 64], gl.float32, S8)
-    if SCALES == 1:
-        s = warpgroup_mma_wait(0, deps=[qk_mmas(s, smem, zero, stage)])
-    else:
-        for c in gl.static_range(4):
-            s = warpgroup_mma_wait(0, deps=[qk_mma(s, smem, zero, stage, c)])
-            s = horner(s, smem, stage, c)
-    s = warpgroup_mma_wait(0, deps=[qk_rope_mma(s, smem, step)])
+    s = warpgroup_mma_wait(0, deps=[qk_mmas(s, smem, zero, stage)])
+    s = warpgroup_mma_wait(0, deps=[qk_rope_mma(s, smem, stage)])
     return gl.convert_layout(s, S8)
 
 
@@ -361,19 +308,12 @@ def split_rows(x):
 
 
 @gluon.jit
-def store_p(smem, p, stage, PARITY: gl.constexpr, SCALES: gl.constexpr):
-    """Store P for each scale of a key, keys in the order in which threads hold them."""
-    for c in gl.static_range(SCALES):
-        p_0, p_1 = split_rows(p)
-        if SCALES == 1:
-            x_0, x_1 = to_e4m3(p_0), to_e4m3(p_1)
-        else:
-            w_0, w_1 = split_rows(gl.broadcast(p, load_weight(smem, stage, c))[1])
-            x_0, x_1 = weigh(p_0, w_0), weigh(p_1, w_1)
-        x = gl.join(x_0, x_1).permute(0, 3, 1, 2)
-        x = x.reshape(64, 2, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(64, 64)
-        tile = smem.p[c]
-        reinterpret(tile.index(PARITY), gl.uint8, [64, 64], P_TILE).store(x)
+def store_p(smem, p, PARITY: gl.constexpr):
+    """Store P, keys in the order in which threads hold them."""
+    p_0, p_1 = split_rows(p)
+    x = gl.join(to_e4m3(p_0), to_e4m3(p_1)).permute(0, 3, 1, 2)
+    x = x.reshape(64, 2, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(64, 64)
+    reinterpret(smem.p.index(PARITY), gl.uint8, [64, 64], P_TILE).store(x)
 
 
 @gluon.jit
@@ -393,13 +333,9 @@ def rescale(acc_a, acc_b, some, smem, PARITY: gl.constexpr):
 
 
 @gluon.jit
-def pv_mma(
-    acc, values, smem, zero, use_acc,
-    PARITY: gl.constexpr, PIECE: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
+def pv_mma(acc, values, smem, zero, use_acc, PARITY: gl.constexpr):
     """Issue O^T += V^T P^T of a piece of 128 dims."""
-    tile = smem.p[PIECE % SCALES]
-    p = tile.index(PARITY + zero).permute((1, 0))
+    p = smem.p.index(PARITY + zero).permute((1, 0))
     return warpgroup_mma(values, p, acc, use_acc=use_acc, is_async=True)
 
 
@@ -511,9 +447,7 @@ def load_key_range(smem, turn):
 
 
 @gluon.jit
-def consumer(
-    num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.constexpr, SCALES: gl.constexpr
-):  # fmt: skip
+def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.constexpr):
     """Left (HALF 0) or right: S and P of every other block, and a half of O."""
     A: gl.constexpr = 2 * HALF
     B: gl.constexpr = 2 * HALF + 1
@@ -531,7 +465,7 @@ def consumer(
         num_pairs = load_key_range(smem, turn)
         zero = opaque_zero(tile)
         mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
-        s = first_scores(smem, zero, step, SCALES)
+        s = first_scores(smem, zero, step % STAGES)
         acc_a = gl.zeros([128, 64], gl.float32, S8)
         acc_b = gl.zeros([128, 64], gl.float32, S8)
         m = gl.full([64], LOWEST, gl.float32, ROWS)
@@ -540,11 +474,7 @@ def consumer(
             zero = opaque_zero(i)
             phase = step // 2 & 1
             stage = step % STAGES
-            if SCALES == 1:
-                z = s * (factor[:, None] * load_factor(smem, stage, SCALE))
-            else:
-                mbarrier.arrive(smem.bar.index(ROPE_EMPTY + HALF), count=1)
-                z = s * factor[:, None]
+            z = s * (factor[:, None] * load_factor(smem, stage, SCALE))
             z = z + load_factor(smem, stage, LOG_SCALE)
             top = gl.max(z, 1)
             before = m
@@ -570,9 +500,9 @@ def consumer(
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             more = True if HALF == 0 else i > 0
-            acc_a = pv_mma(acc_a, values, smem, zero, more, OTHER, A, SCALES)
+            acc_a = pv_mma(acc_a, values, smem, zero, more, OTHER)
             values = load_values(smem, last, B)
-            acc_b = pv_mma(acc_b, values, smem, zero, more, OTHER, B, SCALES)
+            acc_b = pv_mma(acc_b, values, smem, zero, more, OTHER)
 
             drop = gl.convert_layout(exp2(m - m_new), gl.SliceLayout(1, SUM_PARTS))
             m = m_new
@@ -581,7 +511,7 @@ def consumer(
             parts = gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), SUM_PARTS)  # moves nothing
             l = l * drop[:, None] + parts
             smem.alpha.index(HALF).store(alpha)
-            store_p(smem, to_f16(p), stage, HALF, SCALES)
+            store_p(smem, to_f16(p), HALF)
             # Once P is announced, the other's next P may overwrite the one that these MMAs read.
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             fence_async_shared()
@@ -596,34 +526,16 @@ def consumer(
                 mbarrier.wait(smem.bar.index(KV_FULL + ahead), (step + 2) // STAGES & 1)
             s = gl.zeros([64, 64], gl.float32, S8)
             more = True if HALF == 1 else i > 0
-            if SCALES == 1:
-                s = qk_mmas(s, smem, zero, ahead)
-                some = rises(smem, HALF)
-                acc_a, acc_b = rescale(acc_a, acc_b, some, smem, HALF)
-                values_a = load_values(smem, stage, A)
-                values_b = load_values(smem, stage, B)
-                s = warpgroup_mma_wait(0, deps=[s])
-                s = qk_rope_mma(s, smem, step + 2)
-                acc_a = pv_mma(acc_a, values_a, smem, zero, more, HALF, A, SCALES)
-                acc_b = pv_mma(acc_b, values_b, smem, zero, more, HALF, B, SCALES)
-                mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
-            else:
-                s = qk_mma(s, smem, zero, ahead, 0)
-                some = rises(smem, HALF)
-                acc_a, acc_b = rescale(acc_a, acc_b, some, smem, HALF)
-                values = load_values(smem, stage, A)
-                s = horner(warpgroup_mma_wait(0, deps=[s]), smem, ahead, 0)
-                s = qk_mma(s, smem, zero, ahead, 1)
-                acc_a = pv_mma(acc_a, values, smem, zero, more, HALF, A, SCALES)
-                values = load_values(smem, stage, B)
-                s = horner(warpgroup_mma_wait(1, deps=[s]), smem, ahead, 1)
-                s = qk_mma(s, smem, zero, ahead, 2)
-                acc_b = pv_mma(acc_b, values, smem, zero, more, HALF, B, SCALES)
-                mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
-                s, acc_a = warpgroup_mma_wait(1, deps=[s, acc_a])
-                s = qk_mma(horner(s, smem, ahead, 2), smem, zero, ahead, 3)
-                s, acc_b = warpgroup_mma_wait(0, deps=[s, acc_b])
-                s = qk_rope_mma(horner(s, smem, ahead, 3), smem, step + 2)
+            s = qk_mmas(s, smem, zero, ahead)
+            some = rises(smem, HALF)
+            acc_a, acc_b = rescale(acc_a, acc_b, some, smem, HALF)
+            values_a = load_values(smem, stage, A)
+            values_b = load_values(smem, stage, B)
+            s = warpgroup_mma_wait(0, deps=[s])
+            s = qk_rope_mma(s, smem, ahead)
+            acc_a = pv_mma(acc_a, values_a, smem, zero, more, HALF)
+            acc_b = pv_mma(acc_b, values_b, smem, zero, more, HALF)
+            mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
             s, acc_a, acc_b = warpgroup_mma_wait(0, deps=[s, acc_a, acc_b])
             s = gl.convert_layout(s, S8)
             step += 2
@@ -634,9 +546,9 @@ def consumer(
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             values = load_values(smem, last, A)
-            acc_a = pv_mma(acc_a, values, smem, zero, True, OTHER, A, SCALES)
+            acc_a = pv_mma(acc_a, values, smem, zero, True, OTHER)
             values = load_values(smem, last, B)
-            acc_b = pv_mma(acc_b, values, smem, zero, True, OTHER, B, SCALES)
+            acc_b = pv_mma(acc_b, values, smem, zero, True, OTHER)
             mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             mbarrier.wait(smem.bar.index(M_FULL + 1), (step // 2 & 1) ^ 1)
@@ -714,7 +626,7 @@ def copy_block(step, slots, main, rows, smem):
     to = reinterpret(smem.kv.index(stage), gl.uint8, [64, 512], CODES)
     async_load(to, codes[:, None] + dims[None, :])
     async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
-    for factor in gl.static_range(3):
+    for factor in gl.static_range(NUM_FACTORS):
         async_load(smem.factors[factor].index(stage), factors + factor)
     async_copy.mbarrier_arrive(smem.bar.index(KV_FULL + stage), increment_count=False)
 
@@ -755,27 +667,11 @@ def producer(num_tiles, rows, main, shape, smem):
 
 
 @gluon.constexpr_function
-def rope_stages(scales):
-    """Stages of RoPE dims: P for each of four scales leaves memory for two."""
-    return STAGES.value if scales == 1 else 2
-
-
-@gluon.constexpr_function
-def num_factors(scales):
-    return 3 if scales == 1 else 6
-
-
-@gluon.constexpr_function
-def num_weights(scales):
-    return 0 if scales == 1 else scales
-
-
-@gluon.constexpr_function
-def arrivals(b, scales):
-    """Number of arrivals of a barrier's phase. Factors of four scales are stored, not copied."""
+def arrivals(b):
+    """Number of arrivals of a barrier's phase."""
     if b < KV_EMPTY.value:
-        return 128 if scales == 1 else 129
-    if b < KEY_RANGE.value or Q_FULL.value <= b < ROPE_EMPTY.value:
+        return 128
+    if b < KEY_RANGE.value or Q_FULL.value <= b:
         return 2
     return 1
 
@@ -790,17 +686,16 @@ def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYO
 
 
 @gluon.jit
-def allocate(SCALES: gl.constexpr):
-    """Shared memory and barriers of a CTA, for keys with so many scales."""
+def allocate():
+    """Shared memory and barriers of a CTA."""
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.float8e4nv, [1, 64, 512], CODES),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
         q_scale=gl.allocate_shared_memory(gl.float32, [2, 32], PLAIN),
         kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 512], CODES),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [rope_stages(SCALES), 64, 64], TILE),
-        factors=tensors_of(num_factors(SCALES), gl.float32, [STAGES, 64], PLAIN),
-        weights=tensors_of(num_weights(SCALES), gl.float16, [STAGES, 64], PLAIN),
-        p=tensors_of(SCALES, gl.float8e4nv, [2, 64, 64], P_TILE),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE),
+        factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, 64], PLAIN),
+        p=gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 64], P_TILE),
         alpha=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
         m=tensors_of(2, gl.float32, [64], PLAIN),
         l=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
@@ -808,7 +703,7 @@ def allocate(SCALES: gl.constexpr):
         bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
     )
     for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(smem.bar.index(b), count=arrivals(b, SCALES))
+        mbarrier.init(smem.bar.index(b), count=arrivals(b))
     fence_async_shared()
     return smem
 
@@ -817,15 +712,15 @@ def allocate(SCALES: gl.constexpr):
 def _attend_rounded(num_tiles, queries, rows, main, results, shape, scale_log2):
     """Attention of tiles of 64 heads of a token over its list of rounded rows.
 
-    A request is a token here, as :func:`.prefill.sparse_prefill` numbers them: one group of rows.
+    A request is a token here, as :func:`.arguments.prefill_rows` numbers them: one group of rows.
     """
-    smem = allocate(1)
+    smem = allocate()
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     gl.warp_specialize(
         [
-            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 0, 1)),
-            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 1, 1)),
+            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 0)),
+            (consumer, (num_tiles, queries, shape, results, smem, scale_log2, 1)),
             (producer, (num_tiles, rows, main, shape, smem)),
         ],
         [4, 4],
@@ -865,4 +760,20 @@ def launch(
         softmax_scale * LOG2E.value,
         num_warps=4,
         launch_pdl=True,
+    )
+
+
+def sparse_prefill(call: SparsePrefill) -> None:
+    num_tokens, num_heads = call.q.shape[:2]
+    if num_tokens == 0:
+        return
+    queries, cache, keys, results = prefill_rows(call)
+    launch(
+        queries,
+        round_rows(cache.data[:, 0]),
+        keys,
+        results,
+        QueryRows(num_heads, num_heads, 1, 1),
+        call.softmax_scale,
+        num_groups=num_tokens,
     )

@@ -1,4 +1,4 @@
-"""Attention with FP8 products in torch, for tests and for machines without a Hopper GPU."""
+"""Sparse prefill with FP8 MMAs in torch, for tests and for machines without a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -30,40 +30,34 @@ def multiplied(
     rounded: Rounding = e4m3,
     own_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What a kernel with FP8 products computes, but for the accuracy of its sums.
+    """What a kernel with FP8 MMAs computes, but for the accuracy of its sums.
 
     Args:
-        arguments: of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, or of a
-            ``sparse_decode`` over a cache of 656 bytes a token, with one stream and a list for
-            each token.
+        arguments: of a ``sparse_prefill`` over bfloat16 rows ``[S, 576]``, with one stream and a
+            list for each token.
         largest: the code of the largest weight of a query, or up to half of it. A kernel has 16 to
             256.
         queries: rounds queries.
-        rows: rounds rows of a prefill.
+        rows: rounds rows.
         rounded: rounds weights.
         own_lse: whether the LSE is that of the rounded weights.
 
     Returns:
         out, bfloat16, and lse, float32, of the shapes of the op.
     """
-    inputs = {"q": queries(arguments["q"])}
-    if "kv" in arguments:
-        inputs["kv"] = rows(arguments["kv"])
+    inputs = {"q": queries(arguments["q"]), "kv": rows(arguments["kv"])}
     q, keys, valid, scales = selected({**arguments, **inputs})
     logits = torch.einsum("thd,tkd->thk", q, keys) * arguments["softmax_scale"]
     logits = logits.masked_fill(~valid[:, None], -math.inf)
     top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0)
     weights = (logits - top).exp()
-    # A scale of a row is a factor of its weight, one for each part of the row.
-    scaled = weights[..., None] * scales[:, None]
-    largest_scaled = scaled.amax((-2, -1), keepdim=True).clamp_min(2**-99)
+    # The scale of a row is a factor of its weight.
+    scaled = weights * scales[:, None]
+    largest_scaled = scaled.amax(-1, keepdim=True).clamp_min(2**-99)
     unit = largest_scaled.log2().ceil().exp2() / largest
     codes = rounded(scaled / unit) * unit
-    total = ((codes / scales[:, None])[..., 0] if own_lse else weights).sum(-1)
-    values = keys[..., :512].unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]
-    out = torch.einsum("thkp,tkpd->thpd", codes, values).flatten(-2)
+    total = (codes / scales[:, None] if own_lse else weights).sum(-1)
+    out = torch.einsum("thk,tkd->thd", codes, keys[..., :512] / scales[..., None])
     lse = top[..., 0] + total.log()
     out = out / total.clamp_min(2**-99)[..., None]
-    shape = arguments["q"].shape[:-1]
-    out = apply_sink(out, lse, arguments["attn_sink"]).bfloat16()
-    return out.reshape(*shape, 512), lse.reshape(shape)
+    return apply_sink(out, lse, arguments["attn_sink"]).bfloat16(), lse
