@@ -1120,6 +1120,9 @@ class TestRefusals:
             model(tokens(1, 6))
         with pytest.raises(ValueError, match=r"indexer in layer 0, got indexers in \[1\]"):
             enable(model, training=True)
+        model = make_model("glm_moe_dsa", indexer_types=["shared", "shared"])
+        with pytest.raises(ValueError, match=r"indexer in layer 0, got indexers in \[\]"):
+            enable(model, training=True)
 
     def test_arguments_of_training(self, model):
         with pytest.raises(

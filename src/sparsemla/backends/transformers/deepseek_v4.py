@@ -78,7 +78,7 @@ class _Rings(Pages):
     """Pages that do not grow: page ``b`` holds the last ``page_size`` rows of row ``b``."""
 
     def reserve(self, num_tokens: int) -> None:
-        super().reserve(min(num_tokens, 1))
+        super().reserve(1)
 
     def fit(self, lengths: Sequence[int]) -> None:
         super().fit([1] * len(lengths))

@@ -4,7 +4,12 @@ from typing import TYPE_CHECKING
 
 from sparsemla.cache import aligned
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
-from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
+from sparsemla.kernels.projection.arguments import (
+    FEW_MERGED_ROWS,
+    FEW_ROWS,
+    ProjectGroups,
+    ProjectHeads,
+)
 from sparsemla.weights import HeadWeight
 
 if TYPE_CHECKING:
@@ -13,11 +18,6 @@ else:
     cpu, sm90, sm90_groups, triton = (
         LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "sm90_groups", "triton")
     )
-
-FEW_ROWS = 4096
-"""Tokens times heads up to which the portable kernel for few tokens is as fast as Hopper's."""
-FEW_MERGED_ROWS = 8192
-"""The same for parts, which the portable kernel merges as it loads them."""
 
 
 def _refuse_weight(weight: HeadWeight) -> str | None:

@@ -9,6 +9,11 @@ from torch import Tensor
 from sparsemla.kernels.common.table import ALLOCATED
 from sparsemla.weights import HeadWeight
 
+FEW_ROWS = 4096
+"""Tokens times heads up to which the portable kernel for few tokens is as fast as Hopper's."""
+FEW_MERGED_ROWS = 8192
+"""The same for parts, which the portable kernel merges as it loads them."""
+
 
 class ProjectHeads(NamedTuple):
     """Arguments of :func:`sparsemla.project_heads`."""

@@ -29,8 +29,11 @@ from sparsemla.kernels.common.device import describe, num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.projection import FEW_MERGED_ROWS
-from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
+from sparsemla.kernels.projection.arguments import (
+    FEW_MERGED_ROWS,
+    ProjectGroups,
+    ProjectHeads,
+)
 from sparsemla.kernels.quant.triton import HEAD_DIMS, LAUNCH, load_cos_sin
 from sparsemla.weights import HeadWeight
 

@@ -9,7 +9,8 @@ import numpy as np
 import triton.language as tl
 
 from sparsemla_lab.testing.interpreter import assembly, ptx
-from sparsemla_lab.testing.interpreter.memory import Descriptor, Pointer, Shared, fence
+from sparsemla_lab.testing.interpreter.global_memory import Pointer
+from sparsemla_lab.testing.interpreter.memory import Descriptor, Shared, fence
 from sparsemla_lab.testing.interpreter.schedule import Accumulator, Copy, program
 from sparsemla_lab.testing.interpreter.values import (
     Array,

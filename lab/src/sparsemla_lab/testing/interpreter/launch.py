@@ -26,8 +26,9 @@ from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.device import GPUS
 from sparsemla.kernels.topk import schedule as topk_schedule
 from sparsemla.kernels.topk.sm90 import candidates, registers
+from sparsemla_lab.testing.interpreter.global_memory import GlobalMemory
 from sparsemla_lab.testing.interpreter.language import FUNCTIONS, tensor_range, tma_load
-from sparsemla_lab.testing.interpreter.memory import Descriptor, GlobalMemory
+from sparsemla_lab.testing.interpreter.memory import Descriptor
 from sparsemla_lab.testing.interpreter.portable import repair
 from sparsemla_lab.testing.interpreter.schedule import Program, running
 from sparsemla_lab.testing.interpreter.values import as_tensor

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from sparsemla_lab.testing.interpreter.races import ATOMIC, READ, WRITE, Accesses
+from sparsemla_lab.testing.interpreter.races import ATOMIC, READ, WRITE, Variable
 from sparsemla_lab.testing.interpreter.schedule import Program, WarpBarrier, program
 from sparsemla_lab.testing.interpreter.values import (
     POISON,
@@ -235,30 +235,14 @@ OF_CTA, OF_VARIABLE = 28, 20
 """The first bit of an address that tells the CTA, counted from 1, and the variable."""
 
 
-class Variable:
-    """A variable of a block in the shared memory of each CTA of a cluster."""
-
-    def __init__(self, block: Block, name: str, cluster: Program) -> None:
-        self.block, self.name = block, name
-        size = block.variables[name] // 4
-        self.words = np.full((cluster.num_ctas, size), POISON * 0x01010101, np.uint32)
-        self.accesses = [
-            Accesses(name, size, cluster.warps_of(cta), cluster.clocks)
-            for cta in range(cluster.num_ctas)
-        ]
-
-    def check_end(self) -> None:
-        """Check that no CTA accesses the variable of another that may have ended."""
-        for accesses in self.accesses:
-            accesses.check_end()
-
-
 def _address_of(block: Block, name: str, cluster: Program) -> int:
     """The address of a variable, which is allocated when it is first named."""
     for number, variable in enumerate(cluster.variables, 1):
         if variable.block is block and variable.name == name:
             return number << OF_VARIABLE
-    cluster.variables.append(Variable(block, name, cluster))
+    warps = [cluster.warps_of(cta) for cta in range(cluster.num_ctas)]
+    words = block.variables[name] // 4
+    cluster.variables.append(Variable(block, name, words, warps, cluster.clocks))
     return len(cluster.variables) << OF_VARIABLE
 
 

@@ -8,9 +8,11 @@ missing barrier is found in every order of the warps, and not only where it give
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sparsemla_lab.testing.interpreter.values import Array
+from sparsemla_lab.testing.interpreter.values import POISON, Array
 
 READ, WRITE, ATOMIC = range(3)
 NAMES = ("reads", "writes", "adds to")
@@ -107,3 +109,27 @@ class Accesses:
                 f"a race: warp {int(late.argmax())} accesses {self._name!r} of a CTA that may have "
                 "ended"
             )
+
+
+class Variable:
+    """A variable that PTX declares in the shared memory of each CTA of a cluster.
+
+    Args:
+        block: the assembly that declares it.
+        name: its name there.
+        num_words: its size.
+        warps: those of each CTA.
+        clocks: of the cluster.
+    """
+
+    def __init__(
+        self, block: object, name: str, num_words: int, warps: Sequence[slice], clocks: Clocks
+    ) -> None:
+        self.block, self.name = block, name
+        self.words = np.full((len(warps), num_words), POISON * 0x01010101, np.uint32)
+        self.accesses = [Accesses(name, num_words, owners, clocks) for owners in warps]
+
+    def check_end(self) -> None:
+        """Check that no CTA accesses the variable of another that may have ended."""
+        for accesses in self.accesses:
+            accesses.check_end()

@@ -11,17 +11,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton.language as tl
 
-from sparsemla_lab.testing.interpreter.races import Clocks
+from sparsemla_lab.testing.interpreter.global_memory import GlobalMemory
+from sparsemla_lab.testing.interpreter.races import Clocks, Variable
 from sparsemla_lab.testing.interpreter.values import Array, Tensor
-
-if TYPE_CHECKING:
-    from sparsemla_lab.testing.interpreter.memory import GlobalMemory
-    from sparsemla_lab.testing.interpreter.ptx import Variable
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 """A function and its arguments."""
