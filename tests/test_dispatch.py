@@ -1,5 +1,7 @@
 """Which kernel takes a call, and why the others refuse it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -437,3 +439,22 @@ def test_misaligned_tensors_are_detected():
 
 def test_empty_caches_are_not_aligned():
     assert not PagedCache.allocate(FP8_DS_MLA, 0, 5).aligned
+
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import launched
+launched.main(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_explain_names_what_is_launched(run_python, target):
+    """For every case that ``sparsemla verify`` runs, large ones aside."""
+    pytest.importorskip("triton")
+    done = run_python(LAUNCHED, str(Path(__file__).parent), target)
+    assert done.returncode == 0, done.stderr[-4000:]
+    *wrong, count = done.stdout.splitlines()
+    assert not wrong, "\n".join(wrong)
+    assert int(count.removesuffix(" calls")) > 600

@@ -1,0 +1,118 @@
+"""The kernels that calls launch on a GPU that is not here, beside those that ``explain`` names."""
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+
+import sparsemla
+from sparsemla import dispatch
+from sparsemla.kernels.common.device import meta_means
+from sparsemla.kernels.common.table import Kernel, Op
+from sparsemla.ops._repeat import unrepeated
+from sparsemla_lab.testing.cases import Draw
+from sparsemla_lab.testing.compare import run_op
+from sparsemla_lab.testing.compile import TARGETS, _CompileOnlyDriver, believe
+from sparsemla_lab.verify.matrix import MATRIX
+
+COMPOSED = ("index_loss",)
+"""Ops that are torch functions."""
+
+
+def on_meta(value: Any) -> Any:
+    """A value whose tensors have no memory, but their shapes, strides and alignments."""
+    if isinstance(value, torch.Tensor):
+        storage = torch.empty(1 << 40, dtype=value.dtype, device="meta")
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = object.__new__(type(value))
+        for name, part in vars(value).items():
+            object.__setattr__(copied, name, on_meta(part))
+        return copied
+    if isinstance(value, Mapping):
+        return {name: on_meta(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_meta, value))
+    return value
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # what it lies in is no package
+        return False
+
+
+def agree(op: str, kernel: str, modules: set[str]) -> bool:
+    """Whether launches of device functions of these modules are those of a kernel's name."""
+    family = dispatch.OPS[op].arguments.__module__.removesuffix(".arguments")
+    tier, _, own = kernel.partition(".")
+    hopper = {module for module in modules if ".sm90" in module}
+    if not modules:  # a call without elements
+        return True
+    if tier != "sm90":
+        return not hopper
+    if own and is_module(f"{family}.{kernel}"):
+        return f"{family}.{kernel}" in modules
+    return any(module.startswith(f"{family}.sm90") for module in hopper)
+
+
+def mismatches(target_name: str) -> Iterator[str | None]:
+    """For each case of the table, None; or how its launches differ from what ``explain`` names."""
+    (target,) = (one for one in TARGETS if one.name == target_name)
+    launched: dict[str, set[str]] = {}
+    current = [""]
+    choose = dispatch.choose
+
+    def choosing(op: Op[Any], call: Any) -> Kernel[Any]:
+        kernel = choose(op, call)
+
+        def launch(call: Any) -> object:
+            current[0] = op.name
+            launched.setdefault(op.name, set())
+            return kernel.load()(call)
+
+        return dataclasses.replace(kernel, load=lambda: launch)
+
+    def run(self: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
+        launched[current[0]].add(self.fn.__module__)
+
+    with ExitStack() as stack:
+        stack.enter_context(believe(target, _CompileOnlyDriver(target)))
+        stack.enter_context(meta_means(torch.device("cuda")))
+        stack.enter_context(unrepeated())
+        stack.enter_context(torch.no_grad())
+        for op, cases in MATRIX.items():
+            for case in cases:
+                if case.large or op in COMPOSED:
+                    continue
+                arguments = on_meta(case.build(Draw(0, "cpu")))
+                named = sparsemla.explain(run_op, op, arguments).kernels
+                launched.clear()
+                with (
+                    mock.patch.object(dispatch, "choose", choosing),
+                    mock.patch.object(JITFunction, "run", run),
+                ):
+                    run_op(op, arguments)
+                right = launched.keys() == named.keys() and all(
+                    agree(name, named[name], modules) for name, modules in launched.items()
+                )
+                ran = {name: sorted(modules) for name, modules in launched.items()}
+                yield None if right else f"{op}, {case.name}: explained {named}, launched {ran}"
+
+
+def main(target_name: str) -> None:
+    """Print each mismatch, and at last the number of calls."""
+    count = 0
+    for wrong in mismatches(target_name):
+        if wrong is None:
+            count += 1
+        else:
+            sys.stdout.write(f"{wrong}\n")
+    sys.stdout.write(f"{count} calls\n")
