@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1026,53 +1027,24 @@ def test_an_interrupted_write_leaves_the_file(tmp_path, monkeypatch):
     assert report.load(path) == saved
 
 
-def test_table_of_a_document(tmp_path):
-    document = tmp_path / "results.md"
-    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write_table(document, report.Report("H200", CEILINGS, [row(note="unsorted")]))
-    text = document.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\nH200: copy 4000 GB/s")
-    assert text.endswith(f"{report.END}\nafter\n")
+def test_markdown_tables():
+    rows = [row(note="unsorted"), row(op="indexer_topk", peer=None, peer_us=None, ratio=None)]
+    text = report.markdown(report.Report("H200", CEILINGS, rows))
+    assert text.startswith("H200: copy 4000 GB/s")
     assert (
         "| batch 8, context 1024, topk 64 | 10.0 ±10% | 3 GB/s | 25 "
         "| torch.topk (unsorted; timed with its launch: torch.topk) | 20.0 ±5% | 2.00 |"
     ) in text
     assert "2026-01-02 at commit 0123456789ab with torch 2.11.0" in text
-    report.write_table(document, None)
-    assert document.read_text() == (
-        f"before\n{report.BEGIN}\n{report.NO_MEASUREMENTS}\n{report.END}\nafter\n"
-    )
-    document.write_text("no markers")
-    with pytest.raises(ValueError, match="must contain"):
-        report.write_table(document, None)
-
-
-@pytest.mark.parametrize(("name", "file"), [("results", "h200"), ("results-h100", "h100")])
-def test_results_page_matches_its_measurements(tmp_path, name, file):
-    root = Path(__file__).resolve().parent.parent
-    page, data = root / "docs" / f"{name}.md", root / "benchmarks" / f"{file}.json"
-    copy = tmp_path / "results.md"
-    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    report.write_table(copy, report.load(data) if data.exists() else None)
-    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    assert re.findall("^### .*", text, re.MULTILINE) == ["### select_topk", "### indexer_topk"]
 
 
 def test_table_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    report.save(tmp_path / "x.json", report.Report("H200", CEILINGS, [row()]))
-    document = tmp_path / command.DOCUMENT
-    document.parent.mkdir()
-    document.write_text(f"{report.BEGIN}\n{report.END}\n")
-    monkeypatch.setattr("sys.argv", ["bench", "--table", "x.json"])
+    found = report.Report("H200", CEILINGS, [row()])
+    report.save(tmp_path / "x.json", found)
+    monkeypatch.setattr("sys.argv", ["bench", "--table", str(tmp_path / "x.json")])
     assert main() == 0
-    assert "docs/results.md: 1 rows" in capsys.readouterr().out
-    assert "torch.topk" in document.read_text()
-    own = document.with_name("results-x.md")
-    own.write_text(f"{report.BEGIN}\n{report.END}\n")
-    document.write_text("the page of another GPU")
-    assert main() == 0
-    assert "docs/results-x.md: 1 rows" in capsys.readouterr().out
-    assert "torch.topk" in own.read_text()
+    assert capsys.readouterr().out == report.markdown(found) + "\n"
 
 
 def test_lines_join_cases_that_differ_only_in_the_axis():

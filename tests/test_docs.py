@@ -6,18 +6,21 @@ import doctest
 import importlib
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import sparsemla
 import sparsemla_lab
+from sparsemla_lab.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [Path(package.__file__).resolve().parent for package in (sparsemla, sparsemla_lab)]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPOSITORY = "https://github.com/sparsemla/sparsemla/blob/main/"
 RAW = "https://raw.githubusercontent.com/sparsemla/sparsemla/main/"
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 
 BLOCK = re.compile(r"^```(?P<tag>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -81,8 +84,8 @@ def link_target(page: Path, link: str) -> tuple[Path, str] | None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page: its headings, and the objects that the site documents there."""
-    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    """The anchors of a page on the site: its headings, and the objects documented there."""
+    text = TABLES["with_tables"](BLOCK.sub("", page.read_text(encoding="utf-8")))
     words = (re.sub(r"[^\w -]", "", heading) for heading in HEADING.findall(text))
     return {each.strip().lower().replace(" ", "-") for each in words} | {*OBJECT.findall(text)}
 
@@ -181,6 +184,18 @@ def test_the_readme_installs_the_pinned_torch() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (pin,) = re.findall(r"torch==[\d.]+", readme)
     assert pin in pins
+
+
+@pytest.mark.parametrize(("name", "file"), [("results", "h200"), ("results-h100", "h100")])
+def test_the_site_shows_every_row(name: str, file: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    found = report.load(ROOT / "benchmarks" / f"{file}.json")
+    shown = TABLES["on_page_markdown"](page)
+    times = [f"| {' | '.join(report.cells(row)[1:5])} |" for row in found.rows]
+    assert report.ceiling_line(found) in shown
+    assert Counter(re.findall(r"^\|(?: [^|]+ \|){4}(?= [^|]+ \| +[\d|])", shown, re.M)) == Counter(
+        times
+    )
 
 
 def test_the_figure_shows_the_measurements() -> None:

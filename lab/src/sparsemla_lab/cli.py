@@ -295,7 +295,7 @@ def bench(
         str | None, typer.Option(help="Commit to record in the rows; default: the checkout's.")
     ] = None,
     table: Annotated[
-        Path | None, typer.Option(help="Only rewrite the page of results from this JSON file.")
+        Path | None, typer.Option(help="Only print the Markdown tables of this JSON file.")
     ] = None,
     full: Annotated[bool, typer.Option(help="Every size of the step and of top-k.")] = False,
     launches: Annotated[

@@ -495,8 +495,8 @@ def dense_index_gradients(
         dik[s]         = sum_t sum_h b[t, h, s] iq[t, h]
 
     Args:
-        q, k, lse, iq, weights, ik, softmax_scale, row_starts, row_ends, row_weights,
-            max_workspace_bytes: the arguments of :func:`dense_index_loss`.
+        q, k, lse, iq, weights, ik: as in :func:`dense_index_loss`.
+        softmax_scale, row_starts, row_ends, row_weights, max_workspace_bytes: the same.
 
     Returns:
         The loss, float32, then diq, dweights and dik, with the dtypes of iq, weights and ik.

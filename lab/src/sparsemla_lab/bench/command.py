@@ -21,8 +21,6 @@ from sparsemla_lab.bench.timing import Timer
 from sparsemla_lab.bench.training import crossing_lines
 from sparsemla_lab.bench.workloads import Workload
 
-DOCUMENT = Path("docs/results.md")
-
 WITH = {"table": ("plot",), "launches": ("plot", "peers"), "host_times": ("commit", "peers")}
 """Options that count beside one that measures nothing, or something else."""
 
@@ -43,7 +41,7 @@ def bench(
     host_times: Path | None = None,
     acting_as: str | None = None,
 ) -> int:
-    """Measure, or with ``table`` only turn a JSON file into the table (and plots).
+    """Measure, or with ``table`` only print the tables of a JSON file (and plot it).
 
     Args:
         write: takes each line of output.
@@ -57,8 +55,7 @@ def bench(
             :mod:`sparsemla_lab.bench.peers`.
         device: ``cuda`` or ``cpu``; default the GPU, if there is one.
         commit: commit to record in the rows; default the checkout's.
-        table: ``NAME.json``; its rows replace the table of ``docs/results-NAME.md``, if there is
-            such a page, or of ``docs/results.md``.
+        table: a JSON file to print as Markdown tables; nothing is measured.
         full: measure every size of the whole decode step and of top-k, not only some.
         launches: a JSON file for begin and end of each kernel of some decode steps; nothing
             else is measured, and without a GPU the file is only read.
@@ -92,10 +89,7 @@ def bench(
     _check_together(given, device)
     if table is not None:
         found = report.load(table)
-        own = DOCUMENT.with_stem(f"{DOCUMENT.stem}-{table.stem}")
-        document = own if own.exists() else DOCUMENT
-        report.write_table(document, found)
-        write(f"{document}: {len(found.rows)} rows")
+        write(report.markdown(found))
         for line in crossing_lines(found.rows):
             write(line)
         _plot(write, found, plot)

@@ -1,4 +1,4 @@
-"""Rows of a benchmark as JSON, as text, as the table of a document, and as plots."""
+"""Rows of a benchmark as JSON, as text, as Markdown tables, and as plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BEGIN = "<!-- table: begin -->"
 END = "<!-- table: end -->"
-NO_MEASUREMENTS = "No measurements have been committed yet."
+"""Marks of a table that ``benchmarks/engine.py`` or ``hooks.py`` writes into a page."""
 AXES = ("context", "batch", "heads")
 RUN = ("commit", "date", "versions")
 """Attributes that all rows of a run share; a file has them once."""
@@ -231,7 +231,7 @@ def text_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def markdown(report: Report) -> str:
-    """The table of a document, op by op."""
+    """The run, then a table for each op."""
     stamps = dict.fromkeys((row.commit, row.date) for row in report.rows)
     versions: dict[str, str] = {}
     newest_rows: dict[tuple[str, str, str], Row] = {}  # a workload's first; those kept follow
@@ -257,21 +257,6 @@ def markdown(report: Report) -> str:
 
 def _line(words: Sequence[str]) -> str:
     return "| " + " | ".join(words) + " |"
-
-
-def write_table(document: Path, report: Report | None) -> None:
-    """Rewrite the text between the markers of a document.
-
-    Raises:
-        ValueError: the document has no markers.
-    """
-    text = document.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{document} must contain {BEGIN} and, after it, {END}")
-    table = markdown(report) if report is not None and report.rows else NO_MEASUREMENTS
-    document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 def plot(report: Report, directory: Path) -> list[Path]:

@@ -35,8 +35,8 @@ warpgroup that computed it reads. Blocks within a page come by TMA, others row b
 second stream follow those of the first; only the producer tells them apart.
 
 Tokens that share a list form one group, as in dense attention. With members, a key's validity is a
-bit for each of them, and the softmax tests the bit of the row's token. An invalid key is none of a
-member; its row is not read.
+bit for each of them, and the softmax tests the bit of the row's token. An invalid key has no bit
+set, and its row is not read.
 """
 
 from __future__ import annotations

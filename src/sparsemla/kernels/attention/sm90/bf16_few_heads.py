@@ -17,18 +17,14 @@ last MMA that reads it is done. Tiles of a second stream follow those of the fir
     consumer 0   QK i   softmax i   PV i    QK i+2   softmax i+2   PV i+2
     consumer 1          QK i+1   softmax i+1   PV i+1   QK i+3   softmax i+3   PV i+3
 
-========  ======  =================================  =============  ================================
-barrier   number  arrivals                           waits          guards
-========  ======  =================================  =============  ================================
-full      2 x 3   128: each producer thread, when    the consumer   a piece of the consumer's stage
-                  its copies of the piece have
-                  landed
-empty     2 x 3   1: the consumer, when the last     the producer   the same piece: RoPE dims after
-                  MMA that reads the piece is done                  the QK MMA, others after the PV
-                                                                    MMA
-merge     2       2: each consumer                   both           [0] m and l of both, and the end
-                                                     consumers      of all MMAs; [1] O of both
-========  ======  =================================  =============  ================================
+Barriers:
+
+    barrier  number  arrivals                 waits         guards
+    full     2 x 3   128 copies' threads      the consumer  a piece of the consumer's stage
+    empty    2 x 3   1, the consumer, after   the producer  the same piece: RoPE dims after the QK
+                     its last MMA of it                     MMA, others after the PV MMA
+    merge    2       2, each consumer         both          [0] m and l of both, and the end of all
+                                              consumers     MMAs; [1] O of both
 
 Shared memory for 16 (32) rows, KiB: K and V 128, RoPE dims 16, Q 18 (36), P 4 (8); 167 (190) in
 all. O takes 64 (128) registers of a consumer's thread.

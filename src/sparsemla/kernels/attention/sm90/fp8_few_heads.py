@@ -32,18 +32,17 @@ Time line, with cycles of a tile for 16 (32) rows at batch 128::
     stage 0     tile i .................................... empty     tile i+2 ........
     stage 1     ................ tile i+1 lands ...... full ...........................
 
-=======  ======  ===================================  ============  ===============================
-barrier  number  arrivals                             waits         guards
-=======  ======  ===================================  ============  ===============================
-full     2       128: each producer thread, when its  all           codes, RoPE dims and scales of
-                 copies of the tile have landed       consumers     a stage
-empty    2       1: the consumers, when the tile's    the producer  the same stage
-                 last codes are in registers
-=======  ======  ===================================  ============  ===============================
+Barriers:
+
+    barrier  number  arrivals                   waits          guards
+    full     2       128 copies' threads        all consumers  codes, RoPE dims, scales of a stage
+    empty    2       1, the consumers, when     the producer   the same stage
+                     the tile's last codes
+                     are in registers
 
 Shared memory for the 656-byte format and 16 rows: codes 128 KiB, RoPE dims 32, Q 18, scales 4, P 4,
 the rest 4; 190 KiB in all. A consumer thread has 232 registers, of which O takes 32 (64), and a
-producer thread 40. docs/performance.md has the bound of the kernel.
+producer thread 40.
 """
 
 from __future__ import annotations
