@@ -32,22 +32,22 @@ ALL_MODULES = MODULES | LAB_MODULES
 
 # Imports from the package that are allowed below a prefix of modules; longest prefix first.
 LAYERS = {
-    "sparsemla.kinds": (),
+    "sparsemla.validation": (),
     "sparsemla.state": (),
-    "sparsemla.formats": ("kinds", "state"),
-    "sparsemla.cache": ("kinds", "formats"),
-    "sparsemla.rope": ("kinds", "formats", "cache"),
-    "sparsemla.pooling": ("kinds",),
-    "sparsemla.weights": ("kinds", "state", "formats", "checks"),
-    "sparsemla.plan": ("kinds", "formats", "cache", "checks"),
-    "sparsemla.runner": ("kinds", "plan"),
-    "sparsemla.checks": ("kinds", "formats", "cache"),
+    "sparsemla.formats": ("validation", "state"),
+    "sparsemla.cache": ("validation", "formats"),
+    "sparsemla.rope": ("validation", "formats", "cache"),
+    "sparsemla.pooling": ("validation",),
+    "sparsemla.weights": ("validation", "state", "formats", "checks"),
+    "sparsemla.plan": ("validation", "formats", "cache", "checks"),
+    "sparsemla.runner": ("validation", "plan"),
+    "sparsemla.checks": ("validation", "formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "pooling", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("state", "formats", "cache", "weights", "kernels.common"),
     "sparsemla.kernels": ("formats", "cache", "pooling", "weights", "kernels.common"),
     "sparsemla.dispatch": ("kernels",),
     "sparsemla.ops": (
-        "kinds",
+        "validation",
         "state",
         "formats",
         "cache",
@@ -62,7 +62,7 @@ LAYERS = {
     "sparsemla.ops._repeat": ("formats", "pooling", "kernels.common"),
     "sparsemla.explanation": ("dispatch", "ops"),
     "sparsemla.warmup": (
-        "kinds",
+        "validation",
         "formats",
         "cache",
         "pooling",
@@ -83,7 +83,7 @@ LAYERS = {
         "warmup",
         "weights",
     ),
-    "sparsemla.compat": ("kinds", "formats", "cache", "checks", "ops", "compat"),
+    "sparsemla.compat": ("validation", "formats", "cache", "checks", "ops", "compat"),
 }
 # Families of kernels that call another family's.
 FAMILIES_BUILT_ON = {
@@ -96,7 +96,7 @@ FAMILIES_BUILT_ON = {
 }
 ON_TOP = ("backends", "compat", "__main__")
 BELOW = (
-    "kinds",
+    "validation",
     "state",
     "formats",
     "cache",

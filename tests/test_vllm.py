@@ -301,7 +301,7 @@ OVERRIDDEN = {
 }
 for module in (attention, indexer, nvidia, warmup):
     OVERRIDDEN |= touched.overridden(module)
-ROWS = {(name, row.path): row for name, rows in touched.TOUCHED.items() for row in rows}
+ROWS = {(name, row.path): row for name, rows in touched.SURFACE.items() for row in rows}
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -326,7 +326,7 @@ def test_every_import_from_vllm_has_a_row(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for each in node.names
     }
-    rows = touched.TOUCHED.get(name, touched.ATTENTION + touched.INDEXER)
+    rows = touched.SURFACE.get(name, touched.ATTENTION + touched.INDEXER)
     rows += touched.INDEXER if name == "nvidia" else ()
     assert imported - {"vllm.logger:init_logger"} <= {row.path for row in rows}
 
@@ -341,7 +341,7 @@ def test_every_import_from_vllm_has_a_row(name):
     ],
 )
 def test_what_no_longer_fits_is_named(path, needs, reason):
-    row = touched.Touched(path, "a purpose", needs)
+    row = touched.Dependency(path, "a purpose", needs)
     assert row.problem().startswith(f"{path} (a purpose): ")
     assert reason in row.problem()
     with pytest.raises(RuntimeError, match=f"does not fit this vLLM: {path}"):
@@ -359,7 +359,7 @@ def test_a_function_with_other_parameters_is_named(monkeypatch):
 
 @pytest.mark.parametrize("rows", ["ATTENTION", "INDEXER"])
 def test_a_vllm_that_does_not_fit_stops_the_start(plain_vllm, monkeypatch, rows):
-    row = touched.Touched("vllm:gone", "a purpose")
+    row = touched.Dependency("vllm:gone", "a purpose")
     monkeypatch.setattr(plugins, rows, (row,))
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     register()

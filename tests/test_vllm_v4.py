@@ -762,7 +762,7 @@ def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
 
 
 def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
-    row = touched.Touched("vllm:gone", "a purpose")
+    row = touched.Dependency("vllm:gone", "a purpose")
     monkeypatch.setattr(deepseek_v4, "DEEPSEEK_V4", (row,))
     with pytest.raises(RuntimeError, match="vllm:gone"):
         build_model("CUSTOM")

@@ -21,7 +21,7 @@ from sparsemla.formats import (
     is_named,
     scatter_rows,
 )
-from sparsemla.kinds import check_integer, check_integers, check_kind
+from sparsemla.validation import check_integer, check_integers, check_kind
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
-from sparsemla.kinds import INTEGERS, LIMIT, check_integer, check_kind, check_number
+from sparsemla.validation import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PRECISIONS = ("bf16", "fp8")

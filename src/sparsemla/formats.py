@@ -26,8 +26,8 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sparsemla.kinds import check_device, check_integer, check_kind
 from sparsemla.state import Table, outside_autocast
+from sparsemla.validation import check_device, check_integer, check_kind
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""

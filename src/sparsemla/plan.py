@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsemla.cache import slots_of, to_int32
 from sparsemla.checks import INTEGERS, Checker
-from sparsemla.kinds import check_device, check_integer, check_integers, check_kind
+from sparsemla.validation import check_device, check_integer, check_integers, check_kind
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
 """Integers on the host: a list, a NumPy array or a CPU tensor."""

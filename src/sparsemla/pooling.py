@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsemla.kinds import check_device, check_integer, check_integers, check_kind
+from sparsemla.validation import check_device, check_integer, check_integers, check_kind
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsemla.kinds import check_integer, check_kind, check_number
+from sparsemla.validation import check_integer, check_kind, check_number
 
 
 @dataclass(frozen=True)

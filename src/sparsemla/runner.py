@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsemla.kinds import check_integer, check_integers, check_kind
 from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, int32_pages, plan_batch
+from sparsemla.validation import check_integer, check_integers, check_kind
 
 Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
 

@@ -27,7 +27,6 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
-from sparsemla.kinds import check_device, check_integer, check_kind
 from sparsemla.ops import (
     entry_slots,
     fused_indexer_rope_quant,
@@ -43,6 +42,7 @@ from sparsemla.ops import (
     visible_slots,
 )
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.validation import check_device, check_integer, check_kind
 from sparsemla.weights import HeadWeight
 
 INTEGERS = (

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.formats import FLOAT32_TINY, fp8_scales, to_fp8
-from sparsemla.kinds import check_device, check_integer, check_kind
 from sparsemla.state import outside_autocast
+from sparsemla.validation import check_device, check_integer, check_kind
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 

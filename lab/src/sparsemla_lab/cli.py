@@ -163,7 +163,7 @@ def _show_v4(picture: Path, seed: int, device: str) -> None:
     import torch
     from rich.progress import Progress
 
-    from sparsemla.kinds import missing_gpu
+    from sparsemla.validation import missing_gpu
     from sparsemla_lab import demo_v4 as work
     from sparsemla_lab.picture import draw_contexts
 
@@ -369,7 +369,7 @@ def warm_up(
     import torch
     from rich.progress import Progress
 
-    from sparsemla.kinds import missing_gpu
+    from sparsemla.validation import missing_gpu
     from sparsemla.warmup import entry_ratios
 
     try:

@@ -18,7 +18,7 @@ from sparsemla.dispatch import OPS, only
 from sparsemla.formats import FP8_DS_MLA, get_format
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.table import TIERS
-from sparsemla.kinds import missing_gpu
+from sparsemla.validation import missing_gpu
 from sparsemla_lab.support import Support, cpu_support, gpu_support
 from sparsemla_lab.typical import describe_call, function_of, typical_call
 

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from sparsemla.backends.transformers import BatchCache, PagedAttention, enable, refuse
 from sparsemla.formats import get_format
-from sparsemla.kinds import check_integer, missing_gpu
+from sparsemla.validation import check_integer, missing_gpu
 from sparsemla_lab.checkpoint import (
     CheckpointError,
     match_codes,

@@ -12,7 +12,6 @@ from sparsemla.checks import INTEGERS, Checker
 from sparsemla.formats import ScaleMode
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
-from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.decode import (
     _dense_decode,
@@ -26,6 +25,7 @@ from sparsemla.ops.projection import merge_workspace_size, project_heads
 from sparsemla.ops.quant import fused_rope_rmsnorm_quant
 from sparsemla.plan import Plan
 from sparsemla.state import outside_autocast
+from sparsemla.validation import check_device, check_integer
 from sparsemla.weights import MLALayer
 
 WORKSPACE_ROWS = 16384

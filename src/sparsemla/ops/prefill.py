@@ -12,10 +12,10 @@ from sparsemla.formats import CacheFormat
 from sparsemla.kernels import attention
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DensePrefill, SparsePrefill
-from sparsemla.kinds import check_device, check_integer
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.plan import host_ints
+from sparsemla.validation import check_device, check_integer
 
 _sparse_prefill = operator(attention.SPARSE_PREFILL)
 

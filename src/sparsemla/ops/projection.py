@@ -6,10 +6,10 @@ from torch import Tensor
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kernels import projection
 from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
-from sparsemla.kinds import check_integer, check_kind
 from sparsemla.ops._library import operator
 from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
+from sparsemla.validation import check_integer, check_kind
 from sparsemla.weights import HeadWeight
 
 _project_heads = operator(projection.PROJECT_HEADS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sparsemla.kinds import missing_gpu
+from sparsemla.validation import missing_gpu
 from sparsemla_lab.bench import cpu, host, report, timeline
 from sparsemla_lab.bench.ceilings import measure
 from sparsemla_lab.bench.peers import find_peers

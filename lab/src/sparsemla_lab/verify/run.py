@@ -22,7 +22,7 @@ import torch
 
 import sparsemla
 from sparsemla.kernels.common.device import describe
-from sparsemla.kinds import missing_gpu
+from sparsemla.validation import missing_gpu
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import FP8_MMA, Tolerance, kernel_of, tolerances_of
 from sparsemla_lab.verify.beside import Shared, calls_of, compile_calls, rerun_beside

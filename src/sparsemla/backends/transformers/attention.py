@@ -37,7 +37,7 @@ from sparsemla.backends.transformers.step import (
 )
 from sparsemla.backends.transformers.training import TrainingAttention
 from sparsemla.formats import CacheFormat
-from sparsemla.kinds import check_integer, check_number
+from sparsemla.validation import check_integer, check_number
 
 LAYERS: dict[str, Callable[..., Layers]] = {
     **dict.fromkeys(ARCHITECTURES, LatentLayers),

@@ -14,7 +14,7 @@ from sparsemla.backends.transformers.cache import BatchCache, ordinary_tensors
 from sparsemla.backends.transformers.projections import Absorbed, check_skipped
 from sparsemla.backends.transformers.step import Step
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
-from sparsemla.kinds import check_integer
+from sparsemla.validation import check_integer
 
 LINEAR = "linear_attention"
 """Type of layers without keys, whose attention stays that of transformers."""

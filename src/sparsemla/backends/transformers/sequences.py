@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemla.backends.transformers.step import Tokens
-from sparsemla.kinds import check_integer, check_integers
+from sparsemla.validation import check_integer, check_integers
 
 Stage: TypeAlias = Literal["dense", "warmup", "sparse"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

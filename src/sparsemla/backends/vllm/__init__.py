@@ -8,7 +8,7 @@ vLLM only inside these functions.
 from typing import TYPE_CHECKING, Any
 
 from sparsemla.backends.vllm.settings import BACKEND, INDEXER_PLUGIN, check_when_configured
-from sparsemla.backends.vllm.touched import (
+from sparsemla.backends.vllm.surface import (
     ATTENTION,
     INDEXER,
     check,

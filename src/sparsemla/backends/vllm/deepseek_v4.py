@@ -90,7 +90,7 @@ from sparsemla.backends.vllm.indexer import (
 )
 from sparsemla.backends.vllm.projection import GroupProjection
 from sparsemla.backends.vllm.settings import adapted, unread_by_indexer
-from sparsemla.backends.vllm.touched import DEEPSEEK_V4, check
+from sparsemla.backends.vllm.surface import DEEPSEEK_V4, check
 from sparsemla.backends.vllm.warmup import register_layers
 
 RATIOS = 1, 4, 128

@@ -24,7 +24,7 @@ from sparsemla.backends.vllm.indexer import (
     refuse,
     select_keys,
 )
-from sparsemla.backends.vllm.touched import NVIDIA, check
+from sparsemla.backends.vllm.surface import NVIDIA, check
 from sparsemla.backends.vllm.warmup import register_indexer
 
 

@@ -1,7 +1,7 @@
 """The parts of vLLM that the plugins touch, and checks that they still fit.
 
 Everything that the modules of this package import from vLLM, override, call or read has a row in
-:data:`TOUCHED`, and ``tests/test_vllm.py`` fails for an import without one. To move to a new
+:data:`SURFACE`, and ``tests/test_vllm.py`` fails for an import without one. To move to a new
 version of vLLM, change :data:`SUPPORTED` and run these tests: they name each row that no longer
 fits, and its purpose.
 """
@@ -21,7 +21,7 @@ SUPPORTED = (0, 33)
 
 
 @dataclasses.dataclass(frozen=True)
-class Touched:
+class Dependency:
     """Something of vLLM.
 
     Args:
@@ -62,7 +62,7 @@ def _members(found: Any) -> set[str]:  # noqa: ANN401 - anything of vLLM
 
 
 CONFIG = (
-    Touched(
+    Dependency(
         "vllm.config:VllmConfig",
         "settings of the engine",
         (
@@ -79,8 +79,8 @@ CONFIG = (
             "__post_init__",
         ),
     ),
-    Touched("vllm.config:get_current_vllm_config_or_none", "settings while layers are built"),
-    Touched(
+    Dependency("vllm.config:get_current_vllm_config_or_none", "settings while layers are built"),
+    Dependency(
         "vllm.config.model:ModelConfig",
         "dims of the model",
         (
@@ -92,7 +92,7 @@ CONFIG = (
             "use_mla",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.config.attention:AttentionConfig",
         "refused settings",
         (
@@ -104,40 +104,46 @@ CONFIG = (
             "use_non_causal",
         ),
     ),
-    Touched("vllm.config.cache:CacheConfig", "refused settings", ("kv_cache_dtype_skip_layers",)),
-    Touched(
+    Dependency(
+        "vllm.config.cache:CacheConfig", "refused settings", ("kv_cache_dtype_skip_layers",)
+    ),
+    Dependency(
         "vllm.config.kernel:KernelConfig", "refused settings", ("sparse_indexer_topk_backend",)
     ),
-    Touched("vllm.config.offload:OffloadConfig", "refused settings", ("prefetch", "uva")),
-    Touched(
+    Dependency("vllm.config.offload:OffloadConfig", "refused settings", ("prefetch", "uva")),
+    Dependency(
         "vllm.config.offload:PrefetchOffloadConfig", "refused settings", ("offload_group_size",)
     ),
-    Touched("vllm.config.offload:UVAOffloadConfig", "refused settings", ("cpu_offload_gb",)),
-    Touched("vllm.config.lora:LoRAConfig", "refused settings", ("target_modules",)),
-    Touched(
+    Dependency("vllm.config.offload:UVAOffloadConfig", "refused settings", ("cpu_offload_gb",)),
+    Dependency("vllm.config.lora:LoRAConfig", "refused settings", ("target_modules",)),
+    Dependency(
         "vllm.lora.utils:is_in_target_modules",
         "refused settings",
         ("module_name", "target_modules", "packed_modules_mapping"),
     ),
-    Touched(
+    Dependency(
         "vllm.config.speculative:SpeculativeConfig",
         "refused settings",
         ("attention_backend", "draft_model_config", "use_dspark"),
     ),
-    Touched(
+    Dependency(
         "vllm.platforms:current_platform",
         "refused platforms",
         ("is_fp8_fnuz", "is_rocm", "is_xpu"),
     ),
-    Touched("vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)),
-    Touched(
+    Dependency(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)
+    ),
+    Dependency(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path", "whose name it is"
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden", "whose name it is"
     ),
-    Touched("vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)),
-    Touched(
+    Dependency(
+        "vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)
+    ),
+    Dependency(
         "vllm.config.parallel:ParallelConfig",
         "refused settings, and shares of ranks",
         (
@@ -147,7 +153,7 @@ CONFIG = (
             "tensor_parallel_size",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm:envs",
         "plugins named, memory, and the batch-invariant mode",
         ("VLLM_PLUGINS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "VLLM_BATCH_INVARIANT"),
@@ -156,39 +162,39 @@ CONFIG = (
 
 WARMUP = (
     *CONFIG,
-    Touched(
+    Dependency(
         "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
         "kernels that vLLM compiles before it serves",
         ("register", "activate", "warmup"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.warmup.jit_warmup:VllmJitKernel",
         "base class",
         ("get_warmup_keys", "compile", "compile_many"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
         "rotation",
         ("cos_sin_cache", "is_neox_style"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
         "strides of the index cache",
         ("kv_cache",),
     ),
-    Touched("vllm.utils.math_utils:cdiv", "width of a block table"),
-    Touched("vllm.v1.attention.backend:max_decode_query_len", "longest decode"),
-    Touched("vllm.v1.worker.block_table:get_block_table_width", "width of a block table"),
+    Dependency("vllm.utils.math_utils:cdiv", "width of a block table"),
+    Dependency("vllm.v1.attention.backend:max_decode_query_len", "longest decode"),
+    Dependency("vllm.v1.worker.block_table:get_block_table_width", "width of a block table"),
 )
 
 ATTENTION = (
     *WARMUP,
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.registry:register_backend",
         "registration",
         ("backend", "class_path"),
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backend:AttentionBackend",
         "base class",
         (
@@ -198,9 +204,9 @@ ATTENTION = (
             "supported_kv_cache_dtypes",
         ),
     ),
-    Touched("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("UNIFORM_BATCH",)),
-    Touched("vllm.v1.attention.backend:AttentionLayer", "type of an argument"),
-    Touched(
+    Dependency("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("UNIFORM_BATCH",)),
+    Dependency("vllm.v1.attention.backend:AttentionLayer", "type of an argument"),
+    Dependency(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
         "batch of a step",
         (
@@ -215,55 +221,55 @@ ATTENTION = (
             "slot_mapping",
         ),
     ),
-    Touched("vllm.v1.attention.backend:MultipleOf", "type of a result"),
-    Touched("vllm.distributed:get_dcp_group", "ranks that merge results"),
-    Touched(
+    Dependency("vllm.v1.attention.backend:MultipleOf", "type of a result"),
+    Dependency("vllm.distributed:get_dcp_group", "ranks that merge results"),
+    Dependency(
         "vllm.distributed.parallel_state:GroupCoordinator",
         "ranks that merge results",
         ("device_communicator",),
     ),
-    Touched(
+    Dependency(
         "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator",
         "whether they can",
         ("pynccl_comm",),
     ),
-    Touched(
+    Dependency(
         "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
         "whether they can",
         ("disabled",),
     ),
-    Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
-    Touched(
+    Dependency("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
+    Dependency(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl",
         "base class: slots of positions, dense short prompts",
         ("forward_mqa", "_forward_mqa_kernel", "topk_indices_buffer", "dcp_world_size"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadata",
         "base class",
         ("num_decodes", "num_prefills", "num_decode_tokens", "req_id_per_token", "prefill"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLAPrefillMetadata",
         "no dense short prompts in the batch-invariant mode",
         ("use_dense_mha",),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder",
         "base class",
         ("metadata_cls", "build", "topk_tokens", "dcp_world_size"),
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.mla.sparse_utils:align_blocks_to_rows", "strides of blocks"
     ),
-    Touched("vllm.v1.attention.backends.mla.sparse_utils:flat_kv_row_view", "rows of the cache"),
-    Touched(
+    Dependency("vllm.v1.attention.backends.mla.sparse_utils:flat_kv_row_view", "rows of the cache"),
+    Dependency(
         "vllm.v1.attention.ops.metadata:compute_token_to_req_indices", "metadata of draft decodes"
     ),
-    Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the cache", ("block_size",)),
-    Touched("vllm.v1.kv_cache_interface:KVCacheSpec", "type of an argument"),
-    Touched("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
-    Touched(
+    Dependency("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the cache", ("block_size",)),
+    Dependency("vllm.v1.kv_cache_interface:KVCacheSpec", "type of an argument"),
+    Dependency("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
+    Dependency(
         "vllm.v1.worker.workspace:WorkspaceManager",
         "memory shared by layers",
         ("get_simultaneous",),
@@ -272,29 +278,29 @@ ATTENTION = (
 
 INDEXER = (
     *WARMUP,
-    Touched(
+    Dependency(
         "vllm.config:CompilationConfig", "ops that split a compiled model", ("_attention_ops",)
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.models.registry:ModelRegistry",
         "classes of models",
         ("register_model",),
     ),
-    Touched("vllm.model_executor.custom_op:CustomOp", "exchange of the op", ("register_oot",)),
-    Touched(
+    Dependency("vllm.model_executor.custom_op:CustomOp", "exchange of the op", ("register_oot",)),
+    Dependency(
         "vllm.model_executor.custom_op:PluggableLayer", "exchange of the layer", ("register_oot",)
     ),
-    Touched("vllm.model_executor.custom_op:op_registry_oot", "layers exchanged so far"),
-    Touched(
+    Dependency("vllm.model_executor.custom_op:op_registry_oot", "layers exchanged so far"),
+    Dependency(
         "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
         "exchanged layer of the portable class",
         ("indexer",),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer",
         "exchanged op of the portable class",
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.models.deepseek_v2:Indexer",
         "weights of the indexer",
         (
@@ -309,97 +315,99 @@ INDEXER = (
             "vllm_config",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
         "rotation",
         ("cos_sin_cache", "is_neox_style"),
     ),
-    Touched(
+    Dependency(
         "vllm.compilation.breakable_cudagraph:eager_break_during_capture", "CUDA graphs in pieces"
     ),
-    Touched("vllm.distributed:get_dcp_group", "ranks that share contexts"),
-    Touched(
+    Dependency("vllm.distributed:get_dcp_group", "ranks that share contexts"),
+    Dependency(
         "vllm.distributed.parallel_state:GroupCoordinator",
         "ranks that share contexts",
         ("rank_in_group", "world_size", "all_gather"),
     ),
-    Touched("vllm.forward_context:get_forward_context", "metadata of a step"),
-    Touched(
+    Dependency("vllm.forward_context:get_forward_context", "metadata of a step"),
+    Dependency(
         "vllm.forward_context:ForwardContext",
         "metadata of a step",
         ("attn_metadata", "no_compile_layers", "cudagraph_runtime_mode"),
     ),
-    Touched("vllm.platforms:current_platform", "GPUs", ("is_cuda", "has_device_capability")),
-    Touched("vllm.utils.deep_gemm:mqa_logits_use_mx_scales", "format of index keys"),
-    Touched("vllm.utils.torch_utils:LayerNameType", "names of layers in ops"),
-    Touched("vllm.utils.torch_utils:_encode_layer_name", "names of layers in ops"),
-    Touched("vllm.utils.torch_utils:_resolve_layer_name", "names of layers in ops"),
-    Touched(
+    Dependency("vllm.platforms:current_platform", "GPUs", ("is_cuda", "has_device_capability")),
+    Dependency("vllm.utils.deep_gemm:mqa_logits_use_mx_scales", "format of index keys"),
+    Dependency("vllm.utils.torch_utils:LayerNameType", "names of layers in ops"),
+    Dependency("vllm.utils.torch_utils:_encode_layer_name", "names of layers in ops"),
+    Dependency("vllm.utils.torch_utils:_resolve_layer_name", "names of layers in ops"),
+    Dependency(
         "vllm.utils.torch_utils:direct_register_custom_op",
         "our op",
         ("op_name", "op_func", "mutates_args", "fake_impl"),
     ),
-    Touched("vllm.v1.attention.backend:AttentionBackend", "type of a result"),
-    Touched(
+    Dependency("vllm.v1.attention.backend:AttentionBackend", "type of a result"),
+    Dependency(
         "vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("ALWAYS", "UNIFORM_BATCH")
     ),
-    Touched("vllm.v1.attention.backend:AttentionMetadataBuilder", "base class", ("build",)),
-    Touched("vllm.v1.attention.backend:CommonAttentionMetadata", "batch of a step"),
-    Touched("vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerBackend", "base class"),
-    Touched(
+    Dependency("vllm.v1.attention.backend:AttentionMetadataBuilder", "base class", ("build",)),
+    Dependency("vllm.v1.attention.backend:CommonAttentionMetadata", "batch of a step"),
+    Dependency("vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerBackend", "base class"),
+    Dependency(
         "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
         "base class",
         ("seq_lens", "max_seq_len", "slot_mapping", "block_table"),
     ),
-    Touched("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
-    Touched("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
+    Dependency("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
+    Dependency("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
 )
 
 NVIDIA = (
-    Touched("vllm.config:CUDAGraphMode", "when attention can be dense", ("FULL",)),
-    Touched(
+    Dependency("vllm.config:CUDAGraphMode", "when attention can be dense", ("FULL",)),
+    Dependency(
         "vllm.models.deepseek_v32:attention",
         "exchanged function",
         ("sparse_attn_indexer", "DeepseekV32Attention"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v32.attention:DeepseekV32Attention",
         "whether the exchange took",
         ("_sparse_indexer_and_attn", "indexer", "layer_name"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v32.attention:DeepseekV32Indexer",
         "exchanged class of the index cache",
         ("indexer_cache_cls", "k_cache"),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
         "base class",
         ("kv_cache", "get_attn_backend"),
     ),
-    Touched("vllm.models.deepseek_v32.nvidia:model", "base class", ("DeepseekV32ForCausalLM",)),
-    Touched("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
+    Dependency("vllm.models.deepseek_v32.nvidia:model", "base class", ("DeepseekV32ForCausalLM",)),
+    Dependency("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
 )
 
 DEEPSEEK_V4 = (
     *INDEXER,
-    Touched(
+    Dependency(
         "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
         "vLLM's kernels that still run",
         ("register", "activate", "_registrations"),
     ),
-    Touched("vllm.models:deepseek_v4", "base classes", ("DeepseekV4ForCausalLM", "DeepSeekV4MTP")),
-    Touched(
+    Dependency(
+        "vllm.models:deepseek_v4", "base classes", ("DeepseekV4ForCausalLM", "DeepSeekV4MTP")
+    ),
+    Dependency(
         "vllm.models.deepseek_v4.nvidia:model",
         "exchanged choice of attention",
         ("_select_dsv4_attn_cls", "DeepseekV4DecoderLayer"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4:attention",
         "exchanged class of compressors",
         ("DeepseekCompressor", "DeepseekV4Attention", "DeepseekV4Indexer"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.attention:DeepseekV4Attention",
         "base class: projections, caches, streams",
         (
@@ -433,7 +441,7 @@ DEEPSEEK_V4 = (
             "wo_b",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.attention:DeepseekV4Indexer",
         "base class",
         (
@@ -446,12 +454,12 @@ DEEPSEEK_V4 = (
             "k_cache",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.attention:DeepseekV4IndexerCache",
         "base class",
         ("kv_cache", "get_attn_backend"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.compressor:DeepseekCompressor",
         "base class: weights and state",
         (
@@ -465,25 +473,25 @@ DEEPSEEK_V4 = (
             "state_cache",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.compressor:CompressorBackend", "base class", ("get_builder_cls",)
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.compressor:CompressorMetadata",
         "base class",
         ("block_table", "slot_mapping", "token_to_req_indices"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.compressor:CompressorMetadataBuilder",
         "base class",
         ("build", "token_to_req_indices"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLABackend",
         "base class",
         ("get_builder_cls",),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLAMetadataBuilder",
         "base class",
         (
@@ -494,12 +502,12 @@ DEEPSEEK_V4 = (
             "vllm_config",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLABackend",
         "base class",
         ("get_name", "supports_compute_capability"),
     ),
-    Touched(
+    Dependency(
         "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLAMetadata",
         "entries of a step",
         (
@@ -510,7 +518,7 @@ DEEPSEEK_V4 = (
             "slot_mapping",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
         "raw rows of a step",
         (
@@ -533,7 +541,7 @@ DEEPSEEK_V4 = (
             "token_to_req_indices",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.mla.compressor_utils:get_compressed_slot_mapping",
         "slots of index keys",
         (
@@ -547,30 +555,30 @@ DEEPSEEK_V4 = (
             "out",
         ),
     ),
-    Touched(
+    Dependency(
         "vllm.v1.attention.backends.mla.indexer:DeepseekV4IndexerBackend",
         "base class",
         ("get_builder_cls", "get_supported_kernel_block_sizes"),
     ),
-    Touched("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
-    Touched("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
-    Touched(
+    Dependency("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
+    Dependency("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
+    Dependency(
         "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
         "weights of the first output projection",
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.layers.attention:is_deferred_attention_layer",
         "layers that prepare loaded weights",
         ("layer",),
     ),
-    Touched(
+    Dependency(
         "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload",
         "refusal of updates without preparation",
         ("model", "name"),
     ),
 )
 
-TOUCHED = {
+SURFACE = {
     "attention": ATTENTION,
     "deepseek_v4": DEEPSEEK_V4,
     "indexer": INDEXER,
@@ -633,7 +641,7 @@ def parameters(function: Function) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def problems(rows: Sequence[Touched], module: ModuleType | None = None) -> list[str]:
+def problems(rows: Sequence[Dependency], module: ModuleType | None = None) -> list[str]:
     """The rows that vLLM does not fit, and the functions of the module that lost their match."""
     found = [problem for row in rows if (problem := row.problem())]
     pairs = overridden(module) if module else {}
@@ -644,7 +652,7 @@ def problems(rows: Sequence[Touched], module: ModuleType | None = None) -> list[
     ]
 
 
-def check(rows: Sequence[Touched], module: ModuleType | None = None) -> None:
+def check(rows: Sequence[Dependency], module: ModuleType | None = None) -> None:
     """Raise RuntimeError with one line if something of vLLM does not fit."""
     if found := problems(rows, module):
         raise RuntimeError(f"sparsemla does not fit this vLLM: {'; '.join(found)}")
