@@ -228,7 +228,7 @@ def test_fp8_mma_has_a_gate_of_its_own(monkeypatch):
     asked = []
     monkeypatch.setattr(workloads, "kernel_of", lambda *call: asked.append(call) or FP8_MMA)
     ours = workload.ours(inputs)
-    assert [(op, case["precision"]) for op, case in asked] == [("sparse_prefill", "fp8")]
+    assert [(op, case["allow_fp8_mma"]) for op, case in asked] == [("sparse_prefill", True)]
     out, lse = reference.sparse_prefill(**rounded(inputs))[:2]
     ours.check((out, lse))
     with pytest.raises(AssertionError, match="lse"):
@@ -238,7 +238,9 @@ def test_fp8_mma_has_a_gate_of_its_own(monkeypatch):
     with pytest.raises(AssertionError, match="out"):
         ours.check((out.roll(1, 0), lse))
     given = []
-    monkeypatch.setattr(ops, "sparse_prefill", lambda **case: given.append(case.get("precision")))
+    monkeypatch.setattr(
+        ops, "sparse_prefill", lambda **case: given.append(case.get("allow_fp8_mma"))
+    )
     ours.run()
     workload.with_bf16(inputs)
     assert given == ["fp8", None]

@@ -196,7 +196,7 @@ CALLS = {
     "sparse_prefill, max_logits": lambda: (
         sparse_prefill_case(Draw(12)) | {"max_logits": torch.zeros(5, 8)}
     ),
-    "sparse_prefill, FP8 MMA": lambda: sparse_prefill_case(Draw(12)) | {"precision": "fp8"},
+    "sparse_prefill, FP8 MMA": lambda: sparse_prefill_case(Draw(12)) | {"allow_fp8_mma": True},
     "sparse_prefill, cache": lambda: {
         "q": Draw(13).normal(3, 8, 512).bfloat16(),
         "kv": PagedCache.allocate(BF16_512, 3, 8),
@@ -206,7 +206,7 @@ CALLS = {
     "sparse_prefill, two streams": lambda: (
         sparse_prefill_case(Draw(12), head_dim=512)
         | {
-            "extra_kv": PagedCache.allocate(FP8_584, 3, 8),
+            "extra_cache": PagedCache.allocate(FP8_584, 3, 8),
             "extra_topk_indices": Draw(13).integers(-1, 30, 5, 9),
         }
     ),

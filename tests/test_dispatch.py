@@ -69,7 +69,7 @@ def dense(fmt=FP8_DS_MLA, num_heads=64, query_len=1, **options):
 def prefill(fmt=None, num_heads=64, extra=None, **options):
     streams = {}
     if extra is not None:
-        streams = {"extra_kv": pages(extra), "extra_topk_indices": ints(6, 64)}
+        streams = {"extra_cache": pages(extra), "extra_topk_indices": ints(6, 64)}
     return {
         "q": empty(6, num_heads, 576 if fmt is None else fmt.head_dim),
         "kv": empty(100, 576) if fmt is None else pages(fmt),
@@ -114,8 +114,8 @@ HOPPER = [
     ("dense_decode", dense(FP8_DS_MLA, 17, 2), "sm90.fp8"),
     ("dense_decode", dense(BF16_576, 8), "sm90.bf16"),
     ("sparse_prefill", prefill(), "sm90.bf16"),
-    ("sparse_prefill", prefill(precision="fp8"), "sm90.fp8_mma"),
-    ("sparse_prefill", prefill(num_heads=32, precision="fp8"), "sm90.bf16_few_heads"),
+    ("sparse_prefill", prefill(allow_fp8_mma=True), "sm90.fp8_mma"),
+    ("sparse_prefill", prefill(num_heads=32, allow_fp8_mma=True), "sm90.bf16_few_heads"),
     ("sparse_prefill", prefill(FP8_584, extra=FP8_584), "sm90.fp8"),
     ("sparse_prefill", prefill(FP8_DS_MLA, 16), "sm90.fp8_few_heads"),
     ("sparse_prefill", shared(prefill, num_heads=8), "sm90.bf16"),
@@ -202,7 +202,7 @@ ROWS = {
         "sm90.bf16": "needs bfloat16 rows, got fp8_ds_mla",
     },
     "sparse_prefill": {
-        "sm90.fp8_mma": 'needs precision "fp8", got "bf16"',
+        "sm90.fp8_mma": "needs allow_fp8_mma=True",
         "sm90.fp8_few_heads": "needs FP8 rows, got bf16_576v512",
         "sm90.fp8": "needs FP8 rows, got bf16_576v512",
         "sm90.bf16_few_heads": "takes up to 32 query rows that share keys, got 64",
@@ -238,7 +238,7 @@ def test_each_row_of_hopper_says_why_not(op):
     ids=["512 dims", "pages", "heads", "max_logits"],
 )
 def test_fp8_mma_refuses(options, reason):
-    choice = on("sm_90", "sparse_prefill", prefill(**options, precision="fp8"))
+    choice = on("sm_90", "sparse_prefill", prefill(**options, allow_fp8_mma=True))
     assert choice.kernel != "sm90.fp8_mma"
     assert reason in dict(choice.refusals)["sm90.fp8_mma"]
 

@@ -178,7 +178,7 @@ def decode_branch_arguments():
 def extra_prefill_arguments():
     draw = Draw(11)
     return {
-        "extra_kv": prefill_rows(draw, 40, 512),
+        "extra_cache": prefill_rows(draw, 40, 512),
         "extra_topk_indices": draw.integers(-1, 40, 5, 9),
         "extra_topk_lengths": draw.integers(0, 10, 5),
     }
@@ -388,7 +388,7 @@ FREE = {
     ("dense_decode", "page_table", 1),
     ("sparse_prefill", "kv", 0),
     ("sparse_prefill", "topk_indices", 1),
-    ("sparse_prefill", "extra_kv", 0),
+    ("sparse_prefill", "extra_cache", 0),
     ("sparse_prefill", "extra_topk_indices", 1),
     ("sparse_attention", "kv", 0),
     ("sparse_attention", "topk_indices", 1),
@@ -580,29 +580,24 @@ OTHERS = [
     ),
     ("decode_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
     ("prefill_branch", "scale_mode must be 'pow2' or 'exact'", with_arguments(scale_mode="fp8")),
-    ("sparse_prefill", "extra_topk_indices", with_arguments(extra_kv=None)),
+    ("sparse_prefill", "extra_topk_indices", with_arguments(extra_cache=None)),
     ("sparse_prefill", "extra_topk_indices", with_arguments(extra_topk_indices=None)),
     (
         "sparse_prefill",
         "extra_topk_lengths",
-        with_arguments(extra_kv=None, extra_topk_indices=None),
+        with_arguments(extra_cache=None, extra_topk_indices=None),
     ),
     ("sparse_prefill", "members", with_arguments(members=torch.zeros(5, 128, dtype=torch.uint8))),
     (
         "sparse_prefill",
-        "list_tokens must be 1 beside extra_kv",
+        "list_tokens must be 1 beside extra_cache",
         lambda case: case.update(
             list_tokens=2,
             topk_indices=case["topk_indices"][:3],
             topk_lengths=case["topk_lengths"][:3],
         ),
     ),
-    (
-        "sparse_prefill",
-        "sparse_prefill: precision must be 'bf16' or 'fp8', got 'fp16'",
-        with_arguments(precision="fp16"),
-    ),
-    ("sparse_prefill", "precision must be 'bf16' or 'fp8', got ''", with_arguments(precision="")),
+    ("sparse_prefill", "allow_fp8_mma must be a bool, got str", with_arguments(allow_fp8_mma="")),
     ("sparse_prefill", "list_tokens", with_arguments(list_tokens=0)),
     ("sparse_prefill", "list_tokens", with_arguments(list_tokens=2.0)),
     ("share_lists", "list_tokens", with_arguments(list_tokens=0)),
@@ -778,7 +773,7 @@ SCALARS = {
     "rope_first": [None],
     "hadamard": [None, torch.eye(128)],
     "as_slots": [None],
-    "precision": [None, 8, torch.float8_e4m3fn],
+    "allow_fp8_mma": [None, "fp8", torch.float8_e4m3fn],
 }
 NUMBERS = ["softmax_scale", "eps"]
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e39, 10**400, np.float64("nan")]
@@ -822,7 +817,7 @@ def test_flags_and_words_are_of_their_class():
     words = [
         (op, name, "str") for op, name, kind in OPTIONS if "Literal" in str(kind) or kind is str
     ]
-    assert {name for _, name, _ in words} >= {"scale_mode", "precision"}
+    assert {name for _, name, _ in words} == {"scale_mode"}
     wrong = {"bool": (1, 0, "yes", np.True_), "str": (b"pow2", 1, True, ["bf16"])}
     for op, name, kind in flags + words:
         for value in wrong[kind]:
@@ -979,7 +974,7 @@ def test_query_dims_must_match_the_cache(op):
 
 
 @pytest.mark.parametrize(
-    ("op", "name"), [("sparse_decode", "extra_cache"), ("sparse_prefill", "extra_kv")]
+    ("op", "name"), [("sparse_decode", "extra_cache"), ("sparse_prefill", "extra_cache")]
 )
 def test_extra_cache_must_have_the_same_value_dim(op, name):
     case = CALLS[op]()

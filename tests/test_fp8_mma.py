@@ -132,7 +132,7 @@ def test_other_roundings_are_beyond_the_limits(rounding, seed, hopper):
 
 def permitting(**options):
     options = {"num_heads": 64, **options}
-    return sparse_prefill_case(Draw(0), **options) | {"precision": "fp8"}
+    return sparse_prefill_case(Draw(0), **options) | {"allow_fp8_mma": True}
 
 
 def test_other_kernels_have_the_tolerances_of_the_op():
@@ -151,7 +151,7 @@ def pages(fmt, page_size):
 
 def extra_stream():
     return {
-        "extra_kv": pages(BF16_576, 1),
+        "extra_cache": pages(BF16_576, 1),
         "extra_topk_indices": torch.zeros(5, 2, dtype=torch.int32),
     }
 
@@ -160,7 +160,7 @@ def extra_stream():
     ("case", "taken"),
     [
         (permitting(), True),
-        (permitting() | {"precision": "bf16"}, False),
+        (permitting() | {"allow_fp8_mma": False}, False),
         (permitting(num_heads=33), True),
         (permitting(num_heads=32), False),
         (permitting(head_dim=512), False),

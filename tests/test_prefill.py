@@ -287,7 +287,7 @@ def test_streams_of_every_width(device, topk, extra_topk, num_heads):
 
 def with_extra_rows(case, extra):
     """A case whose second stream is the first stream of another."""
-    names = {"kv": "extra_kv", "topk_indices": "extra_topk_indices"}
+    names = {"kv": "extra_cache", "topk_indices": "extra_topk_indices"}
     names["topk_lengths"] = "extra_topk_lengths"
     return case | {to: extra[name] for name, to in names.items()}
 
@@ -300,14 +300,14 @@ def test_streams_without_valid_indices(device, empty):
     alone = dict(case)
     if empty != "second":
         case["topk_indices"] = torch.full_like(case["topk_indices"], -1)
-        names = {"kv": "extra_kv", "topk_indices": "extra_topk_indices"}
+        names = {"kv": "extra_cache", "topk_indices": "extra_topk_indices"}
         alone |= {name: case[extra] for name, extra in names.items()}
     if empty != "first":
         case["extra_topk_lengths"] = torch.zeros(3, dtype=torch.int32, device=device)
     _, lse, _ = check(case)
     assert (lse == -math.inf).all() == (empty == "both")
     if empty != "both":
-        alone |= dict.fromkeys(["extra_kv", "extra_topk_indices", "extra_topk_lengths"])
+        alone |= dict.fromkeys(["extra_cache", "extra_topk_indices", "extra_topk_lengths"])
         assert_close("lse", lse, check(alone)[1], SPARSE_PREFILL_LSE)
 
 
@@ -321,10 +321,10 @@ def test_streams_without_rows(device, empty, kind):
     )
     alone = dict(case)
     if empty == "first":
-        alone |= {"kv": case["extra_kv"], "topk_indices": case["extra_topk_indices"]}
+        alone |= {"kv": case["extra_cache"], "topk_indices": case["extra_topk_indices"]}
         alone |= {"topk_lengths": case["extra_topk_lengths"]}
-    alone |= dict.fromkeys(["extra_kv", "extra_topk_indices", "extra_topk_lengths"])
-    for name in {"first": ["kv"], "second": ["extra_kv"], "both": ["kv", "extra_kv"]}[empty]:
+    alone |= dict.fromkeys(["extra_cache", "extra_topk_indices", "extra_topk_lengths"])
+    for name in {"first": ["kv"], "second": ["extra_cache"], "both": ["kv", "extra_cache"]}[empty]:
         case[name] = case[name][:0]
         if kind == "pages":
             case[name] = PagedCache.from_rows(case[name])
@@ -343,7 +343,7 @@ def test_an_extra_stream_is_more_keys(device):
     case["topk_indices"][:, 40:50] = case["topk_indices"][:, :10]
     whole = check(case)
     parts = [case["topk_indices"][:, :20].contiguous(), case["topk_indices"][:, 20:].contiguous()]
-    extra = {"extra_kv": case["kv"].clone(), "extra_topk_indices": parts[1]}
+    extra = {"extra_cache": case["kv"].clone(), "extra_topk_indices": parts[1]}
     together = check(case | {"topk_indices": parts[0]} | extra)
     swapped = check(case | {"topk_indices": parts[1]} | extra | {"extra_topk_indices": parts[0]})
     without_sink = case | {"attn_sink": None}
@@ -499,23 +499,23 @@ def test_dense_prefill_equals_torch(device):
 
 def test_kernels_without_fp8_mma_ignore_the_permission(device):
     case = sparse_prefill_case(Draw(23, device), num_heads=32, with_sink=True)
-    expected = sparsemla.sparse_prefill(**case, precision="bf16")
+    expected = sparsemla.sparse_prefill(**case, allow_fp8_mma=False)
     default = sparsemla.sparse_prefill(**case)
-    got = sparsemla.sparse_prefill(**case, precision="fp8")
+    got = sparsemla.sparse_prefill(**case, allow_fp8_mma=True)
     for name, *results in zip(("out", "lse"), default, got, expected, strict=True):
         for result in results[:2]:
             assert_equal(name, result, results[2])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_kernels_get_the_precision(device, precision, monkeypatch):
+@pytest.mark.parametrize("allow_fp8_mma", [False, True])
+def test_kernels_get_the_permission(device, allow_fp8_mma, monkeypatch):
     seen = []
     monkeypatch.setattr(dispatch, "launch", lambda op, call: seen.append(call))
     case = sparse_prefill_case(Draw(24, device))
     with unrepeated():
-        sparsemla.sparse_prefill(**case, precision=precision)
+        sparsemla.sparse_prefill(**case, allow_fp8_mma=allow_fp8_mma)
         sparsemla.sparse_prefill(**case)
-    assert [call.precision for call in seen] == [precision, "bf16"]
+    assert [call.allow_fp8_mma for call in seen] == [allow_fp8_mma, False]
 
 
 def nearest_e4m3(x):

@@ -253,20 +253,20 @@ def test_a_call_of_another_kind_is_no_repeat(change, launched):
 
 
 @compiled
-def test_precision_is_part_of_a_call(launched):
-    right = sparse_prefill_case(Draw(0), num_heads=64) | {"precision": "bf16"}
+def test_a_permission_is_part_of_a_call(launched):
+    right = sparse_prefill_case(Draw(0), num_heads=64) | {"allow_fp8_mma": False}
     assert is_repeated(lambda: sparse_prefill(**right))
     with count_repeats() as repeats:
-        sparse_prefill(**right | {"precision": "fp8"})
+        sparse_prefill(**right | {"allow_fp8_mma": True})
     assert not repeats
-    with pytest.raises(ValueError, match="sparse_prefill: precision "):
-        sparse_prefill(**right | {"precision": "fp16"})
+    with pytest.raises(TypeError, match="sparse_prefill: allow_fp8_mma "):
+        sparse_prefill(**right | {"allow_fp8_mma": "fp8"})
 
 
 @compiled
 @pytest.mark.parametrize("num_heads", [40, 128])
 def test_both_launches_of_fp8_mma_are_repeated(num_heads, launched):
-    case = sparse_prefill_case(Draw(0), num_heads=num_heads) | {"precision": "fp8"}
+    case = sparse_prefill_case(Draw(0), num_heads=num_heads) | {"allow_fp8_mma": True}
     assert is_repeated(lambda: sparse_prefill(**case))
     assert [launch[0] for launch in launched] == ["_round_rows", "_attend_rounded"] * 3
 

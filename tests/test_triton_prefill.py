@@ -42,7 +42,7 @@ def check(op, case, **options):
     arguments = dict(case, **options)
     q = arguments["q"]
     if op == "sparse_prefill":
-        for name in ("kv", "extra_kv"):
+        for name in ("kv", "extra_cache"):
             if isinstance(arguments.get(name), torch.Tensor):
                 arguments[name] = PagedCache.from_rows(arguments[name])
         value_dim = arguments["kv"].format.value_dim
@@ -167,11 +167,11 @@ def test_sparse_prefill_of_streams_that_may_be_empty(topk, branch, monkeypatch):
     draw = Draw(9, DEVICE)
     case = sparse_prefill_case(draw, num_tokens=2, num_heads=2, topk=topk, with_sink=True)
     extra = prefill_rows(draw, 40, 576)
-    more = {"extra_kv": extra, "extra_topk_lengths": torch.tensor([0, 17], device=DEVICE)}
+    more = {"extra_cache": extra, "extra_topk_lengths": torch.tensor([0, 17], device=DEVICE)}
     slots = draw.integers(-2, 42, 2, 20)
     _, lse, _ = check("sparse_prefill", case, extra_topk_indices=slots, **more)
     assert (lse[0] == -math.inf).all() == (topk == 0)
-    check("sparse_prefill", case, extra_topk_indices=slots[:, :0], extra_kv=extra)
+    check("sparse_prefill", case, extra_topk_indices=slots[:, :0], extra_cache=extra)
 
 
 def test_sparse_prefill_of_empty_rows():
@@ -219,6 +219,6 @@ def test_dense_prefill_of_other_dims(head_dim, value_dim, dtype):
 def test_portable_kernels_have_bfloat16_mma_only():
     case = sparse_prefill_case(Draw(12, DEVICE), num_heads=40)
     expected = check("sparse_prefill", case)
-    got = check("sparse_prefill", case, precision="fp8")
+    got = check("sparse_prefill", case, allow_fp8_mma=True)
     for name, one, other in zip(("out", "lse", "max_logits"), got, expected, strict=True):
         assert_equal(name, one, other)

@@ -256,14 +256,14 @@ def test_a_kernel_that_takes_a_permission_unseen_fails(difference, wrap_kernels,
 
     def permitted(launch, arguments):
         launch(**arguments)
-        arguments["lse"] += difference * (arguments["precision"] == "fp8")
+        arguments["lse"] += difference * (arguments["allow_fp8_mma"])
 
     wrap_kernels(permitted)
     some = [case for case in MATRIX[op] if case.name == "FP8 MMA, 40 heads"]
     monkeypatch.setitem(MATRIX, op, some)
     (report,) = run.verify("cpu", ops=[op]).ops
     assert report.properties["bf16_bits"] == run.Property(1, int(difference > 0))
-    differs = any("precision bf16, lse" in failure for failure in report.failures)
+    differs = any("without FP8 MMA, lse" in failure for failure in report.failures)
     assert differs == (difference > 0)
     assert report.properties["repeatable"].failed == 0
 

@@ -91,7 +91,7 @@ with warnings.catch_warnings():
         indexer,
         nvidia,
         register,
-        touched,
+        surface,
         warmup,
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
@@ -300,14 +300,14 @@ OVERRIDDEN = {
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
 for module in (attention, indexer, nvidia, warmup):
-    OVERRIDDEN |= touched.overridden(module)
-ROWS = {(name, row.path): row for name, rows in touched.SURFACE.items() for row in rows}
+    OVERRIDDEN |= surface.overridden(module)
+ROWS = {(name, row.path): row for name, rows in surface.SURFACE.items() for row in rows}
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_signatures_match_vllm(name):
     ours, theirs = OVERRIDDEN[name]
-    assert touched.parameters(ours) == touched.parameters(theirs)
+    assert surface.parameters(ours) == surface.parameters(theirs)
 
 
 @pytest.mark.parametrize("key", ROWS, ids=" ".join)
@@ -326,8 +326,8 @@ def test_every_import_from_vllm_has_a_row(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for each in node.names
     }
-    rows = touched.SURFACE.get(name, touched.ATTENTION + touched.INDEXER)
-    rows += touched.INDEXER if name == "nvidia" else ()
+    rows = surface.SURFACE.get(name, surface.ATTENTION + surface.INDEXER)
+    rows += surface.INDEXER if name == "nvidia" else ()
     assert imported - {"vllm.logger:init_logger"} <= {row.path for row in rows}
 
 
@@ -341,16 +341,16 @@ def test_every_import_from_vllm_has_a_row(name):
     ],
 )
 def test_what_no_longer_fits_is_named(path, needs, reason):
-    row = touched.Dependency(path, "a purpose", needs)
+    row = surface.Dependency(path, "a purpose", needs)
     assert row.problem().startswith(f"{path} (a purpose): ")
     assert reason in row.problem()
     with pytest.raises(RuntimeError, match=f"does not fit this vLLM: {path}"):
-        touched.check([row])
+        surface.check([row])
 
 
 def test_a_function_with_other_parameters_is_named(monkeypatch):
     monkeypatch.setattr(attention.SparseMLABackend, "get_name", lambda name: name)
-    (problem,) = touched.problems((), attention)
+    (problem,) = surface.problems((), attention)
     assert problem == (
         "vllm.v1.attention.backend:AttentionBackend.get_name "
         "(overridden by SparseMLABackend.get_name): other parameters"
@@ -359,7 +359,7 @@ def test_a_function_with_other_parameters_is_named(monkeypatch):
 
 @pytest.mark.parametrize("rows", ["ATTENTION", "INDEXER"])
 def test_a_vllm_that_does_not_fit_stops_the_start(plain_vllm, monkeypatch, rows):
-    row = touched.Dependency("vllm:gone", "a purpose")
+    row = surface.Dependency("vllm:gone", "a purpose")
     monkeypatch.setattr(plugins, rows, (row,))
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     register()

@@ -408,7 +408,7 @@ def whole_request(layer, x):
                 ratio=ratio,
             )
         entries = pooled(layer.compressor, FP8_584, ratio)
-        extra = {"extra_kv": entries, "extra_topk_indices": slots}
+        extra = {"extra_cache": entries, "extra_topk_indices": slots}
     out, *_ = reference.sparse_prefill(
         q, raw, window, softmax_scale=512**-0.5, attn_sink=layer.attn_sink, **extra
     )

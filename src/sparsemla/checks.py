@@ -18,8 +18,6 @@ from sparsemla.formats import CacheFormat
 from sparsemla.validation import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-PRECISIONS = ("bf16", "fp8")
-"""Products of attention: bfloat16, or FP8 where a kernel has them."""
 MAX_MEMBERS = 8
 """Most tokens of a list with members: one for each bit of a byte."""
 Dtypes = torch.dtype | tuple[torch.dtype, ...]

@@ -794,7 +794,7 @@ def _attend_to_both(
     second: dict[str, object] = {}
     if extra is not None:
         second = {
-            "extra_cache" if decodes else "extra_kv": extra.cache,
+            "extra_cache": extra.cache,
             "extra_topk_indices": _empty(*rows, extra.width),
             "extra_topk_lengths": _empty(tokens) if extra.has_lengths else None,
         }

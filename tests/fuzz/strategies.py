@@ -348,7 +348,7 @@ def sparse_prefill(draw, shape):
     }
     if shape["extra"] is not None:
         found = _selected(draw, _like(cache, shape["extra"]), num_tokens, 1, **kinds)
-        caches["extra_kv"] = arguments["extra_kv"] = found[0]
+        caches["extra_cache"] = arguments["extra_cache"] = found[0]
         arguments["extra_topk_indices"] = draw.give(found[1][:, 0])
         arguments["extra_topk_lengths"] = found[2]
     return arguments, caches

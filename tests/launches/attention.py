@@ -42,7 +42,7 @@ def sparse_prefill(
             softmax_scale=0.1,
             topk_lengths=meta(lists[0], dtype=torch.int32),
             attn_sink=meta(num_heads, dtype=torch.float32),
-            extra_kv=extra,
+            extra_cache=extra,
             extra_topk_indices=None if extra is None else meta(4096, 128, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
             list_tokens=size,

@@ -39,7 +39,7 @@ def sparse_prefill(
     apart=False,
     list_tokens=1,
     members=False,
-    precision="bf16",
+    allow_fp8_mma=False,
 ):
     lists = -(-num_tokens // list_tokens)
     width = topk * list_tokens
@@ -53,17 +53,15 @@ def sparse_prefill(
             softmax_scale=0.1,
             topk_lengths=meta(lists, dtype=torch.int32) if topk > 1 else None,
             attn_sink=meta(num_heads, dtype=torch.float32),
-            extra_kv=extra and PagedCache.allocate(extra, 512, 48, device="meta"),
+            extra_cache=extra and PagedCache.allocate(extra, 512, 48, device="meta"),
             extra_topk_indices=extra and meta(num_tokens, 512, dtype=index_dtype),
             extra_topk_lengths=extra and meta(num_tokens, dtype=torch.int32),
             list_tokens=list_tokens,
             members=meta(lists, width, dtype=torch.uint8) if members else None,
-            precision=precision,
+            allow_fp8_mma=allow_fp8_mma,
             out=meta(num_tokens, num_heads, 512),
             lse=meta(num_tokens, num_heads, dtype=torch.float32),
-            max_logits=None
-            if precision == "fp8"
-            else meta(num_tokens, num_heads, dtype=torch.float32),
+            max_logits=None if allow_fp8_mma else meta(num_tokens, num_heads, dtype=torch.float32),
         )
 
     return launch
@@ -120,8 +118,10 @@ LAUNCHES = {
         576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
     ),
     "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
-    "prefill FP8 MMA": sparse_prefill(576, precision="fp8"),
-    "prefill FP8 MMA h40 int64": sparse_prefill(576, 40, torch.int64, apart=True, precision="fp8"),
+    "prefill FP8 MMA": sparse_prefill(576, allow_fp8_mma=True),
+    "prefill FP8 MMA h40 int64": sparse_prefill(
+        576, 40, torch.int64, apart=True, allow_fp8_mma=True
+    ),
     "decode pages split": sparse_decode(BF16_576, 4, apart=True),
     "decode d512": sparse_decode(BF16_512),
     "dense": dense_decode(BF16_576, 128, 1, 1),

@@ -54,7 +54,7 @@ def prefill(num_heads, fmt=None, extra=False):
             topk_indices=ints(4096, 2048),
             softmax_scale=0.1,
             attn_sink=floats(num_heads),
-            extra_kv=paged if extra else None,
+            extra_cache=paged if extra else None,
             extra_topk_indices=ints(4096, 128) if extra else None,
             extra_topk_lengths=ints(4096) if extra else None,
             out=meta(4096, num_heads, 512),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.checks import FLOATS, INTEGERS, PRECISIONS, Checker
+from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels import attention
 from sparsemla.kernels.attention import schedule
@@ -30,12 +30,12 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv: Tensor | PagedCache | None = None,
+    extra_cache: Tensor | PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     list_tokens: int = 1,
     members: Tensor | None = None,
-    precision: str = "bf16",
+    allow_fp8_mma: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_logits: Tensor | None = None,
@@ -59,7 +59,7 @@ def sparse_prefill(
     NaN or an infinity in it may reach the others. The order in which a token's keys are added
     depends on its neighbours' lists, and so do the last bits of its results.
 
-    ``precision="fp8"`` permits FP8 MMAs and does not ask for them. A kernel that has them rounds
+    ``allow_fp8_mma`` permits FP8 MMAs and does not ask for them. A kernel that has them rounds
     the first ``V`` dims of each query and of each row of ``kv`` to e4m3 with a power of two, and
     the weights ``exp(z_j - max z)`` to e4m3::
 
@@ -67,7 +67,7 @@ def sparse_prefill(
 
     s is at least 2^-40. RoPE dims stay bfloat16. The relative L2 error of out is 2 to 6 percent
     then, instead of 0.2. Hopper has such a kernel for bfloat16 rows of 576 dims and more than 32
-    heads, without ``extra_kv``, shared lists and ``max_logits``. It rounds all rows of ``kv`` in
+    heads, without ``extra_cache``, shared lists and ``max_logits``. It rounds all rows of ``kv`` in
     every call, into 656 bytes a row of temporary memory: permit it for many tokens. All other calls
     give the bits of ``"bf16"``.
 
@@ -82,15 +82,15 @@ def sparse_prefill(
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[T]``, or ``[N]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
-        extra_kv: more rows, of any kind that ``kv`` may have and of equal dims, in the same
+        extra_cache: more rows, of any kind that ``kv`` may have and of equal dims, in the same
             softmax.
-        extra_topk_indices: ``[T, K2]``, rows of ``extra_kv``, or slots of the cache.
+        extra_topk_indices: ``[T, K2]``, rows of ``extra_cache``, or slots of the cache.
         extra_topk_lengths: ``[T]``.
         list_tokens: neighbouring query tokens of a list; at most 8 with members. Not beside
-            ``extra_kv`` if there are several.
+            ``extra_cache`` if there are several.
         members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
-            entry. Bits of further tokens are ignored. Not beside ``extra_kv``.
-        precision: ``bf16``, or ``fp8`` to permit FP8 MMAs.
+            entry. Bits of further tokens are ignored. Not beside ``extra_cache``.
+        allow_fp8_mma: permit a kernel to round queries and rows to e4m3.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
         max_logits: float32 ``[T, H]``, computed and written if given.
@@ -121,19 +121,19 @@ def sparse_prefill(
     check.optional("members", members, f"{lists} K", torch.uint8)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
-    check.choice("precision", precision, PRECISIONS)
-    extra_cache = None
-    if extra_kv is None:
-        check.absent("extra_topk_indices", extra_topk_indices, "without extra_kv")
-        check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_kv")
+    check.kind("allow_fp8_mma", allow_fp8_mma, bool)
+    second = None
+    if extra_cache is None:
+        check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
+        check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
-        check.absent("members", members, "beside extra_kv")
+        check.absent("members", members, "beside extra_cache")
         if list_tokens > 1:
             raise ValueError(
-                f"sparse_prefill: list_tokens must be 1 beside extra_kv, got {list_tokens}"
+                f"sparse_prefill: list_tokens must be 1 beside extra_cache, got {list_tokens}"
             )
-        extra_cache = _cache(check, "extra_kv", extra_kv, "S2 D")
-        check.stream("extra_kv", extra_cache, cache)
+        second = _cache(check, "extra_cache", extra_cache, "S2 D")
+        check.stream("extra_cache", second, cache)
         extra_topk_indices = check.tensor(
             "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
         )
@@ -144,12 +144,12 @@ def sparse_prefill(
     if max_logits is not None:
         check.written("max_logits", max_logits, "T H", torch.float32)
     # A kernel gets streams with rows only.
-    if extra_cache is not None and extra_cache.num_slots == 0:
-        extra_cache = extra_topk_indices = extra_topk_lengths = None
-    if cache.num_slots == 0 and extra_cache is not None:
-        cache, topk_indices = extra_cache, cast(Tensor, extra_topk_indices)
+    if second is not None and second.num_slots == 0:
+        second = extra_topk_indices = extra_topk_lengths = None
+    if cache.num_slots == 0 and second is not None:
+        cache, topk_indices = second, cast(Tensor, extra_topk_indices)
         topk_lengths = extra_topk_lengths
-        extra_cache = extra_topk_indices = extra_topk_lengths = None
+        second = extra_topk_indices = extra_topk_lengths = None
     if cache.num_slots == 0:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -165,12 +165,12 @@ def sparse_prefill(
             q_rope,
             topk_lengths,
             attn_sink,
-            extra_cache,
+            second,
             extra_topk_indices,
             extra_topk_lengths,
             list_tokens,
             members,
-            precision,
+            allow_fp8_mma,
             out,
             lse,
             max_logits,

@@ -18,24 +18,24 @@ def sparse_prefill(
     softmax_scale: float,
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_kv: Tensor | PagedCache | None = None,
+    extra_cache: Tensor | PagedCache | None = None,
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     list_tokens: int = 1,
     members: Tensor | None = None,
-    precision: str = "bf16",
+    allow_fp8_mma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits.
 
-    ``precision`` permits roundings, and the definition has none: a kernel with FP8 MMAs is tested
-    with queries and rows of :func:`round_rows`.
+    ``allow_fp8_mma`` permits roundings, and the definition has none: a kernel with FP8 MMAs is
+    tested with queries and rows of :func:`round_rows`.
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
     lists = lists_of_tokens(topk_indices, topk_lengths, len(q), list_tokens, members)
     selections = [(_cache(kv), *lists)]
-    if extra_kv is not None and extra_topk_indices is not None:
-        selections.append((_cache(extra_kv), extra_topk_indices, extra_topk_lengths))
+    if extra_cache is not None and extra_topk_indices is not None:
+        selections.append((_cache(extra_cache), extra_topk_indices, extra_topk_lengths))
     return attend_slots(q, selections, softmax_scale, attn_sink)
 
 

@@ -236,14 +236,14 @@ class PermittedPrefill(SparsePrefill):
         return "precision fp8"
 
     def run(self, inputs: Inputs) -> Results:
-        return ops.sparse_prefill(**inputs, precision="fp8")
+        return ops.sparse_prefill(**inputs, allow_fp8_mma=True)
 
     def with_bf16(self, inputs: Inputs) -> Results:
         return ops.sparse_prefill(**inputs)
 
     def ours(self, inputs: Inputs) -> Side:
         bf16 = super().ours(inputs)
-        kernel = kernel_of(self.op, inputs | {"precision": "fp8"})
+        kernel = kernel_of(self.op, inputs | {"allow_fp8_mma": True})
         if kernel != FP8_MMA:
             return replace(bf16, note="bfloat16 MMA")
 
@@ -689,7 +689,7 @@ class WindowedPrefill(Workload):
             "q": _queries(draw, self.tokens, self.heads, 512),
             "kv": cache,
             "topk_indices": ops.to_slots(window, table, requests, page_size=PAGE_SIZE),
-            "extra_kv": extra_cache,
+            "extra_cache": extra_cache,
             "extra_topk_indices": ops.to_slots(entries, extra_table, requests, page_size=PAGE_SIZE),
             "attn_sink": torch.randn(self.heads, generator=draw, device=device),
             "softmax_scale": 512**-0.5,
@@ -709,7 +709,7 @@ class WindowedPrefill(Workload):
         return rows * FP8_584.bytes_per_token + self.tokens * per_token
 
     def _arguments(self, inputs: Inputs) -> Inputs:
-        names = "kv", "topk_indices", "extra_kv", "extra_topk_indices", "attn_sink"
+        names = "kv", "topk_indices", "extra_cache", "extra_topk_indices", "attn_sink"
         return {name: inputs[name] for name in ("q", *names, "softmax_scale")}
 
     def converts(self, device: torch.device) -> bool:
@@ -734,7 +734,7 @@ class WindowedPrefill(Workload):
     def convert(self, inputs: Inputs) -> Tensor:
         """Both caches in the workspace, the window's rows first."""
         rows = inputs["workspace"]
-        for i, name in enumerate(("kv", "extra_kv")):
+        for i, name in enumerate(("kv", "extra_cache")):
             lens, starts = (inputs[part][i : i + 1] for part in ("seq_lens", "workspace_starts"))
             ops.gather_dequant(inputs[name], inputs["page_tables"][i], lens, starts, out=rows)
         return rows

@@ -845,7 +845,7 @@ def sparse_decode_case(
 def paged_prefill_case(draw: Draw, **options: object) -> Arguments:
     """Arguments of ``sparse_prefill`` over caches: each token is a request of a decode."""
     decode = sparse_decode_case(draw, **cast("dict[str, Any]", options))
-    names = {"cache": "kv", "extra_cache": "extra_kv"}
+    names = {"cache": "kv"}
     return {
         names.get(name, name): cast("Tensor", value)[:, 0]
         if name in ("q", "topk_indices", "extra_topk_indices")

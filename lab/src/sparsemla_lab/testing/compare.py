@@ -250,8 +250,8 @@ def tolerances_of(op: str, arguments: Mapping[str, Any]) -> tuple[Tolerance | No
 
 
 def kernel_of(op: str, arguments: Mapping[str, Any]) -> str:
-    """The name of the kernel that takes a call with a precision; empty without one."""
-    if "precision" not in arguments:
+    """The name of the kernel that takes a call that may have FP8 MMAs; empty for others."""
+    if "allow_fp8_mma" not in arguments:
         return ""
     return explain(getattr(ops, op), **arguments).kernels[op]
 
@@ -260,9 +260,9 @@ def run_op(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """All results of an op, including optional ones.
 
     For ``sparse_prefill``, ``out_dtype`` among the arguments chooses the dtype of ``out``, and with
-    ``precision`` there are no largest logits, which the kernel with FP8 MMAs does not compute.
+    ``allow_fp8_mma`` there are no largest logits, which the kernel with FP8 MMAs does not compute.
     """
-    if op != "sparse_prefill" or "precision" in arguments:
+    if op != "sparse_prefill" or "allow_fp8_mma" in arguments:
         results = _as_tuple(getattr(ops, op)(**arguments))
         kv_out = arguments.get("kv_out")
         return results if kv_out is None else (*results, kv_out)
@@ -286,7 +286,7 @@ def run_reference(op: str, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
         arguments = rounded(arguments)
     without = "out_dtype", "num_splits"
     arguments = {name: value for name, value in arguments.items() if name not in without}
-    if op == "sparse_prefill" and "precision" in arguments:
+    if op == "sparse_prefill" and "allow_fp8_mma" in arguments:
         return reference.sparse_prefill(**arguments)[:2]
     if op not in ("fused_rope_rmsnorm_quant", "pool_windows"):
         return _as_tuple(getattr(reference, op)(**arguments))

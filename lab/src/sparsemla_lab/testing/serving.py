@@ -438,7 +438,7 @@ class CompressedEngine:
                 softmax_scale=0.1,
                 topk_lengths=lengths,
                 attn_sink=sink,
-                extra_kv=cache,
+                extra_cache=cache,
                 extra_topk_indices=extra_slots,
                 extra_topk_lengths=extra_lengths,
             )

@@ -759,7 +759,7 @@ def _permitting(
     **options: object,
 ) -> Arguments:
     """A prefill that permits FP8 MMAs; with ``sizes``, rows differ by powers of two."""
-    arguments = make(draw, **options) | {"precision": "fp8"}
+    arguments = make(draw, **options) | {"allow_fp8_mma": True}
     if softmax_scale is not None:
         arguments["softmax_scale"] = softmax_scale
     if sizes:
@@ -1016,7 +1016,7 @@ def _extra_rows(draw: Draw) -> Arguments:
     arguments = cases.sparse_prefill_case(draw, num_heads=64, head_dim=512, with_sink=True)
     more = cases.sparse_prefill_case(draw, num_rows=70, topk=65, head_dim=512, with_lengths=True)
     return arguments | {
-        "extra_kv": more["kv"],
+        "extra_cache": more["kv"],
         "extra_topk_indices": more["topk_indices"],
         "extra_topk_lengths": more["topk_lengths"],
     }

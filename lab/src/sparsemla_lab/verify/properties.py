@@ -164,8 +164,8 @@ def check_permission(op: str, arguments: Arguments, expected: Results) -> None:
     Raises:
         AssertionError: a result differs.
     """
-    arguments = arguments | {"precision": "bf16"}
-    _assert_same("precision bf16", run_named(op, fresh(op, arguments)), expected)
+    arguments = arguments | {"allow_fp8_mma": False}
+    _assert_same("without FP8 MMA", run_named(op, fresh(op, arguments)), expected)
 
 
 def _requests(op: str, arguments: Arguments) -> Iterator[tuple[slice, Arguments]]:

@@ -363,7 +363,7 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
         measured.extend(differences)
         failures.extend(each.failure for each in differences if each.failure is not None)
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
-        if "precision" in arguments and kernel_of(op, arguments) != FP8_MMA:
+        if "allow_fp8_mma" in arguments and kernel_of(op, arguments) != FP8_MMA:
             properties["bf16_bits"] = attempt(lambda: check_permission(op, arguments, results))
         if op in PER_REQUEST and case.alone:
             properties["batch_invariant"] = attempt(lambda: check_alone(op, arguments))

@@ -623,7 +623,7 @@ class CompressedLayers(Layers):
                 softmax_scale=module.scaling,
                 topk_lengths=lengths,
                 attn_sink=sink,
-                extra_kv=extra_cache,
+                extra_cache=extra_cache,
                 extra_topk_indices=extra_slots,
                 extra_topk_lengths=extra_lengths,
             )

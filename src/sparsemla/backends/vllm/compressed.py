@@ -239,7 +239,7 @@ class CompressedLayer:
             self.raw.cache(FP8_584),
             without_memory(tokens, 1, self.window)[:, 0],
             topk_lengths=without_memory(tokens),
-            extra_kv=None if self.entries is None else self.entries.cache(FP8_584),
+            extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
             extra_topk_indices=slots,
             extra_topk_lengths=None if slots is None else without_memory(tokens),
             out=self._q(start + tokens)[start:],

@@ -228,7 +228,7 @@ def attend(
         rows,
         conversion.window,
         topk_lengths=conversion.window_lengths,
-        extra_kv=entries,
+        extra_cache=entries,
         extra_topk_indices=indices,
         extra_topk_lengths=lengths,
         softmax_scale=softmax_scale,

@@ -625,7 +625,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 raw,
                 window.prefill_swa_indices[:, 0],
                 topk_lengths=window.prefill_swa_lens,
-                extra_kv=cache,
+                extra_cache=cache,
                 extra_topk_indices=slots,
                 extra_topk_lengths=lengths,
                 out=output[prefills],

@@ -172,7 +172,7 @@ def _refuse_prefill(call: SparsePrefill) -> str | None:
         call.kv,
         call.out,
         q_rope=call.q_rope,
-        extra=call.extra_kv,
+        extra=call.extra_cache,
         shared=call.shared,
     )
 
@@ -184,13 +184,13 @@ def _needs_few_heads(call: SparsePrefill | SparseAttention) -> str | None:
 
 
 def _refuse_fp8_mma(call: SparsePrefill) -> str | None:
-    if call.precision != "fp8":
-        return f'needs precision "fp8", got "{call.precision}"'
+    if not call.allow_fp8_mma:
+        return "needs allow_fp8_mma=True"
     if call.kv.format != BF16_576 or call.kv.page_size != 1:
         return f"needs bfloat16 rows of 576 dims, got {call.kv.format.name}"
     if call.q.shape[1] <= FEW_HEADS:
         return f"takes more than {FEW_HEADS} query heads, got {call.q.shape[1]}"
-    if call.shared or call.extra_kv is not None or call.max_logits is not None:
+    if call.shared or call.extra_cache is not None or call.max_logits is not None:
         return "takes no shared lists, no second stream and no max_logits"
     return _refuse_prefill(call)
 

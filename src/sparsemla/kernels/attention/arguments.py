@@ -93,12 +93,12 @@ class SparsePrefill(NamedTuple):
     q_rope: Tensor | None = None
     topk_lengths: Tensor | None = None
     attn_sink: Tensor | None = None
-    extra_kv: PagedCache | None = None
+    extra_cache: PagedCache | None = None
     extra_topk_indices: Tensor | None = None
     extra_topk_lengths: Tensor | None = None
     list_tokens: int = 1
     members: Tensor | None = None
-    precision: str = "bf16"
+    allow_fp8_mma: bool = False
     out: Tensor = ALLOCATED
     lse: Tensor = ALLOCATED
     max_logits: Tensor | None = None
@@ -111,7 +111,7 @@ class SparsePrefill(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether rows of queries and caches start at multiples of 16 bytes."""
-        return aligned(self.q, self.q_rope, self.kv, self.extra_kv)
+        return aligned(self.q, self.q_rope, self.kv, self.extra_cache)
 
 
 class SparseAttention(NamedTuple):

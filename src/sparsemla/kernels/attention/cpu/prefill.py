@@ -14,8 +14,8 @@ def sparse_prefill(call: SparsePrefill) -> None:
     q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
     lists = call.list_tokens, call.members
     streams = [Stream(call.kv, call.topk_indices, call.topk_lengths, *lists)]
-    if call.extra_kv is not None and call.extra_topk_indices is not None:
-        streams.append(Stream(call.extra_kv, call.extra_topk_indices, call.extra_topk_lengths))
+    if call.extra_cache is not None and call.extra_topk_indices is not None:
+        streams.append(Stream(call.extra_cache, call.extra_topk_indices, call.extra_topk_lengths))
     attend_streams(
         q, streams, call.softmax_scale, call.attn_sink, call.out, call.lse, call.max_logits
     )

@@ -240,7 +240,7 @@ def sparse_prefill(call: SparsePrefill, launch: Launch) -> None:
         QueryRows(num_heads, list_tokens * num_heads, 1, 1),
         call.softmax_scale,
         num_groups=num_tokens // list_tokens,
-        extra_cache=call.extra_kv,
+        extra_cache=call.extra_cache,
         extra=_extra(call),
     )
 
@@ -288,9 +288,9 @@ def prefill_rows(call: SparsePrefill) -> tuple[Queries, PagedCache, KeyList, Res
 
 
 def _extra(call: SparsePrefill) -> KeyList | None:
-    if call.extra_kv is None or call.extra_topk_indices is None:
+    if call.extra_cache is None or call.extra_topk_indices is None:
         return None
-    return _selected(call.extra_kv, call.extra_topk_indices, call.extra_topk_lengths)
+    return _selected(call.extra_cache, call.extra_topk_indices, call.extra_topk_lengths)
 
 
 def _selected(

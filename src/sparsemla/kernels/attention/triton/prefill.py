@@ -171,8 +171,8 @@ def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
     out, lse, max_logits = call.out, call.lse, call.max_logits
     num_tokens, num_heads = q.shape[:2]
     extra_rows, extra_layout, extra_token, extra_topk = None, None, None, None
-    if call.extra_kv is not None and call.extra_topk_indices is not None:
-        extra_rows, extra_layout = cache_arguments(call.extra_kv)
+    if call.extra_cache is not None and call.extra_topk_indices is not None:
+        extra_rows, extra_layout = cache_arguments(call.extra_cache)
         extra_token, extra_topk = (
             call.extra_topk_indices.stride(0),
             call.extra_topk_indices.shape[1],
