@@ -304,7 +304,7 @@ def selection(some: Projected, topk: int) -> Tensor:
     seen = ranges(some.q.shape[1], some.q.device)
     return packed(
         [
-            select_rows(iq.bfloat16(), weights, ik.bfloat16(), topk, **seen)
+            select_rows(iq.bfloat16(), weights, ik.bfloat16(), topk=topk, **seen)
             for iq, weights, ik in zip(some.iq, some.weights, some.ik, strict=True)
         ]
     )

@@ -120,7 +120,7 @@ def functions(
         scores = indexer_scores_paged(
             q[:, None], weights[:, None], cache, part, lengths[:, None], max_seq_len=columns
         )
-        return (select_topk(scores[:, 0], best, row_ends=lengths),)
+        return (select_topk(scores[:, 0], topk=best, row_ends=lengths),)
 
     def selection() -> Results:
         limit = MAX_WORKSPACE_BYTES

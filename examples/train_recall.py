@@ -122,7 +122,7 @@ def selection(some: Projected, batch: Batch, topk: int = TOPK) -> Tensor:
     """The indexer's rows of each token."""
     iq, ik = some.iq.bfloat16(), some.ik.bfloat16()
     ranges = {"row_starts": batch.row_starts, "row_ends": batch.row_ends}
-    return select_rows(iq, some.weights, ik, topk, **ranges)
+    return select_rows(iq, some.weights, ik, topk=topk, **ranges)
 
 
 def random_rows(batch: Batch, generator: torch.Generator, topk: int = TOPK) -> Tensor:

@@ -1116,7 +1116,7 @@ def test_uint32_slots_are_refused_where_int32_is_too_narrow(op):
 )
 def test_ops_and_plans_have_the_same_integer_errors(topk, error, message):
     with pytest.raises(error, match=message):
-        sparsemla.select_topk(torch.zeros(1, 4), topk)
+        sparsemla.select_topk(torch.zeros(1, 4), topk=topk)
     page_table = torch.zeros(1, 1, dtype=torch.int32)
     plan = sparsemla.plan_batch([1], [1], page_table, page_size=8, workspace_rows=None)
     with pytest.raises(error, match=message.replace("select_topk", "clamp_topk")):

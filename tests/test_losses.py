@@ -140,14 +140,14 @@ def test_packed_sequences_select_their_own_rows(device):
     iq, ik = (draw.normal(*shape).bfloat16() for shape in ((9, 4, 32), (9, 32)))
     weights, begin = draw.normal(9, 4), draw.tensor([0, 0, 0, 0, 4, 4, 4, 4, 4])
     ends = draw.tensor(range(1, 10))
-    packed = sparsemla.select_rows(iq, weights, ik, 3, row_starts=begin, row_ends=ends)
+    packed = sparsemla.select_rows(iq, weights, ik, topk=3, row_starts=begin, row_ends=ends)
     for part in (slice(0, 4), slice(4, 9)):
         starts = torch.zeros_like(begin[part])
         alone = sparsemla.select_rows(
             iq[part],
             weights[part],
             ik[part],
-            3,
+            topk=3,
             row_starts=starts,
             row_ends=ends[part] - part.start,
         )

@@ -382,11 +382,11 @@ def test_no_memory_is_kept(launched):
 def test_old_signatures_are_forgotten(launched, monkeypatch):
     monkeypatch.setattr(_repeat, "MAX_SIGNATURES", 2)
     scores = [torch.zeros(3, 40 + n) for n in range(3)]
-    assert is_repeated(lambda: select_topk(scores[0], 2))
+    assert is_repeated(lambda: select_topk(scores[0], topk=2))
     for row in scores[1:]:
-        select_topk(row, 2)
+        select_topk(row, topk=2)
     with count_repeats() as repeats:
-        select_topk(scores[0], 2)
+        select_topk(scores[0], topk=2)
     assert not repeats
 
 

@@ -85,7 +85,7 @@ class MergeOnTheCpu:
         for group, (some, ids) in enumerate(
             zip(values.split(parts), indices.split(parts), strict=True)
         ):
-            out[group] = reference.merge_topk(some, ids, k)
+            out[group] = reference.merge_topk(some, ids, topk=k)
             if out_values is not None:
                 equal = ids.transpose(0, 1).flatten(1)[:, None] == out[group, :, :, None]
                 place = equal.int().argmax(-1)
@@ -302,7 +302,7 @@ def test_selected_columns_are_written_in_order(columns, warps, ctas, bounded, nu
         places = torch.from_numpy(places.reshape(-1))
         ids = (places >= 0).nonzero()[:, 0]
         assert torch.equal(places[ids], torch.arange(topk, dtype=torch.int32)), name
-        assert torch.equal(ids.int(), reference.select_topk(row[None], topk)[0]), name
+        assert torch.equal(ids.int(), reference.select_topk(row[None], topk=topk)[0]), name
         assert threads.barriers <= 16
 
 

@@ -73,12 +73,12 @@ def test_columns_outside_of_a_row_are_never_read(device):
     scores = Draw(3, device).normal(6, 200)
     starts = torch.full((6,), 20, device=device)
     ends = torch.tensor([20, 21, 60, 100, 19, 0], device=device)
-    expected = sparsemla.select_topk(scores, 40, row_starts=starts, row_ends=ends)
+    expected = sparsemla.select_topk(scores, topk=40, row_starts=starts, row_ends=ends)
     for garbage in (math.inf, math.nan, -math.inf, 3e38):
         column = torch.arange(200, device=device)
         outside = (column < starts[:, None]) | (column >= ends[:, None])
         dirty = scores.masked_fill(outside, garbage)
-        got = sparsemla.select_topk(dirty, 40, row_starts=starts, row_ends=ends)
+        got = sparsemla.select_topk(dirty, topk=40, row_starts=starts, row_ends=ends)
         assert_equal("ids", got, expected)
     assert expected[:, 0].tolist() == [-1, 0, 0, expected[3, 0].item(), -1, -1]
 
@@ -101,7 +101,7 @@ def test_strided_rows(device):
     (ids,) = check_op("select_topk", {"scores": embed(scores), "topk": 64})
     assert_equal("ids", ids, expected)
     out = torch.empty(5, 100, dtype=torch.int32, device=device)[:, :64]
-    assert sparsemla.select_topk(scores, 64, out=out) is out
+    assert sparsemla.select_topk(scores, topk=64, out=out) is out
     assert_equal("out", out.contiguous(), expected)
 
 
@@ -125,9 +125,9 @@ def test_slots(device, page_size, dtype):
 
 def test_reruns_are_equal(device):
     scores = Draw(7, device).integers(0, 9, 4, 4000).float()
-    first = sparsemla.select_topk(scores, 1024)
+    first = sparsemla.select_topk(scores, topk=1024)
     for _ in range(20):
-        assert_equal("ids", sparsemla.select_topk(scores, 1024), first)
+        assert_equal("ids", sparsemla.select_topk(scores, topk=1024), first)
 
 
 VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3e38])
@@ -137,14 +137,14 @@ ROWS = st.lists(VALUES | st.floats(width=32), min_size=1, max_size=40)
 @given(row=ROWS, topk=st.integers(1, 45))
 def test_any_row(row, topk):
     scores = torch.tensor([row])
-    assert sparsemla.select_topk(scores, topk)[0].tolist() == select_by_hand(row, topk)
+    assert sparsemla.select_topk(scores, topk=topk)[0].tolist() == select_by_hand(row, topk)
 
 
 @given(row=ROWS, topk=st.integers(1, 20), start=st.integers(0, 45), end=st.integers(0, 45))
 def test_any_part_of_a_row(row, topk, start, end):
     ids = sparsemla.select_topk(
         torch.tensor([row]),
-        topk,
+        topk=topk,
         row_starts=torch.tensor([start]),
         row_ends=torch.tensor([end]),
     )
@@ -175,13 +175,13 @@ def test_merged_parts_select_the_same_as_the_whole_row(device):
     scores = Draw(9, device).integers(0, 50, 3, 900).float()
     starts = (0, 1, 300, 780, 900)
     parts = [
-        (first, sparsemla.select_topk(scores[:, first:end], 60))
+        (first, sparsemla.select_topk(scores[:, first:end], topk=60))
         for first, end in itertools.pairwise(starts)
     ]
     ids = torch.stack([part.where(part < 0, part + first) for first, part in parts])
     values = scores.expand(len(parts), -1, -1).gather(2, ids.clamp_min(0).long())
     (merged,) = check_op("merge_topk", {"values": values, "indices": ids, "topk": 60})
-    assert_equal("ids", merged, sparsemla.select_topk(scores, 60))
+    assert_equal("ids", merged, sparsemla.select_topk(scores, topk=60))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
@@ -220,5 +220,7 @@ def test_the_largest_index_is_a_candidate(device, dtype):
 def test_any_merge(values, ids, empty, topk):
     ids = [-1 - i if place in empty else i for place, i in enumerate(ids[: 5 * len(values)])]
     parts = [ids[first : first + 5] for first in range(0, len(ids), 5)]
-    merged = sparsemla.merge_topk(torch.tensor(values)[:, None], torch.tensor(parts)[:, None], topk)
+    merged = sparsemla.merge_topk(
+        torch.tensor(values)[:, None], torch.tensor(parts)[:, None], topk=topk
+    )
     assert merged[0].tolist() == merge_by_hand(values, parts, topk)

@@ -73,7 +73,7 @@ def check(scores, topk, schedule=None, starts=None, ends=None):
         run(scores=scores, topk=topk, row_starts=starts, row_ends=ends, out=view)
     else:
         launch(scores, topk, starts, ends, view, schedule)
-    expected = reference.select_topk(scores, topk, row_starts=starts, row_ends=ends)
+    expected = reference.select_topk(scores, topk=topk, row_starts=starts, row_ends=ends)
     assert torch.equal(view, expected)
     assert (out[:, [0, -2, -1]] == -7).all()
 
@@ -184,7 +184,7 @@ def check_merge(values, indices, topk):
     dispatch.load("merge_topk", "triton")(
         values=values, indices=indices, topk=topk, out=out[:, 1:-2]
     )
-    assert torch.equal(out[:, 1:-2], reference.merge_topk(values, indices, topk))
+    assert torch.equal(out[:, 1:-2], reference.merge_topk(values, indices, topk=topk))
     assert (out[:, [0, -2, -1]] == -7).all()
 
 

@@ -24,10 +24,10 @@ def select_rows(
     iq: Tensor,
     weights: Tensor,
     ik: Tensor,
-    topk: int,
-    *,
     row_starts: Tensor,
     row_ends: Tensor,
+    *,
+    topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     """The ``topk`` best rows of each query token among contiguous index keys.
@@ -58,7 +58,7 @@ def select_rows(
 
     >>> iq, ik = torch.ones(2, 1, 8).bfloat16(), torch.arange(5).bfloat16()[:, None].repeat(1, 8)
     >>> starts, ends = torch.tensor([0, 3]), torch.tensor([3, 5])  # two packed sequences
-    >>> select_rows(iq, torch.ones(2, 1), ik, 2, row_starts=starts, row_ends=ends)
+    >>> select_rows(iq, torch.ones(2, 1), ik, topk=2, row_starts=starts, row_ends=ends)
     tensor([[1, 2],
             [3, 4]], dtype=torch.int32)
     """
@@ -95,7 +95,7 @@ def _select_rows(
             part = slice(first, min(first + at_once, num_tokens))
             ranges, some = (row_starts[part], row_ends[part]), scores[: part.stop - first]
             indexer_scores(iq[part], weights[part], ik, None, *ranges, out=some)
-            select_topk(some, topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
+            select_topk(some, topk=topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
         starts = row_starts.clamp(0, num_rows).int()[:, None]
         out.copy_(torch.where(out < 0, -1, out + starts))
 

@@ -20,8 +20,8 @@ _select_topk = operator(selections.SELECT_TOPK)
 @repeated
 def select_topk(
     scores: Tensor,
-    topk: int,
     *,
+    topk: int,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -55,7 +55,7 @@ def select_topk(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
 
-    >>> select_topk(torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]]), 2)
+    >>> select_topk(torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]]), topk=2)
     tensor([[1, 2]], dtype=torch.int32)
     """
     check = Checker("select_topk", gradients="all")
@@ -86,7 +86,7 @@ _merge_topk = operator(selections.MERGE_TOPK)
 
 
 @repeated
-def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None = None) -> Tensor:
+def merge_topk(values: Tensor, indices: Tensor, *, topk: int, out: Tensor | None = None) -> Tensor:
     """The exact ``topk`` best of candidates from several parts of a row.
 
     If a context is split between devices, each device selects the ``topk`` best of its part, with
@@ -112,7 +112,7 @@ def merge_topk(values: Tensor, indices: Tensor, topk: int, *, out: Tensor | None
 
     >>> values = torch.tensor([[[5.0, 3.0]], [[3.0, 4.0]]])
     >>> indices = torch.tensor([[[0, 2]], [[1, 9]]])
-    >>> merge_topk(values, indices, 3)
+    >>> merge_topk(values, indices, topk=3)
     tensor([[0, 1, 9]], dtype=torch.int32)
     """
     check = Checker("merge_topk", gradients="all")

@@ -57,10 +57,10 @@ def indexer_topk(
     q: Tensor,
     weights: Tensor,
     cache: PagedCache,
-    *,
     input_row_offsets: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
+    *,
     topk: int,
     causal: bool = True,
     ratio: int = 1,
@@ -82,7 +82,7 @@ def indexer_topk(
         rows = q[first:last], weights[first:last]
         scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
         scores = scores.masked_fill(~valid, -torch.inf)
-        selected = select_topk(scores, topk, row_ends=visible)
+        selected = select_topk(scores, topk=topk, row_ends=visible)
         if as_slots:
             requests = torch.full_like(visible, request)
             selected = to_slots(selected, page_table, requests, page_size=cache.page_size)

@@ -14,15 +14,15 @@ def select_rows(
     iq: Tensor,
     weights: Tensor,
     ik: Tensor,
-    topk: int,
-    *,
     row_starts: Tensor,
     row_ends: Tensor,
+    *,
+    topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     """:func:`select_topk` of the scores of all rows, as rows of ``ik``."""
     scores = indexer_scores(iq, weights, ik, None, row_starts, row_ends)  # [T, S]
-    columns = select_topk(scores, topk, row_starts=row_starts, row_ends=row_ends)  # [T, K]
+    columns = select_topk(scores, topk=topk, row_starts=row_starts, row_ends=row_ends)  # [T, K]
     first = row_starts.clamp(0, ik.shape[0])[:, None]
     return torch.where(columns < 0, -1, columns + first).int()
 

@@ -8,8 +8,8 @@ from sparsemla.reference.gather import to_slots
 
 def select_topk(
     scores: Tensor,
-    topk: int,
     *,
+    topk: int,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -36,14 +36,16 @@ def select_topk(
     return to_slots(out, page_table, request_ids, page_size=page_size)
 
 
-def merge_topk(values: Tensor, indices: Tensor, topk: int) -> Tensor:
+def merge_topk(values: Tensor, indices: Tensor, *, topk: int) -> Tensor:
     """:func:`select_topk` over the union of the candidates; negative ids are ignored."""
     num_rows = values.shape[1]
     out = torch.full((num_rows, topk), -1, dtype=torch.int32, device=values.device)
     for row in range(num_rows):
         valid = indices[:, row] >= 0  # [P, C]
         ids, order = indices[:, row][valid].sort()
-        selected = select_topk(values[:, row][valid][order][None], topk)[0]  # ties: the lower id
+        selected = select_topk(values[:, row][valid][order][None], topk=topk)[
+            0
+        ]  # ties: the lower id
         selected = selected[selected >= 0].long()
         out[row, : selected.shape[0]] = ids[selected].int()
     return out

@@ -142,7 +142,7 @@ class DecodeStep(Workload):
         )
         return ops.select_topk(
             scores[:, 0],
-            TOPK,
+            topk=TOPK,
             row_ends=plan.seq_lens,
             page_table=plan.page_table,
             request_ids=plan.request_ids,

@@ -166,7 +166,7 @@ class TrainingAttention(Workload):
         if self.indexer:
             ranges = {name: inputs[name] for name in ("row_starts", "row_ends")}
             index = inputs["iq"], inputs["weights"], inputs["ik"]
-            lists = ops.select_rows(*index, self.topk, **ranges)
+            lists = ops.select_rows(*index, topk=self.topk, **ranges)
         else:
             lists = inputs["topk_indices"]
         with torch.enable_grad():

@@ -54,14 +54,14 @@ def topk_transform(
             request_ids = attn_metadata.dsa_cu_seqlens_q[: logits.shape[0]]
         return select_topk(
             logits,
-            topk,
+            topk=topk,
             row_starts=row_starts,
             row_ends=row_ends,
             page_table=attn_metadata.real_page_table,
             request_ids=request_ids,
             page_size=attn_metadata.page_size,
         )
-    positions = select_topk(logits, topk, row_starts=row_starts, row_ends=row_ends)
+    positions = select_topk(logits, topk=topk, row_starts=row_starts, row_ends=row_ends)
     if not fused:
         return positions
     if topk_indices_offset is None:

@@ -403,7 +403,7 @@ class TrainingAttention(Handle):
             iq.detach().bfloat16(),
             weights.detach(),
             ik.detach().bfloat16(),
-            min(self._modules[layer_idx].indexer.index_topk, max(step.lengths)),
+            topk=min(self._modules[layer_idx].indexer.index_topk, max(step.lengths)),
             row_starts=step.row_starts.to(iq.device),
             row_ends=step.row_ends.to(iq.device),
         )

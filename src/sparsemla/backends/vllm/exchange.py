@@ -151,8 +151,10 @@ class ShardedRows:
                     lengths.unflatten(0, sizes),
                     max_seq_len=columns,
                 ).flatten(0, 1)
-                rows = select_topk(scores, offered, row_ends=lengths)
+                rows = select_topk(scores, topk=offered, row_ends=lengths)
                 values = scores.gather(1, rows.clamp(min=0).long())
                 offer = torch.stack([values.view(torch.int32), self.shard.positions(rows)])
                 offers = self.all_gather(offer).unflatten(0, (-1, 2))
-                merge_topk(offers[:, 0].view(torch.float32), offers[:, 1], topk, out=out[tokens])
+                merge_topk(
+                    offers[:, 0].view(torch.float32), offers[:, 1], topk=topk, out=out[tokens]
+                )
