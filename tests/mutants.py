@@ -395,10 +395,10 @@ CPU_MUTANTS = (
         SHARED_GRADIENTS,
     ),
     portable(
-        "all lists have the members of the first",
+        "all lists have the mask of the first",
         "backward/triton.py",
-        "members.bits + token * members.stride + at",
-        "members.bits + at",
+        "token_mask.bits + token * token_mask.stride + at",
+        "token_mask.bits + at",
         SHARED_GRADIENTS,
     ),
     portable(
@@ -907,10 +907,10 @@ GPU_MUTANTS = (
         "sparse_attention_backward",
     ),
     hopper(
-        "all lists have the members of the first",
+        "all lists have the mask of the first",
         "backward/sm90.py",
-        "members.bits + token * members.stride + at",
-        "members.bits + at",
+        "token_mask.bits + token * token_mask.stride + at",
+        "token_mask.bits + at",
         "sparse_attention_backward",
     ),
     hopper(

@@ -212,7 +212,7 @@ ONLY_PUBLIC = {
     "lse": None,
     "lengths": None,
     "max_logits": None,
-    "members": None,
+    "token_mask": None,
     "weights_out": None,
     "validate": False,
     "workspace": None,

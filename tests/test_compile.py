@@ -403,7 +403,7 @@ def test_compiled_gradients_equal_eager_ones(call):
     ],
 )
 def test_differentiable_operators_match_their_gradients(call, operator):
-    defaults = {"list_tokens": 1, "members": None, "deterministic": True}
+    defaults = {"list_tokens": 1, "token_mask": None, "deterministic": True}
     case = defaults | differentiated(call)[0]
     parameters = getattr(torch.ops.sparsemla, operator).default._schema.arguments
     arguments = [case[parameter.name] for parameter in parameters]

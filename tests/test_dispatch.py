@@ -92,7 +92,7 @@ def attend(num_heads=64, dtype=torch.bfloat16, **options):
 
 def shared(make, *args, **options):
     """Two tokens share a list."""
-    lists = {"topk_indices": ints(3, 70), "members": empty(3, 70, dtype=torch.uint8)}
+    lists = {"topk_indices": ints(3, 70), "token_mask": empty(3, 70, dtype=torch.uint8)}
     return make(*args, **options) | lists | {"list_tokens": 2}
 
 

@@ -210,7 +210,7 @@ CALLS = {
         | {
             "out": torch.empty(3, 80, dtype=torch.int32),
             "lengths": torch.empty(3, dtype=torch.int32),
-            "members": torch.empty(3, 80, dtype=torch.uint8),
+            "token_mask": torch.empty(3, 80, dtype=torch.uint8),
         }
     ),
     "gather_dequant": gather_arguments,
@@ -587,7 +587,11 @@ OTHERS = [
         "extra_topk_lengths",
         with_arguments(extra_cache=None, extra_topk_indices=None),
     ),
-    ("sparse_prefill", "members", with_arguments(members=torch.zeros(5, 128, dtype=torch.uint8))),
+    (
+        "sparse_prefill",
+        "token_mask",
+        with_arguments(token_mask=torch.zeros(5, 128, dtype=torch.uint8)),
+    ),
     (
         "sparse_prefill",
         "list_tokens must be 1 beside extra_cache",
@@ -840,20 +844,20 @@ def test_scalars_of_a_wrong_kind_are_refused(op, name):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "members"])
+@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "token_mask"])
 def test_wrong_shared_lists_are_refused(name, mutation):
     case = shared_prefill_case(Draw(11), with_lengths=True)
     sparsemla.sparse_prefill(**case)
     if name == "topk_lengths" and mutation == "columns apart":
         case[name] = case[name].repeat(2)[::2]
     changed = MUTATIONS[mutation](case[name])
-    if name == "members" and mutation == "another dtype":
+    if name == "token_mask" and mutation == "another dtype":
         changed = case[name].int()
     check_refused("sparse_prefill", case | {name: changed}, "sparse_prefill", name)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "members"])
+@pytest.mark.parametrize("name", ["topk_indices", "topk_lengths", "token_mask"])
 def test_shared_lists_of_other_sizes_are_refused(name, dim):
     case = shared_prefill_case(Draw(11), with_lengths=True)
     tensor = case[name]
@@ -865,7 +869,7 @@ def test_shared_lists_of_other_sizes_are_refused(name, dim):
 def test_shared_lists_with_members_have_up_to_eight_tokens():
     case = shared_prefill_case(Draw(11))
     check_refused("sparse_prefill", case | {"list_tokens": 9}, "list_tokens", error=ValueError)
-    whole = case | {"list_tokens": 9, "members": None}
+    whole = case | {"list_tokens": 9, "token_mask": None}
     whole |= {name: case[name][:2] for name in ("topk_indices", "topk_lengths")}
     sparsemla.sparse_prefill(**whole)
 
@@ -904,7 +908,7 @@ READ_LSE = {
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
-    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "members")
+    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "token_mask")
     and op not in READ_LSE
 ]
 

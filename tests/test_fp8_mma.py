@@ -171,7 +171,7 @@ def extra_stream():
         (permitting() | {"kv": pages(FP8_DS_MLA, 1)}, False),
         (permitting() | extra_stream(), False),
         (permitting(num_tokens=1) | {"list_tokens": 2}, False),
-        (permitting() | {"members": torch.zeros(5, 128, dtype=torch.uint8)}, False),
+        (permitting() | {"token_mask": torch.zeros(5, 128, dtype=torch.uint8)}, False),
         (permitting() | {"max_logits": torch.empty(5, 64)}, False),
     ],
     ids=[
@@ -187,7 +187,7 @@ def extra_stream():
         "FP8 rows",
         "two streams",
         "lists",
-        "members",
+        "token_mask",
         "max_logits",
     ],
 )

@@ -27,7 +27,7 @@ def listed(shared, num_tokens, list_tokens):
             row
             for row, member in zip(
                 shared.topk_indices[t // list_tokens].tolist(),
-                shared.members[t // list_tokens].tolist(),
+                shared.token_mask[t // list_tokens].tolist(),
                 strict=True,
             )
             if member >> t % list_tokens & 1
@@ -59,7 +59,7 @@ def test_each_token_keeps_its_list(device, list_tokens, num_tokens, topk, dtype,
     check_op("share_lists", case)
     shared = share_lists(**case)
     num_lists = -(-num_tokens // list_tokens)
-    assert shared.topk_indices.shape == shared.members.shape == (num_lists, list_tokens * topk)
+    assert shared.topk_indices.shape == shared.token_mask.shape == (num_lists, list_tokens * topk)
     assert shared.topk_indices.dtype == dtype
     for own, row, length in zip(
         listed(shared, num_tokens, list_tokens),
@@ -70,8 +70,8 @@ def test_each_token_keeps_its_list(device, list_tokens, num_tokens, topk, dtype,
         assert own == [row_id for row_id in row[: max(length, 0)] if row_id >= 0]
     column = torch.arange(list_tokens * topk, device=device)
     beyond = column >= shared.topk_lengths[:, None]
-    assert (shared.members[beyond] == 0).all()
-    assert torch.equal(shared.topk_indices < 0, shared.members == 0)
+    assert (shared.token_mask[beyond] == 0).all()
+    assert torch.equal(shared.topk_indices < 0, shared.token_mask == 0)
 
 
 def test_neighbours_are_merged(device):
@@ -79,13 +79,13 @@ def test_neighbours_are_merged(device):
     rows = rows.to(device)
     shared = share_lists(rows[:4], list_tokens=4)
     assert shared.topk_indices[0].tolist() == [0, 1, 4, 5, 9, 11] + [-1] * 10
-    assert shared.members[0].tolist() == [4, 1, 7, 2, 11, 2] + [0] * 10
+    assert shared.token_mask[0].tolist() == [4, 1, 7, 2, 11, 2] + [0] * 10
     assert shared.topk_lengths.tolist() == [6]
     assert isinstance(shared, sparsemla.SharedLists)
     # The last token repeats a row, so its list, the only one of its group, stays as it is.
     shared = share_lists(rows, list_tokens=4)
     assert shared.topk_indices[1].tolist() == [3] * 4 + [-1] * 12
-    assert shared.members[1].tolist() == [1] * 4 + [0] * 12
+    assert shared.token_mask[1].tolist() == [1] * 4 + [0] * 12
     assert shared.topk_lengths.tolist() == [6, 16]
 
 
@@ -97,9 +97,11 @@ def test_lists_that_do_not_ascend_stand_one_after_another(device, row):
     rows[0, :2] = torch.tensor([1, 3])
     rows[1, : len(row)] = torch.tensor(row)
     for order in (rows, rows.flip(0)):
-        shared, _, members = share_lists(order, list_tokens=2)
+        shared, _, token_mask = share_lists(order, list_tokens=2)
         assert shared.tolist() == [order.clamp_min(-1).flatten().tolist()]
-        assert members.tolist() == [[(row_id >= 0) << i // 4 for i, row_id in enumerate(shared[0])]]
+        assert token_mask.tolist() == [
+            [(row_id >= 0) << i // 4 for i, row_id in enumerate(shared[0])]
+        ]
     # Up to its length, it ascends.
     lengths = torch.tensor([4, 1], device=device)
     assert share_lists(rows, list_tokens=2, topk_lengths=lengths).topk_lengths[0] <= 3
@@ -110,7 +112,7 @@ def test_no_entries_and_no_tokens(device):
         indices = torch.empty(shape, dtype=torch.int32, device=device)
         shared = share_lists(indices, list_tokens=4)
         assert shared.topk_lengths.tolist() == [0] * -(-shape[0] // 4)
-        assert shared.members.shape == (-(-shape[0] // 4), 4 * shape[1])
+        assert shared.token_mask.shape == (-(-shape[0] // 4), 4 * shape[1])
 
 
 def test_unsigned_ids_become_int64(device):
@@ -126,19 +128,19 @@ def test_largest_ids_are_rows_too(device):
         rows = torch.tensor([[most - 1, most], [0, most]], dtype=dtype, device=device)
         shared = share_lists(rows, list_tokens=2)
         assert shared.topk_indices.tolist() == [[0, most - 1, most, -1]]
-        assert shared.members.tolist() == [[2, 1, 3, 0]]
+        assert shared.token_mask.tolist() == [[2, 1, 3, 0]]
 
 
 def test_results_are_written_into_slices(device):
     case = share_lists_case(Draw(51, device), with_lengths=True, strided=True)
     expected = share_lists(**case)
     out = embed(torch.zeros_like(expected.topk_indices))
-    members = embed(torch.zeros_like(expected.members))
+    token_mask = embed(torch.zeros_like(expected.token_mask))
     lengths = torch.full((7,), -1, dtype=torch.int32, device=device)[1:4]
-    shared = share_lists(**case, out=out, lengths=lengths, members=members)
+    shared = share_lists(**case, out=out, lengths=lengths, token_mask=token_mask)
     assert shared.topk_indices is out
     assert shared.topk_lengths is lengths
-    assert shared.members is members
+    assert shared.token_mask is token_mask
     for name, got, wanted in zip(shared._fields, shared, expected, strict=True):
         assert_equal(name, got.contiguous(), wanted)
 
@@ -236,12 +238,17 @@ def test_a_row_without_a_member_is_not_read(device):
     kv = prefill_rows(draw, 30, 576)
     kv[::3] = math.nan
     lists = torch.arange(30, dtype=torch.int32, device=device).repeat(2, 1)
-    members = torch.tensor([0, 3, 2], dtype=torch.uint8, device=device).repeat(2, 10)
-    members[0, ::3] = 4 + 128
-    members[1, ::3] = 2  # the last list has one token
-    members[1, 1::3] = 1
+    token_mask = torch.tensor([0, 3, 2], dtype=torch.uint8, device=device).repeat(2, 10)
+    token_mask[0, ::3] = 4 + 128
+    token_mask[1, ::3] = 2  # the last list has one token
+    token_mask[1, 1::3] = 1
     out, lse = sparsemla.sparse_prefill(
-        prefill_rows(draw, 3, 8, 576), kv, lists, softmax_scale=0.5, list_tokens=2, members=members
+        prefill_rows(draw, 3, 8, 576),
+        kv,
+        lists,
+        softmax_scale=0.5,
+        list_tokens=2,
+        token_mask=token_mask,
     )
     assert out.isfinite().all()
     assert lse.isfinite().all()

@@ -38,7 +38,7 @@ from sparsemla_lab.testing.poison import poisoned_empty
 SMALL = {"num_tokens": 4, "num_heads": 3, "topk": 20, "num_rows": 30}
 TOLERANCE = {torch.float32: FLOAT32_GRADIENT}
 FORWARD = ("q", "kv", "topk_indices", "softmax_scale", "topk_lengths", "attn_sink")
-LISTS = ("topk_lengths", "list_tokens", "members")
+LISTS = ("topk_lengths", "list_tokens", "token_mask")
 SHARED = {
     "lists of 2 tokens": {"list_tokens": 2, "with_sink": True},
     "lists of 4 tokens, shuffled": {"list_tokens": 4, "kind": "shuffled", "with_lengths": True},
@@ -424,9 +424,9 @@ def test_nan_in_rows_that_nobody_attends_to_stays_there(device, num_tokens):
     case = sparse_attention_case(Draw(11, device), num_tokens=num_tokens, **options)
     case["topk_indices"] = torch.arange(12, device=device, dtype=torch.int32).view(2, 6)
     case["topk_lengths"] = None
-    case["members"] = torch.full((2, 6), 0b0111, dtype=torch.uint8, device=device)
-    case["members"][:, 3] = 0
-    case["members"][1, 2] = 0b1000  # with 7 tokens, of none
+    case["token_mask"] = torch.full((2, 6), 0b0111, dtype=torch.uint8, device=device)
+    case["token_mask"][:, 3] = 0
+    case["token_mask"][1, 2] = 0b1000  # with 7 tokens, of none
     case["kv"] = torch.randn(12, 576, device=device).bfloat16()
     nan = [3, 9] if num_tokens == 8 else [3, 8, 9]
     case["kv"][nan] = math.nan
@@ -697,19 +697,19 @@ def test_selective_checkpointing_keeps_the_results(device):
         ({"list_tokens": 2.0}, TypeError, "list_tokens must be an integer, got float"),
         ({"list_tokens": 3}, ValueError, r"topk_indices must have shape \[N, K\] = \[2, 20\]"),
         (
-            {"list_tokens": 9, "members": torch.zeros(1, 20, dtype=torch.uint8)},
+            {"list_tokens": 9, "token_mask": torch.zeros(1, 20, dtype=torch.uint8)},
             ValueError,
             "list_tokens must be below 9, got 9",
         ),
         (
-            {"members": torch.zeros(4, 19, dtype=torch.uint8)},
+            {"token_mask": torch.zeros(4, 19, dtype=torch.uint8)},
             ValueError,
-            r"members must have shape \[T, K\] = \[4, 20\], got \[4, 19\]",
+            r"token_mask must have shape \[T, K\] = \[4, 20\], got \[4, 19\]",
         ),
         (
-            {"members": torch.zeros(4, 20, dtype=torch.int32)},
+            {"token_mask": torch.zeros(4, 20, dtype=torch.int32)},
             TypeError,
-            "members must have dtype uint8, got int32",
+            "token_mask must have dtype uint8, got int32",
         ),
     ],
 )

@@ -22,10 +22,10 @@ def check_lists(case):
     results = [embed(torch.full_like(tensor, 77)) for tensor in expected]
     lengths = torch.full_like(expected[1], 77)
     dispatch.load("share_lists", "triton")(
-        **case, out=results[0], lengths=lengths, members=results[2]
+        **case, out=results[0], lengths=lengths, token_mask=results[2]
     )
     for name, got, wanted in zip(
-        ("out", "lengths", "members"), (results[0], lengths, results[2]), expected, strict=True
+        ("out", "lengths", "token_mask"), (results[0], lengths, results[2]), expected, strict=True
     ):
         assert_equal(name, got.contiguous(), wanted)
     return expected

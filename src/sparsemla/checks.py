@@ -18,8 +18,8 @@ from sparsemla.formats import CacheFormat
 from sparsemla.validation import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-MAX_MEMBERS = 8
-"""Most tokens of a list with members: one for each bit of a byte."""
+MAX_MASKED_TOKENS = 8
+"""Most tokens of a list with a mask: one for each bit of a byte."""
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 Gradients: TypeAlias = Literal["none", "backward", "all"]
 """The differentiation in which an op drops nothing: none, only backward, or also forward mode.
@@ -238,13 +238,15 @@ class Checker:
                 f"format {first.format.name}, got format {cache.format.name}"
             )
 
-    def lists(self, list_tokens: int, members: Tensor | None) -> str:
+    def lists(self, list_tokens: int, token_mask: Tensor | None) -> str:
         """Check how many of the T tokens share a list, and bind N, the number of lists.
 
         Returns:
             The letter of the lists: T if each token has its own.
         """
-        self.positive("list_tokens", list_tokens, LIMIT if members is None else MAX_MEMBERS + 1)
+        self.positive(
+            "list_tokens", list_tokens, LIMIT if token_mask is None else MAX_MASKED_TOKENS + 1
+        )
         if list_tokens == 1:
             return "T"
         self.bind("N", -(-self.dims["T"] // list_tokens))

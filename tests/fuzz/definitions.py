@@ -412,22 +412,22 @@ def visible_slots(positions, page_table, request_ids, ratio, page_size, width):
     return out, np.array(lengths, np.int64)
 
 
-def own_lists(indices, lengths, members, num_tokens, list_tokens):
+def own_lists(indices, lengths, token_mask, num_tokens, list_tokens):
     """The list of each token, from lists that tokens share."""
     rows, lists = ints(indices), []
     for t in range(num_tokens):
         n, i = divmod(t, list_tokens)
         end = len(rows[n]) if lengths is None else max(min(int(ints(lengths)[n]), len(rows[n])), 0)
-        marks = [255] * end if members is None else ints(members)[n]
+        marks = [255] * end if token_mask is None else ints(token_mask)[n]
         lists.append([int(rows[n][j]) for j in range(end) if int(marks[j]) & 2**i])
     return lists
 
 
 def share_lists(topk_indices, list_tokens, topk_lengths):
-    """Lists, lengths and members of groups of tokens."""
+    """Lists, lengths and masks of groups of tokens."""
     lists = own_lists(topk_indices, topk_lengths, None, len(topk_indices), 1)
     num_tokens, topk = topk_indices.shape
-    out, lengths, members = [], [], []
+    out, lengths, token_mask = [], [], []
     for first in range(0, num_tokens, list_tokens):
         group, merged = lists[first : first + list_tokens], {}
         group += [[]] * (list_tokens - len(group))
@@ -451,9 +451,9 @@ def share_lists(topk_indices, list_tokens, topk_lengths):
             lengths.append(len(entries))
         entries += [(NOWHERE, 0)] * (list_tokens * topk - len(entries))
         out.append([row for row, _ in entries])
-        members.append([mark for _, mark in entries])
+        token_mask.append([mark for _, mark in entries])
     shape = len(lengths), list_tokens * topk
-    parts = np.array(out, object).reshape(shape), np.array(members, np.int64).reshape(shape)
+    parts = np.array(out, object).reshape(shape), np.array(token_mask, np.int64).reshape(shape)
     return parts[0].astype(np.int64), np.array(lengths, np.int64), parts[1]
 
 

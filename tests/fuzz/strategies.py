@@ -354,7 +354,7 @@ def sparse_prefill(draw, shape):
     return arguments, caches
 
 
-SHARED = {"list_tokens": st.integers(1, 8), "members": st.sampled_from([True, True, False])}
+SHARED = {"list_tokens": st.integers(1, 8), "token_mask": st.sampled_from([True, True, False])}
 SHARED_PREFILL = cases(
     num_tokens=st.integers(0, 20),
     as_rows=FLAGS,
@@ -366,16 +366,16 @@ SHARED_PREFILL = cases(
 
 
 def shared_prefill(draw, shape):
-    """The arguments of ``sparse_prefill`` with any lists and members, and the cache."""
+    """The arguments of ``sparse_prefill`` with any lists and masks, and the cache."""
     num_tokens, list_tokens = shape["num_tokens"], shape["list_tokens"]
     num_lists = -(-num_tokens // list_tokens)
     arguments, caches = sparse_prefill(draw, {**shape, "num_tokens": num_lists})
     size = num_tokens, *arguments["q"].shape[1:]
     arguments["q"] = draw.normal(*size, dtype=shape["dtype"])
     arguments["list_tokens"] = list_tokens
-    if shape["members"]:
+    if shape["token_mask"]:
         marks = draw.below(256, num_lists, shape["topk"])
-        arguments["members"] = draw.give(marks.where(draw.below(3, *marks.shape) > 0, 0).byte())
+        arguments["token_mask"] = draw.give(marks.where(draw.below(3, *marks.shape) > 0, 0).byte())
     return arguments, caches["kv"]
 
 

@@ -334,7 +334,7 @@ def test_sparse_prefill(backend, shape):
 def test_sparse_prefill_over_shared_lists(backend, shape):
     arguments, cache = strategies.shared_prefill(draw_of(backend, shape), shape)
     results = called("sparse_prefill", arguments, ("out", "lse"))
-    names = ("topk_indices", "topk_lengths", "members")
+    names = ("topk_indices", "topk_lengths", "token_mask")
     lists = [arguments.get(name) for name in names]
     own = definitions.own_lists(*lists, len(arguments["q"]), arguments["list_tokens"])
     width = max(map(len, own), default=0)
@@ -351,9 +351,11 @@ def test_sparse_prefill_over_shared_lists(backend, shape):
 @fuzz(strategies.SHARE_LISTS, times=3)
 def test_share_lists(backend, shape):
     arguments = strategies.share_lists(draw_of(backend, shape), shape)
-    results = called("share_lists", arguments, ("out", "lengths", "members"))
+    results = called("share_lists", arguments, ("out", "lengths", "token_mask"))
     wanted = definitions.share_lists(**arguments)
-    for name, result, expected in zip(("out", "lengths", "members"), results, wanted, strict=True):
+    for name, result, expected in zip(
+        ("out", "lengths", "token_mask"), results, wanted, strict=True
+    ):
         check_equal(name, result, expected)
 
 

@@ -30,7 +30,7 @@ def pages(fmt):
 def sparse_prefill(
     cache, num_heads=128, dtype=torch.bfloat16, out_dtype=None, extra=None, list_tokens=None
 ):
-    """With ``list_tokens``, these tokens share a list and have members."""
+    """With ``list_tokens``, these tokens share a list and have a mask."""
     size = list_tokens or 1
     lists = 4096 // size, 2048 * size
 
@@ -46,7 +46,7 @@ def sparse_prefill(
             extra_topk_indices=None if extra is None else meta(4096, 128, dtype=torch.int32),
             extra_topk_lengths=None if extra is None else meta(4096, dtype=torch.int32),
             list_tokens=size,
-            members=list_tokens and meta(*lists, dtype=torch.uint8),
+            token_mask=list_tokens and meta(*lists, dtype=torch.uint8),
             **state(4096, num_heads, value_dim=cache.format.value_dim, dtype=out_dtype or dtype),
         )
 

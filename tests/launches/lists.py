@@ -21,7 +21,7 @@ def share_lists(list_tokens, dtype=torch.int32, topk=2048):
             topk_lengths=meta(4096),
             out=meta(lists, topk * list_tokens, dtype=dtype),
             lengths=meta(lists),
-            members=meta(lists, topk * list_tokens, dtype=torch.uint8),
+            token_mask=meta(lists, topk * list_tokens, dtype=torch.uint8),
         )
 
     return launch

@@ -38,7 +38,7 @@ def sparse_prefill(
     extra=None,
     apart=False,
     list_tokens=1,
-    members=False,
+    token_mask=False,
     allow_fp8_mma=False,
 ):
     lists = -(-num_tokens // list_tokens)
@@ -57,7 +57,7 @@ def sparse_prefill(
             extra_topk_indices=extra and meta(num_tokens, 512, dtype=index_dtype),
             extra_topk_lengths=extra and meta(num_tokens, dtype=torch.int32),
             list_tokens=list_tokens,
-            members=meta(lists, width, dtype=torch.uint8) if members else None,
+            token_mask=meta(lists, width, dtype=torch.uint8) if token_mask else None,
             allow_fp8_mma=allow_fp8_mma,
             out=meta(num_tokens, num_heads, 512),
             lse=meta(num_tokens, num_heads, dtype=torch.float32),
@@ -111,11 +111,11 @@ LAUNCHES = {
     "prefill d512 h40 int64": sparse_prefill(512, 40, torch.int64),
     "prefill d512 extra": sparse_prefill(512, 64, extra=BF16_512),
     "prefill one token and key": sparse_prefill(576, 64, num_tokens=1, topk=1, context=1),
-    "prefill h16 lists of 4": sparse_prefill(576, 16, list_tokens=4, members=True),
-    "prefill d512 h8 lists of 8": sparse_prefill(512, 8, list_tokens=8, members=True),
+    "prefill h16 lists of 4": sparse_prefill(576, 16, list_tokens=4, token_mask=True),
+    "prefill d512 h8 lists of 8": sparse_prefill(512, 8, list_tokens=8, token_mask=True),
     # Three tokens of the last list are a launch of their own.
     "prefill h40 lists int64": sparse_prefill(
-        576, 40, torch.int64, num_tokens=4095, list_tokens=4, members=True
+        576, 40, torch.int64, num_tokens=4095, list_tokens=4, token_mask=True
     ),
     "prefill h16 whole lists": sparse_prefill(576, 16, list_tokens=4),
     "prefill FP8 MMA": sparse_prefill(576, allow_fp8_mma=True),

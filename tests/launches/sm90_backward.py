@@ -26,7 +26,7 @@ def backward(num_heads, head_dim, list_tokens=1):
             lse=meta(TOKENS, num_heads, dtype=torch.float32),
             softmax_scale=0.1,
             list_tokens=list_tokens,
-            members=meta(lists, topk, dtype=torch.uint8) if shared else None,
+            token_mask=meta(lists, topk, dtype=torch.uint8) if shared else None,
             max_workspace_bytes=TOKENS << 22,
             dq=meta(TOKENS, num_heads, head_dim),
             dkv=meta(ROWS, head_dim),

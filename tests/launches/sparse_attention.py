@@ -22,7 +22,7 @@ def inputs(num_heads, dtype, list_tokens=1):
         "topk_lengths": meta(lists, dtype=torch.int32),
         "attn_sink": meta(num_heads),
         "list_tokens": list_tokens,
-        "members": meta(lists, topk, dtype=torch.uint8) if shared else None,
+        "token_mask": meta(lists, topk, dtype=torch.uint8) if shared else None,
         "out": meta(TOKENS, num_heads, 512, dtype=dtype),
         "lse": meta(TOKENS, num_heads),
     }

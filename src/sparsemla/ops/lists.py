@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsemla.checks import INTEGERS, MAX_MEMBERS, Checker
+from sparsemla.checks import INTEGERS, MAX_MASKED_TOKENS, Checker
 from sparsemla.kernels import lists
 from sparsemla.kernels.lists.arguments import ShareLists
 from sparsemla.ops._library import operator
@@ -22,7 +22,7 @@ class SharedLists(NamedTuple):
     """``[N, list_tokens * K]``, rows or slots; -1 for none."""
     topk_lengths: Tensor
     """int32 ``[N]``, leading entries to use of each list."""
-    members: Tensor
+    token_mask: Tensor
     """uint8 ``[N, list_tokens * K]``: bit ``i`` is set if the ``i``-th token of the list attends to
     the entry."""
 
@@ -38,7 +38,7 @@ def share_lists(
     topk_lengths: Tensor | None = None,
     out: Tensor | None = None,
     lengths: Tensor | None = None,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> SharedLists:
     """Merge the lists of every ``list_tokens`` neighbouring query tokens into one.
 
@@ -61,7 +61,7 @@ def share_lists(
                                                            multiples of K
     =====================================================  =======================================
 
-    The remaining entries are -1, with members 0. Entries at or above the number of rows are kept,
+    The remaining entries are -1, with a mask of 0. Entries at or above the number of rows are kept,
     and attention ignores them.
 
     Args:
@@ -71,7 +71,7 @@ def share_lists(
         out: ``[N, list_tokens * K]`` of the dtype of the indices (int64 for uint32), written; with
             ``N = ceil(T / list_tokens)``.
         lengths: int32 ``[N]``, written.
-        members: uint8 ``[N, list_tokens * K]``, written.
+        token_mask: uint8 ``[N, list_tokens * K]``, written.
 
     Returns:
         The lists, their lengths (of the union, or ``list_tokens * K``), and who attends to each
@@ -85,17 +85,17 @@ def share_lists(
     >>> share_lists(torch.tensor([[1, 5, 7], [1, 6, -1]]), list_tokens=2)
     SharedLists(topk_indices=tensor([[ 1,  5,  6,  7, -1, -1]]), \
 topk_lengths=tensor([4], dtype=torch.int32), \
-members=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
+token_mask=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
     """
     check = Checker("share_lists", gradients="all")
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
-    check.positive("list_tokens", list_tokens, MAX_MEMBERS + 1)
+    check.positive("list_tokens", list_tokens, MAX_MASKED_TOKENS + 1)
     num_tokens, topk = topk_indices.shape
     check.bind("N", -(-num_tokens // list_tokens))
     check.bind("list_tokens*K", list_tokens * topk)
     out = check.output("out", out, "N list_tokens*K", topk_indices.dtype)
     lengths = check.output("lengths", lengths, "N", torch.int32)
-    members = check.output("members", members, "N list_tokens*K", torch.uint8)
-    _share_lists(ShareLists(topk_indices, list_tokens, topk_lengths, out, lengths, members))
-    return SharedLists(out, lengths, members)
+    token_mask = check.output("token_mask", token_mask, "N list_tokens*K", torch.uint8)
+    _share_lists(ShareLists(topk_indices, list_tokens, topk_lengths, out, lengths, token_mask))
+    return SharedLists(out, lengths, token_mask)

@@ -34,7 +34,7 @@ def sparse_prefill(
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     allow_fp8_mma: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -53,8 +53,8 @@ def sparse_prefill(
     read.
 
     With ``list_tokens``, list ``n`` is that of the tokens ``n * list_tokens .. (n + 1) *
-    list_tokens - 1``: of all of them, which is selection by blocks of queries, or with ``members``
-    of those whose bit is set, as :func:`share_lists` makes it of the tokens' own lists. Each row is
+    list_tokens - 1``: of all of them, which is selection by blocks of queries, or with
+    ``token_mask`` of those whose bit is set, as :func:`share_lists` makes it of the tokens' own lists. Each row is
     then read once for all tokens of its list. So a row that one of them attends to must be finite:
     NaN or an infinity in it may reach the others. The order in which a token's keys are added
     depends on its neighbours' lists, and so do the last bits of its results.
@@ -86,10 +86,10 @@ def sparse_prefill(
             softmax.
         extra_topk_indices: ``[T, K2]``, rows of ``extra_cache``, or slots of the cache.
         extra_topk_lengths: ``[T]``.
-        list_tokens: neighbouring query tokens of a list; at most 8 with members. Not beside
+        list_tokens: neighbouring query tokens of a list; at most 8 with a mask. Not beside
             ``extra_cache`` if there are several.
-        members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
-            entry. Bits of further tokens are ignored. Not beside ``extra_cache``.
+        token_mask: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to
+            the entry. Bits of further tokens are ignored. Not beside ``extra_cache``.
         allow_fp8_mma: permit a kernel to round queries and rows to e4m3.
         out: ``[T, H, V]`` bfloat16, float16 or float32, written; default a new one of q's dtype.
         lse: float32 ``[T, H]``, written.
@@ -115,10 +115,10 @@ def sparse_prefill(
     check.queries(q, q_rope, "T H")
     cache = _cache(check, "kv", kv, "S D")
     check.query_dims(q, q_rope, "T H", cache)
-    lists = check.lists(list_tokens, members)
+    lists = check.lists(list_tokens, token_mask)
     topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
-    check.optional("members", members, f"{lists} K", torch.uint8)
+    check.optional("token_mask", token_mask, f"{lists} K", torch.uint8)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.kind("allow_fp8_mma", allow_fp8_mma, bool)
@@ -127,7 +127,7 @@ def sparse_prefill(
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
-        check.absent("members", members, "beside extra_cache")
+        check.absent("token_mask", token_mask, "beside extra_cache")
         if list_tokens > 1:
             raise ValueError(
                 f"sparse_prefill: list_tokens must be 1 beside extra_cache, got {list_tokens}"
@@ -169,7 +169,7 @@ def sparse_prefill(
             extra_topk_indices,
             extra_topk_lengths,
             list_tokens,
-            members,
+            token_mask,
             allow_fp8_mma,
             out,
             lse,

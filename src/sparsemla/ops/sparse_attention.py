@@ -23,7 +23,7 @@ def sparse_attention(
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over the rows selected for it, with gradients.
@@ -40,7 +40,7 @@ def sparse_attention(
     Rows are numbered over all of kv. So packed sequences need no offsets, and a token sees what its
     list says: there is no causal mask.
 
-    Neighbouring tokens may share a list, as in :func:`sparse_prefill`. With the lists and members
+    Neighbouring tokens may share a list, as in :func:`sparse_prefill`. With the lists and masks
     of :func:`share_lists` each token attends to what its own list selects, a row is read once for
     all tokens of a list, and its gradient gets one term from all of them. Last bits differ from
     those of own lists.
@@ -53,9 +53,9 @@ def sparse_attention(
         softmax_scale: factor of the scores; for MLA ``192^-0.5 * mscale^2``, not ``576^-0.5``.
         topk_lengths: ``[T]``, or ``[N]``, leading entries to use of each row; default all.
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
-        list_tokens: neighbouring tokens of a list; at most 8 with members.
-        members: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to the
-            entry; default all do. Rows to which a token of the list attends must be finite: NaN or
+        list_tokens: neighbouring tokens of a list; at most 8 with a mask.
+        token_mask: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to
+            the entry; default all do. Rows to which a token of the list attends must be finite: NaN or
             an infinity may reach the list's other tokens.
         deterministic: give the gradient of kv the same bits in every run; see
             :func:`sparse_attention_backward`.
@@ -87,7 +87,7 @@ def sparse_attention(
         topk_lengths,
         attn_sink,
         list_tokens,
-        members,
+        token_mask,
         deterministic,
     )
     return _sparse_attention(
@@ -99,7 +99,7 @@ def sparse_attention(
             topk_lengths,
             attn_sink,
             list_tokens,
-            members,
+            token_mask,
             deterministic,
         )
     )
@@ -125,7 +125,7 @@ def sparse_attention_backward(
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = True,
     accumulate: Tensor | None = None,
@@ -150,8 +150,8 @@ def sparse_attention_backward(
 
     Args:
         dout: ``[T, H, V]`` of q's dtype, the gradient of out.
-        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, list_tokens, members: as in the
-            forward.
+        q, kv, topk_indices, softmax_scale, topk_lengths, attn_sink, list_tokens, token_mask: as in
+            the forward.
         out: ``[T, H, V]`` of q's dtype, from the forward.
         lse: float32 ``[T, H]``, from the forward.
         dlse: float32 ``[T, H]``, the gradient of lse; default zero.
@@ -191,7 +191,7 @@ def sparse_attention_backward(
         topk_lengths,
         attn_sink,
         list_tokens,
-        members,
+        token_mask,
         deterministic,
     )
     check.tensor("dout", dout, "T H V", q.dtype)
@@ -214,7 +214,7 @@ def sparse_attention_backward(
             topk_lengths,
             attn_sink,
             list_tokens,
-            members,
+            token_mask,
             dlse,
             deterministic,
             as_float32=accumulate is not None,
@@ -245,7 +245,7 @@ def _check_forward(
     topk_lengths: Tensor | None,
     attn_sink: Tensor | None,
     list_tokens: int,
-    members: Tensor | None,
+    token_mask: Tensor | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the forward's arguments and bind V; returns indices and lengths, uint32 as int64."""
@@ -255,10 +255,10 @@ def _check_forward(
         raise ValueError(
             f"{check.op}: kv must have at least one row and one dim, got {list(kv.shape)}"
         )
-    lists = check.lists(list_tokens, members)
+    lists = check.lists(list_tokens, token_mask)
     topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
     topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
-    check.optional("members", members, f"{lists} K", torch.uint8)
+    check.optional("token_mask", token_mask, f"{lists} K", torch.uint8)
     check.optional("attn_sink", attn_sink, "H", torch.float32)
     check.number("softmax_scale", softmax_scale)
     check.kind("deterministic", deterministic, bool)
@@ -283,7 +283,7 @@ def _gradients(
             call.topk_lengths,
             call.attn_sink,
             call.list_tokens,
-            call.members,
+            call.token_mask,
             None if dlse is None else dlse.contiguous(),
             call.deterministic,
         )

@@ -11,7 +11,7 @@ def share_lists(
     num_tokens, topk = topk_indices.shape
     num_lists = -(-num_tokens // list_tokens)
     out = topk_indices.new_full((num_lists, list_tokens * topk), -1)  # [N, G K]
-    members = torch.zeros_like(out, dtype=torch.uint8)  # [N, G K]
+    token_mask = torch.zeros_like(out, dtype=torch.uint8)  # [N, G K]
     lengths = out.new_zeros(num_lists, dtype=torch.int32)  # [N]
     used = topk_indices
     if topk_lengths is not None:
@@ -24,14 +24,14 @@ def share_lists(
             lengths[n] = len(union)
             out[n, : len(union)] = union
             for i, rows in enumerate(lists):
-                members[n, : len(union)] |= torch.isin(union, rows).to(torch.uint8) << i
+                token_mask[n, : len(union)] |= torch.isin(union, rows).to(torch.uint8) << i
         else:
             lengths[n] = list_tokens * topk
             for i, rows in enumerate(lists):
                 at = slice(i * topk, (i + 1) * topk)
                 out[n, at] = rows.clamp_min(-1)
-                members[n, at] = (rows >= 0).to(torch.uint8) << i
-    return out, lengths, members
+                token_mask[n, at] = (rows >= 0).to(torch.uint8) << i
+    return out, lengths, token_mask
 
 
 def _ascends(rows: Tensor) -> bool:
@@ -45,13 +45,13 @@ def lists_of_tokens(
     topk_lengths: Tensor | None,
     num_tokens: int,
     list_tokens: int,
-    members: Tensor | None,
+    token_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's own indices ``[T, K]`` and lengths ``[T]``: -1 where it is not a member."""
     tokens = torch.arange(num_tokens, device=topk_indices.device)  # [T]
     lists = tokens // list_tokens  # [T]
     indices = topk_indices[lists]  # [T, K]
-    if members is not None:
-        bits = members[lists] >> (tokens % list_tokens)[:, None] & 1  # [T, K]
+    if token_mask is not None:
+        bits = token_mask[lists] >> (tokens % list_tokens)[:, None] & 1  # [T, K]
         indices = indices.where(bits > 0, -1)
     return indices, None if topk_lengths is None else topk_lengths[lists]

@@ -22,7 +22,7 @@ def sparse_prefill(
     extra_topk_indices: Tensor | None = None,
     extra_topk_lengths: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     allow_fp8_mma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of each query token over its selected rows; also returns the maximum logits.
@@ -32,7 +32,7 @@ def sparse_prefill(
     """
     if q_rope is not None:
         q = torch.cat([q, q_rope], dim=-1)
-    lists = lists_of_tokens(topk_indices, topk_lengths, len(q), list_tokens, members)
+    lists = lists_of_tokens(topk_indices, topk_lengths, len(q), list_tokens, token_mask)
     selections = [(_cache(kv), *lists)]
     if extra_cache is not None and extra_topk_indices is not None:
         selections.append((_cache(extra_cache), extra_topk_indices, extra_topk_lengths))

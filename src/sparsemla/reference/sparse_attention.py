@@ -17,12 +17,12 @@ def sparse_attention(
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query token over its selected rows; float64 stays float64."""
     topk_indices, topk_lengths = lists_of_tokens(
-        topk_indices, topk_lengths, len(q), list_tokens, members
+        topk_indices, topk_lengths, len(q), list_tokens, token_mask
     )
     keys, valid = _selected(q, kv, topk_indices, topk_lengths)
     out, lse, _ = attend(q, keys, keys[..., :LATENT_DIM], valid, softmax_scale, attn_sink)
@@ -41,7 +41,7 @@ def sparse_attention_backward(
     topk_lengths: Tensor | None = None,
     attn_sink: Tensor | None = None,
     list_tokens: int = 1,
-    members: Tensor | None = None,
+    token_mask: Tensor | None = None,
     dlse: Tensor | None = None,
     deterministic: bool = True,
     accumulate: Tensor | None = None,
@@ -49,7 +49,7 @@ def sparse_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of q, kv and the sink, by their formulas; float64 stays float64."""
     topk_indices, topk_lengths = lists_of_tokens(
-        topk_indices, topk_lengths, len(q), list_tokens, members
+        topk_indices, topk_lengths, len(q), list_tokens, token_mask
     )
     keys, valid, probs, dlogits = weights_of_entries(
         dout, q, kv, topk_indices, out, lse, softmax_scale, topk_lengths, attn_sink, dlse

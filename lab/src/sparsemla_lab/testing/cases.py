@@ -697,7 +697,7 @@ def shared_prefill_case(
             column = torch.arange(indices.shape[1], device=draw.device)
             indices = indices.where(column < lengths[:, None], -1)
         indices = ascending(indices)
-    lists, ends, members = reference.share_lists(
+    lists, ends, token_mask = reference.share_lists(
         indices, list_tokens=list_tokens, topk_lengths=lengths
     )
     ends = (ends + 3).clamp_max(lists.shape[1])  # with entries of nobody
@@ -705,13 +705,13 @@ def shared_prefill_case(
     beyond = column >= ends[:, None]
     is_nan = cast("Tensor", arguments["kv"]).isnan().any(1)
     if bool(is_nan.any()):
-        lists = lists.where((members > 0) & ~beyond, int(is_nan.nonzero()[0]))
+        lists = lists.where((token_mask > 0) & ~beyond, int(is_nan.nonzero()[0]))
     counts = (num_tokens - list_tokens * torch.arange(len(ends))).clamp_max(list_tokens)
     others = (255 << counts) & 255
-    members = members | others[:, None].to(draw.device, torch.uint8)
+    token_mask = token_mask | others[:, None].to(draw.device, torch.uint8)
     arguments["topk_indices"] = wrap(lists)
     arguments["topk_lengths"] = ends
-    arguments["members"] = wrap(members.masked_fill(beyond, 255))
+    arguments["token_mask"] = wrap(token_mask.masked_fill(beyond, 255))
     return arguments
 
 
@@ -735,7 +735,7 @@ def sparse_attention_case(
     """
     make = shared_prefill_case if "list_tokens" in options else sparse_prefill_case
     arguments = make(draw, dtype=dtype, row_dtype=dtype, **cast("dict[str, Any]", options))
-    for name in ("topk_indices", "members"):
+    for name in ("topk_indices", "token_mask"):
         if arguments.get(name) is not None:
             entries = cast("Tensor", arguments[name])
             entries[:, 1::7] = entries[:, :1].clone()

@@ -426,7 +426,7 @@ def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         lengths,
         len(arguments["q"]),
         size,
-        arguments.get("members"),
+        arguments.get("token_mask"),
     )
     names = inspect.signature(weights_of_entries).parameters
     given = {name: value for name, value in arguments.items() if name in names}

@@ -178,7 +178,7 @@ def _refuse_prefill(call: SparsePrefill) -> str | None:
 
 
 def _needs_few_heads(call: SparsePrefill | SparseAttention) -> str | None:
-    if call.list_tokens > 1 or call.members is not None:
+    if call.list_tokens > 1 or call.token_mask is not None:
         return "needs a list for each query token"
     return _needs_few_rows(call.q.shape[1])
 
@@ -233,7 +233,7 @@ SPARSE_PREFILL = Op(
 
 def _refuse_attention(call: SparseAttention) -> str | None:
     rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
-    shared = call.list_tokens > 1 or call.members is not None
+    shared = call.list_tokens > 1 or call.token_mask is not None
     return refused_by_sm90(call.q, rows, call.out, shared=shared)
 
 

@@ -97,7 +97,7 @@ class SparsePrefill(NamedTuple):
     extra_topk_indices: Tensor | None = None
     extra_topk_lengths: Tensor | None = None
     list_tokens: int = 1
-    members: Tensor | None = None
+    token_mask: Tensor | None = None
     allow_fp8_mma: bool = False
     out: Tensor = ALLOCATED
     lse: Tensor = ALLOCATED
@@ -106,7 +106,7 @@ class SparsePrefill(NamedTuple):
     @property
     def shared(self) -> bool:
         """Whether several query tokens share a list, or each attends to some of it."""
-        return self.list_tokens > 1 or self.members is not None
+        return self.list_tokens > 1 or self.token_mask is not None
 
     @property
     def aligned(self) -> bool:
@@ -124,7 +124,7 @@ class SparseAttention(NamedTuple):
     topk_lengths: Tensor | None = None
     attn_sink: Tensor | None = None
     list_tokens: int = 1
-    members: Tensor | None = None
+    token_mask: Tensor | None = None
     deterministic: bool = False
     out: Tensor = ALLOCATED
     lse: Tensor = ALLOCATED

@@ -26,7 +26,7 @@ class SparseAttentionBackward(NamedTuple):
     topk_lengths: Tensor | None = None
     attn_sink: Tensor | None = None
     list_tokens: int = 1
-    members: Tensor | None = None
+    token_mask: Tensor | None = None
     dlse: Tensor | None = None
     deterministic: bool = True
     as_float32: bool = False

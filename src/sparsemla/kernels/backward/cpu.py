@@ -16,7 +16,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
     value_dim = call.out.shape[2]
     total = torch.zeros(kv.shape, dtype=torch.float32)
     d_sink.zero_()
-    lists = topk_indices, call.topk_lengths, q.shape, call.list_tokens, call.members
+    lists = topk_indices, call.topk_lengths, q.shape, call.list_tokens, call.token_mask
     for some, tokens, size, rows, valid, seen in cpu.shared_rows(kv, *lists):
         queries, dvalue = (grouped(x[tokens], size).float() for x in (q, dout))
         some_lse = lse[tokens]

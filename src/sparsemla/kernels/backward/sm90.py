@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsemla.kernels.attention.triton.tiles import LOG2E
 from sparsemla.kernels.backward.arguments import SparseAttentionBackward
-from sparsemla.kernels.backward.triton import members_of, softmax_state
+from sparsemla.kernels.backward.triton import softmax_state, token_mask_of
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import opaque_zero, reinterpret, tma_load
 from sparsemla.kernels.common.groups import attended, chunks, grouped
@@ -111,17 +111,17 @@ class WeightsMemory(NamedTuple):
 
 
 @gluon.jit
-def _load_members(lists, members, token, block, LAYOUT: gl.constexpr):
+def _load_token_mask(lists, token_mask, token, block, LAYOUT: gl.constexpr):
     """Which tokens attend to the entries of a block of a list: a bit for each."""
     at = block * BLOCK + gl.arange(0, BLOCK, LAYOUT)
     end = gl.load(lists.ends + token)
-    bits = gl.load(members.bits + token * members.stride + at, mask=at < end, other=0)
+    bits = gl.load(token_mask.bits + token * token_mask.stride + at, mask=at < end, other=0)
     return bits.to(gl.int32)
 
 
 @gluon.jit
 def _weights_consumer(
-    W: gl.constexpr, num_jobs, smem, lists, members, state, probs, dscores, shape, scales,
+    W: gl.constexpr, num_jobs, smem, lists, token_mask, state, probs, dscores, shape, scales,
     TILES: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Blocks ``W``, ``W + 2``, ... of each tile."""
@@ -140,8 +140,8 @@ def _weights_consumer(
         lse2 = gl.load(at, mask=head < num_heads, other=0.0)
         share = gl.load(at + num_states, mask=head < num_heads, other=0.0)
         offset = gl.load(at + 2 * num_states, mask=head < num_heads, other=0.0)
-        if members is not None:
-            owner = 1 << gl.minimum(head // members.num_heads, 8)
+        if token_mask is not None:
+            owner = 1 << gl.minimum(head // token_mask.num_heads, 8)
         head = first_head + gl.arange(0, 64, STORE_ROWS)
         rows = (token * num_heads + head) * width
         mbarrier.wait(smem.heads.index(0), turn)
@@ -149,8 +149,10 @@ def _weights_consumer(
             block = 2 * i + W
             zero = opaque_zero(i)
             _, valid = load_rows(lists, token, block, gl.SliceLayout(0, S_LAYOUT))
-            if members is not None:
-                bits = _load_members(lists, members, token, block, gl.SliceLayout(0, S_LAYOUT))
+            if token_mask is not None:
+                bits = _load_token_mask(
+                    lists, token_mask, token, block, gl.SliceLayout(0, S_LAYOUT)
+                )
             s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             dp = gl.zeros([64, 64], gl.float32, S_LAYOUT)
             for p in gl.static_range(4):
@@ -177,7 +179,7 @@ def _weights_consumer(
             weight = gl.exp2(s * scale_log2 - lse2[:, None])
             ds = weight * (share[:, None] * dp - offset[:, None]) * scale
             kept = valid[None, :]
-            if members is not None:
+            if token_mask is not None:
                 kept = kept & ((bits[None, :] & owner[:, None]) != 0)
             weight = gl.where(kept, weight * share[:, None], 0.0).to(gl.bfloat16)
             ds = gl.where(kept, ds, 0.0).to(gl.bfloat16)
@@ -229,7 +231,7 @@ def _weights_producer(
 
 @gluon.jit(do_not_specialize=["num_jobs", "num_states"])
 def _weights(
-    num_jobs, q, dout, kv, kv_row, lists, members, state, probs, dscores, num_heads, num_states,
+    num_jobs, q, dout, kv, kv_row, lists, token_mask, state, probs, dscores, num_heads, num_states,
     width, scale, scale_log2, TILES: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """``A = g P`` and ``softmax_scale * dS`` of tiles of 64 heads ``[n, H, width]``.
@@ -268,9 +270,9 @@ def _weights(
     scales = scale, scale_log2
     gl.warp_specialize(
         [
-            (_weights_consumer, (0, num_jobs, smem, lists, members, state, probs, dscores, shape,
+            (_weights_consumer, (0, num_jobs, smem, lists, token_mask, state, probs, dscores, shape,
                                  scales, TILES, ROPE)),
-            (_weights_consumer, (1, num_jobs, smem, lists, members, state, probs, dscores, shape,
+            (_weights_consumer, (1, num_jobs, smem, lists, token_mask, state, probs, dscores, shape,
                                  scales, TILES, ROPE)),
             (_weights_producer, (num_jobs, smem, q, dout, kv, kv_row, lists, TILES, ROPE)),
         ],
@@ -575,9 +577,15 @@ def _tiles_of_rope(x: Tensor, heads: int) -> TensorDescriptor:
 
 
 def sparse_attention_backward(call: SparseAttentionBackward) -> None:
-    kv, members, list_tokens, dq, dkv = call.kv, call.members, call.list_tokens, call.dq, call.dkv
+    kv, token_mask, list_tokens, dq, dkv = (
+        call.kv,
+        call.token_mask,
+        call.list_tokens,
+        call.dq,
+        call.dkv,
+    )
     (num_tokens, num_heads, head_dim), topk = call.q.shape, call.topk_indices.shape[1]
-    topk_indices = attended(call.topk_indices, members, num_tokens, list_tokens)
+    topk_indices = attended(call.topk_indices, token_mask, num_tokens, list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
     state, sink_terms = softmax_state(call.dout, call.out, call.lse, call.attn_sink, call.dlse)
@@ -611,7 +619,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
             kv,
             kv.stride(0) // 8,
             lists,
-            members_of(members, some, num_heads),
+            token_mask_of(token_mask, some, num_heads),
             state[:, tokens],
             *weights,
             heads_of_list,

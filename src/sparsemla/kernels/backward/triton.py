@@ -41,7 +41,7 @@ from sparsemla.kernels.common.lists import (
 )
 
 
-class Members(NamedTuple):
+class TokenMask(NamedTuple):
     """Which tokens that share a list attend to its entries: bit ``i`` of an entry for token ``i``.
 
     Heads ``i * num_heads`` to ``(i + 1) * num_heads - 1`` of the list are those of token ``i``.
@@ -149,7 +149,7 @@ def _weights(
     topk_indices,
     indices_token,
     topk_lengths,
-    members,
+    token_mask,
     state,
     probs,
     dscores,
@@ -202,9 +202,9 @@ def _weights(
     offset = tl.load(rows + 2 * num_rows, mask=real, other=0)[:, None]
     p = tl.exp2(s * scale_log2 - lse2)
     kept = valid[None, :]
-    if members is not None:
-        bits = tl.load(members.bits + token * members.stride + at, mask=valid, other=0)
-        owner = 1 << tl.minimum(head // members.num_heads, 8)
+    if token_mask is not None:
+        bits = tl.load(token_mask.bits + token * token_mask.stride + at, mask=valid, other=0)
+        owner = 1 << tl.minimum(head // token_mask.num_heads, 8)
         kept = (bits.to(tl.int32)[None, :] & owner[:, None]) != 0
     ds = tl.where(kept, p * (share * dp - offset) * scale, 0.0)
     p = tl.where(kept, p * share, 0.0)
@@ -351,19 +351,30 @@ def softmax_state(
     return state, sink_terms
 
 
-def members_of(members: Tensor | None, lists: slice, num_heads: int) -> Members | None:
-    """The members of some lists, as an argument of ``_weights``."""
-    return None if members is None else Members(members[lists], members.stride(0), num_heads)
+def token_mask_of(token_mask: Tensor | None, lists: slice, num_heads: int) -> TokenMask | None:
+    """The masks of some lists, as an argument of ``_weights``."""
+    return (
+        None
+        if token_mask is None
+        else TokenMask(token_mask[lists], token_mask.stride(0), num_heads)
+    )
 
 
 def sparse_attention_backward(call: SparseAttentionBackward) -> None:
-    dout, q, kv, members, dq, dkv = call.dout, call.q, call.kv, call.members, call.dq, call.dkv
+    dout, q, kv, token_mask, dq, dkv = (
+        call.dout,
+        call.q,
+        call.kv,
+        call.token_mask,
+        call.dq,
+        call.dkv,
+    )
     (num_tokens, num_heads, head_dim), topk = q.shape, call.topk_indices.shape[1]
     if num_tokens * num_heads * topk == 0:
         for result in (dq, dkv, call.d_sink):
             result.zero_()
         return
-    topk_indices = attended(call.topk_indices, members, num_tokens, call.list_tokens)
+    topk_indices = attended(call.topk_indices, token_mask, num_tokens, call.list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
     total.zero_()
     list_heads = call.list_tokens * num_heads
@@ -394,7 +405,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
             *heads,
             *rows,
             *lists,
-            members_of(members, some, num_heads),
+            token_mask_of(token_mask, some, num_heads),
             state[:, tokens],
             probs,
             dscores,

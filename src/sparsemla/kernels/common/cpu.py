@@ -151,14 +151,14 @@ def shared_rows(
     topk_lengths: Tensor | None,
     shape: torch.Size,
     list_tokens: int,
-    members: Tensor | None,
+    token_mask: Tensor | None,
 ) -> Iterator[SharedRows]:
     """:func:`selected_rows` of lists that tokens share; ``shape`` is that of queries ``[T, H, D]``.
 
     The last list, if it has fewer tokens, comes alone.
     """
     num_tokens, num_heads = shape[:2]
-    topk_indices = attended(topk_indices, members, num_tokens, list_tokens)
+    topk_indices = attended(topk_indices, token_mask, num_tokens, list_tokens)
     for part, _, size in chunks(num_tokens, list_tokens, max(num_tokens, 1)):
         lengths = None if topk_lengths is None else topk_lengths[part]
         for some, rows, valid in selected_rows(kv, topk_indices[part], lengths, size * num_heads):
@@ -166,9 +166,9 @@ def shared_rows(
             first = lists.start * list_tokens
             tokens = slice(first, first + size * (lists.stop - lists.start))
             seen = valid[:, None]
-            if members is not None:
+            if token_mask is not None:
                 bits = torch.ones(size, dtype=torch.uint8) << torch.arange(size).to(torch.uint8)
-                attends = (members[lists, None] & bits[:, None]) != 0  # [n, size, K]
+                attends = (token_mask[lists, None] & bits[:, None]) != 0  # [n, size, K]
                 seen = seen & attends.repeat_interleave(num_heads, 1)
             yield SharedRows(lists, tokens, size, rows, valid, seen)
 

@@ -40,15 +40,15 @@ def grouped(x: Tensor, size: int) -> Tensor:
 
 
 def attended(
-    topk_indices: Tensor, members: Tensor | None, num_tokens: int, list_tokens: int
+    topk_indices: Tensor, token_mask: Tensor | None, num_tokens: int, list_tokens: int
 ) -> Tensor:
     """The lists ``[N, K]``, with -1 for entries to which none of their tokens attends.
 
     Such a row is never read, so it may be NaN.
     """
-    if members is None:
+    if token_mask is None:
         return topk_indices
-    seen = members & ((1 << list_tokens) - 1)
+    seen = token_mask & ((1 << list_tokens) - 1)
     if num_tokens % list_tokens:
         seen[-1] &= (1 << num_tokens % list_tokens) - 1
     return topk_indices.where(seen != 0, -1)

@@ -17,7 +17,7 @@ SHARE_LISTS = Op(
         Kernel("triton", lambda: triton.share_lists),
         Kernel("cpu", lambda: cpu.share_lists),
     ),
-    outputs=("out", "lengths", "members"),
+    outputs=("out", "lengths", "token_mask"),
 )
 
 OPS = {SHARE_LISTS.name: SHARE_LISTS}

@@ -17,4 +17,4 @@ class ShareLists(NamedTuple):
     topk_lengths: Tensor | None = None
     out: Tensor = ALLOCATED
     lengths: Tensor = ALLOCATED
-    members: Tensor = ALLOCATED
+    token_mask: Tensor = ALLOCATED

@@ -8,7 +8,7 @@ from sparsemla.kernels.lists.arguments import ShareLists
 
 def share_lists(call: ShareLists) -> None:
     topk_indices, list_tokens, topk_lengths = call.topk_indices, call.list_tokens, call.topk_lengths
-    out, members = call.out, call.members
+    out, token_mask = call.out, call.token_mask
     num_tokens, topk = topk_indices.shape
     bits = 1 << torch.arange(list_tokens).repeat_interleave(topk)  # [G K]
     for lists in cpu.blocks(out.shape[0], cpu.WORKSPACE_BYTES // (64 * max(out.shape[1], 1))):
@@ -29,5 +29,5 @@ def share_lists(call: ShareLists) -> None:
         marks = torch.zeros_like(union).scatter_add_(1, place, bits[order])
         merged = ascends[:, None]
         out[lists] = union[:, :-1].where(merged, rows).to(out.dtype)
-        members[lists] = marks[:, :-1].where(merged, bits.where(rows >= 0, 0)).to(torch.uint8)
+        token_mask[lists] = marks[:, :-1].where(merged, bits.where(rows >= 0, 0)).to(torch.uint8)
         call.lengths[lists] = first.sum(1).where(ascends, out.shape[1]).int()

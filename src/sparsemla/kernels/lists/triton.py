@@ -72,7 +72,7 @@ def _merge(
     num_rows,
     token,
     out,
-    members,
+    token_mask,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -87,7 +87,7 @@ def _merge(
         same = (same & (at < length)).to(tl.int32)
         rank = at + smaller - (both + tl.cumsum(same) - same)
         tl.store(out + rank, row, mask=at < length)
-        tl.store(members + rank, member | (same << token).to(tl.uint8), mask=at < length)
+        tl.store(token_mask + rank, member | (same << token).to(tl.uint8), mask=at < length)
         both += tl.sum(same)
     both = 0
     for start in range(0, num_rows, BLOCK):
@@ -99,7 +99,7 @@ def _merge(
         rank = at + smaller - (both + tl.cumsum(same) - same)
         new = (at < num_rows) & (same == 0)
         tl.store(out + rank, row, mask=new)
-        tl.store(members + rank, tl.zeros([BLOCK], tl.uint8) | (1 << token), mask=new)
+        tl.store(token_mask + rank, tl.zeros([BLOCK], tl.uint8) | (1 << token), mask=new)
         both += tl.sum(same)
     return length + num_rows - both
 
@@ -112,8 +112,8 @@ def _share_lists(
     out,
     out_list,
     lengths,
-    members,
-    members_list,
+    token_mask,
+    token_mask_list,
     parts,
     parts_members,
     num_lists,
@@ -130,7 +130,7 @@ def _share_lists(
         number = each + tl.zeros([], tl.int64)
         begin = number * LIST_TOKENS
         to = out + number * out_list
-        to_members = members + number * members_list
+        to_members = token_mask + number * token_mask_list
 
         ascends = tl.full([BLOCK], 1, tl.int32)
         for i in range(LIST_TOKENS):
@@ -178,7 +178,7 @@ def _share_lists(
 
 def share_lists(call: ShareLists) -> None:
     topk_indices, list_tokens = call.topk_indices, call.list_tokens
-    out, members = call.out, call.members
+    out, token_mask = call.out, call.token_mask
     num_tokens, topk = topk_indices.shape
     if num_tokens == 0:
         return
@@ -190,10 +190,10 @@ def share_lists(call: ShareLists) -> None:
         out,
         out.stride(0),
         call.lengths,
-        members,
-        members.stride(0),
+        token_mask,
+        token_mask.stride(0),
         out.new_empty(programs * list_tokens * topk),
-        members.new_empty(programs * list_tokens * topk),
+        token_mask.new_empty(programs * list_tokens * topk),
         len(out),
         num_tokens,
         topk,

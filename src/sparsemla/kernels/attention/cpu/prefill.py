@@ -12,7 +12,7 @@ from sparsemla.kernels.common.groups import grouped
 
 def sparse_prefill(call: SparsePrefill) -> None:
     q = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
-    lists = call.list_tokens, call.members
+    lists = call.list_tokens, call.token_mask
     streams = [Stream(call.kv, call.topk_indices, call.topk_lengths, *lists)]
     if call.extra_cache is not None and call.extra_topk_indices is not None:
         streams.append(Stream(call.extra_cache, call.extra_topk_indices, call.extra_topk_lengths))
@@ -26,7 +26,7 @@ def sparse_attention(call: SparseAttention) -> None:
         sparse_prefill(call.over(PagedCache.from_rows(call.kv)))
         return
     q, kv, out, lse = call.q, call.kv, call.out, call.lse
-    lists = call.topk_indices, call.topk_lengths, q.shape, call.list_tokens, call.members
+    lists = call.topk_indices, call.topk_lengths, q.shape, call.list_tokens, call.token_mask
     for some in cpu.shared_rows(kv, *lists):
         tokens, keys = some.tokens, some.rows
         if keys.shape[1] == 0:

@@ -20,17 +20,17 @@ HEAD_STEP, DIM_STEP = 16, 32
 
 
 class Stream(NamedTuple):
-    """A cache and the selections from it: slots ``[N, K]``, lengths ``[N]``, members ``[N, K]``.
+    """A cache and the selections from it: slots ``[N, K]``, lengths ``[N]``, token_mask ``[N, K]``.
 
     Selection ``n`` is that of the query rows ``n * list_tokens .. (n + 1) * list_tokens - 1``, or
-    of those whose bit is set in ``members``.
+    of those whose bit is set in ``token_mask``.
     """
 
     cache: PagedCache
     slots: Tensor
     lengths: Tensor | None
     list_tokens: int = 1
-    members: Tensor | None = None
+    token_mask: Tensor | None = None
 
     def of_rows(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Slots ``[R, K]``, -1 for those of other rows only, and lengths ``[R]``."""
@@ -38,9 +38,9 @@ class Stream(NamedTuple):
         if self.list_tokens > 1:
             lists = torch.arange(rows.start, rows.stop) // self.list_tokens
         slots = self.slots[lists].long()
-        if self.members is not None:
+        if self.token_mask is not None:
             tokens = torch.arange(rows.start, rows.stop) % self.list_tokens
-            slots = slots.where(self.members[lists] >> tokens[:, None] & 1 > 0, -1)
+            slots = slots.where(self.token_mask[lists] >> tokens[:, None] & 1 > 0, -1)
         return slots, None if self.lengths is None else self.lengths[lists]
 
 

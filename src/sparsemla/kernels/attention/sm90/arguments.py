@@ -67,10 +67,10 @@ class KeyList(NamedTuple):
     lengths_request: int = 1
     lengths_token: int | None = None
     """None if the tokens of a request have one length."""
-    members: Tensor | None = None
+    token_mask: Tensor | None = None
     """``[request, key]``: a bit for each token of a group, set if it attends to the key; or None if
     all do."""
-    members_request: int | None = None
+    token_mask_request: int | None = None
 
 
 class Results(NamedTuple):
@@ -255,7 +255,7 @@ def _part(call: SparsePrefill, tokens: slice, lists: slice, list_tokens: int) ->
     return call._replace(
         list_tokens=list_tokens,
         **of(tokens, "q", "q_rope", "out", "lse", "max_logits"),
-        **of(lists, "topk_indices", "topk_lengths", "members"),
+        **of(lists, "topk_indices", "topk_lengths", "token_mask"),
     )
 
 
@@ -283,7 +283,7 @@ def prefill_rows(call: SparsePrefill) -> tuple[Queries, PagedCache, KeyList, Res
         attn_sink=call.attn_sink,
         max_logits_token=max_logits.stride(0) if call.shared and max_logits is not None else None,
     )
-    keys = _selected(call.kv, call.topk_indices, call.topk_lengths, call.members)
+    keys = _selected(call.kv, call.topk_indices, call.topk_lengths, call.token_mask)
     return queries, call.kv, keys, results
 
 
@@ -294,7 +294,7 @@ def _extra(call: SparsePrefill) -> KeyList | None:
 
 
 def _selected(
-    cache: PagedCache, slots: Tensor, lengths: Tensor | None, members: Tensor | None = None
+    cache: PagedCache, slots: Tensor, lengths: Tensor | None, token_mask: Tensor | None = None
 ) -> KeyList:
     return KeyList(
         slots,
@@ -303,8 +303,8 @@ def _selected(
         slots.shape[1],
         lengths,
         cache.num_slots,
-        members=members,
-        members_request=None if members is None else members.stride(0),
+        token_mask=token_mask,
+        token_mask_request=None if token_mask is None else token_mask.stride(0),
     )
 
 

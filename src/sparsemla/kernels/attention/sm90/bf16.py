@@ -34,9 +34,9 @@ way out: 226 in all. P takes the place of the last 64 dims of its own block's ke
 warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
 second stream follow those of the first; only the producer tells them apart.
 
-Tokens that share a list form one group, as in dense attention. With members, a key's validity is a
-bit for each of them, and the softmax tests the bit of the row's token. An invalid key has no bit
-set, and its row is not read.
+Tokens that share a list form one group, as in dense attention. With a token mask, a key's validity
+is a bit for each of them, and the softmax tests the bit of the row's token. An invalid key has no
+bit set, and its row is not read.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class SharedMemory(NamedTuple):
     k_rope: object  # [2, 64, 64] RoPE dims of the keys, then P of the block
     m: object  # [64] the running maximum on its way between the warpgroups
     l: object  # [2, 64] each warpgroup's sum of P, at the end of a tile
-    valid: object  # [2, 64] validity of the keys, or their members
-    limits: object  # [64] keys that each query row sees under a causal mask, or its bit in members
+    valid: object  # [2, 64] validity of the keys, or their bits
+    limits: object  # [64] keys that each query row sees under a causal mask, or its bit in the mask
     key_range: object  # [2, 1] pairs of blocks, first key
     bar: object  # the barriers
 
@@ -202,10 +202,10 @@ def rescale(x, alpha):
 
 
 @gluon.jit
-def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, MEMBERS: gl.constexpr):
+def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, TOKEN_MASK: gl.constexpr):
     """Base-2 scores of a block, -inf for invalid and masked keys."""
     marks = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :]
-    if MEMBERS:
+    if TOKEN_MASK:
         seen = (marks.to(gl.int32) & limit[:, None]) != 0
     else:
         seen = marks != 0
@@ -218,7 +218,7 @@ def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, MEMBERS: 
 @gluon.jit
 def consumer_left(
     num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    TOKEN_MASK: gl.constexpr,
 ):  # fmt: skip
     acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
     acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
@@ -250,7 +250,7 @@ def consumer_left(
         zero = opaque_zero(i)
         mbarrier.wait(smem.bar.index(VALID_0), phase)
         at = first + i * 128
-        scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, MEMBERS)
+        scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
         m_0 = gl.maximum(m, gl.max(scores, 1))
         smem.m.store(m_0)
         mbarrier.arrive(smem.bar.index(M_0), count=1)
@@ -327,7 +327,7 @@ def consumer_left(
 @gluon.jit
 def consumer_right(
     num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    TOKEN_MASK: gl.constexpr,
 ):  # fmt: skip
     phase = 0
     turn = 0
@@ -358,7 +358,7 @@ def consumer_right(
                 mbarrier.arrive(smem.bar.index(Q_EMPTY), count=1)
             mbarrier.wait(smem.bar.index(VALID_1), phase)
             at = first + i * 128 + 64
-            scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, MEMBERS)
+            scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
             m_1 = gl.max(scores, 1)
             mbarrier.wait(smem.bar.index(M_0), phase)
             m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
@@ -468,22 +468,22 @@ def key_rows(rows, key, at, L: gl.constexpr, PAGED: gl.constexpr):
 
 
 @gluon.jit
-def load_members(members, at, last, shape):
-    """The members among a group's tokens of the keys ``at``, a bit for each."""
-    marks = gl.load(members + at, mask=at < last, other=0).to(gl.int32)
+def load_token_mask(token_mask, at, last, shape):
+    """The bits among a group's tokens of the keys ``at``, a bit for each."""
+    marks = gl.load(token_mask + at, mask=at < last, other=0).to(gl.int32)
     return marks & ((1 << (shape.num_rows // shape.num_heads)) - 1)
 
 
 @gluon.jit
 def store_token_bits(bits, shape, begin):
-    """Store the bit of each row's token in members."""
+    """Store the bit of each row's token in the mask."""
     token, _, real = rows_of_tile(begin, shape, S_ROWS)
     bits.store(gl.full([64], 1, gl.int32, S_ROWS) << gl.where(real, token, 0).to(gl.int32))
 
 
 @gluon.jit
 def copy_blocks(
-    rows, key_0, key_1, members, at, last, shape, smem, phase,
+    rows, key_0, key_1, token_mask, at, last, shape, smem, phase,
     L: gl.constexpr, PAGED: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Copy a pair of blocks of one stream."""
@@ -491,9 +491,9 @@ def copy_blocks(
     row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
     mark_0 = valid_0
     mark_1 = valid_1
-    if members is not None:
-        mark_0 = gl.where(valid_0, load_members(members, at, last, shape), 0)
-        mark_1 = gl.where(valid_1, load_members(members, at + 64, last, shape), 0)
+    if token_mask is not None:
+        mark_0 = gl.where(valid_0, load_token_mask(token_mask, at, last, shape), 0)
+        mark_1 = gl.where(valid_1, load_token_mask(token_mask, at + 64, last, shape), 0)
         valid_0 = mark_0 != 0
         valid_1 = mark_1 != 0
     row_0 = rows.bf16 + row_0
@@ -505,7 +505,7 @@ def copy_blocks(
 def copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE: gl.constexpr):
     """Copy a pair of blocks row by row, each half once it is empty, and hand over the keys' marks.
 
-    A mark is the key's validity, or its members.
+    A mark is the key's validity, or its bits.
     """
     dims = gl.arange(0, 256, COPY_COLS)[None, :]
     rope_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
@@ -678,9 +678,9 @@ def producer(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         begin, split, request, token = locate_tile(tile, shape)
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
-        members = stream.members
-        if stream.members is not None:
-            members += request * stream.members_request
+        token_mask = stream.token_mask
+        if stream.token_mask is not None:
+            token_mask += request * stream.token_mask_request
         mbarrier.wait(smem.bar.index(Q_EMPTY), turn)
         turn = turn ^ 1
         copy_queries(tile, smem.q.index(0), queries, shape, 0, 256)
@@ -694,7 +694,7 @@ def producer(
             )  # fmt: skip
         else:
             end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
-            if stream.members is not None:
+            if stream.token_mask is not None:
                 store_token_bits(smem.limits, shape, begin)
             steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
             first = split * steps * 64
@@ -710,7 +710,7 @@ def producer(
                     key_0 = load_keys(keys, rest_at, last, L, PAGED)
                     key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
                     copy_blocks(
-                        rows, key_0, key_1, members, rest_at, last, shape, smem, phase,
+                        rows, key_0, key_1, token_mask, rest_at, last, shape, smem, phase,
                         L, PAGED, ROPE,
                     )  # fmt: skip
                     phase = phase ^ 1
@@ -719,7 +719,7 @@ def producer(
                 key_0 = load_keys(keys, at, last, L, PAGED)
                 key_1 = load_keys(keys, at + 64, last, L, PAGED)
                 copy_blocks(
-                    rows, key_0, key_1, members, at, last, shape, smem, phase, L, PAGED, ROPE
+                    rows, key_0, key_1, token_mask, at, last, shape, smem, phase, L, PAGED, ROPE
                 )  # fmt: skip
                 phase = phase ^ 1
                 # Find the end of the list's valid slots during the copy of the first pair.
@@ -731,7 +731,7 @@ def producer(
                 for _ in range(1, num_pairs):
                     at += 128
                     copy_blocks(
-                        rows, key_0, key_1, members, at, last, shape, smem, phase, L, PAGED, ROPE
+                        rows, key_0, key_1, token_mask, at, last, shape, smem, phase, L, PAGED, ROPE
                     )  # fmt: skip
                     key_0 = load_keys(keys, at + 128, last, L, PAGED)
                     key_1 = load_keys(keys, at + 192, last, L, PAGED)
@@ -769,7 +769,7 @@ def _attend(
     """
     shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
     ROPE: gl.constexpr = L.head_dim - 512
-    MEMBERS: gl.constexpr = stream.members is not None
+    TOKEN_MASK: gl.constexpr = stream.token_mask is not None
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
@@ -790,8 +790,8 @@ def _attend(
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     gl.warp_specialize(
         [
-            (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, MEMBERS)),
-            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, MEMBERS)),
+            (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, TOKEN_MASK)),
+            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, TOKEN_MASK)),
             (producer, (num_tiles, queries, rows, pages, stream, extra_rows, extra, shape, smem, L,
                         EXTRA, PAGED, CAUSAL, ROPE)),
         ],

@@ -50,8 +50,8 @@ def _sparse_prefill(
     topk_indices,
     indices_list,
     topk_lengths,
-    members,
-    members_list,
+    token_mask,
+    token_mask_list,
     extra_rows,
     extra_indices,
     extra_token,
@@ -88,8 +88,8 @@ def _sparse_prefill(
     number = token // LIST_TOKENS
     topk_indices += number * indices_list
     bit = 0
-    if members is not None:
-        members += number * members_list
+    if token_mask is not None:
+        token_mask += number * token_mask_list
         bit = (token % LIST_TOKENS).to(tl.int32)
     length = topk
     if topk_lengths is not None:
@@ -121,7 +121,7 @@ def _sparse_prefill(
         BRANCH,
         NATIVE,
         UPCAST,
-        members,
+        token_mask,
         bit,
     )
     if EXTRA is not None:
@@ -167,7 +167,7 @@ def sparse_attention(call: SparseAttention) -> None:
 
 def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
     """Launch over rows of any dtype, which take the place of the call's."""
-    q, q_rope, topk_indices, members = call.q, call.q_rope, call.topk_indices, call.members
+    q, q_rope, topk_indices, token_mask = call.q, call.q_rope, call.topk_indices, call.token_mask
     out, lse, max_logits = call.out, call.lse, call.max_logits
     num_tokens, num_heads = q.shape[:2]
     extra_rows, extra_layout, extra_token, extra_topk = None, None, None, None
@@ -182,7 +182,7 @@ def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
     exact = dtype == torch.float32
     tile = FLOAT32_TILE
     if not exact:
-        tile = choose_tile(num_heads, layout, q.dtype, q.device, members is not None)
+        tile = choose_tile(num_heads, layout, q.dtype, q.device, token_mask is not None)
     num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
         return
@@ -195,8 +195,8 @@ def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
         topk_indices,
         topk_indices.stride(0),
         call.topk_lengths,
-        members,
-        None if members is None else members.stride(0),
+        token_mask,
+        None if token_mask is None else token_mask.stride(0),
         extra_rows,
         call.extra_topk_indices,
         extra_token,

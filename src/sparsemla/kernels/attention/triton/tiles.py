@@ -51,11 +51,11 @@ def choose_tile(
     layout: Layout,
     query_dtype: torch.dtype,
     device: torch.device,
-    members: bool = False,
+    token_mask: bool = False,
 ) -> Tile:
     """The tile for ``rows`` query rows that share keys. It does not depend on the batch size.
 
-    With ``members``, more loads are under way, which take a second tile of keys.
+    With ``token_mask``, more loads are under way, which take a second tile of keys.
     """
     row_bytes = 2 * (layout.value_block + layout.rest_block)
     mixed = 0 < layout.fp8_dim < layout.value_dim
@@ -67,7 +67,7 @@ def choose_tile(
             return Tile(64, block_n, 8, 3, branch=True)
     if torch.version.hip:
         return Tile(16, 16, 8 if layout.fp8_dim else 4, 3)
-    if layout.fp8_dim == 0 and query_dtype == torch.bfloat16 and not members:
+    if layout.fp8_dim == 0 and query_dtype == torch.bfloat16 and not token_mask:
         # O of 32 rows takes 128 registers of a thread. Shared memory holds Q, keys and P; it is
         # better filled by one tile of 64 keys than by two of 32: 128 tokens of 128 heads take
         # 365 us, 474 with 32 keys, 660 with 16 rows (an H100 as sm_80).
@@ -315,12 +315,12 @@ def attend_slots(
     BRANCH: tl.constexpr,
     NATIVE: tl.constexpr,
     UPCAST: tl.constexpr,
-    members=None,
+    token_mask=None,
     bit=0,
 ):
     """:func:`attend_tile` over the entries ``begin .. end`` of a list of slots.
 
-    With ``members``, over those whose bit is set.
+    With ``token_mask``, over those whose bit is set.
     """
     stop = end
     if BRANCH:
@@ -334,8 +334,8 @@ def attend_slots(
         nearest = tl.maximum(tl.minimum(at, end - 1), 0)
         slots = tl.load(topk_indices + nearest, mask=some, other=-1)
         valid = is_slot(slots, rows.num_slots) & (at < end)
-        if members is not None:
-            byte = tl.load(members + nearest, mask=some, other=0).to(tl.int32)
+        if token_mask is not None:
+            byte = tl.load(token_mask + nearest, mask=some, other=0).to(tl.int32)
             valid = valid & ((byte >> bit) & 1 != 0)
         page, row = locate(slots, L)
         m, l, acc = attend_tile(
