@@ -115,15 +115,16 @@ def rope_of(config: Config, length: int, device: torch.device) -> Rope:
 class Projected(NamedTuple):
     """What attention and indexer of a layer read, for B rows of S bytes.
 
-    ``q [B, S, H, nope + R]``, ``latent [B, S, 512 + R]``, ``iq [B, S, HI, DI]``,
-    ``weights [B, S, HI]``, ``ik [B, S, DI]``; the last dims of each but the indexer's are RoPE's.
+    ``q [B, S, H, nope + R]``, ``latent [B, S, 512 + R]``, ``index_q [B, S, HI, DI]``,
+    ``weights [B, S, HI]``, ``index_k [B, S, DI]``; the last dims of ``q`` and ``latent`` are
+    RoPE's.
     """
 
     q: Tensor
     latent: Tensor
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
 
 
 class Indexer(nn.Module):
@@ -140,14 +141,14 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, q_low: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         x, q_low = x.detach(), q_low.detach()
-        iq = self.wq_b(q_low).unflatten(-1, self.shape)
-        ik = self.k_norm(self.wk(x).float()).to(x.dtype)[:, :, None]
+        index_q = self.wq_b(q_low).unflatten(-1, self.shape)
+        index_k = self.k_norm(self.wk(x).float()).to(x.dtype)[:, :, None]
         sizes = [self.rope_dim, self.shape[1] - self.rope_dim]
-        (q_rope, q_rest), (k_rope, k_rest) = iq.split(sizes, -1), ik.split(sizes, -1)
-        iq = torch.cat([rope.rotate(q_rope, interleaved=False), q_rest], -1)
-        ik = torch.cat([rope.rotate(k_rope, interleaved=False), k_rest], -1)[:, :, 0]
+        (q_rope, q_rest), (k_rope, k_rest) = index_q.split(sizes, -1), index_k.split(sizes, -1)
+        index_q = torch.cat([rope.rotate(q_rope, interleaved=False), q_rest], -1)
+        index_k = torch.cat([rope.rotate(k_rope, interleaved=False), k_rest], -1)[:, :, 0]
         weights = self.weights_proj(x).float() * (self.shape[0] * self.shape[1]) ** -0.5
-        return iq, weights, ik
+        return index_q, weights, index_k
 
 
 class Attention(nn.Module):
@@ -304,8 +305,10 @@ def selection(some: Projected, topk: int) -> Tensor:
     seen = ranges(some.q.shape[1], some.q.device)
     return packed(
         [
-            select_rows(iq.bfloat16(), weights, ik.bfloat16(), topk=topk, **seen)
-            for iq, weights, ik in zip(some.iq, some.weights, some.ik, strict=True)
+            select_rows(index_q.bfloat16(), weights, index_k.bfloat16(), topk=topk, **seen)
+            for index_q, weights, index_k in zip(
+                some.index_q, some.weights, some.index_k, strict=True
+            )
         ]
     )
 
@@ -383,15 +386,15 @@ def warming_up(losses: list[Tensor]) -> Attend:
         seen, loss = ranges(length, some.q.device), []
         mean = torch.full((length,), 1 / (size * length), device=some.q.device)
         keys, _ = layer.keys_and_values(some)
-        for q, k, iq, weights, ik in zip(some.q, keys, *some[2:], strict=True):
+        for q, k, index_q, weights, index_k in zip(some.q, keys, *some[2:], strict=True):
             loss.append(
                 dense_index_loss(
                     q,
                     k,
                     scores_of(layer, q, k).logsumexp(-1).T.contiguous(),
-                    iq,
+                    index_q,
                     weights,
-                    ik,
+                    index_k,
                     softmax_scale=layer.scale,
                     row_weights=mean,
                     **seen,
@@ -412,9 +415,11 @@ def learning(losses: list[Tensor], topk: int) -> Attend:
         out, lse = sparse_attention(q, latent, rows, softmax_scale=layer.scale)
         scale = {"softmax_scale": layer.scale}
         target = attention_target(q.detach(), latent.detach(), rows, lse.detach(), **scale)
-        iq, weights, ik = (x.flatten(0, 1) for x in some[2:])
+        index_q, weights, index_k = (x.flatten(0, 1) for x in some[2:])
         mean = torch.full((len(q),), 1 / len(q), device=q.device)
-        losses.append(index_loss(selected_scores(iq, weights, ik, rows), target, row_weights=mean))
+        losses.append(
+            index_loss(selected_scores(index_q, weights, index_k, rows), target, row_weights=mean)
+        )
         return layer.values(out, some)
 
     return attend

@@ -78,9 +78,9 @@ class Projected:
 
     q: Tensor
     kv: Tensor
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
 
 
 class Model(nn.Module):
@@ -120,9 +120,9 @@ class Model(nn.Module):
 
 def selection(some: Projected, batch: Batch, topk: int = TOPK) -> Tensor:
     """The indexer's rows of each token."""
-    iq, ik = some.iq.bfloat16(), some.ik.bfloat16()
+    index_q, index_k = some.index_q.bfloat16(), some.index_k.bfloat16()
     ranges = {"row_starts": batch.row_starts, "row_ends": batch.row_ends}
-    return select_rows(iq, some.weights, ik, topk=topk, **ranges)
+    return select_rows(index_q, some.weights, index_k, topk=topk, **ranges)
 
 
 def random_rows(batch: Batch, generator: torch.Generator, topk: int = TOPK) -> Tensor:
@@ -161,9 +161,9 @@ def step(model: Model, batch: Batch, stage: str) -> tuple[Tensor, Tensor]:
             some.q,
             some.kv,
             lse,
-            some.iq,
+            some.index_q,
             some.weights,
-            some.ik,
+            some.index_k,
             softmax_scale=SCALE,
             row_starts=batch.row_starts,
             row_ends=batch.row_ends,
@@ -173,7 +173,7 @@ def step(model: Model, batch: Batch, stage: str) -> tuple[Tensor, Tensor]:
         )
         return none, indexer
     target = attention_target(some.q, some.kv, rows, lse, softmax_scale=SCALE)
-    scores = selected_scores(some.iq, some.weights, some.ik, rows)
+    scores = selected_scores(some.index_q, some.weights, some.index_k, rows)
     return language, index_loss(scores, target, row_weights=mean)
 
 

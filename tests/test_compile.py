@@ -267,9 +267,9 @@ OPERATORS = [name for name in CALLS if "branch" not in name and name != "index_l
 DIFFERENTIABLE = {
     "sparse_attention": ("q", "kv"),
     "sparse_attention, shared lists": ("q", "kv"),
-    "selected_scores": ("iq", "weights", "ik"),
+    "selected_scores": ("index_q", "weights", "index_k"),
     "index_loss": ("scores",),
-    "dense_index_loss": ("iq", "weights", "ik"),
+    "dense_index_loss": ("index_q", "weights", "index_k"),
 }
 """Calls of ops with gradients, and the arguments that have one."""
 

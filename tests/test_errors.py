@@ -398,10 +398,10 @@ FREE = {
     ("decode_branch", "topk_indices", 1),
     ("decode_branch", "extra_topk_indices", 1),
     ("prefill_branch", "topk_indices", 1),
-    ("select_rows", "ik", 0),
-    ("selected_scores", "ik", 0),
+    ("select_rows", "index_k", 0),
+    ("selected_scores", "index_k", 0),
     ("selected_scores", "topk_indices", 1),
-    ("selected_scores_backward", "ik", 0),
+    ("selected_scores_backward", "index_k", 0),
     ("attention_target", "kv", 0),
     ("attention_target", "topk_indices", 1),
 }
@@ -941,12 +941,12 @@ def test_index_queries_without_heads_are_refused(op):
     check_refused(op, case, op, "q must have at least one head", error=ValueError)
 
 
-@pytest.mark.parametrize("op", [op for op in CALLS if "iq" in CALLS[op]()])
+@pytest.mark.parametrize("op", [op for op in CALLS if "index_q" in CALLS[op]()])
 def test_trained_queries_without_heads_are_refused(op):
     case = CALLS[op]()
-    for name in ("iq", "weights"):
+    for name in ("index_q", "weights"):
         case[name] = case[name].narrow(1, 0, 0)
-    check_refused(op, case, op, "iq must have at least one head", error=ValueError)
+    check_refused(op, case, op, "index_q must have at least one head", error=ValueError)
 
 
 def test_e8m0_scales_refuse_exact_mode():

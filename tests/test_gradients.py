@@ -12,9 +12,9 @@ from test_global_state import snapshot
 
 DIFFERENTIABLE = {
     "sparse_attention": ("q", "kv", "attn_sink"),
-    "selected_scores": ("iq", "weights", "ik"),
+    "selected_scores": ("index_q", "weights", "index_k"),
     "index_loss": ("scores",),
-    "dense_index_loss": ("iq", "weights", "ik"),
+    "dense_index_loss": ("index_q", "weights", "index_k"),
 }
 """Ops with gradients, and the arguments that get one; the others are constants."""
 

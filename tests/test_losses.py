@@ -85,11 +85,11 @@ def test_a_token_whose_attention_has_no_mass_has_no_loss(device):
     case = cases.dense_index_loss_case(Draw(3, device))
     case["lse"][2] = torch.inf  # it and token 4 see rows
     (loss,) = check_op("dense_index_loss", case)
-    found, diq, dweights, _ = check_op("dense_index_gradients", case)
+    found, d_index_q, dweights, _ = check_op("dense_index_gradients", case)
     assert_equal("loss", found, loss)
-    assert not diq[2].any()
+    assert not d_index_q[2].any()
     assert not dweights[2].any()
-    assert diq[4].any()
+    assert d_index_q[4].any()
 
 
 def rounded(x, bits):
@@ -99,20 +99,30 @@ def rounded(x, bits):
 
 def check_rounded(case, *, terms, sums):
     """Check gradients in bfloat16 with so many bits of their terms, and of a sum at any time."""
-    names = "q", "k", "lse", "iq", "weights", "ik", "softmax_scale", "row_starts", "row_ends"
+    names = (
+        "q",
+        "k",
+        "lse",
+        "index_q",
+        "weights",
+        "index_k",
+        "softmax_scale",
+        "row_starts",
+        "row_ends",
+    )
     scores, target = dense_distributions(**{name: case[name] for name in names})
     given = scores.softmax(-1).nan_to_num() - target
-    iq, ik = case["iq"].float(), case["ik"].float().nan_to_num()
-    positive = torch.einsum("thd,sd->ths", iq, ik) > 0
+    index_q, index_k = case["index_q"].float(), case["index_k"].float().nan_to_num()
+    positive = torch.einsum("thd,sd->ths", index_q, index_k) > 0
     b = rounded(given[:, None] * case["weights"][..., None] * positive, terms)
-    diq, dik = torch.zeros_like(iq), torch.zeros_like(ik)
-    for row in range(len(ik)):
-        diq = rounded(diq + b[..., row, None] * ik[row], sums)
-    for share, query in zip(b.flatten(0, 1), iq.flatten(0, 1), strict=True):
-        dik = rounded(dik + share[:, None] * query, sums)
+    d_index_q, d_index_k = torch.zeros_like(index_q), torch.zeros_like(index_k)
+    for row in range(len(index_k)):
+        d_index_q = rounded(d_index_q + b[..., row, None] * index_k[row], sums)
+    for share, query in zip(b.flatten(0, 1), index_q.flatten(0, 1), strict=True):
+        d_index_k = rounded(d_index_k + share[:, None] * query, sums)
     expected = run_reference("dense_index_gradients", case)
     sizes = sizes_of("dense_index_gradients", case)
-    for index, got in ((1, diq), (3, dik)):
+    for index, got in ((1, d_index_q), (3, d_index_k)):
         tolerance = TOLERANCES["dense_index_gradients"][index]
         assert_close("gradient", got.bfloat16(), expected[index], tolerance, sizes[index])
 
@@ -137,16 +147,18 @@ def test_rows_are_selected_globally(device, ranges, max_workspace_bytes):
 def test_packed_sequences_select_their_own_rows(device):
     """Selections of two sequences in one row are those of each sequence, moved to its place."""
     draw = Draw(5, device)
-    iq, ik = (draw.normal(*shape).bfloat16() for shape in ((9, 4, 32), (9, 32)))
+    index_q, index_k = (draw.normal(*shape).bfloat16() for shape in ((9, 4, 32), (9, 32)))
     weights, begin = draw.normal(9, 4), draw.tensor([0, 0, 0, 0, 4, 4, 4, 4, 4])
     ends = draw.tensor(range(1, 10))
-    packed = sparsemla.select_rows(iq, weights, ik, topk=3, row_starts=begin, row_ends=ends)
+    packed = sparsemla.select_rows(
+        index_q, weights, index_k, topk=3, row_starts=begin, row_ends=ends
+    )
     for part in (slice(0, 4), slice(4, 9)):
         starts = torch.zeros_like(begin[part])
         alone = sparsemla.select_rows(
-            iq[part],
+            index_q[part],
             weights[part],
-            ik[part],
+            index_k[part],
             topk=3,
             row_starts=starts,
             row_ends=ends[part] - part.start,
@@ -165,13 +177,15 @@ def in_float64(case):
 
 
 def indexer(case):
-    return [case[name].requires_grad_() for name in ("iq", "weights", "ik")]
+    return [case[name].requires_grad_() for name in ("index_q", "weights", "index_k")]
 
 
 def dense_loss(case, lists, p):
     """The loss by masked softmax over all rows and slots, without gathers: independent code."""
-    iq, weights, ik = indexer(case)
-    every = torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", iq, ik).relu())
+    index_q, weights, index_k = indexer(case)
+    every = torch.einsum(
+        "th,ths->ts", weights, torch.einsum("thd,sd->ths", index_q, index_k).relu()
+    )
     total = 0
     for row, entries in enumerate(lists):
         some = [entry for entry in entries if entry is not None]
@@ -186,7 +200,7 @@ def small_lists(**options):
     case = cases.selected_scores_case(
         Draw(6), num_heads=3, head_dim=5, num_rows=9, topk=8, dtype=torch.float32, **options
     )
-    case["ik"].nan_to_num_(0.25)
+    case["index_k"].nan_to_num_(0.25)
     valid = (case["topk_indices"] >= 0) & (case["topk_indices"] < 9)
     p = Draw(7).normal(*valid.shape).exp() * valid
     p[0, 2:] = 0
@@ -214,18 +228,20 @@ def test_definitions_have_the_gradients_of_a_masked_softmax():
 def test_definitions_have_correct_gradients():
     case, _, p = small_lists(num_tokens=2)
 
-    def loss(iq, weights, ik):
-        changed = case | {"iq": iq, "weights": weights, "ik": ik}
+    def loss(index_q, weights, index_k):
+        changed = case | {"index_q": index_q, "weights": weights, "index_k": index_k}
         return reference.index_loss(reference.selected_scores(**changed), p)
 
     assert torch.autograd.gradcheck(loss, indexer(case))
     options = {"num_tokens": 3, "num_rows": 6, "num_heads": 2, "head_dim": 4, "index_dim": 5}
     dense = cases.dense_index_loss_case(Draw(8), dtype=torch.float32, **options)
-    dense["k"].nan_to_num_(0.5), dense["ik"].nan_to_num_(0.5)
+    dense["k"].nan_to_num_(0.5), dense["index_k"].nan_to_num_(0.5)
     dense = in_float64(dense)
 
-    def dense_loss(iq, weights, ik):
-        return reference.dense_index_loss(**dense | {"iq": iq, "weights": weights, "ik": ik})
+    def dense_loss(index_q, weights, index_k):
+        return reference.dense_index_loss(
+            **dense | {"index_q": index_q, "weights": weights, "index_k": index_k}
+        )
 
     assert torch.autograd.gradcheck(dense_loss, indexer(dense))
 
@@ -251,7 +267,7 @@ def test_autograd_takes_the_backward_op(device):
             assert_equal("gradient", got, wanted)
 
 
-NAMES = ("iq", "weights", "ik")
+NAMES = ("index_q", "weights", "index_k")
 
 
 def test_losses_of_lists(device):
@@ -259,7 +275,7 @@ def test_losses_of_lists(device):
     draw = Draw(11, device)
     attention = cases.attention_target_case(draw, dtype=torch.float32, with_sink=True)
     case = cases.selected_scores_case(draw, dtype=torch.float32)
-    case["ik"].nan_to_num_(1.0)
+    case["index_k"].nan_to_num_(1.0)
     case["weights"] *= 128**-0.5
     case["topk_indices"] = attention["topk_indices"]
     weights = draw.normal(5).abs()
@@ -376,10 +392,10 @@ def test_a_row_of_nan_reaches_its_users_only(device):
     users = (case["topk_indices"] == named).any(1)
     assert users.any()
     assert not users.all()
-    case["ik"].nan_to_num_(0.5)[named] = math.nan
-    diq, _, dik = sparsemla.selected_scores_backward(**case)
-    assert_equal("tokens", diq.isnan().any(-1).any(-1), users)
-    assert dik.isfinite().all()  # a score that is NaN has no slope
+    case["index_k"].nan_to_num_(0.5)[named] = math.nan
+    d_index_q, _, d_index_k = sparsemla.selected_scores_backward(**case)
+    assert_equal("tokens", d_index_q.isnan().any(-1).any(-1), users)
+    assert d_index_k.isfinite().all()  # a score that is NaN has no slope
     del case["dscores"]
     listed = case["topk_indices"] == named
     assert_equal("scores", sparsemla.selected_scores(**case).isnan(), listed)
@@ -391,9 +407,9 @@ def test_a_token_without_entries_may_be_nan(device, num_heads):
     case = cases.selected_scores_backward_case(Draw(30, device), num_heads=num_heads, head_dim=128)
     case["topk_indices"][1] = -1
     _, _, expected = sparsemla.selected_scores_backward(**case)
-    for name in ("dscores", "iq", "weights"):
+    for name in ("dscores", "index_q", "weights"):
         case[name][1] = math.nan
-    assert_equal("dik", sparsemla.selected_scores_backward(**case)[2], expected)
+    assert_equal("d_index_k", sparsemla.selected_scores_backward(**case)[2], expected)
 
 
 def test_attention_gets_no_gradient(device):
@@ -458,16 +474,16 @@ def test_tokens_of_weight_zero_may_be_nan(device, index_dim):
     out = torch.tensor([0, 3], device=device)
     case["row_weights"] = weights.index_fill(0, out, 0)
     expected = sparsemla.dense_index_gradients(**case)
-    by_token = ("q", "lse", "iq", "weights", "row_starts", "row_ends", "row_weights")
+    by_token = ("q", "lse", "index_q", "weights", "row_starts", "row_ends", "row_weights")
     kept = {name: case[name][case["row_weights"] != 0] for name in by_token}
     alone = sparsemla.dense_index_gradients(**case | kept)
     assert_close("loss", expected[0], alone[0], TOLERANCES["dense_index_loss"][0])
     poisoned = {
-        name: case[name].index_fill(0, out, math.nan) for name in ("q", "lse", "iq", "weights")
+        name: case[name].index_fill(0, out, math.nan) for name in ("q", "lse", "index_q", "weights")
     }
     results = sparsemla.dense_index_gradients(**case | poisoned)
     for name, got, wanted in zip(
-        ("loss", "diq", "dweights", "dik"), results, expected, strict=True
+        ("loss", "d_index_q", "dweights", "d_index_k"), results, expected, strict=True
     ):
         assert_equal(name, got, wanted)
     assert not results[1][out].any()
@@ -522,9 +538,9 @@ def test_second_derivatives_are_refused(device):
     case = cases.selected_scores_case(Draw(23, device), **FLOAT32)
     scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))
     finite = scores[~scores.isneginf()].square().sum()
-    (diq,) = torch.autograd.grad(finite, [case["iq"]], create_graph=True)
+    (d_index_q,) = torch.autograd.grad(finite, [case["index_q"]], create_graph=True)
     with pytest.raises(RuntimeError, match="selected_scores has no second derivative"):
-        diq.sum().backward()
+        d_index_q.sum().backward()
 
 
 class Dropped(torch.autograd.Function):
@@ -620,8 +636,8 @@ FLOAT16, ROWS = {"dtype": torch.float16}, "rows that start at multiples of 16 by
         ("selected_scores", LISTED | {"num_heads": 16}, {}, "17 to 64 index heads of 128 dims"),
         ("selected_scores", LISTED | {"num_heads": 65}, {}, "got 65 of 128"),
         ("selected_scores", LISTED | {"head_dim": 64}, {}, "got 64 of 64"),
-        ("selected_scores", LISTED, {"iq": shifted}, f"index queries and keys with {ROWS}"),
-        ("selected_scores", LISTED, {"ik": shifted}, f"index queries and keys with {ROWS}"),
+        ("selected_scores", LISTED, {"index_q": shifted}, f"index queries and keys with {ROWS}"),
+        ("selected_scores", LISTED, {"index_k": shifted}, f"index queries and keys with {ROWS}"),
         ("selected_scores_backward", LISTED | FLOAT16, {}, "bfloat16 index queries"),
         ("attention_target", TARGETED | {"num_heads": 129}, {}, "at most 128 heads, got 129"),
         ("attention_target", TARGETED | FLOAT16, {}, "needs bfloat16 queries, got torch.float16"),
@@ -635,8 +651,8 @@ FLOAT16, ROWS = {"dtype": torch.float16}, "rows that start at multiples of 16 by
         ("dense_index_loss", DENSE | {"num_heads": 0}, {}, "needs query tokens, rows, heads"),
         ("dense_index_loss", DENSE, {"q": shifted}, f"queries and keys with {ROWS}"),
         ("dense_index_loss", DENSE, {"k": shifted}, f"queries and keys with {ROWS}"),
-        ("dense_index_loss", DENSE, {"iq": shifted}, f"queries and keys with {ROWS}"),
-        ("dense_index_loss", DENSE, {"ik": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_loss", DENSE, {"index_q": shifted}, f"queries and keys with {ROWS}"),
+        ("dense_index_loss", DENSE, {"index_k": shifted}, f"queries and keys with {ROWS}"),
         ("dense_index_gradients", DENSE | {"head_dim": 96}, {}, "a multiple of 64 dims, got 96"),
     ],
 )
@@ -650,7 +666,7 @@ def test_calls_that_hopper_refuses(op, options, change, reason):
 @pytest.mark.parametrize(
     ("wide", "got"),
     [
-        (("iq", "ik"), "got torch.bfloat16 and torch.float32"),
+        (("index_q", "index_k"), "got torch.bfloat16 and torch.float32"),
         (("q", "k"), "got torch.float32 and torch.bfloat16"),
     ],
 )
@@ -681,7 +697,7 @@ def test_the_dense_loss_is_bounded(device):
     bound = 64 * 1024 * 8 * 2  # 64 tokens are always processed
     results = dict(
         zip(
-            ("loss", "diq", "dweights", "dik"),
+            ("loss", "d_index_q", "dweights", "d_index_k"),
             sparsemla.dense_index_gradients(**case),
             strict=True,
         )
@@ -717,16 +733,16 @@ def test_selective_checkpoints_select_once(device, monkeypatch):
     case = cases.select_rows_case(Draw(26, device), max_workspace_bytes=1 << 20)
     weights = case["weights"].requires_grad_()
 
-    def layer(iq, weights, ik):
+    def layer(index_q, weights, index_k):
         rows = sparsemla.select_rows(**case | {"weights": weights})
-        scores = sparsemla.selected_scores(iq, weights, ik, rows)
+        scores = sparsemla.selected_scores(index_q, weights, index_k, rows)
         return scores.where(rows >= 0, 0).sum()
 
     def keep(ctx, function, *args, **kwargs):
         saved = function == torch.ops.sparsemla.select_rows.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    arguments = case["iq"], weights, case["ik"]
+    arguments = case["index_q"], weights, case["index_k"]
     (expected,) = torch.autograd.grad(layer(*arguments), [weights])
     calls.clear()
     loss = checkpoint(

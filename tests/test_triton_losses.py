@@ -34,7 +34,7 @@ def shapes(op, case):
     if op in ("selected_scores", "attention_target"):
         lists = case["topk_indices"].shape
         return {"out": torch.empty(lists, device=DEVICE)}
-    grads = {f"d{name}": torch.empty_like(case[name]) for name in ("iq", "weights", "ik")}
+    grads = {f"d{name}": torch.empty_like(case[name]) for name in ("index_q", "weights", "index_k")}
     grads = {name: x.contiguous() for name, x in grads.items()}
     if op == "selected_scores_backward":
         return grads
@@ -52,7 +52,7 @@ def check_kernel(op, case):
     """Run the kernels and the reference; returns the results."""
     results = run(op, case)
     tolerances = TOLERANCES[op]
-    if case["iq" if "iq" in case else "q"].dtype == torch.float32:
+    if case["index_q" if "index_q" in case else "q"].dtype == torch.float32:
         tolerances = PRECISE.get(op, tolerances)
     expected, sizes = run_reference(op, case), sizes_of(op, case)
     for index, (name, got) in enumerate(results.items()):

@@ -754,9 +754,9 @@ def unrotated(x, cos_sin_cache, positions):
 # --- losses --------------------------------------------------------------------------------------
 
 
-def selected_scores(iq, weights, ik, topk_indices, topk_lengths):
+def selected_scores(index_q, weights, index_k, topk_indices, topk_lengths):
     """float64 ``[T, K]``; -inf for entries that are not valid."""
-    q, w, k = f64(iq), f64(weights), f64(ik)
+    q, w, k = f64(index_q), f64(weights), f64(index_k)
     lists = ints(topk_indices)
     scores = np.full(lists.shape, -np.inf)
     for t, j, row in listed(lists, topk_lengths, len(k)):
@@ -764,9 +764,9 @@ def selected_scores(iq, weights, ik, topk_indices, topk_lengths):
     return scores
 
 
-def selected_scores_backward(dscores, iq, weights, ik, topk_indices, topk_lengths):
-    """float64 gradients of ``iq``, ``weights`` and ``ik``."""
-    d, q, w, k = f64(dscores), f64(iq), f64(weights), f64(ik)
+def selected_scores_backward(dscores, index_q, weights, index_k, topk_indices, topk_lengths):
+    """float64 gradients of ``index_q``, ``weights`` and ``index_k``."""
+    d, q, w, k = f64(dscores), f64(index_q), f64(weights), f64(index_k)
     grads = np.zeros_like(q), np.zeros_like(w), np.zeros_like(k)
     for t, j, row in listed(ints(topk_indices), topk_lengths, len(k)):
         dots = q[t] @ k[row]
@@ -839,10 +839,10 @@ def attention_target(q, kv, topk_indices, lse, softmax_scale, topk_lengths, attn
 
 
 def dense_index_gradients(
-    q, k, lse, iq, weights, ik, softmax_scale, row_starts, row_ends, row_weights
+    q, k, lse, index_q, weights, index_k, softmax_scale, row_starts, row_ends, row_weights
 ):
-    """The loss and the gradients of iq, weights and ik, with the magnitudes of their terms."""
-    queries, keys, logs, iqs, ws, iks = (f64(x) for x in (q, k, lse, iq, weights, ik))
+    """The loss and the gradients of the indexer, with the magnitudes of their terms."""
+    queries, keys, logs, iqs, ws, iks = (f64(x) for x in (q, k, lse, index_q, weights, index_k))
     keys = keys if keys.ndim == 3 else keys[:, None].repeat(queries.shape[1], 1)
     factors = np.ones(len(queries)) if row_weights is None else f64(row_weights)
     starts, ends = ints(row_starts), ints(row_ends)

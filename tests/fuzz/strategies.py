@@ -1073,9 +1073,9 @@ def selected_scores(draw, shape):
         for _ in range(num_tokens * topk)
     ]
     return {
-        "iq": draw.give(whole_numbers(draw, num_tokens, heads, dim).to(dtype)),
+        "index_q": draw.give(whole_numbers(draw, num_tokens, heads, dim).to(dtype)),
         "weights": draw.give(whole_numbers(draw, num_tokens, heads).to(shape["weight_dtype"])),
-        "ik": draw.give(whole_numbers(draw, num_rows, dim).to(dtype)),
+        "index_k": draw.give(whole_numbers(draw, num_rows, dim).to(dtype)),
         "topk_indices": draw.integers(ids, shape["index_dtype"], (num_tokens, topk)),
         "topk_lengths": lengths,
     }
@@ -1153,9 +1153,9 @@ def dense_index(draw, shape):
         "q": draw.normal(num_tokens, heads, dim, dtype=dtype),
         "k": draw.normal(*keys, dtype=dtype),
         "lse": draw.normal(num_tokens, heads),
-        "iq": draw.give(whole_numbers(draw, *size, shape["index_dim"]).to(dtype)),
+        "index_q": draw.give(whole_numbers(draw, *size, shape["index_dim"]).to(dtype)),
         "weights": weights,
-        "ik": draw.give(whole_numbers(draw, num_rows, shape["index_dim"]).to(dtype)),
+        "index_k": draw.give(whole_numbers(draw, num_rows, shape["index_dim"]).to(dtype)),
         "softmax_scale": dim**-0.5,
         "row_starts": draw.integers(bounds[0], shape["index_dtype"]),
         "row_ends": draw.integers(bounds[1], shape["index_dtype"]),

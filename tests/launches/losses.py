@@ -17,12 +17,21 @@ def meta(*shape, dtype=torch.int32):
 
 
 def lists(heads, num_tokens=512, topk=2048, dim=128, dtype=BF16):
-    iq, ik = meta(num_tokens, heads, dim, dtype=dtype), meta(8192, dim, dtype=dtype)
+    index_q, index_k = meta(num_tokens, heads, dim, dtype=dtype), meta(8192, dim, dtype=dtype)
     weights = meta(num_tokens, heads, dtype=FLOAT32)
-    case = {"iq": iq, "weights": weights, "ik": ik, "topk_indices": meta(num_tokens, topk)}
+    case = {
+        "index_q": index_q,
+        "weights": weights,
+        "index_k": index_k,
+        "topk_indices": meta(num_tokens, topk),
+    }
     dispatch.load("selected_scores", "triton")(**case, out=meta(num_tokens, topk, dtype=FLOAT32))
     dispatch.load("selected_scores_backward", "triton")(
-        **case, dscores=meta(num_tokens, topk, dtype=FLOAT32), diq=iq, dweights=weights, dik=ik
+        **case,
+        dscores=meta(num_tokens, topk, dtype=FLOAT32),
+        d_index_q=index_q,
+        dweights=weights,
+        d_index_k=index_k,
     )
 
 
@@ -41,25 +50,25 @@ def target(heads, num_tokens=4096, topk=2048, dim=576):
 
 
 def dense(heads, num_tokens=4096, dim=192, index_heads=64, index_dim=128):
-    iq = meta(num_tokens, index_heads, index_dim, dtype=BF16)
+    index_q = meta(num_tokens, index_heads, index_dim, dtype=BF16)
     weights = meta(num_tokens, index_heads, dtype=FLOAT32)
-    ik = meta(num_tokens, index_dim, dtype=BF16)
+    index_k = meta(num_tokens, index_dim, dtype=BF16)
     dispatch.load("dense_index_gradients", "triton")(
         q=meta(num_tokens, heads, dim, dtype=BF16),
         k=meta(num_tokens, heads, dim, dtype=BF16),
         lse=meta(num_tokens, heads, dtype=FLOAT32),
-        iq=iq,
+        index_q=index_q,
         weights=weights,
-        ik=ik,
+        index_k=index_k,
         softmax_scale=0.1,
         row_starts=meta(num_tokens),
         row_ends=meta(num_tokens),
         row_weights=meta(num_tokens, dtype=FLOAT32),
         max_workspace_bytes=1 << 30,
         loss=meta(dtype=FLOAT32),
-        diq=iq,
+        d_index_q=index_q,
         dweights=weights,
-        dik=ik,
+        d_index_k=index_k,
     )
 
 

@@ -27,36 +27,36 @@ def target(num_heads, head_dim, with_sink):
 
 
 def lists(num_heads, dim=128):
-    iq, ik = meta(TOKENS, num_heads, dim), meta(ROWS, dim)
+    index_q, index_k = meta(TOKENS, num_heads, dim), meta(ROWS, dim)
     weights = meta(TOKENS, num_heads, dtype=torch.float32)
     scores = meta(TOKENS, TOPK, dtype=torch.float32)
-    case = {"iq": iq, "weights": weights, "ik": ik}
+    case = {"index_q": index_q, "weights": weights, "index_k": index_k}
     case["topk_indices"] = meta(TOKENS, TOPK, dtype=torch.int32)
     dispatch.load("selected_scores", "sm90")(**case, out=scores)
     dispatch.load("selected_scores_backward", "sm90")(
-        **case, dscores=scores, diq=iq, dweights=weights, dik=ik
+        **case, dscores=scores, d_index_q=index_q, dweights=weights, d_index_k=index_k
     )
 
 
 def dense(num_heads, head_dim, shared_keys, num_index_heads=64, dim=128):
-    iq, ik = meta(TOKENS, num_index_heads, dim), meta(TOKENS, dim)
+    index_q, index_k = meta(TOKENS, num_index_heads, dim), meta(TOKENS, dim)
     weights = meta(TOKENS, num_index_heads, dtype=torch.float32)
     heads_of_keys = () if shared_keys else (num_heads,)
     dispatch.load("dense_index_gradients", "sm90")(
         q=meta(TOKENS, num_heads, head_dim),
         k=meta(TOKENS, *heads_of_keys, head_dim),
         lse=meta(TOKENS, num_heads, dtype=torch.float32),
-        iq=iq,
+        index_q=index_q,
         weights=weights,
-        ik=ik,
+        index_k=index_k,
         softmax_scale=0.1,
         row_starts=meta(TOKENS, dtype=torch.int32),
         row_ends=meta(TOKENS, dtype=torch.int32),
         max_workspace_bytes=1 << 30,
         loss=meta(dtype=torch.float32),
-        diq=iq,
+        d_index_q=index_q,
         dweights=weights,
-        dik=ik,
+        d_index_k=index_k,
     )
 
 

@@ -354,13 +354,13 @@ def _time_attention(config: Any, length: int) -> tuple[float, float]:  # noqa: A
     latents.write(slots, draw(length, 576))
     keys.write(slots, draw(length, 128))
     table = torch.arange(pages, dtype=torch.int32)[None]
-    q, iq = draw(1, 1, heads, 576).bfloat16(), draw(1, config.index_n_heads, 128)
-    iq, weights = iq.to(torch.float8_e4m3fn), draw(1, config.index_n_heads)
+    q, index_q = draw(1, 1, heads, 576).bfloat16(), draw(1, config.index_n_heads, 128)
+    index_q, weights = index_q.to(torch.float8_e4m3fn), draw(1, config.index_n_heads)
     scale = config.qk_head_dim**-0.5
 
     def sparse() -> None:
         rows = indexer_topk(
-            iq,
+            index_q,
             weights,
             keys,
             input_row_offsets=torch.tensor([0, 1]),

@@ -21,9 +21,9 @@ from sparsemla.ops.topk import select_topk
 
 
 def select_rows(
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     row_starts: Tensor,
     row_ends: Tensor,
     *,
@@ -33,16 +33,16 @@ def select_rows(
     """The ``topk`` best rows of each query token among contiguous index keys.
 
     Scores as in :func:`indexer_scores`, selection as in :func:`select_topk` (exact, ties to the
-    lower row). The results are rows of ``ik``, and of every tensor with one row per token, so that
-    packed sequences need no offsets: a token sees what ``row_starts`` and ``row_ends`` say.
+    lower row). The results are rows of ``index_k``, and of every tensor with one row per token, so
+    that packed sequences need no offsets: ``row_starts`` and ``row_ends`` say what a token sees.
 
     The operator returns a new tensor and never runs twice under selective checkpointing that saves
     it. A selection has no gradient.
 
     Args:
-        iq: float8_e4m3fn or bfloat16 ``[T, HI, DI]``.
+        index_q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
-        ik: ``[S, DI]`` of iq's dtype.
+        index_k: ``[S, DI]`` of index_q's dtype.
         topk: k, any positive number.
         row_starts, row_ends: int32, int64 or uint32 ``[T]``; clamped to [0, S].
         max_workspace_bytes: bound on the memory of the scores at any time; at least one token is
@@ -56,45 +56,50 @@ def select_rows(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
 
-    >>> iq, ik = torch.ones(2, 1, 8).bfloat16(), torch.arange(5).bfloat16()[:, None].repeat(1, 8)
+    >>> index_q, index_k = (
+    ...     torch.ones(2, 1, 8).bfloat16(),
+    ...     torch.arange(5).bfloat16()[:, None].repeat(1, 8),
+    ... )
     >>> starts, ends = torch.tensor([0, 3]), torch.tensor([3, 5])  # two packed sequences
-    >>> select_rows(iq, torch.ones(2, 1), ik, topk=2, row_starts=starts, row_ends=ends)
+    >>> select_rows(index_q, torch.ones(2, 1), index_k, topk=2, row_starts=starts, row_ends=ends)
     tensor([[1, 2],
             [3, 4]], dtype=torch.int32)
     """
     check = Checker("select_rows", gradients="backward")
-    check.tensor("iq", iq, "T HI DI", QUERIES)
-    check.index_heads("iq")
+    check.tensor("index_q", index_q, "T HI DI", QUERIES)
+    check.index_heads("index_q")
     check.tensor("weights", weights, "T HI", FLOATS)
-    check.tensor("ik", ik, "S DI", iq.dtype)
+    check.tensor("index_k", index_k, "S DI", index_q.dtype)
     check.positive("topk", topk)
     row_starts = check.tensor("row_starts", row_starts, "T", INTEGERS)
     row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
     with torch.no_grad():
-        return _select_rows(iq, weights, ik, topk, row_starts, row_ends, max_workspace_bytes)
+        return _select_rows(
+            index_q, weights, index_k, topk, row_starts, row_ends, max_workspace_bytes
+        )
 
 
 @composed
 def _select_rows(
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk: int,
     row_starts: Tensor,
     row_ends: Tensor,
     max_workspace_bytes: int,
 ) -> tuple[Tensor, Callable[[], None]]:
-    num_tokens, num_rows = iq.shape[0], ik.shape[0]
-    out = iq.new_empty(num_tokens, topk, dtype=torch.int32)
+    num_tokens, num_rows = index_q.shape[0], index_k.shape[0]
+    out = index_q.new_empty(num_tokens, topk, dtype=torch.int32)
 
     def compute() -> None:
         at_once = max(1, min(num_tokens, max_workspace_bytes // (4 * max(num_rows, 1))))
-        scores = iq.new_empty(at_once, num_rows, dtype=torch.float32)
+        scores = index_q.new_empty(at_once, num_rows, dtype=torch.float32)
         for first in range(0, num_tokens, at_once):
             part = slice(first, min(first + at_once, num_tokens))
             ranges, some = (row_starts[part], row_ends[part]), scores[: part.stop - first]
-            indexer_scores(iq[part], weights[part], ik, None, *ranges, out=some)
+            indexer_scores(index_q[part], weights[part], index_k, None, *ranges, out=some)
             select_topk(some, topk=topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
         starts = row_starts.clamp(0, num_rows).int()[:, None]
         out.copy_(torch.where(out < 0, -1, out + starts))
@@ -111,29 +116,29 @@ _selected_scores = functional(losses.SELECTED_SCORES, _allocate_entries)
 
 
 def selected_scores(
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk_indices: Tensor,
     *,
     topk_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Index scores of the listed rows, differentiable in ``iq``, ``weights`` and ``ik``.
+    """Index scores of the listed rows, differentiable in ``index_q``, ``weights`` and ``index_k``.
 
     For a valid entry ``j`` (``0 <= j < S``, among the first ``topk_lengths`` entries)::
 
-        scores[t, j] = sum_h weights[t, h] * relu(<iq[t, h], ik[j]>)
+        scores[t, j] = sum_h weights[t, h] * relu(<index_q[t, h], index_k[j]>)
 
     in float32, and -inf for the others, whose rows are never read. An entry that is listed twice
     has two scores, and its row the gradient of both. :func:`selected_scores_backward` has the
     gradients; they have the same bits in every run.
 
     Args:
-        iq: bfloat16, float16 or float32 ``[T, HI, DI]``.
+        index_q: bfloat16, float16 or float32 ``[T, HI, DI]``.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in; may be
             negative.
-        ik: ``[S, DI]`` of iq's dtype.
-        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of ``ik``.
+        index_k: ``[S, DI]`` of index_q's dtype.
+        topk_indices: int32, int64 or uint32 ``[T, K]``, rows of ``index_k``.
         topk_lengths: ``[T]``, leading entries to use of each row; default all.
 
     Returns:
@@ -144,12 +149,12 @@ def selected_scores(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
 
-    >>> iq, weights, ik = (
+    >>> index_q, weights, index_k = (
     ...     torch.ones(1, 2, 8),
     ...     torch.ones(1, 2, requires_grad=True),
     ...     torch.ones(3, 8),
     ... )
-    >>> scores = selected_scores(iq, weights, ik, torch.tensor([[2, -1, 0]]))
+    >>> scores = selected_scores(index_q, weights, index_k, torch.tensor([[2, -1, 0]]))
     >>> scores
     tensor([[16., -inf, 16.]], grad_fn=<...>)
     >>> scores[0, 2].backward()
@@ -157,40 +162,49 @@ def selected_scores(
     tensor([[8., 8.]])
     """
     check = Checker("selected_scores", gradients="backward")
-    topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
+    topk_indices, topk_lengths = _listed(
+        check, index_q, weights, index_k, topk_indices, topk_lengths
+    )
     return cast(
-        Tensor, _selected_scores(SelectedScores(iq, weights, ik, topk_indices, topk_lengths))
+        Tensor,
+        _selected_scores(SelectedScores(index_q, weights, index_k, topk_indices, topk_lengths)),
     )
 
 
 def _listed(
     check: Checker,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk_indices: Tensor,
     topk_lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check an indexer's tensors and its lists; returns the lists, uint32 as int64."""
-    _indexer(check, iq, weights, ik)
+    _indexer(check, index_q, weights, index_k)
     topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
     return topk_indices, check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
 
 
-def _indexer(check: Checker, iq: Tensor, weights: Tensor, ik: Tensor) -> None:
-    check.tensor("iq", iq, "T HI DI", FLOATS)
-    check.index_heads("iq")
+def _indexer(check: Checker, index_q: Tensor, weights: Tensor, index_k: Tensor) -> None:
+    check.tensor("index_q", index_q, "T HI DI", FLOATS)
+    check.index_heads("index_q")
     check.tensor("weights", weights, "T HI", FLOATS)
-    check.tensor("ik", ik, "S DI", iq.dtype)
+    check.tensor("index_k", index_k, "S DI", index_q.dtype)
 
 
 def _allocate_gradients(call: SelectedScoresBackward) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_gradients(call.iq, call.weights, call.ik)
+    return _new_gradients(call.index_q, call.weights, call.index_k)
 
 
-def _new_gradients(iq: Tensor, weights: Tensor, ik: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _new_gradients(
+    index_q: Tensor, weights: Tensor, index_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the gradients: contiguous, whatever the strides of the arguments."""
-    return iq.new_empty(iq.shape), weights.new_empty(weights.shape), ik.new_empty(ik.shape)
+    return (
+        index_q.new_empty(index_q.shape),
+        weights.new_empty(weights.shape),
+        index_k.new_empty(index_k.shape),
+    )
 
 
 _selected_scores_backward = functional(losses.SELECTED_SCORES_BACKWARD, _allocate_gradients)
@@ -198,47 +212,51 @@ _selected_scores_backward = functional(losses.SELECTED_SCORES_BACKWARD, _allocat
 
 def selected_scores_backward(
     dscores: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk_indices: Tensor,
     *,
     topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`selected_scores`, for a trainer's own ``autograd.Function``.
 
-    With ``x[t, h, j] = <iq[t, h], ik[j]>`` and ``b = dscores[t, j] weights[t, h] [x > 0]``, over
-    valid entries::
+    With ``x[t, h, j] = <index_q[t, h], index_k[j]>`` and
+    ``b = dscores[t, j] weights[t, h] [x > 0]``, over valid entries::
 
-        dweights[t, h] = sum_j dscores[t, j] relu(x[t, h, j])
-        diq[t, h]      = sum_j b[t, h, j] ik[j]
-        dik[j]        += sum_h b[t, h, j] iq[t, h]             for each t and entry that names j
+        dweights[t, h]   = sum_j dscores[t, j] relu(x[t, h, j])
+        d_index_q[t, h]  = sum_j b[t, h, j] index_k[j]
+        d_index_k[j]    += sum_h b[t, h, j] index_q[t, h]    for each t and entry that names j
 
-    Sums are in float32. The shares of a row of ``dik`` are added in the order of the entries, in
-    chunks of tokens: no atomic adds, the same bits in every run.
+    Sums are in float32. The shares of a row of ``d_index_k`` are added in the order of the entries,
+    in chunks of tokens: no atomic adds, the same bits in every run.
 
     Args:
         dscores: float32 ``[T, K]``; values at invalid entries are ignored, even NaN.
-        iq, weights, ik, topk_indices, topk_lengths: the arguments of :func:`selected_scores`.
+        index_q, weights, index_k, topk_indices, topk_lengths: as in :func:`selected_scores`.
 
     Returns:
-        diq, dweights and dik, with the shapes and dtypes of iq, weights and ik.
+        d_index_q, dweights and d_index_k, with the shapes and dtypes of their inputs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
 
-    >>> iq, weights, ik = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(3, 8)
+    >>> index_q, weights, index_k = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(3, 8)
     >>> lists = torch.tensor([[2, 2]])
-    >>> diq, dweights, dik = selected_scores_backward(torch.ones(1, 2), iq, weights, ik, lists)
-    >>> dik[:, 0]
+    >>> d_index_q, dweights, d_index_k = selected_scores_backward(
+    ...     torch.ones(1, 2), index_q, weights, index_k, lists
+    ... )
+    >>> d_index_k[:, 0]
     tensor([0., 0., 4.])
     """
     check = Checker("selected_scores_backward", gradients="backward")
     check.tensor("dscores", dscores, "T K", torch.float32)
-    topk_indices, topk_lengths = _listed(check, iq, weights, ik, topk_indices, topk_lengths)
-    call = SelectedScoresBackward(dscores, iq, weights, ik, topk_indices, topk_lengths)
+    topk_indices, topk_lengths = _listed(
+        check, index_q, weights, index_k, topk_indices, topk_lengths
+    )
+    call = SelectedScoresBackward(dscores, index_q, weights, index_k, topk_indices, topk_lengths)
     return cast(tuple[Tensor, Tensor, Tensor], _selected_scores_backward(call))
 
 
@@ -246,8 +264,10 @@ def _gradients_of_scores(
     call: SelectedScores, results: tuple[None], dscores: Tensor | None
 ) -> dict[str, Tensor]:
     dscores = torch.zeros_like(_allocate_entries(call)) if dscores is None else dscores.contiguous()
-    diq, dweights, dik = _selected_scores_backward(SelectedScoresBackward(dscores, *call[:-1]))
-    return {"iq": diq, "weights": dweights, "ik": dik}
+    d_index_q, dweights, d_index_k = _selected_scores_backward(
+        SelectedScoresBackward(dscores, *call[:-1])
+    )
+    return {"index_q": d_index_q, "weights": dweights, "index_k": d_index_k}
 
 
 differentiate(losses.SELECTED_SCORES, _gradients_of_scores, keep=SelectedScores._fields[:-1])
@@ -380,9 +400,9 @@ def dense_index_loss(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     *,
     softmax_scale: float,
     row_starts: Tensor,
@@ -394,12 +414,12 @@ def dense_index_loss(
 
     :func:`index_loss` over the rows ``row_starts[t] <= s < row_ends[t]``, with::
 
-        scores[t, s] = sum_h weights[t, h] * relu(<iq[t, h], ik[s]>)
+        scores[t, s] = sum_h weights[t, h] * relu(<index_q[t, h], index_k[s]>)
         a[t, s]      = sum_h exp(softmax_scale * <q[t, h], k[s, h]> - lse[t, h])
         target       = a / sum_s a[t, s]
 
-    Differentiable in ``iq``, ``weights`` and ``ik``; the attention is a constant. Nothing of size
-    tokens times context exists: the op works on as many tokens at a time as the workspace holds. If
+    Differentiable in ``index_q``, ``weights`` and ``index_k``; the attention is a constant. Nothing
+    of size tokens times context exists: the op works on as many tokens at a time as the workspace holds. If
     gradients are needed, the same pass computes them, because the only factor that it does not know
     is one scalar. On a GPU, no bit of the loss and its gradients depends on the workspace.
 
@@ -409,9 +429,9 @@ def dense_index_loss(
         q: bfloat16, float16 or float32 ``[T, H, D]``.
         k: of q's dtype, ``[S, H, D]``, or ``[S, D]`` if all heads share the keys.
         lse: float32 ``[T, H]``, natural logarithm, of the attention over the same rows.
-        iq: bfloat16, float16 or float32 ``[T, HI, DI]``.
+        index_q: bfloat16, float16 or float32 ``[T, HI, DI]``.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
-        ik: ``[S, DI]`` of iq's dtype.
+        index_k: ``[S, DI]`` of index_q's dtype.
         softmax_scale: factor of the attention's scores.
         row_starts, row_ends: int32, int64 or uint32 ``[T]``; clamped to [0, S].
         row_weights: float32 ``[T]``, a mask, a coefficient or ``1 / T``; default 1. A token of
@@ -428,10 +448,14 @@ def dense_index_loss(
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1, the dense warm-up stage.
 
     >>> q, k, lse = torch.zeros(2, 4, 16), torch.zeros(2, 4, 16), torch.tensor([[0.0], [0.6931]])
-    >>> iq, weights, ik = torch.ones(2, 1, 8), torch.ones(2, 1), torch.eye(2, 8, requires_grad=True)
+    >>> index_q, weights, index_k = (
+    ...     torch.ones(2, 1, 8),
+    ...     torch.ones(2, 1),
+    ...     torch.eye(2, 8, requires_grad=True),
+    ... )
     >>> causal = {"row_starts": torch.tensor([0, 0]), "row_ends": torch.tensor([1, 2])}
     >>> lse = lse.repeat(1, 4)
-    >>> loss = dense_index_loss(q, k, lse, iq, weights, ik, softmax_scale=0.25, **causal)
+    >>> loss = dense_index_loss(q, k, lse, index_q, weights, index_k, softmax_scale=0.25, **causal)
     >>> loss.requires_grad, abs(loss.item()) < 1e-6  # equal scores, equal attention
     (True, True)
     """
@@ -440,16 +464,16 @@ def dense_index_loss(
         q,
         k,
         lse,
-        iq,
+        index_q,
         weights,
-        ik,
+        index_k,
         softmax_scale,
         row_starts,
         row_ends,
         row_weights,
         max_workspace_bytes,
     )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (iq, weights, ik)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, weights, index_k)):
         loss: Tensor = _dense_index_gradients(call)[0]
         return loss
     with torch.no_grad():
@@ -460,11 +484,11 @@ def _allocate_loss_and_gradients(
     call: DenseIndexGradients,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of float16 tensors are float32, to be multiplied before they are rounded."""
-    diq, dweights, dik = (
+    d_index_q, dweights, d_index_k = (
         x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
-        for x in (call.iq, call.weights, call.ik)
+        for x in (call.index_q, call.weights, call.index_k)
     )
-    return call.lse.new_empty(()), diq, dweights, dik
+    return call.lse.new_empty(()), d_index_q, dweights, d_index_k
 
 
 _dense_index_gradients = functional(losses.DENSE_INDEX_GRADIENTS, _allocate_loss_and_gradients)
@@ -474,9 +498,9 @@ def dense_index_gradients(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     *,
     softmax_scale: float,
     row_starts: Tensor,
@@ -486,20 +510,20 @@ def dense_index_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`dense_index_loss` and its gradients, for a trainer's own ``autograd.Function``.
 
-    With ``x = <iq[t, h], ik[s]>``, over the rows that a token sees::
+    With ``x = <index_q[t, h], index_k[s]>``, over the rows that a token sees::
 
         g[t, s]        = row_weights[t] (softmax(scores[t])_s - target[t, s])
         b[t, h, s]     = g[t, s] weights[t, h] [x > 0]
         dweights[t, h] = sum_s g[t, s] relu(x)
-        diq[t, h]      = sum_s b[t, h, s] ik[s]
-        dik[s]         = sum_t sum_h b[t, h, s] iq[t, h]
+        d_index_q[t, h]      = sum_s b[t, h, s] index_k[s]
+        d_index_k[s]         = sum_t sum_h b[t, h, s] index_q[t, h]
 
     Args:
-        q, k, lse, iq, weights, ik: as in :func:`dense_index_loss`.
+        q, k, lse, index_q, weights, index_k: as in :func:`dense_index_loss`.
         softmax_scale, row_starts, row_ends, row_weights, max_workspace_bytes: the same.
 
     Returns:
-        The loss, float32, then diq, dweights and dik, with the dtypes of iq, weights and ik.
+        The loss, float32, then d_index_q, dweights and d_index_k, with the dtypes of their inputs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
@@ -507,9 +531,9 @@ def dense_index_gradients(
     Source: DeepSeek-V3.2 (arXiv 2512.02556) section 2.1, the dense warm-up stage.
 
     >>> q, k, lse = torch.zeros(1, 4, 16), torch.zeros(1, 4, 16), torch.zeros(1, 4)
-    >>> iq, weights, ik = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(1, 8)
+    >>> index_q, weights, index_k = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(1, 8)
     >>> rows = {"row_starts": torch.tensor([0]), "row_ends": torch.tensor([1])}
-    >>> dense_index_gradients(q, k, lse, iq, weights, ik, softmax_scale=0.25, **rows)[2]
+    >>> dense_index_gradients(q, k, lse, index_q, weights, index_k, softmax_scale=0.25, **rows)[2]
     tensor([[0., 0.]])
     """
     call = _dense(
@@ -517,9 +541,9 @@ def dense_index_gradients(
         q,
         k,
         lse,
-        iq,
+        index_q,
         weights,
-        ik,
+        index_k,
         softmax_scale,
         row_starts,
         row_ends,
@@ -528,12 +552,14 @@ def dense_index_gradients(
     )
     with torch.no_grad():
         loss, *grads = _dense_index_gradients(call)
-    indexer = iq, weights, ik
+    indexer = index_q, weights, index_k
     if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
         # Its results refuse a second derivative.
         grads = _dense_index_loss_backward(torch.ones_like(loss), *grads, *indexer)
-    diq, dweights, dik = (grad.to(x.dtype) for grad, x in zip(grads, indexer, strict=True))
-    return loss, diq, dweights, dik
+    d_index_q, dweights, d_index_k = (
+        grad.to(x.dtype) for grad, x in zip(grads, indexer, strict=True)
+    )
+    return loss, d_index_q, dweights, d_index_k
 
 
 def _dense(
@@ -541,9 +567,9 @@ def _dense(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     softmax_scale: float,
     row_starts: Tensor,
     row_ends: Tensor,
@@ -556,13 +582,13 @@ def _dense(
     shared = isinstance(k, Tensor) and k.dim() == 2
     check.tensor("k", k, "S D" if shared else "S H D", q.dtype)
     check.tensor("lse", lse, "T H", torch.float32)
-    _indexer(check, iq, weights, ik)
+    _indexer(check, index_q, weights, index_k)
     check.number("softmax_scale", softmax_scale)
     row_starts = check.tensor("row_starts", row_starts, "T", INTEGERS)
     row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
     check.optional("row_weights", row_weights, "T", torch.float32)
     check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    tensors, ranges = (q, k, lse, iq, weights, ik), (row_starts, row_ends)
+    tensors, ranges = (q, k, lse, index_q, weights, index_k), (row_starts, row_ends)
     return DenseIndexGradients(*tensors, softmax_scale, *ranges, max_workspace_bytes, row_weights)
 
 
@@ -572,28 +598,28 @@ def _gradients_of_dense_loss(
     dloss: Tensor | None,
     *rest: None,
 ) -> dict[str, Tensor]:
-    dloss = torch.zeros((), device=call.iq.device) if dloss is None else dloss
-    diq, dweights, dik = _dense_index_loss_backward(
-        dloss, *results[1:], call.iq, call.weights, call.ik
+    dloss = torch.zeros((), device=call.index_q.device) if dloss is None else dloss
+    d_index_q, dweights, d_index_k = _dense_index_loss_backward(
+        dloss, *results[1:], call.index_q, call.weights, call.index_k
     )
-    return {"iq": diq, "weights": dweights, "ik": dik}
+    return {"index_q": d_index_q, "weights": dweights, "index_k": d_index_k}
 
 
 @composed
 def _dense_index_loss_backward(
     dloss: Tensor,
-    diq: Tensor,
+    d_index_q: Tensor,
     dweights: Tensor,
-    dik: Tensor,
-    iq: Tensor,
+    d_index_k: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], None]]:
     """The gradients times ``dloss``; a second derivative would also depend on the indexer."""
-    results = _new_gradients(iq, weights, ik)
+    results = _new_gradients(index_q, weights, index_k)
 
     def compute() -> None:
-        for result, grad in zip(results, (diq, dweights, dik), strict=True):
+        for result, grad in zip(results, (d_index_q, dweights, d_index_k), strict=True):
             result.copy_(grad.float() * dloss)
 
     return results, compute
@@ -602,7 +628,7 @@ def _dense_index_loss_backward(
 differentiate(
     losses.DENSE_INDEX_GRADIENTS,
     _gradients_of_dense_loss,
-    keep=("iq", "weights", "ik", "diq", "dweights", "dik"),
-    constants=("diq", "dweights", "dik"),
+    keep=("index_q", "weights", "index_k", "d_index_q", "dweights", "d_index_k"),
+    constants=("d_index_q", "dweights", "d_index_k"),
 )
 refuse_derivative("dense_index_loss_backward", "dense_index_loss has no second derivative")

@@ -54,8 +54,8 @@ def sparse_prefill(
 
     With ``list_tokens``, list ``n`` is that of the tokens ``n * list_tokens .. (n + 1) *
     list_tokens - 1``: of all of them, which is selection by blocks of queries, or with
-    ``token_mask`` of those whose bit is set, as :func:`share_lists` makes it of the tokens' own lists. Each row is
-    then read once for all tokens of its list. So a row that one of them attends to must be finite:
+    ``token_mask`` of those whose bit is set, as :func:`share_lists` makes it of the tokens' own
+    lists. Each row is then read once for all tokens of its list. So a row that one of them attends to must be finite:
     NaN or an infinity in it may reach the others. The order in which a token's keys are added
     depends on its neighbours' lists, and so do the last bits of its results.
 

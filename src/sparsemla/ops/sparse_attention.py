@@ -55,8 +55,8 @@ def sparse_attention(
         attn_sink: float32 ``[H]``, a logit without a value; +inf and -inf are legal.
         list_tokens: neighbouring tokens of a list; at most 8 with a mask.
         token_mask: uint8 ``[N, K]``: bit ``i`` is set if the ``i``-th token of the list attends to
-            the entry; default all do. Rows to which a token of the list attends must be finite: NaN or
-            an infinity may reach the list's other tokens.
+            the entry; default all do. Rows to which a token of the list attends must be finite: NaN
+            or an infinity may reach the list's other tokens.
         deterministic: give the gradient of kv the same bits in every run; see
             :func:`sparse_attention_backward`.
 

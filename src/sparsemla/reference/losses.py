@@ -11,57 +11,59 @@ from sparsemla.reference.topk import select_topk
 
 
 def select_rows(
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     row_starts: Tensor,
     row_ends: Tensor,
     *,
     topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
-    """:func:`select_topk` of the scores of all rows, as rows of ``ik``."""
-    scores = indexer_scores(iq, weights, ik, None, row_starts, row_ends)  # [T, S]
+    """:func:`select_topk` of the scores of all rows, as rows of ``index_k``."""
+    scores = indexer_scores(index_q, weights, index_k, None, row_starts, row_ends)  # [T, S]
     columns = select_topk(scores, topk=topk, row_starts=row_starts, row_ends=row_ends)  # [T, K]
-    first = row_starts.clamp(0, ik.shape[0])[:, None]
+    first = row_starts.clamp(0, index_k.shape[0])[:, None]
     return torch.where(columns < 0, -1, columns + first).int()
 
 
 def selected_scores(
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk_indices: Tensor,
     *,
     topk_lengths: Tensor | None = None,
 ) -> Tensor:
-    """``sum_h weights[t, h] * relu(<iq[t, h], ik[j]>)`` of listed rows j, -inf where invalid."""
-    keys, valid = listed_rows(ik, topk_indices, topk_lengths)
-    logits = torch.einsum("thd,tkd->thk", _wide(iq), keys)  # [T, HI, K]
+    """``sum_h weights[t, h] relu(<index_q[t, h], index_k[j]>)`` of listed rows, -inf if invalid."""
+    keys, valid = listed_rows(index_k, topk_indices, topk_lengths)
+    logits = torch.einsum("thd,tkd->thk", _wide(index_q), keys)  # [T, HI, K]
     scores = torch.einsum("th,thk->tk", _wide(weights), logits.relu())
     return scores.masked_fill(~valid, -torch.inf)
 
 
 def selected_scores_backward(
     dscores: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     topk_indices: Tensor,
     *,
     topk_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of iq, weights and ik, by the formulas; invalid entries take no part."""
-    keys, valid = listed_rows(ik, topk_indices, topk_lengths)
-    iq, weights = _wide(iq), _wide(weights)
-    logits = torch.einsum("thd,tkd->thk", iq, keys)  # [T, HI, K]
+    """The gradients by the formulas; invalid entries take no part."""
+    keys, valid = listed_rows(index_k, topk_indices, topk_lengths)
+    index_q, weights = _wide(index_q), _wide(weights)
+    logits = torch.einsum("thd,tkd->thk", index_q, keys)  # [T, HI, K]
     given = _wide(dscores).where(valid, 0)  # [T, K]
     dweights = torch.einsum("tk,thk->th", given, logits.relu())
     dlogits = given[:, None] * weights[..., None] * (logits > 0)  # [T, HI, K]
-    diq = torch.einsum("thk,tkd->thd", dlogits, keys)
-    shares = torch.einsum("thk,thd->tkd", dlogits, iq)
-    dik = torch.zeros_like(_wide(ik)).index_add(0, topk_indices[valid].long(), shares[valid])
-    return diq, dweights, dik
+    d_index_q = torch.einsum("thk,tkd->thd", dlogits, keys)
+    shares = torch.einsum("thk,thd->tkd", dlogits, index_q)
+    d_index_k = torch.zeros_like(_wide(index_k)).index_add(
+        0, topk_indices[valid].long(), shares[valid]
+    )
+    return d_index_q, dweights, d_index_k
 
 
 def attention_target(
@@ -103,9 +105,9 @@ def dense_index_loss(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     *,
     softmax_scale: float,
     row_starts: Tensor,
@@ -117,9 +119,12 @@ def dense_index_loss(
     if row_weights is not None:  # tokens of weight 0 see no row, and may be NaN
         counts = row_weights != 0
         row_ends = row_ends.where(counts, 0)
-        iq, weights = iq.where(counts[:, None, None], 0), weights.where(counts[:, None], 0)
+        index_q, weights = (
+            index_q.where(counts[:, None, None], 0),
+            weights.where(counts[:, None], 0),
+        )
     rows = row_starts, row_ends
-    scores, target = dense_distributions(q, k, lse, iq, weights, ik, softmax_scale, *rows)
+    scores, target = dense_distributions(q, k, lse, index_q, weights, index_k, softmax_scale, *rows)
     return index_loss(scores, target, row_weights=row_weights)
 
 
@@ -127,21 +132,21 @@ def dense_distributions(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     softmax_scale: float,
     row_starts: Tensor,
     row_ends: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Index scores ``[T, S]``, -inf for rows that a token does not see, and their target."""
-    rows = torch.arange(ik.shape[0], device=ik.device)
+    rows = torch.arange(index_k.shape[0], device=index_k.device)
     seen = (rows >= row_starts[:, None]) & (rows < row_ends[:, None])  # [T, S]
     keys = k if k.dim() == 3 else k[:, None].expand(-1, q.shape[1], -1)  # [S, H, D]
     logits = torch.einsum("thd,shd->ths", _wide(q), _wide(keys)) * softmax_scale
     target = (logits - lse[..., None]).exp().masked_fill(~seen[:, None], 0).sum(1)  # [T, S]
-    keys = _wide(ik).where(seen.any(0)[:, None], 0)  # rows that no token sees may be NaN
-    logits = torch.einsum("thd,sd->ths", _wide(iq), keys).relu()  # [T, HI, S]
+    keys = _wide(index_k).where(seen.any(0)[:, None], 0)  # rows that no token sees may be NaN
+    logits = torch.einsum("thd,sd->ths", _wide(index_q), keys).relu()  # [T, HI, S]
     scores = torch.einsum("th,ths->ts", _wide(weights), logits).masked_fill(~seen, -torch.inf)
     return scores, _normalized(target)
 
@@ -150,9 +155,9 @@ def dense_index_gradients(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    iq: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    ik: Tensor,
+    index_k: Tensor,
     *,
     softmax_scale: float,
     row_starts: Tensor,
@@ -162,22 +167,24 @@ def dense_index_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`dense_index_loss` and its gradients, by autograd."""
     with torch.enable_grad():
-        iq, weights, ik = (_wide(x).detach().requires_grad_() for x in (iq, weights, ik))
+        index_q, weights, index_k = (
+            _wide(x).detach().requires_grad_() for x in (index_q, weights, index_k)
+        )
         loss = dense_index_loss(
             q,
             k,
             lse,
-            iq,
+            index_q,
             weights,
-            ik,
+            index_k,
             softmax_scale=softmax_scale,
             row_starts=row_starts,
             row_ends=row_ends,
             row_weights=row_weights,
         )
-        inputs = iq, weights, ik
-        diq, dweights, dik = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return loss.detach(), diq, dweights, dik
+        inputs = index_q, weights, index_k
+        d_index_q, dweights, d_index_k = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    return loss.detach(), d_index_q, dweights, d_index_k
 
 
 def _wide(x: Tensor) -> Tensor:

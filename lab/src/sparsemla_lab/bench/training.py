@@ -140,13 +140,13 @@ class TrainingAttention(Workload):
     def _build_indexer(self, draw: torch.Generator) -> Inputs:
         """An indexer whose queries are alike in runs of tokens, as are those of a trained one."""
         few = _indexer(draw, -(-self.tokens // RUN), self.tokens)
-        iq, weights = (few[name].repeat_interleave(RUN, 0) for name in ("iq", "weights"))
-        noise = torch.randn(iq.shape, generator=draw, device=draw.device, dtype=iq.dtype)
+        index_q, weights = (few[name].repeat_interleave(RUN, 0) for name in ("index_q", "weights"))
+        noise = torch.randn(index_q.shape, generator=draw, device=draw.device, dtype=index_q.dtype)
         ends = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=draw.device)
         return {
-            "iq": eighths(iq + noise / 4)[: self.tokens],
+            "index_q": eighths(index_q + noise / 4)[: self.tokens],
             "weights": weights[: self.tokens],
-            "ik": few["ik"],
+            "index_k": few["index_k"],
             "row_starts": torch.zeros_like(ends),
             "row_ends": ends,
         }
@@ -156,16 +156,18 @@ class TrainingAttention(Workload):
         out = inputs["dout"].nbytes + 4 * self.tokens * self.heads
         sides = 2 * (inputs["q"].nbytes + inputs["kv"].nbytes) + inputs["dout"].nbytes + out
         lists = 4 * self.tokens * self.topk
-        learnt = sum(inputs[name].nbytes for name in ("iq", "weights", "ik") if name in inputs)
+        learnt = sum(
+            inputs[name].nbytes for name in ("index_q", "weights", "index_k") if name in inputs
+        )
         return sides + lists + 2 * learnt
 
     def run(self, inputs: Inputs) -> Results:
         """As a trainer calls it: through autograd."""
-        names = "q", "kv", *(("iq", "weights", "ik") if self.indexer else ())
+        names = "q", "kv", *(("index_q", "weights", "index_k") if self.indexer else ())
         leaves = {name: inputs[name].detach().requires_grad_() for name in names}
         if self.indexer:
             ranges = {name: inputs[name] for name in ("row_starts", "row_ends")}
-            index = inputs["iq"], inputs["weights"], inputs["ik"]
+            index = inputs["index_q"], inputs["weights"], inputs["index_k"]
             lists = ops.select_rows(*index, topk=self.topk, **ranges)
         else:
             lists = inputs["topk_indices"]
@@ -176,7 +178,9 @@ class TrainingAttention(Workload):
                 return out.detach(), lse.detach(), *gradients
             attended = inputs["q"], inputs["kv"], lists, lse.detach()
             target = ops.attention_target(*attended, softmax_scale=SCALE)
-            scores = ops.selected_scores(leaves["iq"], leaves["weights"], leaves["ik"], lists)
+            scores = ops.selected_scores(
+                leaves["index_q"], leaves["weights"], leaves["index_k"], lists
+            )
             loss = ops.index_loss(scores, target)
             gradients = torch.autograd.grad(
                 (out, loss), list(leaves.values()), (inputs["dout"], torch.ones_like(loss))
@@ -222,9 +226,9 @@ class TrainingAttention(Workload):
         lse, (*gradients, lists, loss) = results[1], results[4:]
         some = _some(self.tokens, 4, lists.device)
         arguments = {
-            "q": inputs["iq"][some],
+            "q": inputs["index_q"][some],
             "weights": inputs["weights"][some],
-            "keys": inputs["ik"],
+            "keys": inputs["index_k"],
             "key_scales": None,
             "row_starts": inputs["row_starts"][some],
             "row_ends": inputs["row_ends"][some],
@@ -236,7 +240,9 @@ class TrainingAttention(Workload):
             found, size = scores[place, seen], sizes[place, seen].amax()
             _check_best(self.op, lists[token], found, self.topk, size)
 
-        index = {name: inputs[name] for name in ("iq", "weights", "ik")} | {"topk_indices": lists}
+        index = {name: inputs[name] for name in ("index_q", "weights", "index_k")} | {
+            "topk_indices": lists
+        }
         learnt, targets = [], []
         for part, chosen in _parts_of_tokens(index, INDEXED_AT_ONCE):
             learnt.append(reference.selected_scores(**chosen))

@@ -450,8 +450,8 @@ class SelectedScores(Workload):
         return (ops.selected_scores(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.tokens, 16, inputs["iq"].device)
-        names = ("iq", "weights", "topk_indices")
+        some = _some(self.tokens, 16, inputs["index_q"].device)
+        names = ("index_q", "weights", "topk_indices")
         arguments = inputs | {name: inputs[name][some] for name in names}
         (expected,) = run_reference(self.op, arguments)
         sizes = score_sizes(self.op, arguments)
@@ -521,7 +521,7 @@ class DenseIndexLoss(Workload):
         }
 
     def unique_bytes(self, inputs: Inputs) -> int:
-        names = "q", "k", "lse", "iq", "weights", "ik", "row_starts", "row_ends"
+        names = "q", "k", "lse", "index_q", "weights", "index_k", "row_starts", "row_ends"
         return sum(inputs[name].nbytes for name in names)
 
     def run(self, inputs: Inputs) -> Results:
@@ -549,7 +549,7 @@ class DenseIndexGradients(DenseIndexLoss):
         return super().flop + 2.0 * self.pairs * 2 * INDEX_HEADS * INDEX_DIM
 
     def unique_bytes(self, inputs: Inputs) -> int:
-        results = sum(inputs[name].nbytes for name in ("iq", "weights", "ik"))
+        results = sum(inputs[name].nbytes for name in ("index_q", "weights", "index_k"))
         return super().unique_bytes(inputs) + results
 
     def run(self, inputs: Inputs) -> Results:
@@ -1793,9 +1793,9 @@ def _indexer(draw: torch.Generator, num_tokens: int, num_rows: int) -> Inputs:
     queries = num_tokens, INDEX_HEADS, INDEX_DIM
     weights = torch.randn(queries[:2], generator=draw, device=draw.device)
     return {
-        "iq": eighths(_queries(draw, *queries) * 10),
+        "index_q": eighths(_queries(draw, *queries) * 10),
         "weights": weights * (INDEX_HEADS * INDEX_DIM) ** -0.5,
-        "ik": eighths(_rows(draw, num_rows, INDEX_DIM) * 10),
+        "index_k": eighths(_rows(draw, num_rows, INDEX_DIM) * 10),
     }
 
 
@@ -1905,8 +1905,8 @@ def _check_attention(
 
 def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inputs]]:
     """The inputs of a training op for some tokens at a time."""
-    names = "dscores", "q", "lse", "iq", "weights", "topk_indices", "row_starts", "row_ends"
-    for first in range(0, len(inputs["iq"]), at_once):
+    names = "dscores", "q", "lse", "index_q", "weights", "topk_indices", "row_starts", "row_ends"
+    for first in range(0, len(inputs["index_q"]), at_once):
         some = slice(first, first + at_once)
         yield some, inputs | {name: inputs[name][some] for name in names if name in inputs}
 
@@ -1914,23 +1914,23 @@ def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inpu
 def _check_index_gradients(
     op: str, inputs: Inputs, results: Results, at_once: int, sized: Inputs | None = None
 ) -> None:
-    """Check diq, dweights and dik; every token has a part in the gradient of rows.
+    """Check d_index_q, dweights and d_index_k; every token has a part in the gradient of rows.
 
     Sizes of elements come from the inputs, or from others where these hide the terms of an error.
     """
-    expected = torch.zeros(inputs["ik"].shape, device=inputs["ik"].device)
+    expected = torch.zeros(inputs["index_k"].shape, device=inputs["index_k"].device)
     squares = torch.zeros_like(expected)
     *tolerances, of_rows = TOLERANCES[op][-3:]
     parts = _parts_of_tokens(inputs, at_once), _parts_of_tokens(sized or inputs, at_once)
     for (some, arguments), (_, others) in zip(*parts, strict=True):
-        *wanted, dik = run_reference(op, arguments)[-3:]
+        *wanted, d_index_k = run_reference(op, arguments)[-3:]
         *sizes, row_sizes = sizes_of(op, others).values()
-        for index, name in enumerate(("diq", "dweights")):
+        for index, name in enumerate(("d_index_q", "dweights")):
             got = results[index][some]
             assert_result(f"{op} {name}", got, wanted[index], tolerances[index], sizes[index])
-        expected += dik
+        expected += d_index_k
         squares += row_sizes.square()
-    assert_result(f"{op} dik", results[2], expected, of_rows, squares.sqrt())
+    assert_result(f"{op} d_index_k", results[2], expected, of_rows, squares.sqrt())
 
 
 def _check_best(op: str, ids: Tensor, scores: Tensor, topk: int, size: Tensor) -> None:

@@ -909,9 +909,9 @@ def select_rows_case(
     """Arguments of ``select_rows``: those of :func:`indexer_scores_case`, exact, in bfloat16."""
     scores = indexer_scores_case(draw, fp8=False, exact=True, **cast("dict[str, Any]", options))
     return {
-        "iq": scores["q"],
+        "index_q": scores["q"],
         "weights": scores["weights"],
-        "ik": scores["keys"],
+        "index_k": scores["keys"],
         "topk": topk,
         "row_starts": scores["row_starts"],
         "row_ends": scores["row_ends"],
@@ -940,9 +940,9 @@ def selected_scores_case(
         draw, num_tokens, num_rows, topk, head_dim, share, with_lengths
     )
     return {
-        "iq": wrap(eighths(draw.normal(num_tokens, num_heads, head_dim)).to(dtype)),
+        "index_q": wrap(eighths(draw.normal(num_tokens, num_heads, head_dim)).to(dtype)),
         "weights": wrap(draw.normal(num_tokens, num_heads, dtype=weight_dtype)),
-        "ik": wrap(eighths(rows).to(dtype)),
+        "index_k": wrap(eighths(rows).to(dtype)),
         "topk_indices": wrap(indices.to(index_dtype)),
         "topk_lengths": lengths,
     }
@@ -955,7 +955,7 @@ def selected_scores_backward_case(draw: Draw, **options: object) -> Arguments:
     because each term is rounded to bfloat16.
     """
     forward = cast("dict[str, Any]", selected_scores_case(draw, **cast("dict[str, Any]", options)))
-    valid = _valid(forward["topk_indices"], forward["topk_lengths"], forward["ik"])
+    valid = _valid(forward["topk_indices"], forward["topk_lengths"], forward["index_k"])
     return {"dscores": draw.normal(*valid.shape).abs().masked_fill(~valid, math.nan), **forward}
 
 
@@ -1075,19 +1075,19 @@ def dense_index_loss_case(
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     q = draw.normal(num_tokens, num_heads, head_dim, dtype=dtype)
     k = draw.normal(num_rows, *(() if shared_keys else (num_heads,)), head_dim, dtype=dtype)
-    ik = draw.normal(num_rows, index_dim, dtype=dtype)
+    index_k = draw.normal(num_rows, index_dim, dtype=dtype)
     per_head = "sd" if shared_keys else "shd"
     logits = torch.einsum(f"thd,{per_head}->ths", q.float(), k.float()) * 2 * head_dim**-0.5
     lse = logits.masked_fill(~seen[:, None], -math.inf).logsumexp(-1)
-    k[~seen.any(0)], ik[~seen.any(0)] = math.nan, math.nan
+    k[~seen.any(0)], index_k[~seen.any(0)] = math.nan, math.nan
     weights = draw.normal(num_tokens, num_index_heads) * index_dim**-0.5
     return {
         "q": wrap(q),
         "k": wrap(k),
         "lse": wrap(lse),
-        "iq": wrap(draw.normal(num_tokens, num_index_heads, index_dim, dtype=dtype)),
+        "index_q": wrap(draw.normal(num_tokens, num_index_heads, index_dim, dtype=dtype)),
         "weights": wrap(weights.to(weight_dtype)),
-        "ik": wrap(ik),
+        "index_k": wrap(index_k),
         "softmax_scale": 2 * head_dim**-0.5,
         "row_starts": starts.int(),
         "row_ends": ends.int(),

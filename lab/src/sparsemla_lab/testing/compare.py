@@ -453,27 +453,31 @@ def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def selected_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sizes of diq, dweights and dik over lists, as :func:`gradient_sizes` has them.
+    """The sizes of the gradients over lists, as :func:`gradient_sizes` has them.
 
-    Terms of dik are those of each token and head, and each entry's sum of them.
+    Terms of d_index_k are those of each token and head, and each entry's sum of them.
     """
     indices, lengths = arguments["topk_indices"], arguments.get("topk_lengths")
-    keys, valid = listed_rows(arguments["ik"], indices, lengths)
+    keys, valid = listed_rows(arguments["index_k"], indices, lengths)
     given = arguments["dscores"].where(valid, 0)
-    iq, weights = arguments["iq"].float(), arguments["weights"].float()
-    logits = torch.einsum("thd,tkd->thk", iq, keys)
+    index_q, weights = arguments["index_q"].float(), arguments["weights"].float()
+    logits = torch.einsum("thd,tkd->thk", index_q, keys)
     dweights = torch.einsum("tk,thk->th", given.square(), logits.relu().square())
     dlogits = given[:, None] * weights[..., None] * (logits > 0)
-    diq = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
-    shares = torch.einsum("thk,thd->tkd", dlogits, iq).square()
-    shares += torch.einsum("thk,thd->tkd", dlogits.square(), iq.square())
-    dik = torch.zeros_like(arguments["ik"], dtype=torch.float32)
-    dik.index_add_(0, indices[valid].long(), shares[valid])
-    return diq.nan_to_num().sqrt(), dweights.nan_to_num().sqrt(), dik.nan_to_num().sqrt()
+    d_index_q = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
+    shares = torch.einsum("thk,thd->tkd", dlogits, index_q).square()
+    shares += torch.einsum("thk,thd->tkd", dlogits.square(), index_q.square())
+    d_index_k = torch.zeros_like(arguments["index_k"], dtype=torch.float32)
+    d_index_k.index_add_(0, indices[valid].long(), shares[valid])
+    return (
+        d_index_q.nan_to_num().sqrt(),
+        dweights.nan_to_num().sqrt(),
+        d_index_k.nan_to_num().sqrt(),
+    )
 
 
 def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sizes of diq, dweights and dik over all rows.
+    """The sizes of d_index_q, dweights and d_index_k over all rows.
 
     The gradient of a score is a difference of two shares and keeps their float32 errors. Beside
     terms in bfloat16, whose tolerance is 2^9 times as large, these count as much less.
@@ -484,15 +488,15 @@ def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
     factors = arguments.get("row_weights")
     factors = scores.new_ones(()) if factors is None else factors[:, None]
     kept, given = (share + target) * factors, (share - target).abs() * factors
-    given = kept if arguments["iq"].dtype == torch.float32 else given + 2**-9 * kept
-    iq, weights = arguments["iq"].float(), arguments["weights"].float()
-    keys = arguments["ik"].float().where((kept != 0).any(0)[:, None], 0)
-    logits = torch.einsum("thd,sd->ths", iq, keys)
+    given = kept if arguments["index_q"].dtype == torch.float32 else given + 2**-9 * kept
+    index_q, weights = arguments["index_q"].float(), arguments["weights"].float()
+    keys = arguments["index_k"].float().where((kept != 0).any(0)[:, None], 0)
+    logits = torch.einsum("thd,sd->ths", index_q, keys)
     dweights = torch.einsum("ts,ths->th", kept.square(), logits.relu().square())
     squares = (given[:, None] * weights[..., None] * (logits > 0)).square()
-    diq = torch.einsum("ths,sd->thd", squares, keys.square())
-    dik = torch.einsum("ths,thd->sd", squares, iq.square())
-    return diq.sqrt(), dweights.sqrt(), dik.sqrt()
+    d_index_q = torch.einsum("ths,sd->thd", squares, keys.square())
+    d_index_k = torch.einsum("ths,thd->sd", squares, index_q.square())
+    return d_index_q.sqrt(), dweights.sqrt(), d_index_k.sqrt()
 
 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
@@ -502,7 +506,7 @@ def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
     square root of the score of the squared inputs.
     """
     squares = dict(arguments)
-    for name in ("q", "weights", "keys", "key_scales", "iq", "ik"):
+    for name in ("q", "weights", "keys", "key_scales", "index_q", "index_k"):
         if arguments.get(name) is not None:
             squares[name] = arguments[name].float().square()
     if op == "indexer_scores_paged":

@@ -29,16 +29,16 @@ class Index(NamedTuple):
     """What an indexer makes of the tokens, and what is selected by it.
 
     Args:
-        iq: queries ``[T, HI, DI]``.
+        index_q: queries ``[T, HI, DI]``.
         weights: float32 ``[T, HI]``, with every factor folded in.
-        ik: keys ``[T, DI]``.
+        index_k: keys ``[T, DI]``.
         topk_indices: int32 ``[T, K]``, rows of the step; None if attention is dense.
         scores: float32 ``[T, K]``, differentiable; None without a list or without a loss.
     """
 
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
     topk_indices: Tensor | None
     scores: Tensor | None
 

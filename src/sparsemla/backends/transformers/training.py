@@ -371,7 +371,7 @@ class TrainingAttention(Handle):
         index = None
         if step.learns or not dense:
             with torch.set_grad_enabled(step.learns):
-                iq, weights, ik = indexed(
+                index_q, weights, index_k = indexed(
                     indexer,
                     x.detach(),
                     q_resid.detach(),
@@ -379,12 +379,12 @@ class TrainingAttention(Handle):
                     interleaved=self._architecture.interleaved_indexer,
                     rope_first=self._architecture.indexer_rope_first,
                 )
-            ik = ik.to(iq.dtype)
+            index_k = index_k.to(index_q.dtype)
             rows = scores = None
             if not dense:
-                rows = self._select(layer_idx, iq, weights, ik, step)
-                scores = selected_scores(iq, weights, ik, rows) if step.learns else None
-            index = Index(iq, weights, ik, rows, scores)
+                rows = self._select(layer_idx, index_q, weights, index_k, step)
+                scores = selected_scores(index_q, weights, index_k, rows) if step.learns else None
+            index = Index(index_q, weights, index_k, rows, scores)
             if self._served.count(owner) > 1:
                 step.results.indexes.setdefault(layer_idx, index)
         if records:
@@ -393,19 +393,19 @@ class TrainingAttention(Handle):
         return index
 
     def _select(
-        self, layer_idx: int, iq: Tensor, weights: Tensor, ik: Tensor, step: TrainingStep
+        self, layer_idx: int, index_q: Tensor, weights: Tensor, index_k: Tensor, step: TrainingStep
     ) -> Tensor:
         """The rows int32 ``[T, K]`` that the indexer selects, or that are replayed."""
         if step.replayed:
-            return step.rows(step.replayed[layer_idx].to(iq.device))
+            return step.rows(step.replayed[layer_idx].to(index_q.device))
         # Round as in inference.
         return select_rows(
-            iq.detach().bfloat16(),
+            index_q.detach().bfloat16(),
             weights.detach(),
-            ik.detach().bfloat16(),
+            index_k.detach().bfloat16(),
             topk=min(self._modules[layer_idx].indexer.index_topk, max(step.lengths)),
-            row_starts=step.row_starts.to(iq.device),
-            row_ends=step.row_ends.to(iq.device),
+            row_starts=step.row_starts.to(index_q.device),
+            row_ends=step.row_ends.to(index_q.device),
         )
 
     def _attend_to_selected(
@@ -457,9 +457,9 @@ class TrainingAttention(Handle):
             q.detach(),
             k.detach(),
             lse.detach(),
-            index.iq,
+            index.index_q,
             index.weights,
-            index.ik,
+            index.index_k,
             softmax_scale=scale,
             row_starts=step.row_starts.to(q.device),
             row_ends=step.row_ends.to(q.device),

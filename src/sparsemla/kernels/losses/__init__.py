@@ -22,12 +22,12 @@ else:
 
 
 def _refuse_lists(call: SelectedScores | SelectedScoresBackward) -> str | None:
-    _, num_heads, dim = call.iq.shape
-    if call.iq.dtype != torch.bfloat16:
-        return f"needs bfloat16 index queries, got {call.iq.dtype}"
+    _, num_heads, dim = call.index_q.shape
+    if call.index_q.dtype != torch.bfloat16:
+        return f"needs bfloat16 index queries, got {call.index_q.dtype}"
     if dim != 128 or not 16 < num_heads <= 64:
         return f"needs 17 to 64 index heads of 128 dims, got {num_heads} of {dim}"
-    if not aligned(call.iq, call.ik):
+    if not aligned(call.index_q, call.index_k):
         return "needs index queries and keys with rows that start at multiples of 16 bytes"
     return None
 
@@ -51,7 +51,7 @@ SELECTED_SCORES_BACKWARD = Op(
         Kernel("triton", lambda: triton.selected_scores_backward),
         Kernel("cpu", lambda: cpu.selected_scores_backward),
     ),
-    outputs=("diq", "dweights", "dik"),
+    outputs=("d_index_q", "dweights", "d_index_k"),
     dtype=torch.float32,
 )
 
@@ -76,16 +76,16 @@ ATTENTION_TARGET = Op(
 
 
 def _refuse_dense(call: DenseIndexLoss | DenseIndexGradients) -> str | None:
-    q, k, iq, ik = call.q, call.k, call.iq, call.ik
-    if q.dtype != torch.bfloat16 or iq.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries and index queries, got {q.dtype} and {iq.dtype}"
-    if iq.shape[2] != 128:
-        return f"needs index heads of 128 dims, got {iq.shape[2]}"
+    q, k, index_q, index_k = call.q, call.k, call.index_q, call.index_k
+    if q.dtype != torch.bfloat16 or index_q.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries and index queries, got {q.dtype} and {index_q.dtype}"
+    if index_q.shape[2] != 128:
+        return f"needs index heads of 128 dims, got {index_q.shape[2]}"
     if q.shape[2] % 64 != 0:
         return f"needs heads of a multiple of 64 dims, got {q.shape[2]}"
-    if 0 in (*q.shape, k.shape[0], iq.shape[1]):
+    if 0 in (*q.shape, k.shape[0], index_q.shape[1]):
         return "needs query tokens, rows, heads and index heads"
-    if not aligned(q, k, iq, ik):
+    if not aligned(q, k, index_q, index_k):
         return "needs queries and keys with rows that start at multiples of 16 bytes"
     return None
 
@@ -109,7 +109,7 @@ DENSE_INDEX_GRADIENTS = Op(
         Kernel("triton", lambda: triton.dense_index_gradients),
         Kernel("cpu", lambda: cpu.dense_index_gradients),
     ),
-    outputs=("loss", "diq", "dweights", "dik"),
+    outputs=("loss", "d_index_q", "dweights", "d_index_k"),
 )
 
 OPS = {

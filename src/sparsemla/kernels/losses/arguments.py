@@ -12,9 +12,9 @@ from sparsemla.kernels.common.table import ALLOCATED
 class SelectedScores(NamedTuple):
     """Arguments of :func:`sparsemla.selected_scores`."""
 
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
     topk_indices: Tensor
     topk_lengths: Tensor | None = None
     out: Tensor = ALLOCATED
@@ -24,14 +24,14 @@ class SelectedScoresBackward(NamedTuple):
     """Arguments of :func:`sparsemla.selected_scores_backward`."""
 
     dscores: Tensor
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
     topk_indices: Tensor
     topk_lengths: Tensor | None = None
-    diq: Tensor = ALLOCATED
+    d_index_q: Tensor = ALLOCATED
     dweights: Tensor = ALLOCATED
-    dik: Tensor = ALLOCATED
+    d_index_k: Tensor = ALLOCATED
 
 
 class AttentionTarget(NamedTuple):
@@ -54,9 +54,9 @@ class DenseIndexLoss(NamedTuple):
     q: Tensor
     k: Tensor
     lse: Tensor
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
     softmax_scale: float
     row_starts: Tensor
     row_ends: Tensor
@@ -73,7 +73,7 @@ class DenseIndexLoss(NamedTuple):
             return self
         counts = self.row_weights != 0
         return self._replace(
-            iq=self.iq.where(counts[:, None, None], 0),
+            index_q=self.index_q.where(counts[:, None, None], 0),
             weights=self.weights.where(counts[:, None], 0),
             row_ends=self.row_ends.where(counts, 0),
         )
@@ -85,23 +85,23 @@ class DenseIndexGradients(NamedTuple):
     q: Tensor
     k: Tensor
     lse: Tensor
-    iq: Tensor
+    index_q: Tensor
     weights: Tensor
-    ik: Tensor
+    index_k: Tensor
     softmax_scale: float
     row_starts: Tensor
     row_ends: Tensor
     max_workspace_bytes: int
     row_weights: Tensor | None = None
     loss: Tensor = ALLOCATED
-    diq: Tensor = ALLOCATED
+    d_index_q: Tensor = ALLOCATED
     dweights: Tensor = ALLOCATED
-    dik: Tensor = ALLOCATED
+    d_index_k: Tensor = ALLOCATED
 
     @property
     def grads(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the index queries, the weights and the index keys."""
-        return self.diq, self.dweights, self.dik
+        return self.d_index_q, self.dweights, self.d_index_k
 
     def of_loss(self) -> DenseIndexLoss:
         """The arguments of the loss alone."""

@@ -19,31 +19,36 @@ from sparsemla.kernels.losses.arguments import (
 
 
 def selected_scores(call: SelectedScores) -> None:
-    iq, ik, out = call.iq, call.ik, call.out
+    index_q, index_k, out = call.index_q, call.index_k, call.out
     out.fill_(-torch.inf)
-    for part in _parts(ik, call.topk_indices, iq.shape[1]):
-        _, valid, keys = _listed(ik, call.topk_indices, call.topk_lengths, part)
-        logits = (keys @ iq[part].float().mT).relu_()  # [c, K, HI]
+    for part in _parts(index_k, call.topk_indices, index_q.shape[1]):
+        _, valid, keys = _listed(index_k, call.topk_indices, call.topk_lengths, part)
+        logits = (keys @ index_q[part].float().mT).relu_()  # [c, K, HI]
         scores = (logits @ call.weights[part, :, None].float())[..., 0]
         out[part] = scores.masked_fill_(~valid, -torch.inf)
 
 
 def selected_scores_backward(call: SelectedScoresBackward) -> None:
-    iq, ik, diq, dweights = call.iq, call.ik, call.diq, call.dweights
-    sums = torch.zeros(ik.shape, dtype=torch.float32)
-    for grad in (diq, dweights):
+    index_q, index_k, d_index_q, dweights = (
+        call.index_q,
+        call.index_k,
+        call.d_index_q,
+        call.dweights,
+    )
+    sums = torch.zeros(index_k.shape, dtype=torch.float32)
+    for grad in (d_index_q, dweights):
         grad.zero_()
-    for part in _parts(ik, call.topk_indices, 2 * iq.shape[1]):
-        rows, valid, keys = _listed(ik, call.topk_indices, call.topk_lengths, part)
-        queries, given = iq[part].float(), call.dscores[part].where(valid, 0)[..., None]
+    for part in _parts(index_k, call.topk_indices, 2 * index_q.shape[1]):
+        rows, valid, keys = _listed(index_k, call.topk_indices, call.topk_lengths, part)
+        queries, given = index_q[part].float(), call.dscores[part].where(valid, 0)[..., None]
         logits = keys @ queries.mT  # [c, K, HI]
         dweights[part] = (given.mT @ logits.relu())[:, 0]
         dlogits = (logits > 0) * call.weights[part, None].float() * given
-        diq[part] = dlogits.mT @ keys
+        d_index_q[part] = dlogits.mT @ keys
         terms = (dlogits @ queries).masked_fill_(~valid[..., None], 0)
         # One after the other, in the order of the entries.
         sums.index_add_(0, rows.flatten(), terms.flatten(0, 1))
-    call.dik.copy_(sums)
+    call.d_index_k.copy_(sums)
 
 
 def attention_target(call: AttentionTarget) -> None:
@@ -63,24 +68,29 @@ def dense_index_loss(call: DenseIndexLoss) -> None:
     call, loss = call.counted(), call.loss
     loss.zero_()
     for part, rows, seen in _seen(call):
-        keys = _index_keys(call.ik, rows, seen)
-        scores = _index_scores(call.iq[part].float(), call.weights[part].float(), keys, seen)
+        keys = _index_keys(call.index_k, rows, seen)
+        scores = _index_scores(call.index_q[part].float(), call.weights[part].float(), keys, seen)
         target = _dense_target(call, part, rows, seen)
         loss += _losses(scores.log_softmax(-1), target, seen, call.row_weights, part)
 
 
 def dense_index_gradients(call: DenseIndexGradients) -> None:
-    loss, (diq, dweights, dik) = call.loss, call.grads
+    loss, (d_index_q, dweights, d_index_k) = call.loss, call.grads
     of_loss = call.of_loss().counted()
-    iq, weights, ik, row_weights = of_loss.iq, of_loss.weights, of_loss.ik, of_loss.row_weights
-    sums = torch.zeros(ik.shape, dtype=torch.float32)
-    for result in (loss, diq, dweights):
+    index_q, weights, index_k, row_weights = (
+        of_loss.index_q,
+        of_loss.weights,
+        of_loss.index_k,
+        of_loss.row_weights,
+    )
+    sums = torch.zeros(index_k.shape, dtype=torch.float32)
+    for result in (loss, d_index_q, dweights):
         result.zero_()
     for part, rows, seen in _seen(of_loss):
         queries, factors, keys = (
-            iq[part].float(),
+            index_q[part].float(),
             weights[part].float(),
-            _index_keys(ik, rows, seen),
+            _index_keys(index_k, rows, seen),
         )
         logs = _index_scores(queries, factors, keys, seen).log_softmax(-1)
         target = _dense_target(of_loss, part, rows, seen)
@@ -90,13 +100,13 @@ def dense_index_gradients(call: DenseIndexGradients) -> None:
         given.masked_fill_(~seen, 0)
         if row_weights is not None:
             given *= row_weights[part, None]
-        for head in range(iq.shape[1]):
+        for head in range(index_q.shape[1]):
             logits = queries[:, head] @ keys.T  # [c, n]
             dlogits = (given * factors[:, head, None]).mul_(logits > 0)
             dweights[part, head] = logits.relu_().mul_(given).sum(-1)
-            diq[part, head] = dlogits @ keys
+            d_index_q[part, head] = dlogits @ keys
             sums[rows] += dlogits.T @ queries[:, head]
-    dik.copy_(sums)
+    d_index_k.copy_(sums)
 
 
 def _parts(rows: Tensor, topk_indices: Tensor, num_columns: int) -> Iterator[slice]:
@@ -129,7 +139,7 @@ def _normalize(target: Tensor) -> Tensor:
 
 def _seen(call: DenseIndexLoss) -> Iterator[tuple[slice, slice, Tensor]]:
     """Tokens, the rows that they may see, and the mask ``[c, n]`` of what each of them sees."""
-    num_tokens, num_rows = call.row_starts.shape[0], call.ik.shape[0]
+    num_tokens, num_rows = call.row_starts.shape[0], call.index_k.shape[0]
     ranges = call.row_starts, call.row_ends
     starts, ends = (bounds.long().clamp(0, num_rows) for bounds in ranges)
     # Scores, targets, and the logits of a head.
@@ -151,9 +161,9 @@ def _dense_target(call: DenseIndexLoss, part: slice, rows: slice, seen: Tensor) 
     return _normalize(target.masked_fill_(~seen, 0))
 
 
-def _index_keys(ik: Tensor, rows: slice, seen: Tensor) -> Tensor:
+def _index_keys(index_k: Tensor, rows: slice, seen: Tensor) -> Tensor:
     """Index keys; 0 for rows between the ranges, which no token sees and which may be NaN."""
-    return ik[rows].to(torch.float32, copy=True).masked_fill_(~seen.any(0)[:, None], 0)
+    return index_k[rows].to(torch.float32, copy=True).masked_fill_(~seen.any(0)[:, None], 0)
 
 
 def _index_scores(queries: Tensor, factors: Tensor, keys: Tensor, seen: Tensor) -> Tensor:

@@ -3,17 +3,17 @@
 Over lists, a program has one token::
 
     _list_scores      scores of a tile of entries
-    _list_queries     diq and dweights of a tile of heads: the entries pass by
-    _list_terms       the terms of dik of a tile of entries: the heads pass by
-    add_terms         dik[row] += its terms, one after the other
+    _list_queries     d_index_q and dweights of a tile of heads: the entries pass by
+    _list_terms       the terms of d_index_k of a tile of entries: the heads pass by
+    add_terms         d_index_k[row] += its terms, one after the other
     _list_targets     attention of all heads to a tile of entries
 
 Over all rows, for a chunk of tokens::
 
     _dense_tiles      attention of all heads, and scores, of a tile of tokens and rows  [n, S] twice
     _dense_losses     the loss of a token, and G = dloss / dscores, in place of its attention
-    _dense_queries    diq and dweights of a tile of tokens and a head: the rows pass by
-    _dense_keys       dik of a tile of rows: tokens and heads pass by, in one order for all chunks
+    _dense_queries    d_index_q and dweights of a tile of tokens and a head: the rows pass by
+    _dense_keys       d_index_k of a tile of rows: tokens and heads pass by, in one order for all
 
 Heads are added up in registers. What comes to memory, some 30 bytes for each token and row, is
 little against the FLOP, of which attention has the largest part and is computed once.
@@ -96,7 +96,7 @@ def _as_operand(x, like, UPCAST: tl.constexpr):
 
 @triton.jit
 def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
-    """Add the part of a tile of keys to diq and dweights; ``given`` has the shape of a score."""
+    """Add the part of a tile of keys to d_index_q and dweights; ``given`` is shaped as scores."""
     x = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
     x = dot(queries, tl.trans(keys), x, UPCAST)
     dw += tl.sum(_relu(x) * given, 1)
@@ -106,12 +106,12 @@ def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_scores(
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     topk_indices,
     indices_token,
@@ -132,13 +132,13 @@ def _list_scores(
     topk_indices += token * indices_token
     length = length_of(topk_lengths, token, topk)
     row, valid = load_entries(topk_indices, at, length, num_rows)
-    keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
     score = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = iq + token * iq_token
+        queries = index_q + token * iq_token
         queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         score += tl.sum(tl.where(real[None, :], _relu(x) * w[None, :], 0.0), 1)
@@ -149,17 +149,17 @@ def _list_scores(
 def _list_queries(
     dscores,
     dscores_token,
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     topk_indices,
     indices_token,
     topk_lengths,
-    diq,
+    d_index_q,
     dweights,
     num_rows,
     topk,
@@ -175,7 +175,7 @@ def _list_queries(
     head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
     w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-    queries = iq + token * iq_token
+    queries = index_q + token * iq_token
     queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
     topk_indices += token * indices_token
     length = length_of(topk_lengths, token, topk)
@@ -186,25 +186,27 @@ def _list_queries(
         at = start + tl.arange(0, KEYS)
         row, valid = load_entries(topk_indices, at, length, num_rows)
         given = tl.load(dscores + at, mask=valid, other=0)
-        keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+        keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
         dq, dw = _add_queries(queries, keys, given[None, :], w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(diq + at[:, None] * DIM + d[None, :], dq.to(diq.dtype.element_ty), mask=mask)
+    tl.store(
+        d_index_q + at[:, None] * DIM + d[None, :], dq.to(d_index_q.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_terms(
     dscores,
     dscores_token,
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     topk_indices,
     indices_token,
@@ -226,13 +228,13 @@ def _list_terms(
     length = length_of(topk_lengths, token, topk)
     row, valid = load_entries(topk_indices, at, length, num_rows)
     given = tl.load(dscores + token * dscores_token + at, mask=valid, other=0)
-    keys = _load_rows(ik, row * ik_row, valid, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
     term = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = iq + token * iq_token
+        queries = index_q + token * iq_token
         queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         dx = tl.where(x > 0, given[:, None] * w[None, :], 0.0)
@@ -294,15 +296,15 @@ def _list_targets(
 
 
 def selected_scores(call: SelectedScores) -> None:
-    iq, topk_indices, out = call.iq, call.topk_indices, call.out
-    (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
+    index_q, topk_indices, out = call.index_q, call.topk_indices, call.out
+    (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
     if out.numel() == 0:
         return
-    tiles = choose_tiles(num_heads, iq.dtype == torch.float32)
+    tiles = choose_tiles(num_heads, index_q.dtype == torch.float32)
     _list_scores[(num_tokens * cdiv(topk, tiles.keys),)](
-        *_lists(iq, call.weights, call.ik, topk_indices, call.topk_lengths),
+        *_lists(index_q, call.weights, call.index_k, topk_indices, call.topk_lengths),
         out,
-        call.ik.shape[0],
+        call.index_k.shape[0],
         topk,
         num_heads,
         **_dims(dim),
@@ -311,10 +313,10 @@ def selected_scores(call: SelectedScores) -> None:
 
 
 def _lists(
-    iq: Tensor, weights: Tensor, ik: Tensor, indices: Tensor, lengths: Tensor | None
+    index_q: Tensor, weights: Tensor, index_k: Tensor, indices: Tensor, lengths: Tensor | None
 ) -> tuple[object, ...]:
     """Pointers and strides of an indexer and of lists."""
-    indexer = iq, *iq.stride()[:2], weights, weights.stride(0), ik, ik.stride(0)
+    indexer = index_q, *index_q.stride()[:2], weights, weights.stride(0), index_k, index_k.stride(0)
     return *indexer, indices, indices.stride(0), lengths
 
 
@@ -323,32 +325,37 @@ def _dims(dim: int) -> dict[str, int]:
 
 
 def selected_scores_backward(call: SelectedScoresBackward) -> None:
-    iq, weights, ik, topk_indices = call.iq, call.weights, call.ik, call.topk_indices
-    dscores, dik = call.dscores, call.dik
-    (num_tokens, num_heads, dim), topk = iq.shape, topk_indices.shape[1]
-    total = torch.zeros_like(dik, dtype=torch.float32)
+    index_q, weights, index_k, topk_indices = (
+        call.index_q,
+        call.weights,
+        call.index_k,
+        call.topk_indices,
+    )
+    dscores, d_index_k = call.dscores, call.d_index_k
+    (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
+    total = torch.zeros_like(d_index_k, dtype=torch.float32)
     # float16 cannot hold small gradients.
-    tiles = choose_tiles(num_heads, iq.dtype != torch.bfloat16)
+    tiles = choose_tiles(num_heads, index_q.dtype != torch.bfloat16)
     token_bytes = max(1, topk) * (4 * dim + ENTRY_BYTES)
     chunk = max(1, min(num_tokens, LIST_BYTES // token_bytes))
-    terms = iq.new_empty(chunk * topk, dim, dtype=torch.float32)
+    terms = index_q.new_empty(chunk * topk, dim, dtype=torch.float32)
     for first in range(0, num_tokens, chunk):
         some = slice(first, min(first + chunk, num_tokens))
         count = some.stop - first
         indices = topk_indices[some]
         lengths = None if call.topk_lengths is None else call.topk_lengths[some]
-        lists = _lists(iq[some], weights[some], ik, indices, lengths)
-        sizes = ik.shape[0], topk, num_heads
+        lists = _lists(index_q[some], weights[some], index_k, indices, lengths)
+        sizes = index_k.shape[0], topk, num_heads
         given = dscores[some], dscores.stride(0)
         _list_queries[(count * cdiv(num_heads, tiles.heads),)](
-            *given, *lists, call.diq[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
+            *given, *lists, call.d_index_q[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
         )
-        if topk and ik.shape[0]:
+        if topk and index_k.shape[0]:
             _list_terms[(count * cdiv(topk, tiles.keys),)](
                 *given, *lists, terms, *sizes, **_dims(dim), T=tiles
             )
             add_terms(terms, indices, lengths, total)
-    dik.copy_(total)
+    d_index_k.copy_(total)
 
 
 def attention_target(call: AttentionTarget) -> None:
@@ -425,12 +432,12 @@ def _dense_tiles(
     k_head,
     lse,
     lse_token,
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     row_starts,
     row_ends,
@@ -474,9 +481,9 @@ def _dense_tiles(
         total += tl.exp2(s * scale_log2 - row_lse[:, None])
 
     score = tl.zeros([TOKENS, KEYS], tl.float32)
-    keys = _load_rows(ik, row * ik_row, there, 0, DI, BLOCK_DI)
+    keys = _load_rows(index_k, row * ik_row, there, 0, DI, BLOCK_DI)
     for head in range(num_index_heads):
-        queries = iq + tl.cast(head, tl.int64) * iq_head
+        queries = index_q + tl.cast(head, tl.int64) * iq_head
         queries = _load_rows(queries, token * iq_token, real, 0, DI, BLOCK_DI)
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
         x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
@@ -533,16 +540,16 @@ def _dense_losses(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _dense_queries(
     given,
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     row_starts,
     row_ends,
-    diq,
+    d_index_q,
     dweights,
     num_tokens,
     num_rows,
@@ -558,7 +565,7 @@ def _dense_queries(
     real = token < num_tokens
     start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
     low, high = _union(start, end, num_rows)
-    queries = _load_rows(iq + head * iq_head, token * iq_token, real, 0, DIM, BLOCK_D)
+    queries = _load_rows(index_q + head * iq_head, token * iq_token, real, 0, DIM, BLOCK_D)
     w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
     dw = tl.zeros([TOKENS], tl.float32)
     dq = tl.zeros([TOKENS, BLOCK_D], tl.float32)
@@ -569,24 +576,26 @@ def _dense_queries(
         g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
         # A row that no token of the tile sees may be NaN.
         there = tl.max(seen.to(tl.int32), 0) > 0
-        keys = _load_rows(ik, row * ik_row, there, 0, DIM, BLOCK_D)
+        keys = _load_rows(index_k, row * ik_row, there, 0, DIM, BLOCK_D)
         dq, dw = _add_queries(queries, keys, g, w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(diq + at[:, None] * DIM + d[None, :], dq.to(diq.dtype.element_ty), mask=mask)
+    tl.store(
+        d_index_q + at[:, None] * DIM + d[None, :], dq.to(d_index_q.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _dense_keys(
     given,
-    iq,
+    index_q,
     iq_token,
     iq_head,
     weights,
     weights_token,
-    ik,
+    index_k,
     ik_row,
     row_starts,
     row_ends,
@@ -598,14 +607,14 @@ def _dense_keys(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Add the terms of some tokens to dik, in float32."""
+    """Add the terms of some tokens to d_index_k, in float32."""
     TOKENS: tl.constexpr = T.tokens
     KEYS: tl.constexpr = T.keys
     begin = tl.program_id(0) * KEYS
     row = begin + tl.arange(0, KEYS)
     there = row < num_rows
     row = row.to(tl.int64)
-    keys = _load_rows(ik, row * ik_row, there, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * ik_row, there, 0, DIM, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (d < DIM)[None, :]
     target = total + row[:, None] * DIM + d[None, :]
@@ -619,7 +628,7 @@ def _dense_keys(
             seen = _sees(start, end, row)
             g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
             for head in range(num_heads):
-                queries = iq + tl.cast(head, tl.int64) * iq_head
+                queries = index_q + tl.cast(head, tl.int64) * iq_head
                 queries = _load_rows(queries, token * iq_token, real, 0, DIM, BLOCK_D)
                 w = tl.load(weights + token * weights_token + head, mask=real, other=0)
                 x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
@@ -664,15 +673,22 @@ def losses_of_tokens(
 
 def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) -> None:
     """The loss, and its gradients if there is memory for them."""
-    q, k, lse, iq, weights, ik = call.q, call.k, call.lse, call.iq, call.weights, call.ik
+    q, k, lse, index_q, weights, index_k = (
+        call.q,
+        call.k,
+        call.lse,
+        call.index_q,
+        call.weights,
+        call.index_k,
+    )
     num_tokens, num_heads, head_dim = q.shape
-    num_rows, dim = ik.shape
+    num_rows, dim = index_k.shape
     if num_tokens * num_rows == 0:
         for result in (call.loss, *(grads or ())):
             result.zero_()
         return
     # float16 cannot hold small gradients; the loss alone has the bits of the loss beside them.
-    tiles = choose_tiles(1, iq.dtype != torch.bfloat16 or q.dtype == torch.float32)
+    tiles = choose_tiles(1, index_q.dtype != torch.bfloat16 or q.dtype == torch.float32)
     at_once = max(1, call.max_workspace_bytes // (8 * num_rows * tiles.tokens)) * tiles.tokens
     target, scores = lse.new_empty(2, min(at_once, num_tokens), num_rows)
     losses = lse.new_empty(num_tokens)
@@ -681,7 +697,14 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         some = slice(first, min(first + at_once, num_tokens))
         count = some.stop - first
         seen = call.row_starts[some], call.row_ends[some]
-        heads = iq[some], *iq.stride()[:2], weights[some], weights.stride(0), ik, ik.stride(0)
+        heads = (
+            index_q[some],
+            *index_q.stride()[:2],
+            weights[some],
+            weights.stride(0),
+            index_k,
+            index_k.stride(0),
+        )
         _dense_tiles[(cdiv(count, tiles.tokens) * cdiv(num_rows, tiles.keys),)](
             q[some],
             *q.stride()[:2],
@@ -697,7 +720,7 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
             count,
             num_rows,
             num_heads,
-            iq.shape[1],
+            index_q.shape[1],
             call.softmax_scale * LOG2E.value,
             D=head_dim,
             BLOCK_D=_panel(head_dim),
@@ -710,11 +733,11 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         weights_of_rows = None if call.row_weights is None else call.row_weights[some]
         losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
-            diq, dweights, _ = grads
-            sizes = count, num_rows, iq.shape[1]
+            d_index_q, dweights, _ = grads
+            sizes = count, num_rows, index_q.shape[1]
             options = _dims(dim) | {"T": tiles, "num_warps": tiles.num_warps, "num_stages": 2}
-            _dense_queries[(cdiv(count, tiles.tokens) * iq.shape[1],)](
-                target, *heads, *seen, diq[some], dweights[some], *sizes, **options
+            _dense_queries[(cdiv(count, tiles.tokens) * index_q.shape[1],)](
+                target, *heads, *seen, d_index_q[some], dweights[some], *sizes, **options
             )
             _dense_keys[(cdiv(num_rows, tiles.keys),)](
                 target, *heads, *seen, total, *sizes, **options

@@ -791,7 +791,8 @@ def _attend(
     gl.warp_specialize(
         [
             (consumer_left, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, TOKEN_MASK)),
-            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED, TOKEN_MASK)),
+            (consumer_right, (num_tiles, smem, results, shape, scale_log2, ROPE, MIXED,
+                              TOKEN_MASK)),
             (producer, (num_tiles, queries, rows, pages, stream, extra_rows, extra, shape, smem, L,
                         EXTRA, PAGED, CAUSAL, ROPE)),
         ],

@@ -3,16 +3,16 @@
 For a chunk of tokens, with the losses themselves by the portable kernel::
 
     _tiles      attention of all heads, then scores, of a tile            [n, S] twice
-    _queries    diq and dweights of 64 tokens and two heads: the rows pass by
-    _keys       dik of 128 rows and some heads: the tokens pass by, in one order for all chunks
+    _queries    d_index_q and dweights of 64 tokens and two heads: the rows pass by
+    _keys       d_index_k of 128 rows and some heads: the tokens pass by, in one order for all
 
 Each is persistent, with two consumer warpgroups and a producer warp that copies by TMA. Only tiles
 with a row that a token sees are visited; what nobody sees in them has a target and a gradient of 0,
 and index keys that no token sees are 0. So no step of the gradients has a mask.
 
-Groups of heads have their own sums of dik, which are added at the end. Their number depends on the
-number of rows and heads, not on the chunks, and a chunk goes on where the last one stopped. So the
-bits do not depend on the workspace.
+Groups of heads have their own sums of d_index_k, which are added at the end. Their number depends
+on the number of rows and heads, not on the chunks, and a chunk goes on where the last one stopped.
+So the bits do not depend on the workspace.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _load_stage(smem, stage, phase, q, k, token, row, head, k_head, column):
 
 @gluon.jit
 def _tiles_producer(
-    grid, smem, q, k, iq, ik, num_heads, num_index_heads, K_HEADS: gl.constexpr,
+    grid, smem, q, k, index_q, index_k, num_heads, num_index_heads, K_HEADS: gl.constexpr,
     PANELS: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1
@@ -216,7 +216,9 @@ def _tiles_producer(
                 )
         for head in range(num_index_heads):
             for p in gl.static_range(2):
-                stage, phase = _load_stage(smem, stage, phase, iq, ik, token, row, head, 0, p * 64)
+                stage, phase = _load_stage(
+                    smem, stage, phase, index_q, index_k, token, row, head, 0, p * 64
+                )
 
 
 @gluon.jit
@@ -275,8 +277,8 @@ def _tiles_consumer(
 
 @gluon.jit(do_not_specialize=["pitch"])
 def _tiles(
-    grid, q, k, iq, ik, lse, weights, row_starts, row_ends, target, scores, pitch, scale_log2,
-    K_HEADS: gl.constexpr, PANELS: gl.constexpr,
+    grid, q, k, index_q, index_k, lse, weights, row_starts, row_ends, target, scores, pitch,
+    scale_log2, K_HEADS: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all heads, 0 where a token does not see a row, and index scores ``[n, S]``.
 
@@ -306,8 +308,8 @@ def _tiles(
                                pitch, scale_log2, PANELS)),
             (_tiles_consumer, (1, grid, smem, lse, weights, row_starts, row_ends, target, scores,
                                pitch, scale_log2, PANELS)),
-            (_tiles_producer, (grid, smem, q, k, iq, ik, lse.num_heads, weights.num_heads, K_HEADS,
-                               PANELS)),
+            (_tiles_producer, (grid, smem, q, k, index_q, index_k, lse.num_heads, weights.num_heads,
+                               K_HEADS, PANELS)),
         ],
         [4, 1],
         [224, 56],
@@ -353,7 +355,7 @@ def _num_query_jobs(grid, num_index_heads):
 
 
 @gluon.jit
-def _queries_producer(grid, smem, given, iq, ik, num_index_heads):
+def _queries_producer(grid, smem, given, index_q, index_k, num_index_heads):
     stage, phase = 0, 1
     turn, turn_phase = 0, 1
     for round in range(_num_rounds(_num_query_jobs(grid, num_index_heads))):
@@ -362,19 +364,19 @@ def _queries_producer(grid, smem, given, iq, ik, num_index_heads):
         bar = smem.heads_full.index(turn)
         mbarrier.expect(bar, 2 * 64 * DIM * 2)
         for w in gl.static_range(2):
-            _load_index_head(smem.q.index(turn * 2 + w), iq, token, head + w, bar)
+            _load_index_head(smem.q.index(turn * 2 + w), index_q, token, head + w, bar)
         turn, turn_phase = next_stage(turn, turn_phase, 2)
         for block in range(num_blocks):
             mbarrier.wait(smem.empty.index(stage), phase)
             bar = smem.full.index(stage)
             mbarrier.expect(bar, 64 * DIM * 2 + 64 * 64 * 4)
-            _load_index_head(smem.k.index(stage), ik, row + block * 64, 0, bar)
+            _load_index_head(smem.k.index(stage), index_k, row + block * 64, 0, bar)
             _load_given(smem.given.index(stage), given, token, row + block * 64, bar)
             stage, phase = next_stage(stage, phase, QUERY_STAGES)
 
 
 @gluon.jit
-def _queries_consumer(W: gl.constexpr, grid, smem, weights, diq, dweights):
+def _queries_consumer(W: gl.constexpr, grid, smem, weights, d_index_q, dweights):
     """One head of each job."""
     TOKENS: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
@@ -412,16 +414,16 @@ def _queries_consumer(W: gl.constexpr, grid, smem, weights, diq, dweights):
         gl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
         token = (first + gl.arange(0, 64, gl.SliceLayout(1, STORE))).to(gl.int64)
         real = (token < grid.num_tokens) & (head < weights.num_heads)
-        store_128(diq + head * DIM, dq, token * weights.num_heads * DIM, real)
+        store_128(d_index_q + head * DIM, dq, token * weights.num_heads * DIM, real)
 
 
 @gluon.jit
-def _queries(grid, given, iq, ik, weights, diq, dweights):
+def _queries(grid, given, index_q, index_k, weights, d_index_q, dweights):
     """Gradients of queries and weights: a job is 64 tokens and two heads, one for each consumer.
 
     Rows pass by in blocks of 64, with the gradients of their scores::
 
-        W = 0, 1   x = q k^T | b = g w [x > 0] | diq += b k | x of the next block
+        W = 0, 1   x = q k^T | b = g w [x > 0] | d_index_q += b k | x of the next block
 
         barrier          arrivals  waits      guards
         full [STAGES]    1, TMA    consumers  rows of a block, and gradients of scores
@@ -447,9 +449,9 @@ def _queries(grid, given, iq, ik, weights, diq, dweights):
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_queries_consumer, (0, grid, smem, weights, diq, dweights)),
-            (_queries_consumer, (1, grid, smem, weights, diq, dweights)),
-            (_queries_producer, (grid, smem, given, iq, ik, weights.num_heads)),
+            (_queries_consumer, (0, grid, smem, weights, d_index_q, dweights)),
+            (_queries_consumer, (1, grid, smem, weights, d_index_q, dweights)),
+            (_queries_producer, (grid, smem, given, index_q, index_k, weights.num_heads)),
         ],
         [4, 1],
         [224, 56],
@@ -484,7 +486,7 @@ def _key_job(grid, round, num_groups):
 
 
 @gluon.jit
-def _keys_producer(grid, smem, given, iq, ik, num_groups, HEADS: gl.constexpr):
+def _keys_producer(grid, smem, given, index_q, index_k, num_groups, HEADS: gl.constexpr):
     stage, phase = 0, 1
     turn, turn_phase = 0, 1
     rows_phase = 1
@@ -495,7 +497,7 @@ def _keys_producer(grid, smem, given, iq, ik, num_groups, HEADS: gl.constexpr):
         bar = smem.rows.index(0)
         mbarrier.expect(bar, SIDE * DIM * 2)
         for w in gl.static_range(2):
-            _load_index_head(smem.k.index(w), ik, row_tile * SIDE + w * 64, 0, bar)
+            _load_index_head(smem.k.index(w), index_k, row_tile * SIDE + w * 64, 0, bar)
         for block in range(num_blocks):
             # A tile that these tokens do not visit has no gradients: read none.
             token_tile = gl.minimum(tile + block // 2, grid.num_token_tiles - 1)
@@ -514,7 +516,7 @@ def _keys_producer(grid, smem, given, iq, ik, num_groups, HEADS: gl.constexpr):
                 mbarrier.wait(smem.empty.index(stage), phase)
                 bar = smem.full.index(stage)
                 mbarrier.expect(bar, 64 * DIM * 2)
-                _load_index_head(smem.q.index(stage), iq, token, group * HEADS + h, bar)
+                _load_index_head(smem.q.index(stage), index_q, token, group * HEADS + h, bar)
                 stage, phase = next_stage(stage, phase, KEY_STAGES)
 
 
@@ -565,13 +567,15 @@ def _keys_consumer(
 
 
 @gluon.jit(do_not_specialize=["num_groups"])
-def _keys(grid, given, iq, ik, weights, sums, num_groups, HEADS: gl.constexpr):
-    """Add the terms of the tokens to dik ``[num_groups, S, DIM]``: a job is 128 rows and a group.
+def _keys(grid, given, index_q, index_k, weights, sums, num_groups, HEADS: gl.constexpr):
+    """Add the terms of the tokens to d_index_k ``[num_groups, S, DIM]``.
+
+    A job is 128 rows and a group.
 
     Blocks of 64 tokens pass by, and their heads in each block. Gradients of scores stay in
     registers for all heads::
 
-        W = 0, 1   g of a block | x = k q^T | b = g w [x > 0] | dik += b q | x of the next head
+        W = 0, 1   g of a block | x = k q^T | b = g w [x > 0] | sums += b q | x of the next head
 
         barrier          arrivals  waits      guards
         full [STAGES]    1, TMA    consumers  a head of 64 tokens
@@ -604,7 +608,7 @@ def _keys(grid, given, iq, ik, weights, sums, num_groups, HEADS: gl.constexpr):
         [
             (_keys_consumer, (0, grid, smem, weights, sums, num_groups, HEADS)),
             (_keys_consumer, (1, grid, smem, weights, sums, num_groups, HEADS)),
-            (_keys_producer, (grid, smem, given, iq, ik, num_groups, HEADS)),
+            (_keys_producer, (grid, smem, given, index_q, index_k, num_groups, HEADS)),
         ],
         [4, 1],
         [224, 56],
@@ -644,15 +648,15 @@ def _grid(row_starts: Tensor, row_ends: Tensor, num_rows: int) -> Grid:
     return Grid(first, starts, lows, highs, token_tiles, num_tokens, num_rows)
 
 
-def _visible_keys(ik: Tensor, row_starts: Tensor, row_ends: Tensor) -> Tensor:
+def _visible_keys(index_k: Tensor, row_starts: Tensor, row_ends: Tensor) -> Tensor:
     """Index keys ``[S, 1, DIM]``; 0 for rows that no token sees, which may be NaN."""
-    num_rows = ik.shape[0]
+    num_rows = index_k.shape[0]
     starts, ends = (bounds.long().clamp(0, num_rows) for bounds in (row_starts, row_ends))
     some = (starts < ends).int()
-    changes = torch.zeros(num_rows + 1, dtype=torch.int32, device=ik.device)
+    changes = torch.zeros(num_rows + 1, dtype=torch.int32, device=index_k.device)
     changes.index_add_(0, starts, some).index_add_(0, ends, -some)
     seen = changes.cumsum(0)[:-1, None] > 0
-    return ik.where(seen, 0)[:, None]
+    return index_k.where(seen, 0)[:, None]
 
 
 def dense_index_loss(call: DenseIndexLoss) -> None:
@@ -665,13 +669,13 @@ def dense_index_gradients(call: DenseIndexGradients) -> None:
 
 def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) -> None:
     """The loss, and its gradients if there is memory for them."""
-    lse, weights, ik = call.lse, call.weights, call.ik
+    lse, weights, index_k = call.lse, call.weights, call.index_k
     k = call.k[:, None] if call.k.dim() == 2 else call.k
     # An expanded tensor has strides of 0, which no descriptor of a TMA is tested with.
-    q, k, iq = (x if all(x.stride()) else x.contiguous() for x in (call.q, k, call.iq))
-    (num_tokens, num_heads, head_dim), (num_rows, dim) = q.shape, ik.shape
-    num_index_heads = iq.shape[1]
-    keys = _visible_keys(ik, call.row_starts, call.row_ends)
+    q, k, index_q = (x if all(x.stride()) else x.contiguous() for x in (call.q, k, call.index_q))
+    (num_tokens, num_heads, head_dim), (num_rows, dim) = q.shape, index_k.shape
+    num_index_heads = index_q.shape[1]
+    keys = _visible_keys(index_k, call.row_starts, call.row_ends)
     pitch = cdiv(num_rows, 4) * 4  # rows of a TMA descriptor begin at multiples of 16 bytes
     at_once = max(1, call.max_workspace_bytes // (8 * pitch * TOKENS)) * TOKENS
     target, scores = lse.new_empty(2, min(at_once, num_tokens), pitch)
@@ -691,7 +695,7 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
             grid,
             _panels(q[some], TOKENS),
             _panels(k, TOKENS),
-            _panels(iq[some], TOKENS),
+            _panels(index_q[some], TOKENS),
             _panels(keys, TOKENS),
             Heads(lse[some], lse.stride(0), num_heads),
             Heads(weights[some], weights.stride(0), num_index_heads),
@@ -707,14 +711,14 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         weights_of_rows = None if call.row_weights is None else call.row_weights[some]
         losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
-            diq, dweights, _ = grads
-            operands = _given(given), _panels(iq[some], 64), _panels(keys, 64)
+            d_index_q, dweights, _ = grads
+            operands = _given(given), _panels(index_q[some], 64), _panels(keys, 64)
             jobs = cdiv(count, 64) * cdiv(num_index_heads, 2)
             _queries[(min(jobs, multiprocessors),)](
                 grid,
                 *operands,
                 Heads(weights[some], weights.stride(0), num_index_heads),
-                diq[some],
+                d_index_q[some],
                 dweights[some],
                 num_warps=4,
             )
