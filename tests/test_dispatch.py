@@ -412,11 +412,6 @@ def test_unmeasured_gpus_read_in_place(gpu):
     ) is None  # fmt: skip
 
 
-def test_format_names_are_refused():
-    with pytest.raises(TypeError, match="cache_format must be a CacheFormat, got str"):
-        prefill_workspace_rows([1], [1], cache_format="fp8_ds_mla", num_heads=8, topk=64)
-
-
 def cache_of(fmt):
     return PagedCache.allocate(fmt, 2, 5)
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sparsemla
 from sparsemla import (
     BF16_512,
     BF16_576,
@@ -15,6 +16,7 @@ from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
     INDEX_MXFP4,
+    PagedCache,
     RowFields,
     bf16_format,
     e4m3_format,
@@ -392,3 +394,36 @@ def test_unknown_names_are_refused(name):
 def test_impossible_formats_and_modes_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+NAMED = {
+    "PagedCache": lambda fmt: PagedCache(torch.zeros(2, 4, 656, dtype=torch.uint8), fmt).format,
+    "PagedCache.allocate": lambda fmt: PagedCache.allocate(fmt, 2, 4).format,
+    "Serving": lambda fmt: sparsemla.Serving(fmt).cache_format,
+    "prefill_workspace_rows": lambda fmt: sparsemla.prefill_workspace_rows(
+        [4096], [32768], cache_format=fmt, num_heads=128, topk=2048
+    ),
+}
+
+
+@pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
+def test_formats_are_given_by_name(call):
+    assert call("fp8_ds_mla") == call(FP8_DS_MLA)
+    with pytest.raises(ValueError, match=r"format name must be one of fp8_ds_mla, .*; got 'fp7'"):
+        call("fp7")
+    with pytest.raises(TypeError, match="ormat must be a CacheFormat, got int"):
+        call(656)
+
+
+def test_index_queries_have_a_format_by_name():
+    q, weights, table = torch.randn(3, 2, 128), torch.randn(3, 2), torch.zeros(8, 64)
+    positions = torch.arange(3)
+    for fmt in (sparsemla.INDEX_FP8, sparsemla.INDEX_MXFP4):
+        for one, other in zip(
+            *(
+                sparsemla.prepare_index_queries(q, weights, table, positions=positions, format=each)
+                for each in (fmt, fmt.name)
+            ),
+            strict=True,
+        ):
+            assert torch.equal(one.float(), other.float())

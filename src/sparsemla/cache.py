@@ -17,6 +17,7 @@ from sparsemla.formats import (
     CacheFormat,
     RowFields,
     ScaleMode,
+    as_format,
     bf16_format,
     is_named,
     scatter_rows,
@@ -33,7 +34,7 @@ class PagedCache:
             for quantised formats), or ``[num_pages, num_layers, page_size, row_width]`` if each
             page holds several layers. Pages, layers and rows may have any stride that the format
             allows.
-        format: the format of a row. It is never inferred from a size.
+        format: the format of a row, or its name. It is never inferred from a size.
         scales: ``[num_pages, (num_layers,) page_size, num_scales]`` float32, for formats with
             ``scales_in == "tensor"``; otherwise None.
 
@@ -54,9 +55,9 @@ class PagedCache:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        fmt = self.format
         check_kind("data", self.data, Tensor)
-        check_kind("format", fmt, CacheFormat)
+        fmt = as_format("format", self.format)
+        object.__setattr__(self, "format", fmt)
         # Custom operators receive a format by its name. Dynamo warns about the functools.cache in
         # get_format; in compiled code the operator raises instead.
         if not torch.compiler.is_compiling() and not is_named(fmt):
@@ -135,7 +136,7 @@ class PagedCache:
     @classmethod
     def allocate(
         cls,
-        format: CacheFormat,
+        format: CacheFormat | str,
         num_pages: int,
         page_size: int,
         *,
@@ -158,7 +159,7 @@ class PagedCache:
         >>> PagedCache.allocate(BF16_512, 3, 16, num_layers=2).data.shape
         torch.Size([3, 2, 16, 512])
         """
-        check_kind("format", format, CacheFormat)
+        format = as_format("format", format)
         data, scales = format.allocate(num_pages, page_size, num_layers=num_layers, device=device)
         return cls(data, format, scales)
 

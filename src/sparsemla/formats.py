@@ -621,6 +621,19 @@ def _named(name: str) -> CacheFormat:
     raise ValueError(f"format name must be one of {', '.join(known)}; got {name!r}")
 
 
+def as_format(argument: str, value: CacheFormat | str) -> CacheFormat:
+    """The format that an argument gives, or names.
+
+    Raises:
+        TypeError: the argument is neither a format nor a string.
+        ValueError: no format has this name.
+    """
+    if isinstance(value, str):
+        return get_format(value)
+    check_kind(argument, value, CacheFormat)
+    return value
+
+
 def is_named(fmt: CacheFormat) -> bool:
     """Whether :func:`get_format` returns this format for its name."""
     try:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import INDEX_FP8, CacheFormat
+from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
 from sparsemla.ops import (
@@ -132,7 +132,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         if self.cache_format is not None:
-            check_kind("cache_format", self.cache_format, CacheFormat)
+            fmt = as_format("cache_format", self.cache_format)
+            object.__setattr__(self, "cache_format", fmt)
         check_integer("index_heads", self.index_heads)
         for name in ("num_heads", "topk", "max_tokens", "max_requests", "max_query_len"):
             check_integer(name, getattr(self, name), 1)

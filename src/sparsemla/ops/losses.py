@@ -419,9 +419,10 @@ def dense_index_loss(
         target       = a / sum_s a[t, s]
 
     Differentiable in ``index_q``, ``weights`` and ``index_k``; the attention is a constant. Nothing
-    of size tokens times context exists: the op works on as many tokens at a time as the workspace holds. If
-    gradients are needed, the same pass computes them, because the only factor that it does not know
-    is one scalar. On a GPU, no bit of the loss and its gradients depends on the workspace.
+    of size tokens times context exists: the op works on as many tokens at a time as the workspace
+    holds. If gradients are needed, the same pass computes them, because the only factor that it
+    does not know is one scalar. On a GPU, no bit of the loss and its gradients depends on the
+    workspace.
 
     For attention with a sink, ``logaddexp(lse, attn_sink)`` weights heads by what they attend to.
 

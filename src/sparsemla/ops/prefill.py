@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.formats import CacheFormat
+from sparsemla.formats import CacheFormat, as_format
 from sparsemla.kernels import attention
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DensePrefill, SparsePrefill
@@ -55,9 +55,9 @@ def sparse_prefill(
     With ``list_tokens``, list ``n`` is that of the tokens ``n * list_tokens .. (n + 1) *
     list_tokens - 1``: of all of them, which is selection by blocks of queries, or with
     ``token_mask`` of those whose bit is set, as :func:`share_lists` makes it of the tokens' own
-    lists. Each row is then read once for all tokens of its list. So a row that one of them attends to must be finite:
-    NaN or an infinity in it may reach the others. The order in which a token's keys are added
-    depends on its neighbours' lists, and so do the last bits of its results.
+    lists. Each row is then read once for all tokens of its list. So a row that one of them attends
+    to must be finite: NaN or an infinity in it may reach the others. The order in which a token's
+    keys are added depends on its neighbours' lists, and so do the last bits of its results.
 
     ``allow_fp8_mma`` permits FP8 MMAs and does not ask for them. A kernel that has them rounds
     the first ``V`` dims of each query and of each row of ``kv`` to e4m3 with a power of two, and
@@ -192,7 +192,7 @@ def prefill_workspace_rows(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     *,
-    cache_format: CacheFormat,
+    cache_format: CacheFormat | str,
     num_heads: int,
     topk: int,
     max_rows: int = 1 << 18,
@@ -210,21 +210,21 @@ def prefill_workspace_rows(
     Args:
         query_lens: ``[P]`` host integers, new tokens of each prefill.
         seq_lens: ``[P]`` host integers, context and new tokens.
-        cache_format: the format of the cache.
+        cache_format: the format of the cache, or its name.
         num_heads: query heads of this rank.
         topk: most keys that a token selects.
         max_rows: most rows of the workspace, unless one request alone needs more.
         device: device of the op; default the current CUDA device, or the CPU without one.
 
     Raises:
-        TypeError: cache_format is not a CacheFormat.
+        TypeError: cache_format is no format and no name.
         ValueError: query_lens and seq_lens are of different lengths.
 
     >>> from sparsemla import BF16_576
     >>> lens = {"query_lens": [4096], "seq_lens": [32768]}
     >>> prefill_workspace_rows(**lens, cache_format=BF16_576, num_heads=128, topk=2048)
     """
-    Checker("prefill_workspace_rows").kind("cache_format", cache_format, CacheFormat)
+    cache_format = as_format("prefill_workspace_rows: cache_format", cache_format)
     for name, size in (("num_heads", num_heads), ("topk", topk), ("max_rows", max_rows)):
         check_integer(f"prefill_workspace_rows: {name}", size)
     check_device("prefill_workspace_rows: device", device)

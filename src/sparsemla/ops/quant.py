@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
-from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
+from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode, as_format
 from sparsemla.kernels import quant
 from sparsemla.kernels.quant.arguments import (
     AppendIndexKeys,
@@ -239,7 +239,7 @@ def prepare_index_queries(
     cos_sin_cache: Tensor,
     *,
     positions: Tensor,
-    format: CacheFormat = INDEX_FP8,
+    format: CacheFormat | str = INDEX_FP8,
     interleaved: bool = False,
     rope_first: bool = True,
     hadamard: bool = False,
@@ -289,7 +289,7 @@ def prepare_index_queries(
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     positions = check.tensor("positions", positions, "T", INTEGERS)
     check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], q.shape[2])
-    check.kind("format", format, CacheFormat)
+    format = as_format("prepare_index_queries: format", format)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, format)
     check.hadamard(hadamard, q.shape[2])

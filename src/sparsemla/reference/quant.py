@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
-from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode
+from sparsemla.formats import INDEX_FP8, CacheFormat, ScaleMode, as_format
 
 
 def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -100,7 +100,7 @@ def prepare_index_queries(
     cos_sin_cache: Tensor,
     *,
     positions: Tensor,
-    format: CacheFormat = INDEX_FP8,
+    format: CacheFormat | str = INDEX_FP8,
     interleaved: bool = False,
     rope_first: bool = True,
     hadamard: bool = False,
@@ -108,6 +108,7 @@ def prepare_index_queries(
 ) -> tuple[Tensor, Tensor]:
     """Rotated, quantised queries, and head weights times ``(HI * DI)^-0.5`` and query scale."""
     num_heads, head_dim = q.shape[1:]
+    format = as_format("format", format)
     cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
     rows = _rotate_index(q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
     folded = weights.float() * (num_heads * head_dim) ** -0.5  # [T, HI]

@@ -36,7 +36,7 @@ from sparsemla.backends.transformers.step import (
     split_mask,
 )
 from sparsemla.backends.transformers.training import TrainingAttention
-from sparsemla.formats import CacheFormat
+from sparsemla.formats import CacheFormat, as_format
 from sparsemla.validation import check_integer, check_number
 
 LAYERS: dict[str, Callable[..., Layers]] = {
@@ -295,8 +295,8 @@ class PagedAttention(Handle):
 def enable(
     model: PreTrainedModel,
     *,
-    cache_format: CacheFormat | None = None,
-    index_format: CacheFormat | None = None,
+    cache_format: CacheFormat | str | None = None,
+    index_format: CacheFormat | str | None = None,
     page_size: int = PAGE_SIZE,
     record_selections: bool = False,
     training: Literal[False] = False,
@@ -316,8 +316,8 @@ def enable(
 def enable(
     model: PreTrainedModel,
     *,
-    cache_format: CacheFormat | None = None,
-    index_format: CacheFormat | None = None,
+    cache_format: CacheFormat | str | None = None,
+    index_format: CacheFormat | str | None = None,
     page_size: int = PAGE_SIZE,
     record_selections: bool = False,
     training: bool | Stage = False,
@@ -343,9 +343,9 @@ def enable(
     Args:
         model: with or without its language model head; ``generate`` over a static cache needs
             the model with the head.
-        cache_format: format of the latent rows; ``head_dim`` is L + R, ``value_dim`` is L. For
-            DeepSeek-V4 the format of raw rows and entries, both dims D; for GLM-5.3 both dims L.
-            Default bfloat16.
+        cache_format: format of the latent rows, or its name; ``head_dim`` is L + R, ``value_dim``
+            is L. For DeepSeek-V4 the format of raw rows and entries, both dims D; for GLM-5.3 both
+            dims L. Default bfloat16.
         index_format: format of the indexer keys; default e4m3 with a scale per row with an FP8
             ``cache_format``, else bfloat16.
         page_size: rows of a page.
@@ -409,8 +409,8 @@ def enable(
         )
     layers = LAYERS[config.model_type](
         base,
-        cache_format=cache_format,
-        index_format=index_format,
+        cache_format=None if cache_format is None else as_format("cache_format", cache_format),
+        index_format=None if index_format is None else as_format("index_format", index_format),
         page_size=page_size,
         records=record_selections,
     )
