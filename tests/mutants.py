@@ -90,7 +90,7 @@ GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_sh
 SHARED_GRADIENTS = (
     "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
 )
-GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+GATHER = "tests/test_tiers.py -k portable_kernels and gather_dequant-fp8_ds_mla"
 CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
@@ -287,7 +287,7 @@ CPU_MUTANTS = (
         "gather/triton.py",
         "        seen - length + column,\n",
         "        column.to(tl.int64),\n",
-        "tests/test_triton_gather.py -k test_slots_of_keys and 1-64",
+        "tests/test_tiers.py -k portable_kernels and visible_slots-20",
     ),
     portable(
         "CPU: ties go to the higher column",
