@@ -71,7 +71,7 @@ MERGE = "tests/test_triton_decode.py -k merge_states and (40 or 80)"
 STREAMS = "tests/test_triton_prefill.py -k two_streams and fp8_584"
 PREFILL = "tests/test_triton_prefill.py -k test_dense_prefill and kv_lens and True"
 RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_keys)"
-PAGED = "tests/test_triton_indexer.py -k test_paged and 7-3"
+PAGED = "tests/test_triton_indexer.py -k test_paged"
 NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k strided_values or (test_merge and five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
@@ -79,7 +79,7 @@ WRITES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-f
 WRITES_FP4 = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp4_288"
 TIES_FP4 = "tests/test_triton_quant.py -k nan_large_values_and_ties and fp4_288"
 DECODE_FP4 = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp4_288"
-KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
+KEYS_FP4 = "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-index_mxfp4"
 QUERIES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-whole"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 GROUP_STEPS = "tests/test_triton_projection.py -k test_groups and 192 and block1"
@@ -245,7 +245,7 @@ CPU_MUTANTS = (
         "indexer/triton.py",
         "end = tl.maximum(end, 0) // RATIO",
         "end = tl.cdiv(tl.maximum(end, 0), RATIO)",
-        "tests/test_triton_indexer.py -k scores_of_pooled_keys",
+        "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-lengths",
     ),
     portable(
         "ties go to the higher id",
@@ -301,7 +301,7 @@ CPU_MUTANTS = (
         "indexer/cpu.py",
         "return scores if key_scales is None else scores.mul_(key_scales)",
         "return scores",
-        "tests/test_indexer.py -k test_scores_of_every_head_count and fp8 and not paged",
+        "tests/test_tiers.py -k test_cpu and indexer_scores-ragged",
     ),
     portable(
         "the norm of a query leaves its rotated dims out",
