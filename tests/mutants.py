@@ -71,31 +71,31 @@ MERGE = "tests/test_triton_decode.py -k merge_states and (40 or 80)"
 STREAMS = "tests/test_triton_prefill.py -k two_streams and fp8_584"
 PREFILL = "tests/test_triton_prefill.py -k test_dense_prefill and kv_lens and True"
 RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_keys)"
-PAGED = "tests/test_triton_indexer.py -k test_paged and 7-3"
+PAGED = "tests/test_triton_indexer.py -k test_paged"
 NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
-TIES = "tests/test_triton_topk.py -k test_merge and (int32-30 or five)"
+TIES = "tests/test_triton_topk.py -k strided_values or (test_merge and five)"
 PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
-WRITES = "tests/test_triton_quant.py -k latent_rows_are_written and fp8_584 and not plain"
-WRITES_FP4 = "tests/test_triton_quant.py -k latent_rows_are_written and fp4_288"
+WRITES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp8_584"
+WRITES_FP4 = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp4_288"
 TIES_FP4 = "tests/test_triton_quant.py -k nan_large_values_and_ties and fp4_288"
 DECODE_FP4 = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp4_288"
-KEYS_FP4 = "tests/test_triton_indexer.py -k best_of_pooled_keys and mxfp4"
-QUERIES = "tests/test_triton_quant.py -k whole_queries and fp8_584"
+KEYS_FP4 = "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-index_mxfp4"
+QUERIES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-whole"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
 GROUP_STEPS = "tests/test_triton_projection.py -k test_groups and 192 and block1"
 GROUPS_ACROSS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block2"
-POOL = "tests/test_triton_pool.py -k test_windows_of_every_kind and bf16_96v96"
-LONG_POOL = "tests/test_triton_pool.py -k test_windows_with_options and 21"
+POOL = "tests/test_tiers.py -k portable_kernels and pool_windows-ratio and overlap and index_fp8"
+LONG_POOL = "tests/test_triton_pool.py -k long_steps and 21"
 GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
 SHARED_GRADIENTS = (
     "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
 )
-GATHER = "tests/test_triton_gather.py -k test_gather_dequant and fp8_ds_mla"
+GATHER = "tests/test_tiers.py -k portable_kernels and gather_dequant-fp8_ds_mla"
 CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
-SHARED = "tests/test_triton_lists.py -k test_lists and 2-9-33"
-SHARED_PREFILL = "tests/test_triton_lists.py -k test_attention and 4-16-ascending"
+SHARED = "tests/test_tiers.py -k portable_kernels and share_lists-"
+SHARED_PREFILL = "tests/test_tiers.py -k portable_kernels and sparse_prefill-shared and 16"
 INDEX_DENSE = "tests/test_triton_losses.py -k test_dense_losses and causal and num_heads"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
@@ -245,7 +245,7 @@ CPU_MUTANTS = (
         "indexer/triton.py",
         "end = tl.maximum(end, 0) // RATIO",
         "end = tl.cdiv(tl.maximum(end, 0), RATIO)",
-        "tests/test_triton_indexer.py -k scores_of_pooled_keys",
+        "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-lengths",
     ),
     portable(
         "ties go to the higher id",
@@ -287,7 +287,7 @@ CPU_MUTANTS = (
         "gather/triton.py",
         "        seen - length + column,\n",
         "        column.to(tl.int64),\n",
-        "tests/test_triton_gather.py -k test_slots_of_keys and 1-64",
+        "tests/test_tiers.py -k portable_kernels and visible_slots-20",
     ),
     portable(
         "CPU: ties go to the higher column",
@@ -301,7 +301,7 @@ CPU_MUTANTS = (
         "indexer/cpu.py",
         "return scores if key_scales is None else scores.mul_(key_scales)",
         "return scores",
-        "tests/test_indexer.py -k test_scores_of_every_head_count and fp8 and not paged",
+        "tests/test_tiers.py -k test_cpu and indexer_scores-ragged",
     ),
     portable(
         "the norm of a query leaves its rotated dims out",

@@ -19,19 +19,6 @@ from sparsemla_lab.testing.cases import (
 )
 from sparsemla_lab.testing.compare import assert_equal, check_op
 from sparsemla_lab.testing.poison import poisoned_empty
-from sparsemla_lab.testing.shapes import LATENT_FORMATS, PAGE_SIZES
-
-by_format = pytest.mark.parametrize("fmt", LATENT_FORMATS)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("workspace", [False, True], ids=["slots", "slots and workspace"])
-def test_slots(device, dtype, page_size, workspace):
-    case = to_slots_case(
-        Draw(0, device), page_size=page_size, dtype=dtype, with_workspace=workspace
-    )
-    check_op("to_slots", case)
 
 
 @given(
@@ -200,30 +187,6 @@ def check_gather(case):
     reference.gather_dequant(**case | {"out": expected})
     assert_equal("out", out, expected)
     return out
-
-
-@by_format
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_gathered_rows(device, fmt, page_size):
-    case = gather_dequant_case(Draw(3, device), fmt, seq_lens=[70, 0, 1, 128], page_size=page_size)
-    out = check_gather(case)
-    assert out.isfinite().all()
-    for start, length in ((1, 70), (72, 0), (73, 1), (75, 128)):
-        assert (out[start - 1] == -7).all()
-        assert (out[start + length] == -7).all()
-
-
-@by_format
-def test_gather_from_later_positions(device, fmt):
-    case = gather_dequant_case(
-        Draw(4, device), fmt, seq_lens=[5, 33, 0], seq_starts=[60, 0, 9], page_size=8
-    )
-    check_gather(case)
-
-
-def test_gather_of_one_layer_of_several(device):
-    case = gather_dequant_case(Draw(5, device), FP8_DS_MLA, seq_lens=[9, 70], num_layers=3)
-    assert check_gather(case).isfinite().all()
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 4, GARBAGE_PAGE])

@@ -34,32 +34,11 @@ from sparsemla_lab.testing.compare import (
     run_reference,
     score_sizes,
 )
-from sparsemla_lab.testing.shapes import INDEX_FORMATS, PAGE_SIZES
+from sparsemla_lab.testing.shapes import INDEX_FORMATS
 
 by_format = pytest.mark.parametrize("fmt", INDEX_FORMATS)
 by_dtype = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 HEADS = [1, 3, 8, 32, 64]
-
-
-@by_dtype
-@pytest.mark.parametrize("ranges", ["causal", "segments", "ragged"])
-@pytest.mark.parametrize(("num_tokens", "num_keys"), [(1, 1), (6, 100), (65, 130)])
-def test_scores(device, num_tokens, num_keys, ranges, fp8):
-    draw = Draw(0, device)
-    check_op(
-        "indexer_scores",
-        indexer_scores_case(draw, num_tokens=num_tokens, num_keys=num_keys, ranges=ranges, fp8=fp8),
-    )
-
-
-@by_dtype
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("num_heads", HEADS)
-def test_scores_of_every_head_count(device, num_heads, head_dim, fp8):
-    check_op(
-        "indexer_scores",
-        indexer_scores_case(Draw(1, device), num_heads=num_heads, head_dim=head_dim, fp8=fp8),
-    )
 
 
 @by_dtype
@@ -141,31 +120,6 @@ def test_fp8_scores_are_close_to_unquantised_scores(device):
     assert_close("scores", got, expected, UNQUANTIZED_SCORES, sizes)
 
 
-@by_format
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("query_len", [1, 2])
-@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
-def test_paged_scores(device, fmt, page_size, query_len, own_lengths):
-    case = indexer_scores_paged_case(
-        Draw(10, device),
-        format=fmt,
-        page_size=page_size,
-        query_len=query_len,
-        own_lengths=own_lengths,
-    )
-    (scores,) = check_op("indexer_scores_paged", case)
-    assert not scores.isnan().any()
-
-
-@pytest.mark.parametrize("num_heads", HEADS)
-def test_paged_scores_of_every_head_count(device, num_heads):
-    check_op(
-        "indexer_scores_paged",
-        indexer_scores_paged_case(Draw(11, device), num_heads=num_heads, query_len=3, exact=True),
-        (EXACT,),
-    )
-
-
 def test_paged_scores_equal_ragged_scores(device):
     case = indexer_scores_paged_case(Draw(12, device), seq_lens=[130], exact=True)
     paged = sparsemla.indexer_scores_paged(**case)
@@ -198,17 +152,6 @@ def test_paged_scores_of_missing_pages_are_minus_infinity(device, page):
     assert (scores[0, 0, 128:130] > -torch.inf).all()
 
 
-@by_format
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
-@pytest.mark.parametrize("topk", [1, 16, 63, 64, 65, 300])
-def test_selections(device, fmt, causal, topk):
-    (ids,) = check_op(
-        "indexer_topk",
-        indexer_topk_case(Draw(15, device), format=fmt, causal=causal, topk=topk),
-    )
-    assert ids.shape == (11, topk)
-
-
 @pytest.mark.parametrize("topk", [16, 300])
 def test_selections_as_slots(device, topk):
     case = indexer_topk_case(Draw(15, device), topk=topk, as_slots=True)
@@ -216,15 +159,6 @@ def test_selections_as_slots(device, topk):
     positions = sparsemla.indexer_topk(**(case | {"as_slots": False}))
     assert torch.equal(slots >= 0, positions >= 0)
     assert not torch.equal(slots, positions)
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("num_heads", HEADS)
-def test_selections_of_every_head_count_and_page_size(device, num_heads, page_size):
-    check_op(
-        "indexer_topk",
-        indexer_topk_case(Draw(16, device), num_heads=num_heads, page_size=page_size),
-    )
 
 
 BATCHES = {
@@ -498,11 +432,6 @@ def test_scores_and_selections_without_pages(device):
     for as_slots in (False, True):
         (ids,) = check_op("indexer_topk", case | {"as_slots": as_slots})
         assert (ids == -1).all()
-
-
-def test_selection_of_one_layer_of_several(device):
-    case = indexer_topk_case(Draw(20, device), num_layers=3)
-    check_op("indexer_topk", case)
 
 
 def test_all_scores_equal(device):

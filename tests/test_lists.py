@@ -156,26 +156,6 @@ def test_more_lists_than_the_cpu_takes_at_a_time(monkeypatch):
 # --- attention ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ascending", "shuffled", "whole"])
-@pytest.mark.parametrize(
-    ("list_tokens", "num_tokens", "num_heads"),
-    [(1, 3, 8), (2, 5, 3), (4, 10, 16), (8, 16, 8), (8, 5, 1), (3, 7, 40)],
-)
-def test_attention_over_shared_lists(device, list_tokens, num_tokens, num_heads, kind):
-    for strided in (False, True):
-        case = shared_prefill_case(
-            Draw(53, device),
-            list_tokens=list_tokens,
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            kind=kind,
-            with_sink=True,
-            with_lengths=True,
-            strided=strided,
-        )
-        check_op("sparse_prefill", case)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_attention_over_shared_lists_of_other_dtypes(device, dtype):
     check_op("sparse_prefill", shared_prefill_case(Draw(54, device), dtype=dtype))

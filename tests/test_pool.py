@@ -8,9 +8,6 @@ import torch
 
 import sparsemla
 from sparsemla import (
-    BF16_512,
-    FP8_584,
-    INDEX_FP8,
     PagedCache,
     Pooling,
     WindowState,
@@ -54,23 +51,10 @@ def check_pool(make):
     return actual
 
 
-@pytest.mark.parametrize("pooling", [CSA, HCA, Pooling(1), Pooling(3), Pooling(2, overlap=True)])
-@pytest.mark.parametrize("fmt", [FP8_584, BF16_512, INDEX_FP8, SMALL], ids=lambda fmt: fmt.name)
-def test_windows_of_every_kind_and_format(device, pooling, fmt):
-    check_pool(lambda: pool_windows_case(Draw(0, device), fmt, pooling))
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"bias": False},
-        {"strided": True},
-        {"with_rows": True},
-        {"interleaved": False},
-        {"dtype": torch.float32},
         {"dtype": torch.float16, "table_dtype": torch.bfloat16},
-        {"index_dtype": torch.int64},
-        {"max_drafts": 5},
         {"state_page": 4},
         {"state_page": 40, "max_drafts": 2, "with_rows": True},
         {"rope_dim": 0},

@@ -43,15 +43,13 @@ def check_scores(out, expected):
     assert energy == 0 or 1 - 2 * (x * y).sum() / energy < 5e-6
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "dim", "dtype"),
+    ("heads", "dim", "dtype", "weight_dtype"),
     [
-        (64, 128, E4M3),
-        (5, 16, E4M3),
-        (48, 96, torch.bfloat16),
-        (128, 256, torch.bfloat16),
-        (1, 200, E4M3),
+        (5, 16, E4M3, torch.float32),
+        (48, 96, torch.bfloat16, torch.bfloat16),
+        (128, 256, torch.bfloat16, torch.float32),
+        (1, 200, E4M3, torch.float16),
     ],
 )
 def test_ragged(heads, dim, dtype, weight_dtype):
@@ -114,9 +112,8 @@ def paged_inputs(fmt, lens, page_size, width):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("page_size", "query_len"), [(1, 1), (7, 3), (64, 2)])
-def test_paged(query_len, page_size, fmt):
-    lens = [130, 0, 1, 64]
+def test_paged(fmt):
+    lens, page_size, query_len = [130, 0, 1, 64], 7, 3
     cache, table = paged_inputs(fmt, lens, page_size, -(-130 // page_size))
     table[0, 2] = -1
     table[3, 0] = cache.num_pages
@@ -171,7 +168,7 @@ def best_inputs(fmt, query_lens, lens, page_size=16, heads=5):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("max_workspace_bytes", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("max_workspace_bytes", [1, 3000])
 def test_best(max_workspace_bytes, causal):
     """Prefill, speculative decode, empty request and decode in one batch, at any bound."""
     inputs = best_inputs(e4m3_format(32, 32, 32), [9, 0, 2, 1], [75, 30, 2, 41])
@@ -201,32 +198,11 @@ def test_best_of_pooled_keys(fmt, ratio, topk, causal, as_slots):
     assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, **options))
 
 
-@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
-def test_paged_scores_of_pooled_keys(own_lengths):
-    counts = [40, 1, 9]
-    cache, table = paged_inputs(bf16_format(16), counts, 4, 10)
-    lengths = torch.tensor([[4 * n + 3] for n in counts]) - torch.tensor([2, 1, 0])
-    arguments = {
-        "q": torch.randn(3, 3, 2, 16).bfloat16(),
-        "weights": torch.randn(3, 3, 2),
-        "cache": cache,
-        "page_table": table,
-        "seq_lens": lengths if own_lengths else lengths[:, 2],
-        "max_seq_len": 42,
-        "ratio": 4,
-    }
-    out = torch.full((3, 3, 42), 7.0)
-    dispatch.load("indexer_scores_paged", "triton")(**arguments, out=out)
-    check_scores(out, reference.indexer_scores_paged(**arguments))
-    assert ((out > -torch.inf).sum(2) == lengths // 4).all()
-
-
-@pytest.mark.parametrize("max_workspace_bytes", [1, 1 << 20])
-def test_best_as_slots(max_workspace_bytes):
+def test_best_as_slots():
     inputs = best_inputs(bf16_format(16), [9, 0, 1], [75, 30, 41])
     inputs["page_table"][0, 1] = -1
     for topk in (7, 90):
-        out = best(inputs, topk, max_workspace_bytes, as_slots=True)
+        out = best(inputs, topk, 1, as_slots=True)
         assert torch.equal(out, reference.indexer_topk(**inputs, topk=topk, as_slots=True))
 
 

@@ -1,12 +1,11 @@
-"""The portable kernel of shared lists against the reference, and attention over such lists."""
+"""The portable kernel of shared lists at its limits; test_tiers.py has its cases."""
 
 import pytest
 import torch
 
 from sparsemla import dispatch, reference
-from sparsemla_lab.testing.cases import Draw, embed, share_lists_case, shared_prefill_case
+from sparsemla_lab.testing.cases import Draw, embed, share_lists_case
 from sparsemla_lab.testing.compare import assert_equal
-from test_triton_prefill import check
 
 pytest.importorskip("triton")
 
@@ -29,18 +28,6 @@ def check_lists(case):
     ):
         assert_equal(name, got.contiguous(), wanted)
     return expected
-
-
-@pytest.mark.parametrize("kind", ["ascending", "shuffled", "mixed"])
-@pytest.mark.parametrize(
-    ("list_tokens", "num_tokens", "topk"),
-    [(1, 3, 20), (2, 9, 33), (4, 9, 64), (8, 19, 20), (8, 3, 7), (3, 7, 1)],
-)
-def test_lists(list_tokens, num_tokens, topk, kind):
-    options = {"list_tokens": list_tokens, "num_tokens": num_tokens, "topk": topk, "kind": kind}
-    for dtype, lengths in ((torch.int32, False), (torch.int64, True)):
-        draw = Draw(60, DEVICE)
-        check_lists(share_lists_case(draw, dtype=dtype, with_lengths=lengths, **options))
 
 
 def test_lists_longer_than_a_step():
@@ -78,20 +65,3 @@ def test_lengths_beyond_int32():
     case = share_lists_case(draw, num_tokens=4, list_tokens=2)
     lengths = draw.tensor([2**40, -(2**40) + 3, 2**32 + 1, 2**63 - 1], torch.int64)
     check_lists(case | {"topk_lengths": lengths})
-
-
-@pytest.mark.parametrize("kind", ["ascending", "shuffled", "whole"])
-@pytest.mark.parametrize(("list_tokens", "num_heads"), [(1, 3), (2, 5), (4, 16), (8, 1)])
-def test_attention(list_tokens, num_heads, kind):
-    case = shared_prefill_case(
-        Draw(63, DEVICE),
-        list_tokens=list_tokens,
-        num_tokens=5,
-        num_heads=num_heads,
-        topk=33,
-        kind=kind,
-        with_sink=True,
-        with_lengths=True,
-        strided=list_tokens == 4,
-    )
-    check("sparse_prefill", case)

@@ -116,13 +116,8 @@ def test_strided_rows_and_poison(dtype):
     check(scores, 30, small_schedule(2), starts, ends)
 
 
-def test_default_schedule():
-    scores = torch.randn(2, 5000)
-    scores[1] = torch.relu(scores[1] - 2.5)
-    check(scores, 64)
-    check(scores[:, :300], 64)
-    check(scores[:0], 64)
-    check(scores[:, :0], 64)
+def test_no_rows():
+    check(torch.empty(0, 5000), 64)
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -188,14 +183,10 @@ def check_merge(values, indices, topk):
     assert (out[:, [0, -2, -1]] == -7).all()
 
 
-@pytest.mark.parametrize("topk", [1, 30, 130])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_merge(index_dtype, topk):
-    draw = Draw(0, torch.device(DEVICE))
-    case = merge_topk_case(draw, num_parts=3, width=33, topk=topk, index_dtype=index_dtype)
-    check_merge(**case)
-    values = torch.full((3, 5, 40), NAN)[..., 3:36]  # strided
-    check_merge(values.copy_(case["values"]), case["indices"], topk)
+def test_merge_of_strided_values():
+    case = merge_topk_case(Draw(0, torch.device(DEVICE)), num_parts=3, width=33, topk=30)
+    values = torch.full((3, 5, 40), NAN)[..., 3:36]
+    check_merge(values.copy_(case["values"]), case["indices"], 30)
 
 
 @pytest.mark.parametrize("name", adversarial_rows(8))
