@@ -191,7 +191,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/gpus.md",
-        "On an H100 `--as sm_89` passed {} at {}, and `--as sm_80` {} at {};",
+        "On an H100 `--as sm_89` passed {} at {}, and `--as sm_80` {} at {}.",
         [
             lambda: verified("h100-as-sm_89"),
             lambda: commit_of("h100-as-sm_89"),
