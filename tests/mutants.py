@@ -74,7 +74,7 @@ RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_k
 PAGED = "tests/test_triton_indexer.py -k test_paged"
 NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k strided_values or (test_merge and five)"
-PARTS = "tests/test_triton_projection.py -k parts_of_a_split and 2-5"
+PARTS = "tests/test_tiers.py -k portable_kernels and project_heads-5"
 WRITES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp8_584"
 WRITES_FP4 = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp4_288"
 TIES_FP4 = "tests/test_triton_quant.py -k nan_large_values_and_ties and fp4_288"
@@ -93,10 +93,10 @@ SHARED_GRADIENTS = (
 GATHER = "tests/test_tiers.py -k portable_kernels and gather_dequant-fp8_ds_mla"
 CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
-INDEX_LISTS = "tests/test_triton_losses.py -k test_selected_scores and num_rows"
+INDEX_LISTS = "tests/test_tiers.py -k portable_kernels and selected_scores and row"
 SHARED = "tests/test_tiers.py -k portable_kernels and share_lists-"
 SHARED_PREFILL = "tests/test_tiers.py -k portable_kernels and sparse_prefill-shared and 16"
-INDEX_DENSE = "tests/test_triton_losses.py -k test_dense_losses and causal and num_heads"
+INDEX_DENSE = "tests/test_triton_losses.py -k loss_alone and causal"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
 CPU_MUTANTS = (
@@ -441,7 +441,7 @@ CPU_MUTANTS = (
         "losses/triton.py",
         "p *= (1 / (1 + tl.exp2((sink - row_lse) * LOG2E)))[:, None]",
         "p += sink[:, None] * 0",
-        "tests/test_triton_losses.py -k test_attention_target and with_sink",
+        "tests/test_tiers.py -k portable_kernels and attention_target-sinks",
     ),
     portable(
         "a token does not see its last row",
@@ -455,7 +455,7 @@ CPU_MUTANTS = (
         "losses/triton.py",
         "scale = 1 / tl.where(all_mass == 0, 1.0, all_mass)",
         "scale = all_mass * 0 + 1",
-        "tests/test_triton_losses.py -k test_dense_losses and shared_keys",
+        "tests/test_tiers.py -k portable_kernels and dense_index_gradients-shared",
     ),
     portable(
         "gradients of keys forget earlier chunks of tokens",

@@ -198,11 +198,11 @@ def test_gradients_of_every_token_are_checked(workload, index, monkeypatch):
     """With the definition applied to a few tokens at a time; one row in the place of another."""
     monkeypatch.setattr(type(workload), "at_once", 16, raising=False)
     inputs = workload.build(CPU)
-    *rest, d_index_q, dweights, d_index_k = workload.run(inputs)
-    gradients = [d_index_q, dweights, d_index_k]
+    *rest, dindex_q, dweights, dindex_k = workload.run(inputs)
+    gradients = [dindex_q, dweights, dindex_k]
     workload.check(inputs, (*rest, *gradients))
     gradients[index][-1] = gradients[index][-2]
-    name = ("d_index_q", "dweights", "d_index_k")[index]
+    name = ("dindex_q", "dweights", "dindex_k")[index]
     with pytest.raises(AssertionError, match=name):
         workload.check(inputs, (*rest, *gradients))
 

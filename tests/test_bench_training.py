@@ -137,7 +137,7 @@ def test_a_dense_mask_that_is_off_by_one_is_found(inputs):
         side.check(side.run())
 
 
-NAMES = "out", "lse", "dq", "dkv", "d_index_q", "dweights", "d_index_k", "lists", "loss"
+NAMES = "out", "lse", "dq", "dkv", "dindex_q", "dweights", "dindex_k", "lists", "loss"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lists"])

@@ -32,42 +32,21 @@ from sparsemla_lab.testing.compare import (
 )
 
 FLOAT32 = {"dtype": torch.float32}
-LISTS = [
-    {},
-    {"with_lengths": True},
-    {"num_heads": 3, "strided": True},
-    {"dtype": torch.float16},
-    {"num_tokens": 0},
-    {"topk": 0},
-    {"share": 0.0},
-    {"num_rows": 1, "topk": 40},
-]
 
 
-@pytest.mark.parametrize("options", LISTS, ids=str)
+@pytest.mark.parametrize("options", [{"num_tokens": 0}, {"topk": 0}], ids=str)
 @pytest.mark.parametrize("op", ["selected_scores", "selected_scores_backward", "attention_target"])
-def test_lists(device, op, options):
+def test_no_entries(device, op, options):
     check_op(op, getattr(cases, f"{op}_case")(Draw(0, device), **options))
 
 
-@pytest.mark.parametrize("num_heads", [1, 17, 96, 128])
-def test_head_counts(device, num_heads):
-    for op in ("selected_scores", "selected_scores_backward", "attention_target"):
-        check_op(op, getattr(cases, f"{op}_case")(Draw(1, device), num_heads=num_heads))
-
-
-@pytest.mark.parametrize("options", [{"with_sink": True}, {"normalize": False}, {"num_heads": 0}])
-def test_targets(device, options):
-    check_op("attention_target", cases.attention_target_case(Draw(2, device), **options))
+def test_a_target_of_no_heads(device):
+    check_op("attention_target", cases.attention_target_case(Draw(2, device), num_heads=0))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"ranges": "causal", "num_tokens": 70, "num_rows": 150},
-        {"with_row_weights": True, "strided": True},
-        {"shared_keys": True, "head_dim": 576},
         {"num_index_heads": 20, "index_dim": 128},
         {"ranges": "causal", "num_tokens": 140, "num_rows": 270, "index_dim": 128},
         {"num_tokens": 0},
@@ -85,11 +64,11 @@ def test_a_token_whose_attention_has_no_mass_has_no_loss(device):
     case = cases.dense_index_loss_case(Draw(3, device))
     case["lse"][2] = torch.inf  # it and token 4 see rows
     (loss,) = check_op("dense_index_loss", case)
-    found, d_index_q, dweights, _ = check_op("dense_index_gradients", case)
+    found, dindex_q, dweights, _ = check_op("dense_index_gradients", case)
     assert_equal("loss", found, loss)
-    assert not d_index_q[2].any()
+    assert not dindex_q[2].any()
     assert not dweights[2].any()
-    assert d_index_q[4].any()
+    assert dindex_q[4].any()
 
 
 def rounded(x, bits):
@@ -115,14 +94,14 @@ def check_rounded(case, *, terms, sums):
     index_q, index_k = case["index_q"].float(), case["index_k"].float().nan_to_num()
     positive = torch.einsum("thd,sd->ths", index_q, index_k) > 0
     b = rounded(given[:, None] * case["weights"][..., None] * positive, terms)
-    d_index_q, d_index_k = torch.zeros_like(index_q), torch.zeros_like(index_k)
+    dindex_q, dindex_k = torch.zeros_like(index_q), torch.zeros_like(index_k)
     for row in range(len(index_k)):
-        d_index_q = rounded(d_index_q + b[..., row, None] * index_k[row], sums)
+        dindex_q = rounded(dindex_q + b[..., row, None] * index_k[row], sums)
     for share, query in zip(b.flatten(0, 1), index_q.flatten(0, 1), strict=True):
-        d_index_k = rounded(d_index_k + share[:, None] * query, sums)
+        dindex_k = rounded(dindex_k + share[:, None] * query, sums)
     expected = run_reference("dense_index_gradients", case)
     sizes = sizes_of("dense_index_gradients", case)
-    for index, got in ((1, d_index_q), (3, d_index_k)):
+    for index, got in ((1, dindex_q), (3, dindex_k)):
         tolerance = TOLERANCES["dense_index_gradients"][index]
         assert_close("gradient", got.bfloat16(), expected[index], tolerance, sizes[index])
 
@@ -393,9 +372,9 @@ def test_a_row_of_nan_reaches_its_users_only(device):
     assert users.any()
     assert not users.all()
     case["index_k"].nan_to_num_(0.5)[named] = math.nan
-    d_index_q, _, d_index_k = sparsemla.selected_scores_backward(**case)
-    assert_equal("tokens", d_index_q.isnan().any(-1).any(-1), users)
-    assert d_index_k.isfinite().all()  # a score that is NaN has no slope
+    dindex_q, _, dindex_k = sparsemla.selected_scores_backward(**case)
+    assert_equal("tokens", dindex_q.isnan().any(-1).any(-1), users)
+    assert dindex_k.isfinite().all()  # a score that is NaN has no slope
     del case["dscores"]
     listed = case["topk_indices"] == named
     assert_equal("scores", sparsemla.selected_scores(**case).isnan(), listed)
@@ -409,7 +388,7 @@ def test_a_token_without_entries_may_be_nan(device, num_heads):
     _, _, expected = sparsemla.selected_scores_backward(**case)
     for name in ("dscores", "index_q", "weights"):
         case[name][1] = math.nan
-    assert_equal("d_index_k", sparsemla.selected_scores_backward(**case)[2], expected)
+    assert_equal("dindex_k", sparsemla.selected_scores_backward(**case)[2], expected)
 
 
 def test_attention_gets_no_gradient(device):
@@ -483,7 +462,7 @@ def test_tokens_of_weight_zero_may_be_nan(device, index_dim):
     }
     results = sparsemla.dense_index_gradients(**case | poisoned)
     for name, got, wanted in zip(
-        ("loss", "d_index_q", "dweights", "d_index_k"), results, expected, strict=True
+        ("loss", "dindex_q", "dweights", "dindex_k"), results, expected, strict=True
     ):
         assert_equal(name, got, wanted)
     assert not results[1][out].any()
@@ -538,9 +517,9 @@ def test_second_derivatives_are_refused(device):
     case = cases.selected_scores_case(Draw(23, device), **FLOAT32)
     scores = sparsemla.selected_scores(**case | dict(zip(NAMES, indexer(case), strict=True)))
     finite = scores[~scores.isneginf()].square().sum()
-    (d_index_q,) = torch.autograd.grad(finite, [case["index_q"]], create_graph=True)
+    (dindex_q,) = torch.autograd.grad(finite, [case["index_q"]], create_graph=True)
     with pytest.raises(RuntimeError, match="selected_scores has no second derivative"):
-        d_index_q.sum().backward()
+        dindex_q.sum().backward()
 
 
 class Dropped(torch.autograd.Function):
@@ -697,7 +676,7 @@ def test_the_dense_loss_is_bounded(device):
     bound = 64 * 1024 * 8 * 2  # 64 tokens are always processed
     results = dict(
         zip(
-            ("loss", "d_index_q", "dweights", "d_index_k"),
+            ("loss", "dindex_q", "dweights", "dindex_k"),
             sparsemla.dense_index_gradients(**case),
             strict=True,
         )

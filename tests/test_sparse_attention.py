@@ -236,38 +236,9 @@ def test_gradients_of_shared_lists(device, dtype, shared):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_heads": 16, "list_tokens": 4},
-        {"num_heads": 32, "list_tokens": 4, "kind": "shuffled"},
-        {"num_heads": 17, "list_tokens": 8, "with_sink": True},  # more than Hopper's kernels take
-        {"num_heads": 64, "list_tokens": 2, "topk": 65, "num_rows": 90},
-        {"num_heads": 64, "list_tokens": 8, "num_tokens": 1},
-        {"head_dim": 512, "list_tokens": 3, "num_heads": 10},
-        {"head_dim": 100, "list_tokens": 2},
-        {"strided": True, "list_tokens": 4, "with_sink": True, "with_lengths": True},
-        {"list_tokens": 1},
-    ],
-    ids=str,
-)
-def test_gradients_of_shared_lists_of_every_shape(device, options):
-    sizes = SMALL | {"num_tokens": 6, "with_dlse": True}
-    check_backward(sparse_attention_backward_case(Draw(25, device), **sizes | options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_heads": 1},
-        {"num_heads": 17, "with_sink": True},
-        {"num_heads": 96, "topk": 70, "num_rows": 100},
-        {"num_heads": 128, "num_tokens": 2},
-        {"head_dim": 512},
-        {"head_dim": 100},
         {"head_dim": 600},
         {"topk": 1, "with_dlse": True},  # otherwise the gradient of q is 0
         {"topk": 65, "num_rows": 64, "num_tokens": 9},
-        {"strided": True, "with_sink": True, "with_lengths": True, "with_dlse": True},
-        {"with_dlse": True, "dtype": torch.float32},
-        {"with_dlse": True, "with_sink": True},
     ],
     ids=str,
 )
@@ -292,10 +263,9 @@ def test_results_over_rows_of_other_dtypes(device, dtype):
     assert out.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shared", SHARED)
-def test_results_of_shared_lists(device, dtype, shared):
-    case = sparse_attention_case(Draw(26, device), dtype=dtype, **SMALL | SHARED[shared])
+def test_results_of_shared_lists(device, shared):
+    case = sparse_attention_case(Draw(26, device), dtype=torch.float16, **SMALL | SHARED[shared])
     check_op("sparse_attention", case)
 
 

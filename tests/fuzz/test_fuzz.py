@@ -917,7 +917,7 @@ def test_dense_index_loss(backend, shape):
     near, wanted = definitions.dense_index_gradients(**arguments)
     check_near("loss", loss, near.value, 2.0**-13 * near.error)
     unit = 2.0**-14 if arguments["q"].dtype == torch.float32 else 3.1 * 2.0**-8
-    for name, got, grad in zip(("d_index_q", "dweights", "d_index_k"), grads, wanted, strict=True):
+    for name, got, grad in zip(("dindex_q", "dweights", "dindex_k"), grads, wanted, strict=True):
         bound = unit * grad.error
         bound = bound + 1.01 * half_step(abs(grad.value) + bound, got.dtype)
         check_near(name, got, grad.value, bound)

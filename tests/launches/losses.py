@@ -29,9 +29,9 @@ def lists(heads, num_tokens=512, topk=2048, dim=128, dtype=BF16):
     dispatch.load("selected_scores_backward", "triton")(
         **case,
         dscores=meta(num_tokens, topk, dtype=FLOAT32),
-        d_index_q=index_q,
+        dindex_q=index_q,
         dweights=weights,
-        d_index_k=index_k,
+        dindex_k=index_k,
     )
 
 
@@ -66,9 +66,9 @@ def dense(heads, num_tokens=4096, dim=192, index_heads=64, index_dim=128):
         row_weights=meta(num_tokens, dtype=FLOAT32),
         max_workspace_bytes=1 << 30,
         loss=meta(dtype=FLOAT32),
-        d_index_q=index_q,
+        dindex_q=index_q,
         dweights=weights,
-        d_index_k=index_k,
+        dindex_k=index_k,
     )
 
 

@@ -34,7 +34,7 @@ def lists(num_heads, dim=128):
     case["topk_indices"] = meta(TOKENS, TOPK, dtype=torch.int32)
     dispatch.load("selected_scores", "sm90")(**case, out=scores)
     dispatch.load("selected_scores_backward", "sm90")(
-        **case, dscores=scores, d_index_q=index_q, dweights=weights, d_index_k=index_k
+        **case, dscores=scores, dindex_q=index_q, dweights=weights, dindex_k=index_k
     )
 
 
@@ -54,9 +54,9 @@ def dense(num_heads, head_dim, shared_keys, num_index_heads=64, dim=128):
         row_ends=meta(TOKENS, dtype=torch.int32),
         max_workspace_bytes=1 << 30,
         loss=meta(dtype=torch.float32),
-        d_index_q=index_q,
+        dindex_q=index_q,
         dweights=weights,
-        d_index_k=index_k,
+        dindex_k=index_k,
     )
 
 

@@ -225,10 +225,10 @@ def selected_scores_backward(
     ``b = dscores[t, j] weights[t, h] [x > 0]``, over valid entries::
 
         dweights[t, h]   = sum_j dscores[t, j] relu(x[t, h, j])
-        d_index_q[t, h]  = sum_j b[t, h, j] index_k[j]
-        d_index_k[j]    += sum_h b[t, h, j] index_q[t, h]    for each t and entry that names j
+        dindex_q[t, h]  = sum_j b[t, h, j] index_k[j]
+        dindex_k[j]    += sum_h b[t, h, j] index_q[t, h]    for each t and entry that names j
 
-    Sums are in float32. The shares of a row of ``d_index_k`` are added in the order of the entries,
+    Sums are in float32. The shares of a row of ``dindex_k`` are added in the order of the entries,
     in chunks of tokens: no atomic adds, the same bits in every run.
 
     Args:
@@ -236,7 +236,7 @@ def selected_scores_backward(
         index_q, weights, index_k, topk_indices, topk_lengths: as in :func:`selected_scores`.
 
     Returns:
-        d_index_q, dweights and d_index_k, with the shapes and dtypes of their inputs.
+        dindex_q, dweights and dindex_k, with the shapes and dtypes of their inputs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
@@ -245,10 +245,10 @@ def selected_scores_backward(
 
     >>> index_q, weights, index_k = torch.ones(1, 2, 8), torch.ones(1, 2), torch.ones(3, 8)
     >>> lists = torch.tensor([[2, 2]])
-    >>> d_index_q, dweights, d_index_k = selected_scores_backward(
+    >>> dindex_q, dweights, dindex_k = selected_scores_backward(
     ...     torch.ones(1, 2), index_q, weights, index_k, lists
     ... )
-    >>> d_index_k[:, 0]
+    >>> dindex_k[:, 0]
     tensor([0., 0., 4.])
     """
     check = Checker("selected_scores_backward", gradients="backward")
@@ -264,10 +264,10 @@ def _gradients_of_scores(
     call: SelectedScores, results: tuple[None], dscores: Tensor | None
 ) -> dict[str, Tensor]:
     dscores = torch.zeros_like(_allocate_entries(call)) if dscores is None else dscores.contiguous()
-    d_index_q, dweights, d_index_k = _selected_scores_backward(
+    dindex_q, dweights, dindex_k = _selected_scores_backward(
         SelectedScoresBackward(dscores, *call[:-1])
     )
-    return {"index_q": d_index_q, "weights": dweights, "index_k": d_index_k}
+    return {"index_q": dindex_q, "weights": dweights, "index_k": dindex_k}
 
 
 differentiate(losses.SELECTED_SCORES, _gradients_of_scores, keep=SelectedScores._fields[:-1])
@@ -485,11 +485,11 @@ def _allocate_loss_and_gradients(
     call: DenseIndexGradients,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of float16 tensors are float32, to be multiplied before they are rounded."""
-    d_index_q, dweights, d_index_k = (
+    dindex_q, dweights, dindex_k = (
         x.new_empty(x.shape, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
         for x in (call.index_q, call.weights, call.index_k)
     )
-    return call.lse.new_empty(()), d_index_q, dweights, d_index_k
+    return call.lse.new_empty(()), dindex_q, dweights, dindex_k
 
 
 _dense_index_gradients = functional(losses.DENSE_INDEX_GRADIENTS, _allocate_loss_and_gradients)
@@ -516,15 +516,15 @@ def dense_index_gradients(
         g[t, s]        = row_weights[t] (softmax(scores[t])_s - target[t, s])
         b[t, h, s]     = g[t, s] weights[t, h] [x > 0]
         dweights[t, h] = sum_s g[t, s] relu(x)
-        d_index_q[t, h]      = sum_s b[t, h, s] index_k[s]
-        d_index_k[s]         = sum_t sum_h b[t, h, s] index_q[t, h]
+        dindex_q[t, h]      = sum_s b[t, h, s] index_k[s]
+        dindex_k[s]         = sum_t sum_h b[t, h, s] index_q[t, h]
 
     Args:
         q, k, lse, index_q, weights, index_k: as in :func:`dense_index_loss`.
         softmax_scale, row_starts, row_ends, row_weights, max_workspace_bytes: the same.
 
     Returns:
-        The loss, float32, then d_index_q, dweights and d_index_k, with the dtypes of their inputs.
+        The loss, float32, then dindex_q, dweights and dindex_k, with the dtypes of their inputs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
@@ -557,10 +557,10 @@ def dense_index_gradients(
     if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
         # Its results refuse a second derivative.
         grads = _dense_index_loss_backward(torch.ones_like(loss), *grads, *indexer)
-    d_index_q, dweights, d_index_k = (
+    dindex_q, dweights, dindex_k = (
         grad.to(x.dtype) for grad, x in zip(grads, indexer, strict=True)
     )
-    return loss, d_index_q, dweights, d_index_k
+    return loss, dindex_q, dweights, dindex_k
 
 
 def _dense(
@@ -600,18 +600,18 @@ def _gradients_of_dense_loss(
     *rest: None,
 ) -> dict[str, Tensor]:
     dloss = torch.zeros((), device=call.index_q.device) if dloss is None else dloss
-    d_index_q, dweights, d_index_k = _dense_index_loss_backward(
+    dindex_q, dweights, dindex_k = _dense_index_loss_backward(
         dloss, *results[1:], call.index_q, call.weights, call.index_k
     )
-    return {"index_q": d_index_q, "weights": dweights, "index_k": d_index_k}
+    return {"index_q": dindex_q, "weights": dweights, "index_k": dindex_k}
 
 
 @composed
 def _dense_index_loss_backward(
     dloss: Tensor,
-    d_index_q: Tensor,
+    dindex_q: Tensor,
     dweights: Tensor,
-    d_index_k: Tensor,
+    dindex_k: Tensor,
     index_q: Tensor,
     weights: Tensor,
     index_k: Tensor,
@@ -620,7 +620,7 @@ def _dense_index_loss_backward(
     results = _new_gradients(index_q, weights, index_k)
 
     def compute() -> None:
-        for result, grad in zip(results, (d_index_q, dweights, d_index_k), strict=True):
+        for result, grad in zip(results, (dindex_q, dweights, dindex_k), strict=True):
             result.copy_(grad.float() * dloss)
 
     return results, compute
@@ -629,7 +629,7 @@ def _dense_index_loss_backward(
 differentiate(
     losses.DENSE_INDEX_GRADIENTS,
     _gradients_of_dense_loss,
-    keep=("index_q", "weights", "index_k", "d_index_q", "dweights", "d_index_k"),
-    constants=("d_index_q", "dweights", "d_index_k"),
+    keep=("index_q", "weights", "index_k", "dindex_q", "dweights", "dindex_k"),
+    constants=("dindex_q", "dweights", "dindex_k"),
 )
 refuse_derivative("dense_index_loss_backward", "dense_index_loss has no second derivative")

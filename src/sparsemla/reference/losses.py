@@ -58,12 +58,12 @@ def selected_scores_backward(
     given = _wide(dscores).where(valid, 0)  # [T, K]
     dweights = torch.einsum("tk,thk->th", given, logits.relu())
     dlogits = given[:, None] * weights[..., None] * (logits > 0)  # [T, HI, K]
-    d_index_q = torch.einsum("thk,tkd->thd", dlogits, keys)
+    dindex_q = torch.einsum("thk,tkd->thd", dlogits, keys)
     shares = torch.einsum("thk,thd->tkd", dlogits, index_q)
-    d_index_k = torch.zeros_like(_wide(index_k)).index_add(
+    dindex_k = torch.zeros_like(_wide(index_k)).index_add(
         0, topk_indices[valid].long(), shares[valid]
     )
-    return d_index_q, dweights, d_index_k
+    return dindex_q, dweights, dindex_k
 
 
 def attention_target(
@@ -183,8 +183,8 @@ def dense_index_gradients(
             row_weights=row_weights,
         )
         inputs = index_q, weights, index_k
-        d_index_q, dweights, d_index_k = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return loss.detach(), d_index_q, dweights, d_index_k
+        dindex_q, dweights, dindex_k = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    return loss.detach(), dindex_q, dweights, dindex_k
 
 
 def _wide(x: Tensor) -> Tensor:

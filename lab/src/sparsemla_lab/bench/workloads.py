@@ -1914,7 +1914,7 @@ def _parts_of_tokens(inputs: Inputs, at_once: int) -> Iterator[tuple[slice, Inpu
 def _check_index_gradients(
     op: str, inputs: Inputs, results: Results, at_once: int, sized: Inputs | None = None
 ) -> None:
-    """Check d_index_q, dweights and d_index_k; every token has a part in the gradient of rows.
+    """Check dindex_q, dweights and dindex_k; every token has a part in the gradient of rows.
 
     Sizes of elements come from the inputs, or from others where these hide the terms of an error.
     """
@@ -1923,14 +1923,14 @@ def _check_index_gradients(
     *tolerances, of_rows = TOLERANCES[op][-3:]
     parts = _parts_of_tokens(inputs, at_once), _parts_of_tokens(sized or inputs, at_once)
     for (some, arguments), (_, others) in zip(*parts, strict=True):
-        *wanted, d_index_k = run_reference(op, arguments)[-3:]
+        *wanted, dindex_k = run_reference(op, arguments)[-3:]
         *sizes, row_sizes = sizes_of(op, others).values()
-        for index, name in enumerate(("d_index_q", "dweights")):
+        for index, name in enumerate(("dindex_q", "dweights")):
             got = results[index][some]
             assert_result(f"{op} {name}", got, wanted[index], tolerances[index], sizes[index])
-        expected += d_index_k
+        expected += dindex_k
         squares += row_sizes.square()
-    assert_result(f"{op} d_index_k", results[2], expected, of_rows, squares.sqrt())
+    assert_result(f"{op} dindex_k", results[2], expected, of_rows, squares.sqrt())
 
 
 def _check_best(op: str, ids: Tensor, scores: Tensor, topk: int, size: Tensor) -> None:

@@ -455,7 +455,7 @@ def gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def selected_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The sizes of the gradients over lists, as :func:`gradient_sizes` has them.
 
-    Terms of d_index_k are those of each token and head, and each entry's sum of them.
+    Terms of dindex_k are those of each token and head, and each entry's sum of them.
     """
     indices, lengths = arguments["topk_indices"], arguments.get("topk_lengths")
     keys, valid = listed_rows(arguments["index_k"], indices, lengths)
@@ -464,20 +464,20 @@ def selected_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tenso
     logits = torch.einsum("thd,tkd->thk", index_q, keys)
     dweights = torch.einsum("tk,thk->th", given.square(), logits.relu().square())
     dlogits = given[:, None] * weights[..., None] * (logits > 0)
-    d_index_q = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
+    dindex_q = torch.einsum("thk,tkd->thd", dlogits.square(), keys.square())
     shares = torch.einsum("thk,thd->tkd", dlogits, index_q).square()
     shares += torch.einsum("thk,thd->tkd", dlogits.square(), index_q.square())
-    d_index_k = torch.zeros_like(arguments["index_k"], dtype=torch.float32)
-    d_index_k.index_add_(0, indices[valid].long(), shares[valid])
+    dindex_k = torch.zeros_like(arguments["index_k"], dtype=torch.float32)
+    dindex_k.index_add_(0, indices[valid].long(), shares[valid])
     return (
-        d_index_q.nan_to_num().sqrt(),
+        dindex_q.nan_to_num().sqrt(),
         dweights.nan_to_num().sqrt(),
-        d_index_k.nan_to_num().sqrt(),
+        dindex_k.nan_to_num().sqrt(),
     )
 
 
 def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sizes of d_index_q, dweights and d_index_k over all rows.
+    """The sizes of dindex_q, dweights and dindex_k over all rows.
 
     The gradient of a score is a difference of two shares and keeps their float32 errors. Beside
     terms in bfloat16, whose tolerance is 2^9 times as large, these count as much less.
@@ -494,9 +494,9 @@ def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
     logits = torch.einsum("thd,sd->ths", index_q, keys)
     dweights = torch.einsum("ts,ths->th", kept.square(), logits.relu().square())
     squares = (given[:, None] * weights[..., None] * (logits > 0)).square()
-    d_index_q = torch.einsum("ths,sd->thd", squares, keys.square())
-    d_index_k = torch.einsum("ths,thd->sd", squares, index_q.square())
-    return d_index_q.sqrt(), dweights.sqrt(), d_index_k.sqrt()
+    dindex_q = torch.einsum("ths,sd->thd", squares, keys.square())
+    dindex_k = torch.einsum("ths,thd->sd", squares, index_q.square())
+    return dindex_q.sqrt(), dweights.sqrt(), dindex_k.sqrt()
 
 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:

@@ -51,7 +51,7 @@ SELECTED_SCORES_BACKWARD = Op(
         Kernel("triton", lambda: triton.selected_scores_backward),
         Kernel("cpu", lambda: cpu.selected_scores_backward),
     ),
-    outputs=("d_index_q", "dweights", "d_index_k"),
+    outputs=("dindex_q", "dweights", "dindex_k"),
     dtype=torch.float32,
 )
 
@@ -109,7 +109,7 @@ DENSE_INDEX_GRADIENTS = Op(
         Kernel("triton", lambda: triton.dense_index_gradients),
         Kernel("cpu", lambda: cpu.dense_index_gradients),
     ),
-    outputs=("loss", "d_index_q", "dweights", "d_index_k"),
+    outputs=("loss", "dindex_q", "dweights", "dindex_k"),
 )
 
 OPS = {

@@ -29,9 +29,9 @@ class SelectedScoresBackward(NamedTuple):
     index_k: Tensor
     topk_indices: Tensor
     topk_lengths: Tensor | None = None
-    d_index_q: Tensor = ALLOCATED
+    dindex_q: Tensor = ALLOCATED
     dweights: Tensor = ALLOCATED
-    d_index_k: Tensor = ALLOCATED
+    dindex_k: Tensor = ALLOCATED
 
 
 class AttentionTarget(NamedTuple):
@@ -94,14 +94,14 @@ class DenseIndexGradients(NamedTuple):
     max_workspace_bytes: int
     row_weights: Tensor | None = None
     loss: Tensor = ALLOCATED
-    d_index_q: Tensor = ALLOCATED
+    dindex_q: Tensor = ALLOCATED
     dweights: Tensor = ALLOCATED
-    d_index_k: Tensor = ALLOCATED
+    dindex_k: Tensor = ALLOCATED
 
     @property
     def grads(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the index queries, the weights and the index keys."""
-        return self.d_index_q, self.dweights, self.d_index_k
+        return self.dindex_q, self.dweights, self.dindex_k
 
     def of_loss(self) -> DenseIndexLoss:
         """The arguments of the loss alone."""

@@ -29,14 +29,14 @@ def selected_scores(call: SelectedScores) -> None:
 
 
 def selected_scores_backward(call: SelectedScoresBackward) -> None:
-    index_q, index_k, d_index_q, dweights = (
+    index_q, index_k, dindex_q, dweights = (
         call.index_q,
         call.index_k,
-        call.d_index_q,
+        call.dindex_q,
         call.dweights,
     )
     sums = torch.zeros(index_k.shape, dtype=torch.float32)
-    for grad in (d_index_q, dweights):
+    for grad in (dindex_q, dweights):
         grad.zero_()
     for part in _parts(index_k, call.topk_indices, 2 * index_q.shape[1]):
         rows, valid, keys = _listed(index_k, call.topk_indices, call.topk_lengths, part)
@@ -44,11 +44,11 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
         logits = keys @ queries.mT  # [c, K, HI]
         dweights[part] = (given.mT @ logits.relu())[:, 0]
         dlogits = (logits > 0) * call.weights[part, None].float() * given
-        d_index_q[part] = dlogits.mT @ keys
+        dindex_q[part] = dlogits.mT @ keys
         terms = (dlogits @ queries).masked_fill_(~valid[..., None], 0)
         # One after the other, in the order of the entries.
         sums.index_add_(0, rows.flatten(), terms.flatten(0, 1))
-    call.d_index_k.copy_(sums)
+    call.dindex_k.copy_(sums)
 
 
 def attention_target(call: AttentionTarget) -> None:
@@ -75,7 +75,7 @@ def dense_index_loss(call: DenseIndexLoss) -> None:
 
 
 def dense_index_gradients(call: DenseIndexGradients) -> None:
-    loss, (d_index_q, dweights, d_index_k) = call.loss, call.grads
+    loss, (dindex_q, dweights, dindex_k) = call.loss, call.grads
     of_loss = call.of_loss().counted()
     index_q, weights, index_k, row_weights = (
         of_loss.index_q,
@@ -84,7 +84,7 @@ def dense_index_gradients(call: DenseIndexGradients) -> None:
         of_loss.row_weights,
     )
     sums = torch.zeros(index_k.shape, dtype=torch.float32)
-    for result in (loss, d_index_q, dweights):
+    for result in (loss, dindex_q, dweights):
         result.zero_()
     for part, rows, seen in _seen(of_loss):
         queries, factors, keys = (
@@ -104,9 +104,9 @@ def dense_index_gradients(call: DenseIndexGradients) -> None:
             logits = queries[:, head] @ keys.T  # [c, n]
             dlogits = (given * factors[:, head, None]).mul_(logits > 0)
             dweights[part, head] = logits.relu_().mul_(given).sum(-1)
-            d_index_q[part, head] = dlogits @ keys
+            dindex_q[part, head] = dlogits @ keys
             sums[rows] += dlogits.T @ queries[:, head]
-    d_index_k.copy_(sums)
+    dindex_k.copy_(sums)
 
 
 def _parts(rows: Tensor, topk_indices: Tensor, num_columns: int) -> Iterator[slice]:

@@ -3,17 +3,17 @@
 Over lists, a program has one token::
 
     _list_scores      scores of a tile of entries
-    _list_queries     d_index_q and dweights of a tile of heads: the entries pass by
-    _list_terms       the terms of d_index_k of a tile of entries: the heads pass by
-    add_terms         d_index_k[row] += its terms, one after the other
+    _list_queries     dindex_q and dweights of a tile of heads: the entries pass by
+    _list_terms       the terms of dindex_k of a tile of entries: the heads pass by
+    add_terms         dindex_k[row] += its terms, one after the other
     _list_targets     attention of all heads to a tile of entries
 
 Over all rows, for a chunk of tokens::
 
     _dense_tiles      attention of all heads, and scores, of a tile of tokens and rows  [n, S] twice
     _dense_losses     the loss of a token, and G = dloss / dscores, in place of its attention
-    _dense_queries    d_index_q and dweights of a tile of tokens and a head: the rows pass by
-    _dense_keys       d_index_k of a tile of rows: tokens and heads pass by, in one order for all
+    _dense_queries    dindex_q and dweights of a tile of tokens and a head: the rows pass by
+    _dense_keys       dindex_k of a tile of rows: tokens and heads pass by, in one order for all
 
 Heads are added up in registers. What comes to memory, some 30 bytes for each token and row, is
 little against the FLOP, of which attention has the largest part and is computed once.
@@ -96,7 +96,7 @@ def _as_operand(x, like, UPCAST: tl.constexpr):
 
 @triton.jit
 def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
-    """Add the part of a tile of keys to d_index_q and dweights; ``given`` is shaped as scores."""
+    """Add the part of a tile of keys to dindex_q and dweights; ``given`` is shaped as scores."""
     x = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
     x = dot(queries, tl.trans(keys), x, UPCAST)
     dw += tl.sum(_relu(x) * given, 1)
@@ -159,7 +159,7 @@ def _list_queries(
     topk_indices,
     indices_token,
     topk_lengths,
-    d_index_q,
+    dindex_q,
     dweights,
     num_rows,
     topk,
@@ -193,7 +193,7 @@ def _list_queries(
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
     tl.store(
-        d_index_q + at[:, None] * DIM + d[None, :], dq.to(d_index_q.dtype.element_ty), mask=mask
+        dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask
     )
 
 
@@ -331,9 +331,9 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
         call.index_k,
         call.topk_indices,
     )
-    dscores, d_index_k = call.dscores, call.d_index_k
+    dscores, dindex_k = call.dscores, call.dindex_k
     (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
-    total = torch.zeros_like(d_index_k, dtype=torch.float32)
+    total = torch.zeros_like(dindex_k, dtype=torch.float32)
     # float16 cannot hold small gradients.
     tiles = choose_tiles(num_heads, index_q.dtype != torch.bfloat16)
     token_bytes = max(1, topk) * (4 * dim + ENTRY_BYTES)
@@ -348,14 +348,14 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
         sizes = index_k.shape[0], topk, num_heads
         given = dscores[some], dscores.stride(0)
         _list_queries[(count * cdiv(num_heads, tiles.heads),)](
-            *given, *lists, call.d_index_q[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
+            *given, *lists, call.dindex_q[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
         )
         if topk and index_k.shape[0]:
             _list_terms[(count * cdiv(topk, tiles.keys),)](
                 *given, *lists, terms, *sizes, **_dims(dim), T=tiles
             )
             add_terms(terms, indices, lengths, total)
-    d_index_k.copy_(total)
+    dindex_k.copy_(total)
 
 
 def attention_target(call: AttentionTarget) -> None:
@@ -549,7 +549,7 @@ def _dense_queries(
     ik_row,
     row_starts,
     row_ends,
-    d_index_q,
+    dindex_q,
     dweights,
     num_tokens,
     num_rows,
@@ -583,7 +583,7 @@ def _dense_queries(
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
     tl.store(
-        d_index_q + at[:, None] * DIM + d[None, :], dq.to(d_index_q.dtype.element_ty), mask=mask
+        dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask
     )
 
 
@@ -607,7 +607,7 @@ def _dense_keys(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Add the terms of some tokens to d_index_k, in float32."""
+    """Add the terms of some tokens to dindex_k, in float32."""
     TOKENS: tl.constexpr = T.tokens
     KEYS: tl.constexpr = T.keys
     begin = tl.program_id(0) * KEYS
@@ -733,11 +733,11 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         weights_of_rows = None if call.row_weights is None else call.row_weights[some]
         losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
-            d_index_q, dweights, _ = grads
+            dindex_q, dweights, _ = grads
             sizes = count, num_rows, index_q.shape[1]
             options = _dims(dim) | {"T": tiles, "num_warps": tiles.num_warps, "num_stages": 2}
             _dense_queries[(cdiv(count, tiles.tokens) * index_q.shape[1],)](
-                target, *heads, *seen, d_index_q[some], dweights[some], *sizes, **options
+                target, *heads, *seen, dindex_q[some], dweights[some], *sizes, **options
             )
             _dense_keys[(cdiv(num_rows, tiles.keys),)](
                 target, *heads, *seen, total, *sizes, **options

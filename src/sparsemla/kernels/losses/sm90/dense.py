@@ -3,14 +3,14 @@
 For a chunk of tokens, with the losses themselves by the portable kernel::
 
     _tiles      attention of all heads, then scores, of a tile            [n, S] twice
-    _queries    d_index_q and dweights of 64 tokens and two heads: the rows pass by
-    _keys       d_index_k of 128 rows and some heads: the tokens pass by, in one order for all
+    _queries    dindex_q and dweights of 64 tokens and two heads: the rows pass by
+    _keys       dindex_k of 128 rows and some heads: the tokens pass by, in one order for all
 
 Each is persistent, with two consumer warpgroups and a producer warp that copies by TMA. Only tiles
 with a row that a token sees are visited; what nobody sees in them has a target and a gradient of 0,
 and index keys that no token sees are 0. So no step of the gradients has a mask.
 
-Groups of heads have their own sums of d_index_k, which are added at the end. Their number depends
+Groups of heads have their own sums of dindex_k, which are added at the end. Their number depends
 on the number of rows and heads, not on the chunks, and a chunk goes on where the last one stopped.
 So the bits do not depend on the workspace.
 """
@@ -376,7 +376,7 @@ def _queries_producer(grid, smem, given, index_q, index_k, num_index_heads):
 
 
 @gluon.jit
-def _queries_consumer(W: gl.constexpr, grid, smem, weights, d_index_q, dweights):
+def _queries_consumer(W: gl.constexpr, grid, smem, weights, dindex_q, dweights):
     """One head of each job."""
     TOKENS: gl.constexpr = gl.SliceLayout(1, ACC)
     stage, phase = 0, 0
@@ -414,16 +414,16 @@ def _queries_consumer(W: gl.constexpr, grid, smem, weights, d_index_q, dweights)
         gl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
         token = (first + gl.arange(0, 64, gl.SliceLayout(1, STORE))).to(gl.int64)
         real = (token < grid.num_tokens) & (head < weights.num_heads)
-        store_128(d_index_q + head * DIM, dq, token * weights.num_heads * DIM, real)
+        store_128(dindex_q + head * DIM, dq, token * weights.num_heads * DIM, real)
 
 
 @gluon.jit
-def _queries(grid, given, index_q, index_k, weights, d_index_q, dweights):
+def _queries(grid, given, index_q, index_k, weights, dindex_q, dweights):
     """Gradients of queries and weights: a job is 64 tokens and two heads, one for each consumer.
 
     Rows pass by in blocks of 64, with the gradients of their scores::
 
-        W = 0, 1   x = q k^T | b = g w [x > 0] | d_index_q += b k | x of the next block
+        W = 0, 1   x = q k^T | b = g w [x > 0] | dindex_q += b k | x of the next block
 
         barrier          arrivals  waits      guards
         full [STAGES]    1, TMA    consumers  rows of a block, and gradients of scores
@@ -449,8 +449,8 @@ def _queries(grid, given, index_q, index_k, weights, d_index_q, dweights):
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_queries_consumer, (0, grid, smem, weights, d_index_q, dweights)),
-            (_queries_consumer, (1, grid, smem, weights, d_index_q, dweights)),
+            (_queries_consumer, (0, grid, smem, weights, dindex_q, dweights)),
+            (_queries_consumer, (1, grid, smem, weights, dindex_q, dweights)),
             (_queries_producer, (grid, smem, given, index_q, index_k, weights.num_heads)),
         ],
         [4, 1],
@@ -568,7 +568,7 @@ def _keys_consumer(
 
 @gluon.jit(do_not_specialize=["num_groups"])
 def _keys(grid, given, index_q, index_k, weights, sums, num_groups, HEADS: gl.constexpr):
-    """Add the terms of the tokens to d_index_k ``[num_groups, S, DIM]``.
+    """Add the terms of the tokens to dindex_k ``[num_groups, S, DIM]``.
 
     A job is 128 rows and a group.
 
@@ -711,14 +711,14 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         weights_of_rows = None if call.row_weights is None else call.row_weights[some]
         losses_of_tokens(scores, target, seen, weights_of_rows, losses[some], num_rows)
         if grads is not None:
-            d_index_q, dweights, _ = grads
+            dindex_q, dweights, _ = grads
             operands = _given(given), _panels(index_q[some], 64), _panels(keys, 64)
             jobs = cdiv(count, 64) * cdiv(num_index_heads, 2)
             _queries[(min(jobs, multiprocessors),)](
                 grid,
                 *operands,
                 Heads(weights[some], weights.stride(0), num_index_heads),
-                d_index_q[some],
+                dindex_q[some],
                 dweights[some],
                 num_warps=4,
             )

@@ -5,10 +5,10 @@ The two consumers of a CTA have tokens, producers and stages of their own and sh
 nothing of a token is summed twice. With entries on M and heads on N::
 
     _scores      x = k q^T, then sum_h w relu(x)
-    _gradients   x = k q^T, b = g w [x > 0]; terms = b q and d_index_q += b^T k in one step
+    _gradients   x = k q^T, b = g w [x > 0]; terms = b q and dindex_q += b^T k in one step
 
 ``b`` is an operand of both products: from registers of the first, and from shared memory,
-transposed, of the second. Terms are bfloat16, and each row of d_index_k adds its own in the order
+transposed, of the second. Terms are bfloat16, and each row of dindex_k adds its own in the order
 of tokens and entries.
 
 Blocks come in pairs. A producer loads entries a pair ahead, across the ends of lists: if each block
@@ -17,7 +17,7 @@ waited for its entries, their latency would bound both kernels::
     producer     rows of n | entries of n + 2 | rows of n + 1 | entries of n + 3 | ...
     _scores      x of n    | x of n + 1         |                       | x of n + 2
                            | sum of n, store    | sum of n + 1, store   |
-    _gradients   x         | b, store b | d_index_q, half of the terms | the other half | x of n + 1
+    _gradients   x         | b, store b | dindex_q, half of the terms | the other half | x of n + 1
                                                                  | store a half   | store the other
 
 Barriers, for each consumer; stages of rows and two buffers of heads::
@@ -270,7 +270,7 @@ def _store_terms(target, acc, at, topk):
 
 @gluon.jit
 def _gradients_consumer(
-    W: gl.constexpr, num_tokens, smem, products, lists, indexer, given, terms, d_index_q, dweights,
+    W: gl.constexpr, num_tokens, smem, products, lists, indexer, given, terms, dindex_q, dweights,
     topk,
 ):  # fmt: skip
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -323,7 +323,7 @@ def _gradients_consumer(
         at = dweights + token * indexer.num_heads + head
         gl.store(at, dw.to(dweights.dtype.element_ty), mask=head < indexer.num_heads)
         head = gl.arange(0, 64, gl.SliceLayout(1, STORE))
-        target = d_index_q + token * indexer.num_heads * DIM
+        target = dindex_q + token * indexer.num_heads * DIM
         store_128(target, dq, head * DIM, head < indexer.num_heads)
 
 
@@ -366,10 +366,10 @@ def _scores(num_tokens, q, keys, keys_row, lists, indexer, out, topk):
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _gradients(
-    num_tokens, q, keys, keys_row, lists, indexer, dscores, dscores_token, terms, d_index_q,
+    num_tokens, q, keys, keys_row, lists, indexer, dscores, dscores_token, terms, dindex_q,
     dweights, topk,
 ):  # fmt: skip
-    """The gradients of a token's heads and weights, and the terms of d_index_k ``[n K, DIM]``."""
+    """The gradients of a token's heads and weights, and the terms of dindex_k ``[n K, DIM]``."""
     smem = _allocate()
     products = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
     stages = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], PLAIN)
@@ -377,9 +377,9 @@ def _gradients(
     gl.warp_specialize(
         [
             (_gradients_consumer, (0, num_tokens, smem, products, lists, indexer, given, terms,
-                                   d_index_q, dweights, topk)),
+                                   dindex_q, dweights, topk)),
             (_gradients_consumer, (1, num_tokens, smem, products, lists, indexer, given, terms,
-                                   d_index_q, dweights, topk)),
+                                   dindex_q, dweights, topk)),
             (_producer, (0, num_tokens, smem, q, keys, keys_row, lists, given)),
             (_producer, (1, num_tokens, smem, q, keys, keys_row, lists, given)),
         ],
@@ -430,18 +430,18 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
         call.index_k,
         call.topk_indices,
     )
-    dscores, d_index_q, dweights, d_index_k = (
+    dscores, dindex_q, dweights, dindex_k = (
         call.dscores,
-        call.d_index_q,
+        call.dindex_q,
         call.dweights,
-        call.d_index_k,
+        call.dindex_k,
     )
     (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
     if num_tokens * topk == 0:
-        for result in (d_index_q, dweights, d_index_k):
+        for result in (dindex_q, dweights, dindex_k):
             result.zero_()
         return
-    total = torch.zeros_like(d_index_k, dtype=torch.float32)
+    total = torch.zeros_like(dindex_k, dtype=torch.float32)
     ends = list_ends(topk_indices, call.topk_lengths, index_k.shape[0])
     chunk = _tokens_at_once(num_tokens, topk, index_q.device)
     terms = index_q.new_empty(chunk * topk, dim)
@@ -459,7 +459,7 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
             dscores[some],
             dscores.stride(0),
             terms,
-            d_index_q[some],
+            dindex_q[some],
             dweights[some],
             topk,
             num_warps=4,
@@ -468,4 +468,4 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
         add_terms(terms, indices, lengths, total)
     # `_store_terms` has swapped two parts of the dims.
     parts = (4, 4, 4, 2)
-    d_index_k.unflatten(1, parts).copy_(total.unflatten(1, parts).transpose(2, 3))
+    dindex_k.unflatten(1, parts).copy_(total.unflatten(1, parts).transpose(2, 3))
