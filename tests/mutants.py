@@ -732,7 +732,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for dequantised keys",
         ROWS_FP8,
-        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)\n",
+        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)\n",
         "",
         "sparse_decode",
     ),

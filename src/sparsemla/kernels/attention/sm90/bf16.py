@@ -71,22 +71,28 @@ from sparsemla.kernels.attention.sm90.arguments import (
     QueryRows,
     Results,
 )
-from sparsemla.kernels.attention.sm90.tiles import (
+from sparsemla.kernels.attention.sm90.layouts import (
     ACC_DIM,
     BLOCK_M,
     BLOCK_N,
+    COPY_COLS,
+    COPY_ROWS,
     HALF_DIM,
-    LN2,
-    LOG2E,
-    LOWEST,
     O_LAYOUT,
     O_ROWS,
     PLAIN,
     ROPE_DIM,
+    S_KEYS,
     S_LAYOUT,
     S_ROWS,
+    THREADS,
     VALUE_DIM,
     WARPGROUP,
+)
+from sparsemla.kernels.attention.sm90.tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
     end_of_valid_blocks,
     end_of_valid_slots,
     find_key_blocks,
@@ -106,13 +112,9 @@ from sparsemla.kernels.common.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsemla.kernels.common.hopper import COPY, STORE, TILE
+from sparsemla.kernels.common.hopper import STORE, TILE
 from sparsemla.kernels.common.hopper import TOKEN_TILE as PAGE_TILE
 from sparsemla.kernels.common.paged import cache_arguments
-
-COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
-COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 PAIR_N = gl.constexpr(2 * BLOCK_N.value)
 """Keys of a pair of blocks."""
@@ -221,13 +223,13 @@ def rescale(x, alpha):
 @gluon.jit
 def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, MEMBERS: gl.constexpr):
     """Base-2 scores of a block, -inf for invalid and masked keys."""
-    marks = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :]
+    marks = valid.load(S_KEYS)[None, :]
     if MEMBERS:
         seen = (marks.to(gl.int32) & limit[:, None]) != 0
     else:
         seen = marks != 0
     if CAUSAL:
-        keys = at + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        keys = at + gl.arange(0, BLOCK_N, S_KEYS)
         seen = seen & (keys[None, :] < limit[:, None])
     return gl.where(seen, s * scale_log2, float("-inf"))
 

@@ -1,4 +1,4 @@
-"""Device code that the Hopper attention kernels share: layouts, tiles of rows, blocks of keys."""
+"""Device code that the Hopper attention kernels share: tiles of rows, blocks of keys."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsemla.kernels.attention.sm90.layouts import (
+    BLOCK_M,
+    BLOCK_N,
+    LIST,
+    S_ROWS,
+    VALUE_DIM,
+)
 from sparsemla.kernels.common.gluon import opaque_zero
-
-BLOCK_M = gl.constexpr(64)
-"""Query rows of a tile."""
-BLOCK_N = gl.constexpr(64)
-"""Keys of a KV block."""
-VALUE_DIM = gl.constexpr(512)
-"""Dims of a value; the dims of a key behind them are its RoPE dims."""
-ROPE_DIM = gl.constexpr(64)
-HALF_DIM = gl.constexpr(VALUE_DIM.value // 2)
-"""Value dims of half of O, which one warpgroup accumulates."""
-ACC_DIM = gl.constexpr(HALF_DIM.value // 2)
-"""Columns of an accumulator of O."""
-WARPGROUP = gl.constexpr(128)
-"""Threads of a warpgroup."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e30)
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N.value, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ACC_DIM.value, 16]))
-S_ROWS = gl.constexpr(gl.SliceLayout(1, S_LAYOUT))
-O_ROWS = gl.constexpr(gl.SliceLayout(1, O_LAYOUT))
-LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class KeyBlocks(NamedTuple):
