@@ -643,8 +643,8 @@ GPU_MUTANTS = (
     hopper(
         "the last pair of blocks is skipped",
         ROWS,
-        "num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)",
-        "num_pairs = gl.maximum((last - first) // 128, 1)",
+        "num_pairs = gl.maximum(gl.cdiv(last - first, PAIR_N), 1)",
+        "num_pairs = gl.maximum((last - first) // PAIR_N, 1)",
         "dense_decode",
     ),
     hopper(
@@ -664,7 +664,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the keys' right half",
         ROWS,
-        "            mbarrier.wait(smem.bar.index(FULL_1R), phase)\n",
+        "            mbarrier.wait(smem.kv_right_full[1], phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",
@@ -672,7 +672,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the other warpgroup's P",
         ROWS,
-        "            mbarrier.wait(smem.bar.index(P_0), phase)\n",
+        "            mbarrier.wait(smem.p_full[0], phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",
@@ -732,7 +732,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for dequantised keys",
         ROWS_FP8,
-        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)\n",
+        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)\n",
         "",
         "sparse_decode",
     ),

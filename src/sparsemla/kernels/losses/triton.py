@@ -192,9 +192,7 @@ def _list_queries(
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(
-        dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask
-    )
+    tl.store(dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
@@ -582,9 +580,7 @@ def _dense_queries(
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
     d = tl.arange(0, BLOCK_D)
     mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(
-        dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask
-    )
+    tl.store(dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])

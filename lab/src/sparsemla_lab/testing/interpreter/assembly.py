@@ -66,7 +66,7 @@ def _larger_halves(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _taken_apart(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-    """Bytes of pairs of dims; see ``fp8_mma.take_pairs_apart``."""
+    """Bytes of pairs of dims; see ``fp8_mma.deinterleave``."""
     both = np.stack([low.values, high.values], 1)  # w, 8 keys, half, g, 16 keys, quarter, key
     dims = np.ascontiguousarray(both)[..., None].view(np.uint8)
     return tuple(Tensor(dims[:, :, half, ..., d], tl.uint8) for half in range(2) for d in range(2))
@@ -106,7 +106,7 @@ def known() -> Mapping[str, Callable[..., Tensor | tuple[Tensor, ...]]]:
         inside(bf16.prefetch_blocks): _no_result,
         "max.u16x2 $0, $1, $2;": _larger_halves,
         inside(fp8_mma.to_e4m3): _codes,
-        inside(fp8_mma.take_pairs_apart): _taken_apart,
+        inside(fp8_mma.deinterleave): _taken_apart,
         chunks.DEQUANTIZE.value: lambda codes, scale: _decoded(codes) * scale,
         fp8_few_heads.DEQUANTISE.value: _decoded,
         fp8_few_heads.DEQUANTISE_KEY_PAIRS.value: _key_pairs,

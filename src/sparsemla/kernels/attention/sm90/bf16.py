@@ -15,19 +15,22 @@ Time line of a pair (even block 0, odd block 1; O_l, V_l and O_r, V_r are halves
     right      S1 | wait m0; m1, P1 | O_r += P1 V1_r | O_r += P0 V0_r
     handed     m0 and P0 from left to right, m1 and P1 from right to left
 
-Barriers (one each; L and R are the halves of a block's 512 value dims):
+Barriers; left and right are the halves of a block's 512 value dims:
 
-    barrier        arrivals             waits       guards
-    FULL_0L .. 1R  128 copies' threads  both        a half of a block has arrived
-    EMPTY_0L .. 1R 1, its last reader   producer    a half of a block may be overwritten
-    VALID_0, 1     1, producer          left; right validity of a block's keys
-    M_0            1, left              right       m after the even block
-    M_1            1, right             left        m after the odd block
-    P_0; P_1       1, left; right       right; left P of a block, stored over its RoPE dims
-    ROW_SUMS       2, both              both        l of both halves, at the end of a tile
-    Q_FULL         128 copies' threads  both        the tile's queries
-    Q_EMPTY        2, both              producer    the last QK MMA of the tile is done
-    KEY_RANGE      1, producer          both        number of the tile's pairs, and its first key
+    barrier         number      arrivals             waits        guards
+    kv_left_full    2 by block  128 copies' threads  both         half of a block
+    kv_right_full   2 by block  128 copies' threads  both         the other half
+    kv_left_empty   2 by block  1, left              producer     the half, for reuse
+    kv_right_empty  2 by block  1, right             producer     the half, for reuse
+    valid_full      2 by block  1, producer          left; right  validity of a block's keys
+    m_full          2 by block  1, left; right       right; left  m after the block
+    p_full          2 by block  1, left; right       right; left  P, stored over the keys' RoPE dims
+    l_full          1           2, both              both         l of both, at the end of a tile
+    q_full          1           128 copies' threads  both         the tile's queries
+    q_empty         1           2, both              producer     its reuse after the last QK MMA
+    key_range_full  1           1, producer          both         number of pairs, first key
+
+The RoPE dims of a block arrive with the half that its QK MMA reads last.
 
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
 way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
@@ -68,16 +71,28 @@ from sparsemla.kernels.attention.sm90.arguments import (
     QueryRows,
     Results,
 )
+from sparsemla.kernels.attention.sm90.layouts import (
+    ACC_DIM,
+    BLOCK_M,
+    BLOCK_N,
+    COPY_COLS,
+    COPY_ROWS,
+    HALF_DIM,
+    O_LAYOUT,
+    O_ROWS,
+    PLAIN,
+    ROPE_DIM,
+    S_KEYS,
+    S_LAYOUT,
+    S_ROWS,
+    THREADS,
+    VALUE_DIM,
+    WARPGROUP,
+)
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
-    O_LAYOUT,
-    O_ROWS,
-    PLAIN,
-    S_LAYOUT,
-    S_ROWS,
-    TILE,
     end_of_valid_blocks,
     end_of_valid_slots,
     find_key_blocks,
@@ -97,52 +112,56 @@ from sparsemla.kernels.common.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsemla.kernels.common.hopper import STORE
+from sparsemla.kernels.common.hopper import STORE, TILE
+from sparsemla.kernels.common.hopper import TOKEN_TILE as PAGE_TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
-COPY_COLS = gl.constexpr(gl.SliceLayout(0, COPY))
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PAGE_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
-
-# Barriers; the RoPE dims of a block arrive with the half that its QK MMA reads last.
-FULL_0L = gl.constexpr(0)
-FULL_0R = gl.constexpr(1)
-FULL_1L = gl.constexpr(2)
-FULL_1R = gl.constexpr(3)
-EMPTY_0L = gl.constexpr(4)
-EMPTY_0R = gl.constexpr(5)
-EMPTY_1L = gl.constexpr(6)
-EMPTY_1R = gl.constexpr(7)
-VALID_0 = gl.constexpr(8)
-VALID_1 = gl.constexpr(9)
-M_0 = gl.constexpr(10)
-M_1 = gl.constexpr(11)
-P_0 = gl.constexpr(12)
-P_1 = gl.constexpr(13)
-ROW_SUMS = gl.constexpr(14)
-Q_FULL = gl.constexpr(15)
-Q_EMPTY = gl.constexpr(16)
-KEY_RANGE = gl.constexpr(17)
+PAIR_N = gl.constexpr(2 * BLOCK_N.value)
+"""Keys of a pair of blocks."""
+BOX_DIM = gl.constexpr(64)
+"""Dims of a TMA copy, the 128 bytes that the layout of shared memory swizzles."""
+BOXES = gl.constexpr(HALF_DIM.value // BOX_DIM.value)
 NUM_BARRIERS = gl.constexpr(18)
 
 
 class SharedMemory(NamedTuple):
     """Block ``b`` of a pair, 0 or 1, is the first index of keys and of ``valid``."""
 
-    q: object  # [2, 64, 256] left and right half of the queries
-    q_rope: object  # [64, 64] RoPE dims of the queries
-    kv_left: object  # [2, 64, 256] left half of the keys, which are the values too
-    kv_right: object  # [2, 64, 256] right half
-    k_rope: object  # [2, 64, 64] RoPE dims of the keys, then P of the block
-    m: object  # [64] the running maximum on its way between the warpgroups
-    l: object  # [2, 64] each warpgroup's sum of P, at the end of a tile
-    valid: object  # [2, 64] validity of the keys, or their bits
-    limits: object  # [64] keys that each query row sees under a causal mask, or its bit in the mask
+    q: object  # [2, BLOCK_M, HALF_DIM] left and right half of the queries
+    q_rope: object  # [BLOCK_M, ROPE_DIM] of the queries
+    kv_left: object  # [2, BLOCK_N, HALF_DIM] left half of the keys, which are the values too
+    kv_right: object  # [2, BLOCK_N, HALF_DIM] right half
+    k_rope: object  # [2, BLOCK_N, ROPE_DIM] of the keys, then P of the block
+    m: object  # [BLOCK_M] the running maximum on its way between the warpgroups
+    l: object  # [2, BLOCK_M] each warpgroup's sum of P, at the end of a tile
+    valid: object  # [2, BLOCK_N] validity of the keys, or their bits
+    limits: object  # [BLOCK_M] keys that a row sees under a causal mask, or its bit in the mask
     key_range: object  # [2, 1] pairs of blocks, first key
-    bar: object  # the barriers
+    kv_left_full: object  # this and the following fields are tuples of barriers
+    kv_right_full: object
+    kv_left_empty: object
+    kv_right_empty: object
+    valid_full: object
+    m_full: object
+    p_full: object
+    l_full: object
+    q_full: object
+    q_empty: object
+    key_range_full: object
+
+
+@gluon.jit
+def init_barriers(bar, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Initialise ``COUNT`` barriers of an array. A copying thread arrives when its copies land.
+
+    The barriers are views of one array: between accesses to several arrays, the compiler puts
+    other ``bar.sync``.
+    """
+    barriers = ()
+    for b in gl.static_range(COUNT):
+        mbarrier.init(bar.index(FIRST + b), count=ARRIVALS)
+        barriers = barriers + (bar.index(FIRST + b),)
+    return barriers
 
 
 @gluon.jit
@@ -162,19 +181,19 @@ def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexp
 @gluon.jit
 def load_key_range(smem, turn):
     """The number of pairs of blocks, and the position of the first key, from the producer."""
-    mbarrier.wait(smem.bar.index(KEY_RANGE), turn)
-    num_pairs = gl.max(smem.key_range.index(0).load(ONE), 0)
-    return num_pairs, gl.max(smem.key_range.index(1).load(ONE), 0)
+    mbarrier.wait(smem.key_range_full[0], turn)
+    num_pairs = gl.max(smem.key_range.index(0).load(THREADS), 0)
+    return num_pairs, gl.max(smem.key_range.index(1).load(THREADS), 0)
 
 
 @gluon.jit
 def store_key_range(smem, first, last):
     """Store the range for :func:`load_key_range`; returns the number of pairs."""
     # At least one: a loop that may be skipped makes the compiler serialise the MMAs.
-    num_pairs = gl.maximum(gl.cdiv(last - first, 128), 1)
-    smem.key_range.index(0).store(gl.zeros([1], gl.int32, ONE) + num_pairs)
-    smem.key_range.index(1).store(gl.zeros([1], gl.int32, ONE) + first)
-    mbarrier.arrive(smem.bar.index(KEY_RANGE), count=1)
+    num_pairs = gl.maximum(gl.cdiv(last - first, PAIR_N), 1)
+    smem.key_range.index(0).store(gl.zeros([1], gl.int32, THREADS) + num_pairs)
+    smem.key_range.index(1).store(gl.zeros([1], gl.int32, THREADS) + first)
+    mbarrier.arrive(smem.key_range_full[0], count=1)
     return num_pairs
 
 
@@ -204,13 +223,13 @@ def rescale(x, alpha):
 @gluon.jit
 def mask_scores(s, valid, limit, at, scale_log2, CAUSAL: gl.constexpr, TOKEN_MASK: gl.constexpr):
     """Base-2 scores of a block, -inf for invalid and masked keys."""
-    marks = valid.load(gl.SliceLayout(0, S_LAYOUT))[None, :]
+    marks = valid.load(S_KEYS)[None, :]
     if TOKEN_MASK:
         seen = (marks.to(gl.int32) & limit[:, None]) != 0
     else:
         seen = marks != 0
     if CAUSAL:
-        keys = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
+        keys = at + gl.arange(0, BLOCK_N, S_KEYS)
         seen = seen & (keys[None, :] < limit[:, None])
     return gl.where(seen, s * scale_log2, float("-inf"))
 
@@ -220,21 +239,21 @@ def consumer_left(
     num_tiles, smem, results, shape, scale_log2, ROPE: gl.constexpr, CAUSAL: gl.constexpr,
     TOKEN_MASK: gl.constexpr,
 ):  # fmt: skip
-    acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-    acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-    m = gl.full([64], LOWEST, gl.float32, S_ROWS)
-    l = gl.zeros([64], gl.float32, S_ROWS)
+    acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+    acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+    m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
+    l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
     tile = gl.program_id(0)
     phase = 0
     turn = 0
     zero = opaque_zero(tile)
-    mbarrier.wait(smem.bar.index(Q_FULL), 0)
+    mbarrier.wait(smem.q_full[0], 0)
     fence_async_shared()
-    mbarrier.wait(smem.bar.index(FULL_0L), 0)
-    s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    mbarrier.wait(smem.kv_left_full[0], 0)
+    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
     keys = smem.kv_left.index(zero).permute((1, 0))
     s = warpgroup_mma(smem.q.index(zero), keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.bar.index(FULL_0R), 0)
+    mbarrier.wait(smem.kv_right_full[0], 0)
     s = warpgroup_mma(
         smem.q.index(zero + 1), smem.kv_right.index(zero).permute((1, 0)), s, is_async=True
     )
@@ -246,14 +265,14 @@ def consumer_left(
     i = 0
     while tile < num_tiles:
         if i + 1 == num_pairs:
-            mbarrier.arrive(smem.bar.index(Q_EMPTY), count=1)
+            mbarrier.arrive(smem.q_empty[0], count=1)
         zero = opaque_zero(i)
-        mbarrier.wait(smem.bar.index(VALID_0), phase)
-        at = first + i * 128
+        mbarrier.wait(smem.valid_full[0], phase)
+        at = first + i * PAIR_N
         scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
         m_0 = gl.maximum(m, gl.max(scores, 1))
         smem.m.store(m_0)
-        mbarrier.arrive(smem.bar.index(M_0), count=1)
+        mbarrier.arrive(smem.m_full[0], count=1)
         p = gl.exp2(scores - m_0[:, None])
         alpha = gl.exp2(m - m_0)
         l = l * alpha + gl.sum(p, 1)
@@ -262,25 +281,25 @@ def consumer_left(
         p_bf16 = to_bf16(p)
         own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
         values = smem.kv_left.index(zero)
-        acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+        acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(smem.bar.index(EMPTY_0L), count=1)
+        mbarrier.arrive(smem.kv_left_empty[0], count=1)
 
-        mbarrier.wait(smem.bar.index(M_1), phase)
+        mbarrier.wait(smem.m_full[1], phase)
         m = smem.m.load(S_ROWS)
         alpha = gl.exp2(m_0 - m)
         smem.k_rope.index(zero).store(scale_pairs(p_bf16, alpha[:, None]))
         fence_async_shared()
-        mbarrier.arrive(smem.bar.index(P_0), count=1)
+        mbarrier.arrive(smem.p_full[0], count=1)
         l = l * alpha
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
-        mbarrier.wait(smem.bar.index(P_1), phase)
+        mbarrier.wait(smem.p_full[1], phase)
         others = smem.k_rope.index(zero + 1)
         values = smem.kv_left.index(zero + 1)
-        next0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
-        next1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
+        next0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        next1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         phase = phase ^ 1
         i += 1
         # S of the next pair, possibly of the next tile. After the very last pair, these MMAs
@@ -289,26 +308,26 @@ def consumer_left(
         more = tile + gl.num_programs(0) < num_tiles
         if done:
             if more:
-                mbarrier.wait(smem.bar.index(Q_FULL), turn ^ 1)
+                mbarrier.wait(smem.q_full[0], turn ^ 1)
                 fence_async_shared()
-                mbarrier.wait(smem.bar.index(FULL_0L), phase)
+                mbarrier.wait(smem.kv_left_full[0], phase)
         else:
-            mbarrier.wait(smem.bar.index(FULL_0L), phase)
-        next_s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+            mbarrier.wait(smem.kv_left_full[0], phase)
+        next_s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
         keys = smem.kv_left.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero), keys, next_s, use_acc=False, is_async=True)
         acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[next0, next1, next_s])
-        mbarrier.arrive(smem.bar.index(EMPTY_1L), count=1)
+        mbarrier.arrive(smem.kv_left_empty[1], count=1)
         if done:
             store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 0)
-            acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-            acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-            m = gl.full([64], LOWEST, gl.float32, S_ROWS)
-            l = gl.zeros([64], gl.float32, S_ROWS)
+            acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+            acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+            m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
+            l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
             if more:
-                mbarrier.wait(smem.bar.index(FULL_0R), phase)
+                mbarrier.wait(smem.kv_right_full[0], phase)
         else:
-            mbarrier.wait(smem.bar.index(FULL_0R), phase)
+            mbarrier.wait(smem.kv_right_full[0], phase)
         keys = smem.kv_right.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero + 1), keys, next_s, is_async=True)
         if ROPE > 0:
@@ -332,21 +351,21 @@ def consumer_right(
     phase = 0
     turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-        acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-        m = gl.full([64], LOWEST, gl.float32, S_ROWS)
-        l = gl.zeros([64], gl.float32, S_ROWS)
-        mbarrier.wait(smem.bar.index(Q_FULL), turn)
+        acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+        acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+        m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
+        l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
+        mbarrier.wait(smem.q_full[0], turn)
         fence_async_shared()
         num_pairs, first = load_key_range(smem, turn)
         limit = smem.limits.load(S_ROWS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
-            s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-            mbarrier.wait(smem.bar.index(FULL_1R), phase)
+            s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
+            mbarrier.wait(smem.kv_right_full[1], phase)
             keys = smem.kv_right.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero + 1), keys, s, use_acc=False, is_async=True)
-            mbarrier.wait(smem.bar.index(FULL_1L), phase)
+            mbarrier.wait(smem.kv_left_full[1], phase)
             keys = smem.kv_left.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero), keys, s, is_async=True)
             if ROPE > 0:
@@ -355,15 +374,15 @@ def consumer_right(
                 )
             s = warpgroup_mma_wait(0, deps=[s])
             if i + 1 == num_pairs:
-                mbarrier.arrive(smem.bar.index(Q_EMPTY), count=1)
-            mbarrier.wait(smem.bar.index(VALID_1), phase)
-            at = first + i * 128 + 64
+                mbarrier.arrive(smem.q_empty[0], count=1)
+            mbarrier.wait(smem.valid_full[1], phase)
+            at = first + i * PAIR_N + BLOCK_N
             scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
             m_1 = gl.max(scores, 1)
-            mbarrier.wait(smem.bar.index(M_0), phase)
+            mbarrier.wait(smem.m_full[0], phase)
             m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
             smem.m.store(m_1)
-            mbarrier.arrive(smem.bar.index(M_1), count=1)
+            mbarrier.arrive(smem.m_full[1], count=1)
             p = gl.exp2(scores - m_1[:, None])
             alpha = gl.exp2(m - m_1)
             m = m_1
@@ -373,20 +392,20 @@ def consumer_right(
             p_bf16 = to_bf16(p)
             own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
             values = smem.kv_right.index(zero + 1)
-            acc0 = warpgroup_mma(own, values.slice(0, 128, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(own, values.slice(128, 128, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             smem.k_rope.index(zero + 1).store(p_bf16)
             fence_async_shared()
-            mbarrier.arrive(smem.bar.index(P_1), count=1)
-            mbarrier.wait(smem.bar.index(P_0), phase)
+            mbarrier.arrive(smem.p_full[1], count=1)
+            mbarrier.wait(smem.p_full[0], phase)
             others = smem.k_rope.index(zero)
             values = smem.kv_right.index(zero)
-            acc0 = warpgroup_mma(others, values.slice(0, 128, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(others, values.slice(128, 128, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-            mbarrier.arrive(smem.bar.index(EMPTY_1R), count=1)
+            mbarrier.arrive(smem.kv_right_empty[1], count=1)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            mbarrier.arrive(smem.bar.index(EMPTY_0R), count=1)
+            mbarrier.arrive(smem.kv_right_empty[0], count=1)
             phase = phase ^ 1
         store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 1)
         turn = turn ^ 1
@@ -396,8 +415,8 @@ def consumer_right(
 def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
     """Normalise and store half of O; the left warpgroup also stores lse and the largest logits."""
     smem.l.index(HALF).store(l)
-    mbarrier.arrive(smem.bar.index(ROW_SUMS), count=1)
-    mbarrier.wait(smem.bar.index(ROW_SUMS), turn)
+    mbarrier.arrive(smem.l_full[0], count=1)
+    mbarrier.wait(smem.l_full[0], turn)
     l = l + smem.l.index(1 - HALF).load(S_ROWS)
     begin, split, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, S_ROWS)
@@ -417,17 +436,21 @@ def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.const
         l += gl.exp2(sink * LOG2E - m)
     alpha = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
     out = results.out + split.to(gl.int64) * results.out_split + request * results.out_request
-    store_out_columns(rescale(acc0, alpha), out + HALF * 256, begin, first, results, shape)
-    store_out_columns(rescale(acc1, alpha), out + (HALF * 256 + 128), begin, first, results, shape)
+    store_out_columns(rescale(acc0, alpha), out + HALF * HALF_DIM, begin, first, results, shape)
+    store_out_columns(
+        rescale(acc1, alpha), out + (HALF * HALF_DIM + ACC_DIM), begin, first, results, shape
+    )
 
 
 @gluon.jit
 def store_out_columns(values, out, begin, first, results, shape):
-    """Store 128 columns of the tile's rows."""
+    """Store ``ACC_DIM`` columns of the tile's rows."""
     if results.out.dtype.element_ty == gl.bfloat16:
-        pieces = to_bf16(values).reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        pieces = to_bf16(values).reshape([BLOCK_M, 2, ACC_DIM // 2]).permute((0, 2, 1)).split()
         store_out_rows(gl.convert_layout(pieces[0], STORE), out, begin, first, results, shape)
-        store_out_rows(gl.convert_layout(pieces[1], STORE), out + 64, begin, first, results, shape)
+        store_out_rows(
+            gl.convert_layout(pieces[1], STORE), out + ACC_DIM // 2, begin, first, results, shape
+        )
     else:
         store_out_rows(values, out, begin, first, results, shape)
 
@@ -478,7 +501,7 @@ def load_token_mask(token_mask, at, last, shape):
 def store_token_bits(bits, shape, begin):
     """Store the bit of each row's token in the mask."""
     token, _, real = rows_of_tile(begin, shape, S_ROWS)
-    bits.store(gl.full([64], 1, gl.int32, S_ROWS) << gl.where(real, token, 0).to(gl.int32))
+    bits.store(gl.full([BLOCK_M], 1, gl.int32, S_ROWS) << gl.where(real, token, 0).to(gl.int32))
 
 
 @gluon.jit
@@ -488,12 +511,12 @@ def copy_blocks(
 ):  # fmt: skip
     """Copy a pair of blocks of one stream."""
     row_0, valid_0 = key_rows(rows, key_0, at, L, PAGED)
-    row_1, valid_1 = key_rows(rows, key_1, at + 64, L, PAGED)
+    row_1, valid_1 = key_rows(rows, key_1, at + BLOCK_N, L, PAGED)
     mark_0 = valid_0
     mark_1 = valid_1
     if token_mask is not None:
         mark_0 = gl.where(valid_0, load_token_mask(token_mask, at, last, shape), 0)
-        mark_1 = gl.where(valid_1, load_token_mask(token_mask, at + 64, last, shape), 0)
+        mark_1 = gl.where(valid_1, load_token_mask(token_mask, at + BLOCK_N, last, shape), 0)
         valid_0 = mark_0 != 0
         valid_1 = mark_1 != 0
     row_0 = rows.bf16 + row_0
@@ -507,30 +530,30 @@ def copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE:
 
     A mark is the key's validity, or its bits.
     """
-    dims = gl.arange(0, 256, COPY_COLS)[None, :]
-    rope_dims = 512 + gl.arange(0, 64, COPY_COLS)[None, :]
+    dims = gl.arange(0, HALF_DIM, COPY_COLS)[None, :]
+    rope_dims = VALUE_DIM + gl.arange(0, ROPE_DIM, COPY_COLS)[None, :]
     row_0 = row_0[:, None]
     row_1 = row_1[:, None]
-    mbarrier.wait(smem.bar.index(EMPTY_0L), phase)
+    mbarrier.wait(smem.kv_left_empty[0], phase)
     async_load(smem.kv_left.index(0), row_0 + dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.bar.index(FULL_0L), increment_count=False)
-    mbarrier.wait(smem.bar.index(EMPTY_1R), phase)
-    async_load(smem.kv_right.index(1), row_1 + (256 + dims), mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.bar.index(FULL_1R), increment_count=False)
-    mbarrier.wait(smem.bar.index(EMPTY_0R), phase)
-    async_load(smem.kv_right.index(0), row_0 + (256 + dims), mask=valid_0[:, None])
+    async_copy.mbarrier_arrive(smem.kv_left_full[0], increment_count=False)
+    mbarrier.wait(smem.kv_right_empty[1], phase)
+    async_load(smem.kv_right.index(1), row_1 + (HALF_DIM + dims), mask=valid_1[:, None])
+    async_copy.mbarrier_arrive(smem.kv_right_full[1], increment_count=False)
+    mbarrier.wait(smem.kv_right_empty[0], phase)
+    async_load(smem.kv_right.index(0), row_0 + (HALF_DIM + dims), mask=valid_0[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(0), row_0 + rope_dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.bar.index(FULL_0R), increment_count=False)
-    mbarrier.wait(smem.bar.index(EMPTY_1L), phase)
+    async_copy.mbarrier_arrive(smem.kv_right_full[0], increment_count=False)
+    mbarrier.wait(smem.kv_left_empty[1], phase)
     async_load(smem.kv_left.index(1), row_1 + dims, mask=valid_1[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(1), row_1 + rope_dims, mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.bar.index(FULL_1L), increment_count=False)
+    async_copy.mbarrier_arrive(smem.kv_left_full[1], increment_count=False)
     smem.valid.index(0).store(mark_0.to(gl.int8))
-    mbarrier.arrive(smem.bar.index(VALID_0), count=1)
+    mbarrier.arrive(smem.valid_full[0], count=1)
     smem.valid.index(1).store(mark_1.to(gl.int8))
-    mbarrier.arrive(smem.bar.index(VALID_1), count=1)
+    mbarrier.arrive(smem.valid_full[1], count=1)
 
 
 @gluon.jit
@@ -550,32 +573,32 @@ def copy_half_block(
     The phase needs 128 arrivals, so it cannot end before all bytes are expected.
     """
     mbarrier.wait(empty, phase)
-    half = reinterpret(half, gl.bfloat16, [4, 64, 64], TILE)
-    for j in gl.static_range(4):
-        part = reinterpret(half.index(j), gl.bfloat16, [1, 64, 64], PAGE_TILE)
-        tma_load(pages, [page, row, START + 64 * j], full, part)
+    half = reinterpret(half, gl.bfloat16, [BOXES, BLOCK_N, BOX_DIM], TILE)
+    for j in gl.static_range(BOXES):
+        part = reinterpret(half.index(j), gl.bfloat16, [1, BLOCK_N, BOX_DIM], PAGE_TILE)
+        tma_load(pages, [page, row, START + BOX_DIM * j], full, part)
     if ROPE > 0:
-        rope = reinterpret(rope, gl.bfloat16, [1, 64, 64], PAGE_TILE)
-        tma_load(pages, [page, row, 512], full, rope)
-    mbarrier.expect(full, 64 * 2 * (256 + ROPE))
-    mbarrier.arrive(full, count=127)
+        rope = reinterpret(rope, gl.bfloat16, [1, BLOCK_N, BOX_DIM], PAGE_TILE)
+        tma_load(pages, [page, row, VALUE_DIM], full, rope)
+    mbarrier.expect(full, BLOCK_N * 2 * (HALF_DIM + ROPE))
+    mbarrier.arrive(full, count=WARPGROUP - 1)
 
 
 @gluon.jit
 def prefetch_blocks(rows, page_0, page_1, at, shape, L: gl.constexpr):
     """Prefetch a pair of blocks that several tiles share into L2, one thread a block."""
-    thread = gl.arange(0, 128, THREADS)
+    thread = gl.arange(0, WARPGROUP, THREADS)
     page = gl.where(thread == 0, page_0, page_1)
-    row = (at + thread * 64) % L.page_size
+    row = (at + thread * BLOCK_N) % L.page_size
     start = page.to(gl.int64) * L.bf16_strides[0] + row.to(gl.int64) * L.bf16_strides[1]
-    some = (thread < 2) & (page >= 0) & (shape.num_rows > 64)
+    some = (thread < 2) & (page >= 0) & (shape.num_rows > BLOCK_M)
     gl.inline_asm_elementwise(
         """{
             .reg .pred some; setp.ne.s32 some, $2, 0; mov.b32 $0, 0;
             @some cp.async.bulk.prefetch.L2.global [$1], $2;
         }""",
         "=r,l,r",
-        [(rows.bf16 + start).to(gl.int64), gl.where(some, 64 * 2 * L.head_dim, 0)],
+        [(rows.bf16 + start).to(gl.int64), gl.where(some, BLOCK_N * 2 * L.head_dim, 0)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -587,37 +610,37 @@ def copy_paged_blocks(
     rows, pages, keys, first, last, shape, smem, phase, L: gl.constexpr, ROPE: gl.constexpr
 ):
     """Copy the pairs of 128 existing keys by TMA, each block from one page."""
-    ones = gl.full([64], 1, gl.int8, COPY_ROWS)
+    ones = gl.full([BLOCK_N], 1, gl.int8, COPY_ROWS)
     at = first
     page_0 = load_page(rows, keys, at, last, L)
-    page_1 = load_page(rows, keys, at + 64, last, L)
-    for _ in range((last - first) // 128):
+    page_1 = load_page(rows, keys, at + BLOCK_N, last, L)
+    for _ in range((last - first) // PAIR_N):
         row_0 = at % L.page_size
-        row_1 = (at + 64) % L.page_size
+        row_1 = (at + BLOCK_N) % L.page_size
         copy_half_block(
             pages, page_0, row_0, smem.kv_left.index(0), smem.k_rope.index(0),
-            smem.bar.index(EMPTY_0L), smem.bar.index(FULL_0L), phase, 0, 0,
+            smem.kv_left_empty[0], smem.kv_left_full[0], phase, 0, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_right.index(1), smem.k_rope.index(1),
-            smem.bar.index(EMPTY_1R), smem.bar.index(FULL_1R), phase, 256, 0,
+            smem.kv_right_empty[1], smem.kv_right_full[1], phase, HALF_DIM, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_0, row_0, smem.kv_right.index(0), smem.k_rope.index(0),
-            smem.bar.index(EMPTY_0R), smem.bar.index(FULL_0R), phase, 256, ROPE,
+            smem.kv_right_empty[0], smem.kv_right_full[0], phase, HALF_DIM, ROPE,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_left.index(1), smem.k_rope.index(1),
-            smem.bar.index(EMPTY_1L), smem.bar.index(FULL_1L), phase, 0, ROPE,
+            smem.kv_left_empty[1], smem.kv_left_full[1], phase, 0, ROPE,
         )  # fmt: skip
         smem.valid.index(0).store(gl.where(page_0 >= 0, ones, 0))
-        mbarrier.arrive(smem.bar.index(VALID_0), count=1)
+        mbarrier.arrive(smem.valid_full[0], count=1)
         smem.valid.index(1).store(gl.where(page_1 >= 0, ones, 0))
-        mbarrier.arrive(smem.bar.index(VALID_1), count=1)
+        mbarrier.arrive(smem.valid_full[1], count=1)
         phase = phase ^ 1
-        at += 128
+        at += PAIR_N
         page_0 = load_page(rows, keys, at, last, L)
-        page_1 = load_page(rows, keys, at + 64, last, L)
+        page_1 = load_page(rows, keys, at + BLOCK_N, last, L)
         if L.bf16_strides[1] == L.head_dim:
             prefetch_blocks(rows, page_0, page_1, at, shape, L)
     return at, phase
@@ -657,7 +680,7 @@ def copy_streams(
         copy_rows(row_0, valid_0, valid_0, row_1, valid_1, valid_1, smem, phase, ROPE)
         if i == 0:
             last = end_of_valid_blocks(blocks, main, extra, EXTRA, False)
-            num_pairs = store_key_range(smem, block * 64, last * 64)
+            num_pairs = store_key_range(smem, block * BLOCK_N, last * BLOCK_N)
         i += 1
         block += 2
         slots_0 = load_block_slots(blocks, block, main, extra, L, EXTRA, False, COPY_ROWS)
@@ -681,13 +704,13 @@ def producer(
         token_mask = stream.token_mask
         if stream.token_mask is not None:
             token_mask += request * stream.token_mask_request
-        mbarrier.wait(smem.bar.index(Q_EMPTY), turn)
+        mbarrier.wait(smem.q_empty[0], turn)
         turn = turn ^ 1
-        copy_queries(tile, smem.q.index(0), queries, shape, 0, 256)
-        copy_queries(tile, smem.q.index(1), queries, shape, 256, 256)
+        copy_queries(tile, smem.q.index(0), queries, shape, 0, HALF_DIM)
+        copy_queries(tile, smem.q.index(1), queries, shape, HALF_DIM, HALF_DIM)
         if ROPE > 0:
-            copy_queries(tile, smem.q_rope, queries, shape, 512, ROPE)
-        async_copy.mbarrier_arrive(smem.bar.index(Q_FULL), increment_count=False)
+            copy_queries(tile, smem.q_rope, queries, shape, VALUE_DIM, ROPE)
+        async_copy.mbarrier_arrive(smem.q_full[0], increment_count=False)
         if EXTRA is not None:
             phase = copy_streams(
                 tile, rows, extra_rows, stream, extra, shape, smem, phase, L, EXTRA, ROPE
@@ -696,9 +719,9 @@ def producer(
             end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
             if stream.token_mask is not None:
                 store_token_bits(smem.limits, shape, begin)
-            steps = gl.cdiv(gl.cdiv(end, 64), shape.num_splits)
-            first = split * steps * 64
-            last = gl.minimum(first + steps * 64, end)
+            steps = gl.cdiv(gl.cdiv(end, BLOCK_N), shape.num_splits)
+            first = split * steps * BLOCK_N
+            last = gl.minimum(first + steps * BLOCK_N, end)
             if pages is not None:
                 store_key_range(smem, first, last)
                 at, phase = copy_paged_blocks(
@@ -706,18 +729,18 @@ def producer(
                 )  # fmt: skip
                 if (at < last) | (at == first):
                     # Rows after the last key may hold NaN, so the last pair is copied row by row.
-                    rest_at = at + gl.arange(0, 64, COPY_ROWS)
+                    rest_at = at + gl.arange(0, BLOCK_N, COPY_ROWS)
                     key_0 = load_keys(keys, rest_at, last, L, PAGED)
-                    key_1 = load_keys(keys, rest_at + 64, last, L, PAGED)
+                    key_1 = load_keys(keys, rest_at + BLOCK_N, last, L, PAGED)
                     copy_blocks(
                         rows, key_0, key_1, token_mask, rest_at, last, shape, smem, phase,
                         L, PAGED, ROPE,
                     )  # fmt: skip
                     phase = phase ^ 1
             else:
-                at = first + gl.arange(0, 64, COPY_ROWS)
+                at = first + gl.arange(0, BLOCK_N, COPY_ROWS)
                 key_0 = load_keys(keys, at, last, L, PAGED)
-                key_1 = load_keys(keys, at + 64, last, L, PAGED)
+                key_1 = load_keys(keys, at + BLOCK_N, last, L, PAGED)
                 copy_blocks(
                     rows, key_0, key_1, token_mask, at, last, shape, smem, phase, L, PAGED, ROPE
                 )  # fmt: skip
@@ -726,24 +749,16 @@ def producer(
                 if not PAGED:
                     last = end_of_valid_slots(keys, first, last, rows.num_slots, 2048)
                 num_pairs = store_key_range(smem, first, last)
-                key_0 = load_keys(keys, at + 128, last, L, PAGED)
-                key_1 = load_keys(keys, at + 192, last, L, PAGED)
+                key_0 = load_keys(keys, at + PAIR_N, last, L, PAGED)
+                key_1 = load_keys(keys, at + PAIR_N + BLOCK_N, last, L, PAGED)
                 for _ in range(1, num_pairs):
-                    at += 128
+                    at += PAIR_N
                     copy_blocks(
                         rows, key_0, key_1, token_mask, at, last, shape, smem, phase, L, PAGED, ROPE
                     )  # fmt: skip
-                    key_0 = load_keys(keys, at + 128, last, L, PAGED)
-                    key_1 = load_keys(keys, at + 192, last, L, PAGED)
+                    key_0 = load_keys(keys, at + PAIR_N, last, L, PAGED)
+                    key_1 = load_keys(keys, at + PAIR_N + BLOCK_N, last, L, PAGED)
                     phase = phase ^ 1
-
-
-@gluon.constexpr_function
-def arrivals(b):
-    """Number of arrivals of a barrier's phase; a thread's copies arrive when they have landed."""
-    if b < EMPTY_0L.value or b == Q_FULL.value:
-        return 128
-    return 2 if b in (ROW_SUMS.value, Q_EMPTY.value) else 1
 
 
 @gluon.jit(
@@ -768,23 +783,32 @@ def _attend(
         MIXED: tiles hold rows of several tokens, which see different numbers of keys.
     """
     shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
-    ROPE: gl.constexpr = L.head_dim - 512
+    ROPE: gl.constexpr = L.head_dim - VALUE_DIM
     TOKEN_MASK: gl.constexpr = stream.token_mask is not None
+    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
-        q=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
-        q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
-        kv_left=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
-        kv_right=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE),
-        m=gl.allocate_shared_memory(gl.float32, [64], PLAIN),
-        l=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
-        valid=gl.allocate_shared_memory(gl.int8, [2, 64], PLAIN),
-        limits=gl.allocate_shared_memory(gl.int32, [64], PLAIN),
+        q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, HALF_DIM], TILE),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
+        kv_left=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, HALF_DIM], TILE),
+        kv_right=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, HALF_DIM], TILE),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, ROPE_DIM], TILE),
+        m=gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN),
+        l=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
+        valid=gl.allocate_shared_memory(gl.int8, [2, BLOCK_N], PLAIN),
+        limits=gl.allocate_shared_memory(gl.int32, [BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
-        bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
+        kv_left_full=init_barriers(bar, 0, 2, WARPGROUP),
+        kv_right_full=init_barriers(bar, 2, 2, WARPGROUP),
+        kv_left_empty=init_barriers(bar, 4, 2, 1),
+        kv_right_empty=init_barriers(bar, 6, 2, 1),
+        valid_full=init_barriers(bar, 8, 2, 1),
+        m_full=init_barriers(bar, 10, 2, 1),
+        p_full=init_barriers(bar, 12, 2, 1),
+        l_full=init_barriers(bar, 14, 1, 2),
+        q_full=init_barriers(bar, 15, 1, WARPGROUP),
+        q_empty=init_barriers(bar, 16, 1, 2),
+        key_range_full=init_barriers(bar, 17, 1, 1),
     )
-    for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(smem.bar.index(b), count=arrivals(b))
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
@@ -830,15 +854,17 @@ def launch(
         paged: ``stream`` is a page table.
         causal: mask later keys.
     """
-    num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
+    num_tiles = num_groups * -(-shape.num_rows // BLOCK_M.value) * shape.num_splits
     rows, layout = cache_arguments(cache)
     extra_rows, extra_layout = None, None
     if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
     pages = None
-    if paged and cache.page_size % 64 == 0:
+    if paged and cache.page_size % BLOCK_N.value == 0:
         size, strides = list(rows.bf16.shape), list(rows.bf16.stride())
-        pages = descriptor(rows.bf16, size, strides, [1, 64, 64], PAGE_TILE.value)
+        pages = descriptor(
+            rows.bf16, size, strides, [1, BLOCK_N.value, BOX_DIM.value], PAGE_TILE.value
+        )
     _attend[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,
         queries.in_units(8),
@@ -854,7 +880,7 @@ def launch(
         EXTRA=extra_layout,
         PAGED=paged,
         CAUSAL=causal,
-        MIXED=causal and shape.num_heads % 64 > 0,
+        MIXED=causal and shape.num_heads % BLOCK_M.value > 0,
         num_warps=4,
         launch_pdl=True,
     )

@@ -59,6 +59,11 @@ from sparsemla.kernels.attention.sm90.arguments import (
     QueryRows,
     Results,
 )
+from sparsemla.kernels.attention.sm90.layouts import (
+    LIST,
+    LOAD_ROWS,
+    PLAIN,
+)
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
     find_keys,
@@ -67,12 +72,9 @@ from sparsemla.kernels.attention.sm90.swap_ab import (
     sum_key_pairs,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
-    LIST,
     LN2,
     LOG2E,
     LOWEST,
-    PLAIN,
-    TILE,
     group_of_program,
     is_slot,
     locate,
@@ -80,6 +82,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_bf16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.hopper import COPY, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
 KEYS = gl.constexpr(64)
@@ -91,9 +94,6 @@ ROPE = gl.constexpr(0)
 LEFT = gl.constexpr(1)
 RIGHT = gl.constexpr(2)
 
-# 8 lanes copy 128 bytes of a row.
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 OUT = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))
 OUT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
 
@@ -386,10 +386,10 @@ def _attend_few_heads(
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
 
-    low = load_queries(queries, shape, 0, 256, N, QUERIES)
-    high = load_queries(queries, shape, 256, 256, N, QUERIES)
+    low = load_queries(queries, shape, 0, 256, N, LOAD_ROWS)
+    high = load_queries(queries, shape, 256, 256, N, LOAD_ROWS)
     if L.head_dim > 512:
-        rope = load_queries(queries, shape, 512, 64, N, QUERIES)
+        rope = load_queries(queries, shape, 512, 64, N, LOAD_ROWS)
 
     entries, end = find_keys(stream, shape, LIST, False)
     all_tiles = gl.cdiv(end, KEYS)

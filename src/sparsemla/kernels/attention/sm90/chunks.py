@@ -1,4 +1,4 @@
-"""Chunks of quantised rows on Hopper: their copies, their layouts, their dequantisation.
+"""Chunks of quantised rows on Hopper: their parts and dequantisation.
 
 A row is copied in chunks of up to 128 bytes: 128 e4m3 codes, or 64 dims that the cache keeps as
 bfloat16. Shared memory holds a chunk as the cache stores it. A consumer loads the chunk into
@@ -11,41 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Copies from global memory, 16 bytes per thread: 8 lanes copy 128 bytes of a row, and a thread
-# copies the same rows of every chunk. Scales are copied in words of 4 bytes.
-COPY_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-COPY_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-CODES_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
-BF16_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_BF16))
-
-# Registers of a chunk, keys by dims. A thread holds 4 neighbouring dims of each 16 for two keys,
-# as many as it contributes to one k-step of an MMA. When O is stored in this order, four threads
-# store 16 adjacent bytes of float32 each.
-CHUNK_128 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0], [0, 64]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 128],
-    )
-)
-CHUNK_64 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
-
-# Shared memory of a chunk's codes, 128 or 64 dims wide. The swizzle puts the eight keys that a warp
-# reads at once into different banks.
-RAW_128 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-RAW_64 = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
-UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+from sparsemla.kernels.attention.sm90.layouts import CHUNK_DIM, ROPE_DIM
 
 # Four e4m3 codes times four float32 scales, rounded to bfloat16 once.
 DEQUANTIZE = gl.constexpr("""{
@@ -61,20 +27,24 @@ DEQUANTIZE = gl.constexpr("""{
 @triton.constexpr_function
 def num_chunks(fp8_dim, head_dim):
     """Number of chunks of a row. The last chunk of e4m3 codes may have 64 dims instead of 128."""
-    return -(-fp8_dim // 128) + (head_dim - fp8_dim) // 64
+    return -(-fp8_dim // CHUNK_DIM.value) + (head_dim - fp8_dim) // ROPE_DIM.value
 
 
 @triton.constexpr_function
 def chunk_start(fp8_dim, chunk):
     """First dim of a chunk."""
-    quantised = -(-fp8_dim // 128)
-    return 128 * chunk if chunk < quantised else fp8_dim + 64 * (chunk - quantised)
+    quantised = -(-fp8_dim // CHUNK_DIM.value)
+    return (
+        CHUNK_DIM.value * chunk
+        if chunk < quantised
+        else fp8_dim + ROPE_DIM.value * (chunk - quantised)
+    )
 
 
 @triton.constexpr_function
 def chunk_width(fp8_dim, start):
     """Number of dims of the chunk that begins at ``start``."""
-    return min(128, fp8_dim - start) if start < fp8_dim else 64
+    return min(CHUNK_DIM.value, fp8_dim - start) if start < fp8_dim else ROPE_DIM.value
 
 
 @gluon.jit

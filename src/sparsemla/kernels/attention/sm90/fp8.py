@@ -80,33 +80,44 @@ from sparsemla.kernels.attention.sm90.arguments import (
     Results,
 )
 from sparsemla.kernels.attention.sm90.chunks import (
-    BF16_KEYS,
-    CHUNK_64,
-    CHUNK_128,
-    CODES_KEYS,
-    COPY_BF16,
-    COPY_CODES,
-    COPY_SCALES,
     DEQUANTIZE,
-    RAW_64,
-    RAW_128,
-    UNSWIZZLED,
     chunk_start,
     chunk_width,
     decode_e8m0,
     num_chunks,
     permute_to_operand,
 )
+from sparsemla.kernels.attention.sm90.layouts import (
+    ACC_DIM,
+    BLOCK_M,
+    BLOCK_N,
+    CHUNK_64,
+    CHUNK_128,
+    CHUNK_DIM,
+    CODES_ROWS,
+    COPY_CODES,
+    COPY_ROWS,
+    COPY_SCALES,
+    HALF_DIM,
+    O_LAYOUT,
+    O_ROWS,
+    PLAIN,
+    RAW_64,
+    RAW_128,
+    ROPE_DIM,
+    ROWS_IN_WARP,
+    S_KEYS,
+    S_LAYOUT,
+    S_ROWS,
+    THREADS,
+    UNSWIZZLED,
+    VALUE_DIM,
+    WARPGROUP,
+)
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
-    O_LAYOUT,
-    O_ROWS,
-    PLAIN,
-    S_LAYOUT,
-    S_ROWS,
-    TILE,
     end_of_valid_blocks,
     find_key_blocks,
     load_block_slots,
@@ -117,18 +128,18 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
+from sparsemla.kernels.common.hopper import COPY, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
-SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, S_LAYOUT))
 Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, S_LAYOUT, 2))
-COPY_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-ROWS_IN_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # all 64 rows, in every warp
 
 # O and l are rescaled only when a score exceeds m by more than this many powers of two. Until then
 # m lags behind the largest score, unless the caller wants the largest logit.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
+KV_STAGES = gl.constexpr(2)
+ROPE_STAGES = gl.constexpr(2)
+L_STAGES = gl.constexpr(2)
 VALID_STAGES = gl.constexpr(4)
 RANGE_STAGES = gl.constexpr(4)
 
@@ -179,17 +190,17 @@ class RowLayout(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The first index is the stage; ``4 * 2`` is 2 entries a stage."""
 
-    limits: object  # [4, 64] by turn: number of keys that each row sees; producer -> QK
+    limits: object  # [4, BLOCK_M] by turn: number of keys that each row sees; producer -> QK
     key_range: object  # [4 * 2, 1] by turn: number of blocks, first key; producer -> all others
-    q_high: object  # [1, 64, 256] dims 256 to 511 of Q; QK -> QK
-    kv: object  # [2 * 2, 64, 256] left and right half of a dequantised block; PV -> QK, PV
-    p: object  # [1 or 2, 64, 64] FP8 RoPE dims of K; PV 0 -> QK. Then P; QK -> PV
-    raw: object  # [chunks, 64, 128] bytes of value dims, one stage a chunk; producer -> PV
-    raw_rope: object  # [1 or 2, 64, 64 or 128] bytes of RoPE dims; producer -> PV 0 or QK
-    scales: object  # [2, words, 64] scales of a block's keys; producer -> PV
-    valid: object  # [4, 64] validity of a block's keys; producer -> QK
-    alpha: object  # [64] the factors that rescale O; QK -> PV
-    inv_l: object  # [2, 64] by turn: 1 / l; QK -> PV
+    q_high: object  # [1, BLOCK_M, HALF_DIM] dims 256 to 511 of Q; QK -> QK
+    kv: object  # [2 * 2, BLOCK_N, HALF_DIM] halves of a dequantised block; PV -> QK, PV
+    p: object  # [1 or 2, BLOCK_M, BLOCK_N] FP8 RoPE dims of K; PV 0 -> QK. Then P; QK -> PV
+    raw: object  # [chunks, BLOCK_N, CHUNK_DIM] bytes of value dims; producer -> PV
+    raw_rope: object  # [1 or 2, BLOCK_N, bytes] of RoPE dims; producer -> PV 0 or QK
+    scales: object  # [2, words, BLOCK_N] scales of a block's keys; producer -> PV
+    valid: object  # [4, BLOCK_N] validity of a block's keys; producer -> QK
+    alpha: object  # [BLOCK_M] the factors that rescale O; QK -> PV
+    inv_l: object  # [2, BLOCK_M] by turn: 1 / l; QK -> PV
     full: object  # the barriers FULL
     empty: object  # the barriers EMPTY
     bar: object  # all other barriers
@@ -251,14 +262,16 @@ def stream_scale_offsets(slots, extra, is_extra, L: gl.constexpr, EXTRA: gl.cons
 @gluon.constexpr_function
 def num_value_chunks(fp8_dim, head_dim):
     """Number of chunks of value dims; the next chunk has the RoPE dims, if there are any."""
-    return sum(chunk_start(fp8_dim, c) < 512 for c in range(num_chunks(fp8_dim, head_dim)))
+    return sum(
+        chunk_start(fp8_dim, c) < VALUE_DIM.value for c in range(num_chunks(fp8_dim, head_dim))
+    )
 
 
 @gluon.constexpr_function
 def value_chunks(fp8_dim, head_dim, half):
     """Chunks of a half of the value dims."""
     count = num_value_chunks(fp8_dim, head_dim)
-    return tuple(c for c in range(count) if chunk_start(fp8_dim, c) // 256 == half)
+    return tuple(c for c in range(count) if chunk_start(fp8_dim, c) // HALF_DIM.value == half)
 
 
 @gluon.constexpr_function
@@ -294,18 +307,18 @@ def release_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def view_bf16(stages, stage):
-    """A stage as bfloat16 ``[64, 64]``."""
+    """A stage as bfloat16 ``[BLOCK_N, ROPE_DIM]``."""
     NUM_STAGES: gl.constexpr = stages.shape[0]
-    return reinterpret(stages, gl.bfloat16, [NUM_STAGES, 64, 64], TILE).index(stage)
+    return reinterpret(stages, gl.bfloat16, [NUM_STAGES, BLOCK_N, ROPE_DIM], TILE).index(stage)
 
 
 @gluon.jit
 def view_codes(stages, stage, WIDTH: gl.constexpr):
-    """A stage as e4m3 codes ``[64, WIDTH]``."""
+    """A stage as e4m3 codes ``[BLOCK_N, WIDTH]``."""
     COUNT: gl.constexpr = stages.shape[0] * stages.shape[2] // WIDTH
-    LAYOUT: gl.constexpr = RAW_128 if WIDTH == 128 else RAW_64
+    LAYOUT: gl.constexpr = RAW_128 if WIDTH == CHUNK_DIM else RAW_64
     at = stage * (stages.shape[2] // WIDTH)
-    return reinterpret(stages, gl.uint8, [COUNT, 64, WIDTH], LAYOUT).index(at)
+    return reinterpret(stages, gl.uint8, [COUNT, BLOCK_N, WIDTH], LAYOUT).index(at)
 
 
 @gluon.jit
@@ -336,9 +349,9 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
         source = codes + (4 * first)[:, None] + dims[None, :]
         async_load(view_codes(stages, stage, WIDTH), source, mask=valid[:, None])
     else:
-        first = gl.convert_layout(2 * first + L.tail_at, BF16_KEYS)
-        valid = gl.convert_layout(valid, BF16_KEYS)
-        dims = START - L.fp8_dim + gl.arange(0, 64, gl.SliceLayout(0, COPY_BF16))
+        first = gl.convert_layout(2 * first + L.tail_at, COPY_ROWS)
+        valid = gl.convert_layout(valid, COPY_ROWS)
+        dims = START - L.fp8_dim + gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))
         tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
         source = tail + first[:, None] + dims[None, :]
         async_load(view_bf16(stages, stage), source, mask=valid[:, None])
@@ -355,7 +368,7 @@ def copy_block(step, slots, is_extra, rows, extra, smem, L: gl.constexpr, EXTRA:
     mbarrier.arrive(smem.bar.index(VALID + step % VALID_STAGES), count=1)
     if L.scale_block > 0:
         # Overwrites the scales of step - 2: all chunks of that step have been released.
-        copy_scales(smem.scales.index(step % 2), rows, slots, is_extra, extra, L, EXTRA)
+        copy_scales(smem.scales.index(step % KV_STAGES), rows, slots, is_extra, extra, L, EXTRA)
     for j in gl.static_range(len(ORDER)):
         copy_chunk(step, smem, rows, first, valid, ORDER[j], L)
 
@@ -372,20 +385,20 @@ def producer(
         at = turn % RANGE_STAGES
         blocks = find_key_blocks(tile, main, extra, shape, smem.limits.index(at), EXTRA, CAUSAL)
         first = blocks.first
-        slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED, CODES_KEYS)
+        slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED, CODES_ROWS)
         copy_block(step, slots, first >= blocks.num_main, rows, extra, smem, L, EXTRA)
         # Find the last valid key during the copy of the first block. Each tile has a block, because
         # the compiler serialises the MMAs of a loop that may be skipped.
         last = end_of_valid_blocks(blocks, main, extra, EXTRA, PAGED)
         last = gl.maximum(last, first + 1)
         smem.key_range.index(2 * at).store(gl.zeros([1], gl.int32, THREADS) + (last - first))
-        smem.key_range.index(2 * at + 1).store(gl.zeros([1], gl.int32, THREADS) + first * 64)
+        smem.key_range.index(2 * at + 1).store(gl.zeros([1], gl.int32, THREADS) + first * BLOCK_N)
         mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
-        slots = load_block_slots(blocks, first + 1, main, extra, L, EXTRA, PAGED, CODES_KEYS)
+        slots = load_block_slots(blocks, first + 1, main, extra, L, EXTRA, PAGED, CODES_ROWS)
         step += 1
         for block in range(first + 1, last):
             following = load_block_slots(
-                blocks, block + 1, main, extra, L, EXTRA, PAGED, CODES_KEYS
+                blocks, block + 1, main, extra, L, EXTRA, PAGED, CODES_ROWS
             )
             copy_block(step, slots, block >= blocks.num_main, rows, extra, smem, L, EXTRA)
             slots = following
@@ -404,7 +417,7 @@ def load_key_range(smem, turn):
 @gluon.jit
 def wait_p_empty(step, smem):
     """Wait until both PV warpgroups have read P of ``step - 2``."""
-    mbarrier.wait(smem.bar.index(P_EMPTY + step % 2), step // 2 & 1 ^ 1)
+    mbarrier.wait(smem.bar.index(P_EMPTY + step % KV_STAGES), step // KV_STAGES & 1 ^ 1)
 
 
 @gluon.jit
@@ -434,23 +447,23 @@ def load_q_operands(tile, step, queries, shape, smem, L: gl.constexpr, TOKENS: g
     The dims that stay in registers pass through shared memory, too: Triton 3.9 kept them in the
     layout of their load and converted them for each block.
     """
-    low = smem.q_high.index(0).slice(0, 128, dim=1)
-    high = smem.q_high.index(0).slice(128, 128, dim=1)
-    x0 = load_q(tile, queries, shape, 0, 128, CHUNK_128, TOKENS)
-    x1 = load_q(tile, queries, shape, 128, 128, CHUNK_128, TOKENS)
+    low = smem.q_high.index(0).slice(0, ACC_DIM, dim=1)
+    high = smem.q_high.index(0).slice(ACC_DIM, ACC_DIM, dim=1)
+    x0 = load_q(tile, queries, shape, 0, CHUNK_DIM, CHUNK_128, TOKENS)
+    x1 = load_q(tile, queries, shape, CHUNK_DIM, CHUNK_DIM, CHUNK_128, TOKENS)
     low.store(to_operand(x0))
     high.store(to_operand(x1))
     barrier()
     q0 = low.load(Q_OPERAND)
     q1 = high.load(Q_OPERAND)
     barrier()
-    x2 = load_q(tile, queries, shape, 256, 128, CHUNK_128, TOKENS)
-    x3 = load_q(tile, queries, shape, 384, 128, CHUNK_128, TOKENS)
+    x2 = load_q(tile, queries, shape, HALF_DIM, CHUNK_DIM, CHUNK_128, TOKENS)
+    x3 = load_q(tile, queries, shape, HALF_DIM + CHUNK_DIM, CHUNK_DIM, CHUNK_128, TOKENS)
     q_rope = q0
     if L.rope_bf16:
-        rope = load_q(tile, queries, shape, 512, 64, COPY_Q_ROPE, TOKENS)
+        rope = load_q(tile, queries, shape, VALUE_DIM, ROPE_DIM, COPY, TOKENS)
     elif L.rope_fp8:
-        rope = load_q(tile, queries, shape, 512, 64, CHUNK_64, TOKENS)
+        rope = load_q(tile, queries, shape, VALUE_DIM, ROPE_DIM, CHUNK_64, TOKENS)
     low.store(to_operand(x2))
     high.store(to_operand(x3))
     if L.rope_bf16:
@@ -469,22 +482,22 @@ def load_q_operands(tile, step, queries, shape, smem, L: gl.constexpr, TOKENS: g
 @gluon.jit
 def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
     """Issue the QK MMA of a block; S is in flight."""
-    stage = step % 2
+    stage = step % KV_STAGES
     low = smem.kv.index(2 * stage + zero)
     high = smem.kv.index(2 * stage + 1 + zero)
-    s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
     if L.rope_bf16:
         ROPE_CHUNK: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
         stages, rope_stage, index, phase = chunk_buffer(step, smem, ROPE_CHUNK, L)
         mbarrier.wait(smem.full.index(index), phase)
         keys = view_bf16(stages, rope_stage).permute((1, 0))
         s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // 2 & 1)
+    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)
     # Covers the stores of the PV warpgroups. A fence here costs less than in their code.
     fence_async_shared()
-    keys = low.slice(0, 128, dim=1).permute((1, 0))
+    keys = low.slice(0, ACC_DIM, dim=1).permute((1, 0))
     s = warpgroup_mma(q0, keys, s, use_acc=L.rope_bf16, is_async=True)
-    s = warpgroup_mma(q1, low.slice(128, 128, dim=1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q1, low.slice(ACC_DIM, ACC_DIM, dim=1).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(smem.q_high.index(zero), high.permute((1, 0)), s, is_async=True)
     if L.rope_fp8:
         s = warpgroup_mma(q_rope, smem.p.index(stage).permute((1, 0)), s, is_async=True)
@@ -494,7 +507,9 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
 @gluon.jit
 def all_keys_valid(step, smem):
     """Whether all keys of a block are valid, as in most blocks: four flags at a time."""
-    flags = reinterpret(smem.valid, gl.int32, [VALID_STAGES, 16], PLAIN).index(step % VALID_STAGES)
+    flags = reinterpret(smem.valid, gl.int32, [VALID_STAGES, BLOCK_N // 4], PLAIN).index(
+        step % VALID_STAGES
+    )
     return gl.min(flags.load(THREADS), 0) == 0x01010101
 
 
@@ -502,11 +517,11 @@ def all_keys_valid(step, smem):
 def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
     """Set S of keys that are invalid, or that a row must not see, to -inf."""
     if MIXED:
-        keys = first_key + gl.arange(0, 64, SCORE_KEYS)
+        keys = first_key + gl.arange(0, BLOCK_N, S_KEYS)
         limit = smem.limits.index(turn % RANGE_STAGES).load(S_ROWS)
         s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
     if not all_valid:
-        valid = smem.valid.index(step % VALID_STAGES).load(SCORE_KEYS) != 0
+        valid = smem.valid.index(step % VALID_STAGES).load(S_KEYS) != 0
         s = gl.where(valid[None, :], s, float("-inf"))
     return s
 
@@ -515,15 +530,15 @@ def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
 def update_m(m, s, max_logits):
     """The next m of each row, which may lag unless the caller wants ``max_logits``."""
     # Pairs first: a shorter chain of maxima.
-    top = gl.max(gl.max(s.reshape(64, 8, 4, 2), 3), 1)
+    top = gl.max(gl.max(s.reshape(BLOCK_M, BLOCK_N // 8, 4, 2), 3), 1)
     top = gl.convert_layout(gl.max(top, 1), S_ROWS)
     return gl.where(top > m + (RESCALE_THRESHOLD if max_logits is None else 0.0), top, m)
 
 
 @gluon.jit
 def partial_row_sums(p):
-    """Sums ``[64, 4]`` of each row over the keys that one thread holds."""
-    return gl.sum(gl.sum(p.reshape(64, 8, 4, 2), 3), 1)
+    """Sums ``[BLOCK_M, 4]`` of each row over the keys that one thread holds."""
+    return gl.sum(gl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 4, 2), 3), 1)
 
 
 @gluon.jit
@@ -552,8 +567,8 @@ def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
     if results.attn_sink is not None:
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
-    smem.inv_l.index(turn % 2).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
-    mbarrier.arrive(smem.bar.index(L_FULL + turn % 2), count=1)
+    smem.inv_l.index(turn % L_STAGES).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
+    mbarrier.arrive(smem.bar.index(L_FULL + turn % L_STAGES), count=1)
 
 
 @gluon.jit
@@ -566,8 +581,8 @@ def qk_consumer(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
         q0, q1, q_rope = load_q_operands(tile, step, queries, shape, smem, L, TOKENS)
-        m = gl.full([64], LOWEST, gl.float32, S_ROWS)
-        l = partial_row_sums(gl.zeros([64, 64], gl.float32, S_LAYOUT))
+        m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
+        l = partial_row_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT))
         num_blocks, first_key = load_key_range(smem, turn)
         for i in range(num_blocks):
             zero = opaque_zero(i)
@@ -577,7 +592,9 @@ def qk_consumer(
             s = warpgroup_mma_wait(0, deps=[s])
             if L.rope_bf16:
                 release_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
-            s = mask_scores(s * scale_log2, all_valid, step, turn, first_key + i * 64, smem, MIXED)
+            s = mask_scores(
+                s * scale_log2, all_valid, step, turn, first_key + i * BLOCK_N, smem, MIXED
+            )
             m_new = update_m(m, s, results.max_logits)
             alpha = gl.exp2(m - m_new)
             m = m_new
@@ -594,14 +611,14 @@ def qk_consumer(
 def load_scales(step, smem, DIM: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
     """float32 scales of a block's keys for one dim."""
     if L.scale_block == 0:
-        scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+        scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     else:
         PER_WORD: gl.constexpr = 4 // L.scale_bytes
         INDEX: gl.constexpr = DIM // L.scale_block
         NUM_WORDS: gl.constexpr = smem.scales.shape[1]
         STAGES: gl.constexpr = smem.scales.shape[0]
-        words = reinterpret(smem.scales, gl.int32, [STAGES * NUM_WORDS, 64], PLAIN)
-        word = words.index(step % 2 * NUM_WORDS + INDEX // PER_WORD)
+        words = reinterpret(smem.scales, gl.int32, [STAGES * NUM_WORDS, BLOCK_N], PLAIN)
+        word = words.index(step % KV_STAGES * NUM_WORDS + INDEX // PER_WORD)
         bits = word.load(gl.SliceLayout(1, LAYOUT))
         if L.scale_bytes == 1:
             scale = decode_e8m0((bits >> (INDEX % 4 * 8)) & 0xFF)
@@ -621,12 +638,12 @@ def load_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
         scale = 0
     else:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
-        LAYOUT: gl.constexpr = CHUNK_128 if WIDTH == 128 else CHUNK_64
+        LAYOUT: gl.constexpr = CHUNK_128 if WIDTH == CHUNK_DIM else CHUNK_64
         x = view_codes(stages, stage, WIDTH).load(LAYOUT)
         scale = load_scales(step, smem, START, L, LAYOUT)[:, None]
-        if L.scale_block == 64 and WIDTH == 128:
-            second = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT)) >= 64
-            other = load_scales(step, smem, START + 64, L, LAYOUT)[:, None]
+        if L.scale_block == 64 and WIDTH == CHUNK_DIM:
+            second = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)) >= L.scale_block
+            other = load_scales(step, smem, START + L.scale_block, L, LAYOUT)[:, None]
             scale = gl.where(second[None, :], other, scale)
     return x, scale
 
@@ -653,13 +670,13 @@ def dequantize_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
     x, scale = load_chunk(step, smem, CHUNK, L)
     x = dequantize(x, scale)
-    if START < 512:
-        to = smem.kv.index(step % 2 * 2 + START // 256)
-        to.slice(START % 256, x.shape[1], dim=1).store(x)
+    if START < VALUE_DIM:
+        to = smem.kv.index(step % KV_STAGES * 2 + START // HALF_DIM)
+        to.slice(START % HALF_DIM, x.shape[1], dim=1).store(x)
     else:
         # Overwrites P of step - 2, which the other PV warpgroup reads, too.
         wait_p_empty(step, smem)
-        smem.p.index(step % 2).store(x)
+        smem.p.index(step % KV_STAGES).store(x)
     release_chunk(step, smem, CHUNK, L)
 
 
@@ -671,7 +688,7 @@ def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
         dequantize_chunk(step, smem, CHUNKS[c], L)
     if L.rope_fp8 and HALF == 0:
         dequantize_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
-    mbarrier.arrive(smem.bar.index(KV_FULL + step % 2), count=1)
+    mbarrier.arrive(smem.bar.index(KV_FULL + step % KV_STAGES), count=1)
 
 
 @gluon.jit
@@ -688,10 +705,10 @@ def rescale(acc0, acc1, smem):
 def pv_mma(step, i, acc0, acc1, smem, HALF: gl.constexpr):
     """Add P V of a block to a half of O. The first block of a tile overwrites O."""
     zero = opaque_zero(i)
-    values = smem.kv.index(step % 2 * 2 + HALF + zero)
+    values = smem.kv.index(step % KV_STAGES * 2 + HALF + zero)
     p = smem.p.index(step % smem.p.shape[0] + zero)
-    low = values.slice(0, 128, dim=1)
-    high = values.slice(128, 128, dim=1)
+    low = values.slice(0, ACC_DIM, dim=1)
+    high = values.slice(ACC_DIM, ACC_DIM, dim=1)
     acc0 = warpgroup_mma(p, low, acc0, use_acc=i > 0, is_async=True)
     acc1 = warpgroup_mma(p, high, acc1, use_acc=i > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -699,15 +716,15 @@ def pv_mma(step, i, acc0, acc1, smem, HALF: gl.constexpr):
 
 @gluon.jit
 def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.constexpr):
-    """Normalise and store 128 columns of O, back in the order of memory: whole sectors at once."""
+    """Normalise and store columns of O, back in the order of memory: whole sectors at once."""
     x = acc * inv_l[:, None]
-    x = x.reshape(64, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(64, 128)
+    x = x.reshape(BLOCK_M, ACC_DIM // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_M, ACC_DIM)
     x = gl.convert_layout(x, CHUNK_128)  # moves nothing
     if results.out.dtype.element_ty == gl.bfloat16:
         x = to_bf16(x)
     token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, CHUNK_128), TOKENS)
     rows = (first + token) * results.out_token + head * results.out_head
-    dims = gl.arange(0, 128, gl.SliceLayout(0, CHUNK_128))
+    dims = gl.arange(0, ACC_DIM, gl.SliceLayout(0, CHUNK_128))
     gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
 
 
@@ -716,13 +733,13 @@ def store_out(
     tile, turn, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
 ):
     """Store half of O, once QK has stored 1 / l."""
-    mbarrier.wait(smem.bar.index(L_FULL + turn % 2), turn // 2 & 1)
-    inv_l = smem.inv_l.index(turn % 2).load(O_ROWS)
+    mbarrier.wait(smem.bar.index(L_FULL + turn % L_STAGES), turn // L_STAGES & 1)
+    inv_l = smem.inv_l.index(turn % L_STAGES).load(O_ROWS)
     begin, split, request, token = locate_tile(tile, shape)
     out = results.out + split.to(gl.int64) * results.out_split
-    out += request * results.out_request + HALF * 256
+    out += request * results.out_request + HALF * HALF_DIM
     store_out_columns(acc0, inv_l, out, begin, token, results, shape, TOKENS)
-    store_out_columns(acc1, inv_l, out + 128, begin, token, results, shape, TOKENS)
+    store_out_columns(acc1, inv_l, out + ACC_DIM, begin, token, results, shape, TOKENS)
 
 
 @gluon.jit
@@ -740,8 +757,8 @@ def pv_consumer(
     ahead = -1
     turn = -1
     # Never reset: the first MMA of each tile overwrites O.
-    acc0 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
-    acc1 = gl.zeros([64, 128], gl.float32, O_LAYOUT)
+    acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
+    acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         turn += 1
         num_blocks = load_key_range(smem, turn)[0]
@@ -751,7 +768,7 @@ def pv_consumer(
                 fence_async_shared()
                 acc0, acc1 = rescale(acc0, acc1, smem)
                 acc0, acc1 = pv_mma(step, i, acc0, acc1, smem, HALF)
-                mbarrier.arrive(smem.bar.index(P_EMPTY + step % 2), count=1)
+                mbarrier.arrive(smem.bar.index(P_EMPTY + step % KV_STAGES), count=1)
             step += 1
             if blocks_left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
                 ahead += 1
@@ -774,22 +791,24 @@ def _attend_fp8(
     tokens, which see different numbers of keys under the causal mask.
     """
     VALUE_CHUNKS: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
-    NUM_STAGES: gl.constexpr = VALUE_CHUNKS + 2
-    P_STAGES: gl.constexpr = 2 if L.rope_fp8 else 1
-    q_high = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 256], TILE)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
-    p = gl.allocate_shared_memory(gl.bfloat16, [P_STAGES, 64, 64], TILE)
-    raw = gl.allocate_shared_memory(gl.uint8, [VALUE_CHUNKS, 64, 128], RAW_128)
+    NUM_STAGES: gl.constexpr = VALUE_CHUNKS + ROPE_STAGES
+    P_STAGES: gl.constexpr = KV_STAGES if L.rope_fp8 else 1
+    q_high = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, HALF_DIM], TILE)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [2 * KV_STAGES, BLOCK_N, HALF_DIM], TILE)
+    p = gl.allocate_shared_memory(gl.bfloat16, [P_STAGES, BLOCK_M, BLOCK_N], TILE)
+    raw = gl.allocate_shared_memory(gl.uint8, [VALUE_CHUNKS, BLOCK_N, CHUNK_DIM], RAW_128)
     raw_rope = raw
     if L.rope_fp8:
-        raw_rope = gl.allocate_shared_memory(gl.uint8, [1, 64, 64], RAW_64)
+        raw_rope = gl.allocate_shared_memory(gl.uint8, [1, BLOCK_N, ROPE_DIM], RAW_64)
     elif L.rope_bf16:
-        raw_rope = gl.allocate_shared_memory(gl.uint8, [2, 64, 128], RAW_128)
-    scales = gl.allocate_shared_memory(gl.int32, [2, SCALE_WORDS, 64], UNSWIZZLED)
-    valid = gl.allocate_shared_memory(gl.int8, [VALID_STAGES, 64], PLAIN)
-    alpha = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
-    inv_l = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
-    limits = gl.allocate_shared_memory(gl.int32, [RANGE_STAGES, 64], PLAIN)
+        raw_rope = gl.allocate_shared_memory(
+            gl.uint8, [ROPE_STAGES, BLOCK_N, 2 * ROPE_DIM], RAW_128
+        )
+    scales = gl.allocate_shared_memory(gl.int32, [KV_STAGES, SCALE_WORDS, BLOCK_N], UNSWIZZLED)
+    valid = gl.allocate_shared_memory(gl.int8, [VALID_STAGES, BLOCK_N], PLAIN)
+    alpha = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
+    inv_l = gl.allocate_shared_memory(gl.float32, [L_STAGES, BLOCK_M], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [RANGE_STAGES, BLOCK_M], PLAIN)
     key_range = gl.allocate_shared_memory(gl.int32, [2 * RANGE_STAGES, 1], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -811,7 +830,7 @@ def _attend_fp8(
         bar=bar,
     )
     for b in range(NUM_STAGES):
-        mbarrier.init(full.index(b), count=128)
+        mbarrier.init(full.index(b), count=WARPGROUP)
         mbarrier.init(empty.index(b), count=1)
     for b in range(KV_FULL):
         mbarrier.init(bar.index(b), count=1)
@@ -839,8 +858,8 @@ def cache_rows(cache: PagedCache) -> tuple[QuantizedRows, RowLayout]:
     row_layout = RowLayout(
         head_dim=layout.head_dim,
         fp8_dim=layout.fp8_dim,
-        rope_fp8=layout.fp8_dim > 512,
-        rope_bf16=layout.fp8_dim <= 512 < layout.head_dim,
+        rope_fp8=layout.fp8_dim > VALUE_DIM.value,
+        rope_bf16=layout.fp8_dim <= VALUE_DIM.value < layout.head_dim,
         scale_block=layout.scale_block,
         scale_bytes=0 if scales is None else scales.itemsize,
         num_scales=cache.format.num_scales,
@@ -873,7 +892,7 @@ def launch(
     causal: bool = False,
 ) -> None:
     """Launch over ``num_groups`` groups of rows; both streams' caches have the same format."""
-    num_tiles = num_groups * -(-shape.num_rows // 64) * shape.num_splits
+    num_tiles = num_groups * -(-shape.num_rows // BLOCK_M.value) * shape.num_splits
     rows, layout = cache_rows(cache)
     extra_layout = None
     if extra_cache is not None and extra is not None:
@@ -895,7 +914,7 @@ def launch(
         EXTRA=extra_layout,
         PAGED=paged,
         CAUSAL=causal,
-        MIXED=causal and shape.num_heads % 64 > 0,
+        MIXED=causal and shape.num_heads % BLOCK_M.value > 0,
         TOKENS=shape.num_rows > shape.num_heads,
         SCALE_WORDS=scale_words,
         num_warps=4,

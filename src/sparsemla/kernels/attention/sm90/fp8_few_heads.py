@@ -73,7 +73,16 @@ from sparsemla.kernels.attention.sm90.arguments import (
     QueryRows,
     Results,
 )
-from sparsemla.kernels.attention.sm90.chunks import UNSWIZZLED, decode_e8m0, permute_to_operand
+from sparsemla.kernels.attention.sm90.chunks import (
+    decode_e8m0,
+    permute_to_operand,
+)
+from sparsemla.kernels.attention.sm90.layouts import (
+    PLAIN,
+    RAW_128,
+    THREADS,
+    UNSWIZZLED,
+)
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
     find_keys,
@@ -85,8 +94,6 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
-    PLAIN,
-    TILE,
     group_of_program,
     is_slot,
     locate,
@@ -95,6 +102,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_f16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.hopper import COPY, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
 KEYS = gl.constexpr(128)
@@ -110,10 +118,8 @@ P_RANGE = gl.constexpr(32768.0)
 
 # The producer: a thread finds the row of one key. A warp copies 512 bytes of a row at once, so that
 # few of its pieces lie in two cache lines.
-SLOTS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 COPY_CODES = gl.constexpr(gl.BlockedLayout([4, 16], [1, 32], [4, 1], [1, 0]))
 COPY_ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-COPY_ROPE_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # The consumers: a list of keys, queries, one value of each query row.
 LIST = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
@@ -121,7 +127,6 @@ QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 PER_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 # Shared memory of codes.
-CODES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 ROPE_FP8 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 4, [1, 0]))
 
 
@@ -339,8 +344,8 @@ def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
         BF16_PAGE: gl.constexpr = L.bf16_strides[0] // BF16_UNIT
         BF16_ROW: gl.constexpr = L.bf16_strides[1] // BF16_UNIT
     GROUPS: gl.constexpr = KEYS // COPY_KEYS
-    k_groups = reinterpret(memory.k, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 512], CODES)
-    at = keys.begin + gl.arange(0, KEYS, SLOTS)
+    k_groups = reinterpret(memory.k, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 512], RAW_128)
+    at = keys.begin + gl.arange(0, KEYS, THREADS)
     entries = load_entries(keys.entries, at, keys.end, L, PAGED)
     for i in range(keys.num_tiles):
         slots = resolve_slots(entries, at, rows.num_slots, L, PAGED)
@@ -362,7 +367,7 @@ def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
             copy_keys(k_groups.index(group), j, rows.fp8, starts, L.fp8_dim, UNIT, COPY_CODES)
             if MIXED:
                 to = reinterpret(memory.k_rope, gl.bfloat16, [STAGES * GROUPS, COPY_KEYS, 64], TILE)
-                copy_keys(to.index(group), j, rows.bf16, bf16_starts, 64, BF16_UNIT, COPY_ROPE_BF16)
+                copy_keys(to.index(group), j, rows.bf16, bf16_starts, 64, BF16_UNIT, COPY)
             elif L.fp8_dim > 512:
                 to = reinterpret(
                     memory.k_rope, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 64], ROPE_FP8
@@ -817,7 +822,7 @@ def consumer(
 def allocate(L: gl.constexpr, N: gl.constexpr, SCALE_WORDS: gl.constexpr):
     """Shared memory of a CTA, with barriers initialised."""
     q = gl.allocate_shared_memory(gl.float16, [2, N, 256], TILE)
-    k = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 512], CODES)
+    k = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 512], RAW_128)
     if L.fp8_dim < L.head_dim:
         q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
         k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 64], TILE)

@@ -38,8 +38,8 @@ Barriers:
     KV_FULL     4 by block  128 copies' threads            both         codes, RoPE dims and
                                                                         factors of a block
     KV_EMPTY    4 by block  2, both                        producer     the stage, for reuse
-    M_FULL      2 by block  1, the block's scorer          the other    m after the block
-    P_FULL      2 by block  1, the block's scorer          the other    P and alpha of the block
+    M_FULL      2 by block  1, its QK consumer          the other    m after the block
+    P_FULL      2 by block  1, its QK consumer          the other    P and alpha of the block
     SUMS        1           2, both                        both         l of both, at a tile's end
 
 P needs no barrier for its reuse: a warpgroup announces its P only after its MMAs with the other's
@@ -75,12 +75,25 @@ from sparsemla.kernels.attention.sm90.arguments import (
     Results,
     prefill_rows,
 )
+from sparsemla.kernels.attention.sm90.layouts import (
+    BLOCK_M,
+    BLOCK_N,
+    CODES_ROWS,
+    COPY_CODES,
+    COPY_ROWS,
+    HALF_DIM,
+    LOAD_ROWS,
+    PLAIN,
+    ROPE_DIM,
+    ROWS_IN_WARP,
+    THREADS,
+    VALUE_DIM,
+    WARPGROUP,
+)
 from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
-    PLAIN,
-    TILE,
     end_of_valid_blocks,
     find_key_blocks,
     locate_tile,
@@ -90,6 +103,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
+from sparsemla.kernels.common.hopper import COPY, TILE
 
 S8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 """S ``[rows, keys]``, and O^T ``[dims, rows]``."""
@@ -98,22 +112,13 @@ ROWS = gl.constexpr(gl.SliceLayout(1, S8))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, S8))
 A8 = gl.constexpr(gl.DotOperandLayout(0, S8, 4))
 A16 = gl.constexpr(gl.DotOperandLayout(0, S16, 2))
-IN_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # all 64 rows, in every warp
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 P_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 
-# Copies of 16 bytes a thread. A thread copies the same rows of codes and of RoPE dims.
-COPY_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-COPY_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-COPY_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_CODES))
-ROPE_KEYS = gl.constexpr(gl.SliceLayout(1, COPY_ROPE))
 
-# A warp loads whole rows: of the cache, or of queries, two dims in a word.
-LOAD_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+# RoPE dims of queries, two in a word.
 LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-LOAD_ROWS_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # Factors of keys lie in shared memory such that the four threads of a row load 64 adjacent bytes.
 FACTORS = gl.constexpr(
@@ -140,6 +145,10 @@ SUM_PARTS = gl.constexpr(
 )
 """Sums of P over the columns that a thread holds."""
 
+PIECE_DIM = gl.constexpr(128)
+"""Dims of an MMA: of K, or of V^T and O^T, half of a warpgroup's value dims."""
+HALF_M = gl.constexpr(BLOCK_M.value // 2)
+"""Query rows that a consumer rounds."""
 STAGES = gl.constexpr(4)
 """Blocks in flight, and tiles of which the producer may know the range."""
 LAG = gl.constexpr(4.0)
@@ -179,16 +188,16 @@ class RoundedRows(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. ``m``, ``p`` and ``alpha`` are by the parity of a block."""
 
-    q: object  # [1, 64, 512] e4m3; left and right -> both
-    q_rope: object  # [64, 64] bfloat16; left and right -> both
-    q_scale: object  # [2, 32] float32; left and right -> both
-    kv: object  # [4, 64, 512] e4m3 codes of blocks; producer -> both
-    k_rope: object  # [4, 64, 64] bfloat16; producer -> the block's scorer
-    factors: object  # 3 of [4, 64] float32, of a block's keys; producer -> its scorer
-    p: object  # [2, 64, 64] e4m3; the block's scorer -> both
-    alpha: object  # [2, 64] float32, factors that rescale O; the same
-    m: object  # 2 of [64] float32, m after a block; its scorer -> the other
-    l: object  # [2, 64] float32, row sums of each warpgroup's blocks, at the end of a tile
+    q: object  # [1, BLOCK_M, VALUE_DIM] e4m3; left and right -> both
+    q_rope: object  # [BLOCK_M, ROPE_DIM] bfloat16; left and right -> both
+    q_scale: object  # [2, HALF_M] float32; left and right -> both
+    kv: object  # [STAGES, BLOCK_N, VALUE_DIM] e4m3 codes of blocks; producer -> both
+    k_rope: object  # [STAGES, BLOCK_N, ROPE_DIM] bfloat16; producer -> its QK consumer
+    factors: object  # 3 of [STAGES, BLOCK_N] float32, of keys; producer -> its QK consumer
+    p: object  # [2, BLOCK_M, BLOCK_N] e4m3; its QK consumer -> both
+    alpha: object  # [2, BLOCK_M] float32, factors that rescale O; the same
+    m: object  # 2 of [BLOCK_M] float32, m after a block; its QK consumer -> the other
+    l: object  # [2, BLOCK_M] float32, row sums of each warpgroup's blocks, at the end of a tile
     key_range: object  # [4, 1] by turn: number of pairs of blocks; producer -> both
     bar: object
 
@@ -225,7 +234,7 @@ def to_e4m3(p):
 
 
 @gluon.jit
-def take_pairs_apart(low, high):
+def deinterleave(low, high):
     """Codes of one dim each, from pairs of dims of the lower and the upper eight of 16 keys.
 
     Elements are ``[warp, half of 16 pairs, pair, 16 keys, quarter, key]``. The results are the
@@ -247,40 +256,45 @@ def take_pairs_apart(low, high):
 
 @gluon.jit
 def load_values(smem, stage, PIECE: gl.constexpr):
-    """V^T of a piece of 128 dims, as an A operand ``[128, 64]``.
+    """V^T of a piece of ``PIECE_DIM`` dims, as an A operand ``[PIECE_DIM, BLOCK_N]``.
 
     Row ``64 h + 16 w + 8 d + g`` is dim ``32 w + 16 h + 2 g + d``.
     """
-    pairs = reinterpret(smem.kv, gl.int16, [STAGES, 64, 256], TILE)
-    x = pairs.index(stage).slice(PIECE * 64, 64, dim=1).permute((1, 0)).load(A16)
+    pairs = reinterpret(smem.kv, gl.int16, [STAGES, BLOCK_N, VALUE_DIM // 2], TILE)
+    x = (
+        pairs.index(stage)
+        .slice(PIECE * (PIECE_DIM // 2), PIECE_DIM // 2, dim=1)
+        .permute((1, 0))
+        .load(A16)
+    )
     x = x.reshape(4, 2, 8, 4, 2, 4, 2).permute(0, 1, 2, 3, 5, 6, 4)
     low, high = gl.split(x)
-    a, b, c, d = take_pairs_apart(low, high)
+    a, b, c, d = deinterleave(low, high)
     x = gl.join(gl.join(a, b), gl.join(c, d))  # w, 8 keys, g, 16 keys, quarter, key, d, h
-    x = x.permute(7, 0, 6, 2, 3, 4, 1, 5).reshape(128, 64)
+    x = x.permute(7, 0, 6, 2, 3, 4, 1, 5).reshape(PIECE_DIM, BLOCK_N)
     return gl.convert_layout(x, A8).to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.jit
 def factor_order(x):
     """Keys in the order of :data:`FACTORS`."""
-    return x.reshape(4, 2, 4, 2).permute(0, 2, 1, 3).reshape(64)
+    return x.reshape(4, 2, 4, 2).permute(0, 2, 1, 3).reshape(BLOCK_N)
 
 
 @gluon.jit
 def load_factor(smem, stage, FACTOR: gl.constexpr):
     """A factor of a block's keys, as a row."""
     x = smem.factors[FACTOR].index(stage).load(FACTORS)
-    x = x.reshape(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(64)
+    x = x.reshape(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(BLOCK_N)
     return gl.convert_layout(x, COLUMNS)[None, :]
 
 
 @gluon.jit
 def qk_mmas(s, smem, zero, stage):
     """Issue S = Q K^T of the dims that have codes."""
-    for c in gl.static_range(4):
-        q = smem.q.index(zero).slice(c * 128, 128, dim=1)
-        k = smem.kv.index(stage).slice(c * 128, 128, dim=1).permute((1, 0))
+    for c in gl.static_range(VALUE_DIM // PIECE_DIM):
+        q = smem.q.index(zero).slice(c * PIECE_DIM, PIECE_DIM, dim=1)
+        k = smem.kv.index(stage).slice(c * PIECE_DIM, PIECE_DIM, dim=1).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=c > 0, is_async=True)
     return s
 
@@ -293,9 +307,9 @@ def qk_rope_mma(s, smem, stage):
 
 
 @gluon.jit
-def first_scores(smem, zero, stage):
+def first_qk(smem, zero, stage):
     """S of a tile's first block."""
-    s = gl.zeros([64, 64], gl.float32, S8)
+    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S8)
     s = warpgroup_mma_wait(0, deps=[qk_mmas(s, smem, zero, stage)])
     s = warpgroup_mma_wait(0, deps=[qk_rope_mma(s, smem, stage)])
     return gl.convert_layout(s, S8)
@@ -303,8 +317,8 @@ def first_scores(smem, zero, stage):
 
 @gluon.jit
 def split_rows(x):
-    """Rows whose number has bit 3 clear, and the others, as ``[4, 8, 64]``."""
-    return gl.split(x.reshape(4, 2, 8, 64).permute(0, 2, 3, 1))
+    """Rows whose number has bit 3 clear, and the others, as ``[4, 8, BLOCK_N]``."""
+    return gl.split(x.reshape(4, 2, 8, BLOCK_N).permute(0, 2, 3, 1))
 
 
 @gluon.jit
@@ -312,14 +326,14 @@ def store_p(smem, p, PARITY: gl.constexpr):
     """Store P, keys in the order in which threads hold them."""
     p_0, p_1 = split_rows(p)
     x = gl.join(to_e4m3(p_0), to_e4m3(p_1)).permute(0, 3, 1, 2)
-    x = x.reshape(64, 2, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(64, 64)
-    reinterpret(smem.p.index(PARITY), gl.uint8, [64, 64], P_TILE).store(x)
+    x = x.reshape(BLOCK_M, 2, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(BLOCK_M, BLOCK_N)
+    reinterpret(smem.p.index(PARITY), gl.uint8, [BLOCK_M, BLOCK_N], P_TILE).store(x)
 
 
 @gluon.jit
 def rises(smem, PARITY: gl.constexpr):
     """Whether a block changes the factor of any row."""
-    return gl.max((smem.alpha.index(PARITY).load(IN_WARP) != 1.0).to(gl.int32), 0) != 0
+    return gl.max((smem.alpha.index(PARITY).load(ROWS_IN_WARP) != 1.0).to(gl.int32), 0) != 0
 
 
 @gluon.jit
@@ -334,7 +348,7 @@ def rescale(acc_a, acc_b, some, smem, PARITY: gl.constexpr):
 
 @gluon.jit
 def pv_mma(acc, values, smem, zero, use_acc, PARITY: gl.constexpr):
-    """Issue O^T += V^T P^T of a piece of 128 dims."""
+    """Issue O^T += V^T P^T of a piece of ``PIECE_DIM`` dims."""
     p = smem.p.index(PARITY + zero).permute((1, 0))
     return warpgroup_mma(values, p, acc, use_acc=use_acc, is_async=True)
 
@@ -357,7 +371,7 @@ def _round_rows(rows, row_stride, rounded):
     """Round 16 rows. The row behind the last gets zeros and a P of 0."""
     row = gl.program_id(0).to(gl.int64) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LOAD_ROWS))
     real, stored = row < rounded.num_rows, row <= rounded.num_rows
-    dims = gl.arange(0, 512, gl.SliceLayout(0, LOAD_ROWS))[None, :]
+    dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, LOAD_ROWS))[None, :]
     x = gl.load(rows + (row * row_stride)[:, None] + dims, mask=real[:, None], other=0.0)
     magnitudes = x.to(gl.int16, bitcast=True) & 0x7FFF
     scale, inverse = scale_of(gl.max(magnitudes, 1).to(gl.int32) << 16)
@@ -369,13 +383,13 @@ def _round_rows(rows, row_stride, rounded):
     gl.store(factors + LOG_SCALE, gl.where(real, gl.log2(scale), float("-inf")), mask=stored)
     gl.store(factors + INVERSE, inverse, mask=stored)
 
-    row = gl.convert_layout(row, gl.SliceLayout(1, LOAD_ROWS_ROPE))
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, LOAD_ROWS_ROPE))[:, None]
+    row = gl.convert_layout(row, gl.SliceLayout(1, COPY))
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, COPY))[:, None]
     real, stored = (row < rounded.num_rows)[:, None], (row <= rounded.num_rows)[:, None]
-    dims = gl.arange(0, 64, gl.SliceLayout(0, LOAD_ROWS_ROPE))[None, :]
-    x = gl.load(rows + (row * row_stride)[:, None] + 512 + dims, mask=real, other=0.0)
+    dims = gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))[None, :]
+    x = gl.load(rows + (row * row_stride)[:, None] + VALUE_DIM + dims, mask=real, other=0.0)
     tails = rounded.records.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-    tails += (row * (RECORD // 2) + 256)[:, None] + dims
+    tails += (row * (RECORD // 2) + VALUE_DIM // 2)[:, None] + dims
     gl.store(tails, (x.to(gl.float32) * inverse).to(gl.bfloat16), mask=stored)
 
 
@@ -386,7 +400,7 @@ def load_query_words(
 ):  # fmt: skip
     """Load dims ``START .. START + DIM`` of a half of a tile's query rows, two in a register."""
     begin, _, request, token = locate_tile(tile, shape)
-    row = begin + 32 * HALF + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    row = begin + HALF_M * HALF + gl.arange(0, HALF_M, gl.SliceLayout(1, LAYOUT))
     row = gl.minimum(row, shape.num_rows - 1)  # rows behind the last are not stored
     q, request_stride, token_stride, head_stride = query_dims(queries, START)
     q += request * request_stride + token * token_stride
@@ -399,8 +413,8 @@ def load_query_words(
 def load_queries(tile, num_tiles, queries, shape, HALF: gl.constexpr):
     """Load a half of a tile's query rows: the dims to be rounded, and the RoPE dims."""
     tile = gl.minimum(tile, num_tiles - 1)
-    x = load_query_words(tile, queries, shape, 0, 512, HALF, LOAD_ROWS)
-    return x, load_query_words(tile, queries, shape, 512, 64, HALF, LOAD_Q_ROPE)
+    x = load_query_words(tile, queries, shape, 0, VALUE_DIM, HALF, LOAD_ROWS)
+    return x, load_query_words(tile, queries, shape, VALUE_DIM, ROPE_DIM, HALF, LOAD_Q_ROPE)
 
 
 @gluon.jit
@@ -412,8 +426,8 @@ def unpack(words):
 
 @gluon.jit
 def larger_halves(words, LENGTH: gl.constexpr):
-    """The larger of each half of neighbouring words ``[32, LENGTH]``, without signs."""
-    first, second = gl.split(words.reshape(32, LENGTH // 2, 2))
+    """The larger of each half of neighbouring words ``[HALF_M, LENGTH]``, without signs."""
+    first, second = gl.split(words.reshape(HALF_M, LENGTH // 2, 2))
     return gl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -422,20 +436,20 @@ def larger_halves(words, LENGTH: gl.constexpr):
 @gluon.jit
 def store_queries(words, rope, smem, HALF: gl.constexpr):
     """Round a half of a tile's query rows, and store them with their scales."""
-    pairs = larger_halves(words & 0x7FFF7FFF, 256)
-    pairs = larger_halves(larger_halves(pairs, 128), 64)
+    pairs = larger_halves(words & 0x7FFF7FFF, VALUE_DIM // 2)
+    pairs = larger_halves(larger_halves(pairs, VALUE_DIM // 4), VALUE_DIM // 8)
     bits = gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1)
     scale, inverse = scale_of(
         gl.convert_layout(bits, gl.SliceLayout(1, LOAD_ROWS))
     )  # moves nothing
     smem.q_scale.index(HALF).store(scale)
     low, high = unpack(words)
-    x = gl.join(low * inverse[:, None], high * inverse[:, None]).reshape(32, 512)
-    smem.q.index(0).slice(32 * HALF, 32, dim=0).store(x.to(gl.float8e4nv))
+    x = gl.join(low * inverse[:, None], high * inverse[:, None]).reshape(HALF_M, VALUE_DIM)
+    smem.q.index(0).slice(HALF_M * HALF, HALF_M, dim=0).store(x.to(gl.float8e4nv))
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, LOAD_Q_ROPE))[:, None]  # moves nothing
     low, high = unpack(rope)
-    x = gl.join(low * inverse, high * inverse).reshape(32, 64)
-    smem.q_rope.slice(32 * HALF, 32, dim=0).store(x.to(gl.bfloat16))
+    x = gl.join(low * inverse, high * inverse).reshape(HALF_M, ROPE_DIM)
+    smem.q_rope.slice(HALF_M * HALF, HALF_M, dim=0).store(x.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -461,15 +475,15 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
         fence_async_shared()
         mbarrier.arrive(smem.bar.index(Q_FULL), count=1)
         mbarrier.wait(smem.bar.index(Q_FULL), turn & 1)
-        factor = reinterpret(smem.q_scale, gl.float32, [64], PLAIN).load(ROWS) * scale_log2
+        factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(ROWS) * scale_log2
         num_pairs = load_key_range(smem, turn)
         zero = opaque_zero(tile)
         mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
-        s = first_scores(smem, zero, step % STAGES)
-        acc_a = gl.zeros([128, 64], gl.float32, S8)
-        acc_b = gl.zeros([128, 64], gl.float32, S8)
-        m = gl.full([64], LOWEST, gl.float32, ROWS)
-        l = gl.zeros([64, 4], gl.float32, SUM_PARTS)
+        s = first_qk(smem, zero, step % STAGES)
+        acc_a = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
+        acc_b = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
+        m = gl.full([BLOCK_M], LOWEST, gl.float32, ROWS)
+        l = gl.zeros([BLOCK_M, 4], gl.float32, SUM_PARTS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
             phase = step // 2 & 1
@@ -507,7 +521,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             drop = gl.convert_layout(exp2(m - m_new), gl.SliceLayout(1, SUM_PARTS))
             m = m_new
             p = exp2(z - (m + LOG_SHIFT)[:, None])
-            parts = (p * load_factor(smem, stage, INVERSE)).reshape(64, 8, 4, 2)
+            parts = (p * load_factor(smem, stage, INVERSE)).reshape(BLOCK_M, BLOCK_N // 8, 4, 2)
             parts = gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), SUM_PARTS)  # moves nothing
             l = l * drop[:, None] + parts
             smem.alpha.index(HALF).store(alpha)
@@ -524,7 +538,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             ahead = (step + 2) % STAGES
             if i + 1 < num_pairs:
                 mbarrier.wait(smem.bar.index(KV_FULL + ahead), (step + 2) // STAGES & 1)
-            s = gl.zeros([64, 64], gl.float32, S8)
+            s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S8)
             more = True if HALF == 1 else i > 0
             s = qk_mmas(s, smem, zero, ahead)
             some = rises(smem, HALF)
@@ -559,7 +573,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
         store_columns(acc_a, inv_l, out, begin, results, shape)
         # The next queries arrive while the second part of O is stored.
         q, q_rope = load_queries(tile + gl.num_programs(0), num_tiles, queries, shape, HALF)
-        store_columns(acc_b, inv_l, out + 128, begin, results, shape)
+        store_columns(acc_b, inv_l, out + PIECE_DIM, begin, results, shape)
 
 
 @gluon.jit
@@ -583,17 +597,17 @@ def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
         l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(COLUMNS))
     inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
     out = results.out + request * results.out_request + token * results.out_token
-    return inv_l, out + HALF * 256, begin
+    return inv_l, out + HALF * HALF_DIM, begin
 
 
 @gluon.jit
 def store_columns(acc, inv_l, out, begin, results, shape):
-    """Store 128 columns of O, from the rows of O^T in the order of :func:`load_values`."""
+    """Store columns of O, from the rows of O^T in the order of :func:`load_values`."""
     x = (acc * inv_l[None, :]).to(results.out.dtype.element_ty)
-    x = x.reshape(2, 4, 2, 8, 64).permute(4, 1, 0, 3, 2).reshape(64, 128)
+    x = x.reshape(2, 4, 2, 8, BLOCK_M).permute(4, 1, 0, 3, 2).reshape(BLOCK_M, PIECE_DIM)
     x = gl.convert_layout(x, STORE)  # moves nothing
     _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE), False)
-    dims = gl.arange(0, 128, gl.SliceLayout(0, STORE))
+    dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE))
     at = out + (head * results.out_head)[:, None] + dims[None, :]
     gl.store(at, x, mask=real[:, None])
 
@@ -601,7 +615,7 @@ def store_columns(acc, inv_l, out, begin, results, shape):
 @gluon.jit
 def load_list(blocks, block):
     """Load the list of a block of keys; -1 past its end."""
-    at = block * 64 + gl.arange(0, 64, THREADS)
+    at = block * BLOCK_N + gl.arange(0, BLOCK_N, THREADS)
     return gl.load(blocks.main_keys + at, mask=at < blocks.main_end, other=-1)
 
 
@@ -618,12 +632,12 @@ def copy_block(step, slots, main, rows, smem):
     stage = step % STAGES
     chosen = row_or_none(slots, main, rows)
     factors = rows.factors + gl.convert_layout(factor_order(chosen), THREADS).to(gl.int64) * 4
-    codes = rows.records + gl.convert_layout(chosen, COPY_KEYS).to(gl.int64) * RECORD
-    tail = gl.convert_layout(codes, ROPE_KEYS).to(gl.pointer_type(gl.bfloat16), bitcast=True)
-    dims = gl.arange(0, 512, gl.SliceLayout(0, COPY_CODES))
-    rope = 256 + gl.arange(0, 64, gl.SliceLayout(0, COPY_ROPE))
+    codes = rows.records + gl.convert_layout(chosen, CODES_ROWS).to(gl.int64) * RECORD
+    tail = gl.convert_layout(codes, COPY_ROWS).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, COPY_CODES))
+    rope = VALUE_DIM // 2 + gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))
     mbarrier.wait(smem.bar.index(KV_EMPTY + stage), step // STAGES & 1 ^ 1)
-    to = reinterpret(smem.kv.index(stage), gl.uint8, [64, 512], CODES)
+    to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES)
     async_load(to, codes[:, None] + dims[None, :])
     async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
     for factor in gl.static_range(NUM_FACTORS):
@@ -670,7 +684,7 @@ def producer(num_tiles, rows, main, shape, smem):
 def arrivals(b):
     """Number of arrivals of a barrier's phase."""
     if b < KV_EMPTY.value:
-        return 128
+        return WARPGROUP.value
     if b < KEY_RANGE.value or Q_FULL.value <= b:
         return 2
     return 1
@@ -689,16 +703,16 @@ def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYO
 def allocate():
     """Shared memory and barriers of a CTA."""
     smem = SharedMemory(
-        q=gl.allocate_shared_memory(gl.float8e4nv, [1, 64, 512], CODES),
-        q_rope=gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE),
-        q_scale=gl.allocate_shared_memory(gl.float32, [2, 32], PLAIN),
-        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 512], CODES),
-        k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], TILE),
-        factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, 64], PLAIN),
-        p=gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 64], P_TILE),
-        alpha=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
-        m=tensors_of(2, gl.float32, [64], PLAIN),
-        l=gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
+        q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES),
+        q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
+        q_scale=gl.allocate_shared_memory(gl.float32, [2, HALF_M], PLAIN),
+        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES),
+        k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, ROPE_DIM], TILE),
+        factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, BLOCK_N], PLAIN),
+        p=gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_M, BLOCK_N], P_TILE),
+        alpha=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
+        m=tensors_of(2, gl.float32, [BLOCK_M], PLAIN),
+        l=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN),
         bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
     )
@@ -749,7 +763,7 @@ def launch(
     num_groups: int,
 ) -> None:
     """Launch over the heads of ``num_groups`` tokens, each a request, and the rows they select."""
-    num_tiles = num_groups * -(-shape.num_rows // 64)
+    num_tiles = num_groups * -(-shape.num_rows // BLOCK_M.value)
     _attend_rounded[(min(num_tiles, num_multiprocessors(queries.q.device)),)](
         num_tiles,
         queries,

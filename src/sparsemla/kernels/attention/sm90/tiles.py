@@ -1,4 +1,4 @@
-"""Device code that the Hopper attention kernels share: layouts, tiles of rows, blocks of keys."""
+"""Device code that the Hopper attention kernels share: tiles of rows, blocks of keys."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsemla.kernels.attention.sm90.layouts import (
+    BLOCK_M,
+    BLOCK_N,
+    LIST,
+    S_ROWS,
+    VALUE_DIM,
+)
 from sparsemla.kernels.common.gluon import opaque_zero
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e30)
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-S_ROWS = gl.constexpr(gl.SliceLayout(1, S_LAYOUT))
-O_ROWS = gl.constexpr(gl.SliceLayout(1, O_LAYOUT))
-LIST = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class KeyBlocks(NamedTuple):
@@ -39,9 +39,9 @@ class KeyBlocks(NamedTuple):
 @gluon.jit
 def locate_tile(tile, shape):
     """The first row of a tile, its split, its request and the first token of its group."""
-    num_tiles = gl.cdiv(shape.num_rows, 64)
+    num_tiles = gl.cdiv(shape.num_rows, BLOCK_M)
     group = tile // num_tiles // shape.num_splits
-    begin = tile % num_tiles * 64
+    begin = tile % num_tiles * BLOCK_M
     split = tile // num_tiles % shape.num_splits
     request = (group // shape.group_tokens).to(gl.int64)
     return begin, split, request, (group % shape.group_tokens).to(gl.int64)
@@ -50,7 +50,7 @@ def locate_tile(tile, shape):
 @gluon.jit
 def rows_of_tile(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
     """Token in the group, head and validity of a tile's rows; ``TOKENS``: of several tokens."""
-    row = begin + gl.arange(0, 64, LAYOUT)
+    row = begin + gl.arange(0, BLOCK_M, LAYOUT)
     real = row < shape.num_rows
     if TOKENS:
         token = (row // shape.num_heads).to(gl.int64)
@@ -66,8 +66,8 @@ def query_dims(queries, START: gl.constexpr):
     """Where the dims of query rows from START on lie: pointer and strides, as in ``Queries``."""
     q = queries.q + START
     strides = queries.request_stride, queries.token_stride, queries.head_stride
-    if START >= 512 and queries.rope is not None:
-        q = queries.rope + (START - 512)
+    if START >= VALUE_DIM and queries.rope is not None:
+        q = queries.rope + (START - VALUE_DIM)
         strides = (
             queries.rope_request_stride,
             queries.rope_token_stride,
@@ -154,15 +154,15 @@ def load_block_slots(
     PAGED: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Load the slots of a block of 64 keys from the stream that the block belongs to."""
-    at = block * 64 + gl.arange(0, 64, LAYOUT)
+    """Load the slots of a block of keys from the stream that the block belongs to."""
+    at = block * BLOCK_N + gl.arange(0, BLOCK_N, LAYOUT)
     if EXTRA is None:
         slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
     else:
         if block < blocks.num_main:
             slots = load_slots(blocks.main_keys, at, blocks.main_end, main.num_slots, L, PAGED)
         else:
-            at -= blocks.num_main * 64
+            at -= blocks.num_main * BLOCK_N
             slots = load_slots(
                 blocks.extra_keys, at, blocks.extra_end, extra.num_slots, EXTRA, PAGED
             )
@@ -175,7 +175,7 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
     begin, split, request, token = locate_tile(tile, shape)
     keys = main.keys + request * main.keys_request + token * main.keys_token
     end = store_key_limits(limits, main, shape, begin, request, token, CAUSAL)
-    num_blocks = gl.cdiv(end, 64)
+    num_blocks = gl.cdiv(end, BLOCK_N)
     if EXTRA is None:
         total = num_blocks
         extra_end = end
@@ -185,12 +185,12 @@ def find_key_blocks(tile, main, extra, shape, limits, EXTRA: gl.constexpr, CAUSA
         extra_end = store_key_limits(limits, extra, shape, begin, request, token, False)
         # Triton 3.6 fails if a list of one block is a constant, as for a width of 1.
         num_blocks += opaque_zero(split)
-        total = num_blocks + gl.cdiv(extra_end, 64)
+        total = num_blocks + gl.cdiv(extra_end, BLOCK_N)
     blocks = gl.cdiv(total, shape.num_splits)
     first = split * blocks
     last = gl.minimum(first + blocks, total)
-    end = gl.minimum(last * 64, end)
-    extra_end = gl.minimum((last - num_blocks) * 64, extra_end)
+    end = gl.minimum(last * BLOCK_N, end)
+    extra_end = gl.minimum((last - num_blocks) * BLOCK_N, extra_end)
     return KeyBlocks(keys, extra_keys, end, extra_end, num_blocks, first, last)
 
 
@@ -201,21 +201,21 @@ def end_of_valid_blocks(blocks, main, extra, EXTRA: gl.constexpr, PAGED: gl.cons
     if not PAGED:
         if EXTRA is None:
             end = end_of_valid_slots(
-                blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+                blocks.main_keys, blocks.first * BLOCK_N, blocks.main_end, main.num_slots, 1024
             )
-            last = gl.cdiv(end, 64)
+            last = gl.cdiv(end, BLOCK_N)
         else:
-            begin = gl.maximum(blocks.first - blocks.num_main, 0) * 64
+            begin = gl.maximum(blocks.first - blocks.num_main, 0) * BLOCK_N
             end = end_of_valid_slots(
                 blocks.extra_keys, begin, blocks.extra_end, extra.num_slots, 1024
             )
             if end > begin:
-                last = blocks.num_main + gl.cdiv(end, 64)
+                last = blocks.num_main + gl.cdiv(end, BLOCK_N)
             else:
                 end = end_of_valid_slots(
-                    blocks.main_keys, blocks.first * 64, blocks.main_end, main.num_slots, 1024
+                    blocks.main_keys, blocks.first * BLOCK_N, blocks.main_end, main.num_slots, 1024
                 )
-                last = gl.cdiv(end, 64)
+                last = gl.cdiv(end, BLOCK_N)
     return last
 
 
