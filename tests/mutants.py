@@ -63,7 +63,8 @@ def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
 
 
 # Few tests each, as the interpreter is slow.
-DECODE = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp8_584"
+DECODE = "tests/test_tiers.py -k portable_kernels and sparse_decode-fp8_584"
+TILES_OF_KEYS = "tests/test_tiers.py -k portable_kernels and sparse_decode-1024"
 OWN_LENGTHS = "tests/test_triton_decode.py -k lengths_of_their_own and extra1"
 CAUSAL = "tests/test_triton_decode.py -k dense_decode_of_every_format and True-fp8_584"
 DENSE = "tests/test_triton_decode.py -k dense_decode_of_many_rows and 1-4-16"
@@ -119,14 +120,14 @@ CPU_MUTANTS = (
         "attention/triton/tiles.py",
         "acc = dot(p, value, acc * alpha[:, None], UPCAST)",
         "acc = dot(p, value, acc, UPCAST)",
-        DECODE,
+        TILES_OF_KEYS,
     ),
     portable(
         "the sum of weights is not rescaled",
         "attention/triton/tiles.py",
         "l * alpha + tl.sum(p, 1)",
         "l + tl.sum(p, 1)",
-        DECODE,
+        TILES_OF_KEYS,
     ),
     portable(
         "the sink is ignored",
