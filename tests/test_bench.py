@@ -243,7 +243,7 @@ def test_fp8_mma_has_a_gate_of_its_own(monkeypatch):
     )
     ours.run()
     workload.with_bf16(inputs)
-    assert given == ["fp8", None]
+    assert given == [True, None]
 
 
 def test_q8kv8_takes_prefills_that_permit_fp8_mma(monkeypatch):

@@ -273,14 +273,14 @@ def test_writes_do_not_drop_gradients():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: PagedCache(bytes_of(2, 4, 656), "fp8_ds_mla"), TypeError, "format must be a"),
+        (lambda: PagedCache(bytes_of(2, 4, 656), 656), TypeError, "format must be a"),
         (lambda: PagedCache([1], FP8_DS_MLA), TypeError, "data must be a Tensor, got list"),
         (
             lambda: PagedCache(bytes_of(2, 4, 576), e4m3_format(), [1.0]),
             TypeError,
             "scales must be a Tensor",
         ),
-        (lambda: PagedCache.allocate("fp8_ds_mla", 2, 4), TypeError, "format must be a"),
+        (lambda: PagedCache.allocate(656, 2, 4), TypeError, "format must be a"),
         (lambda: PagedCache.from_rows(torch.ones(2, 3, 4)), ValueError, "rows must have shape"),
         (
             lambda: PagedCache.allocate(BF16_512, 2, 4, num_layers=2).write(

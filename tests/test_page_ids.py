@@ -76,7 +76,7 @@ def test_pages_with_slots_beyond_the_dtype_count_as_missing(device, page):
     scores = torch.ones(1, 70, device=device)
     arguments = {"page_table": table, "request_ids": request, "page_size": 64}
     for op in (sparsemla.select_topk, reference.select_topk):
-        slots = op(scores, 70, **arguments)
+        slots = op(scores, topk=70, **arguments)
         assert (slots[0, 64:] == -1).all()
         assert slots[0, :64].tolist() == list(range(192, 256))
 

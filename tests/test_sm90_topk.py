@@ -337,7 +337,7 @@ def test_registers_of_the_ctas_hold_a_row(num_rows, num_cols, topk):
 )
 def test_rows_that_registers_refuse_go_through_lists(num_rows, num_cols, topk, reason):
     scores = torch.empty(num_rows, num_cols, device="meta")
-    (choice,) = sparsemla.explain(sparsemla.select_topk, scores, topk, gpu="sm_90").choices
+    (choice,) = sparsemla.explain(sparsemla.select_topk, scores, topk=topk, gpu="sm_90").choices
     assert choice.kernel == ("sm90.candidates" if reason else "sm90.registers")
     assert dict(choice.refusals)["sm90.registers"] == reason
 
@@ -354,6 +354,8 @@ def test_rows_that_registers_refuse_go_through_lists(num_rows, num_cols, topk, r
 def test_merges_that_the_kernel_takes(shape, topk, kernel, reason):
     values = torch.empty(shape, device="meta")
     indices = torch.empty(shape, dtype=torch.int32, device="meta")
-    (choice,) = sparsemla.explain(sparsemla.merge_topk, values, indices, topk, gpu="sm_90").choices
+    (choice,) = sparsemla.explain(
+        sparsemla.merge_topk, values, indices, topk=topk, gpu="sm_90"
+    ).choices
     assert choice.kernel == kernel
     assert dict(choice.refusals)["sm90"] == reason

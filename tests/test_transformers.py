@@ -1085,7 +1085,7 @@ class TestRefusals:
             ({"index_format": e4m3_format(128, 128, 64)}, "at most one scale a row"),
             ({"page_size": 0}, "page_size must be at least 1, got 0"),
             ({"page_size": "64"}, "page_size must be an integer, got str"),
-            ({"cache_format": "fp8_ds_mla"}, "cache_format must be a CacheFormat, got str"),
+            ({"cache_format": 656}, "cache_format must be a CacheFormat, got int"),
         ],
     )
     def test_formats(self, model, arguments, message):

@@ -210,7 +210,9 @@ def test_merge_of_more_than_a_program_holds(monkeypatch):
 )
 def test_merges_that_one_program_takes(shape, topk, kernel, reason):
     values, indices = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
-    (choice,) = sparsemla.explain(sparsemla.merge_topk, values, indices, topk, gpu="sm_80").choices
+    (choice,) = sparsemla.explain(
+        sparsemla.merge_topk, values, indices, topk=topk, gpu="sm_80"
+    ).choices
     assert choice.kernel == kernel
     assert dict(choice.refusals)["triton.registers"] == reason
 

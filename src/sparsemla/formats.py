@@ -629,7 +629,10 @@ def as_format(argument: str, value: CacheFormat | str) -> CacheFormat:
         ValueError: no format has this name.
     """
     if isinstance(value, str):
-        return get_format(value)
+        try:
+            return get_format(value)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
     check_kind(argument, value, CacheFormat)
     return value
 

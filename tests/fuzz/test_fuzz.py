@@ -313,7 +313,8 @@ def test_sparse_prefill(backend, shape):
         lengths = arguments[f"{prefix}topk_lengths"]
         indices = ints(arguments[f"{prefix}topk_indices"])
         lengths = None if lengths is None else ints(lengths)
-        streams.append(definitions.Stream(caches[f"{prefix}kv"], indices, lengths))
+        cache = caches["extra_cache" if prefix else "kv"]
+        streams.append(definitions.Stream(cache, indices, lengths))
     expected = definitions.sparse_attention(
         loose_query(backend, arguments["q"]),
         streams,
