@@ -735,7 +735,9 @@ class TestSeveralDevices:
     @torch.no_grad()
     def test_decode_steps_mix_no_devices(self, cache_format, monkeypatch):
         """Fake tensors need no GPU, compute nothing, and refuse operators over two devices."""
-        h200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+        h200 = SimpleNamespace(
+            major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
+        )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]

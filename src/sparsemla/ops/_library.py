@@ -62,7 +62,7 @@ def _split_weight(weight: HeadWeight) -> tuple[Tensor, Tensor | None, int, int]:
 
 
 def _split_splits(splits: Splits | None) -> tuple[int | None, int | None]:
-    return (None, None) if splits is None else splits
+    return (None, None) if splits is None else (splits.num_splits, splits.head_tile)
 
 
 def _join_splits(num_splits: int | None, head_tile: int | None) -> Splits | None:
