@@ -994,13 +994,13 @@ def test_each_microbatch_has_room_for_conversions(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
-def test_the_workspace_is_enough_for_every_batch(monkeypatch, num_heads):
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device = torch.device("cuda", 0)
-    most = attention.decode_workspace_bytes(512, num_heads, device)
-    for tokens in range(1, 513):
-        assert attention.decode_workspace_size(tokens, 1, num_heads, device=device) <= most
+def test_the_workspace_is_enough_for_every_batch(num_heads):
+    device = torch.device("cpu")
+    with simulated(GPUS["sm_90"]):
+        most = attention.decode_workspace_bytes(512, num_heads, device)
+        assert most > 0
+        for tokens in range(1, 513):
+            assert attention.decode_workspace_size(tokens, 1, num_heads, device=device) <= most
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ with warnings.catch_warnings():
         indexer,
         nvidia,
         settings,
-        touched,
+        surface,
         warmup,
     )
 
@@ -772,7 +772,7 @@ def bodies():
     overridden = {
         f"{theirs.__module__}:{theirs.__qualname__}"
         for module in (attention, indexer, nvidia, warmup, deepseek_v4)
-        for _, theirs in touched.overridden(module).values()
+        for _, theirs in surface.overridden(module).values()
         if theirs.__name__ not in ("__eq__", "__repr__")  # generated
     }
     return {path: body_hash(path) for path in sorted({*READ} | overridden)}

@@ -83,7 +83,7 @@ with warnings.catch_warnings():
         deepseek_v4,
         indexer,
         projection,
-        touched,
+        surface,
         warmup,
     )
 
@@ -642,13 +642,13 @@ def test_a_step_without_a_batch_computes_nothing(config):
         assert (out == 0).all()
 
 
-OVERRIDDEN = touched.overridden(deepseek_v4)
+OVERRIDDEN = surface.overridden(deepseek_v4)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_signatures_match_vllm(name):
     ours, vllms = OVERRIDDEN[name]
-    assert touched.parameters(ours) == touched.parameters(vllms)
+    assert surface.parameters(ours) == surface.parameters(vllms)
 
 
 def test_everything_that_a_layer_calls_is_overridden():
@@ -670,7 +670,7 @@ def test_everything_that_a_layer_calls_is_overridden():
     assert not inspect.isabstract(deepseek_v4.SparseMLAV4Attention)
 
 
-@pytest.mark.parametrize("row", touched.DEEPSEEK_V4, ids=lambda row: row.path)
+@pytest.mark.parametrize("row", surface.DEEPSEEK_V4, ids=lambda row: row.path)
 def test_what_is_touched_fits_vllm(row):
     assert row.problem() is None
 
@@ -684,7 +684,7 @@ def test_every_import_from_vllm_has_a_row(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for each in node.names
     }
-    assert imported <= {row.path for row in touched.DEEPSEEK_V4}
+    assert imported <= {row.path for row in surface.DEEPSEEK_V4}
 
 
 class Experts(nn.Module):
@@ -762,7 +762,7 @@ def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
 
 
 def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
-    row = touched.Dependency("vllm:gone", "a purpose")
+    row = surface.Dependency("vllm:gone", "a purpose")
     monkeypatch.setattr(deepseek_v4, "DEEPSEEK_V4", (row,))
     with pytest.raises(RuntimeError, match="vllm:gone"):
         build_model("CUSTOM")
