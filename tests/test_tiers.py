@@ -64,8 +64,9 @@ def cases_without(slow):
 
 def check(tier, device, op, case):
     """Right on poisoned memory, the same bits in every run, and in a batch as alone."""
+    interpreted = tier == "triton" and device == "cpu"  # one program after the other
     with dispatch.only(tier):
-        outcome = run._run_case(op, case, device, reruns=1)
+        outcome = run._run_case(op, case, device, reruns=0 if interpreted else 1)
     assert outcome.failures == ()
     if op != "index_loss":  # plain torch
         assert outcome.tiers == (tier,)
