@@ -213,7 +213,9 @@ def test_a_configuration_of_deepseek_v4():
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     del config["compress_ratios"]
     config |= {"layer_types": ["sliding_attention", *rates], "compress_rates": rates}  # theirs
-    assert serving == Serving.of_model(config, FP8_584, tensor_parallel_size=8, max_seq_len=1 << 20)
+    for same in (FP8_584, FP8_584.name):
+        again = Serving.of_model(config, same, tensor_parallel_size=8, max_seq_len=1 << 20)
+        assert serving == again
     assert (serving.num_heads, serving.groups) == (16, 2)
     assert serving.columns == serving.columns_of(4) == 4096
     assert serving.entry_widths(128) == [128, 512, 2048, 8192]

@@ -153,7 +153,7 @@ class Serving:
     def of_model(
         cls,
         config: Mapping[str, Any],
-        cache_format: CacheFormat,
+        cache_format: CacheFormat | str,
         *,
         tensor_parallel_size: int = 1,
         max_tokens: int = 8192,
@@ -166,7 +166,7 @@ class Serving:
         Args:
             config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5, as published or as
                 transformers writes it.
-            cache_format: of the latent cache.
+            cache_format: of the latent cache, or its name.
             tensor_parallel_size: GPUs that share the heads.
             max_tokens, max_requests, max_query_len: fields of this class.
             max_seq_len: most tokens of a request; default the model's.
@@ -180,6 +180,7 @@ class Serving:
         >>> Serving.of_model(config, FP8_DS_MLA, tensor_parallel_size=8).num_heads
         16
         """
+        cache_format = as_format("cache_format", cache_format)
         wanted = ("num_attention_heads", "index_topk", "index_n_heads")
         absent = [name for name in wanted if name not in config]
         if absent:
