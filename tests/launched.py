@@ -66,22 +66,21 @@ def agree(op: str, kernel: str, modules: set[str]) -> bool:
 def mismatches(target_name: str) -> Iterator[str | None]:
     """For each case of the table, None; or how its launches differ from what ``explain`` names."""
     (target,) = (one for one in TARGETS if one.name == target_name)
-    launched: dict[str, set[str]] = {}
-    current = [""]
+    launched: list[tuple[str, set[str]]] = []
+    """The ops that ran, in order, with the modules of the device functions that they launched."""
     choose = dispatch.choose
 
     def choosing(op: Op[Any], call: Any) -> Kernel[Any]:
         kernel = choose(op, call)
 
         def launch(call: Any) -> object:
-            current[0] = op.name
-            launched.setdefault(op.name, set())
+            launched.append((op.name, set()))
             return kernel.load()(call)
 
         return dataclasses.replace(kernel, load=lambda: launch)
 
     def run(self: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
-        launched[current[0]].add(self.fn.__module__)
+        launched[-1][1].add(self.fn.__module__)
 
     with ExitStack() as stack:
         stack.enter_context(believe(target, _CompileOnlyDriver(target)))
@@ -93,18 +92,19 @@ def mismatches(target_name: str) -> Iterator[str | None]:
                 if case.large or op in COMPOSED:
                     continue
                 arguments = on_meta(case.build(Draw(0, "cpu")))
-                named = sparsemla.explain(run_op, op, arguments).kernels
+                named = sparsemla.explain(run_op, op, arguments).choices
                 launched.clear()
                 with (
                     mock.patch.object(dispatch, "choose", choosing),
                     mock.patch.object(JITFunction, "run", run),
                 ):
                     run_op(op, arguments)
-                right = launched.keys() == named.keys() and all(
-                    agree(name, named[name], modules) for name, modules in launched.items()
+                right = [name for name, _ in launched] == [choice.op for choice in named] and all(
+                    agree(choice.op, choice.kernel, modules)
+                    for choice, (_, modules) in zip(named, launched, strict=True)
                 )
-                ran = {name: sorted(modules) for name, modules in launched.items()}
-                yield None if right else f"{op}, {case.name}: explained {named}, launched {ran}"
+                kernels = [(choice.op, choice.kernel) for choice in named]
+                yield None if right else f"{op}, {case.name}: named {kernels}, ran {launched}"
 
 
 def main(target_name: str) -> None:

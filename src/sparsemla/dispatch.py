@@ -120,7 +120,7 @@ def choose(op: Op[C], call: C) -> Kernel[C]:
 def _refused(kernel: Kernel[C], call: C, device: Device, only: str | None) -> str | None:
     """Why a kernel does not take a call, or None. Within :func:`only`, the device is not asked."""
     if only is None:
-        return TIERS[kernel.tier].refuse(device) or kernel.refuse(call)
+        return TIERS[kernel.tier](device) or kernel.refuse(call)
     if only not in (kernel.tier, kernel.name):
         return f"is none of {only}"
     return kernel.refuse(call)
@@ -165,7 +165,7 @@ def explaining(gpu: str | None = None) -> Iterator[list[Choice]]:
 
 def launches_on(device: torch.device) -> bool:
     """Whether ops on tensors without memory call launchers: to compile kernels, or to explain."""
-    return only_compiles(device) or _EXPLAINED.get() is not None
+    return meant(device) != device or _EXPLAINED.get() is not None
 
 
 def load(op: str, name: str) -> Callable[..., None]:
@@ -183,8 +183,3 @@ def load(op: str, name: str) -> Callable[..., None]:
             launch(table, table.arguments(**arguments))
 
     return run
-
-
-def only_compiles(device: torch.device) -> bool:
-    """Whether launches on tensors of this device compile and run nothing, as in a warm-up."""
-    return meant(device) != device

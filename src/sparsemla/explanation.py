@@ -17,7 +17,7 @@ class Explanation:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """The name of the kernel of each op."""
+        """The name of the kernel of each op; of its last call, where an op is called again."""
         return {choice.op: choice.kernel for choice in self.choices}
 
     def __str__(self) -> str:
@@ -31,6 +31,8 @@ def explain(
     **kwargs: object,
 ) -> Explanation:
     """The kernels that a call would launch. Nothing is launched, so outputs are not written.
+
+    A backward pass on a GPU runs in threads of autograd, which launch: explain forward passes.
 
     Args:
         op: a public op, or a function that calls some.

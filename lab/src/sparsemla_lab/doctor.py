@@ -192,9 +192,9 @@ def tier_table() -> Table:
     """For each device and tier: its number of ops, and whether its attention works."""
     table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for name, tier in TIERS.items():
+        for name, refuse in TIERS.items():
             taken = sum(name in {kernel.tier for kernel in op.kernels} for op in OPS.values())
-            refusal = tier.refuse(describe(torch.device(device)))
+            refusal = refuse(describe(torch.device(device)))
             state = refusal or _check(device, name)
             count = f"{0 if refusal else taken} of {len(OPS)}"
             table.add_row(device, name, count, state)

@@ -73,8 +73,8 @@ def _merge(draw: Draw, num_tokens: int, num_heads: int, dtype: torch.dtype) -> A
 
 def _branch(draw: Draw, num_tokens: int, num_heads: int, **sizes: Any) -> Arguments:  # noqa: ANN401
     layer = cases.mla_layer(draw, num_heads=num_heads, block=(128, 128))
-    lens = [1] * num_tokens, [400] * num_tokens
-    return cases.branch_case(draw, layer, query_lens=lens[0], seq_lens=lens[1], **sizes)
+    ones, seq_lens = [1] * num_tokens, [400] * num_tokens
+    return cases.branch_case(draw, layer, query_lens=ones, seq_lens=seq_lens, **sizes)
 
 
 _LATENT = FORMAT | HEADS | DTYPE | TOKENS

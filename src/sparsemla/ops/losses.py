@@ -224,7 +224,7 @@ def selected_scores_backward(
     With ``x[t, h, j] = <index_q[t, h], index_k[j]>`` and
     ``b = dscores[t, j] weights[t, h] [x > 0]``, over valid entries::
 
-        dweights[t, h]   = sum_j dscores[t, j] relu(x[t, h, j])
+        dweights[t, h]  = sum_j dscores[t, j] relu(x[t, h, j])
         dindex_q[t, h]  = sum_j b[t, h, j] index_k[j]
         dindex_k[j]    += sum_h b[t, h, j] index_q[t, h]    for each t and entry that names j
 
@@ -516,8 +516,8 @@ def dense_index_gradients(
         g[t, s]        = row_weights[t] (softmax(scores[t])_s - target[t, s])
         b[t, h, s]     = g[t, s] weights[t, h] [x > 0]
         dweights[t, h] = sum_s g[t, s] relu(x)
-        dindex_q[t, h]      = sum_s b[t, h, s] index_k[s]
-        dindex_k[s]         = sum_t sum_h b[t, h, s] index_q[t, h]
+        dindex_q[t, h] = sum_s b[t, h, s] index_k[s]
+        dindex_k[s]    = sum_t sum_h b[t, h, s] index_q[t, h]
 
     Args:
         q, k, lse, index_q, weights, index_k: as in :func:`dense_index_loss`.

@@ -34,7 +34,7 @@ else:
 
 def refused_by_sm90(
     queries: Tensor,
-    rows: PagedCache | None,
+    rows: PagedCache | Tensor,
     out: Tensor | None = None,
     *,
     q_rope: Tensor | None = None,
@@ -45,7 +45,7 @@ def refused_by_sm90(
 
     Args:
         queries: their rows.
-        rows: the rows that they attend to; None for those that are no cache.
+        rows: the rows that they attend to: a cache, or rows of the queries' dtype.
         out: where the results are written.
         q_rope: the RoPE dims of the queries, unless they are the last dims of ``queries``.
         extra: the rows of a second stream.
@@ -55,11 +55,10 @@ def refused_by_sm90(
         return f"needs bfloat16 queries, got {queries.dtype}"
     if out is not None and out.dtype != torch.bfloat16:
         return f"gives bfloat16 results, not {out.dtype}"
-    if not aligned(queries, q_rope, rows, extra):
+    cache = rows if isinstance(rows, PagedCache) else PagedCache.from_rows(rows)
+    if not aligned(queries, q_rope, cache, extra):
         return "needs queries and caches with rows that start at multiples of 16 bytes"
-    if rows is None:
-        return None
-    fmt = rows.format
+    fmt = cache.format
     refused = refused_format(fmt)
     if refused is not None:
         return refused
@@ -92,7 +91,7 @@ def _refuse_decode(call: SparseDecode) -> str | None:
 
 def _refuse_few_heads(call: SparseDecode) -> str | None:
     tile = splits_of_sparse(call).head_tile
-    return _needs_few_rows(min(tile, call.q.shape[2]) if tile < 64 else call.q.shape[2])
+    return _needs_few_rows(tile if tile < 64 else call.q.shape[2])
 
 
 SPARSE_DECODE = Op(
@@ -178,7 +177,7 @@ def _refuse_prefill(call: SparsePrefill) -> str | None:
 
 
 def _needs_few_heads(call: SparsePrefill | SparseAttention) -> str | None:
-    if call.list_tokens > 1 or call.token_mask is not None:
+    if call.shared:
         return "needs a list for each query token"
     return _needs_few_rows(call.q.shape[1])
 
@@ -232,9 +231,7 @@ SPARSE_PREFILL = Op(
 
 
 def _refuse_attention(call: SparseAttention) -> str | None:
-    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
-    shared = call.list_tokens > 1 or call.token_mask is not None
-    return refused_by_sm90(call.q, rows, call.out, shared=shared)
+    return refused_by_sm90(call.q, call.kv, call.out, shared=call.shared)
 
 
 SPARSE_ATTENTION = Op(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparsemla.cache import PagedCache, aligned
+from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.table import ALLOCATED
 
 
@@ -47,11 +47,6 @@ class SparseDecode(NamedTuple):
         extra = self.extra_topk_indices
         return self.topk_indices.shape[2] + (0 if extra is None else extra.shape[2])
 
-    @property
-    def aligned(self) -> bool:
-        """Whether rows of queries and caches start at multiples of 16 bytes."""
-        return aligned(self.q, self.q_rope, self.cache, self.extra_cache)
-
 
 class DenseDecode(NamedTuple):
     """Arguments of :func:`sparsemla.dense_decode`.
@@ -76,11 +71,6 @@ class DenseDecode(NamedTuple):
     def num_keys(self) -> int:
         """Most keys of a query token."""
         return self.page_table.shape[1] * self.cache.page_size
-
-    @property
-    def aligned(self) -> bool:
-        """Whether rows of queries and the cache start at multiples of 16 bytes."""
-        return aligned(self.q, self.cache)
 
 
 class SparsePrefill(NamedTuple):
@@ -108,11 +98,6 @@ class SparsePrefill(NamedTuple):
         """Whether several query tokens share a list, or each attends to some of it."""
         return self.list_tokens > 1 or self.token_mask is not None
 
-    @property
-    def aligned(self) -> bool:
-        """Whether rows of queries and caches start at multiples of 16 bytes."""
-        return aligned(self.q, self.q_rope, self.kv, self.extra_cache)
-
 
 class SparseAttention(NamedTuple):
     """Arguments of the forward pass of :func:`sparsemla.sparse_attention`."""
@@ -128,6 +113,11 @@ class SparseAttention(NamedTuple):
     deterministic: bool = False
     out: Tensor = ALLOCATED
     lse: Tensor = ALLOCATED
+
+    @property
+    def shared(self) -> bool:
+        """Whether several query tokens share a list, or each attends to some of it."""
+        return self.list_tokens > 1 or self.token_mask is not None
 
     def over(self, rows: PagedCache) -> SparsePrefill:
         """The same attention as a prefill over rows that stand for those of ``kv``."""

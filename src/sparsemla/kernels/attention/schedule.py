@@ -16,7 +16,7 @@ import torch
 
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
-from sparsemla.kernels.common.device import describe, described
+from sparsemla.kernels.common.device import ask_torch, describe
 from sparsemla.kernels.common.table import TIERS
 
 FEW_HEADS = 32
@@ -68,16 +68,20 @@ class DecodeWork(NamedTuple):
     format: CacheFormat
     multiprocessors: int
 
+    @classmethod
+    def of(cls, call: SparseDecode | DenseDecode) -> DecodeWork:
+        """The sizes of a call on its device."""
+        batch, query_len, num_heads = call.q.shape[:3]
+        sizes = batch, query_len, num_heads, call.num_keys
+        return cls(*sizes, call.cache.format, multiprocessors(call.q.device))
+
 
 def splits_of_sparse(call: SparseDecode) -> Splits:
     """The splits of a sparse decode: those of the call, or the fastest ones."""
     if call.splits is not None:
         return call.splits
     tiles = not torch.compiler.is_compiling() and describe(call.q.device).is_hopper
-    processors = multiprocessors(call.q.device)
-    batch, query_len, num_heads = call.q.shape[:3]
-    sizes = batch, query_len, num_heads, call.num_keys
-    return sparse(DecodeWork(*sizes, call.cache.format, processors), tiles)
+    return sparse(DecodeWork.of(call), tiles)
 
 
 def sparse(work: DecodeWork, tiles_heads: bool) -> Splits:
@@ -101,10 +105,7 @@ def splits_of_dense(call: DenseDecode) -> Splits:
     """The splits of a dense decode: those of the call, or the fastest ones."""
     if call.splits is not None:
         return call.splits
-    processors = multiprocessors(call.q.device)
-    batch, query_len, num_heads = call.q.shape[:3]
-    sizes = batch, query_len, num_heads, call.num_keys
-    return dense(DecodeWork(*sizes, call.cache.format, processors))
+    return dense(DecodeWork.of(call))
 
 
 def dense(work: DecodeWork) -> Splits:
@@ -118,8 +119,8 @@ def dense(work: DecodeWork) -> Splits:
 
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors among which keys are split: 0 where no kernel splits them, as on a CPU."""
-    found = described(device) if torch.compiler.is_compiling() else describe(device)
-    return found.multiprocessors if TIERS["triton"].refuse(found) is None else 0
+    found = ask_torch(device) if torch.compiler.is_compiling() else describe(device)
+    return found.multiprocessors if TIERS["triton"](found) is None else 0
 
 
 def _splits(
@@ -208,7 +209,7 @@ def converts_first(
     False
     True
     """
-    refused = TIERS["sm90"].refuse(describe(device)) or refused_format(format)
+    refused = TIERS["sm90"](describe(device)) or refused_format(format)
     if refused or not format.fp8_dim or num_rows == 0:
         return False
     per_key = next(rows for heads, rows in ROWS_PER_KEY if num_heads <= heads)

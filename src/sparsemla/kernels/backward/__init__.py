@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from sparsemla.cache import PagedCache, aligned
+from sparsemla.cache import aligned
 from sparsemla.kernels.attention import refused_by_sm90
 from sparsemla.kernels.backward.arguments import SparseAttentionBackward
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
@@ -25,8 +23,7 @@ def _refuse(call: SparseAttentionBackward) -> str | None:
         return "needs query tokens, heads and entries of lists"
     if not aligned(call.dout):
         return "needs gradients of out with rows that start at multiples of 16 bytes"
-    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
-    return refused_by_sm90(call.q, rows)
+    return refused_by_sm90(call.q, call.kv)
 
 
 SPARSE_ATTENTION_BACKWARD = Op(

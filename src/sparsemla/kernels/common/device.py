@@ -122,8 +122,8 @@ def describe(device: torch.device) -> Device:
     return _SIMULATED.get() or query(device)
 
 
-def described(device: torch.device) -> Device:
-    """The properties of a device, asked of torch; Dynamo cannot call a function with a cache."""
+def ask_torch(device: torch.device) -> Device:
+    """The properties of a device. Traced code asks here: Dynamo cannot call a cached function."""
     device = meant(device)
     if device.type != "cuda":
         return Device(device.type)
@@ -139,8 +139,8 @@ def described(device: torch.device) -> Device:
 
 @functools.cache
 def query(device: torch.device) -> Device:
-    """:func:`described`, which asks torch once for each device."""
-    return described(device)
+    """:func:`ask_torch`, once for each device."""
+    return ask_torch(device)
 
 
 def num_multiprocessors(device: torch.device) -> int:

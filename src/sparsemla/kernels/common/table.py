@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from sparsemla.kernels.common.device import Device
 
 C = TypeVar("C", bound=tuple[Any, ...])
@@ -25,14 +23,6 @@ ALLOCATED: Any = None
 
 Launcher = Callable[[C], object]
 Refusal = Callable[[C], str | None]
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A kind of implementation, and the devices that it runs on."""
-
-    summary: str
-    refuse: Callable[[Device], str | None]
 
 
 def _refuse_off_hopper(device: Device) -> str | None:
@@ -53,12 +43,13 @@ def _refuse_off_cpu(device: Device) -> str | None:
     return None if device.type == "cpu" else f"needs CPU tensors, got {device}"
 
 
-TIERS = {
-    "sm90": Tier("Gluon, for Hopper GPUs", _refuse_off_hopper),
-    "triton": Tier("Triton, any GPU from sm_80 and gfx942", _refuse_off_gpu),
-    "cpu": Tier("torch on the CPU, chunked, bounded memory", _refuse_off_cpu),
-    "reference": Tier("the definition: float32 torch, any device, slow", lambda device: None),
+TIERS: dict[str, Callable[[Device], str | None]] = {
+    "sm90": _refuse_off_hopper,  # Gluon, for Hopper GPUs
+    "triton": _refuse_off_gpu,  # Triton, any GPU from sm_80 and gfx942
+    "cpu": _refuse_off_cpu,  # torch on the CPU, chunked, bounded memory
+    "reference": lambda device: None,  # the definition: float32 torch, any device, slow
 }
+"""The kinds of implementations, fastest first, and why each does not run on a device, or None."""
 
 
 def no_refusal(call: Any) -> str | None:
@@ -106,7 +97,6 @@ class Op(Generic[C]):
         kernels: the rows, best first; the op's definition becomes the last.
         outputs: the fields for results, in the order in which the reference returns them.
         mutates: other fields that the kernels write, such as a cache or a workspace.
-        dtype: usual dtype of the first tensor.
     """
 
     name: str
@@ -114,7 +104,6 @@ class Op(Generic[C]):
     kernels: tuple[Kernel[C], ...]
     outputs: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
-    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         definition = Kernel("reference", self._definition)
@@ -137,11 +126,21 @@ class Op(Generic[C]):
         return launch
 
 
-class LazyModule(ModuleType):
-    """A module that is imported when one of its names is used: Triton's import takes a second."""
+class LazyModule:
+    """A module that is imported when one of its names is used: Triton's import takes a second.
+
+    Args:
+        name: the module's full name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._module: ModuleType | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        if self._module is None:
+            self._module = importlib.import_module(self._name)
+        return getattr(self._module, name)
 
 
 reference = LazyModule("sparsemla.reference")

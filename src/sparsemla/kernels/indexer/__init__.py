@@ -56,7 +56,6 @@ INDEXER_SCORES = Op(
         Kernel("cpu", lambda: cpu.indexer_scores),
     ),
     outputs=("out",),
-    dtype=torch.float8_e4m3fn,
 )
 
 INDEXER_SCORES_PAGED = Op(
@@ -68,7 +67,6 @@ INDEXER_SCORES_PAGED = Op(
         Kernel("cpu", lambda: cpu.indexer_scores_paged),
     ),
     outputs=("out",),
-    dtype=torch.float8_e4m3fn,
 )
 
 INDEXER_TOPK = Op(
@@ -80,7 +78,6 @@ INDEXER_TOPK = Op(
         Kernel("cpu", lambda: cpu.indexer_topk),
     ),
     outputs=("out",),
-    dtype=torch.float8_e4m3fn,
 )
 
 OPS = {op.name: op for op in (INDEXER_SCORES, INDEXER_SCORES_PAGED, INDEXER_TOPK)}

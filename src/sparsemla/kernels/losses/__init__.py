@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsemla.cache import PagedCache, aligned
+from sparsemla.cache import aligned
 from sparsemla.kernels.attention import refused_by_sm90
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 from sparsemla.kernels.losses.arguments import (
@@ -52,15 +52,13 @@ SELECTED_SCORES_BACKWARD = Op(
         Kernel("cpu", lambda: cpu.selected_scores_backward),
     ),
     outputs=("dindex_q", "dweights", "dindex_k"),
-    dtype=torch.float32,
 )
 
 
 def _refuse_target(call: AttentionTarget) -> str | None:
     if call.q.shape[1] > 128:
         return f"takes at most 128 heads, got {call.q.shape[1]}"
-    rows = PagedCache.from_rows(call.kv) if call.kv.dtype == torch.bfloat16 else None
-    return refused_by_sm90(call.q, rows)
+    return refused_by_sm90(call.q, call.kv)
 
 
 ATTENTION_TARGET = Op(

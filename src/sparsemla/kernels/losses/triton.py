@@ -107,12 +107,12 @@ def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_scores(
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     topk_indices,
     indices_token,
     topk_lengths,
@@ -132,14 +132,14 @@ def _list_scores(
     topk_indices += token * indices_token
     length = length_of(topk_lengths, token, topk)
     row, valid = load_entries(topk_indices, at, length, num_rows)
-    keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
     score = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = index_q + token * iq_token
-        queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+        queries = index_q + token * index_q_token
+        queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         score += tl.sum(tl.where(real[None, :], _relu(x) * w[None, :], 0.0), 1)
     tl.store(out + token * topk + at, tl.where(valid, score, MINUS_INF), mask=at < topk)
@@ -150,12 +150,12 @@ def _list_queries(
     dscores,
     dscores_token,
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     topk_indices,
     indices_token,
     topk_lengths,
@@ -175,8 +175,8 @@ def _list_queries(
     head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
     w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-    queries = index_q + token * iq_token
-    queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+    queries = index_q + token * index_q_token
+    queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
     topk_indices += token * indices_token
     length = length_of(topk_lengths, token, topk)
     dscores += token * dscores_token
@@ -186,7 +186,7 @@ def _list_queries(
         at = start + tl.arange(0, KEYS)
         row, valid = load_entries(topk_indices, at, length, num_rows)
         given = tl.load(dscores + at, mask=valid, other=0)
-        keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
+        keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
         dq, dw = _add_queries(queries, keys, given[None, :], w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
@@ -200,12 +200,12 @@ def _list_terms(
     dscores,
     dscores_token,
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     topk_indices,
     indices_token,
     topk_lengths,
@@ -226,14 +226,14 @@ def _list_terms(
     length = length_of(topk_lengths, token, topk)
     row, valid = load_entries(topk_indices, at, length, num_rows)
     given = tl.load(dscores + token * dscores_token + at, mask=valid, other=0)
-    keys = _load_rows(index_k, row * ik_row, valid, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
     term = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = index_q + token * iq_token
-        queries = _load_rows(queries, head.to(tl.int64) * iq_head, real, 0, DIM, BLOCK_D)
+        queries = index_q + token * index_q_token
+        queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         dx = tl.where(x > 0, given[:, None] * w[None, :], 0.0)
         term = dot(_as_operand(dx, queries, T.upcast), queries, term, T.upcast)
@@ -431,12 +431,12 @@ def _dense_tiles(
     lse,
     lse_token,
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     row_starts,
     row_ends,
     target,
@@ -479,10 +479,10 @@ def _dense_tiles(
         total += tl.exp2(s * scale_log2 - row_lse[:, None])
 
     score = tl.zeros([TOKENS, KEYS], tl.float32)
-    keys = _load_rows(index_k, row * ik_row, there, 0, DI, BLOCK_DI)
+    keys = _load_rows(index_k, row * index_k_row, there, 0, DI, BLOCK_DI)
     for head in range(num_index_heads):
-        queries = index_q + tl.cast(head, tl.int64) * iq_head
-        queries = _load_rows(queries, token * iq_token, real, 0, DI, BLOCK_DI)
+        queries = index_q + tl.cast(head, tl.int64) * index_q_head
+        queries = _load_rows(queries, token * index_q_token, real, 0, DI, BLOCK_DI)
         w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
         x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
         score += _relu(x) * w[:, None]
@@ -539,12 +539,12 @@ def _dense_losses(
 def _dense_queries(
     given,
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     row_starts,
     row_ends,
     dindex_q,
@@ -563,7 +563,9 @@ def _dense_queries(
     real = token < num_tokens
     start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
     low, high = _union(start, end, num_rows)
-    queries = _load_rows(index_q + head * iq_head, token * iq_token, real, 0, DIM, BLOCK_D)
+    queries = _load_rows(
+        index_q + head * index_q_head, token * index_q_token, real, 0, DIM, BLOCK_D
+    )
     w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
     dw = tl.zeros([TOKENS], tl.float32)
     dq = tl.zeros([TOKENS, BLOCK_D], tl.float32)
@@ -574,7 +576,7 @@ def _dense_queries(
         g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
         # A row that no token of the tile sees may be NaN.
         there = tl.max(seen.to(tl.int32), 0) > 0
-        keys = _load_rows(index_k, row * ik_row, there, 0, DIM, BLOCK_D)
+        keys = _load_rows(index_k, row * index_k_row, there, 0, DIM, BLOCK_D)
         dq, dw = _add_queries(queries, keys, g, w, dq, dw, T.upcast)
     at = token * num_heads + head
     tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
@@ -587,12 +589,12 @@ def _dense_queries(
 def _dense_keys(
     given,
     index_q,
-    iq_token,
-    iq_head,
+    index_q_token,
+    index_q_head,
     weights,
     weights_token,
     index_k,
-    ik_row,
+    index_k_row,
     row_starts,
     row_ends,
     total,
@@ -610,7 +612,7 @@ def _dense_keys(
     row = begin + tl.arange(0, KEYS)
     there = row < num_rows
     row = row.to(tl.int64)
-    keys = _load_rows(index_k, row * ik_row, there, 0, DIM, BLOCK_D)
+    keys = _load_rows(index_k, row * index_k_row, there, 0, DIM, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (d < DIM)[None, :]
     target = total + row[:, None] * DIM + d[None, :]
@@ -624,8 +626,8 @@ def _dense_keys(
             seen = _sees(start, end, row)
             g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
             for head in range(num_heads):
-                queries = index_q + tl.cast(head, tl.int64) * iq_head
-                queries = _load_rows(queries, token * iq_token, real, 0, DIM, BLOCK_D)
+                queries = index_q + tl.cast(head, tl.int64) * index_q_head
+                queries = _load_rows(queries, token * index_q_token, real, 0, DIM, BLOCK_D)
                 w = tl.load(weights + token * weights_token + head, mask=real, other=0)
                 x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
                 dx = tl.where(x > 0, g * w.to(tl.float32)[:, None], 0.0)

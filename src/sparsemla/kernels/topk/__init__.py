@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 from sparsemla.kernels.topk.schedule import MERGE_BLOCK, refuse_registers
@@ -27,7 +25,6 @@ SELECT_TOPK = Op(
         Kernel("cpu", lambda: cpu.select_topk),
     ),
     outputs=("out",),
-    dtype=torch.float32,
 )
 
 
@@ -63,7 +60,6 @@ MERGE_TOPK = Op(
         Kernel("cpu", lambda: cpu.merge_topk),
     ),
     outputs=("out",),
-    dtype=torch.float32,
 )
 
 OPS = {op.name: op for op in (SELECT_TOPK, MERGE_TOPK)}
