@@ -1093,8 +1093,8 @@ GPU_MUTANTS = (
     hopper(
         "norm without the other dims' weight",
         "quant/triton.py",
-        "return tl.where(dim < N, x * rstd * weight, x)",
-        "return tl.where(dim < N, x * rstd, x)",
+        "return tl.where(dim < B.norm_dim, x * rstd * weight, x)",
+        "return tl.where(dim < B.norm_dim, x * rstd, x)",
         "fused_rope_rmsnorm_quant",
     ),
     hopper(

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparsemla.formats import E2M1_MAX, FLOAT32_TINY, FP8_MAX, CacheFormat
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
 from sparsemla.kernels.common.fp4 import decode_e2m1, encode_e2m1, pack_e2m1
 from sparsemla.kernels.common.fp8 import ceil_pow2, decode_e4m3, encode_e4m3, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.paged import Rows, cache_arguments
+from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.quant.arguments import (
     AppendIndexKeys,
     FusedIndexerRopeQuant,
@@ -42,7 +43,8 @@ LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 class Scaling(NamedTuple):
     """Lower bounds of a block's amax and scale; whether scales are powers of two, or e4m3.
 
-    For e2m1 also the upper bound of a scale and the dims that share it, else 0 each.
+    For e2m1 also the upper bound of a scale and the dims that share it, else 0 each. ``native``:
+    the GPU converts e4m3 itself.
     """
 
     min_amax: float
@@ -51,13 +53,57 @@ class Scaling(NamedTuple):
     e4m3: bool
     max_scale: float
     fp4_block: int
+    native: bool
 
 
-def scaling_of(fmt: CacheFormat, scale_mode: str) -> Scaling:
+def scaling_of(fmt: CacheFormat, scale_mode: str, device: torch.device) -> Scaling:
     """How kernels compute the scales of a format."""
     e4m3 = fmt.scale_dtype == torch.float8_e4m3fn
+    pow2 = scale_mode == "pow2" and not e4m3
     fp4 = (fmt.max_scale, fmt.scale_block) if fmt.is_fp4 else (0.0, 0)
-    return Scaling(fmt.min_amax, fmt.min_scale, scale_mode == "pow2" and not e4m3, e4m3, *fp4)
+    return Scaling(fmt.min_amax, fmt.min_scale, pow2, e4m3, *fp4, has_fp8(device))
+
+
+class Table(NamedTuple):
+    """Cosines and sines of positions."""
+
+    rows: Tensor
+    num_positions: int
+    stride: int
+
+
+class Widths(NamedTuple):
+    """Constants of rows and heads: their dims, of which ``rope_dim`` rotate, from ``start`` on.
+
+    A program has ``heads`` heads, in tiles of their rotated ``pairs`` and of ``rest_dims`` others.
+    """
+
+    dim: int
+    start: int
+    rope_dim: int
+    interleaved: bool
+    pairs: int
+    rest_dims: int
+    heads: int
+
+
+class Latent(NamedTuple):
+    """Constants of latent rows, whose first ``norm_dim`` dims RMSNorm covers.
+
+    The ``body`` and the ``tail`` from that dim on are tiles of blocks of ``block`` dims, which
+    share a scale. ``adjacent``: both dims of a rotated pair lie side by side in a tile.
+    """
+
+    norm_dim: int
+    fp8_dim: int
+    body: int
+    tail: int
+    block: int
+    num_blocks: int
+    block_dims: int
+    tail_blocks: int
+    tail_dims: int
+    adjacent: bool
 
 
 @triton.jit
@@ -83,15 +129,16 @@ def _run(rope_dim, start):
 
 
 @triton.jit
-def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Partner, pair and sine's sign of ``dim [rows, dims]``; R dims from ``START`` on rotate."""
-    r = dim - START
-    if INTERLEAVED:
+def _partners(dim, W: tl.constexpr):
+    """Partner, pair and sine's sign of ``dim [rows, dims]``."""
+    R: tl.constexpr = W.rope_dim
+    r = dim - W.start
+    if W.interleaved:
         is_first = r % 2 == 0
         partner = tl.where(is_first, dim + 1, dim - 1)
         pair = r // 2
     else:
-        RUN: tl.constexpr = _run(R, START)
+        RUN: tl.constexpr = _run(R, W.start)
         is_first = r < R // 2
         partner = tl.where(is_first, dim + R // 2, dim - R // 2)
         partner = tl.max_contiguous(tl.multiple_of(partner, [1, RUN]), [1, RUN])
@@ -101,7 +148,7 @@ def _partners(dim, START: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constex
 
 
 @triton.jit
-def _scale_of(amax, S: tl.constexpr, NATIVE: tl.constexpr):
+def _scale_of(amax, S: tl.constexpr):
     """The scale of blocks with the largest magnitude ``amax``, NaN ignored."""
     amax = tl.maximum(amax, S.min_amax)
     if S.fp4_block > 0:
@@ -111,7 +158,7 @@ def _scale_of(amax, S: tl.constexpr, NATIVE: tl.constexpr):
     if S.pow2:
         scale = ceil_pow2(tl.maximum(scale, S.min_scale))
     elif S.e4m3:
-        scale = decode_e4m3(encode_e4m3(scale, NATIVE), NATIVE)
+        scale = decode_e4m3(encode_e4m3(scale, S.native), S.native)
     else:
         scale = tl.maximum(scale, TINY)
     return scale
@@ -134,14 +181,13 @@ def _store_codes(
     real,
     rows,
     L: tl.constexpr,
+    S: tl.constexpr,
     FIRST_BLOCK: tl.constexpr,
     END_BLOCK: tl.constexpr,
-    S: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     """Quantise ``x [blocks, dims]``, and store its ``real`` dims of blocks up to ``END_BLOCK``."""
     if rows.scales is not None:
-        scale = _scale_of(tl.max(tl.abs(x), axis=1), S, NATIVE)
+        scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
         x = _divide(x, scale, S)
         block = FIRST_BLOCK + tl.arange(0, x.shape[0])
         target = (
@@ -149,7 +195,7 @@ def _store_codes(
         )
         stored = kept & (block < END_BLOCK)
         if L.e4m3_scales:
-            tl.store(target, encode_e4m3(scale, NATIVE), mask=stored)
+            tl.store(target, encode_e4m3(scale, S.native), mask=stored)
         elif rows.scales.dtype.element_ty == tl.uint8:  # e8m0 is a float32 exponent
             tl.store(target, (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8), mask=stored)
         else:
@@ -160,127 +206,120 @@ def _store_codes(
         place, _ = tl.split(tl.reshape(place, [x.shape[0], x.shape[1] // 2, 2]))
         tl.store(target + place // 2, pack_e2m1(x), mask=kept & (place >= 0))
     else:
-        tl.store(target + dim, encode_e4m3(x, NATIVE), mask=kept & real)
+        tl.store(target + dim, encode_e4m3(x, S.native), mask=kept & real)
 
 
 @triton.jit
-def _round_to_fp4(x, S: tl.constexpr, NATIVE: tl.constexpr):
+def _round_to_fp4(x, S: tl.constexpr):
     """The values of ``x [rows, dims]`` after they are quantised to e2m1 and back, in float32."""
     blocks = tl.reshape(x, [x.numel // S.fp4_block, S.fp4_block])
-    scale = _scale_of(tl.max(tl.abs(blocks), axis=1), S, NATIVE)
+    scale = _scale_of(tl.max(tl.abs(blocks), axis=1), S)
     blocks = decode_e2m1(encode_e2m1(_divide(blocks, scale, S))) * scale[:, None]
     return tl.reshape(blocks, x.shape)
 
 
 @triton.jit
-def _load_latent(row, norm_weight, dim, live, N: tl.constexpr):
-    """Dims of a latent row, and their weights in RMSNorm, which covers the first ``N``."""
+def _load_latent(row, norm_weight, dim, live, B: tl.constexpr):
+    """Dims of a latent row, and their weights in RMSNorm."""
     x = tl.load(row + dim, mask=live, other=0.0).to(tl.float32)
-    return x, tl.load(norm_weight + dim, mask=live & (dim < N), other=0.0).to(tl.float32)
+    return x, tl.load(norm_weight + dim, mask=live & (dim < B.norm_dim), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_cos_sin(table, position, pair, rotated, W: tl.constexpr):
+    return load_cos_sin(
+        table.rows, position, table.num_positions, table.stride, pair, rotated, W.rope_dim
+    )
 
 
 @triton.jit
 def _load_rotation(
-    row,
-    norm_weight,
-    cos_sin,
-    position,
-    num_positions,
-    table_stride,
-    dim,
-    pair,
-    live,
-    N: tl.constexpr,
-    START: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ADJACENT: tl.constexpr,
+    row, norm_weight, table, position, dim, pair, live, W: tl.constexpr, B: tl.constexpr
 ):
     """Inputs of RoPE for dims of a latent row: cosines, sines, and the partners as loaded.
 
-    ADJACENT partners come from the row itself, by ``pair [rows, dims / 2]``.
+    Adjacent partners come from the row itself, by ``pair [rows, dims / 2]``.
     """
-    if ADJACENT:
-        rotated = (pair >= 0) & (pair < R // 2)
-        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+    if B.adjacent:
+        rotated = (pair >= 0) & (pair < W.rope_dim // 2)
+        cos, sin = _load_cos_sin(table, position, pair, rotated, W)
         partner, other, weight = dim, 0.0, 0.0
     else:
-        partner, pair, sign = _partners(dim, START, R, INTERLEAVED)
-        rotated = live & (dim >= START)
-        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        partner, pair, sign = _partners(dim, W)
+        rotated = live & (dim >= W.start)
+        cos, sin = _load_cos_sin(table, position, pair, rotated, W)
         sin *= sign
-        other, weight = _load_latent(row, norm_weight, partner, rotated, N)
+        other, weight = _load_latent(row, norm_weight, partner, rotated, B)
     return rotated, cos, sin, partner, other, weight
 
 
 @triton.jit
-def _normed(x, weight, rstd, dim, N: tl.constexpr):
+def _normed(x, weight, rstd, dim, B: tl.constexpr):
     """Dims of a latent row after RMSNorm."""
-    return tl.where(dim < N, x * rstd * weight, x)
+    return tl.where(dim < B.norm_dim, x * rstd * weight, x)
 
 
 @triton.jit
-def _rotated(x, rotation, rstd, N: tl.constexpr, ADJACENT: tl.constexpr):
+def _rotated(x, rotation, rstd, B: tl.constexpr):
     """RoPE of ``x``, normalised dims of a latent row."""
     rotated, cos, sin, partner, other, weight = rotation
-    if ADJACENT:
+    if B.adjacent:
         a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         first = tl.where(rotated, a * cos - b * sin, a)
         second = tl.where(rotated, a * sin + b * cos, b)
         x = tl.reshape(tl.join(first, second), x.shape)
     else:
-        other = _normed(other, weight, rstd, partner, N)
+        other = _normed(other, weight, rstd, partner, B)
         x = tl.where(rotated, x * cos + other * sin, x)
     return x
 
 
 @triton.jit
-def _load_pairs(row, live, R: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both dims of each pair among R dims at ``row [rows, 1]``: float32 ``[rows, PAIRS]`` each."""
-    if INTERLEAVED:
-        dim = tl.arange(0, 2 * PAIRS)[None, :]
+def _load_pairs(row, live, W: tl.constexpr):
+    """Both dims of each rotated pair at ``row [rows, 1]``: float32 ``[rows, pairs]`` each."""
+    R: tl.constexpr = W.rope_dim
+    if W.interleaved:
+        dim = tl.arange(0, 2 * W.pairs)[None, :]
         x = tl.load(row + dim, mask=live & (dim < R), other=0.0)
-        first, second = tl.split(tl.reshape(x, [row.shape[0], PAIRS, 2]))
+        first, second = tl.split(tl.reshape(x, [row.shape[0], W.pairs, 2]))
     else:
-        pair = tl.arange(0, PAIRS)[None, :]
+        pair = tl.arange(0, W.pairs)[None, :]
         first = tl.load(row + pair, mask=live & (pair < R // 2), other=0.0)
         second = tl.load(row + R // 2 + pair, mask=live & (pair < R // 2), other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
-def _rotate_pairs(first, second, table, position, num_positions, stride, R: tl.constexpr):
-    """RoPE of pairs ``[rows, PAIRS]``."""
+def _rotate_pairs(first, second, table, position, W: tl.constexpr):
+    """RoPE of pairs ``[rows, pairs]``."""
     # Without a barrier the compiler puts loads of heads after these, which wait for the position.
     tl.debug_barrier()
     # A table row for each row of pairs gives its loads the layout of the pairs.
     pair = tl.broadcast_to(tl.arange(0, first.shape[1])[None, :], first.shape)
-    cos, sin = load_cos_sin(table, position, num_positions, stride, pair, pair < R // 2, R)
+    cos, sin = _load_cos_sin(table, position, pair, pair < W.rope_dim // 2, W)
     return first * cos - second * sin, first * sin + second * cos
 
 
 @triton.jit
-def _store_pairs(
-    row, first, second, live, R: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr
-):
-    """Store pairs ``[rows, PAIRS]`` at ``row [rows, 1]``, as e4m3 if it points to bytes."""
-    PAIRS: tl.constexpr = first.shape[1]
-    if INTERLEAVED:
-        x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * PAIRS])
-        dim = tl.arange(0, 2 * PAIRS)[None, :]
-        tl.store(row + dim, _as_stored(x, row, NATIVE), mask=live & (dim < R))
+def _store_pairs(row, first, second, live, W: tl.constexpr, S: tl.constexpr):
+    """Store pairs ``[rows, pairs]`` at ``row [rows, 1]``, as e4m3 if it points to bytes."""
+    R: tl.constexpr = W.rope_dim
+    if W.interleaved:
+        x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * W.pairs])
+        dim = tl.arange(0, 2 * W.pairs)[None, :]
+        tl.store(row + dim, _as_stored(x, row, S), mask=live & (dim < R))
     else:
-        pair = tl.arange(0, PAIRS)[None, :]
+        pair = tl.arange(0, W.pairs)[None, :]
         real = live & (pair < R // 2)
-        tl.store(row + pair, _as_stored(first, row, NATIVE), mask=real)
-        tl.store(row + R // 2 + pair, _as_stored(second, row, NATIVE), mask=real)
+        tl.store(row + pair, _as_stored(first, row, S), mask=real)
+        tl.store(row + R // 2 + pair, _as_stored(second, row, S), mask=real)
 
 
 @triton.jit
-def _as_stored(x, target, NATIVE: tl.constexpr):
+def _as_stored(x, target, S: tl.constexpr):
     """float32 ``x`` in the dtype that ``target`` points to; bytes mean e4m3."""
     if target.dtype.element_ty == tl.uint8:
-        return encode_e4m3(x, NATIVE)
+        return encode_e4m3(x, S.native)
     return x.to(target.dtype.element_ty)
 
 
@@ -294,54 +333,37 @@ def _heads_of(program, num_heads, HEADS: tl.constexpr):
 
 @triton.jit
 def _rotate_heads(
-    q,
-    out,
-    cos_sin,
-    positions,
-    program,
-    num_heads,
-    num_positions,
+    source,
+    target,
+    live,
+    table,
+    position,
     eps,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    out_head_stride,
-    table_stride,
-    NATIVE: tl.constexpr,
-    START: tl.constexpr,
-    R: tl.constexpr,
     QUERY_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_DIMS: tl.constexpr,
-    HEADS: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """RoPE of ``HEADS`` heads of a token; with QUERY_NORM their RMSNorm first.
+    """RoPE of heads ``[heads, 1]`` of a token; with QUERY_NORM their RMSNorm first.
 
     A thread loads both dims of the pairs that it stores, and the norm needs all dims of a head, so
-    ``out`` may be ``q``.
+    the target may be the source.
     """
-    token, head, live = _heads_of(program, num_heads, HEADS)
-    position = tl.load(positions + token).to(tl.int64)
-    head, live = head[:, None], live[:, None]
-    source = q + token * q_token_stride + head * q_head_stride
-    target = out + token * out_token_stride + head * out_head_stride
-    if QUERY_NORM:  # queries of START dims, then the rotated ones
-        rest = tl.arange(0, REST_DIMS)[None, :]
-        real = live & (rest < START)
+    if QUERY_NORM:  # queries of other dims, then the rotated ones
+        rest = tl.arange(0, W.rest_dims)[None, :]
+        real = live & (rest < W.start)
         x = tl.load(source + rest, mask=real, other=0.0).to(tl.float32)
-        first, second = _load_pairs(source + START, live, R, PAIRS, INTERLEAVED)
+        first, second = _load_pairs(source + W.start, live, W)
         square = tl.sum(x * x, axis=1) + tl.sum(first * first + second * second, axis=1)
-        variance = tl.div_rn(square, tl.full(square.shape, START + R, tl.float32))
+        variance = tl.div_rn(square, tl.full(square.shape, W.dim, tl.float32))
         rstd = tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(variance + eps))
         rstd = rstd[:, None]
-        tl.store(target + rest, _as_stored(x * rstd, target, NATIVE), mask=real)
+        tl.store(target + rest, _as_stored(x * rstd, target, S), mask=real)
         first, second = first * rstd, second * rstd
-        target += START
+        target += W.start
     else:
-        first, second = _load_pairs(source, live, R, PAIRS, INTERLEAVED)
-    first, second = _rotate_pairs(first, second, cos_sin, position, num_positions, table_stride, R)
-    _store_pairs(target, first, second, live, R, INTERLEAVED, NATIVE)
+        first, second = _load_pairs(source, live, W)
+    first, second = _rotate_pairs(first, second, table, position, W)
+    _store_pairs(target, first, second, live, W, S)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -368,54 +390,20 @@ def _fused_kernel(
     table_stride,
     L: tl.constexpr,
     S: tl.constexpr,
-    NATIVE: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
     QUERY_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ADJACENT: tl.constexpr,
-    FP8_DIM: tl.constexpr,
-    FP8_BODY: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK_DIMS: tl.constexpr,
-    BODY: tl.constexpr,
-    TAIL: tl.constexpr,
-    TAIL_BLOCKS: tl.constexpr,
-    TAIL_DIMS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_DIMS: tl.constexpr,
-    HEADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
-    START: tl.constexpr = D - R
+    table = Table(cos_sin, num_positions, table_stride)
     if tl.program_id(0) >= num_tokens:
-        _rotate_heads(
-            q,
-            out,
-            cos_sin,
-            positions,
-            tl.program_id(0) - num_tokens,
-            num_heads,
-            num_positions,
-            eps,
-            q_token_stride,
-            q_head_stride,
-            out_token_stride,
-            out_head_stride,
-            table_stride,
-            NATIVE,
-            START,
-            R,
-            QUERY_NORM,
-            INTERLEAVED,
-            PAIRS,
-            REST_DIMS,
-            HEADS,
-        )
+        token, head, live = _heads_of(tl.program_id(0) - num_tokens, num_heads, W.heads)
+        position = tl.load(positions + token).to(tl.int64)
+        source = q + token * q_token_stride + head[:, None] * q_head_stride
+        target = out + token * out_token_stride + head[:, None] * out_head_stride
+        _rotate_heads(source, target, live[:, None], table, position, eps, QUERY_NORM, W, S)
         return
 
     token = tl.program_id(0).to(tl.int64)
@@ -425,101 +413,50 @@ def _fused_kernel(
     row = kv + token * kv_stride
 
     # The body, then the rotated tail; both in blocks that share a scale.
-    in_block = tl.arange(0, BLOCK_DIMS)[None, :]
-    dim = tl.arange(0, NUM_BLOCKS)[:, None] * SCALE_BLOCK + in_block
-    real = (in_block < SCALE_BLOCK) & (dim < BODY)
-    x, weight = _load_latent(row, norm_weight, dim, real, N)
-    if TAIL > START:
-        pair = tl.arange(0, NUM_BLOCKS)[:, None] * (SCALE_BLOCK // 2) - START // 2
-        rotation = _load_rotation(
-            row,
-            norm_weight,
-            cos_sin,
-            position,
-            num_positions,
-            table_stride,
-            dim,
-            pair + tl.arange(0, BLOCK_DIMS // 2)[None, :],
-            real,
-            N,
-            START,
-            R,
-            INTERLEAVED,
-            ADJACENT,
-        )
-    if TAIL < D:
-        tail_block = tl.arange(0, TAIL_BLOCKS)[:, None]
-        tail = TAIL + tail_block * SCALE_BLOCK + tl.arange(0, TAIL_DIMS)[None, :]
-        in_tail = (tl.arange(0, TAIL_DIMS)[None, :] < SCALE_BLOCK) & (tail < D)
-        tail_pair = (TAIL - START) // 2 + tail_block * (SCALE_BLOCK // 2)
-        y, tail_weight = _load_latent(row, norm_weight, tail, in_tail, N)
-        tail_rotation = _load_rotation(
-            row,
-            norm_weight,
-            cos_sin,
-            position,
-            num_positions,
-            table_stride,
-            tail,
-            tail_pair + tl.arange(0, TAIL_DIMS // 2)[None, :],
-            in_tail,
-            N,
-            START,
-            R,
-            INTERLEAVED,
-            ADJACENT,
-        )
+    in_block = tl.arange(0, B.block_dims)[None, :]
+    dim = tl.arange(0, B.num_blocks)[:, None] * B.block + in_block
+    real = (in_block < B.block) & (dim < B.body)
+    x, weight = _load_latent(row, norm_weight, dim, real, B)
+    if B.tail > W.start:
+        pair = tl.arange(0, B.num_blocks)[:, None] * (B.block // 2) - W.start // 2
+        pair = pair + tl.arange(0, B.block_dims // 2)[None, :]
+        rotation = _load_rotation(row, norm_weight, table, position, dim, pair, real, W, B)
+    if B.tail < W.dim:
+        block = tl.arange(0, B.tail_blocks)[:, None]
+        tail = B.tail + block * B.block + tl.arange(0, B.tail_dims)[None, :]
+        in_tail = (tl.arange(0, B.tail_dims)[None, :] < B.block) & (tail < W.dim)
+        pair = (B.tail - W.start) // 2 + block * (B.block // 2)
+        y, tail_weight = _load_latent(row, norm_weight, tail, in_tail, B)
+        pair = pair + tl.arange(0, B.tail_dims // 2)[None, :]
+        tail_rotation = _load_rotation(row, norm_weight, table, position, tail, pair, in_tail, W, B)
 
-    square = tl.sum(tl.sum(tl.where(dim < N, x * x, 0.0), axis=1), axis=0)
-    variance = tl.div_rn(square, tl.full([], N, tl.float32))
+    square = tl.sum(tl.sum(tl.where(dim < B.norm_dim, x * x, 0.0), axis=1), axis=0)
+    variance = tl.div_rn(square, tl.full([], B.norm_dim, tl.float32))
     rstd = tl.div_rn(tl.full([], 1.0, tl.float32), tl.sqrt_rn(variance + eps))
-    x = _normed(x, weight, rstd, dim, N)
-    if TAIL > START:
-        x = _rotated(x, rotation, rstd, N, ADJACENT)
-    if TAIL < D:
-        y = _rotated(_normed(y, tail_weight, rstd, tail, N), tail_rotation, rstd, N, ADJACENT)
+    x = _normed(x, weight, rstd, dim, B)
+    if B.tail > W.start:
+        x = _rotated(x, rotation, rstd, B)
+    if B.tail < W.dim:
+        y = _rotated(_normed(y, tail_weight, rstd, tail, B), tail_rotation, rstd, B)
 
     if rows.fp8 is not None:
-        _store_codes(
-            x,
-            slot,
-            kept,
-            dim,
-            real & (dim < FP8_BODY),
-            rows,
-            L,
-            0,
-            (FP8_BODY + SCALE_BLOCK - 1) // SCALE_BLOCK,
-            S,
-            NATIVE,
-        )
-    if TAIL < FP8_DIM:
-        _store_codes(
-            y,
-            slot,
-            kept,
-            tail,
-            in_tail,
-            rows,
-            L,
-            TAIL // SCALE_BLOCK,
-            (D + SCALE_BLOCK - 1) // SCALE_BLOCK,
-            S,
-            NATIVE,
-        )
-    plain = real & (dim < TAIL)
-    if FP8_DIM < TAIL:
-        target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) - FP8_DIM
-        tl.store(target + dim, x.to(tl.bfloat16), mask=kept & plain & (dim >= FP8_DIM))
+        FP8_BODY: tl.constexpr = min(B.fp8_dim, B.tail)
+        END: tl.constexpr = (FP8_BODY + B.block - 1) // B.block
+        _store_codes(x, slot, kept, dim, real & (dim < FP8_BODY), rows, L, S, 0, END)
+    if B.tail < B.fp8_dim:
+        TAIL_END: tl.constexpr = (W.dim + B.block - 1) // B.block
+        _store_codes(y, slot, kept, tail, in_tail, rows, L, S, B.tail // B.block, TAIL_END)
+    plain = real & (dim < B.tail)
+    if B.fp8_dim < B.tail:
+        target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) - B.fp8_dim
+        tl.store(target + dim, x.to(tl.bfloat16), mask=kept & plain & (dim >= B.fp8_dim))
     if kv_out is not None:
         tl.store(kv_out + token * kv_out_stride + dim, x.to(tl.bfloat16), mask=plain)
-    if TAIL < D:
+    if B.tail < W.dim:
         y = y.to(tl.bfloat16)
-        if FP8_DIM <= TAIL:
-            target = (
-                rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) - FP8_DIM
-            )
-            tl.store(target + tail, y, mask=kept & in_tail)
+        if B.fp8_dim <= B.tail:
+            target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1])
+            tl.store(target - B.fp8_dim + tail, y, mask=kept & in_tail)
         if kv_out is not None:
             tl.store(kv_out + token * kv_out_stride + tail, y, mask=in_tail)
 
@@ -527,20 +464,13 @@ def _fused_kernel(
 def fused_rope_rmsnorm_quant(call: FusedRopeRmsnormQuant) -> None:
     # The first programs write rows, the others rotate heads.
     q_rope, kv, kv_out, cos_sin_cache = call.q_rope, call.kv, call.kv_out, call.cos_sin_cache
-    fmt = call.cache.format
+    fmt, rope_dim = call.cache.format, cos_sin_cache.shape[1]
     num_tokens, num_heads = q_rope.shape[:2]
-    widths = _fused_widths(
-        fmt,
-        call.kv_norm_weight.shape[0],
-        cos_sin_cache.shape[1],
-        num_heads,
-        call.query_norm,
-        call.interleaved,
-    )
+    widths = _widths(fmt.head_dim, rope_dim, False, call.interleaved, num_heads, call.query_norm)
     out = call.out
     if out.dtype == torch.float8_e4m3fn:
         out = out.view(torch.uint8)
-    num_programs = num_tokens * (1 + cdiv(num_heads, widths["HEADS"]))
+    num_programs = num_tokens * (1 + cdiv(num_heads, widths.heads))
     rows, layout = cache_arguments(call.cache)
     _fused_kernel[(num_programs,)](
         q=q_rope,
@@ -562,26 +492,32 @@ def fused_rope_rmsnorm_quant(call: FusedRopeRmsnormQuant) -> None:
         kv_stride=kv.stride(0),
         kv_out_stride=0 if kv_out is None else kv_out.stride(0),
         table_stride=cos_sin_cache.stride(0),
-        S=scaling_of(fmt, call.scale_mode),
-        NATIVE=has_fp8(kv.device),
+        S=scaling_of(fmt, call.scale_mode, kv.device),
         rows=rows,
         L=layout,
-        **widths,
+        W=widths,
+        B=_latent(fmt, call.kv_norm_weight.shape[0], rope_dim, call.interleaved),
+        QUERY_NORM=call.query_norm,
         **LAUNCH,
         **begins_early(kv.device, num_programs),
     )
 
 
 @functools.lru_cache(4096)
-def _fused_widths(
-    fmt: CacheFormat,
-    norm_dim: int,
-    rope_dim: int,
-    num_heads: int,
-    query_norm: bool,
-    interleaved: bool,
-) -> dict[str, int]:
-    """Compile-time dims and tiles of the fused kernel."""
+def _widths(
+    dim: int, rope_dim: int, rope_first: bool, interleaved: bool, num_heads: int, whole: bool
+) -> Widths:
+    """``whole``: a program has all dims of its heads, not the rotated ones only."""
+    pairs = max(next_power_of_2(rope_dim // 2), 1)
+    rest_dims = max(next_power_of_2(dim - rope_dim), 1)
+    heads = HEAD_DIMS // (next_power_of_2(dim) if whole else 2 * pairs)
+    heads = max(1, min(heads, next_power_of_2(num_heads)))
+    start = 0 if rope_first else dim - rope_dim
+    return Widths(dim, start, rope_dim, interleaved, pairs, rest_dims, heads)
+
+
+@functools.lru_cache(4096)
+def _latent(fmt: CacheFormat, norm_dim: int, rope_dim: int, interleaved: bool) -> Latent:
     start = fmt.head_dim - rope_dim
     block = fmt.scale_block or 128  # any width works without scales
     # Rotated quantised dims are a tail if they share no scale with other dims.
@@ -589,28 +525,18 @@ def _fused_widths(
     tail = start if own_blocks else max(fmt.fp8_dim, start)
     body = max(tail, norm_dim)
     block_dims = next_power_of_2(block)
-    pairs = max(next_power_of_2(rope_dim // 2), 1)
-    query_dims = next_power_of_2(fmt.head_dim) if query_norm else 2 * pairs
-    return {
-        "D": fmt.head_dim,
-        "N": norm_dim,
-        "R": rope_dim,
-        "FP8_DIM": fmt.fp8_dim,
-        "FP8_BODY": min(fmt.fp8_dim, tail),
-        "SCALE_BLOCK": block,
-        "NUM_BLOCKS": next_power_of_2(cdiv(body, block)),
-        "BLOCK_DIMS": block_dims,
-        "BODY": body,
-        "TAIL": tail,
-        "TAIL_BLOCKS": next_power_of_2(cdiv(fmt.head_dim - tail, block)),
-        "TAIL_DIMS": min(next_power_of_2(fmt.head_dim - tail), block_dims),
-        "QUERY_NORM": query_norm,
-        "INTERLEAVED": interleaved,
-        "ADJACENT": interleaved and not any(n % 2 for n in (start, tail, block)),
-        "PAIRS": pairs,
-        "REST_DIMS": max(next_power_of_2(start), 1),
-        "HEADS": max(1, min(HEAD_DIMS // query_dims, next_power_of_2(num_heads))),
-    }
+    return Latent(
+        norm_dim,
+        fmt.fp8_dim,
+        body,
+        tail,
+        block,
+        num_blocks=next_power_of_2(cdiv(body, block)),
+        block_dims=block_dims,
+        tail_blocks=next_power_of_2(cdiv(fmt.head_dim - tail, block)),
+        tail_dims=min(next_power_of_2(fmt.head_dim - tail), block_dims),
+        adjacent=interleaved and not any(n % 2 for n in (start, tail, block)),
+    )
 
 
 @triton.jit
@@ -634,159 +560,107 @@ def _load_key(row, norm_weight, norm_bias, dim, live):
 
 @triton.jit
 def _quantise_heads(
-    q,
-    weights,
-    out,
-    weights_out,
-    cos_sin,
-    positions,
-    program,
-    num_heads,
-    num_positions,
-    factor,
-    q_token_stride,
-    q_head_stride,
-    weights_stride,
-    out_token_stride,
-    out_head_stride,
-    weights_out_stride,
-    table_stride,
-    S: tl.constexpr,
+    source,
+    target,
+    live,
+    table,
+    position,
+    weight,
     SCALED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    D: tl.constexpr,
-    START: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     STAGES: tl.constexpr,
     DIMS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_DIMS: tl.constexpr,
-    HEADS: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """RoPE, transform and quantisation of ``HEADS`` indexer heads of a token."""
-    token, head, live = _heads_of(program, num_heads, HEADS)
-    position = tl.load(positions + token).to(tl.int64)
-    source = (q + token * q_token_stride + head * q_head_stride)[:, None]
-    target = (out + token * out_token_stride + head * out_head_stride)[:, None]
-    weight = tl.load(weights + token * weights_stride + head, mask=live, other=0.0).to(tl.float32)
-    weight *= factor
+    """RoPE, transform and quantisation of indexer heads ``[heads, 1]``; returns their weights."""
     if STAGES > 0 or S.fp4_block > 0:
         dim = tl.arange(0, DIMS)[None, :]
-        x = tl.load(source + dim, mask=live[:, None], other=0.0).to(tl.float32)
-        rows = tl.broadcast_to(dim, [HEADS, DIMS])  # gives loads of the table the layout of x
-        partner, pair, sign = _partners(rows, START, R, INTERLEAVED)
-        rotated = (rows >= START) & (rows < START + R)
-        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
-        other = tl.load(source + partner, mask=live[:, None] & rotated, other=0.0).to(tl.float32)
+        x = tl.load(source + dim, mask=live, other=0.0).to(tl.float32)
+        rows = tl.broadcast_to(dim, x.shape)  # gives loads of the table the layout of x
+        partner, pair, sign = _partners(rows, W)
+        rotated = (rows >= W.start) & (rows < W.start + W.rope_dim)
+        cos, sin = _load_cos_sin(table, position, pair, rotated, W)
+        other = tl.load(source + partner, mask=live & rotated, other=0.0).to(tl.float32)
         x = tl.where(rotated, x * cos + other * (sin * sign), x)
         if STAGES > 0:
-            x = _hadamard(x, HEADS, DIMS, STAGES)
+            x = _hadamard(x, W.heads, DIMS, STAGES)
         if S.fp4_block > 0:
-            x = _round_to_fp4(x, S, NATIVE)
+            x = _round_to_fp4(x, S)
         elif SCALED:
-            scale = _scale_of(tl.max(tl.abs(x), axis=1), S, NATIVE)
+            scale = _scale_of(tl.max(tl.abs(x), axis=1), S)
             x = _divide(x, scale, S)
             weight *= scale
-        tl.store(target + dim, _as_stored(x, target, NATIVE), mask=live[:, None])
+        tl.store(target + dim, _as_stored(x, target, S), mask=live)
     else:
         # Rotated dims in pairs, separate from the rest, so that no thread works on both.
-        FIRST: tl.constexpr = R if START == 0 else 0
-        rest = FIRST + tl.arange(0, REST_DIMS)[None, :]
-        real = live[:, None] & (rest < FIRST + D - R)
-        first, second = _load_pairs(source + START, live[:, None], R, PAIRS, INTERLEAVED)
+        FIRST: tl.constexpr = W.rope_dim if W.start == 0 else 0
+        rest = FIRST + tl.arange(0, W.rest_dims)[None, :]
+        real = live & (rest < FIRST + W.dim - W.rope_dim)
+        first, second = _load_pairs(source + W.start, live, W)
         x = tl.load(source + rest, mask=real, other=0.0).to(tl.float32)
-        first, second = _rotate_pairs(
-            first, second, cos_sin, position, num_positions, table_stride, R
-        )
+        first, second = _rotate_pairs(first, second, table, position, W)
         if SCALED:
             amax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
             amax = tl.maximum(amax, tl.max(tl.abs(x), axis=1))
-            scale = _scale_of(amax, S, NATIVE)
+            scale = _scale_of(amax, S)
             first, second = _divide(first, scale, S), _divide(second, scale, S)
             x = _divide(x, scale, S)
             weight *= scale
-        _store_pairs(target + START, first, second, live[:, None], R, INTERLEAVED, NATIVE)
-        tl.store(target + rest, _as_stored(x, target, NATIVE), mask=real)
-    tl.store(weights_out + token * weights_out_stride + head, weight, mask=live)
+        _store_pairs(target + W.start, first, second, live, W, S)
+        tl.store(target + rest, _as_stored(x, target, S), mask=real)
+    return weight
 
 
 @triton.jit(do_not_specialize=["num_keys"])
 def _index_kernel(
-    q,
-    weights,
-    out,
-    weights_out,
-    k,
-    norm_weight,
-    norm_bias,
     cos_sin,
     positions,
-    slot_mapping,
-    rows,
-    num_keys,
-    num_heads,
     num_positions,
-    factor,
-    eps,
-    q_token_stride,
-    q_head_stride,
-    weights_stride,
-    out_token_stride,
-    out_head_stride,
-    weights_out_stride,
-    k_stride,
     table_stride,
-    L: tl.constexpr,
     S: tl.constexpr,
+    W: tl.constexpr,
     SCALED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    D: tl.constexpr,
-    START: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     STAGES: tl.constexpr,
     DIMS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST_DIMS: tl.constexpr,
-    HEADS: tl.constexpr,
     EARLY: tl.constexpr,
+    q=None,
+    weights=None,
+    out=None,
+    weights_out=None,
+    num_heads=0,
+    factor=0.0,
+    q_token_stride=0,
+    q_head_stride=0,
+    weights_stride=0,
+    out_token_stride=0,
+    out_head_stride=0,
+    weights_out_stride=0,
+    k=None,
+    norm_weight=None,
+    norm_bias=None,
+    slot_mapping=None,
+    num_keys=0,
+    eps=0.0,
+    k_stride=0,
+    rows=None,
+    L: tl.constexpr = None,
 ):
+    """Write keys, then quantise heads; a launch may have only one of them."""
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
+    table = Table(cos_sin, num_positions, table_stride)
     if tl.program_id(0) >= num_keys:
         if q is not None:
-            _quantise_heads(
-                q,
-                weights,
-                out,
-                weights_out,
-                cos_sin,
-                positions,
-                tl.program_id(0) - num_keys,
-                num_heads,
-                num_positions,
-                factor,
-                q_token_stride,
-                q_head_stride,
-                weights_stride,
-                out_token_stride,
-                out_head_stride,
-                weights_out_stride,
-                table_stride,
-                S,
-                SCALED,
-                NATIVE,
-                D,
-                START,
-                R,
-                INTERLEAVED,
-                STAGES,
-                DIMS,
-                PAIRS,
-                REST_DIMS,
-                HEADS,
+            token, head, live = _heads_of(tl.program_id(0) - num_keys, num_heads, W.heads)
+            position = tl.load(positions + token).to(tl.int64)
+            source = (q + token * q_token_stride + head * q_head_stride)[:, None]
+            target = (out + token * out_token_stride + head * out_head_stride)[:, None]
+            factors = tl.load(weights + token * weights_stride + head, mask=live, other=0.0)
+            factors = factors.to(tl.float32) * factor
+            factors = _quantise_heads(
+                source, target, live[:, None], table, position, factors, SCALED, STAGES, DIMS, W, S
             )
+            tl.store(weights_out + token * weights_out_stride + head, factors, mask=live)
     elif k is not None:
         token = tl.program_id(0).to(tl.int64)
         position = tl.load(positions + token).to(tl.int64)
@@ -794,16 +668,16 @@ def _index_kernel(
         kept = (slot >= 0) & (slot < rows.num_slots)
         row = k + token * k_stride
         dim = tl.arange(0, DIMS)[None, :]
-        real = dim < D
-        partner, pair, sign = _partners(dim, START, R, INTERLEAVED)
-        rotated = (dim >= START) & (dim < START + R)
+        real = dim < W.dim
+        partner, pair, sign = _partners(dim, W)
+        rotated = (dim >= W.start) & (dim < W.start + W.rope_dim)
         x, weight, bias = _load_key(row, norm_weight, norm_bias, dim, real)
         other, other_weight, other_bias = _load_key(
             row, norm_weight, norm_bias, partner, real & rotated
         )
-        cos, sin = load_cos_sin(cos_sin, position, num_positions, table_stride, pair, rotated, R)
+        cos, sin = _load_cos_sin(table, position, pair, rotated, W)
 
-        count = tl.full([1], D, tl.float32)
+        count = tl.full([1], W.dim, tl.float32)
         mean = tl.div_rn(tl.sum(x, axis=1), count)[:, None]
         deviation = tl.where(real, x - mean, 0.0)
         variance = tl.div_rn(tl.sum(deviation * deviation, axis=1), count)
@@ -817,58 +691,16 @@ def _index_kernel(
         if rows.fp8 is not None:
             BLOCK: tl.constexpr = S.fp4_block if S.fp4_block > 0 else DIMS
             dim = tl.reshape(dim, [DIMS // BLOCK, BLOCK])
-            real = dim < D
             x = tl.reshape(x, [DIMS // BLOCK, BLOCK])
-            _store_codes(
-                x,
-                slot,
-                kept,
-                dim,
-                real,
-                rows,
-                L,
-                0,
-                DIMS // BLOCK,
-                S,
-                NATIVE,
-            )
+            _store_codes(x, slot, kept, dim, dim < W.dim, rows, L, S, 0, DIMS // BLOCK)
         else:
             target = rows.bf16 + _row_offset(slot, L, L.bf16_strides[0], L.bf16_strides[1]) + dim
             tl.store(target, x.to(tl.bfloat16), mask=kept & real)
 
 
-NO_QUERIES: dict[str, Any] = {
-    "q": None,
-    "weights": None,
-    "out": None,
-    "weights_out": None,
-    "num_heads": 0,
-    "factor": 0.0,
-    "q_token_stride": 0,
-    "q_head_stride": 0,
-    "weights_stride": 0,
-    "out_token_stride": 0,
-    "out_head_stride": 0,
-    "weights_out_stride": 0,
-    "HEADS": 1,
-}
-NO_KEYS: dict[str, Any] = {
-    "k": None,
-    "norm_weight": None,
-    "norm_bias": None,
-    "slot_mapping": None,
-    "rows": Rows(None, None, None, 0),
-    "L": None,
-    "num_keys": 0,
-    "eps": 0.0,
-    "k_stride": 0,
-}
-
-
 def _query_arguments(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> dict[str, Any]:
     q, weights, out, weights_out = call.q, call.weights, call.out, call.weights_out
     num_heads, dim = q.shape[1:]
-    heads = max(1, HEAD_DIMS // next_power_of_2(dim))
     return {
         "q": q,
         "weights": weights,
@@ -882,7 +714,6 @@ def _query_arguments(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> dict[
         "out_token_stride": out.stride(0),
         "out_head_stride": out.stride(1),
         "weights_out_stride": weights_out.stride(0),
-        "HEADS": min(heads, next_power_of_2(num_heads)),
     }
 
 
@@ -903,46 +734,38 @@ def _key_arguments(call: AppendIndexKeys | FusedIndexerRopeQuant) -> dict[str, A
 
 def _launch_index(
     call: AppendIndexKeys | PrepareIndexQueries | FusedIndexerRopeQuant,
-    queries: dict[str, Any],
-    keys: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
     # The first programs write keys, the others quantise heads.
     fmt, cos_sin_cache, positions = call.format, call.cos_sin_cache, call.positions
-    dim, rope_dim = fmt.head_dim, cos_sin_cache.shape[1]
-    start = 0 if call.rope_first else dim - rope_dim
-    dims = next_power_of_2(dim)
-    num_programs = positions.shape[0] * cdiv(queries["num_heads"], queries["HEADS"])
-    num_programs += keys["num_keys"]
+    dim, num_heads = fmt.head_dim, arguments.get("num_heads", 0)
+    rope_dim, dims = cos_sin_cache.shape[1], next_power_of_2(dim)
+    widths = _widths(dim, rope_dim, call.rope_first, call.interleaved, num_heads, True)
+    num_programs = positions.shape[0] * cdiv(num_heads, widths.heads)
+    num_programs += arguments.get("num_keys", 0)
     _index_kernel[(num_programs,)](
         cos_sin=cos_sin_cache,
         positions=positions,
         num_positions=cos_sin_cache.shape[0],
         table_stride=cos_sin_cache.stride(0),
-        S=scaling_of(fmt, call.scale_mode),
+        S=scaling_of(fmt, call.scale_mode, positions.device),
+        W=widths,
         SCALED=fmt.num_scales > 0,
-        NATIVE=has_fp8(positions.device),
-        D=dim,
-        START=start,
-        R=rope_dim,
-        INTERLEAVED=call.interleaved,
         STAGES=dims.bit_length() - 1 if call.hadamard else 0,
         DIMS=dims,
-        PAIRS=max(next_power_of_2(rope_dim // 2), 1),
-        REST_DIMS=max(next_power_of_2(dim - rope_dim), 1),
-        **queries,
-        **keys,
+        **arguments,
         **LAUNCH,
         **begins_early(positions.device, num_programs),
     )
 
 
 def fused_indexer_rope_quant(call: FusedIndexerRopeQuant) -> None:
-    _launch_index(call, _query_arguments(call), _key_arguments(call))
+    _launch_index(call, _query_arguments(call) | _key_arguments(call))
 
 
 def append_index_keys(call: AppendIndexKeys) -> None:
-    _launch_index(call, NO_QUERIES, _key_arguments(call))
+    _launch_index(call, _key_arguments(call))
 
 
 def prepare_index_queries(call: PrepareIndexQueries) -> None:
-    _launch_index(call, _query_arguments(call), NO_KEYS)
+    _launch_index(call, _query_arguments(call))
