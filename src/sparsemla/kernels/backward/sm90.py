@@ -55,7 +55,7 @@ from sparsemla.kernels.common.hopper import (
     tiles_of_heads,
 )
 from sparsemla.kernels.common.integers import cdiv
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
+from sparsemla.kernels.common.lists import ENTRY_BYTES, TokenLists, add_terms
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -577,13 +577,8 @@ def _tiles_of_rope(x: Tensor, heads: int) -> TensorDescriptor:
 
 
 def sparse_attention_backward(call: SparseAttentionBackward) -> None:
-    kv, token_mask, list_tokens, dq, dkv = (
-        call.kv,
-        call.token_mask,
-        call.list_tokens,
-        call.dq,
-        call.dkv,
-    )
+    kv, token_mask, list_tokens = call.kv, call.token_mask, call.list_tokens
+    dq, dkv = call.dq, call.dkv
     (num_tokens, num_heads, head_dim), topk = call.q.shape, call.topk_indices.shape[1]
     topk_indices = attended(call.topk_indices, token_mask, num_tokens, list_tokens)
     total = dkv if dkv.dtype == torch.float32 else torch.empty_like(dkv, dtype=torch.float32)
@@ -608,7 +603,6 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
         jobs = count * parts
         grid = (min(jobs, multiprocessors),)
         indices = topk_indices[some]
-        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
         lists = Lists(indices, indices.stride(0), ends[some], kv.shape[0])
         part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
         weights = [x[:count, :heads_of_list] for x in (probs, dscores)]
@@ -657,7 +651,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
             D=head_dim,
             num_warps=4,
         )
-        add_terms(terms, indices, lengths, total)
+        add_terms(terms, TokenLists.of(topk_indices, call.topk_lengths, some), total)
     if total is not dkv:
         dkv.copy_(total)
     if sink_terms is not None:

@@ -30,12 +30,14 @@ from torch import Tensor
 from sparsemla.kernels.attention.triton.tiles import LOG2E, is_hopper
 from sparsemla.kernels.backward.arguments import SparseAttentionBackward
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
-from sparsemla.kernels.common.groups import attended, chunks, grouped
+from sparsemla.kernels.common.groups import Heads, attended, chunks, grouped
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.lists import (
     ENTRY_BYTES,
+    TokenLists,
     add_terms,
     end_of,
+    entries_of,
     length_of,
     load_entries,
 )
@@ -72,14 +74,16 @@ def choose_tiles(num_heads: int, dtype: torch.dtype, device: torch.device) -> Ti
     return Tiles(heads, 64, 128, min(heads, 32), 4)
 
 
+@triton.jit
+def _heads_of(x, token, head):
+    """Offsets of some heads of a token."""
+    return token * x.token_stride + head.to(tl.int64) * x.head_stride
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _softmax_state(
     dout,
-    dout_token,
-    dout_head,
     out,
-    out_token,
-    out_head,
     lse,
     lse_token,
     dlse,
@@ -99,13 +103,14 @@ def _softmax_state(
     head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
     delta = tl.zeros([HEADS], tl.float32)
-    dout += token * dout_token + head.to(tl.int64)[:, None] * dout_head
-    out += token * out_token + head.to(tl.int64)[:, None] * out_head
+    dout_row = _heads_of(dout, token, head)[:, None]
+    out_row = _heads_of(out, token, head)[:, None]
     for start in range(0, V, DIMS):
         d = start + tl.arange(0, DIMS)[None, :]
         mask = real[:, None] & (d < V)
-        x = tl.load(dout + d, mask=mask, other=0).to(tl.float32)
-        delta += tl.sum(x * tl.load(out + d, mask=mask, other=0).to(tl.float32), 1)
+        x = tl.load(dout.rows + dout_row + d, mask=mask, other=0).to(tl.float32)
+        y = tl.load(out.rows + out_row + d, mask=mask, other=0).to(tl.float32)
+        delta += tl.sum(x * y, 1)
     row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0)
     empty = row_lse == float("-inf")
     at = state + token * num_heads + head
@@ -138,17 +143,11 @@ def _load_dims(x, row, real, start, D: tl.constexpr, DIMS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_heads"])
 def _weights(
     q,
-    q_token,
-    q_head,
     dout,
-    dout_token,
-    dout_head,
     kv,
     kv_row,
     num_slots,
-    topk_indices,
-    indices_token,
-    topk_lengths,
+    lists,
     token_mask,
     state,
     probs,
@@ -172,8 +171,7 @@ def _weights(
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
     head = tl.program_id(0) // num_tiles % num_blocks * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
-    length = length_of(topk_lengths, token, topk)
-    index, valid = load_entries(topk_indices + token * indices_token, at, length, num_slots)
+    index, valid = entries_of(lists, token, at, topk, num_slots)
 
     target = (token * num_heads + head.to(tl.int64)[:, None]) * topk + at[None, :]
     inside = real[:, None] & (at < topk)[None, :]
@@ -186,15 +184,14 @@ def _weights(
     s = tl.zeros([HEADS, KEYS], tl.float32)
     dp = tl.zeros([HEADS, KEYS], tl.float32)
     row = index * kv_row
-    q_row = token * q_token + head.to(tl.int64) * q_head
-    dout_row = token * dout_token + head.to(tl.int64) * dout_head
+    q_row, dout_row = _heads_of(q, token, head), _heads_of(dout, token, head)
     for start in range(0, V, DIMS):
         keys = tl.trans(_load_dims(kv, row, valid, start, V, DIMS))
-        s = dot(_load_dims(q, q_row, real, start, V, DIMS), keys, s, UPCAST)
-        dp = dot(_load_dims(dout, dout_row, real, start, V, DIMS), keys, dp, UPCAST)
+        s = dot(_load_dims(q.rows, q_row, real, start, V, DIMS), keys, s, UPCAST)
+        dp = dot(_load_dims(dout.rows, dout_row, real, start, V, DIMS), keys, dp, UPCAST)
     for start in range(V, D, DIMS):
         keys = tl.trans(_load_dims(kv, row, valid, start, D, DIMS))
-        s = dot(_load_dims(q, q_row, real, start, D, DIMS), keys, s, UPCAST)
+        s = dot(_load_dims(q.rows, q_row, real, start, D, DIMS), keys, s, UPCAST)
 
     rows = state + token * num_heads + head
     lse2 = tl.load(rows, mask=real, other=0)[:, None]
@@ -218,12 +215,8 @@ def _queries(
     kv,
     kv_row,
     num_slots,
-    topk_indices,
-    indices_token,
-    topk_lengths,
+    lists,
     dq,
-    dq_token,
-    dq_head,
     num_heads,
     topk,
     D: tl.constexpr,
@@ -239,8 +232,8 @@ def _queries(
     head = tl.program_id(0) // NUM_PARTS % num_blocks * HEADS + tl.arange(0, HEADS)
     first = tl.program_id(0) % NUM_PARTS * DIMS
     real = head < num_heads
-    topk_indices += token * indices_token
-    end = end_of(topk_indices, length_of(topk_lengths, token, topk), num_slots, 1024)
+    topk_indices = lists.indices + token * lists.stride
+    end = end_of(topk_indices, length_of(lists.lengths, token, topk), num_slots, 1024)
     acc = tl.zeros([HEADS, DIMS], tl.float32)
     dscores += (token * num_heads + head.to(tl.int64)[:, None]) * topk
     for start in range(0, end, KEYS):
@@ -250,8 +243,9 @@ def _queries(
         rows = _load_dims(kv, index * kv_row, valid, first, D, DIMS)
         acc = dot(ds, rows.to(ds.dtype), acc, UPCAST)
     d = first + tl.arange(0, DIMS)
-    target = dq + token * dq_token + head.to(tl.int64)[:, None] * dq_head + d[None, :]
-    tl.store(target, acc.to(dq.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    target = dq.rows + token * dq.token_stride
+    target = target + head.to(tl.int64)[:, None] * dq.head_stride + d[None, :]
+    tl.store(target, acc.to(dq.rows.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_heads"])
@@ -259,14 +253,8 @@ def _terms(
     probs,
     dscores,
     q,
-    q_token,
-    q_head,
     dout,
-    dout_token,
-    dout_head,
-    topk_indices,
-    indices_token,
-    topk_lengths,
+    lists,
     terms,
     total,
     num_slots,
@@ -288,22 +276,21 @@ def _terms(
     token = (tl.program_id(0) // (num_tiles * NUM_PARTS)).to(tl.int64)
     at = tl.program_id(0) // NUM_PARTS % num_tiles * KEYS + tl.arange(0, KEYS)
     first = tl.program_id(0) % NUM_PARTS * DIMS
-    length = length_of(topk_lengths, token, topk)
-    index, valid = load_entries(topk_indices + token * indices_token, at, length, num_slots)
+    index, valid = entries_of(lists, token, at, topk, num_slots)
     if tl.max(valid.to(tl.int32), 0) == 0:
         return
     acc = tl.zeros([KEYS, DIMS], tl.float32)
     probs += token * num_heads * topk + at[None, :]
     dscores += token * num_heads * topk + at[None, :]
     inside = (at < topk)[None, :]
-    q += token * q_token
-    dout += token * dout_token
+    q_rows = q.rows + token * q.token_stride
+    dout_rows = dout.rows + token * dout.token_stride
     for start in range(0, num_heads, STEP):
         head = start + tl.arange(0, STEP)
         real = head < num_heads
         head = head.to(tl.int64)
         ds = tl.load(dscores + head[:, None] * topk, mask=real[:, None] & inside, other=0)
-        part = _load_dims(q, head * q_head, real, first, D, DIMS)
+        part = _load_dims(q_rows, head * q.head_stride, real, first, D, DIMS)
         acc = dot(tl.trans(ds), part.to(ds.dtype), acc, UPCAST)
     if first < V:
         for start in range(0, num_heads, STEP):
@@ -311,7 +298,7 @@ def _terms(
             real = head < num_heads
             head = head.to(tl.int64)
             p = tl.load(probs + head[:, None] * topk, mask=real[:, None] & inside, other=0)
-            part = _load_dims(dout, head * dout_head, real, first, V, DIMS)
+            part = _load_dims(dout_rows, head * dout.head_stride, real, first, V, DIMS)
             acc = dot(tl.trans(p), part.to(p.dtype), acc, UPCAST)
     d = first + tl.arange(0, DIMS)[None, :]
     mask = valid[:, None] & (d < D)
@@ -330,10 +317,8 @@ def softmax_state(
     state = lse.new_empty(3, num_tokens, num_heads)
     sink_terms = None if attn_sink is None else lse.new_empty(num_tokens, num_heads)
     _softmax_state[(num_tokens * cdiv(num_heads, 8),)](
-        dout,
-        *dout.stride()[:2],
-        out,
-        *out.stride()[:2],
+        Heads.of(dout),
+        Heads.of(out),
         lse,
         lse.stride(0),
         dlse,
@@ -353,22 +338,14 @@ def softmax_state(
 
 def token_mask_of(token_mask: Tensor | None, lists: slice, num_heads: int) -> TokenMask | None:
     """The masks of some lists, as an argument of ``_weights``."""
-    return (
-        None
-        if token_mask is None
-        else TokenMask(token_mask[lists], token_mask.stride(0), num_heads)
-    )
+    if token_mask is None:
+        return None
+    return TokenMask(token_mask[lists], token_mask.stride(0), num_heads)
 
 
 def sparse_attention_backward(call: SparseAttentionBackward) -> None:
-    dout, q, kv, token_mask, dq, dkv = (
-        call.dout,
-        call.q,
-        call.kv,
-        call.token_mask,
-        call.dq,
-        call.dkv,
-    )
+    dout, q, kv, token_mask = call.dout, call.q, call.kv, call.token_mask
+    dq, dkv = call.dq, call.dkv
     (num_tokens, num_heads, head_dim), topk = q.shape, call.topk_indices.shape[1]
     if num_tokens * num_heads * topk == 0:
         for result in (dq, dkv, call.d_sink):
@@ -395,16 +372,13 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
     common = {"D": head_dim, "UPCAST": INTERPRETED or q.dtype == torch.float32}
     for some, tokens, size in chunks(num_tokens, call.list_tokens, num_lists):
         count, heads_of_list = some.stop - some.start, size * num_heads
-        indices = topk_indices[some]
-        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
-        lists = indices, indices.stride(0), lengths
-        part_q, part_dout, part_dq = (grouped(x[tokens], size) for x in (q, dout, dq))
-        heads = part_q, *part_q.stride()[:2], part_dout, *part_dout.stride()[:2]
+        lists = TokenLists.of(topk_indices, call.topk_lengths, some)
+        *heads, part_dq = (Heads.of(grouped(x[tokens], size)) for x in (q, dout, dq))
         rows = kv, kv.stride(0), kv.shape[0]
         _weights[(count * cdiv(heads_of_list, tiles.heads) * cdiv(topk, tiles.keys),)](
             *heads,
             *rows,
-            *lists,
+            lists,
             token_mask_of(token_mask, some, num_heads),
             state[:, tokens],
             probs,
@@ -426,9 +400,8 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
         _queries[(count * cdiv(heads_of_list, tiles.heads) * parts,)](
             dscores,
             *rows,
-            *lists,
+            lists,
             part_dq,
-            *part_dq.stride()[:2],
             heads_of_list,
             topk,
             HEADS=tiles.heads,
@@ -442,7 +415,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
             probs,
             dscores,
             *heads,
-            *lists,
+            lists,
             terms,
             total,
             kv.shape[0],
@@ -457,7 +430,7 @@ def sparse_attention_backward(call: SparseAttentionBackward) -> None:
             **common,
         )
         if terms is not None:
-            add_terms(terms, indices, lengths, total)
+            add_terms(terms, lists, total)
     if total is not dkv:
         dkv.copy_(total)
     if sink_terms is not None:

@@ -31,6 +31,19 @@ def chunks(num_tokens: int, list_tokens: int, num_lists: int) -> Iterator[Chunk]
         yield Chunk(slice(full, full + 1), rest, num_tokens % list_tokens)
 
 
+class Heads(NamedTuple):
+    """Heads of tokens ``[T, H, D]`` and their strides, as kernels take them."""
+
+    rows: Tensor
+    token_stride: int
+    head_stride: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Heads:
+        """The heads of a tensor with adjacent dims."""
+        return cls(x, *x.stride()[:2])
+
+
 def grouped(x: Tensor, size: int) -> Tensor:
     """Heads of tokens ``[n * size, H, ...]`` as those of lists ``[n, size * H, ...]``.
 

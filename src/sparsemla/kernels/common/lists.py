@@ -8,6 +8,8 @@ tokens are chunked.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,20 @@ ENTRY_BYTES = 48
 
 UNROLL = 8
 """Terms of a row that are loaded at once; they are added one at a time."""
+
+
+class TokenLists(NamedTuple):
+    """Lists of rows, one for each token."""
+
+    indices: Tensor
+    stride: int
+    lengths: Tensor | None
+
+    @classmethod
+    def of(cls, indices: Tensor, lengths: Tensor | None, some: slice = slice(None)) -> TokenLists:
+        """The lists of some tokens."""
+        indices = indices[some]
+        return cls(indices, indices.stride(0), None if lengths is None else lengths[some])
 
 
 @triton.jit
@@ -54,32 +70,34 @@ def load_entries(topk_indices, at, length, num_rows):
     return tl.where(valid, row, 0).to(tl.int64), valid
 
 
+@triton.jit
+def entries_of(lists, token, at, topk, num_rows):
+    """:func:`load_entries` of the list of a token."""
+    length = length_of(lists.lengths, token, topk)
+    return load_entries(lists.indices + token * lists.stride, at, length, num_rows)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def _sort_keys(
-    topk_indices, stride, topk_lengths, keys, first, topk, num_rows, CHUNK: tl.constexpr
-):
+def _sort_keys(lists, keys, first, topk, num_rows, CHUNK: tl.constexpr):
     """Keys of entries: their row, or ``num_rows`` if they are not valid, counted from ``first``."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    length = length_of(topk_lengths, token, topk)
-    row, valid = load_entries(topk_indices + token * stride, at, length, num_rows)
+    row, valid = entries_of(lists, token, at, topk, num_rows)
     key = first + tl.where(valid, row, num_rows)
     tl.store(keys + token * topk + at, key.to(keys.dtype.element_ty), mask=at < topk)
 
 
-def entries_of_rows(
-    indices: Tensor, lengths: Tensor | None, num_rows: int
-) -> tuple[Tensor, Tensor]:
+def entries_of_rows(lists: TokenLists, num_rows: int) -> tuple[Tensor, Tensor]:
     """The entries that name each row, ascending: ``order [n K]``, and where each row's begin.
 
     ``starts [S + 1]``; entries that are not valid come last.
     """
-    num_tokens, topk = indices.shape
+    num_tokens, topk = lists.indices.shape
     # A radix sort of keys with 16 bits takes half the passes.
     dtype, first = (torch.int16, -(1 << 15)) if num_rows < 1 << 16 else (torch.int32, 0)
-    keys = torch.empty(num_tokens * topk, dtype=dtype, device=indices.device)
+    keys = torch.empty(num_tokens * topk, dtype=dtype, device=lists.indices.device)
     _sort_keys[(num_tokens, cdiv(topk, 1024))](
-        indices, indices.stride(0), lengths, keys, first, topk, num_rows, CHUNK=1024, num_warps=4
+        lists, keys, first, topk, num_rows, CHUNK=1024, num_warps=4
     )
     keys, order = keys.sort(stable=True)
     bounds = torch.arange(first, first + num_rows + 1, dtype=dtype, device=keys.device)
@@ -88,13 +106,7 @@ def entries_of_rows(
 
 @triton.jit
 def _add_terms(
-    terms,
-    order,
-    starts,
-    total,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    terms, order, starts, total, D: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr
 ):
     """Add the terms of a row to some of its dims, in the order of the list."""
     NUM_PARTS: tl.constexpr = (D + DIMS - 1) // DIMS
@@ -114,10 +126,10 @@ def _add_terms(
     tl.store(total + row * D + d, acc, mask=inside)
 
 
-def add_terms(terms: Tensor, indices: Tensor, lengths: Tensor | None, total: Tensor) -> None:
+def add_terms(terms: Tensor, lists: TokenLists, total: Tensor) -> None:
     """Add the terms ``[n K, D]`` of lists ``[n, K]`` to float32 rows ``total [S, D]``."""
     num_rows, dim = total.shape
-    order, starts = entries_of_rows(indices, lengths, num_rows)
+    order, starts = entries_of_rows(lists, num_rows)
     dims = min(next_power_of_2(dim), 256)
     _add_terms[(num_rows * cdiv(dim, dims),)](
         terms, order, starts, total, D=dim, DIMS=dims, UNROLL=UNROLL, num_warps=1

@@ -29,8 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.kernels.common.fp8 import INTERPRETED, dot
+from sparsemla.kernels.common.groups import Heads
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms, length_of, load_entries
+from sparsemla.kernels.common.lists import (
+    ENTRY_BYTES,
+    TokenLists,
+    add_terms,
+    entries_of,
+    length_of,
+    load_entries,
+)
 from sparsemla.kernels.losses.arguments import (
     AttentionTarget,
     DenseIndexGradients,
@@ -56,6 +64,8 @@ class Tiles(NamedTuple):
         tokens: tokens of a tile, where rows are not listed.
         upcast: whether MMAs take float32: in Triton's interpreter, and if bfloat16 is too coarse.
         num_warps: warps of a program with a sum of ``[tokens, dims]``.
+        dim: dims of a row.
+        block: dims of a tile, all of the indexer's or some of the attention's.
     """
 
     heads: int
@@ -63,14 +73,33 @@ class Tiles(NamedTuple):
     tokens: int
     upcast: bool
     num_warps: int
+    dim: int
+    block: int
 
 
-def choose_tiles(num_heads: int, exact: bool) -> Tiles:
+def choose_tiles(num_heads: int, exact: bool, dim: int) -> Tiles:
     """The tiles for so many heads; they depend on nothing that differs between chunks."""
-    heads = max(16, next_power_of_2(num_heads))
+    heads, block = (max(16, next_power_of_2(size)) for size in (num_heads, dim))
     if exact:  # FMAs keep operands and sums in registers
-        return Tiles(16, 32, 16, True, 4)
-    return Tiles(min(heads, 64), 64, 64, INTERPRETED, 8)
+        return Tiles(16, 32, 16, True, 4, dim, block)
+    return Tiles(min(heads, 64), 64, 64, INTERPRETED, 8, dim, block)
+
+
+class Indexer(NamedTuple):
+    """The tensors of an indexer and their strides."""
+
+    queries: Tensor
+    token_stride: int
+    head_stride: int
+    weights: Tensor
+    weights_stride: int
+    keys: Tensor
+    row_stride: int
+
+
+def indexer_of(index_q: Tensor, weights: Tensor, index_k: Tensor) -> Indexer:
+    strides = index_q.stride()[:2]
+    return Indexer(index_q, *strides, weights, weights.stride(0), index_k, index_k.stride(0))
 
 
 @triton.jit
@@ -79,6 +108,31 @@ def _load_rows(rows, row, real, start, DIM: tl.constexpr, BLOCK: tl.constexpr):
     d = start + tl.arange(0, BLOCK)
     mask = real[:, None] & (d < DIM)[None, :]
     return tl.load(rows + row[:, None] + d[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _load_keys(x, row, real, T: tl.constexpr):
+    """The index keys of some rows."""
+    return _load_rows(x.keys, row * x.row_stride, real, 0, T.dim, T.block)
+
+
+@triton.jit
+def _load_heads(x, token, head, real, T: tl.constexpr):
+    """The weights and queries of some heads of a token."""
+    w = tl.load(x.weights + token * x.weights_stride + head, mask=real, other=0).to(tl.float32)
+    queries = x.queries + token * x.token_stride
+    row = head.to(tl.int64) * x.head_stride
+    return w, _load_rows(queries, row, real, 0, T.dim, T.block)
+
+
+@triton.jit
+def _store_heads(dindex_q, dweights, at, real, dq, dw, T: tl.constexpr):
+    """Store the gradients of heads, numbered ``at``."""
+    tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
+    d = tl.arange(0, T.block)
+    mask = real[:, None] & (d < T.dim)[None, :]
+    target = dindex_q + at[:, None] * T.dim + d[None, :]
+    tl.store(target, dq.to(dindex_q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -105,41 +159,19 @@ def _add_queries(queries, keys, given, factors, dq, dw, UPCAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
-def _list_scores(
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
-    topk_indices,
-    indices_token,
-    topk_lengths,
-    out,
-    num_rows,
-    topk,
-    num_heads,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    T: tl.constexpr,
-):
+def _list_scores(indexer, lists, out, num_rows, topk, num_heads, T: tl.constexpr):
     HEADS: tl.constexpr = T.heads
     KEYS: tl.constexpr = T.keys
     num_tiles = tl.cdiv(topk, KEYS)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
-    topk_indices += token * indices_token
-    length = length_of(topk_lengths, token, topk)
-    row, valid = load_entries(topk_indices, at, length, num_rows)
-    keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
+    row, valid = entries_of(lists, token, at, topk, num_rows)
+    keys = _load_keys(indexer, row, valid, T)
     score = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
-        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = index_q + token * index_q_token
-        queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
+        w, queries = _load_heads(indexer, token, head, real, T)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         score += tl.sum(tl.where(real[None, :], _relu(x) * w[None, :], 0.0), 1)
     tl.store(out + token * topk + at, tl.where(valid, score, MINUS_INF), mask=at < topk)
@@ -149,36 +181,25 @@ def _list_scores(
 def _list_queries(
     dscores,
     dscores_token,
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
-    topk_indices,
-    indices_token,
-    topk_lengths,
+    indexer,
+    lists,
     dindex_q,
     dweights,
     num_rows,
     topk,
     num_heads,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
     HEADS: tl.constexpr = T.heads
     KEYS: tl.constexpr = T.keys
+    BLOCK_D: tl.constexpr = T.block
     num_tiles = tl.cdiv(num_heads, HEADS)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = tl.program_id(0) % num_tiles * HEADS + tl.arange(0, HEADS)
     real = head < num_heads
-    w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-    queries = index_q + token * index_q_token
-    queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
-    topk_indices += token * indices_token
-    length = length_of(topk_lengths, token, topk)
+    w, queries = _load_heads(indexer, token, head, real, T)
+    topk_indices = lists.indices + token * lists.stride
+    length = length_of(lists.lengths, token, topk)
     dscores += token * dscores_token
     dw = tl.zeros([HEADS], tl.float32)
     dq = tl.zeros([HEADS, BLOCK_D], tl.float32)
@@ -186,73 +207,43 @@ def _list_queries(
         at = start + tl.arange(0, KEYS)
         row, valid = load_entries(topk_indices, at, length, num_rows)
         given = tl.load(dscores + at, mask=valid, other=0)
-        keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
+        keys = _load_keys(indexer, row, valid, T)
         dq, dw = _add_queries(queries, keys, given[None, :], w, dq, dw, T.upcast)
-    at = token * num_heads + head
-    tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
-    d = tl.arange(0, BLOCK_D)
-    mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask)
+    _store_heads(dindex_q, dweights, token * num_heads + head, real, dq, dw, T)
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_terms(
-    dscores,
-    dscores_token,
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
-    topk_indices,
-    indices_token,
-    topk_lengths,
-    terms,
-    num_rows,
-    topk,
-    num_heads,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    T: tl.constexpr,
+    dscores, dscores_token, indexer, lists, terms, num_rows, topk, num_heads, T: tl.constexpr
 ):
     HEADS: tl.constexpr = T.heads
     KEYS: tl.constexpr = T.keys
+    BLOCK_D: tl.constexpr = T.block
     num_tiles = tl.cdiv(topk, KEYS)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
-    topk_indices += token * indices_token
-    length = length_of(topk_lengths, token, topk)
-    row, valid = load_entries(topk_indices, at, length, num_rows)
+    row, valid = entries_of(lists, token, at, topk, num_rows)
     given = tl.load(dscores + token * dscores_token + at, mask=valid, other=0)
-    keys = _load_rows(index_k, row * index_k_row, valid, 0, DIM, BLOCK_D)
+    keys = _load_keys(indexer, row, valid, T)
     term = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
-        real = head < num_heads
-        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
-        queries = index_q + token * index_q_token
-        queries = _load_rows(queries, head.to(tl.int64) * index_q_head, real, 0, DIM, BLOCK_D)
+        w, queries = _load_heads(indexer, token, head, head < num_heads, T)
         x = dot(keys, tl.trans(queries), tl.zeros([KEYS, HEADS], tl.float32), T.upcast)
         dx = tl.where(x > 0, given[:, None] * w[None, :], 0.0)
         term = dot(_as_operand(dx, queries, T.upcast), queries, term, T.upcast)
-    d = tl.arange(0, BLOCK_D)
-    target = terms + (token * topk + at)[:, None] * DIM + d[None, :]
-    mask = valid[:, None] & (d < DIM)[None, :]
+    d = tl.arange(0, T.block)
+    target = terms + (token * topk + at)[:, None] * T.dim + d[None, :]
+    mask = valid[:, None] & (d < T.dim)[None, :]
     tl.store(target, term.to(terms.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "topk"])
 def _list_targets(
     q,
-    q_token,
-    q_head,
     kv,
     kv_row,
-    topk_indices,
-    indices_token,
-    topk_lengths,
+    lists,
     lse,
     lse_token,
     attn_sink,
@@ -261,8 +252,6 @@ def _list_targets(
     topk,
     num_heads,
     scale_log2,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
     HEADS: tl.constexpr = T.heads
@@ -270,18 +259,17 @@ def _list_targets(
     num_tiles = tl.cdiv(topk, KEYS)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     at = tl.program_id(0) % num_tiles * KEYS + tl.arange(0, KEYS)
-    topk_indices += token * indices_token
-    length = length_of(topk_lengths, token, topk)
-    row, valid = load_entries(topk_indices, at, length, num_rows)
+    row, valid = entries_of(lists, token, at, topk, num_rows)
     total = tl.zeros([KEYS], tl.float32)
     for start in range(0, num_heads, HEADS):
         head = start + tl.arange(0, HEADS)
         real = head < num_heads
         s = tl.zeros([HEADS, KEYS], tl.float32)
-        for first in range(0, DIM, BLOCK_D):
-            keys = _load_rows(kv, row * kv_row, valid, first, DIM, BLOCK_D)
-            queries = q + token * q_token
-            queries = _load_rows(queries, head.to(tl.int64) * q_head, real, first, DIM, BLOCK_D)
+        for first in range(0, T.dim, T.block):
+            keys = _load_rows(kv, row * kv_row, valid, first, T.dim, T.block)
+            queries = q.rows + token * q.token_stride
+            row_of_head = head.to(tl.int64) * q.head_stride
+            queries = _load_rows(queries, row_of_head, real, first, T.dim, T.block)
             s = dot(queries, tl.trans(keys), s, T.upcast)
         row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0)
         row_lse = tl.where(row_lse == MINUS_INF, 0.0, row_lse)  # no valid entry
@@ -298,61 +286,43 @@ def selected_scores(call: SelectedScores) -> None:
     (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
     if out.numel() == 0:
         return
-    tiles = choose_tiles(num_heads, index_q.dtype == torch.float32)
+    tiles = choose_tiles(num_heads, index_q.dtype == torch.float32, dim)
     _list_scores[(num_tokens * cdiv(topk, tiles.keys),)](
-        *_lists(index_q, call.weights, call.index_k, topk_indices, call.topk_lengths),
+        indexer_of(index_q, call.weights, call.index_k),
+        TokenLists.of(topk_indices, call.topk_lengths),
         out,
         call.index_k.shape[0],
         topk,
         num_heads,
-        **_dims(dim),
         T=tiles,
     )
 
 
-def _lists(
-    index_q: Tensor, weights: Tensor, index_k: Tensor, indices: Tensor, lengths: Tensor | None
-) -> tuple[object, ...]:
-    """Pointers and strides of an indexer and of lists."""
-    indexer = index_q, *index_q.stride()[:2], weights, weights.stride(0), index_k, index_k.stride(0)
-    return *indexer, indices, indices.stride(0), lengths
-
-
-def _dims(dim: int) -> dict[str, int]:
-    return {"DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim))}
-
-
 def selected_scores_backward(call: SelectedScoresBackward) -> None:
-    index_q, weights, index_k, topk_indices = (
-        call.index_q,
-        call.weights,
-        call.index_k,
-        call.topk_indices,
-    )
-    dscores, dindex_k = call.dscores, call.dindex_k
+    dscores, index_q, weights, index_k, topk_indices, topk_lengths, *grads = call
+    dindex_q, dweights, dindex_k = grads
     (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
     total = torch.zeros_like(dindex_k, dtype=torch.float32)
     # float16 cannot hold small gradients.
-    tiles = choose_tiles(num_heads, index_q.dtype != torch.bfloat16)
+    tiles = choose_tiles(num_heads, index_q.dtype != torch.bfloat16, dim)
     token_bytes = max(1, topk) * (4 * dim + ENTRY_BYTES)
     chunk = max(1, min(num_tokens, LIST_BYTES // token_bytes))
     terms = index_q.new_empty(chunk * topk, dim, dtype=torch.float32)
     for first in range(0, num_tokens, chunk):
         some = slice(first, min(first + chunk, num_tokens))
         count = some.stop - first
-        indices = topk_indices[some]
-        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
-        lists = _lists(index_q[some], weights[some], index_k, indices, lengths)
+        lists = TokenLists.of(topk_indices, topk_lengths, some)
+        indexer = indexer_of(index_q[some], weights[some], index_k)
         sizes = index_k.shape[0], topk, num_heads
         given = dscores[some], dscores.stride(0)
         _list_queries[(count * cdiv(num_heads, tiles.heads),)](
-            *given, *lists, call.dindex_q[some], call.dweights[some], *sizes, **_dims(dim), T=tiles
+            *given, indexer, lists, dindex_q[some], dweights[some], *sizes, T=tiles
         )
         if topk and index_k.shape[0]:
             _list_terms[(count * cdiv(topk, tiles.keys),)](
-                *given, *lists, terms, *sizes, **_dims(dim), T=tiles
+                *given, indexer, lists, terms, *sizes, T=tiles
             )
-            add_terms(terms, indices, lengths, total)
+            add_terms(terms, lists, total)
     dindex_k.copy_(total)
 
 
@@ -361,15 +331,12 @@ def attention_target(call: AttentionTarget) -> None:
     (num_tokens, num_heads, dim), topk = q.shape, topk_indices.shape[1]
     if out.numel() == 0:
         return
-    tiles = choose_tiles(num_heads, q.dtype == torch.float32)
+    tiles = choose_tiles(num_heads, q.dtype == torch.float32, dim)
     _list_targets[(num_tokens * cdiv(topk, tiles.keys),)](
-        q,
-        *q.stride()[:2],
+        Heads.of(q),
         kv,
         kv.stride(0),
-        topk_indices,
-        topk_indices.stride(0),
-        call.topk_lengths,
+        TokenLists.of(topk_indices, call.topk_lengths),
         lse,
         lse.stride(0),
         call.attn_sink,
@@ -378,9 +345,7 @@ def attention_target(call: AttentionTarget) -> None:
         topk,
         num_heads,
         call.softmax_scale * LOG2E.value,
-        DIM=dim,
-        BLOCK_D=_panel(dim),
-        T=tiles,
+        T=tiles._replace(block=min(tiles.block, 64)),
         num_stages=3,
     )
     if call.normalize:
@@ -391,11 +356,6 @@ def normalize_rows(target: Tensor) -> None:
     """Divide rows by their sum, in place; a row without mass stays 0."""
     mass = target.sum(-1, keepdim=True)
     target.div_(mass.where(mass != 0, 1))
-
-
-def _panel(dim: int) -> int:
-    """Dims of a step over long rows."""
-    return max(16, min(next_power_of_2(dim), 64))
 
 
 @triton.jit
@@ -420,23 +380,22 @@ def _sees(start, end, row):
     return (row[None, :] >= start[:, None]) & (row[None, :] < end[:, None])
 
 
+@triton.jit
+def _load_tokens(x, token, head, real, T: tl.constexpr):
+    """The weights and queries of a head of some tokens."""
+    queries = x.queries + tl.cast(head, tl.int64) * x.head_stride
+    queries = _load_rows(queries, token * x.token_stride, real, 0, T.dim, T.block)
+    w = tl.load(x.weights + token * x.weights_stride + head, mask=real, other=0)
+    return w.to(tl.float32), queries
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _dense_tiles(
     q,
-    q_token,
-    q_head,
     k,
-    k_row,
-    k_head,
     lse,
     lse_token,
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
+    indexer,
     row_starts,
     row_ends,
     target,
@@ -448,8 +407,6 @@ def _dense_tiles(
     scale_log2,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DI: tl.constexpr,
-    BLOCK_DI: tl.constexpr,
     T: tl.constexpr,
 ):
     TOKENS: tl.constexpr = T.tokens
@@ -470,20 +427,18 @@ def _dense_tiles(
     for head in range(num_heads):
         s = tl.zeros([TOKENS, KEYS], tl.float32)
         for first in range(0, D, BLOCK_D):
-            queries = q + tl.cast(head, tl.int64) * q_head
-            queries = _load_rows(queries, token * q_token, real, first, D, BLOCK_D)
-            keys = k + tl.cast(head, tl.int64) * k_head
-            keys = _load_rows(keys, row * k_row, there, first, D, BLOCK_D)
+            queries = q.rows + tl.cast(head, tl.int64) * q.head_stride
+            queries = _load_rows(queries, token * q.token_stride, real, first, D, BLOCK_D)
+            keys = k.rows + tl.cast(head, tl.int64) * k.head_stride
+            keys = _load_rows(keys, row * k.token_stride, there, first, D, BLOCK_D)
             s = dot(queries, tl.trans(keys), s, T.upcast)
         row_lse = tl.load(lse + token * lse_token + head, mask=real, other=0) * LOG2E
         total += tl.exp2(s * scale_log2 - row_lse[:, None])
 
     score = tl.zeros([TOKENS, KEYS], tl.float32)
-    keys = _load_rows(index_k, row * index_k_row, there, 0, DI, BLOCK_DI)
+    keys = _load_keys(indexer, row, there, T)
     for head in range(num_index_heads):
-        queries = index_q + tl.cast(head, tl.int64) * index_q_head
-        queries = _load_rows(queries, token * index_q_token, real, 0, DI, BLOCK_DI)
-        w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+        w, queries = _load_tokens(indexer, token, head, real, T)
         x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
         score += _relu(x) * w[:, None]
 
@@ -538,13 +493,7 @@ def _dense_losses(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _dense_queries(
     given,
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
+    indexer,
     row_starts,
     row_ends,
     dindex_q,
@@ -552,21 +501,17 @@ def _dense_queries(
     num_tokens,
     num_rows,
     num_heads,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
     TOKENS: tl.constexpr = T.tokens
     KEYS: tl.constexpr = T.keys
+    BLOCK_D: tl.constexpr = T.block
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     token = (tl.program_id(0) // num_heads * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     real = token < num_tokens
     start, end = load_ranges(row_starts, row_ends, token, real, num_rows)
     low, high = _union(start, end, num_rows)
-    queries = _load_rows(
-        index_q + head * index_q_head, token * index_q_token, real, 0, DIM, BLOCK_D
-    )
-    w = tl.load(weights + token * weights_token + head, mask=real, other=0).to(tl.float32)
+    w, queries = _load_tokens(indexer, token, head, real, T)
     dw = tl.zeros([TOKENS], tl.float32)
     dq = tl.zeros([TOKENS, BLOCK_D], tl.float32)
     for begin in range(low // KEYS * KEYS, high, KEYS):
@@ -576,34 +521,14 @@ def _dense_queries(
         g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
         # A row that no token of the tile sees may be NaN.
         there = tl.max(seen.to(tl.int32), 0) > 0
-        keys = _load_rows(index_k, row * index_k_row, there, 0, DIM, BLOCK_D)
+        keys = _load_keys(indexer, row, there, T)
         dq, dw = _add_queries(queries, keys, g, w, dq, dw, T.upcast)
-    at = token * num_heads + head
-    tl.store(dweights + at, dw.to(dweights.dtype.element_ty), mask=real)
-    d = tl.arange(0, BLOCK_D)
-    mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(dindex_q + at[:, None] * DIM + d[None, :], dq.to(dindex_q.dtype.element_ty), mask=mask)
+    _store_heads(dindex_q, dweights, token * num_heads + head, real, dq, dw, T)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _dense_keys(
-    given,
-    index_q,
-    index_q_token,
-    index_q_head,
-    weights,
-    weights_token,
-    index_k,
-    index_k_row,
-    row_starts,
-    row_ends,
-    total,
-    num_tokens,
-    num_rows,
-    num_heads,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    T: tl.constexpr,
+    given, indexer, row_starts, row_ends, total, num_tokens, num_rows, num_heads, T: tl.constexpr
 ):
     """Add the terms of some tokens to dindex_k, in float32."""
     TOKENS: tl.constexpr = T.tokens
@@ -612,10 +537,10 @@ def _dense_keys(
     row = begin + tl.arange(0, KEYS)
     there = row < num_rows
     row = row.to(tl.int64)
-    keys = _load_rows(index_k, row * index_k_row, there, 0, DIM, BLOCK_D)
-    d = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & (d < DIM)[None, :]
-    target = total + row[:, None] * DIM + d[None, :]
+    keys = _load_keys(indexer, row, there, T)
+    d = tl.arange(0, T.block)
+    mask = there[:, None] & (d < T.dim)[None, :]
+    target = total + row[:, None] * T.dim + d[None, :]
     acc = tl.load(target, mask=mask, other=0)
     for first in range(0, num_tokens, TOKENS):
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
@@ -626,11 +551,9 @@ def _dense_keys(
             seen = _sees(start, end, row)
             g = tl.load(given + token[:, None] * num_rows + row[None, :], mask=seen, other=0)
             for head in range(num_heads):
-                queries = index_q + tl.cast(head, tl.int64) * index_q_head
-                queries = _load_rows(queries, token * index_q_token, real, 0, DIM, BLOCK_D)
-                w = tl.load(weights + token * weights_token + head, mask=real, other=0)
+                w, queries = _load_tokens(indexer, token, head, real, T)
                 x = dot(queries, tl.trans(keys), tl.zeros([TOKENS, KEYS], tl.float32), T.upcast)
-                dx = tl.where(x > 0, g * w.to(tl.float32)[:, None], 0.0)
+                dx = tl.where(x > 0, g * w[:, None], 0.0)
                 dx = tl.trans(_as_operand(dx, queries, T.upcast))
                 acc = dot(dx, queries, acc, T.upcast)
     tl.store(target, acc, mask=mask)
@@ -671,14 +594,7 @@ def losses_of_tokens(
 
 def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) -> None:
     """The loss, and its gradients if there is memory for them."""
-    q, k, lse, index_q, weights, index_k = (
-        call.q,
-        call.k,
-        call.lse,
-        call.index_q,
-        call.weights,
-        call.index_k,
-    )
+    q, k, lse, index_q, weights, index_k, *_ = call
     num_tokens, num_heads, head_dim = q.shape
     num_rows, dim = index_k.shape
     if num_tokens * num_rows == 0:
@@ -686,7 +602,8 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
             result.zero_()
         return
     # float16 cannot hold small gradients; the loss alone has the bits of the loss beside them.
-    tiles = choose_tiles(1, index_q.dtype != torch.bfloat16 or q.dtype == torch.float32)
+    exact = index_q.dtype != torch.bfloat16 or q.dtype == torch.float32
+    tiles = choose_tiles(1, exact, dim)
     at_once = max(1, call.max_workspace_bytes // (8 * num_rows * tiles.tokens)) * tiles.tokens
     target, scores = lse.new_empty(2, min(at_once, num_tokens), num_rows)
     losses = lse.new_empty(num_tokens)
@@ -695,23 +612,13 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         some = slice(first, min(first + at_once, num_tokens))
         count = some.stop - first
         seen = call.row_starts[some], call.row_ends[some]
-        heads = (
-            index_q[some],
-            *index_q.stride()[:2],
-            weights[some],
-            weights.stride(0),
-            index_k,
-            index_k.stride(0),
-        )
+        indexer = indexer_of(index_q[some], weights[some], index_k)
         _dense_tiles[(cdiv(count, tiles.tokens) * cdiv(num_rows, tiles.keys),)](
-            q[some],
-            *q.stride()[:2],
-            k,
-            k.stride(0),
-            k.stride(1) if k.dim() == 3 else 0,
+            Heads.of(q[some]),
+            Heads.of(k) if k.dim() == 3 else Heads(k, k.stride(0), 0),
             lse[some],
             lse.stride(0),
-            *heads,
+            indexer,
             *seen,
             target,
             scores,
@@ -721,9 +628,7 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
             index_q.shape[1],
             call.softmax_scale * LOG2E.value,
             D=head_dim,
-            BLOCK_D=_panel(head_dim),
-            DI=dim,
-            BLOCK_DI=max(16, next_power_of_2(dim)),
+            BLOCK_D=max(16, min(next_power_of_2(head_dim), 64)),
             T=tiles,
             num_warps=tiles.num_warps,
             num_stages=3,
@@ -733,12 +638,12 @@ def _dense(call: DenseIndexLoss, grads: tuple[Tensor, Tensor, Tensor] | None) ->
         if grads is not None:
             dindex_q, dweights, _ = grads
             sizes = count, num_rows, index_q.shape[1]
-            options = _dims(dim) | {"T": tiles, "num_warps": tiles.num_warps, "num_stages": 2}
+            options = {"T": tiles, "num_warps": tiles.num_warps, "num_stages": 2}
             _dense_queries[(cdiv(count, tiles.tokens) * index_q.shape[1],)](
-                target, *heads, *seen, dindex_q[some], dweights[some], *sizes, **options
+                target, indexer, *seen, dindex_q[some], dweights[some], *sizes, **options
             )
             _dense_keys[(cdiv(num_rows, tiles.keys),)](
-                target, *heads, *seen, total, *sizes, **options
+                target, indexer, *seen, total, *sizes, **options
             )
     torch.sum(losses, 0, out=call.loss)
     if grads is not None and total is not None:

@@ -61,7 +61,7 @@ from sparsemla.kernels.common.hopper import (
     tiles_of_heads,
 )
 from sparsemla.kernels.common.integers import cdiv
-from sparsemla.kernels.common.lists import ENTRY_BYTES, add_terms
+from sparsemla.kernels.common.lists import ENTRY_BYTES, TokenLists, add_terms
 from sparsemla.kernels.losses.arguments import SelectedScores, SelectedScoresBackward
 from sparsemla.kernels.losses.triton import LIST_BYTES
 
@@ -400,16 +400,11 @@ def _tokens_at_once(num_tokens: int, topk: int, device: torch.device) -> int:
 
 
 def selected_scores(call: SelectedScores) -> None:
-    index_q, weights, index_k, topk_indices = (
-        call.index_q,
-        call.weights,
-        call.index_k,
-        call.topk_indices,
-    )
+    index_q, weights, index_k, topk_indices, topk_lengths, out = call
     (num_tokens, num_heads, _), topk = index_q.shape, topk_indices.shape[1]
-    if call.out.numel() == 0:
+    if out.numel() == 0:
         return
-    ends = list_ends(topk_indices, call.topk_lengths, index_k.shape[0])
+    ends = list_ends(topk_indices, topk_lengths, index_k.shape[0])
     _scores[_grid(num_tokens, index_q.device)](
         num_tokens,
         tiles_of_heads(index_q, 64),
@@ -417,32 +412,22 @@ def selected_scores(call: SelectedScores) -> None:
         index_k.stride(0) // 8,
         Lists(topk_indices, topk_indices.stride(0), ends, index_k.shape[0]),
         Indexer(weights, weights.stride(0), num_heads),
-        call.out,
+        out,
         topk,
         num_warps=4,
     )
 
 
 def selected_scores_backward(call: SelectedScoresBackward) -> None:
-    index_q, weights, index_k, topk_indices = (
-        call.index_q,
-        call.weights,
-        call.index_k,
-        call.topk_indices,
-    )
-    dscores, dindex_q, dweights, dindex_k = (
-        call.dscores,
-        call.dindex_q,
-        call.dweights,
-        call.dindex_k,
-    )
+    dscores, index_q, weights, index_k, topk_indices, topk_lengths, *grads = call
+    dindex_q, dweights, dindex_k = grads
     (num_tokens, num_heads, dim), topk = index_q.shape, topk_indices.shape[1]
     if num_tokens * topk == 0:
-        for result in (dindex_q, dweights, dindex_k):
+        for result in grads:
             result.zero_()
         return
     total = torch.zeros_like(dindex_k, dtype=torch.float32)
-    ends = list_ends(topk_indices, call.topk_lengths, index_k.shape[0])
+    ends = list_ends(topk_indices, topk_lengths, index_k.shape[0])
     chunk = _tokens_at_once(num_tokens, topk, index_q.device)
     terms = index_q.new_empty(chunk * topk, dim)
     for first in range(0, num_tokens, chunk):
@@ -464,8 +449,7 @@ def selected_scores_backward(call: SelectedScoresBackward) -> None:
             topk,
             num_warps=4,
         )
-        lengths = None if call.topk_lengths is None else call.topk_lengths[some]
-        add_terms(terms, indices, lengths, total)
+        add_terms(terms, TokenLists.of(topk_indices, topk_lengths, some), total)
     # `_store_terms` has swapped two parts of the dims.
     parts = (4, 4, 4, 2)
     dindex_k.unflatten(1, parts).copy_(total.unflatten(1, parts).transpose(2, 3))
