@@ -61,521 +61,321 @@ def _members(found: Any) -> set[str]:  # noqa: ANN401 - anything of vLLM
     return members
 
 
-CONFIG = (
-    Dependency(
-        "vllm.config:VllmConfig",
-        "settings of the engine",
-        (
-            "model_config",
-            "cache_config",
-            "parallel_config",
-            "scheduler_config",
-            "attention_config",
-            "compilation_config",
-            "kernel_config",
-            "lora_config",
-            "offload_config",
-            "speculative_config",
-            "__post_init__",
-        ),
-    ),
-    Dependency("vllm.config:get_current_vllm_config_or_none", "settings while layers are built"),
-    Dependency(
-        "vllm.config.model:ModelConfig",
-        "dims of the model",
-        (
-            "architectures",
-            "get_num_attention_heads",
-            "hf_text_config",
-            "is_submodel_config",
-            "max_model_len",
-            "use_mla",
-        ),
-    ),
-    Dependency(
-        "vllm.config.attention:AttentionConfig",
-        "refused settings",
-        (
-            "backend",
-            "backend_per_kind",
-            "hisparse_config",
-            "indexer_sparse_logits",
-            "indexer_tp_shard_min_rows",
-            "use_non_causal",
-        ),
-    ),
-    Dependency(
-        "vllm.config.cache:CacheConfig", "refused settings", ("kv_cache_dtype_skip_layers",)
-    ),
-    Dependency(
-        "vllm.config.kernel:KernelConfig", "refused settings", ("sparse_indexer_topk_backend",)
-    ),
-    Dependency("vllm.config.offload:OffloadConfig", "refused settings", ("prefetch", "uva")),
-    Dependency(
-        "vllm.config.offload:PrefetchOffloadConfig", "refused settings", ("offload_group_size",)
-    ),
-    Dependency("vllm.config.offload:UVAOffloadConfig", "refused settings", ("cpu_offload_gb",)),
-    Dependency("vllm.config.lora:LoRAConfig", "refused settings", ("target_modules",)),
-    Dependency(
-        "vllm.lora.utils:is_in_target_modules",
-        "refused settings",
-        ("module_name", "target_modules", "packed_modules_mapping"),
-    ),
-    Dependency(
-        "vllm.config.speculative:SpeculativeConfig",
-        "refused settings",
-        ("attention_backend", "draft_model_config", "use_dspark"),
-    ),
-    Dependency(
-        "vllm.platforms:current_platform",
-        "refused platforms",
-        ("is_fp8_fnuz", "is_rocm", "is_xpu"),
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum", "name of it", ("CUSTOM",)
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path", "whose name it is"
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden", "whose name it is"
-    ),
-    Dependency(
-        "vllm.config.scheduler:SchedulerConfig", "largest step", ("max_num_batched_tokens",)
-    ),
-    Dependency(
-        "vllm.config.parallel:ParallelConfig",
-        "refused settings, and shares of ranks",
-        (
-            "cp_kv_cache_interleave_size",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-            "tensor_parallel_size",
-        ),
-    ),
-    Dependency(
-        "vllm:envs",
-        "plugins named, memory, and the batch-invariant mode",
-        ("VLLM_PLUGINS", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "VLLM_BATCH_INVARIANT"),
-    ),
+def _rows(table: str) -> tuple[Dependency, ...]:
+    """Rows of a table: modules, under them names with their purposes, under these the needs."""
+    rows: list[Dependency] = []
+    module = ""
+    for line in inspect.cleandoc(table).splitlines():
+        if not line.startswith(" "):
+            module = line
+        elif not line.startswith(" " * 8):
+            name, purpose = line.strip().split(": ", 1)
+            rows.append(Dependency(module + name, purpose))
+        else:
+            needs = (*rows[-1].needs, *line.split())
+            rows[-1] = dataclasses.replace(rows[-1], needs=needs)
+    return tuple(rows)
+
+
+CONFIG = _rows(
+    """
+    vllm.config:
+        VllmConfig: settings of the engine
+            model_config cache_config parallel_config scheduler_config attention_config
+            compilation_config kernel_config lora_config offload_config speculative_config
+            __post_init__
+        get_current_vllm_config_or_none: settings while layers are built
+    vllm.config.model:
+        ModelConfig: dims of the model
+            architectures get_num_attention_heads hf_text_config is_submodel_config max_model_len
+            use_mla
+    vllm.config.attention:
+        AttentionConfig: refused settings
+            backend backend_per_kind hisparse_config indexer_sparse_logits
+            indexer_tp_shard_min_rows use_non_causal
+    vllm.config.cache:
+        CacheConfig: refused settings
+            kv_cache_dtype_skip_layers
+    vllm.config.kernel:
+        KernelConfig: refused settings
+            sparse_indexer_topk_backend
+    vllm.config.offload:
+        OffloadConfig: refused settings
+            prefetch uva
+        PrefetchOffloadConfig: refused settings
+            offload_group_size
+        UVAOffloadConfig: refused settings
+            cpu_offload_gb
+    vllm.config.lora:
+        LoRAConfig: refused settings
+            target_modules
+    vllm.lora.utils:
+        is_in_target_modules: refused settings
+            module_name target_modules packed_modules_mapping
+    vllm.config.speculative:
+        SpeculativeConfig: refused settings
+            attention_backend draft_model_config use_dspark
+    vllm.platforms:
+        current_platform: refused platforms
+            is_fp8_fnuz is_rocm is_xpu
+    vllm.v1.attention.backends.registry:
+        AttentionBackendEnum: name of it
+            CUSTOM
+        AttentionBackendEnum.get_path: whose name it is
+        AttentionBackendEnum.is_overridden: whose name it is
+    vllm.config.scheduler:
+        SchedulerConfig: largest step
+            max_num_batched_tokens
+    vllm.config.parallel:
+        ParallelConfig: refused settings, and shares of ranks
+            cp_kv_cache_interleave_size decode_context_parallel_size prefill_context_parallel_size
+            tensor_parallel_size
+    vllm:
+        envs: plugins named, memory, and the batch-invariant mode
+            VLLM_PLUGINS VLLM_SPARSE_INDEXER_MAX_LOGITS_MB VLLM_BATCH_INVARIANT
+    """
 )
 
-WARMUP = (
-    *CONFIG,
-    Dependency(
-        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
-        "kernels that vLLM compiles before it serves",
-        ("register", "activate", "warmup"),
-    ),
-    Dependency(
-        "vllm.model_executor.warmup.jit_warmup:VllmJitKernel",
-        "base class",
-        ("get_warmup_keys", "compile", "compile_many"),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
-        "rotation",
-        ("cos_sin_cache", "is_neox_style"),
-    ),
-    Dependency(
-        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
-        "strides of the index cache",
-        ("kv_cache",),
-    ),
-    Dependency("vllm.utils.math_utils:cdiv", "width of a block table"),
-    Dependency("vllm.v1.attention.backend:max_decode_query_len", "longest decode"),
-    Dependency("vllm.v1.worker.block_table:get_block_table_width", "width of a block table"),
+WARMUP = CONFIG + _rows(
+    """
+    vllm.model_executor.warmup.jit_warmup:
+        JitWarmupRegistry: kernels that vLLM compiles before it serves
+            register activate warmup
+        VllmJitKernel: base class
+            get_warmup_keys compile compile_many
+    vllm.model_executor.layers.rotary_embedding.base:
+        RotaryEmbeddingBase: rotation
+            cos_sin_cache is_neox_style
+    vllm.model_executor.models.deepseek_v2:
+        DeepseekV32IndexerCache: strides of the index cache
+            kv_cache
+    vllm.utils.math_utils:
+        cdiv: width of a block table
+    vllm.v1.attention.backend:
+        max_decode_query_len: longest decode
+    vllm.v1.worker.block_table:
+        get_block_table_width: width of a block table
+    """
 )
 
-ATTENTION = (
-    *WARMUP,
-    Dependency(
-        "vllm.v1.attention.backends.registry:register_backend",
-        "registration",
-        ("backend", "class_path"),
-    ),
-    Dependency(
-        "vllm.v1.attention.backend:AttentionBackend",
-        "base class",
-        (
-            "validate_configuration",
-            "supports_batch_invariance",
-            "supported_dtypes",
-            "supported_kv_cache_dtypes",
-        ),
-    ),
-    Dependency("vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("UNIFORM_BATCH",)),
-    Dependency("vllm.v1.attention.backend:AttentionLayer", "type of an argument"),
-    Dependency(
-        "vllm.v1.attention.backend:CommonAttentionMetadata",
-        "batch of a step",
-        (
-            "query_start_loc",
-            "query_start_loc_cpu",
-            "seq_lens",
-            "seq_lens_cpu_upper_bound",
-            "num_reqs",
-            "num_actual_tokens",
-            "max_seq_len",
-            "block_table_tensor",
-            "slot_mapping",
-        ),
-    ),
-    Dependency("vllm.v1.attention.backend:MultipleOf", "type of a result"),
-    Dependency("vllm.distributed:get_dcp_group", "ranks that merge results"),
-    Dependency(
-        "vllm.distributed.parallel_state:GroupCoordinator",
-        "ranks that merge results",
-        ("device_communicator",),
-    ),
-    Dependency(
-        "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator",
-        "whether they can",
-        ("pynccl_comm",),
-    ),
-    Dependency(
-        "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
-        "whether they can",
-        ("disabled",),
-    ),
-    Dependency("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
-    Dependency(
-        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl",
-        "base class: slots of positions, dense short prompts",
-        ("forward_mqa", "_forward_mqa_kernel", "topk_indices_buffer", "dcp_world_size"),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadata",
-        "base class",
-        ("num_decodes", "num_prefills", "num_decode_tokens", "req_id_per_token", "prefill"),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLAPrefillMetadata",
-        "no dense short prompts in the batch-invariant mode",
-        ("use_dense_mha",),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder",
-        "base class",
-        ("metadata_cls", "build", "topk_tokens", "dcp_world_size"),
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.mla.sparse_utils:align_blocks_to_rows", "strides of blocks"
-    ),
-    Dependency("vllm.v1.attention.backends.mla.sparse_utils:flat_kv_row_view", "rows of the cache"),
-    Dependency(
-        "vllm.v1.attention.ops.metadata:compute_token_to_req_indices", "metadata of draft decodes"
-    ),
-    Dependency("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the cache", ("block_size",)),
-    Dependency("vllm.v1.kv_cache_interface:KVCacheSpec", "type of an argument"),
-    Dependency("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
-    Dependency(
-        "vllm.v1.worker.workspace:WorkspaceManager",
-        "memory shared by layers",
-        ("get_simultaneous",),
-    ),
+ATTENTION = WARMUP + _rows(
+    """
+    vllm.v1.attention.backends.registry:
+        register_backend: registration
+            backend class_path
+    vllm.v1.attention.backend:
+        AttentionBackend: base class
+            validate_configuration supports_batch_invariance supported_dtypes
+            supported_kv_cache_dtypes
+        AttentionCGSupport: CUDA graphs
+            UNIFORM_BATCH
+        AttentionLayer: type of an argument
+        CommonAttentionMetadata: batch of a step
+            query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs
+            num_actual_tokens max_seq_len block_table_tensor slot_mapping
+        MultipleOf: type of a result
+    vllm.distributed:
+        get_dcp_group: ranks that merge results
+    vllm.distributed.parallel_state:
+        GroupCoordinator: ranks that merge results
+            device_communicator
+    vllm.distributed.device_communicators.cuda_communicator:
+        CudaCommunicator: whether they can
+            pynccl_comm
+    vllm.distributed.device_communicators.pynccl:
+        PyNcclCommunicator: whether they can
+            disabled
+    vllm.platforms.interface:
+        DeviceCapability: GPUs
+            major
+    vllm.model_executor.layers.attention.sparse_mla_attention:
+        SparseMLACommonImpl: base class: slots of positions, dense short prompts
+            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size
+        SparseMLACommonMetadata: base class
+            num_decodes num_prefills num_decode_tokens req_id_per_token prefill
+        SparseMLAPrefillMetadata: no dense short prompts in the batch-invariant mode
+            use_dense_mha
+        SparseMLACommonMetadataBuilder: base class
+            metadata_cls build topk_tokens dcp_world_size
+    vllm.v1.attention.backends.mla.sparse_utils:
+        align_blocks_to_rows: strides of blocks
+        flat_kv_row_view: rows of the cache
+    vllm.v1.attention.ops.metadata:
+        compute_token_to_req_indices: metadata of draft decodes
+    vllm.v1.kv_cache_interface:
+        AttentionSpec: layout of the cache
+            block_size
+        KVCacheSpec: type of an argument
+    vllm.v1.worker.workspace:
+        current_workspace_manager: memory shared by layers
+        WorkspaceManager: memory shared by layers
+            get_simultaneous
+    """
 )
 
-INDEXER = (
-    *WARMUP,
-    Dependency(
-        "vllm.config:CompilationConfig", "ops that split a compiled model", ("_attention_ops",)
-    ),
-    Dependency(
-        "vllm.model_executor.models.registry:ModelRegistry",
-        "classes of models",
-        ("register_model",),
-    ),
-    Dependency("vllm.model_executor.custom_op:CustomOp", "exchange of the op", ("register_oot",)),
-    Dependency(
-        "vllm.model_executor.custom_op:PluggableLayer", "exchange of the layer", ("register_oot",)
-    ),
-    Dependency("vllm.model_executor.custom_op:op_registry_oot", "layers exchanged so far"),
-    Dependency(
-        "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
-        "exchanged layer of the portable class",
-        ("indexer",),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer",
-        "exchanged op of the portable class",
-    ),
-    Dependency(
-        "vllm.model_executor.models.deepseek_v2:Indexer",
-        "weights of the indexer",
-        (
-            "wq_b",
-            "wk_weights_proj",
-            "k_norm",
-            "k_cache",
-            "n_head",
-            "head_dim",
-            "topk_tokens",
-            "topk_indices_buffer",
-            "vllm_config",
-        ),
-    ),
-    Dependency(
-        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
-        "rotation",
-        ("cos_sin_cache", "is_neox_style"),
-    ),
-    Dependency(
-        "vllm.compilation.breakable_cudagraph:eager_break_during_capture", "CUDA graphs in pieces"
-    ),
-    Dependency("vllm.distributed:get_dcp_group", "ranks that share contexts"),
-    Dependency(
-        "vllm.distributed.parallel_state:GroupCoordinator",
-        "ranks that share contexts",
-        ("rank_in_group", "world_size", "all_gather"),
-    ),
-    Dependency("vllm.forward_context:get_forward_context", "metadata of a step"),
-    Dependency(
-        "vllm.forward_context:ForwardContext",
-        "metadata of a step",
-        ("attn_metadata", "no_compile_layers", "cudagraph_runtime_mode"),
-    ),
-    Dependency("vllm.platforms:current_platform", "GPUs", ("is_cuda", "has_device_capability")),
-    Dependency("vllm.utils.deep_gemm:mqa_logits_use_mx_scales", "format of index keys"),
-    Dependency("vllm.utils.torch_utils:LayerNameType", "names of layers in ops"),
-    Dependency("vllm.utils.torch_utils:_encode_layer_name", "names of layers in ops"),
-    Dependency("vllm.utils.torch_utils:_resolve_layer_name", "names of layers in ops"),
-    Dependency(
-        "vllm.utils.torch_utils:direct_register_custom_op",
-        "our op",
-        ("op_name", "op_func", "mutates_args", "fake_impl"),
-    ),
-    Dependency("vllm.v1.attention.backend:AttentionBackend", "type of a result"),
-    Dependency(
-        "vllm.v1.attention.backend:AttentionCGSupport", "CUDA graphs", ("ALWAYS", "UNIFORM_BATCH")
-    ),
-    Dependency("vllm.v1.attention.backend:AttentionMetadataBuilder", "base class", ("build",)),
-    Dependency("vllm.v1.attention.backend:CommonAttentionMetadata", "batch of a step"),
-    Dependency("vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerBackend", "base class"),
-    Dependency(
-        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
-        "base class",
-        ("seq_lens", "max_seq_len", "slot_mapping", "block_table"),
-    ),
-    Dependency("vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4", "refused settings"),
-    Dependency("vllm.v1.kv_cache_interface:AttentionSpec", "layout of the index cache"),
+INDEXER = WARMUP + _rows(
+    """
+    vllm.config:
+        CompilationConfig: ops that split a compiled model
+            _attention_ops
+    vllm.model_executor.models.registry:
+        ModelRegistry: classes of models
+            register_model
+    vllm.model_executor.custom_op:
+        CustomOp: exchange of the op
+            register_oot
+        PluggableLayer: exchange of the layer
+            register_oot
+        op_registry_oot: layers exchanged so far
+    vllm.model_executor.layers.mla:
+        MultiHeadLatentAttentionWrapper: exchanged layer of the portable class
+            indexer
+    vllm.model_executor.layers.sparse_attn_indexer:
+        SparseAttnIndexer: exchanged op of the portable class
+    vllm.model_executor.models.deepseek_v2:
+        Indexer: weights of the indexer
+            wq_b wk_weights_proj k_norm k_cache n_head head_dim topk_tokens topk_indices_buffer
+            vllm_config
+    vllm.model_executor.layers.rotary_embedding.base:
+        RotaryEmbeddingBase: rotation
+            cos_sin_cache is_neox_style
+    vllm.compilation.breakable_cudagraph:
+        eager_break_during_capture: CUDA graphs in pieces
+    vllm.distributed:
+        get_dcp_group: ranks that share contexts
+    vllm.distributed.parallel_state:
+        GroupCoordinator: ranks that share contexts
+            rank_in_group world_size all_gather
+    vllm.forward_context:
+        get_forward_context: metadata of a step
+        ForwardContext: metadata of a step
+            attn_metadata no_compile_layers cudagraph_runtime_mode
+    vllm.platforms:
+        current_platform: GPUs
+            is_cuda has_device_capability
+    vllm.utils.deep_gemm:
+        mqa_logits_use_mx_scales: format of index keys
+    vllm.utils.torch_utils:
+        LayerNameType: names of layers in ops
+        _encode_layer_name: names of layers in ops
+        _resolve_layer_name: names of layers in ops
+        direct_register_custom_op: our op
+            op_name op_func mutates_args fake_impl
+    vllm.v1.attention.backend:
+        AttentionBackend: type of a result
+        AttentionCGSupport: CUDA graphs
+            ALWAYS UNIFORM_BATCH
+        AttentionMetadataBuilder: base class
+            build
+        CommonAttentionMetadata: batch of a step
+    vllm.v1.attention.backends.mla.indexer:
+        DeepseekV32IndexerBackend: base class
+        DeepseekV32IndexerMetadata: base class
+            seq_lens max_seq_len slot_mapping block_table
+        dsa_indexer_uses_fp4: refused settings
+    vllm.v1.kv_cache_interface:
+        AttentionSpec: layout of the index cache
+    """
 )
 
-NVIDIA = (
-    Dependency("vllm.config:CUDAGraphMode", "when attention can be dense", ("FULL",)),
-    Dependency(
-        "vllm.models.deepseek_v32:attention",
-        "exchanged function",
-        ("sparse_attn_indexer", "DeepseekV32Attention"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v32.attention:DeepseekV32Attention",
-        "whether the exchange took",
-        ("_sparse_indexer_and_attn", "indexer", "layer_name"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v32.attention:DeepseekV32Indexer",
-        "exchanged class of the index cache",
-        ("indexer_cache_cls", "k_cache"),
-    ),
-    Dependency(
-        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache",
-        "base class",
-        ("kv_cache", "get_attn_backend"),
-    ),
-    Dependency("vllm.models.deepseek_v32.nvidia:model", "base class", ("DeepseekV32ForCausalLM",)),
-    Dependency("vllm.models.deepseek_v32.nvidia:mtp", "base class", ("DeepseekV32MTP",)),
+NVIDIA = _rows(
+    """
+    vllm.config:
+        CUDAGraphMode: when attention can be dense
+            FULL
+    vllm.models.deepseek_v32:
+        attention: exchanged function
+            sparse_attn_indexer DeepseekV32Attention
+    vllm.models.deepseek_v32.attention:
+        DeepseekV32Attention: whether the exchange took
+            _sparse_indexer_and_attn indexer layer_name
+        DeepseekV32Indexer: exchanged class of the index cache
+            indexer_cache_cls k_cache
+    vllm.model_executor.models.deepseek_v2:
+        DeepseekV32IndexerCache: base class
+            kv_cache get_attn_backend
+    vllm.models.deepseek_v32.nvidia:
+        model: base class
+            DeepseekV32ForCausalLM
+        mtp: base class
+            DeepseekV32MTP
+    """
 )
 
-DEEPSEEK_V4 = (
-    *INDEXER,
-    Dependency(
-        "vllm.model_executor.warmup.jit_warmup:JitWarmupRegistry",
-        "vLLM's kernels that still run",
-        ("register", "activate", "_registrations"),
-    ),
-    Dependency(
-        "vllm.models:deepseek_v4", "base classes", ("DeepseekV4ForCausalLM", "DeepSeekV4MTP")
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.nvidia:model",
-        "exchanged choice of attention",
-        ("_select_dsv4_attn_cls", "DeepseekV4DecoderLayer"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4:attention",
-        "exchanged class of compressors",
-        ("DeepseekCompressor", "DeepseekV4Attention", "DeepseekV4Indexer"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.attention:DeepseekV4Attention",
-        "base class: projections, caches, streams",
-        (
-            "_fused_qnorm_rope_kv_insert",
-            "_get_indexer_cls",
-            "_o_proj",
-            "_split_qkv_and_norm",
-            "attn_sink",
-            "backend_cls",
-            "compress_ratio",
-            "compressor",
-            "forward_mqa",
-            "get_padded_num_q_heads",
-            "head_dim",
-            "indexer",
-            "kv_cache",
-            "kv_norm",
-            "max_num_batched_tokens",
-            "n_groups",
-            "n_heads",
-            "n_local_groups",
-            "n_local_heads",
-            "o_lora_rank",
-            "q_lora_rank",
-            "rotary_emb",
-            "scale",
-            "swa_backend_cls",
-            "swa_cache_layer",
-            "topk_indices_buffer",
-            "wo_a",
-            "wo_b",
-        ),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.attention:DeepseekV4Indexer",
-        "base class",
-        (
-            "_get_attn_cls",
-            "_get_cache_cls",
-            "_get_compressor_cls",
-            "_q_rope_quant",
-            "compressor",
-            "indexer_op",
-            "k_cache",
-        ),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.attention:DeepseekV4IndexerCache",
-        "base class",
-        ("kv_cache", "get_attn_backend"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.compressor:DeepseekCompressor",
-        "base class: weights and state",
-        (
-            "_static_forward_context",
-            "ape",
-            "forward",
-            "k_cache_prefix",
-            "norm",
-            "overlap",
-            "rms_norm_eps",
-            "state_cache",
-        ),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.compressor:CompressorBackend", "base class", ("get_builder_cls",)
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.compressor:CompressorMetadata",
-        "base class",
-        ("block_table", "slot_mapping", "token_to_req_indices"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.compressor:CompressorMetadataBuilder",
-        "base class",
-        ("build", "token_to_req_indices"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLABackend",
-        "base class",
-        ("get_builder_cls",),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekSparseSWAFlashMLAMetadataBuilder",
-        "base class",
-        (
-            "build",
-            "build_for_cudagraph_capture",
-            "build_tile_scheduler",
-            "device",
-            "vllm_config",
-        ),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLABackend",
-        "base class",
-        ("get_name", "supports_compute_capability"),
-    ),
-    Dependency(
-        "vllm.models.deepseek_v4.sparse_mla:DeepseekV4FlashMLAMetadata",
-        "entries of a step",
-        (
-            "block_table",
-            "c128a_decode_topk_lens",
-            "c128a_global_decode_topk_indices",
-            "c128a_prefill_topk_indices",
-            "slot_mapping",
-        ),
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
-        "raw rows of a step",
-        (
-            "decode_swa_indices",
-            "decode_swa_lens",
-            "block_table",
-            "num_decode_tokens",
-            "num_decodes",
-            "num_prefill_tokens",
-            "num_prefills",
-            "prefill_gather_lens",
-            "prefill_query_lens_cpu",
-            "prefill_seq_lens",
-            "prefill_seq_lens_cpu",
-            "prefill_swa_indices",
-            "prefill_swa_lens",
-            "query_start_loc",
-            "query_start_loc_cpu",
-            "slot_mapping",
-            "token_to_req_indices",
-        ),
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.mla.compressor_utils:get_compressed_slot_mapping",
-        "slots of index keys",
-        (
-            "num_tokens",
-            "slot_mapping",
-            "query_start_loc",
-            "seq_lens",
-            "block_table",
-            "block_size",
-            "compress_ratio",
-            "out",
-        ),
-    ),
-    Dependency(
-        "vllm.v1.attention.backends.mla.indexer:DeepseekV4IndexerBackend",
-        "base class",
-        ("get_builder_cls", "get_supported_kernel_block_sizes"),
-    ),
-    Dependency("vllm.platforms.interface:DeviceCapability", "GPUs", ("major",)),
-    Dependency("vllm.v1.worker.workspace:current_workspace_manager", "memory shared by layers"),
-    Dependency(
-        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
-        "weights of the first output projection",
-    ),
-    Dependency(
-        "vllm.model_executor.layers.attention:is_deferred_attention_layer",
-        "layers that prepare loaded weights",
-        ("layer",),
-    ),
-    Dependency(
-        "vllm.model_executor.model_loader.reload.inplace:get_parameter_for_reload",
-        "refusal of updates without preparation",
-        ("model", "name"),
-    ),
+DEEPSEEK_V4 = INDEXER + _rows(
+    """
+    vllm.model_executor.warmup.jit_warmup:
+        JitWarmupRegistry: vLLM's kernels that still run
+            register activate _registrations
+    vllm.models:
+        deepseek_v4: base classes
+            DeepseekV4ForCausalLM DeepSeekV4MTP
+    vllm.models.deepseek_v4.nvidia:
+        model: exchanged choice of attention
+            _select_dsv4_attn_cls DeepseekV4DecoderLayer
+    vllm.models.deepseek_v4:
+        attention: exchanged class of compressors
+            DeepseekCompressor DeepseekV4Attention DeepseekV4Indexer
+    vllm.models.deepseek_v4.attention:
+        DeepseekV4Attention: base class: projections, caches, streams
+            _fused_qnorm_rope_kv_insert _get_indexer_cls _o_proj _split_qkv_and_norm attn_sink
+            backend_cls compress_ratio compressor forward_mqa get_padded_num_q_heads head_dim
+            indexer kv_cache kv_norm max_num_batched_tokens n_groups n_heads n_local_groups
+            n_local_heads o_lora_rank q_lora_rank rotary_emb scale swa_backend_cls swa_cache_layer
+            topk_indices_buffer wo_a wo_b
+        DeepseekV4Indexer: base class
+            _get_attn_cls _get_cache_cls _get_compressor_cls _q_rope_quant compressor indexer_op
+            k_cache
+        DeepseekV4IndexerCache: base class
+            kv_cache get_attn_backend
+    vllm.models.deepseek_v4.compressor:
+        DeepseekCompressor: base class: weights and state
+            _static_forward_context ape forward k_cache_prefix norm overlap rms_norm_eps
+            state_cache
+        CompressorBackend: base class
+            get_builder_cls
+        CompressorMetadata: base class
+            block_table slot_mapping token_to_req_indices
+        CompressorMetadataBuilder: base class
+            build token_to_req_indices
+    vllm.models.deepseek_v4.nvidia.flashmla:
+        DeepseekSparseSWAFlashMLABackend: base class
+            get_builder_cls
+        DeepseekSparseSWAFlashMLAMetadataBuilder: base class
+            build build_for_cudagraph_capture build_tile_scheduler device vllm_config
+    vllm.models.deepseek_v4.sparse_mla:
+        DeepseekV4FlashMLABackend: base class
+            get_name supports_compute_capability
+        DeepseekV4FlashMLAMetadata: entries of a step
+            block_table c128a_decode_topk_lens c128a_global_decode_topk_indices
+            c128a_prefill_topk_indices slot_mapping
+    vllm.v1.attention.backends.mla.sparse_swa:
+        DeepseekSparseSWAMetadata: raw rows of a step
+            decode_swa_indices decode_swa_lens block_table num_decode_tokens num_decodes
+            num_prefill_tokens num_prefills prefill_gather_lens prefill_query_lens_cpu
+            prefill_seq_lens prefill_seq_lens_cpu prefill_swa_indices prefill_swa_lens
+            query_start_loc query_start_loc_cpu slot_mapping token_to_req_indices
+    vllm.v1.attention.backends.mla.compressor_utils:
+        get_compressed_slot_mapping: slots of index keys
+            num_tokens slot_mapping query_start_loc seq_lens block_table block_size compress_ratio
+            out
+    vllm.v1.attention.backends.mla.indexer:
+        DeepseekV4IndexerBackend: base class
+            get_builder_cls get_supported_kernel_block_sizes
+    vllm.platforms.interface:
+        DeviceCapability: GPUs
+            major
+    vllm.v1.worker.workspace:
+        current_workspace_manager: memory shared by layers
+    vllm.model_executor.layers.linear:
+        UnquantizedLinearMethod: weights of the first output projection
+    vllm.model_executor.layers.attention:
+        is_deferred_attention_layer: layers that prepare loaded weights
+            layer
+    vllm.model_executor.model_loader.reload.inplace:
+        get_parameter_for_reload: refusal of updates without preparation
+            model name
+    """
 )
 
 SURFACE = {
