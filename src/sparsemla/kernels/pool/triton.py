@@ -73,6 +73,16 @@ class Kept(NamedTuple):
     part_stride: int
 
 
+class Windows(NamedTuple):
+    """Constants: rows of a ring or page, tokens and series of a window, dims of an entry."""
+
+    ring: int
+    paged: bool
+    ratio: int
+    series: int
+    dim: int
+
+
 class Step(NamedTuple):
     """The tokens of the step and their requests."""
 
@@ -149,62 +159,36 @@ def _load_inputs(inputs, token, place, column, live):
 
 @triton.jit
 def _keep_rows(
-    inputs,
-    kept,
-    begin,
-    end,
-    position,
-    ring,
-    rings,
-    dim,
-    RING: tl.constexpr,
-    PAGED: tl.constexpr,
-    RATIO: tl.constexpr,
-    SERIES: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    inputs, kept, begin, end, position, ring, rings, dim, W: tl.constexpr, ROWS: tl.constexpr
 ):
     """Keep ``dim [dims]`` of tokens from ``begin``, at ``position``, up to ``end``."""
+    SERIES: tl.constexpr = W.series
     for start in range(begin, end, ROWS):
         token = start + tl.arange(0, ROWS)
         place = position + (token - begin)
         live = token < end
         own_ring = ring
-        if PAGED:
-            own_ring = _ring_of(rings, place // RING, live)[:, None]
-        live = live[:, None] & (own_ring >= 0) & (dim < D)[None, :]
-        row = kept.rows + own_ring * kept.ring_stride + (place % RING * kept.row_stride)[:, None]
+        if W.paged:
+            own_ring = _ring_of(rings, place // W.ring, live)[:, None]
+        live = live[:, None] & (own_ring >= 0) & (dim < W.dim)[None, :]
+        row = kept.rows + own_ring * kept.ring_stride + (place % W.ring * kept.row_stride)[:, None]
         for series in tl.static_range(SERIES):
-            column = series * D + dim[None, :]
-            value, gate = _load_inputs(
-                inputs, token[:, None], (place % RATIO)[:, None], column, live
-            )
+            column = series * W.dim + dim[None, :]
+            at = (place % W.ratio)[:, None]
+            value, gate = _load_inputs(inputs, token[:, None], at, column, live)
             tl.store(row + column, value, mask=live)
             tl.store(row + kept.part_stride + column, gate, mask=live)
 
 
 @triton.jit
 def _pool_window(
-    inputs,
-    kept,
-    token,
-    position,
-    first,
-    ring,
-    rings,
-    dim,
-    RING: tl.constexpr,
-    PAGED: tl.constexpr,
-    RATIO: tl.constexpr,
-    SERIES: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    inputs, kept, token, position, first, ring, rings, dim, W: tl.constexpr, ROWS: tl.constexpr
 ):
     """``dim [dims]`` of the window that a token closes, in float32.
 
     The order of the sums depends on the tile only, never on where a row comes from.
     """
-    WINDOW: tl.constexpr = RATIO * SERIES
+    WINDOW: tl.constexpr = W.ratio * W.series
     m = tl.full(dim.shape, float("-inf"), tl.float32)
     l = tl.zeros(dim.shape, tl.float32)
     acc = tl.zeros(dim.shape, tl.float32)
@@ -214,20 +198,20 @@ def _pool_window(
         source = token - (WINDOW - 1) + at
         real = (at < WINDOW) & (place >= 0)
         column = dim[None, :]
-        if SERIES == 2:  # the older window takes part with its first series
-            column += tl.where(at < RATIO, 0, D)[:, None]
-        inside = real[:, None] & (dim < D)[None, :]
+        if W.series == 2:  # the older window takes part with its first series
+            column += tl.where(at < W.ratio, 0, W.dim)[:, None]
+        inside = real[:, None] & (dim < W.dim)[None, :]
         in_step = inside & (source >= first)[:, None]
         before_step = real & (source < first)
         source_ring = ring
-        if PAGED:
-            source_ring = _ring_of(rings, place // RING, before_step)[:, None]
+        if W.paged:
+            source_ring = _ring_of(rings, place // W.ring, before_step)[:, None]
         in_ring = inside & before_step[:, None] & (source_ring >= 0)
         place = place[:, None]
-        row = kept.rows + source_ring * kept.ring_stride + place % RING * kept.row_stride + column
+        row = kept.rows + source_ring * kept.ring_stride + place % W.ring * kept.row_stride + column
         old_value = tl.load(row, mask=in_ring, other=0.0)
         old_gate = tl.load(row + kept.part_stride, mask=in_ring, other=0.0)
-        value, gate = _load_inputs(inputs, source[:, None], place % RATIO, column, in_step)
+        value, gate = _load_inputs(inputs, source[:, None], place % W.ratio, column, in_step)
         value = tl.where(in_ring, old_value, value)
         gate = tl.where(in_ring, old_gate, tl.where(in_step, gate, float("-inf")))
         largest = tl.maximum(m, tl.max(gate, 0))
@@ -237,7 +221,7 @@ def _pool_window(
         l = l * alpha + tl.sum(p, 0)
         acc = acc * alpha + tl.sum(p * value, 0)
         m = largest
-    return acc / tl.where(dim < D, l, 1.0)
+    return acc / tl.where(dim < W.dim, l, 1.0)
 
 
 @triton.jit(
@@ -259,11 +243,7 @@ def _pool_kernel(
     num_rings,
     table_stride,
     num_columns,
-    RING: tl.constexpr,
-    PAGED: tl.constexpr,
-    RATIO: tl.constexpr,
-    SERIES: tl.constexpr,
-    D: tl.constexpr,
+    W: tl.constexpr,
     DIMS: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
@@ -272,7 +252,9 @@ def _pool_kernel(
     """Pool and keep ``DIMS`` dims of a token or, in a long step, of the tokens of an entry."""
     let_next_begin(EARLY)
     wait_for_inputs(EARLY)
-    WINDOW: tl.constexpr = RATIO * SERIES
+    RATIO: tl.constexpr = W.ratio
+    D: tl.constexpr = W.dim
+    WINDOW: tl.constexpr = RATIO * W.series
     SLICES: tl.constexpr = (D + DIMS - 1) // DIMS
     at = (tl.program_id(0) // SLICES).to(tl.int64)
     dim = tl.program_id(0) % SLICES * DIMS + tl.arange(0, DIMS)
@@ -286,7 +268,7 @@ def _pool_kernel(
     position = tl.load(positions + begin, mask=known, other=0).to(tl.int64)
     position = tl.minimum(position, 1 << 62)  # those of later tokens do not overflow
     rings = Rings(ring_ids + request * table_stride, num_columns, num_rings)
-    ring = _ring_of(rings, position // RING if PAGED else 0, known)
+    ring = _ring_of(rings, position // W.ring if W.paged else 0, known)
     closing = begin + (RATIO - 1 - position % RATIO)
     closes = known & (closing < stop)
     if LONG:
@@ -299,41 +281,15 @@ def _pool_kernel(
     target = pooled + at * D + dim
 
     # Rows on pages take no place of another one.
-    is_short = known if PAGED else known & (end - first <= RING - WINDOW + 1)
+    is_short = known if W.paged else known & (end - first <= W.ring - WINDOW + 1)
     if is_short:
         _keep_rows(
-            inputs,
-            kept,
-            begin,
-            stop,
-            position,
-            ring,
-            rings,
-            dim,
-            RING,
-            PAGED,
-            RATIO,
-            SERIES,
-            D,
-            KEPT_ROWS if LONG else 1,
+            inputs, kept, begin, stop, position, ring, rings, dim, W, KEPT_ROWS if LONG else 1
         )
     FIRST: tl.constexpr = WINDOW - 1 if WINDOW > 1 else 1
     if closes & (is_short | (closing - first >= FIRST)):
         entry = _pool_window(
-            inputs,
-            kept,
-            closing,
-            position + closing - begin,
-            first,
-            ring,
-            rings,
-            dim,
-            RING,
-            PAGED,
-            RATIO,
-            SERIES,
-            D,
-            ROWS,
+            inputs, kept, closing, position + closing - begin, first, ring, rings, dim, W, ROWS
         )
         tl.store(target, entry, mask=dim < D)
     if not LONG:
@@ -341,42 +297,14 @@ def _pool_kernel(
     if known & (is_short == 0) & (begin == first):
         while closing < tl.minimum(first + FIRST, end):
             entry = _pool_window(
-                inputs,
-                kept,
-                closing,
-                position + closing - first,
-                first,
-                ring,
-                rings,
-                dim,
-                RING,
-                PAGED,
-                RATIO,
-                SERIES,
-                D,
-                ROWS,
+                inputs, kept, closing, position + closing - first, first, ring, rings, dim, W, ROWS
             )
             place = closing // RATIO + request if LONG else closing
             tl.store(pooled + place * D + dim, entry, mask=dim < D)
             closing += RATIO
         tl.debug_barrier()  # other threads have read the rows that these overwrite
-        last = tl.maximum(first, end - RING)
-        _keep_rows(
-            inputs,
-            kept,
-            last,
-            end,
-            position + last - first,
-            ring,
-            rings,
-            dim,
-            RING,
-            PAGED,
-            RATIO,
-            SERIES,
-            D,
-            ROWS,
-        )
+        last = tl.maximum(first, end - W.ring)
+        _keep_rows(inputs, kept, last, end, position + last - first, ring, rings, dim, W, ROWS)
 
 
 def pool_windows(call: PoolWindows) -> None:
@@ -425,11 +353,7 @@ def pool_windows(call: PoolWindows) -> None:
         num_rings=num_rings,
         table_stride=ring_ids.stride(0),
         num_columns=ring_ids.shape[1] if call.paged else 1,
-        RING=ring,
-        PAGED=call.paged,
-        RATIO=pooling.ratio,
-        SERIES=1 + pooling.overlap,
-        D=dim,
+        W=Windows(ring, call.paged, pooling.ratio, 1 + pooling.overlap, dim),
         DIMS=dims,
         ROWS=rows,
         LONG=is_long,
