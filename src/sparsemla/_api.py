@@ -1,4 +1,5 @@
 """Every public name of the package; :mod:`sparsemla` imports them at the first use of one."""
+# ruff: noqa: F403, F405
 
 from sparsemla.cache import PagedCache, slots_of
 from sparsemla.explanation import Explanation, explain
@@ -17,41 +18,7 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
-from sparsemla.ops import (
-    append_index_keys,
-    attention_target,
-    decode_branch,
-    dense_decode,
-    dense_index_gradients,
-    dense_index_loss,
-    dense_prefill,
-    entry_slots,
-    fused_indexer_rope_quant,
-    fused_rope_rmsnorm_quant,
-    gather_dequant,
-    index_loss,
-    indexer_scores,
-    indexer_scores_paged,
-    indexer_topk,
-    merge_states,
-    merge_topk,
-    pool_windows,
-    prefill_branch,
-    prepare_index_queries,
-    project_groups,
-    project_heads,
-    select_rows,
-    select_topk,
-    selected_scores,
-    selected_scores_backward,
-    share_lists,
-    sparse_attention,
-    sparse_attention_backward,
-    sparse_decode,
-    sparse_prefill,
-    to_slots,
-    visible_slots,
-)
+from sparsemla.ops import *
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.lists import SharedLists
