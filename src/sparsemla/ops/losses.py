@@ -460,21 +460,12 @@ def dense_index_loss(
     >>> loss.requires_grad, abs(loss.item()) < 1e-6  # equal scores, equal attention
     (True, True)
     """
-    call = _dense(
-        "dense_index_loss",
-        q,
-        k,
-        lse,
-        index_q,
-        weights,
-        index_k,
-        softmax_scale,
-        row_starts,
-        row_ends,
-        row_weights,
-        max_workspace_bytes,
+    attention, indexer = (q, k, lse), (index_q, weights, index_k)
+    call = DenseIndexGradients(
+        *attention, *indexer, softmax_scale, row_starts, row_ends, max_workspace_bytes, row_weights
     )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, weights, index_k)):
+    call = _checked("dense_index_loss", call)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
         loss: Tensor = _dense_index_gradients(call)[0]
         return loss
     with torch.no_grad():
@@ -537,23 +528,13 @@ def dense_index_gradients(
     >>> dense_index_gradients(q, k, lse, index_q, weights, index_k, softmax_scale=0.25, **rows)[2]
     tensor([[0., 0.]])
     """
-    call = _dense(
-        "dense_index_gradients",
-        q,
-        k,
-        lse,
-        index_q,
-        weights,
-        index_k,
-        softmax_scale,
-        row_starts,
-        row_ends,
-        row_weights,
-        max_workspace_bytes,
+    attention, indexer = (q, k, lse), (index_q, weights, index_k)
+    call = DenseIndexGradients(
+        *attention, *indexer, softmax_scale, row_starts, row_ends, max_workspace_bytes, row_weights
     )
+    call = _checked("dense_index_gradients", call)
     with torch.no_grad():
         loss, *grads = _dense_index_gradients(call)
-    indexer = index_q, weights, index_k
     if torch.is_grad_enabled() and any(x.requires_grad for x in indexer):
         # Its results refuse a second derivative.
         grads = _dense_index_loss_backward(torch.ones_like(loss), *grads, *indexer)
@@ -563,34 +544,20 @@ def dense_index_gradients(
     return loss, dindex_q, dweights, dindex_k
 
 
-def _dense(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    index_q: Tensor,
-    weights: Tensor,
-    index_k: Tensor,
-    softmax_scale: float,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    row_weights: Tensor | None,
-    max_workspace_bytes: int,
-) -> DenseIndexGradients:
+def _checked(op: str, call: DenseIndexGradients) -> DenseIndexGradients:
     """Check the arguments of a dense loss; returns them with integers as signed ones."""
     check = Checker(op, gradients="backward")
-    check.tensor("q", q, "T H D", FLOATS)
-    shared = isinstance(k, Tensor) and k.dim() == 2
-    check.tensor("k", k, "S D" if shared else "S H D", q.dtype)
-    check.tensor("lse", lse, "T H", torch.float32)
-    _indexer(check, index_q, weights, index_k)
-    check.number("softmax_scale", softmax_scale)
-    row_starts = check.tensor("row_starts", row_starts, "T", INTEGERS)
-    row_ends = check.tensor("row_ends", row_ends, "T", INTEGERS)
-    check.optional("row_weights", row_weights, "T", torch.float32)
-    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    tensors, ranges = (q, k, lse, index_q, weights, index_k), (row_starts, row_ends)
-    return DenseIndexGradients(*tensors, softmax_scale, *ranges, max_workspace_bytes, row_weights)
+    check.tensor("q", call.q, "T H D", FLOATS)
+    shared = isinstance(call.k, Tensor) and call.k.dim() == 2
+    check.tensor("k", call.k, "S D" if shared else "S H D", call.q.dtype)
+    check.tensor("lse", call.lse, "T H", torch.float32)
+    _indexer(check, call.index_q, call.weights, call.index_k)
+    check.number("softmax_scale", call.softmax_scale)
+    row_starts = check.tensor("row_starts", call.row_starts, "T", INTEGERS)
+    row_ends = check.tensor("row_ends", call.row_ends, "T", INTEGERS)
+    check.optional("row_weights", call.row_weights, "T", torch.float32)
+    check.positive("max_workspace_bytes", call.max_workspace_bytes, below=2**63)
+    return call._replace(row_starts=row_starts, row_ends=row_ends)
 
 
 def _gradients_of_dense_loss(
