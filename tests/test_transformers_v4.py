@@ -536,7 +536,7 @@ def test_a_step_is_copied_once_for_a_device(model):
     assert copied is step.on(meta)
     assert copied.selections is step.selections
     for tensor in (
-        copied.positions,
+        copied.plan.positions,
         *copied.sliding_window,
         copied.csa.page_table,
         copied.workspace.before,

@@ -22,14 +22,16 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.layers import (
     Layers,
+    attend_to,
     check_format,
     index_format_of,
     path_of,
+    plan_column,
+    plan_columns,
 )
 from sparsemla.backends.transformers.projections import (
     Absorbed,
@@ -39,7 +41,7 @@ from sparsemla.backends.transformers.projections import (
     state_of,
 )
 from sparsemla.backends.transformers.step import Step
-from sparsemla.cache import PagedCache, slots_of
+from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat, bf16_format
 from sparsemla.ops import (
     entry_slots,
@@ -48,12 +50,10 @@ from sparsemla.ops import (
     pool_windows,
     prepare_index_queries,
     project_groups,
-    sparse_decode,
-    sparse_prefill,
     to_slots,
     visible_slots,
 )
-from sparsemla.plan import plan_batch
+from sparsemla.plan import Plan
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table
 from sparsemla.weights import HeadWeight, group_o_a_proj
@@ -327,15 +327,11 @@ class _Entries:
 
 @dataclass(eq=False, kw_only=True)
 class CompressedStep(Step):
-    """A step with positions, and slots in every kind of cache.
+    """A step with slots in every kind of cache.
 
     Args:
-        positions: int64 ``[T]``, position of each token among the real tokens of its row.
-        request_ids: int32 ``[T]``, row of each token.
-        input_row_offsets: int32 ``[B + 1]``, first token of each row.
-        seq_lens: int32 ``[B]``, tokens of each row, the step's included.
+        plan: of raw rows; its positions are those of each token among the real tokens of its row.
         ring_ids: int32 ``[B]``, ring of each row.
-        slot_mapping: int64 ``[T]``, slot of each token's raw row.
         sliding_window: int32 ``[T, window]`` and ``[T]``: slots of the raw rows that a token
             attends to, and their number.
         csa, hca: the entries of CSA and HCA layers.
@@ -345,12 +341,8 @@ class CompressedStep(Step):
     """
 
     cache: CompressedCache
-    positions: Tensor
-    request_ids: Tensor
-    input_row_offsets: Tensor
-    seq_lens: Tensor
+    plan: Plan
     ring_ids: Tensor
-    slot_mapping: Tensor
     sliding_window: tuple[Tensor, Tensor]
     csa: _Entries
     hca: _Entries
@@ -368,20 +360,14 @@ class _Rope(NamedTuple):
 class CompressedLayers(Layers):
     """Attention over the sliding window and over entries, in one softmax with a sink."""
 
+    _formats: tuple[CacheFormat, CacheFormat]
     gaps = False  # the windows of the pools would differ
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        *,
-        cache_format: CacheFormat | None,
-        index_format: CacheFormat | None,
-        page_size: int,
-        records: bool,
-    ) -> None:
-        super().__init__(base, page_size=page_size, records=records)
-        config: Any = base.config
-        self._ropes = _ropes(cast(Any, base).rotary_emb)
+    def _prepare(
+        self, cache_format: CacheFormat | None, index_format: CacheFormat | None
+    ) -> tuple[CacheFormat, CacheFormat]:
+        config: Any = self._base.config
+        self._ropes = _ropes(self._base.rotary_emb)
         self._rope_state: State | None = None
         self._entry_states: dict[str, State] = {}
         self._rope_dim = 2 * len(self._ropes["main"].frequencies)
@@ -392,11 +378,10 @@ class CompressedLayers(Layers):
         if cache_format is None:
             cache_format = bf16_format(dim)
         check_format("cache_format", cache_format, dim, dim)
-        index_format = index_format_of(
+        self._tables: dict[tuple[str, torch.device], Tensor] = {}
+        return cache_format, index_format_of(
             index_format, config.index_head_dim, self._rope_dim, cache_format
         )
-        self._formats = cache_format, index_format
-        self._tables: dict[tuple[str, torch.device], Tensor] = {}
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         attention = cast(Any, module)
@@ -479,59 +464,26 @@ class CompressedLayers(Layers):
 
     def packed_step(self, cache: BatchCache, new: Tensor) -> CompressedStep:
         cache = cast(CompressedCache, cache)
-        new = new.cpu()
-        query_lens, context = new.sum(1), cache.lengths.cpu()
-        workspace = _workspace(context, query_lens, cache.rings.page_size, cache.device)
-        plan = plan_batch(
-            query_lens,
-            context + query_lens,
-            workspace.page_table,
-            page_size=cache.rings.page_size,
-            workspace_rows=None,
-            require_uniform=False,
-        )
-        return self._step(
-            cache,
-            plan.positions,
-            plan.request_ids,
-            plan.input_row_offsets,
-            plan.seq_lens,
-            workspace.page_table,
-            max_seq_len=plan.max_seq_len,
-            tokens=None if new.all() else new.flatten().nonzero()[:, 0].to(cache.device),
-            workspace=workspace,
-        )
+        query_lens, ring = new.sum(1).cpu(), cache.rings.page_size
+        workspace = _workspace(cache.lengths.cpu(), query_lens, ring, cache.device)
+        plan, tokens = plan_columns(cache, new, workspace.page_table, ring)
+        return self._step(cache, plan, tokens, workspace)
 
     def decode_step(self, cache: BatchCache, new: Tensor) -> CompressedStep:
         cache = cast(CompressedCache, cache)
-        num_pages = -(-cache.capacity // cache.rings.page_size)
-        return self._step(
-            cache,
-            cache.lengths.long(),
-            cache.rows[:-1],
-            cache.rows,
-            cache.lengths + new[:, 0],
-            cache.rings.table.repeat(1, num_pages),
-            max_seq_len=cache.capacity,
-            tokens=None,
-            workspace=None,
-        )
+        ring = cache.rings.page_size
+        table = cache.rings.table.repeat(1, -(-cache.capacity // ring))
+        return self._step(cache, plan_column(cache, new, table, ring), None, None)
 
     def _step(
         self,
         cache: CompressedCache,
-        positions: Tensor,
-        request_ids: Tensor,
-        input_row_offsets: Tensor,
-        seq_lens: Tensor,
-        raw_table: Tensor,
-        *,
-        max_seq_len: int,
+        plan: Plan,
         tokens: Tensor | None,
         workspace: _Workspace | None,
     ) -> CompressedStep:
-        """The step of tokens ``[T]``; page ``p // N`` of the raw rows' table holds position p."""
-        ring = cache.rings.page_size
+        """The step of a plan, in which page ``p // N`` of the raw rows holds position p."""
+        positions, request_ids = plan.positions, plan.request_ids
 
         def entries(kind: str) -> _Entries:
             pages = cache.entries[kind]
@@ -549,14 +501,14 @@ class CompressedLayers(Layers):
             cache=cache,
             decodes=workspace is None,
             tokens=tokens,
-            positions=positions,
-            request_ids=request_ids,
-            input_row_offsets=input_row_offsets,
-            seq_lens=seq_lens,
+            plan=plan,
             ring_ids=cache.rows[:-1],
-            slot_mapping=slots_of(raw_table, request_ids, positions, ring),
             sliding_window=visible_slots(
-                positions, raw_table, request_ids, width=self._sliding_window, page_size=ring
+                positions,
+                plan.page_table,
+                request_ids,
+                width=self._sliding_window,
+                page_size=plan.page_size,
             ),
             csa=entries(CSA),
             hca=hca,
@@ -564,7 +516,7 @@ class CompressedLayers(Layers):
                 positions,
                 hca.page_table,
                 request_ids,
-                width=max(max_seq_len // ratio, 1),
+                width=max(plan.max_seq_len // ratio, 1),
                 ratio=ratio,
                 page_size=cache.page_size,
             ),
@@ -588,8 +540,8 @@ class CompressedLayers(Layers):
             table,
             module.kv_norm.weight,
             raw,
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
+            positions=step.plan.positions,
+            slot_mapping=step.plan.slot_mapping,
             eps=module.kv_norm.variance_epsilon,
             query_norm=True,
             out=torch.empty_like(q, dtype=torch.bfloat16),
@@ -601,34 +553,20 @@ class CompressedLayers(Layers):
         if module.compressor is not None:
             extra = self._entries(layer_idx, x, q_resid, table, step)
         extra_cache, extra_slots, extra_lengths = extra
-        sink = module.sinks.detach().float()
-        if step.decodes:
-            out, _ = sparse_decode(
-                q[:, None],
-                raw,
-                slots[:, None],
-                softmax_scale=module.scaling,
-                topk_lengths=lengths,
-                attn_sink=sink,
-                extra_cache=extra_cache,
-                extra_topk_indices=None if extra_slots is None else extra_slots[:, None],
-                extra_topk_lengths=extra_lengths,
-            )
-            out = out[:, 0]
-        else:
-            out, _ = sparse_prefill(
-                q,
-                raw,
-                slots,
-                softmax_scale=module.scaling,
-                topk_lengths=lengths,
-                attn_sink=sink,
-                extra_cache=extra_cache,
-                extra_topk_indices=extra_slots,
-                extra_topk_lengths=extra_lengths,
-            )
+        out = attend_to(
+            step,
+            q,
+            raw,
+            slots,
+            softmax_scale=module.scaling,
+            topk_lengths=lengths,
+            attn_sink=module.sinks.detach().float(),
+            extra_cache=extra_cache,
+            extra_topk_indices=extra_slots,
+            extra_topk_lengths=extra_lengths,
+        )
         (w_o_a,) = self.absorbed[layer_idx].weights
-        groups = project_groups(out, w_o_a, cos_sin_cache=table, positions=step.positions)
+        groups = project_groups(out, w_o_a, cos_sin_cache=table, positions=step.plan.positions)
         out = module.o_b_proj(groups.flatten(1).to(hidden_states.dtype))
         return step.place(out, hidden_states.shape), None
 
@@ -649,7 +587,7 @@ class CompressedLayers(Layers):
             torch.unflatten(indexer.q_b_proj(q_resid), -1, (indexer.num_heads, -1)),
             indexer.scorer.weights_proj(x),
             table,
-            positions=step.positions,
+            positions=step.plan.positions,
             format=keys.format,
             interleaved=True,
             rope_first=False,
@@ -659,8 +597,8 @@ class CompressedLayers(Layers):
             q,
             weights,
             keys,
-            input_row_offsets=step.input_row_offsets,
-            seq_lens=step.seq_lens,
+            input_row_offsets=step.plan.input_row_offsets,
+            seq_lens=step.plan.seq_lens,
             page_table=step.csa.page_table,
             topk=min(indexer.index_topk, max(cache.capacity // ratio, 1)),
             ratio=ratio,
@@ -668,7 +606,7 @@ class CompressedLayers(Layers):
         if self.records:
             step.selections[layer_idx] = topk_indices
         slots = to_slots(
-            topk_indices, step.csa.page_table, step.request_ids, page_size=self.page_size
+            topk_indices, step.csa.page_table, step.plan.request_ids, page_size=self.page_size
         )
         return stored, slots, None
 
@@ -692,9 +630,9 @@ class CompressedLayers(Layers):
             cache,
             pooling=self._poolings[kind],
             gate_bias=compressor.position_bias.detach().float(),
-            positions=step.positions,
-            request_ids=step.request_ids,
-            input_row_offsets=step.input_row_offsets,
+            positions=step.plan.positions,
+            request_ids=step.plan.request_ids,
+            input_row_offsets=step.plan.input_row_offsets,
             ring_ids=step.ring_ids,
             slot_mapping=(step.csa if kind == CSA else step.hca).slot_mapping,
             eps=compressor.kv_norm.variance_epsilon,

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
@@ -26,12 +25,15 @@ from sparsemla.backends.transformers.latent import absorbed_kv_b_proj
 from sparsemla.backends.transformers.layers import (
     LINEAR,
     Layers,
+    attend_to,
     check_format,
     index_format_of,
+    plan_column,
+    plan_columns,
 )
 from sparsemla.backends.transformers.projections import Absorbed
 from sparsemla.backends.transformers.step import Step
-from sparsemla.cache import PagedCache, slots_of
+from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat, bf16_format
 from sparsemla.ops import (
     entry_slots,
@@ -40,11 +42,9 @@ from sparsemla.ops import (
     pool_windows,
     prepare_index_queries,
     project_heads,
-    sparse_decode,
-    sparse_prefill,
     to_slots,
 )
-from sparsemla.plan import plan_batch
+from sparsemla.plan import Plan
 from sparsemla.pooling import Pooling
 from sparsemla.rope import cos_sin_table
 
@@ -200,47 +200,32 @@ class PooledCache(BatchCache):
 
 @dataclass(eq=False, kw_only=True)
 class PooledStep(Step):
-    """A step with positions and slots.
+    """A step with the slots of its tokens.
 
     Args:
-        positions: int64 ``[T]``, position of each token among the real tokens of its row.
-        request_ids: int32 ``[T]``, row of each token.
-        input_row_offsets: int32 ``[B + 1]``, first token of each row.
-        seq_lens: int32 ``[B]``, tokens of each row, the step's included.
-        page_table, key_table: int32, pages of latent rows and of index keys.
+        plan: its positions are those of each token among the real tokens of its row.
+        key_table: int32, pages of index keys.
         ring_ids: int32 ``[B]``, ring of each row.
-        slot_mapping: int64 ``[T]``, slot of each token's latent row.
         key_slots: int32 ``[T]``, slot of the index key that a token completes, else -1.
     """
 
     cache: PooledCache
-    positions: Tensor
-    request_ids: Tensor
-    input_row_offsets: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
+    plan: Plan
     key_table: Tensor
     ring_ids: Tensor
-    slot_mapping: Tensor
     key_slots: Tensor
 
 
 class PooledLayers(Layers):
     """Attention in the absorbed form of MLA over the tokens of selected pools, without RoPE."""
 
+    _formats: tuple[CacheFormat, CacheFormat]
     packs = False  # a state of linear attention passes on from one sequence to the next
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        *,
-        cache_format: CacheFormat | None,
-        index_format: CacheFormat | None,
-        page_size: int,
-        records: bool,
-    ) -> None:
-        super().__init__(base, page_size=page_size, records=records)
-        config: Any = base.config
+    def _prepare(
+        self, cache_format: CacheFormat | None, index_format: CacheFormat | None
+    ) -> tuple[CacheFormat, CacheFormat]:
+        config: Any = self._base.config
         if not config.index_kpool_always_select_tail:
             raise ValueError("model must have index_kpool_always_select_tail, got False")
         self._layer_types: list[str] = config.layer_types
@@ -249,9 +234,9 @@ class PooledLayers(Layers):
         if cache_format is None:
             cache_format = bf16_format(latent_dim)
         check_format("cache_format", cache_format, latent_dim, latent_dim)
-        self._formats = cache_format, index_format_of(index_format, index_dim, 0, cache_format)
         self._rope_dim = min(64, latent_dim, index_dim) // 2 * 2
         self._tables: dict[torch.device, Tensor] = {}
+        return cache_format, index_format_of(index_format, index_dim, 0, cache_format)
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         return absorbed_kv_b_proj(path, module, self._base)
@@ -286,64 +271,28 @@ class PooledLayers(Layers):
 
     def packed_step(self, cache: BatchCache, new: Tensor) -> PooledStep:
         cache = cast(PooledCache, cache)
-        new = new.cpu()
-        query_lens = new.sum(1)
-        plan = plan_batch(
-            query_lens,
-            cache.lengths.cpu() + query_lens,
-            cache.latents.table,
-            page_size=cache.page_size,
-            workspace_rows=None,
-            require_uniform=False,
-        )
-        return self._step(
-            cache,
-            plan.positions.long(),
-            plan.request_ids,
-            plan.input_row_offsets,
-            plan.seq_lens,
-            decodes=False,
-            tokens=None if new.all() else new.flatten().nonzero()[:, 0].to(cache.device),
-        )
+        plan, tokens = plan_columns(cache, new, cache.latents.table, cache.page_size)
+        return self._step(cache, plan, decodes=False, tokens=tokens)
 
     def decode_step(self, cache: BatchCache, new: Tensor) -> PooledStep:
-        return self._step(
-            cast(PooledCache, cache),
-            cache.lengths.long(),
-            cache.rows[:-1],
-            cache.rows,
-            cache.lengths + new[:, 0],
-            decodes=True,
-            tokens=None,
-        )
+        cache = cast(PooledCache, cache)
+        plan = plan_column(cache, new, cache.latents.table, cache.page_size)
+        return self._step(cache, plan, decodes=True, tokens=None)
 
     def _step(
-        self,
-        cache: PooledCache,
-        positions: Tensor,
-        request_ids: Tensor,
-        input_row_offsets: Tensor,
-        seq_lens: Tensor,
-        *,
-        decodes: bool,
-        tokens: Tensor | None,
+        self, cache: PooledCache, plan: Plan, *, decodes: bool, tokens: Tensor | None
     ) -> PooledStep:
         return PooledStep(
             cache=cache,
             decodes=decodes,
             tokens=tokens,
-            positions=positions,
-            request_ids=request_ids,
-            input_row_offsets=input_row_offsets,
-            seq_lens=seq_lens,
-            page_table=cache.latents.table,
+            plan=plan,
             key_table=cache.index_keys.table,
             ring_ids=cache.rows[:-1],
-            slot_mapping=slots_of(cache.latents.table, request_ids, positions, cache.page_size),
             key_slots=entry_slots(
-                positions,
+                plan.positions,
                 cache.index_keys.table,
-                request_ids,
+                plan.request_ids,
                 ratio=self._pooling.ratio,
                 page_size=cache.page_size,
             ),
@@ -366,8 +315,8 @@ class PooledLayers(Layers):
             self._table(x.device, step.cache.capacity),
             norm.weight,
             rows,
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
+            positions=step.plan.positions,
+            slot_mapping=step.plan.slot_mapping,
             eps=norm.variance_epsilon,
         )
         slots = given["prev_topk_indices"]
@@ -376,11 +325,7 @@ class PooledLayers(Layers):
         elif slots is None:
             raise ValueError("prev_topk_indices must be given to a layer without an indexer")
         q = project_heads(q.bfloat16(), w_uk)  # [T, H, L]
-        if step.decodes:
-            out, _ = sparse_decode(q[:, None], rows, slots[:, None], softmax_scale=module.scaling)
-            out = out[:, 0]
-        else:
-            out, _ = sparse_prefill(q, rows, slots, softmax_scale=module.scaling)
+        out = attend_to(step, q, rows, slots, softmax_scale=module.scaling)
         heads = project_heads(out, w_uv).flatten(1)
         out = module.o_proj(heads.to(hidden_states.dtype))
         return step.place(out, hidden_states.shape), None, slots
@@ -401,9 +346,9 @@ class PooledLayers(Layers):
             keys,
             pooling=self._pooling,
             gate_bias=indexer.index_kpool_compress_ape.detach().float(),
-            positions=step.positions,
-            request_ids=step.request_ids,
-            input_row_offsets=step.input_row_offsets,
+            positions=step.plan.positions,
+            request_ids=step.plan.request_ids,
+            input_row_offsets=step.plan.input_row_offsets,
             ring_ids=step.ring_ids,
             slot_mapping=step.key_slots,
             eps=NO_NORM,
@@ -412,15 +357,15 @@ class PooledLayers(Layers):
             torch.unflatten(indexer.wq_b(q_resid), -1, (indexer.n_heads, -1)),
             indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)),
             table,
-            positions=step.positions,
+            positions=step.plan.positions,
             format=keys.format,
         )
         pools = indexer_topk(
             q,
             weights,
             keys,
-            input_row_offsets=step.input_row_offsets,
-            seq_lens=step.seq_lens,
+            input_row_offsets=step.plan.input_row_offsets,
+            seq_lens=step.plan.seq_lens,
             page_table=step.key_table,
             topk=min(indexer.index_topk // ratio, max(cache.capacity // ratio, 1)),
             ratio=ratio,
@@ -428,9 +373,9 @@ class PooledLayers(Layers):
         if self.records:
             step.selections[layer_idx] = pools
         return to_slots(
-            _tokens_of(pools, step.positions, ratio),
-            step.page_table,
-            step.request_ids,
+            _tokens_of(pools, step.plan.positions, ratio),
+            step.plan.page_table,
+            step.plan.request_ids,
             page_size=cache.page_size,
         )
 

@@ -27,6 +27,8 @@ from sparsemla.backends.transformers.layers import (
     Layers,
     check_format,
     index_format_of,
+    plan_column,
+    plan_columns,
 )
 from sparsemla.backends.transformers.projections import Absorbed, Projection
 from sparsemla.backends.transformers.step import Step
@@ -39,7 +41,7 @@ from sparsemla.ops import (
     prefill_branch,
     to_slots,
 )
-from sparsemla.plan import Plan, plan_batch
+from sparsemla.plan import Plan
 from sparsemla.weights import MLALayer, absorb_kv_b_proj
 
 
@@ -149,17 +151,10 @@ class LatentStep(Step):
 class LatentLayers(Layers):
     """Attention in the absorbed form of MLA, over the rows that the indexer selects or over all."""
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        *,
-        cache_format: CacheFormat | None,
-        index_format: CacheFormat | None,
-        page_size: int,
-        records: bool,
-    ) -> None:
-        super().__init__(base, page_size=page_size, records=records)
-        config: Any = base.config
+    def _prepare(
+        self, cache_format: CacheFormat | None, index_format: CacheFormat | None
+    ) -> tuple[CacheFormat, CacheFormat | None]:
+        config: Any = self._base.config
         latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
         index_dim = getattr(config, "index_head_dim", None)  # None without an indexer
         indexers = [getattr(module, "indexer", None) for module in self.modules.values()]
@@ -179,10 +174,10 @@ class LatentLayers(Layers):
                 raise ValueError("index_format must be None: the model has no indexer")
         else:
             index_format = index_format_of(index_format, index_dim, rope_dim, cache_format)
-        self._formats = cache_format, index_format
         self._architecture = ARCHITECTURES[config.model_type]
         interleaved = self._architecture.interleaved
         self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
+        return cache_format, index_format
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         return absorbed_kv_b_proj(path, module, self._base)
@@ -216,48 +211,16 @@ class LatentLayers(Layers):
 
     def packed_step(self, cache: BatchCache, new: Tensor) -> LatentStep:
         cache = cast(LatentCache, cache)
-        new = new.cpu()
-        query_lens = new.sum(1)
-        plan = plan_batch(
-            query_lens,
-            cache.lengths.cpu() + query_lens,
-            cache.page_table,
-            page_size=cache.page_size,
-            workspace_rows=None,
-            require_uniform=False,
-        )
+        plan, tokens = plan_columns(cache, new, cache.page_table, cache.page_size)
         # The model's positions may count padding; the step's RoPE table has one row per token.
-        device = cache.page_table.device
-        plan = replace(plan, positions=torch.arange(plan.num_tokens, device=device))
-        tokens = None if new.all() else new.flatten().nonzero()[:, 0].to(device)
+        positions = torch.arange(plan.num_tokens, device=cache.page_table.device)
+        plan = replace(plan, positions=positions)
         return LatentStep(cache=cache, plan=plan, decodes=False, tokens=tokens)
 
     def decode_step(self, cache: BatchCache, new: Tensor) -> LatentStep:
         cache = cast(LatentCache, cache)
-        pages = cache.page_table.gather(1, (cache.lengths // cache.page_size).long()[:, None])[:, 0]
-        requests = cache.rows[:-1]
-        plan = Plan(
-            num_requests=cache.batch_size,
-            num_tokens=cache.batch_size,
-            num_decodes=cache.batch_size,
-            num_prefills=0,
-            num_decode_tokens=cache.batch_size,
-            num_prefill_tokens=0,
-            decode_query_len=1,
-            max_query_len=1,
-            max_seq_len=cache.capacity,
-            max_context_len=cache.capacity - 1,
-            page_size=cache.page_size,
-            input_row_offsets=cache.rows,
-            seq_lens=cache.lengths + new[:, 0],
-            page_table=cache.page_table,
-            positions=requests,  # rows of the step's RoPE table
-            slot_mapping=(pages * cache.page_size + cache.lengths % cache.page_size).long(),
-            request_ids=requests,
-            prefill_request_ids=None,
-            workspace_starts=None,
-            prefill_chunks=(),
-        )
+        plan = plan_column(cache, new, cache.page_table, cache.page_size)
+        plan = replace(plan, positions=plan.request_ids)  # rows of the step's RoPE table
         return LatentStep(cache=cache, plan=plan, decodes=True, tokens=None)
 
     def attend(

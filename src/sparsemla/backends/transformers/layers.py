@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 from sparsemla.backends.transformers.cache import BatchCache, ordinary_tensors
 from sparsemla.backends.transformers.projections import Absorbed, check_skipped
 from sparsemla.backends.transformers.step import Step
+from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
+from sparsemla.ops import sparse_decode, sparse_prefill
+from sparsemla.plan import Plan, plan_batch
 from sparsemla.validation import check_integer
 
 LINEAR = "linear_attention"
@@ -25,6 +28,7 @@ class Layers(ABC):
 
     Args:
         base: the model without a head.
+        cache_format, index_format: formats of rows and of index keys; None for the defaults.
         page_size: rows of a page.
         records: whether :attr:`Step.selections` is filled.
 
@@ -41,7 +45,15 @@ class Layers(ABC):
     gaps = True
     packs = True
 
-    def __init__(self, base: PreTrainedModel, *, page_size: int, records: bool) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        *,
+        cache_format: CacheFormat | None,
+        index_format: CacheFormat | None,
+        page_size: int,
+        records: bool,
+    ) -> None:
         kinds = getattr(base.config, "layer_types", None) or []
         self.modules: dict[int, Any] = {
             layer_idx: layer.self_attn
@@ -61,6 +73,13 @@ class Layers(ABC):
             layer_idx: self.absorb(path_of(layer_idx), module)
             for layer_idx, module in self.modules.items()
         }
+        self._formats = self._prepare(cache_format, index_format)
+
+    @abstractmethod
+    def _prepare(
+        self, cache_format: CacheFormat | None, index_format: CacheFormat | None
+    ) -> tuple[CacheFormat, CacheFormat | None]:
+        """Read and check the model's configuration; the formats of rows and of index keys."""
 
     @abstractmethod
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
@@ -128,6 +147,69 @@ class Layers(ABC):
 
         ``given`` are the keyword arguments of the forward.
         """
+
+
+def plan_columns(
+    cache: BatchCache, new: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Plan, Tensor | None]:
+    """The plan of the real columns of ``new [B, S]``, and their indices; None for all columns."""
+    new = new.cpu()
+    query_lens = new.sum(1)
+    plan = plan_batch(
+        query_lens,
+        cache.lengths.cpu() + query_lens,
+        page_table,
+        page_size=page_size,
+        workspace_rows=None,
+        require_uniform=False,
+    )
+    return plan, None if new.all() else new.flatten().nonzero()[:, 0].to(page_table.device)
+
+
+def plan_column(cache: BatchCache, new: Tensor, page_table: Tensor, page_size: int) -> Plan:
+    """The plan of a decode step over one column ``new [B, 1]``, without a look at the lengths."""
+    positions, request_ids = cache.lengths.long(), cache.rows[:-1]
+    return Plan(
+        num_requests=cache.batch_size,
+        num_tokens=cache.batch_size,
+        num_decodes=cache.batch_size,
+        num_prefills=0,
+        num_decode_tokens=cache.batch_size,
+        num_prefill_tokens=0,
+        decode_query_len=1,
+        max_query_len=1,
+        max_seq_len=cache.capacity,
+        max_context_len=cache.capacity - 1,
+        page_size=page_size,
+        input_row_offsets=cache.rows,
+        seq_lens=cache.lengths + new[:, 0],
+        page_table=page_table,
+        positions=positions,
+        slot_mapping=slots_of(page_table, request_ids, positions, page_size),
+        request_ids=request_ids,
+        prefill_request_ids=None,
+        workspace_starts=None,
+        prefill_chunks=(),
+    )
+
+
+def attend_to(
+    step: Step,
+    q: Tensor,
+    rows: PagedCache,
+    slots: Tensor,
+    *,
+    extra_topk_indices: Tensor | None = None,
+    **options: Any,  # noqa: ANN401 - passed on
+) -> Tensor:
+    """Attention ``[T, H, L]`` of a step's queries to the rows in slots ``[T, K]``."""
+    if not step.decodes:
+        options["extra_topk_indices"] = extra_topk_indices
+        return sparse_prefill(q, rows, slots, **options)[0]
+    if extra_topk_indices is not None:  # each token is a request of its own
+        extra_topk_indices = extra_topk_indices[:, None]
+    options["extra_topk_indices"] = extra_topk_indices
+    return sparse_decode(q[:, None], rows, slots[:, None], **options)[0][:, 0]
 
 
 def path_of(layer_idx: int) -> str:
