@@ -15,7 +15,7 @@ import sparsemla
 from sparsemla import dispatch
 from sparsemla.kernels.common.device import meta_means
 from sparsemla.kernels.common.table import Kernel, Op
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import run_op
 from sparsemla_lab.testing.compile import TARGETS, _CompileOnlyDriver, believe

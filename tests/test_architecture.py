@@ -54,6 +54,7 @@ LAYERS = {
     "sparsemla.checks": ("validation", "formats", "cache"),
     "sparsemla.reference": ("formats", "cache", "plan", "pooling", "rope", "weights", "reference"),
     "sparsemla.kernels.common": ("state", "formats", "cache", "weights", "kernels.common"),
+    "sparsemla.kernels.repeat": ("formats", "pooling", "kernels.repeat"),
     "sparsemla.kernels": ("formats", "cache", "pooling", "weights", "kernels.common"),
     "sparsemla.dispatch": ("kernels",),
     "sparsemla.ops": (
@@ -69,8 +70,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
-    "sparsemla.ops._repeat": ("formats", "pooling", "kernels.common"),
-    "sparsemla.explanation": ("dispatch", "ops"),
+    "sparsemla.explanation": ("dispatch", "kernels.repeat", "ops"),
     "sparsemla.warmup": (
         "validation",
         "formats",

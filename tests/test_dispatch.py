@@ -24,7 +24,7 @@ from sparsemla.kernels import attention
 from sparsemla.kernels.attention.arguments import MergeStates, SparseDecode
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.kernels.common.table import TIERS, Kernel
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 
 
 def empty(*shape, dtype=torch.bfloat16):

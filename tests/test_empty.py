@@ -18,7 +18,7 @@ import torch
 import sparsemla
 from sparsemla import dispatch
 from sparsemla.checks import Checker
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla_lab.testing.compare import run_op, run_reference, tolerances_of
 from sparsemla_lab.verify.properties import against_reference
 from test_errors import CALLS, OUTPUTS

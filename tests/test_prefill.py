@@ -12,7 +12,7 @@ from sparsemla import (
     explain,
     reference,
 )
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla.reference.prefill import round_rows
 from sparsemla_lab.testing.cases import (
     Draw,

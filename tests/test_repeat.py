@@ -22,7 +22,7 @@ from sparsemla import (
     sparse_decode,
     sparse_prefill,
 )
-from sparsemla.ops import _repeat
+from sparsemla.kernels import repeat
 from sparsemla_lab.testing.cases import Draw, shared_prefill_case, sparse_prefill_case
 from test_errors import CALLS
 
@@ -31,7 +31,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from sparsemla.kernels.common import device, launches
+from sparsemla.kernels.common import device
+from sparsemla.kernels.repeat import launches
 from sparsemla_lab.testing.compile import TARGETS, believe
 
 # Triton 3.9 announces a change of its default.
@@ -83,7 +84,7 @@ def launched(monkeypatch):
         return kernel
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
-    monkeypatch.setattr(_repeat, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(repeat, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(dispatch, "meant", lambda device: GPU)
     monkeypatch.setattr(device, "meant", lambda device: GPU)
     # Kernels of other tests, in this process, are not of this list.
@@ -108,13 +109,13 @@ def addresses_of(value):
 def count_repeats():
     """A list that grows with each repeated call."""
     repeats = []
-    call = _repeat._Repeat.__call__
+    call = repeat._Repeat.__call__
 
     def count(self, *arguments):
         repeats.append(self)
         return call(self, *arguments)
 
-    with mock.patch.object(_repeat._Repeat, "__call__", count):
+    with mock.patch.object(repeat._Repeat, "__call__", count):
         yield repeats
 
 
@@ -151,7 +152,7 @@ def test_other_tensors_get_the_launches_of_a_first_call(op, launched):
     first, second = CALLS[op](), CALLS[op]()
     for _ in range(2):
         call(**first)
-    with _repeat.unrepeated():
+    with repeat.unrepeated():
         launched.clear()
         expected_result = call(**second)
     expected = [addresses_of(launch) for launch in launched]
@@ -316,7 +317,7 @@ def test_calls_that_read_more_than_their_signature_are_not_repeated(launched):
     ],
 )
 def test_only_questions_views_and_allocations_are_repeated(use, repeated, launched):
-    @_repeat.repeated
+    @repeat.repeated
     def op(x):
         use(x)
         return x
@@ -341,7 +342,7 @@ def test_whoever_watches_sees_first_calls(launched):
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(knobs.runtime, "launch_enter_hook", print),
         mock.patch.object(launches, "current_device", return_value=1),
-        _repeat.unrepeated(),
+        repeat.unrepeated(),
     ):
         with watch:
             assert not is_repeated(call)
@@ -380,7 +381,7 @@ def test_no_memory_is_kept(launched):
 
 @compiled
 def test_old_signatures_are_forgotten(launched, monkeypatch):
-    monkeypatch.setattr(_repeat, "MAX_SIGNATURES", 2)
+    monkeypatch.setattr(repeat, "MAX_SIGNATURES", 2)
     scores = [torch.zeros(3, 40 + n) for n in range(3)]
     assert is_repeated(lambda: select_topk(scores[0], topk=2))
     for row in scores[1:]:

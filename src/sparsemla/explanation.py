@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparsemla.dispatch import Choice, explaining
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 
 
 @dataclass(frozen=True)

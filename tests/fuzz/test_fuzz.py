@@ -26,7 +26,7 @@ import sparsemla
 import strategies
 from definitions import FLOAT32, INF, SUM, TINY, Near, f64, half_step, ints, rounded
 from sparsemla import PlanBuffers, dispatch, plan_batch
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla_lab.testing.poison import poisoned_empty
 from strategies import E4M3, Draw
 

@@ -21,7 +21,7 @@ from sparsemla.dispatch import launches_on
 from sparsemla.formats import CacheFormat, get_format
 from sparsemla.kernels.attention.arguments import Splits
 from sparsemla.kernels.common.table import C, Op
-from sparsemla.ops._repeat import recording
+from sparsemla.kernels.repeat import recording
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
 

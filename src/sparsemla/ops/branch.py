@@ -12,7 +12,7 @@ from sparsemla.checks import INTEGERS, Checker
 from sparsemla.formats import ScaleMode
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
-from sparsemla.ops._repeat import repeated
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops.decode import (
     _dense_decode,
     _sparse_decode,

@@ -10,8 +10,8 @@ from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.kernels import attention
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DenseDecode, MergeStates, SparseDecode, Splits
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 from sparsemla.validation import check_device, check_integer
 
 

@@ -7,8 +7,8 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kernels import gather
 from sparsemla.kernels.gather.arguments import EntrySlots, GatherDequant, ToSlots, VisibleSlots
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 
 _to_slots = operator(gather.TO_SLOTS)
 

@@ -7,8 +7,8 @@ from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.kernels import indexer
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS

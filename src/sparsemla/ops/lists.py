@@ -8,8 +8,8 @@ from torch import Tensor
 from sparsemla.checks import INTEGERS, MAX_MASKED_TOKENS, Checker
 from sparsemla.kernels import lists
 from sparsemla.kernels.lists.arguments import ShareLists
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 
 
 class SharedLists(NamedTuple):

@@ -8,8 +8,8 @@ from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.formats import ScaleMode
 from sparsemla.kernels import pool
 from sparsemla.kernels.pool.arguments import PoolWindows
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.pooling import Pooling, WindowState
 

@@ -12,8 +12,8 @@ from sparsemla.formats import CacheFormat, as_format
 from sparsemla.kernels import attention
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.arguments import DensePrefill, SparsePrefill
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 from sparsemla.plan import host_ints
 from sparsemla.validation import check_device, check_integer
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kernels import projection
 from sparsemla.kernels.projection.arguments import ProjectGroups, ProjectHeads
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 from sparsemla.ops.quant import TABLES
 from sparsemla.validation import check_integer, check_kind
 from sparsemla.weights import HeadWeight

@@ -13,8 +13,8 @@ from sparsemla.kernels.quant.arguments import (
     FusedRopeRmsnormQuant,
     PrepareIndexQueries,
 )
+from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 
 TABLES = (torch.float32, torch.bfloat16)
 ROTATED = (*FLOATS, torch.float8_e4m3fn)

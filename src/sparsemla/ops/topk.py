@@ -5,9 +5,9 @@ from torch import Tensor
 
 from sparsemla.checks import INTEGERS, Checker
 from sparsemla.kernels import topk as selections
+from sparsemla.kernels.repeat import repeated
 from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 from sparsemla.ops._library import operator
-from sparsemla.ops._repeat import repeated
 
 SCORES = (torch.float32, torch.bfloat16)
 MAX_COLUMNS = 2**30

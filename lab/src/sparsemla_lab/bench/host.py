@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from sparsemla.formats import BF16_576
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla_lab.bench.step import DecodeStep
 from sparsemla_lab.bench.workloads import (
     CacheWrite,
@@ -108,7 +108,7 @@ def measure(commit: str, date: str, versions: dict[str, str]) -> HostTimes:
 
 
 def _row(workload: Workload) -> Row:
-    from sparsemla.kernels.common.launches import current_device, current_stream, seen_launches
+    from sparsemla.kernels.repeat.launches import current_device, current_stream, seen_launches
 
     inputs = workload.build(torch.device("cuda"))
     side = workload.ours(inputs)

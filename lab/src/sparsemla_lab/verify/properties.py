@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsemla import dispatch
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.table import Kernel, Op
-from sparsemla.ops._repeat import unrepeated
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import WindowState
 from sparsemla_lab.testing.cases import Arguments

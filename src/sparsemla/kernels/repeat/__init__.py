@@ -8,17 +8,21 @@ time: the checks, torch's dispatcher, the launcher, and Triton's search for the 
 
 A recording does not trust that sentence. It watches every use of a tensor, and is kept only if
 each was a question that the signature answers, a view, an allocation or an argument of a launch.
+
+All of it lives in this package. An op is decorated with :func:`repeated`; whoever watches or
+replaces checks and choices enters :func:`unrepeated`; and an operator asks :func:`recording`
+whether to leave out torch's dispatcher, behind which no launch can be watched.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -72,23 +76,26 @@ _USUAL_KEYS = (
 """Keys of torch's dispatcher that are always on; modes and transforms add others."""
 
 
-_repeats: ContextVar[bool] = ContextVar("repeats", default=True)
-_records: ContextVar[bool] = ContextVar("records", default=False)
+_mode: ContextVar[Literal["repeat", "run", "record"]] = ContextVar("mode", default="repeat")
 
 
 def recording() -> bool:
     """Whether a call is being recorded; operators then leave out torch's dispatcher."""
-    return _records.get()
+    return _mode.get() == "record"
 
 
 @contextmanager
-def unrepeated() -> Iterator[None]:
-    """Check, choose and launch as for the first time, for those who watch or replace these."""
-    token = _repeats.set(False)
+def _in_mode(mode: Literal["run", "record"]) -> Iterator[None]:
+    token = _mode.set(mode)
     try:
         yield
     finally:
-        _repeats.reset(token)
+        _mode.reset(token)
+
+
+def unrepeated() -> AbstractContextManager[None]:
+    """Check, choose and launch as for the first time, for those who watch or replace these."""
+    return _in_mode("run")
 
 
 def repeated(op: Callable[P, R]) -> Callable[P, R]:
@@ -99,7 +106,7 @@ def repeated(op: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(op)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not _repeats.get():
+        if torch.compiler.is_compiling() or _mode.get() != "repeat":
             return op(*args, **kwargs)
         tensors: list[Tensor] = []
         addresses: list[int] = []
@@ -134,7 +141,7 @@ class _UnknownError(Exception):
     """An argument that has no signature."""
 
 
-def _describe(value: Any, tensors: list[Tensor], addresses: list[int]) -> Hashable:  # noqa: ANN401
+def _describe(value: Any, tensors: list[Tensor], addresses: list[int]) -> Hashable:
     """All that an op may know of an argument; adds the argument's tensors to the lists."""
     kind = type(value)
     if kind is Tensor or kind is Parameter:
@@ -212,12 +219,9 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, call: Callable[[], R]) -> R:
         """Call a function and watch."""
-        token = _records.set(True)
-        try:
-            with unrepeated(), torch.no_grad(), _launches().seen_launches() as self._seen, self:
-                return call()
-        finally:
-            _records.reset(token)
+        watched = _launches().seen_launches()
+        with _in_mode("record"), torch.no_grad(), watched as self._seen, self:
+            return call()
 
     def __torch_function__(
         self,
@@ -328,6 +332,6 @@ class _Repeat:
 @functools.cache
 def _launches() -> ModuleType:
     """The module, which imports Triton."""
-    from sparsemla.kernels.common import launches
+    from sparsemla.kernels.repeat import launches
 
     return launches
