@@ -258,8 +258,8 @@ CPU_MUTANTS = (
     portable(
         "NaN is no key",
         "topk/triton.py",
-        "return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))",
-        "return bits ^ ((bits >> 31) & 0x7FFFFFFF)",
+        "return tl.where(x != x, NAN_KEY, ordered_bits(tl.where(x == 0.0, 0.0, x)))",
+        "return ordered_bits(tl.where(x == 0.0, 0.0, x))",
         NAN,
     ),
     portable(

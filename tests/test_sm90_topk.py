@@ -16,8 +16,7 @@ from sparsemla import reference
 from sparsemla.kernels.topk import schedule
 from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 from sparsemla.kernels.topk.sm90 import candidates, merge, radix
-from sparsemla.kernels.topk.sm90.keys import DEAD_KEY, NAN_KEY
-from sparsemla.kernels.topk.triton import LIST_BYTES
+from sparsemla.kernels.topk.triton import DEAD_KEY, LIST_BYTES, NAN_KEY
 from sparsemla_lab.testing.cases import Draw, adversarial_scores, merge_topk_case
 from sparsemla_lab.testing.interpreter import acting_as_hopper
 from test_topk import merges_with_the_largest_index

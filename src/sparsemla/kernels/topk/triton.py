@@ -63,23 +63,29 @@ def pages_of(page_table: Tensor | None, request_ids: Tensor | None) -> Pages:
 
 
 @triton.jit
-def _keys(x):
-    """int32 keys in the order of float32 ``x``."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+def ordered_bits(x):
+    """The bits of float32 ``x`` as int32 in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value(key):
+def keys_of(x):
+    """int32 keys in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
+    return tl.where(x != x, NAN_KEY, ordered_bits(tl.where(x == 0.0, 0.0, x)))
+
+
+@triton.jit
+def value_of_key(key):
     """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _row_range(row_starts, row_ends, row, num_cols):
+def row_range(row_starts, row_ends, row, num_cols):
     """The columns of a row; the end is never below the start."""
-    start = tl.full([], 0, tl.int32)
-    end = start + num_cols
+    start = num_cols * 0
+    end = num_cols
     if row_starts is not None:
         start = tl.minimum(tl.maximum(tl.load(row_starts + row), 0), num_cols).to(tl.int32)
     if row_ends is not None:
@@ -93,7 +99,7 @@ def _log2(n):
 
 
 @triton.jit
-def _as_output(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
+def as_output(ids, mask, pages, row, PAGE_SIZE: tl.constexpr):
     """The output for positions: the positions themselves, or their slots."""
     if PAGE_SIZE > 0:
         request = tl.load(pages.request_ids + row).to(tl.int64)
@@ -160,7 +166,7 @@ def _estimate_threshold(x, size, k, factor, CAPACITY: tl.constexpr, SAMPLE: tl.c
     ids = ((at + shift) // 8 * 8 - shift)[:, None] + tl.arange(0, 8)[None, :]
     values = tl.load(x + ids, mask=(ids >= 0) & (ids < size), other=0.0)
     ids = tl.reshape(ids, [SAMPLE])
-    key = _keys(tl.reshape(values, [SAMPLE]).to(tl.float32))
+    key = keys_of(tl.reshape(values, [SAMPLE]).to(tl.float32))
     key = tl.where((ids >= 0) & (ids < size), key, DEAD_KEY)
     ratio = SAMPLE / size.to(tl.float32)
     mean = k * ratio
@@ -246,8 +252,8 @@ def _collect_candidates(
     TILE: tl.constexpr = 4 * PLANE
     tl.static_assert(PLANE < 256)
     key = tl.maximum(key, MINUS_INF_KEY)  # lower keys belong to NaN
-    value = _value(key)
-    over = _value(key + 1)
+    value = value_of_key(key)
+    over = value_of_key(key + 1)
     # Aligned groups of four; the few columns before and after them are handled separately.
     head = tl.minimum(_columns_to_alignment(x), size)
     groups = x + head
@@ -366,7 +372,7 @@ def _exact_threshold(x, size, k, CAPACITY: tl.constexpr):
         values = _load(x, size, lane)
         for base in range(0, size, 8 * LANES):
             next_values = _load(x, size, base + 8 * LANES + lane)
-            keys = tl.where(base + lane < size, _keys(values), DEAD_KEY)
+            keys = tl.where(base + lane < size, keys_of(values), DEAD_KEY)
             counts_a += tl.sum((keys >= a).to(tl.int32), 0)
             counts_b += tl.sum((keys >= b).to(tl.int32), 0)
             counts_c += tl.sum((keys >= c).to(tl.int32), 0)
@@ -397,7 +403,7 @@ def _store_chosen(
     equal_before = level + (before >> 16)
     place = above + (before & 0xFFFF) + tl.minimum(equal_before, ties)
     chosen = over | (equal & (equal_before < ties))
-    tl.store(out + place, _as_output(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
+    tl.store(out + place, as_output(ids, chosen, pages, row, PAGE_SIZE), mask=chosen)
     total = tl.sum(both, 0)
     return above + (total & 0xFFFF), level + (total >> 16)
 
@@ -407,7 +413,7 @@ def _store_short_row(out, size, k, pages, row, BLOCK: tl.constexpr, PAGE_SIZE: t
     """Store all ids of a row of at most k columns, then -1."""
     for base in range(0, k, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        named = _as_output(ids, ids < size, pages, row, PAGE_SIZE)
+        named = as_output(ids, ids < size, pages, row, PAGE_SIZE)
         tl.store(out + ids, tl.where(ids < size, named, -1), mask=ids < k)
 
 
@@ -476,7 +482,7 @@ def _select_row(
             for base in range(0, size, HALF):
                 next_values = _load(x, size, base + HALF + lane)
                 ids = base + lane
-                keys = tl.where(ids < size, _keys(values), DEAD_KEY)
+                keys = tl.where(ids < size, keys_of(values), DEAD_KEY)
                 over, level = _store_chosen(
                     out, ids, keys, key, over, level, k - above, pages, row, PAGE_SIZE
                 )
@@ -502,7 +508,7 @@ def _select_row(
             entry = tl.load(lists + source, mask=j < count, other=0).to(tl.int64)
             ids = entry.to(tl.int32)
             values = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        keys = tl.where(j < count, _keys(values), DEAD_KEY)
+        keys = tl.where(j < count, keys_of(values), DEAD_KEY)
         lowest = tl.min(tl.where(keys == DEAD_KEY, END_KEY, keys), 0)
         threshold, _, above = _search_threshold(keys, lowest, tl.max(keys, 0) + 1, count, k, k)
         _store_chosen(
@@ -544,7 +550,7 @@ def _collect_kernel(
     TILE: tl.constexpr = 16 * LANES
     row = tl.program_id(0).to(tl.int64) // slices
     index = tl.program_id(0) % slices
-    start, end = _row_range(row_starts, row_ends, row, num_cols)
+    start, end = row_range(row_starts, row_ends, row, num_cols)
     size = end - start
     if (size > k) & (size > CAPACITY):
         x = scores + row * stride_scores + start
@@ -587,7 +593,7 @@ def _finish_kernel(
     pages = Pages(table, request_ids, num_requests, width, stride)
     row = tl.program_id(0).to(tl.int64)
     out += row * stride_out
-    start, end = _row_range(row_starts, row_ends, row, num_cols)
+    start, end = row_range(row_starts, row_ends, row, num_cols)
     size = end - start
     if size <= k:
         _store_short_row(out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
@@ -643,7 +649,7 @@ def _select_kernel(
     counts += tl.program_id(0) * (2 * WARPS)
     for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.full([], 0, tl.int64) + index
-        start, end = _row_range(row_starts, row_ends, row, num_cols)
+        start, end = row_range(row_starts, row_ends, row, num_cols)
         size = end - start
         if size <= k:
             _store_short_row(out + row * stride_out, size, k, pages, row, 32 * WARPS, PAGE_SIZE)
@@ -888,7 +894,7 @@ def _merge_kernel(
     ids = tl.load(indices + at, mask=within, other=-1)
     live = ids >= 0
     x = tl.load(values + row * stride_row + part * stride_part + j % width, mask=live, other=0.0)
-    key = tl.where(live, _keys(x.to(tl.float32)), DEAD_KEY)
+    key = tl.where(live, keys_of(x.to(tl.float32)), DEAD_KEY)
     count = tl.sum(live.to(tl.int32), 0)
     lowest = tl.full([], DEAD_KEY, tl.int32)
     highest = tl.full([], END_KEY, tl.int32)

@@ -42,17 +42,8 @@ from sparsemla.kernels.topk.sm90.collect import (
     unpack_entries,
 )
 from sparsemla.kernels.topk.sm90.keys import (
-    DEAD_KEY,
-    END_KEY,
-    MINUS_INF_KEY,
-    NAN_KEY,
-    RUNTIME,
-    as_output,
     exclusive_sum,
-    keys_of,
     max_all,
-    ordered_bits,
-    row_range,
     search_threshold,
     store_short_row,
     sum_all,
@@ -60,7 +51,18 @@ from sparsemla.kernels.topk.sm90.keys import (
     to_all_threads,
 )
 from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
-from sparsemla.kernels.topk.triton import Pages
+from sparsemla.kernels.topk.triton import (
+    DEAD_KEY,
+    END_KEY,
+    MINUS_INF_KEY,
+    NAN_KEY,
+    RUNTIME,
+    Pages,
+    as_output,
+    keys_of,
+    ordered_bits,
+    row_range,
+)
 
 SIGMAS = gl.constexpr(4.5)
 """Standard deviations between a threshold's rank and both limits of a list's length."""

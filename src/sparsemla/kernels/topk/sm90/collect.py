@@ -12,10 +12,9 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.topk.sm90.keys import (
+from sparsemla.kernels.topk.sm90.keys import add, exclusive_sum_of_warps
+from sparsemla.kernels.topk.triton import (
     MINUS_INF_KEY,
-    add,
-    exclusive_sum_of_warps,
     value_of_key,
 )
 

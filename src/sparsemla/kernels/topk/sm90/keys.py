@@ -1,4 +1,4 @@
-"""Scores as integer keys, reductions over a CTA, and the search for a threshold among keys.
+"""Reductions over a CTA, and the search for a threshold among keys of scores.
 
 A reduction over a CTA costs one exchange between its warps. ``W`` is the number of warps, and row w
 of ``[W, N]`` belongs to warp w.
@@ -9,43 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.topk.triton import Pages
-
-DEAD_KEY = gl.constexpr(-(1 << 31))
-"""Key of an element without a score."""
-
-
-NAN_KEY = gl.constexpr(-(1 << 31) + 1)
-
-
-MINUS_INF_KEY = gl.constexpr(-(1 << 31) + 0x7FFFFF)
-
-
-END_KEY = gl.constexpr(0x7F800001)
-"""One above the key of +inf."""
-
+from sparsemla.kernels.topk.triton import DEAD_KEY, as_output
 
 INTERPOLATIONS = gl.constexpr(6)
 """Iterations by interpolation; if they do not end the search, many keys are equal or close."""
-
-
-@gluon.jit
-def ordered_bits(x):
-    """The bits of float32 ``x`` as int32 in the order of the floats."""
-    bits = x.to(gl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@gluon.jit
-def keys_of(x):
-    """int32 keys in the order of float32 ``x``; -0 equals +0, and NaN lies below -inf."""
-    return gl.where(x != x, NAN_KEY, ordered_bits(gl.where(x == 0.0, 0.0, x)))
-
-
-@gluon.jit
-def value_of_key(key):
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -164,21 +131,6 @@ def exclusive_sum(x, W: gl.constexpr):
 
 
 @gluon.jit
-def as_output(ids, mask, pages, row, PAGE_SIZE: gl.constexpr):
-    """The output for positions: the positions themselves, or their slots."""
-    if PAGE_SIZE > 0:
-        request = gl.load(pages.request_ids + row).to(gl.int64)
-        width = gl.where((request >= 0) & (request < pages.num_requests), pages.width, 0)
-        column = ids // PAGE_SIZE
-        at = pages.table + request * pages.stride + column
-        page = gl.load(at, mask=mask & (column < width), other=-1).to(gl.int64)
-        known = (page >= 0) & (page <= (1 << 31) // PAGE_SIZE)  # or the product may overflow
-        slots = gl.where(known, page, -1) * PAGE_SIZE + ids % PAGE_SIZE
-        ids = gl.where((slots >= 0) & (slots < (1 << 31)), slots, -1).to(gl.int32)
-    return ids
-
-
-@gluon.jit
 def store_short_row(
     out, size, k, pages, row, PAGE_SIZE: gl.constexpr, W: gl.constexpr, LINE: gl.constexpr
 ):
@@ -187,28 +139,3 @@ def store_short_row(
         ids = base + gl.arange(0, W * 32, LINE)
         named = as_output(ids, ids < size, pages, row, PAGE_SIZE)
         gl.store(out + ids, gl.where(ids < size, named, -1), mask=ids < k)
-
-
-@gluon.jit
-def row_range(row_starts, row_ends, row, num_cols):
-    """The columns of a row; the end is never below the start."""
-    start = num_cols * 0
-    end = num_cols
-    if row_starts is not None:
-        start = gl.minimum(gl.maximum(gl.load(row_starts + row), 0), num_cols).to(gl.int32)
-    if row_ends is not None:
-        end = gl.minimum(gl.maximum(gl.load(row_ends + row), start), num_cols).to(gl.int32)
-    return start, end
-
-
-# Arguments are not specialised: one compiled kernel serves all shapes.
-RUNTIME = (
-    "num_rows",
-    "num_cols",
-    "k",
-    "limit",
-    "slices",
-    "stride_scores",
-    "stride_out",
-    *Pages._fields,
-)

@@ -11,15 +11,17 @@ from sparsemla.kernels.common.gluon import barrier
 from sparsemla.kernels.topk.arguments import MergeTopk
 from sparsemla.kernels.topk.schedule import MERGE_BLOCK
 from sparsemla.kernels.topk.sm90.keys import (
-    DEAD_KEY,
-    END_KEY,
     ends_of,
     exclusive_sum,
-    keys_of,
-    ordered_bits,
     search_threshold,
     sum_all,
     sums_and_max,
+)
+from sparsemla.kernels.topk.triton import (
+    DEAD_KEY,
+    END_KEY,
+    keys_of,
+    ordered_bits,
     value_of_key,
 )
 

@@ -12,16 +12,17 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.schedule import schedule_registers
-from sparsemla.kernels.topk.sm90.keys import (
+from sparsemla.kernels.topk.sm90.keys import store_short_row
+from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
+from sparsemla.kernels.topk.triton import (
     DEAD_KEY,
     RUNTIME,
+    Pages,
     as_output,
     keys_of,
+    pages_of,
     row_range,
-    store_short_row,
 )
-from sparsemla.kernels.topk.sm90.radix import cluster_layout, cluster_line_layout, rank_best
-from sparsemla.kernels.topk.triton import Pages, pages_of
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
