@@ -294,20 +294,8 @@ def _mqa_logits(
     if isinstance(max_seqlen_k, int) and max_seqlen_k == 0:
         return indexer_scores(q, weights, keys, scales, starts, ends).to(dtype)
     check.positive("max_seqlen_k", max_seqlen_k)
-    return _compressed(q, weights, keys, scales, starts, ends, max_seqlen_k, dtype)
-
-
-def _compressed(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    scales: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    width: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Scores with each row shifted to its first key, computed in passes of bounded memory."""
+    # Each row is shifted to its first key, in passes of bounded memory.
+    width = max_seqlen_k
     num_rows, num_keys = q.shape[0], keys.shape[0]
     out = torch.empty(num_rows, width, dtype=dtype, device=q.device)
     columns = torch.arange(width, device=q.device)
