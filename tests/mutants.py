@@ -702,10 +702,10 @@ GPU_MUTANTS = (
         "sparse_decode",
     ),
     hopper(
-        "the last tile of the extra stream is skipped",
+        "the last block of the extra stream is skipped",
         FEW_HEADS,
-        "        all_extra = gl.cdiv(extra_end, KEYS)\n",
-        "        all_extra = extra_end // KEYS\n",
+        "        all_extra = gl.cdiv(extra_end, BLOCK_N)\n",
+        "        all_extra = extra_end // BLOCK_N\n",
         "sparse_prefill",
     ),
     hopper(
@@ -768,8 +768,8 @@ GPU_MUTANTS = (
     hopper(
         "l of both consumers is added without rescaling",
         FEW_HEADS,
-        "    merged_l += memory.ml.index(3).load(ROW) * gl.exp2(m1 - merged_m)\n",
-        "    merged_l += memory.ml.index(3).load(ROW)\n",
+        "    merged_l += smem.ml.index(CONSUMERS + 1).load(ROW) * gl.exp2(m1 - merged_m)\n",
+        "    merged_l += smem.ml.index(CONSUMERS + 1).load(ROW)\n",
         "sparse_prefill",
     ),
     hopper(
@@ -789,7 +789,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for copies",
         FEW_HEADS_FP8,
-        "        mbarrier.wait(memory.full.index(stage), (first_tile + i) // STAGES & 1)\n",
+        "        mbarrier.wait(smem.kv_full.index(stage), (first_block + i) // STAGES & 1)\n",
         "",
         "sparse_decode",
         "dense_decode",
@@ -804,8 +804,8 @@ GPU_MUTANTS = (
     hopper(
         "O is not rescaled",
         FEW_HEADS_FP8,
-        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * rescale)",
-        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * (rescale * 0 + 1))",
+        "in_flight = issue_pv_mmas(v0, v1, 0, smem.p.index(zero), acc[0] * rescale)",
+        "in_flight = issue_pv_mmas(v0, v1, 0, smem.p.index(zero), acc[0] * (rescale * 0 + 1))",
         "sparse_decode",
         "dense_decode",
     ),

@@ -102,6 +102,7 @@ from sparsemla.kernels.attention.sm90.layouts import (
     O_LAYOUT,
     O_ROWS,
     PLAIN,
+    Q_OPERAND,
     RAW_64,
     RAW_128,
     ROPE_DIM,
@@ -130,8 +131,6 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import COPY, TILE
 from sparsemla.kernels.common.paged import cache_arguments
-
-Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
 # O and l are rescaled only when a score exceeds m by more than this many powers of two. Until then
 # m lags behind the largest score, unless the caller wants the largest logit.

@@ -76,16 +76,29 @@ from sparsemla.kernels.attention.sm90.arguments import (
     prefill_rows,
 )
 from sparsemla.kernels.attention.sm90.layouts import (
+    A8,
+    A16,
     BLOCK_M,
     BLOCK_N,
     CODES_ROWS,
+    CODES_TILE,
     COPY_CODES,
     COPY_ROWS,
+    FACTORS,
     HALF_DIM,
+    LOAD_Q_ROPE,
     LOAD_ROWS,
+    P_TILE,
+    PIECE_DIM,
     PLAIN,
     ROPE_DIM,
     ROWS_IN_WARP,
+    S8,
+    S8_COLS,
+    S8_ROWS,
+    S16,
+    STORE_O_T,
+    SUM_PARTS,
     THREADS,
     VALUE_DIM,
     WARPGROUP,
@@ -105,48 +118,6 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import COPY, TILE
 
-S8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""S ``[rows, keys]``, and O^T ``[dims, rows]``."""
-S16 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ROWS = gl.constexpr(gl.SliceLayout(1, S8))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, S8))
-A8 = gl.constexpr(gl.DotOperandLayout(0, S8, 4))
-A16 = gl.constexpr(gl.DotOperandLayout(0, S16, 2))
-
-CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-P_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-
-
-# RoPE dims of queries, two in a word.
-LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-
-# Factors of keys lie in shared memory such that the four threads of a row load 64 adjacent bytes.
-FACTORS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
-    )
-)
-
-# O of 128 dims on its way out: pairs of dims of eight threads are 32 adjacent bytes of bfloat16.
-STORE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0], [0, 16]],
-        [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
-        [[0, 32], [0, 64]],
-        [],
-        [64, 128],
-    )
-)
-
-SUM_PARTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-"""Sums of P over the columns that a thread holds."""
-
-PIECE_DIM = gl.constexpr(128)
-"""Dims of an MMA: of K, or of V^T and O^T, half of a warpgroup's value dims."""
 HALF_M = gl.constexpr(BLOCK_M.value // 2)
 """Query rows that a consumer rounds."""
 STAGES = gl.constexpr(4)
@@ -286,7 +257,7 @@ def load_factor(smem, stage, FACTOR: gl.constexpr):
     """A factor of a block's keys, as a row."""
     x = smem.factors[FACTOR].index(stage).load(FACTORS)
     x = x.reshape(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(BLOCK_N)
-    return gl.convert_layout(x, COLUMNS)[None, :]
+    return gl.convert_layout(x, S8_COLS)[None, :]
 
 
 @gluon.jit
@@ -340,7 +311,7 @@ def rises(smem, PARITY: gl.constexpr):
 def rescale(acc_a, acc_b, some, smem, PARITY: gl.constexpr):
     """O over m after a block instead of before it."""
     if some:
-        alpha = smem.alpha.index(PARITY).load(COLUMNS)[None, :]
+        alpha = smem.alpha.index(PARITY).load(S8_COLS)[None, :]
         acc_a *= alpha
         acc_b *= alpha
     return acc_a, acc_b
@@ -475,14 +446,14 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
         fence_async_shared()
         mbarrier.arrive(smem.bar.index(Q_FULL), count=1)
         mbarrier.wait(smem.bar.index(Q_FULL), turn & 1)
-        factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(ROWS) * scale_log2
+        factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(S8_ROWS) * scale_log2
         num_pairs = load_key_range(smem, turn)
         zero = opaque_zero(tile)
         mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
         s = first_qk(smem, zero, step % STAGES)
         acc_a = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
         acc_b = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
-        m = gl.full([BLOCK_M], LOWEST, gl.float32, ROWS)
+        m = gl.full([BLOCK_M], LOWEST, gl.float32, S8_ROWS)
         l = gl.zeros([BLOCK_M, 4], gl.float32, SUM_PARTS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
@@ -494,10 +465,10 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             before = m
             if HALF == 1:
                 mbarrier.wait(smem.bar.index(M_FULL), phase)
-                before = smem.m[0].load(ROWS)
+                before = smem.m[0].load(S8_ROWS)
             elif i > 0:
                 mbarrier.wait(smem.bar.index(M_FULL + 1), phase ^ 1)
-                before = smem.m[1].load(ROWS)
+                before = smem.m[1].load(S8_ROWS)
             m_new = gl.where(top > before + LAG, top, before)
             smem.m[HALF].store(m_new)
             mbarrier.arrive(smem.bar.index(M_FULL + HALF), count=1)
@@ -566,7 +537,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             mbarrier.wait(smem.bar.index(M_FULL + 1), (step // 2 & 1) ^ 1)
-            after = smem.m[1].load(ROWS)
+            after = smem.m[1].load(S8_ROWS)
             l = l * gl.convert_layout(exp2(m - after), gl.SliceLayout(1, SUM_PARTS))[:, None]
             m = after
         inv_l, out, begin = store_sums(tile, turn, m, gl.sum(l, 1), results, shape, smem, HALF)
@@ -585,16 +556,16 @@ def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
     begin, _, request, token = locate_tile(tile, shape)
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
-        l = gl.convert_layout(l, ROWS)
-        _, head, real = rows_of_tile(begin, shape, ROWS, False)
+        l = gl.convert_layout(l, S8_ROWS)
+        _, head, real = rows_of_tile(begin, shape, S8_ROWS, False)
         at = results.lse + request * results.lse_request + token * results.lse_token + head
         gl.store(at, (m + LOG_SHIFT + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
-    l = smem.l.index(0).load(COLUMNS) + smem.l.index(1).load(COLUMNS)
+    l = smem.l.index(0).load(S8_COLS) + smem.l.index(1).load(S8_COLS)
     empty = l == 0
     if results.attn_sink is not None:
-        _, head, real = rows_of_tile(begin, shape, COLUMNS, False)
+        _, head, real = rows_of_tile(begin, shape, S8_COLS, False)
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-        l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(COLUMNS))
+        l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(S8_COLS))
     inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
     out = results.out + request * results.out_request + token * results.out_token
     return inv_l, out + HALF * HALF_DIM, begin
@@ -605,9 +576,9 @@ def store_columns(acc, inv_l, out, begin, results, shape):
     """Store columns of O, from the rows of O^T in the order of :func:`load_values`."""
     x = (acc * inv_l[None, :]).to(results.out.dtype.element_ty)
     x = x.reshape(2, 4, 2, 8, BLOCK_M).permute(4, 1, 0, 3, 2).reshape(BLOCK_M, PIECE_DIM)
-    x = gl.convert_layout(x, STORE)  # moves nothing
-    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE), False)
-    dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE))
+    x = gl.convert_layout(x, STORE_O_T)  # moves nothing
+    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE_O_T), False)
+    dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE_O_T))
     at = out + (head * results.out_head)[:, None] + dims[None, :]
     gl.store(at, x, mask=real[:, None])
 
@@ -637,7 +608,7 @@ def copy_block(step, slots, main, rows, smem):
     dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, COPY_CODES))
     rope = VALUE_DIM // 2 + gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))
     mbarrier.wait(smem.bar.index(KV_EMPTY + stage), step // STAGES & 1 ^ 1)
-    to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES)
+    to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES_TILE)
     async_load(to, codes[:, None] + dims[None, :])
     async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
     for factor in gl.static_range(NUM_FACTORS):
@@ -703,10 +674,10 @@ def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYO
 def allocate():
     """Shared memory and barriers of a CTA."""
     smem = SharedMemory(
-        q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES),
+        q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES_TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
         q_scale=gl.allocate_shared_memory(gl.float32, [2, HALF_M], PLAIN),
-        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES),
+        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES_TILE),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, ROPE_DIM], TILE),
         factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, BLOCK_N], PLAIN),
         p=gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_M, BLOCK_N], P_TILE),
