@@ -733,14 +733,14 @@ GPU_MUTANTS = (
     hopper(
         "no wait for dequantised keys",
         ROWS_FP8,
-        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)\n",
+        "    mbarrier.wait(smem.kv_full.index(stage), step // KV_STAGES & 1)\n",
         "",
         "sparse_decode",
     ),
     hopper(
         "no wait for P",
         ROWS_FP8,
-        "                mbarrier.wait(smem.bar.index(P_FULL), step & 1)\n",
+        "                mbarrier.wait(smem.p_full.index(0), step & 1)\n",
         "",
         "sparse_decode",
     ),

@@ -30,21 +30,22 @@ the others. The MMAs alone need 2176 cycles a step, accesses to shared memory 32
 
 Barriers. A chunk of value dims has one stage; RoPE dims that are kept as bfloat16 have two:
 
-    barrier    number      arrivals             waits         guards
-    FULL       1 a stage   128, the producer's  PV 0, 1; QK   a chunk, and the scales of its block
-               of a chunk  cp.async copies      (bf16 RoPE)
-    EMPTY      1 a stage   1, its reader        producer      a chunk that may be overwritten
-               of a chunk
-    P_FULL     1           1, QK                PV 0, 1       P and alpha of a step
-    L_FULL     2 by turn   1, QK                PV 0, 1       1 / l of a tile
-    KEY_RANGE  4 by turn   1, producer          PV 0, 1; QK   number of blocks, first key, limits
-    VALID      4 by step   1, producer          QK            which keys of a block are valid
-    KV_FULL    2 by step   2, PV 0 and PV 1     QK            a dequantised block
-    P_EMPTY    2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha that may be overwritten
+    barrier         number      arrivals             waits         guards
+    chunk_full      1 a stage   128, the producer's  PV 0, 1; QK   a chunk, and the scales of its
+                    of a chunk  cp.async copies      (bf16 RoPE)   block
+    chunk_empty     1 a stage   1, its reader        producer      the same stage, for reuse
+                    of a chunk
+    kv_full         2 by step   2, PV 0 and PV 1     QK            a dequantised block
+    valid_full      4 by step   1, producer          QK            which keys of a block are valid
+    key_range_full  4 by turn   1, producer          PV 0, 1; QK   number of blocks, first key,
+                                                                   limits
+    p_full          1           1, QK                PV 0, 1       P and alpha of a step
+    p_empty         2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha, for reuse
+    l_full          2 by turn   1, QK                PV 0, 1       1 / l of a tile
 
-No other memory needs an EMPTY barrier. A PV warpgroup overwrites its half of a block after its own
+No other memory needs an empty barrier. A PV warpgroup overwrites its half of a block after its own
 MMA, which starts once QK has computed S and P of the block. The producer is at most three steps
-ahead of QK, as every chunk waits for its stage; hence four stages of VALID and of KEY_RANGE.
+ahead of QK, as every chunk waits for its stage; hence four stages of validity and of key ranges.
 
 Shared memory in KiB: right half of Q 32, two dequantised blocks 2 x 64, P 8, chunks 32 (40 for 448
 e4m3 codes and 64 bfloat16 dims), bfloat16 RoPE dims 2 x 8, scales 0.5 to 8, the rest 2.6. The
@@ -119,6 +120,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     load_block_slots,
@@ -136,20 +138,12 @@ from sparsemla.kernels.common.paged import cache_arguments
 # m lags behind the largest score, unless the caller wants the largest logit.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
+PV_WARPGROUPS = gl.constexpr(2)
 KV_STAGES = gl.constexpr(2)
 ROPE_STAGES = gl.constexpr(2)
 L_STAGES = gl.constexpr(2)
 VALID_STAGES = gl.constexpr(4)
 RANGE_STAGES = gl.constexpr(4)
-
-# Barriers beside FULL and EMPTY.
-P_FULL = gl.constexpr(0)
-L_FULL = gl.constexpr(1)
-KEY_RANGE = gl.constexpr(3)
-VALID = gl.constexpr(7)
-KV_FULL = gl.constexpr(11)
-P_EMPTY = gl.constexpr(13)
-NUM_BARRIERS = gl.constexpr(15)
 
 
 class QuantizedRows(NamedTuple):
@@ -200,9 +194,14 @@ class SharedMemory(NamedTuple):
     valid: object  # [4, BLOCK_N] validity of a block's keys; producer -> QK
     alpha: object  # [BLOCK_M] the factors that rescale O; QK -> PV
     inv_l: object  # [2, BLOCK_M] by turn: 1 / l; QK -> PV
-    full: object  # the barriers FULL
-    empty: object  # the barriers EMPTY
-    bar: object  # all other barriers
+    chunk_full: object  # this and the following fields are arrays of barriers
+    chunk_empty: object
+    kv_full: object
+    valid_full: object
+    key_range_full: object
+    p_full: object
+    p_empty: object
+    l_full: object
 
 
 @gluon.jit
@@ -301,7 +300,7 @@ def chunk_buffer(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def release_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
     """Let the producer overwrite a chunk."""
-    mbarrier.arrive(smem.empty.index(chunk_buffer(step, smem, CHUNK, L)[2]), count=1)
+    mbarrier.arrive(smem.chunk_empty.index(chunk_buffer(step, smem, CHUNK, L)[2]), count=1)
 
 
 @gluon.jit
@@ -340,7 +339,7 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
     """Copy a chunk of the rows that begin at the words ``first``, once its stage is empty."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
     stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
-    mbarrier.wait(smem.empty.index(index), phase ^ 1)
+    mbarrier.wait(smem.chunk_empty.index(index), phase ^ 1)
     if L.fp8_dim > START:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
         codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
@@ -354,7 +353,7 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
         tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
         source = tail + first[:, None] + dims[None, :]
         async_load(view_bf16(stages, stage), source, mask=valid[:, None])
-    async_copy.mbarrier_arrive(smem.full.index(index), increment_count=False)
+    async_copy.mbarrier_arrive(smem.chunk_full.index(index), increment_count=False)
 
 
 @gluon.jit
@@ -364,7 +363,7 @@ def copy_block(step, slots, is_extra, rows, extra, smem, L: gl.constexpr, EXTRA:
     valid = slots >= 0
     first = stream_code_offsets(slots, extra, is_extra, L, EXTRA)
     smem.valid.index(step % VALID_STAGES).store(valid.to(gl.int8))
-    mbarrier.arrive(smem.bar.index(VALID + step % VALID_STAGES), count=1)
+    mbarrier.arrive(smem.valid_full.index(step % VALID_STAGES), count=1)
     if L.scale_block > 0:
         # Overwrites the scales of step - 2: all chunks of that step have been released.
         copy_scales(smem.scales.index(step % KV_STAGES), rows, slots, is_extra, extra, L, EXTRA)
@@ -392,7 +391,7 @@ def producer(
         last = gl.maximum(last, first + 1)
         smem.key_range.index(2 * at).store(gl.zeros([1], gl.int32, THREADS) + (last - first))
         smem.key_range.index(2 * at + 1).store(gl.zeros([1], gl.int32, THREADS) + first * BLOCK_N)
-        mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+        mbarrier.arrive(smem.key_range_full.index(at), count=1)
         slots = load_block_slots(blocks, first + 1, main, extra, L, EXTRA, PAGED, CODES_ROWS)
         step += 1
         for block in range(first + 1, last):
@@ -408,7 +407,7 @@ def producer(
 def load_key_range(smem, turn):
     """The number of blocks of a tile and the position of its first key, from the producer."""
     at = turn % RANGE_STAGES
-    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // RANGE_STAGES & 1)
+    mbarrier.wait(smem.key_range_full.index(at), turn // RANGE_STAGES & 1)
     num_blocks = gl.max(smem.key_range.index(2 * at).load(THREADS), 0)
     return num_blocks, gl.max(smem.key_range.index(2 * at + 1).load(THREADS), 0)
 
@@ -416,7 +415,7 @@ def load_key_range(smem, turn):
 @gluon.jit
 def wait_p_empty(step, smem):
     """Wait until both PV warpgroups have read P of ``step - 2``."""
-    mbarrier.wait(smem.bar.index(P_EMPTY + step % KV_STAGES), step // KV_STAGES & 1 ^ 1)
+    mbarrier.wait(smem.p_empty.index(step % KV_STAGES), step // KV_STAGES & 1 ^ 1)
 
 
 @gluon.jit
@@ -488,10 +487,10 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
     if L.rope_bf16:
         ROPE_CHUNK: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
         stages, rope_stage, index, phase = chunk_buffer(step, smem, ROPE_CHUNK, L)
-        mbarrier.wait(smem.full.index(index), phase)
+        mbarrier.wait(smem.chunk_full.index(index), phase)
         keys = view_bf16(stages, rope_stage).permute((1, 0))
         s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)
+    mbarrier.wait(smem.kv_full.index(stage), step // KV_STAGES & 1)
     # Covers the stores of the PV warpgroups. A fence here costs less than in their code.
     fence_async_shared()
     keys = low.slice(0, ACC_DIM, dim=1).permute((1, 0))
@@ -548,7 +547,7 @@ def store_p(p, alpha, step, smem, L: gl.constexpr):
     wait_p_empty(step + 1, smem)
     smem.p.index(step % smem.p.shape[0]).store(to_bf16(p))
     smem.alpha.store(alpha)
-    mbarrier.arrive(smem.bar.index(P_FULL), count=1)
+    mbarrier.arrive(smem.p_full.index(0), count=1)
 
 
 @gluon.jit
@@ -567,7 +566,7 @@ def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
     smem.inv_l.index(turn % L_STAGES).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
-    mbarrier.arrive(smem.bar.index(L_FULL + turn % L_STAGES), count=1)
+    mbarrier.arrive(smem.l_full.index(turn % L_STAGES), count=1)
 
 
 @gluon.jit
@@ -586,7 +585,7 @@ def qk_consumer(
         for i in range(num_blocks):
             zero = opaque_zero(i)
             s = qk_mma(step, zero, q0, q1, q_rope, smem, L)
-            mbarrier.wait(smem.bar.index(VALID + step % VALID_STAGES), step // VALID_STAGES & 1)
+            mbarrier.wait(smem.valid_full.index(step % VALID_STAGES), step // VALID_STAGES & 1)
             all_valid = all_keys_valid(step, smem)
             s = warpgroup_mma_wait(0, deps=[s])
             if L.rope_bf16:
@@ -631,7 +630,7 @@ def load_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
     """A chunk as the cache stores it, once it has arrived, and its scales."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
     stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
-    mbarrier.wait(smem.full.index(index), phase)
+    mbarrier.wait(smem.chunk_full.index(index), phase)
     if L.fp8_dim <= START:
         x = view_bf16(stages, stage).load(CHUNK_64)
         scale = 0
@@ -687,7 +686,7 @@ def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
         dequantize_chunk(step, smem, CHUNKS[c], L)
     if L.rope_fp8 and HALF == 0:
         dequantize_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
-    mbarrier.arrive(smem.bar.index(KV_FULL + step % KV_STAGES), count=1)
+    mbarrier.arrive(smem.kv_full.index(step % KV_STAGES), count=1)
 
 
 @gluon.jit
@@ -732,7 +731,7 @@ def store_out(
     tile, turn, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
 ):
     """Store half of O, once QK has stored 1 / l."""
-    mbarrier.wait(smem.bar.index(L_FULL + turn % L_STAGES), turn // L_STAGES & 1)
+    mbarrier.wait(smem.l_full.index(turn % L_STAGES), turn // L_STAGES & 1)
     inv_l = smem.inv_l.index(turn % L_STAGES).load(O_ROWS)
     begin, split, request, token = locate_tile(tile, shape)
     out = results.out + split.to(gl.int64) * results.out_split
@@ -763,11 +762,11 @@ def pv_consumer(
         num_blocks = load_key_range(smem, turn)[0]
         for i in range(gl.minimum(step, 0), num_blocks):
             if i >= 0:
-                mbarrier.wait(smem.bar.index(P_FULL), step & 1)
+                mbarrier.wait(smem.p_full.index(0), step & 1)
                 fence_async_shared()
                 acc0, acc1 = rescale(acc0, acc1, smem)
                 acc0, acc1 = pv_mma(step, i, acc0, acc1, smem, HALF)
-                mbarrier.arrive(smem.bar.index(P_EMPTY + step % KV_STAGES), count=1)
+                mbarrier.arrive(smem.p_empty.index(step % KV_STAGES), count=1)
             step += 1
             if blocks_left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
                 ahead += 1
@@ -809,9 +808,6 @@ def _attend_fp8(
     inv_l = gl.allocate_shared_memory(gl.float32, [L_STAGES, BLOCK_M], PLAIN)
     limits = gl.allocate_shared_memory(gl.int32, [RANGE_STAGES, BLOCK_M], PLAIN)
     key_range = gl.allocate_shared_memory(gl.int32, [2 * RANGE_STAGES, 1], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
         limits=limits,
         key_range=key_range,
@@ -824,17 +820,15 @@ def _attend_fp8(
         valid=valid,
         alpha=alpha,
         inv_l=inv_l,
-        full=full,
-        empty=empty,
-        bar=bar,
+        chunk_full=allocate_barriers(NUM_STAGES, WARPGROUP),
+        chunk_empty=allocate_barriers(NUM_STAGES, 1),
+        kv_full=allocate_barriers(KV_STAGES, PV_WARPGROUPS),
+        valid_full=allocate_barriers(VALID_STAGES, 1),
+        key_range_full=allocate_barriers(RANGE_STAGES, 1),
+        p_full=allocate_barriers(1, 1),
+        p_empty=allocate_barriers(KV_STAGES, PV_WARPGROUPS),
+        l_full=allocate_barriers(L_STAGES, 1),
     )
-    for b in range(NUM_STAGES):
-        mbarrier.init(full.index(b), count=WARPGROUP)
-        mbarrier.init(empty.index(b), count=1)
-    for b in range(KV_FULL):
-        mbarrier.init(bar.index(b), count=1)
-    for b in range(KV_FULL, NUM_BARRIERS):
-        mbarrier.init(bar.index(b), count=2)  # both PV warpgroups arrive
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes

@@ -32,19 +32,19 @@ for 960.
 
 Barriers:
 
-    barrier     number      arrivals                       waits        guards
-    Q_FULL      1           2, left and right              both         the tile's queries
-    KEY_RANGE   4 by turn   1, producer                    both         number of pairs of blocks
-    KV_FULL     4 by block  128 copies' threads            both         codes, RoPE dims and
-                                                                        factors of a block
-    KV_EMPTY    4 by block  2, both                        producer     the stage, for reuse
-    M_FULL      2 by block  1, its QK consumer          the other    m after the block
-    P_FULL      2 by block  1, its QK consumer          the other    P and alpha of the block
-    SUMS        1           2, both                        both         l of both, at a tile's end
+    barrier         number      arrivals             waits      guards
+    q_full          1           2, left and right    both       the tile's queries
+    key_range_full  4 by turn   1, producer          both       number of pairs of blocks
+    kv_full         4 by block  128 copies' threads  both       codes, RoPE dims and factors of a
+                                                                block
+    kv_empty        4 by block  2, both              producer   the stage, for reuse
+    m_full          2 by block  1, its QK consumer   the other  m after the block
+    p_full          2 by block  1, its QK consumer   the other  P and alpha of the block
+    l_full          1           2, both              both       l of both, at a tile's end
 
 P needs no barrier for its reuse: a warpgroup announces its P only after its MMAs with the other's
-have finished, and the other waits for it before it stores the next. Behind SUMS, the queries of the
-tile are not needed.
+have finished, and the other waits for it before it stores the next. Behind l_full, the queries of
+the tile are not needed.
 
 Shared memory in KiB: queries 32 + 8, codes 4 x 32, RoPE dims 4 x 8, P 2 x 4, factors 3: 211, and 2
 of the rest.
@@ -107,6 +107,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     locate_tile,
@@ -118,6 +119,7 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import COPY, TILE
 
+CONSUMERS = gl.constexpr(2)
 HALF_M = gl.constexpr(BLOCK_M.value // 2)
 """Query rows that a consumer rounds."""
 STAGES = gl.constexpr(4)
@@ -128,6 +130,8 @@ LOG_SHIFT = gl.constexpr(4.0)
 largest code whose float16 is the code, shifted."""
 SMALLEST_EXPONENT = gl.constexpr(127 - 40)
 """Biased exponent of the smallest scale, 2^-40."""
+ROUND_ROWS = gl.constexpr(16)
+"""Rows that a program rounds."""
 RECORD = gl.constexpr(640)
 """Bytes of a rounded row: 512 codes, 64 RoPE dims in bfloat16."""
 
@@ -136,16 +140,6 @@ SCALE = gl.constexpr(0)
 LOG_SCALE = gl.constexpr(1)
 INVERSE = gl.constexpr(2)
 NUM_FACTORS = gl.constexpr(3)
-
-# Barriers.
-KV_FULL = gl.constexpr(0)
-KV_EMPTY = gl.constexpr(4)
-KEY_RANGE = gl.constexpr(8)
-M_FULL = gl.constexpr(12)
-P_FULL = gl.constexpr(14)
-Q_FULL = gl.constexpr(16)
-SUMS = gl.constexpr(17)
-NUM_BARRIERS = gl.constexpr(18)
 
 
 class RoundedRows(NamedTuple):
@@ -170,7 +164,13 @@ class SharedMemory(NamedTuple):
     m: object  # 2 of [BLOCK_M] float32, m after a block; its QK consumer -> the other
     l: object  # [2, BLOCK_M] float32, row sums of each warpgroup's blocks, at the end of a tile
     key_range: object  # [4, 1] by turn: number of pairs of blocks; producer -> both
-    bar: object
+    q_full: object  # this and the following fields are arrays of barriers
+    key_range_full: object
+    kv_full: object
+    kv_empty: object
+    m_full: object
+    p_full: object
+    l_full: object
 
 
 @gluon.jit
@@ -339,8 +339,9 @@ def scale_of(bits):
 
 @gluon.jit
 def _round_rows(rows, row_stride, rounded):
-    """Round 16 rows. The row behind the last gets zeros and a P of 0."""
-    row = gl.program_id(0).to(gl.int64) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LOAD_ROWS))
+    """Round ``ROUND_ROWS`` rows. The row behind the last gets zeros and a P of 0."""
+    first = gl.program_id(0).to(gl.int64) * ROUND_ROWS
+    row = first + gl.arange(0, ROUND_ROWS, gl.SliceLayout(1, LOAD_ROWS))
     real, stored = row < rounded.num_rows, row <= rounded.num_rows
     dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, LOAD_ROWS))[None, :]
     x = gl.load(rows + (row * row_stride)[:, None] + dims, mask=real[:, None], other=0.0)
@@ -427,7 +428,7 @@ def store_queries(words, rope, smem, HALF: gl.constexpr):
 def load_key_range(smem, turn):
     """The number of pairs of blocks of a tile, from the producer."""
     at = turn % STAGES
-    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // STAGES & 1)
+    mbarrier.wait(smem.key_range_full.index(at), turn // STAGES & 1)
     return gl.max(smem.key_range.index(at).load(THREADS), 0)
 
 
@@ -444,12 +445,12 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
         turn = tile // gl.num_programs(0)
         store_queries(q, q_rope, smem, HALF)
         fence_async_shared()
-        mbarrier.arrive(smem.bar.index(Q_FULL), count=1)
-        mbarrier.wait(smem.bar.index(Q_FULL), turn & 1)
+        mbarrier.arrive(smem.q_full.index(0), count=1)
+        mbarrier.wait(smem.q_full.index(0), turn & 1)
         factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(S8_ROWS) * scale_log2
         num_pairs = load_key_range(smem, turn)
         zero = opaque_zero(tile)
-        mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
+        mbarrier.wait(smem.kv_full.index(step % STAGES), step // STAGES & 1)
         s = first_qk(smem, zero, step % STAGES)
         acc_a = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
         acc_b = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
@@ -464,14 +465,14 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             top = gl.max(z, 1)
             before = m
             if HALF == 1:
-                mbarrier.wait(smem.bar.index(M_FULL), phase)
+                mbarrier.wait(smem.m_full.index(0), phase)
                 before = smem.m[0].load(S8_ROWS)
             elif i > 0:
-                mbarrier.wait(smem.bar.index(M_FULL + 1), phase ^ 1)
+                mbarrier.wait(smem.m_full.index(1), phase ^ 1)
                 before = smem.m[1].load(S8_ROWS)
             m_new = gl.where(top > before + LAG, top, before)
             smem.m[HALF].store(m_new)
-            mbarrier.arrive(smem.bar.index(M_FULL + HALF), count=1)
+            mbarrier.arrive(smem.m_full.index(HALF), count=1)
             alpha = exp2(before - m_new)
 
             # P V of the other's block under the exponentials. Left has none before its first
@@ -479,9 +480,9 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             last = (step + STAGES - 1) % STAGES
             values = load_values(smem, last, A)
             if HALF == 1:
-                mbarrier.wait(smem.bar.index(P_FULL), phase)
+                mbarrier.wait(smem.p_full.index(0), phase)
             elif i > 0:
-                mbarrier.wait(smem.bar.index(P_FULL + 1), phase ^ 1)
+                mbarrier.wait(smem.p_full.index(1), phase ^ 1)
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             more = True if HALF == 0 else i > 0
@@ -500,15 +501,15 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             # Once P is announced, the other's next P may overwrite the one that these MMAs read.
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             fence_async_shared()
-            mbarrier.arrive(smem.bar.index(P_FULL + HALF), count=1)
+            mbarrier.arrive(smem.p_full.index(HALF), count=1)
             if HALF == 1 or i > 0:
-                mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+                mbarrier.arrive(smem.kv_empty.index(last), count=1)
 
             # P V of the own block under the next S. After the last pair, these MMAs read stale
             # keys and nothing reads S.
             ahead = (step + 2) % STAGES
             if i + 1 < num_pairs:
-                mbarrier.wait(smem.bar.index(KV_FULL + ahead), (step + 2) // STAGES & 1)
+                mbarrier.wait(smem.kv_full.index(ahead), (step + 2) // STAGES & 1)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S8)
             more = True if HALF == 1 else i > 0
             s = qk_mmas(s, smem, zero, ahead)
@@ -520,23 +521,23 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             s = qk_rope_mma(s, smem, ahead)
             acc_a = pv_mma(acc_a, values_a, smem, zero, more, HALF)
             acc_b = pv_mma(acc_b, values_b, smem, zero, more, HALF)
-            mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
+            mbarrier.arrive(smem.kv_empty.index(stage), count=1)
             s, acc_a, acc_b = warpgroup_mma_wait(0, deps=[s, acc_a, acc_b])
             s = gl.convert_layout(s, S8)
             step += 2
         if HALF == 0:
             # P V of the last odd block.
             last = (step + STAGES - 1) % STAGES
-            mbarrier.wait(smem.bar.index(P_FULL + 1), (step // 2 & 1) ^ 1)
+            mbarrier.wait(smem.p_full.index(1), (step // 2 & 1) ^ 1)
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             values = load_values(smem, last, A)
             acc_a = pv_mma(acc_a, values, smem, zero, True, OTHER)
             values = load_values(smem, last, B)
             acc_b = pv_mma(acc_b, values, smem, zero, True, OTHER)
-            mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+            mbarrier.arrive(smem.kv_empty.index(last), count=1)
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
-            mbarrier.wait(smem.bar.index(M_FULL + 1), (step // 2 & 1) ^ 1)
+            mbarrier.wait(smem.m_full.index(1), (step // 2 & 1) ^ 1)
             after = smem.m[1].load(S8_ROWS)
             l = l * gl.convert_layout(exp2(m - after), gl.SliceLayout(1, SUM_PARTS))[:, None]
             m = after
@@ -551,8 +552,8 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
 def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
     """Exchange the sums of P; left stores lse. Returns what O is multiplied by, and its place."""
     smem.l.index(HALF).store(l)
-    mbarrier.arrive(smem.bar.index(SUMS), count=1)
-    mbarrier.wait(smem.bar.index(SUMS), turn & 1)
+    mbarrier.arrive(smem.l_full.index(0), count=1)
+    mbarrier.wait(smem.l_full.index(0), turn & 1)
     begin, _, request, token = locate_tile(tile, shape)
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
@@ -607,13 +608,13 @@ def copy_block(step, slots, main, rows, smem):
     tail = gl.convert_layout(codes, COPY_ROWS).to(gl.pointer_type(gl.bfloat16), bitcast=True)
     dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, COPY_CODES))
     rope = VALUE_DIM // 2 + gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))
-    mbarrier.wait(smem.bar.index(KV_EMPTY + stage), step // STAGES & 1 ^ 1)
+    mbarrier.wait(smem.kv_empty.index(stage), step // STAGES & 1 ^ 1)
     to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES_TILE)
     async_load(to, codes[:, None] + dims[None, :])
     async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
     for factor in gl.static_range(NUM_FACTORS):
         async_load(smem.factors[factor].index(stage), factors + factor)
-    async_copy.mbarrier_arrive(smem.bar.index(KV_FULL + stage), increment_count=False)
+    async_copy.mbarrier_arrive(smem.kv_full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -623,7 +624,7 @@ def announce_pairs(tile, blocks, main, smem):
     num_blocks = gl.maximum(gl.cdiv(last - blocks.first, 2), 1) * 2
     at = tile // gl.num_programs(0) % STAGES
     smem.key_range.index(at).store(gl.zeros([1], gl.int32, THREADS) + num_blocks // 2)
-    mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+    mbarrier.arrive(smem.key_range_full.index(at), count=1)
     return num_blocks
 
 
@@ -651,16 +652,6 @@ def producer(num_tiles, rows, main, shape, smem):
             next_slots = later_slots
 
 
-@gluon.constexpr_function
-def arrivals(b):
-    """Number of arrivals of a barrier's phase."""
-    if b < KV_EMPTY.value:
-        return WARPGROUP.value
-    if b < KEY_RANGE.value or Q_FULL.value <= b:
-        return 2
-    return 1
-
-
 @gluon.jit
 def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Tensors in shared memory: the compiler puts a barrier between two stores to the same one."""
@@ -676,19 +667,23 @@ def allocate():
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES_TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
-        q_scale=gl.allocate_shared_memory(gl.float32, [2, HALF_M], PLAIN),
+        q_scale=gl.allocate_shared_memory(gl.float32, [CONSUMERS, HALF_M], PLAIN),
         kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES_TILE),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, ROPE_DIM], TILE),
         factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, BLOCK_N], PLAIN),
-        p=gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_M, BLOCK_N], P_TILE),
-        alpha=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
-        m=tensors_of(2, gl.float32, [BLOCK_M], PLAIN),
-        l=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
+        p=gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_M, BLOCK_N], P_TILE),
+        alpha=gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M], PLAIN),
+        m=tensors_of(CONSUMERS, gl.float32, [BLOCK_M], PLAIN),
+        l=gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN),
-        bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
+        kv_full=allocate_barriers(STAGES, WARPGROUP),
+        kv_empty=allocate_barriers(STAGES, CONSUMERS),
+        key_range_full=allocate_barriers(STAGES, 1),
+        m_full=allocate_barriers(CONSUMERS, 1),
+        p_full=allocate_barriers(CONSUMERS, 1),
+        q_full=allocate_barriers(1, CONSUMERS),
+        l_full=allocate_barriers(1, CONSUMERS),
     )
-    for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(smem.bar.index(b), count=arrivals(b))
     fence_async_shared()
     return smem
 
@@ -719,7 +714,7 @@ def round_rows(rows: Tensor) -> RoundedRows:
     records = rows.new_empty(num_rows + 1, RECORD.value, dtype=torch.uint8)
     factors = rows.new_empty(num_rows + 1, 4, dtype=torch.float32)
     rounded = RoundedRows(records, factors, num_rows)
-    _round_rows[(num_rows // 16 + 1,)](rows, rows.stride(0), rounded, num_warps=4)
+    _round_rows[(num_rows // ROUND_ROWS.value + 1,)](rows, rows.stride(0), rounded, num_warps=4)
     return rounded
 
 
