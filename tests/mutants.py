@@ -665,7 +665,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the keys' right half",
         ROWS,
-        "            mbarrier.wait(smem.kv_right_full[1], phase)\n",
+        "            mbarrier.wait(smem.kv_right_full.index(1), phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",
@@ -673,7 +673,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the other warpgroup's P",
         ROWS,
-        "            mbarrier.wait(smem.p_full[0], phase)\n",
+        "            mbarrier.wait(smem.p_full.index(0), phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",

@@ -10,7 +10,7 @@ to right within a pair and back, so each block costs one rescale per half of O.
 
 Time line of a pair (even block 0, odd block 1; O_l, V_l and O_r, V_r are halves of O and V):
 
-    producer   copy 0l, copy 1r, copy 0r, copy 1l, each half once it is EMPTY
+    producer   copy 0l, copy 1r, copy 0r, copy 1l, each half once it is empty
     left       m0, P0 | O_l += P0 V0_l | P0 to m1, O_l += P1 V1_l | S0 of the next pair
     right      S1 | wait m0; m1, P1 | O_r += P1 V1_r | O_r += P0 V0_r
     handed     m0 and P0 from left to right, m1 and P1 from right to left
@@ -93,6 +93,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     end_of_valid_slots,
     find_key_blocks,
@@ -121,7 +122,6 @@ PAIR_N = gl.constexpr(2 * BLOCK_N.value)
 BOX_DIM = gl.constexpr(64)
 """Dims of a TMA copy, the 128 bytes that the layout of shared memory swizzles."""
 BOXES = gl.constexpr(HALF_DIM.value // BOX_DIM.value)
-NUM_BARRIERS = gl.constexpr(18)
 
 
 class SharedMemory(NamedTuple):
@@ -137,7 +137,7 @@ class SharedMemory(NamedTuple):
     valid: object  # [2, BLOCK_N] validity of the keys, or their bits
     limits: object  # [BLOCK_M] keys that a row sees under a causal mask, or its bit in the mask
     key_range: object  # [2, 1] pairs of blocks, first key
-    kv_left_full: object  # this and the following fields are tuples of barriers
+    kv_left_full: object  # this and the following fields are arrays of barriers
     kv_right_full: object
     kv_left_empty: object
     kv_right_empty: object
@@ -148,20 +148,6 @@ class SharedMemory(NamedTuple):
     q_full: object
     q_empty: object
     key_range_full: object
-
-
-@gluon.jit
-def init_barriers(bar, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialise ``COUNT`` barriers of an array. A copying thread arrives when its copies land.
-
-    The barriers are views of one array: between accesses to several arrays, the compiler puts
-    other ``bar.sync``.
-    """
-    barriers = ()
-    for b in gl.static_range(COUNT):
-        mbarrier.init(bar.index(FIRST + b), count=ARRIVALS)
-        barriers = barriers + (bar.index(FIRST + b),)
-    return barriers
 
 
 @gluon.jit
@@ -181,7 +167,7 @@ def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexp
 @gluon.jit
 def load_key_range(smem, turn):
     """The number of pairs of blocks, and the position of the first key, from the producer."""
-    mbarrier.wait(smem.key_range_full[0], turn)
+    mbarrier.wait(smem.key_range_full.index(0), turn)
     num_pairs = gl.max(smem.key_range.index(0).load(THREADS), 0)
     return num_pairs, gl.max(smem.key_range.index(1).load(THREADS), 0)
 
@@ -193,7 +179,7 @@ def store_key_range(smem, first, last):
     num_pairs = gl.maximum(gl.cdiv(last - first, PAIR_N), 1)
     smem.key_range.index(0).store(gl.zeros([1], gl.int32, THREADS) + num_pairs)
     smem.key_range.index(1).store(gl.zeros([1], gl.int32, THREADS) + first)
-    mbarrier.arrive(smem.key_range_full[0], count=1)
+    mbarrier.arrive(smem.key_range_full.index(0), count=1)
     return num_pairs
 
 
@@ -247,13 +233,13 @@ def consumer_left(
     phase = 0
     turn = 0
     zero = opaque_zero(tile)
-    mbarrier.wait(smem.q_full[0], 0)
+    mbarrier.wait(smem.q_full.index(0), 0)
     fence_async_shared()
-    mbarrier.wait(smem.kv_left_full[0], 0)
+    mbarrier.wait(smem.kv_left_full.index(0), 0)
     s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
     keys = smem.kv_left.index(zero).permute((1, 0))
     s = warpgroup_mma(smem.q.index(zero), keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.kv_right_full[0], 0)
+    mbarrier.wait(smem.kv_right_full.index(0), 0)
     s = warpgroup_mma(
         smem.q.index(zero + 1), smem.kv_right.index(zero).permute((1, 0)), s, is_async=True
     )
@@ -265,14 +251,14 @@ def consumer_left(
     i = 0
     while tile < num_tiles:
         if i + 1 == num_pairs:
-            mbarrier.arrive(smem.q_empty[0], count=1)
+            mbarrier.arrive(smem.q_empty.index(0), count=1)
         zero = opaque_zero(i)
-        mbarrier.wait(smem.valid_full[0], phase)
+        mbarrier.wait(smem.valid_full.index(0), phase)
         at = first + i * PAIR_N
         scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
         m_0 = gl.maximum(m, gl.max(scores, 1))
         smem.m.store(m_0)
-        mbarrier.arrive(smem.m_full[0], count=1)
+        mbarrier.arrive(smem.m_full.index(0), count=1)
         p = gl.exp2(scores - m_0[:, None])
         alpha = gl.exp2(m - m_0)
         l = l * alpha + gl.sum(p, 1)
@@ -284,18 +270,18 @@ def consumer_left(
         acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
         acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(smem.kv_left_empty[0], count=1)
+        mbarrier.arrive(smem.kv_left_empty.index(0), count=1)
 
-        mbarrier.wait(smem.m_full[1], phase)
+        mbarrier.wait(smem.m_full.index(1), phase)
         m = smem.m.load(S_ROWS)
         alpha = gl.exp2(m_0 - m)
         smem.k_rope.index(zero).store(scale_pairs(p_bf16, alpha[:, None]))
         fence_async_shared()
-        mbarrier.arrive(smem.p_full[0], count=1)
+        mbarrier.arrive(smem.p_full.index(0), count=1)
         l = l * alpha
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
-        mbarrier.wait(smem.p_full[1], phase)
+        mbarrier.wait(smem.p_full.index(1), phase)
         others = smem.k_rope.index(zero + 1)
         values = smem.kv_left.index(zero + 1)
         next0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
@@ -308,16 +294,16 @@ def consumer_left(
         more = tile + gl.num_programs(0) < num_tiles
         if done:
             if more:
-                mbarrier.wait(smem.q_full[0], turn ^ 1)
+                mbarrier.wait(smem.q_full.index(0), turn ^ 1)
                 fence_async_shared()
-                mbarrier.wait(smem.kv_left_full[0], phase)
+                mbarrier.wait(smem.kv_left_full.index(0), phase)
         else:
-            mbarrier.wait(smem.kv_left_full[0], phase)
+            mbarrier.wait(smem.kv_left_full.index(0), phase)
         next_s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
         keys = smem.kv_left.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero), keys, next_s, use_acc=False, is_async=True)
         acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[next0, next1, next_s])
-        mbarrier.arrive(smem.kv_left_empty[1], count=1)
+        mbarrier.arrive(smem.kv_left_empty.index(1), count=1)
         if done:
             store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 0)
             acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
@@ -325,9 +311,9 @@ def consumer_left(
             m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
             l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
             if more:
-                mbarrier.wait(smem.kv_right_full[0], phase)
+                mbarrier.wait(smem.kv_right_full.index(0), phase)
         else:
-            mbarrier.wait(smem.kv_right_full[0], phase)
+            mbarrier.wait(smem.kv_right_full.index(0), phase)
         keys = smem.kv_right.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero + 1), keys, next_s, is_async=True)
         if ROPE > 0:
@@ -355,17 +341,17 @@ def consumer_right(
         acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
         m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
         l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
-        mbarrier.wait(smem.q_full[0], turn)
+        mbarrier.wait(smem.q_full.index(0), turn)
         fence_async_shared()
         num_pairs, first = load_key_range(smem, turn)
         limit = smem.limits.load(S_ROWS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
-            mbarrier.wait(smem.kv_right_full[1], phase)
+            mbarrier.wait(smem.kv_right_full.index(1), phase)
             keys = smem.kv_right.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero + 1), keys, s, use_acc=False, is_async=True)
-            mbarrier.wait(smem.kv_left_full[1], phase)
+            mbarrier.wait(smem.kv_left_full.index(1), phase)
             keys = smem.kv_left.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero), keys, s, is_async=True)
             if ROPE > 0:
@@ -374,15 +360,15 @@ def consumer_right(
                 )
             s = warpgroup_mma_wait(0, deps=[s])
             if i + 1 == num_pairs:
-                mbarrier.arrive(smem.q_empty[0], count=1)
-            mbarrier.wait(smem.valid_full[1], phase)
+                mbarrier.arrive(smem.q_empty.index(0), count=1)
+            mbarrier.wait(smem.valid_full.index(1), phase)
             at = first + i * PAIR_N + BLOCK_N
             scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
             m_1 = gl.max(scores, 1)
-            mbarrier.wait(smem.m_full[0], phase)
+            mbarrier.wait(smem.m_full.index(0), phase)
             m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
             smem.m.store(m_1)
-            mbarrier.arrive(smem.m_full[1], count=1)
+            mbarrier.arrive(smem.m_full.index(1), count=1)
             p = gl.exp2(scores - m_1[:, None])
             alpha = gl.exp2(m - m_1)
             m = m_1
@@ -396,16 +382,16 @@ def consumer_right(
             acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             smem.k_rope.index(zero + 1).store(p_bf16)
             fence_async_shared()
-            mbarrier.arrive(smem.p_full[1], count=1)
-            mbarrier.wait(smem.p_full[0], phase)
+            mbarrier.arrive(smem.p_full.index(1), count=1)
+            mbarrier.wait(smem.p_full.index(0), phase)
             others = smem.k_rope.index(zero)
             values = smem.kv_right.index(zero)
             acc0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
             acc1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-            mbarrier.arrive(smem.kv_right_empty[1], count=1)
+            mbarrier.arrive(smem.kv_right_empty.index(1), count=1)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            mbarrier.arrive(smem.kv_right_empty[0], count=1)
+            mbarrier.arrive(smem.kv_right_empty.index(0), count=1)
             phase = phase ^ 1
         store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 1)
         turn = turn ^ 1
@@ -415,8 +401,8 @@ def consumer_right(
 def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
     """Normalise and store half of O; the left warpgroup also stores lse and the largest logits."""
     smem.l.index(HALF).store(l)
-    mbarrier.arrive(smem.l_full[0], count=1)
-    mbarrier.wait(smem.l_full[0], turn)
+    mbarrier.arrive(smem.l_full.index(0), count=1)
+    mbarrier.wait(smem.l_full.index(0), turn)
     l = l + smem.l.index(1 - HALF).load(S_ROWS)
     begin, split, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, S_ROWS)
@@ -534,26 +520,26 @@ def copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE:
     rope_dims = VALUE_DIM + gl.arange(0, ROPE_DIM, COPY_COLS)[None, :]
     row_0 = row_0[:, None]
     row_1 = row_1[:, None]
-    mbarrier.wait(smem.kv_left_empty[0], phase)
+    mbarrier.wait(smem.kv_left_empty.index(0), phase)
     async_load(smem.kv_left.index(0), row_0 + dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.kv_left_full[0], increment_count=False)
-    mbarrier.wait(smem.kv_right_empty[1], phase)
+    async_copy.mbarrier_arrive(smem.kv_left_full.index(0), increment_count=False)
+    mbarrier.wait(smem.kv_right_empty.index(1), phase)
     async_load(smem.kv_right.index(1), row_1 + (HALF_DIM + dims), mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.kv_right_full[1], increment_count=False)
-    mbarrier.wait(smem.kv_right_empty[0], phase)
+    async_copy.mbarrier_arrive(smem.kv_right_full.index(1), increment_count=False)
+    mbarrier.wait(smem.kv_right_empty.index(0), phase)
     async_load(smem.kv_right.index(0), row_0 + (HALF_DIM + dims), mask=valid_0[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(0), row_0 + rope_dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.kv_right_full[0], increment_count=False)
-    mbarrier.wait(smem.kv_left_empty[1], phase)
+    async_copy.mbarrier_arrive(smem.kv_right_full.index(0), increment_count=False)
+    mbarrier.wait(smem.kv_left_empty.index(1), phase)
     async_load(smem.kv_left.index(1), row_1 + dims, mask=valid_1[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(1), row_1 + rope_dims, mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.kv_left_full[1], increment_count=False)
+    async_copy.mbarrier_arrive(smem.kv_left_full.index(1), increment_count=False)
     smem.valid.index(0).store(mark_0.to(gl.int8))
-    mbarrier.arrive(smem.valid_full[0], count=1)
+    mbarrier.arrive(smem.valid_full.index(0), count=1)
     smem.valid.index(1).store(mark_1.to(gl.int8))
-    mbarrier.arrive(smem.valid_full[1], count=1)
+    mbarrier.arrive(smem.valid_full.index(1), count=1)
 
 
 @gluon.jit
@@ -619,24 +605,24 @@ def copy_paged_blocks(
         row_1 = (at + BLOCK_N) % L.page_size
         copy_half_block(
             pages, page_0, row_0, smem.kv_left.index(0), smem.k_rope.index(0),
-            smem.kv_left_empty[0], smem.kv_left_full[0], phase, 0, 0,
+            smem.kv_left_empty.index(0), smem.kv_left_full.index(0), phase, 0, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_right.index(1), smem.k_rope.index(1),
-            smem.kv_right_empty[1], smem.kv_right_full[1], phase, HALF_DIM, 0,
+            smem.kv_right_empty.index(1), smem.kv_right_full.index(1), phase, HALF_DIM, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_0, row_0, smem.kv_right.index(0), smem.k_rope.index(0),
-            smem.kv_right_empty[0], smem.kv_right_full[0], phase, HALF_DIM, ROPE,
+            smem.kv_right_empty.index(0), smem.kv_right_full.index(0), phase, HALF_DIM, ROPE,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_left.index(1), smem.k_rope.index(1),
-            smem.kv_left_empty[1], smem.kv_left_full[1], phase, 0, ROPE,
+            smem.kv_left_empty.index(1), smem.kv_left_full.index(1), phase, 0, ROPE,
         )  # fmt: skip
         smem.valid.index(0).store(gl.where(page_0 >= 0, ones, 0))
-        mbarrier.arrive(smem.valid_full[0], count=1)
+        mbarrier.arrive(smem.valid_full.index(0), count=1)
         smem.valid.index(1).store(gl.where(page_1 >= 0, ones, 0))
-        mbarrier.arrive(smem.valid_full[1], count=1)
+        mbarrier.arrive(smem.valid_full.index(1), count=1)
         phase = phase ^ 1
         at += PAIR_N
         page_0 = load_page(rows, keys, at, last, L)
@@ -704,13 +690,13 @@ def producer(
         token_mask = stream.token_mask
         if stream.token_mask is not None:
             token_mask += request * stream.token_mask_request
-        mbarrier.wait(smem.q_empty[0], turn)
+        mbarrier.wait(smem.q_empty.index(0), turn)
         turn = turn ^ 1
         copy_queries(tile, smem.q.index(0), queries, shape, 0, HALF_DIM)
         copy_queries(tile, smem.q.index(1), queries, shape, HALF_DIM, HALF_DIM)
         if ROPE > 0:
             copy_queries(tile, smem.q_rope, queries, shape, VALUE_DIM, ROPE)
-        async_copy.mbarrier_arrive(smem.q_full[0], increment_count=False)
+        async_copy.mbarrier_arrive(smem.q_full.index(0), increment_count=False)
         if EXTRA is not None:
             phase = copy_streams(
                 tile, rows, extra_rows, stream, extra, shape, smem, phase, L, EXTRA, ROPE
@@ -785,7 +771,6 @@ def _attend(
     shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
     ROPE: gl.constexpr = L.head_dim - VALUE_DIM
     TOKEN_MASK: gl.constexpr = stream.token_mask is not None
-    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, HALF_DIM], TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
@@ -797,17 +782,17 @@ def _attend(
         valid=gl.allocate_shared_memory(gl.int8, [2, BLOCK_N], PLAIN),
         limits=gl.allocate_shared_memory(gl.int32, [BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
-        kv_left_full=init_barriers(bar, 0, 2, WARPGROUP),
-        kv_right_full=init_barriers(bar, 2, 2, WARPGROUP),
-        kv_left_empty=init_barriers(bar, 4, 2, 1),
-        kv_right_empty=init_barriers(bar, 6, 2, 1),
-        valid_full=init_barriers(bar, 8, 2, 1),
-        m_full=init_barriers(bar, 10, 2, 1),
-        p_full=init_barriers(bar, 12, 2, 1),
-        l_full=init_barriers(bar, 14, 1, 2),
-        q_full=init_barriers(bar, 15, 1, WARPGROUP),
-        q_empty=init_barriers(bar, 16, 1, 2),
-        key_range_full=init_barriers(bar, 17, 1, 1),
+        kv_left_full=allocate_barriers(2, WARPGROUP),
+        kv_right_full=allocate_barriers(2, WARPGROUP),
+        kv_left_empty=allocate_barriers(2, 1),
+        kv_right_empty=allocate_barriers(2, 1),
+        valid_full=allocate_barriers(2, 1),
+        m_full=allocate_barriers(2, 1),
+        p_full=allocate_barriers(2, 1),
+        l_full=allocate_barriers(1, 2),
+        q_full=allocate_barriers(1, WARPGROUP),
+        q_empty=allocate_barriers(1, 2),
+        key_range_full=allocate_barriers(1, 1),
     )
     fence_async_shared()
     gdc_launch_dependents()
