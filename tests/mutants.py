@@ -572,7 +572,7 @@ INDEXER = "indexer/sm90.py"
 # kernel waits for their arrival anyway, so no run was seen to read it early.
 GPU_MUTANTS = (
     hopper(
-        "O is not rescaled for the own block",
+        "O is not rescaled for the warpgroup's block",
         FP8_MMA,
         "rescale(acc_a, acc_b, some, smem, HALF)",
         "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)",
@@ -834,9 +834,9 @@ GPU_MUTANTS = (
     hopper(
         "no wait for keys",
         INDEXER,
-        "                mbarrier.wait(smem.keys_full.index(stage), parity)\n"
-        "                if TURNS:",
-        "                if TURNS:",
+        "                mbarrier.wait(smem.k_full.index(stage), parity)\n"
+        "                if ORDERED:",
+        "                if ORDERED:",
         "indexer_scores",
         "indexer_scores_paged",
         "indexer_topk",

@@ -60,9 +60,9 @@ def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     )
     assert tiling.stages % sm90.CONSUMERS.value == 0
     assert tiling.stages & (tiling.stages - 1) == 0
-    assert tiling.keys % sm90.COPY_KEYS.value == 0
+    assert tiling.block_n % sm90.COPY_KEYS.value == 0
     # The accumulator of a tile fits the registers: at most 64 keys by 256 heads.
-    assert tiling.keys * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
+    assert tiling.block_n * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
 
 
 def explained(op, heads=64, dim=128, dtype=torch.float8_e4m3fn, gpu="sm_90", shift=0, **cache):

@@ -33,7 +33,7 @@ Barriers; left and right are the halves of a block's 512 value dims:
 The RoPE dims of a block arrive with the half that its QK MMA reads last.
 
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
-way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
+way out: 226 in all. P takes the place of the last 64 dims of its block's keys, which only the
 warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
 second stream follow those of the first; only the producer tells them apart.
 
@@ -80,7 +80,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     HALF_DIM,
     O_LAYOUT,
     O_ROWS,
-    PLAIN,
     ROPE_DIM,
     S_KEYS,
     S_LAYOUT,
@@ -113,7 +112,7 @@ from sparsemla.kernels.common.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsemla.kernels.common.hopper import STORE, TILE
+from sparsemla.kernels.common.hopper import PLAIN, STORE, TILE
 from sparsemla.kernels.common.hopper import TOKEN_TILE as PAGE_TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
@@ -165,9 +164,9 @@ def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexp
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_phase):
     """The number of pairs of blocks, and the position of the first key, from the producer."""
-    mbarrier.wait(smem.key_range_full.index(0), turn)
+    mbarrier.wait(smem.key_range_full.index(0), tile_phase)
     num_pairs = gl.max(smem.key_range.index(0).load(THREADS), 0)
     return num_pairs, gl.max(smem.key_range.index(1).load(THREADS), 0)
 
@@ -231,7 +230,7 @@ def consumer_left(
     l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
     tile = gl.program_id(0)
     phase = 0
-    turn = 0
+    tile_phase = 0
     zero = opaque_zero(tile)
     mbarrier.wait(smem.q_full.index(0), 0)
     fence_async_shared()
@@ -265,10 +264,10 @@ def consumer_left(
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
         p_bf16 = to_bf16(p)
-        own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
+        p_left = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
         values = smem.kv_left.index(zero)
-        acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+        acc0 = warpgroup_mma(p_left, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(p_left, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         mbarrier.arrive(smem.kv_left_empty.index(0), count=1)
 
@@ -282,10 +281,10 @@ def consumer_left(
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
         mbarrier.wait(smem.p_full.index(1), phase)
-        others = smem.k_rope.index(zero + 1)
+        p_right = smem.k_rope.index(zero + 1)
         values = smem.kv_left.index(zero + 1)
-        next0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-        next1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+        next0 = warpgroup_mma(p_right, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        next1 = warpgroup_mma(p_right, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         phase = phase ^ 1
         i += 1
         # S of the next pair, possibly of the next tile. After the very last pair, these MMAs
@@ -294,7 +293,7 @@ def consumer_left(
         more = tile + gl.num_programs(0) < num_tiles
         if done:
             if more:
-                mbarrier.wait(smem.q_full.index(0), turn ^ 1)
+                mbarrier.wait(smem.q_full.index(0), tile_phase ^ 1)
                 fence_async_shared()
                 mbarrier.wait(smem.kv_left_full.index(0), phase)
         else:
@@ -305,7 +304,7 @@ def consumer_left(
         acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[next0, next1, next_s])
         mbarrier.arrive(smem.kv_left_empty.index(1), count=1)
         if done:
-            store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 0)
+            store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, 0)
             acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
             acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
             m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
@@ -322,10 +321,10 @@ def consumer_left(
         s = warpgroup_mma_wait(0, deps=[next_s])
         if done:
             tile += gl.num_programs(0)
-            turn = turn ^ 1
+            tile_phase = tile_phase ^ 1
             i = 0
             if more:
-                num_pairs, first = load_key_range(smem, turn)
+                num_pairs, first = load_key_range(smem, tile_phase)
                 limit = smem.limits.load(S_ROWS)
 
 
@@ -335,15 +334,15 @@ def consumer_right(
     TOKEN_MASK: gl.constexpr,
 ):  # fmt: skip
     phase = 0
-    turn = 0
+    tile_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
         acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
         m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
         l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
-        mbarrier.wait(smem.q_full.index(0), turn)
+        mbarrier.wait(smem.q_full.index(0), tile_phase)
         fence_async_shared()
-        num_pairs, first = load_key_range(smem, turn)
+        num_pairs, first = load_key_range(smem, tile_phase)
         limit = smem.limits.load(S_ROWS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
@@ -376,33 +375,35 @@ def consumer_right(
             acc0 = rescale(acc0, alpha)
             acc1 = rescale(acc1, alpha)
             p_bf16 = to_bf16(p)
-            own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
+            p_right = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
             values = smem.kv_right.index(zero + 1)
-            acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(p_right, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(
+                p_right, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True
+            )
             smem.k_rope.index(zero + 1).store(p_bf16)
             fence_async_shared()
             mbarrier.arrive(smem.p_full.index(1), count=1)
             mbarrier.wait(smem.p_full.index(0), phase)
-            others = smem.k_rope.index(zero)
+            p_left = smem.k_rope.index(zero)
             values = smem.kv_right.index(zero)
-            acc0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(p_left, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(p_left, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
             mbarrier.arrive(smem.kv_right_empty.index(1), count=1)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
             mbarrier.arrive(smem.kv_right_empty.index(0), count=1)
             phase = phase ^ 1
-        store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 1)
-        turn = turn ^ 1
+        store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, 1)
+        tile_phase = tile_phase ^ 1
 
 
 @gluon.jit
-def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
+def store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
     """Normalise and store half of O; the left warpgroup also stores lse and the largest logits."""
     smem.l.index(HALF).store(l)
     mbarrier.arrive(smem.l_full.index(0), count=1)
-    mbarrier.wait(smem.l_full.index(0), turn)
+    mbarrier.wait(smem.l_full.index(0), tile_phase)
     l = l + smem.l.index(1 - HALF).load(S_ROWS)
     begin, split, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, S_ROWS)
@@ -683,15 +684,15 @@ def producer(
 ):  # fmt: skip
     """Copy the queries and keys of the CTA's tiles, each half block once its stage is empty."""
     phase = 1
-    turn = 1
+    tile_phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         begin, split, request, token = locate_tile(tile, shape)
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
         token_mask = stream.token_mask
         if stream.token_mask is not None:
             token_mask += request * stream.token_mask_request
-        mbarrier.wait(smem.q_empty.index(0), turn)
-        turn = turn ^ 1
+        mbarrier.wait(smem.q_empty.index(0), tile_phase)
+        tile_phase = tile_phase ^ 1
         copy_queries(tile, smem.q.index(0), queries, shape, 0, HALF_DIM)
         copy_queries(tile, smem.q.index(1), queries, shape, HALF_DIM, HALF_DIM)
         if ROPE > 0:
@@ -705,9 +706,9 @@ def producer(
             end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
             if stream.token_mask is not None:
                 store_token_bits(smem.limits, shape, begin)
-            steps = gl.cdiv(gl.cdiv(end, BLOCK_N), shape.num_splits)
-            first = split * steps * BLOCK_N
-            last = gl.minimum(first + steps * BLOCK_N, end)
+            num_blocks = gl.cdiv(gl.cdiv(end, BLOCK_N), shape.num_splits)
+            first = split * num_blocks * BLOCK_N
+            last = gl.minimum(first + num_blocks * BLOCK_N, end)
             if pages is not None:
                 store_key_range(smem, first, last)
                 at, phase = copy_paged_blocks(

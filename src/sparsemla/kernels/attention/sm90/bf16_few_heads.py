@@ -67,7 +67,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     LOAD_ROWS,
     OUT_T,
     OUT_T_SHARED,
-    PLAIN,
     ROPE_DIM,
     VALUE_DIM,
     WARPGROUP,
@@ -91,7 +90,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_bf16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
 CONSUMERS = gl.constexpr(2)

@@ -12,7 +12,7 @@ both read it. Four warpgroups share the work and 512 registers, counted for one 
 The PV warpgroups dequantise two blocks ahead of their MMAs, across the ends of tiles: the first
 blocks of the next tile are dequantised under the last MMAs of this one. So the running number of a
 block over all tiles of the CTA, its *step*, determines its stages and the phases of its barriers;
-*turn* is the running number of a tile. The PV loop starts two steps early, so that the code
+*tile_iter* is the running number of a tile. The PV loop starts two steps early, so that the code
 dequantises in one place only: instructions past the first 64 KB stall a launch with cold
 caches, and the kernel has 73 KB, or 84 with an extra stream.
 
@@ -37,11 +37,11 @@ Barriers. A chunk of value dims has one stage; RoPE dims that are kept as bfloat
                     of a chunk
     kv_full         2 by step   2, PV 0 and PV 1     QK            a dequantised block
     valid_full      4 by step   1, producer          QK            which keys of a block are valid
-    key_range_full  4 by turn   1, producer          PV 0, 1; QK   number of blocks, first key,
+    key_range_full  4 by tile   1, producer          PV 0, 1; QK   number of blocks, first key,
                                                                    limits
     p_full          1           1, QK                PV 0, 1       P and alpha of a step
     p_empty         2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha, for reuse
-    l_full          2 by turn   1, QK                PV 0, 1       1 / l of a tile
+    l_full          2 by tile   1, QK                PV 0, 1       1 / l of a tile
 
 No other memory needs an empty barrier. A PV warpgroup overwrites its half of a block after its own
 MMA, which starts once QK has computed S and P of the block. The producer is at most three steps
@@ -102,7 +102,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     HALF_DIM,
     O_LAYOUT,
     O_ROWS,
-    PLAIN,
     Q_OPERAND,
     RAW_64,
     RAW_128,
@@ -131,7 +130,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
 # O and l are rescaled only when a score exceeds m by more than this many powers of two. Until then
@@ -183,8 +182,8 @@ class RowLayout(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The first index is the stage; ``4 * 2`` is 2 entries a stage."""
 
-    limits: object  # [4, BLOCK_M] by turn: number of keys that each row sees; producer -> QK
-    key_range: object  # [4 * 2, 1] by turn: number of blocks, first key; producer -> all others
+    limits: object  # [4, BLOCK_M] by tile: number of keys that each row sees; producer -> QK
+    key_range: object  # [4 * 2, 1] by tile: number of blocks, first key; producer -> all others
     q_high: object  # [1, BLOCK_M, HALF_DIM] dims 256 to 511 of Q; QK -> QK
     kv: object  # [2 * 2, BLOCK_N, HALF_DIM] halves of a dequantised block; PV -> QK, PV
     p: object  # [1 or 2, BLOCK_M, BLOCK_N] FP8 RoPE dims of K; PV 0 -> QK. Then P; QK -> PV
@@ -193,7 +192,7 @@ class SharedMemory(NamedTuple):
     scales: object  # [2, words, BLOCK_N] scales of a block's keys; producer -> PV
     valid: object  # [4, BLOCK_N] validity of a block's keys; producer -> QK
     alpha: object  # [BLOCK_M] the factors that rescale O; QK -> PV
-    inv_l: object  # [2, BLOCK_M] by turn: 1 / l; QK -> PV
+    inv_l: object  # [2, BLOCK_M] by tile: 1 / l; QK -> PV
     chunk_full: object  # this and the following fields are arrays of barriers
     chunk_empty: object
     kv_full: object
@@ -274,10 +273,10 @@ def value_chunks(fp8_dim, head_dim, half):
 
 @gluon.constexpr_function
 def copy_order(fp8_dim, head_dim):
-    """Chunks in the order of their copies: chunks of both halves in turn, RoPE dims last."""
+    """Chunks in the order of their copies: chunks of both halves alternate, RoPE dims last."""
     halves = [value_chunks(fp8_dim, head_dim, half) for half in range(2)]
-    turns = [chunk for turn in zip_longest(*halves) for chunk in turn if chunk is not None]
-    return tuple(turns) + tuple(range(len(turns), num_chunks(fp8_dim, head_dim)))
+    order = [chunk for pair in zip_longest(*halves) for chunk in pair if chunk is not None]
+    return tuple(order) + tuple(range(len(order), num_chunks(fp8_dim, head_dim)))
 
 
 @gluon.jit
@@ -379,8 +378,8 @@ def producer(
     """The producer warpgroup: it copies keys."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
-        at = turn % RANGE_STAGES
+        tile_iter = tile // gl.num_programs(0)
+        at = tile_iter % RANGE_STAGES
         blocks = find_key_blocks(tile, main, extra, shape, smem.limits.index(at), EXTRA, CAUSAL)
         first = blocks.first
         slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED, CODES_ROWS)
@@ -404,10 +403,10 @@ def producer(
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_iter):
     """The number of blocks of a tile and the position of its first key, from the producer."""
-    at = turn % RANGE_STAGES
-    mbarrier.wait(smem.key_range_full.index(at), turn // RANGE_STAGES & 1)
+    at = tile_iter % RANGE_STAGES
+    mbarrier.wait(smem.key_range_full.index(at), tile_iter // RANGE_STAGES & 1)
     num_blocks = gl.max(smem.key_range.index(2 * at).load(THREADS), 0)
     return num_blocks, gl.max(smem.key_range.index(2 * at + 1).load(THREADS), 0)
 
@@ -512,11 +511,11 @@ def all_keys_valid(step, smem):
 
 
 @gluon.jit
-def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
+def mask_scores(s, all_valid, step, tile_iter, first_key, smem, MIXED: gl.constexpr):
     """Set S of keys that are invalid, or that a row must not see, to -inf."""
     if MIXED:
         keys = first_key + gl.arange(0, BLOCK_N, S_KEYS)
-        limit = smem.limits.index(turn % RANGE_STAGES).load(S_ROWS)
+        limit = smem.limits.index(tile_iter % RANGE_STAGES).load(S_ROWS)
         s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
     if not all_valid:
         valid = smem.valid.index(step % VALID_STAGES).load(S_KEYS) != 0
@@ -551,7 +550,7 @@ def store_p(p, alpha, step, smem, L: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
+def store_lse(tile, tile_iter, m, l, results, shape, smem, TOKENS: gl.constexpr):
     """Store lse and the largest logits of a tile; hand 1 / l to the PV warpgroups."""
     begin, split, request, token = locate_tile(tile, shape)
     row_token, head, real = rows_of_tile(begin, shape, S_ROWS, TOKENS)
@@ -565,8 +564,10 @@ def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
     if results.attn_sink is not None:
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
-    smem.inv_l.index(turn % L_STAGES).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
-    mbarrier.arrive(smem.l_full.index(turn % L_STAGES), count=1)
+    smem.inv_l.index(tile_iter % L_STAGES).store(
+        gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    )
+    mbarrier.arrive(smem.l_full.index(tile_iter % L_STAGES), count=1)
 
 
 @gluon.jit
@@ -577,11 +578,11 @@ def qk_consumer(
     """The QK warpgroup: it computes S and P."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
+        tile_iter = tile // gl.num_programs(0)
         q0, q1, q_rope = load_q_operands(tile, step, queries, shape, smem, L, TOKENS)
         m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
         l = partial_row_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT))
-        num_blocks, first_key = load_key_range(smem, turn)
+        num_blocks, first_key = load_key_range(smem, tile_iter)
         for i in range(num_blocks):
             zero = opaque_zero(i)
             s = qk_mma(step, zero, q0, q1, q_rope, smem, L)
@@ -591,7 +592,7 @@ def qk_consumer(
             if L.rope_bf16:
                 release_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
             s = mask_scores(
-                s * scale_log2, all_valid, step, turn, first_key + i * BLOCK_N, smem, MIXED
+                s * scale_log2, all_valid, step, tile_iter, first_key + i * BLOCK_N, smem, MIXED
             )
             m_new = update_m(m, s, results.max_logits)
             alpha = gl.exp2(m - m_new)
@@ -602,7 +603,7 @@ def qk_consumer(
             l = l * alpha[:, None] + partial_row_sums(p)
             step += 1
         l = gl.convert_layout(gl.sum(l, 1), S_ROWS)
-        store_lse(tile, turn, m, l, results, shape, smem, TOKENS)
+        store_lse(tile, tile_iter, m, l, results, shape, smem, TOKENS)
 
 
 @gluon.jit
@@ -728,11 +729,11 @@ def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.
 
 @gluon.jit
 def store_out(
-    tile, turn, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
+    tile, tile_iter, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
 ):
     """Store half of O, once QK has stored 1 / l."""
-    mbarrier.wait(smem.l_full.index(turn % L_STAGES), turn // L_STAGES & 1)
-    inv_l = smem.inv_l.index(turn % L_STAGES).load(O_ROWS)
+    mbarrier.wait(smem.l_full.index(tile_iter % L_STAGES), tile_iter // L_STAGES & 1)
+    inv_l = smem.inv_l.index(tile_iter % L_STAGES).load(O_ROWS)
     begin, split, request, token = locate_tile(tile, shape)
     out = results.out + split.to(gl.int64) * results.out_split
     out += request * results.out_request + HALF * HALF_DIM
@@ -750,16 +751,16 @@ def pv_consumer(
     two extra iterations only dequantise.
     """
     step = -2
-    # Dequantisation's own tile: its remaining blocks, and its turn.
+    # The tile that is dequantised: its remaining blocks, and its number.
     blocks_left = 0
     ahead = -1
-    turn = -1
+    tile_iter = -1
     # Never reset: the first MMA of each tile overwrites O.
     acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
     acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn += 1
-        num_blocks = load_key_range(smem, turn)[0]
+        tile_iter += 1
+        num_blocks = load_key_range(smem, tile_iter)[0]
         for i in range(gl.minimum(step, 0), num_blocks):
             if i >= 0:
                 mbarrier.wait(smem.p_full.index(0), step & 1)
@@ -768,13 +769,13 @@ def pv_consumer(
                 acc0, acc1 = pv_mma(step, i, acc0, acc1, smem, HALF)
                 mbarrier.arrive(smem.p_empty.index(step % KV_STAGES), count=1)
             step += 1
-            if blocks_left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
+            if blocks_left == 0 and tile + (ahead + 1 - tile_iter) * gl.num_programs(0) < num_tiles:
                 ahead += 1
                 blocks_left = load_key_range(smem, ahead)[0]
             if blocks_left > 0:
                 dequantize_half(step + 1, smem, L, HALF)
                 blocks_left -= 1
-        store_out(tile, turn, acc0, acc1, results, shape, smem, TOKENS, HALF)
+        store_out(tile, tile_iter, acc0, acc1, results, shape, smem, TOKENS, HALF)
 
 
 @gluon.jit

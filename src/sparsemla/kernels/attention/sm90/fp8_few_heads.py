@@ -84,7 +84,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     HALF_DIM,
     LIST_8,
     LOAD_ROWS_8,
-    PLAIN,
     RAW_128,
     RAW_ROPE,
     ROPE_DIM,
@@ -120,7 +119,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_f16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
 STAGES = gl.constexpr(2)

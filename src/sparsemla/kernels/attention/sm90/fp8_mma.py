@@ -34,7 +34,7 @@ Barriers:
 
     barrier         number      arrivals             waits      guards
     q_full          1           2, left and right    both       the tile's queries
-    key_range_full  4 by turn   1, producer          both       number of pairs of blocks
+    key_range_full  4 by tile   1, producer          both       number of pairs of blocks
     kv_full         4 by block  128 copies' threads  both       codes, RoPE dims and factors of a
                                                                 block
     kv_empty        4 by block  2, both              producer   the stage, for reuse
@@ -90,7 +90,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     LOAD_ROWS,
     P_TILE,
     PIECE_DIM,
-    PLAIN,
     ROPE_DIM,
     ROWS_IN_WARP,
     S8,
@@ -117,7 +116,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 
 CONSUMERS = gl.constexpr(2)
 HALF_M = gl.constexpr(BLOCK_M.value // 2)
@@ -163,7 +162,7 @@ class SharedMemory(NamedTuple):
     alpha: object  # [2, BLOCK_M] float32, factors that rescale O; the same
     m: object  # 2 of [BLOCK_M] float32, m after a block; its QK consumer -> the other
     l: object  # [2, BLOCK_M] float32, row sums of each warpgroup's blocks, at the end of a tile
-    key_range: object  # [4, 1] by turn: number of pairs of blocks; producer -> both
+    key_range: object  # [4, 1] by tile: number of pairs of blocks; producer -> both
     q_full: object  # this and the following fields are arrays of barriers
     key_range_full: object
     kv_full: object
@@ -425,10 +424,10 @@ def store_queries(words, rope, smem, HALF: gl.constexpr):
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_iter):
     """The number of pairs of blocks of a tile, from the producer."""
-    at = turn % STAGES
-    mbarrier.wait(smem.key_range_full.index(at), turn // STAGES & 1)
+    at = tile_iter % STAGES
+    mbarrier.wait(smem.key_range_full.index(at), tile_iter // STAGES & 1)
     return gl.max(smem.key_range.index(at).load(THREADS), 0)
 
 
@@ -438,17 +437,17 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
     A: gl.constexpr = 2 * HALF
     B: gl.constexpr = 2 * HALF + 1
     OTHER: gl.constexpr = 1 - HALF
-    step = HALF  # of the own block of the pair
+    step = HALF  # of this warpgroup's block of the pair
     first = gl.program_id(0)
     q, q_rope = load_queries(first, num_tiles, queries, shape, HALF)
     for tile in range(first, num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
+        tile_iter = tile // gl.num_programs(0)
         store_queries(q, q_rope, smem, HALF)
         fence_async_shared()
         mbarrier.arrive(smem.q_full.index(0), count=1)
-        mbarrier.wait(smem.q_full.index(0), turn & 1)
+        mbarrier.wait(smem.q_full.index(0), tile_iter & 1)
         factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(S8_ROWS) * scale_log2
-        num_pairs = load_key_range(smem, turn)
+        num_pairs = load_key_range(smem, tile_iter)
         zero = opaque_zero(tile)
         mbarrier.wait(smem.kv_full.index(step % STAGES), step // STAGES & 1)
         s = first_qk(smem, zero, step % STAGES)
@@ -505,7 +504,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             if HALF == 1 or i > 0:
                 mbarrier.arrive(smem.kv_empty.index(last), count=1)
 
-            # P V of the own block under the next S. After the last pair, these MMAs read stale
+            # P V of this block under the next S. After the last pair, these MMAs read stale
             # keys and nothing reads S.
             ahead = (step + 2) % STAGES
             if i + 1 < num_pairs:
@@ -541,7 +540,7 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             after = smem.m[1].load(S8_ROWS)
             l = l * gl.convert_layout(exp2(m - after), gl.SliceLayout(1, SUM_PARTS))[:, None]
             m = after
-        inv_l, out, begin = store_sums(tile, turn, m, gl.sum(l, 1), results, shape, smem, HALF)
+        inv_l, out, begin = store_sums(tile, tile_iter, m, gl.sum(l, 1), results, shape, smem, HALF)
         store_columns(acc_a, inv_l, out, begin, results, shape)
         # The next queries arrive while the second part of O is stored.
         q, q_rope = load_queries(tile + gl.num_programs(0), num_tiles, queries, shape, HALF)
@@ -549,11 +548,11 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
 
 
 @gluon.jit
-def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
+def store_sums(tile, tile_iter, m, l, results, shape, smem, HALF: gl.constexpr):
     """Exchange the sums of P; left stores lse. Returns what O is multiplied by, and its place."""
     smem.l.index(HALF).store(l)
     mbarrier.arrive(smem.l_full.index(0), count=1)
-    mbarrier.wait(smem.l_full.index(0), turn & 1)
+    mbarrier.wait(smem.l_full.index(0), tile_iter & 1)
     begin, _, request, token = locate_tile(tile, shape)
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))

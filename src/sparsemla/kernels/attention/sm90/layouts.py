@@ -141,9 +141,6 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 CODES_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 P_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
 
-# Shared memory of vectors.
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
 
 @triton.constexpr_function
 def k_layout(width):

@@ -49,6 +49,7 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import (
     BLOCK,
+    PLAIN,
     STORE,
     TILE,
     Lists,
@@ -74,7 +75,6 @@ PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 # A producer has two warps.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 COPY_GIVEN = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Half of the terms: what a thread has of a row in an accumulator, in pieces of 16 bytes.
 STORE_TERMS = gl.constexpr(
     gl.DistributedLinearLayout(
