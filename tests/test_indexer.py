@@ -131,8 +131,8 @@ def test_paged_scores_equal_ragged_scores(device):
         case["weights"][0],
         stored.fp8,
         stored.scales[:, 0],
-        torch.tensor([0], device=device),
-        torch.tensor([130], device=device),
+        row_starts=torch.tensor([0], device=device),
+        row_ends=torch.tensor([130], device=device),
     )
     assert_equal("scores", paged[0, :, :130].contiguous(), ragged)
     assert (paged[0, :, 130:] == -torch.inf).all()

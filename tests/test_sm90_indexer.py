@@ -82,7 +82,9 @@ def explained(op, heads=64, dim=128, dtype=torch.float8_e4m3fn, gpu="sm_90", shi
         keys = torch.empty(128, dim + cache.get("key_shift", 0), dtype=dtype)[:, :dim]
         ranges = torch.empty(3, dtype=torch.int32)
     calls = {
-        "indexer_scores": lambda: indexer_scores(q, weights, keys, None, ranges, ranges),
+        "indexer_scores": lambda: indexer_scores(
+            q, weights, keys, None, row_starts=ranges, row_ends=ranges
+        ),
         "indexer_scores_paged": lambda: indexer_scores_paged(
             q[None], weights[None], paged, table, lengths, max_seq_len=128
         ),

@@ -76,7 +76,7 @@ def test_ragged(heads, dim, dtype, weight_dtype):
         row_ends=ends,
         out=out[:, :num_keys],
     )
-    expected = reference.indexer_scores(q, weights, keys, scales, starts, ends)
+    expected = reference.indexer_scores(q, weights, keys, scales, row_starts=starts, row_ends=ends)
     check_scores(out[:, :num_keys], expected)
     assert (out[:, num_keys:] == 7).all()
 

@@ -22,9 +22,9 @@ def indexer_scores(
     weights: Tensor,
     keys: Tensor,
     key_scales: Tensor | None,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
-    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """Scores of contiguous keys, each query row over its own range (prefill).
@@ -51,7 +51,7 @@ def indexer_scores(
 
     >>> q, keys = torch.ones(1, 4, 32).bfloat16(), torch.ones(3, 32).bfloat16()
     >>> start, end = torch.tensor([0]), torch.tensor([2])
-    >>> indexer_scores(q, torch.ones(1, 4), keys, None, start, end)
+    >>> indexer_scores(q, torch.ones(1, 4), keys, None, row_starts=start, row_ends=end)
     tensor([[128., 128., -inf]])
     """
     check = Checker("indexer_scores", instead="selected_scores")

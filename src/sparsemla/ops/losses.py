@@ -24,9 +24,9 @@ def select_rows(
     index_q: Tensor,
     weights: Tensor,
     index_k: Tensor,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
-    *,
     topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
@@ -98,9 +98,17 @@ def _select_rows(
         scores = index_q.new_empty(at_once, num_rows, dtype=torch.float32)
         for first in range(0, num_tokens, at_once):
             part = slice(first, min(first + at_once, num_tokens))
-            ranges, some = (row_starts[part], row_ends[part]), scores[: part.stop - first]
-            indexer_scores(index_q[part], weights[part], index_k, None, *ranges, out=some)
-            select_topk(some, topk=topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
+            starts, ends, some = row_starts[part], row_ends[part], scores[: part.stop - first]
+            indexer_scores(
+                index_q[part],
+                weights[part],
+                index_k,
+                None,
+                row_starts=starts,
+                row_ends=ends,
+                out=some,
+            )
+            select_topk(some, topk=topk, row_starts=starts, row_ends=ends, out=out[part])
         starts = row_starts.clamp(0, num_rows).int()[:, None]
         out.copy_(torch.where(out < 0, -1, out + starts))
 

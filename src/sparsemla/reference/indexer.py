@@ -15,6 +15,7 @@ def indexer_scores(
     weights: Tensor,
     keys: Tensor,
     key_scales: Tensor | None,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
 ) -> Tensor:
@@ -48,7 +49,8 @@ def indexer_scores_paged(
     for request in range(batch):
         ends = (seq_lens[request] // ratio).clamp(0, max_seq_len)  # [S]
         keys, scales, valid = _request_keys(cache, page_table, request, int(ends.max()))
-        scores = indexer_scores(q[request], weights[request], keys, scales, starts, ends)
+        rows = q[request], weights[request]
+        scores = indexer_scores(*rows, keys, scales, row_starts=starts, row_ends=ends)
         out[request, :, : keys.shape[0]] = scores.masked_fill(~valid, -torch.inf)
     return out
 
@@ -80,7 +82,8 @@ def indexer_topk(
             visible = length - (last - first) + 1 + torch.arange(last - first, device=q.device)
         visible = (visible // ratio).clamp_max(num_keys)  # one key for every ratio tokens
         rows = q[first:last], weights[first:last]
-        scores = indexer_scores(*rows, keys, scales, torch.zeros_like(visible), visible)
+        starts = torch.zeros_like(visible)
+        scores = indexer_scores(*rows, keys, scales, row_starts=starts, row_ends=visible)
         scores = scores.masked_fill(~valid, -torch.inf)
         selected = select_topk(scores, topk=topk, row_ends=visible)
         if as_slots:
