@@ -67,7 +67,7 @@ def select_rows(
     """
     check = Checker("select_rows", gradients="backward")
     check.tensor("index_q", index_q, "T HI DI", QUERIES)
-    check.index_heads("index_q")
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("index_k", index_k, "S DI", index_q.dtype)
     check.positive("topk", topk)
@@ -195,7 +195,7 @@ def _listed(
 
 def _indexer(check: Checker, index_q: Tensor, weights: Tensor, index_k: Tensor) -> None:
     check.tensor("index_q", index_q, "T HI DI", FLOATS)
-    check.index_heads("index_q")
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("index_k", index_k, "S DI", index_q.dtype)
 

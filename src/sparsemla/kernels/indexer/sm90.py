@@ -908,7 +908,7 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.q, call.weights, call.cache
+    q, weights, cache = call.index_q, call.weights, call.cache
     num_tokens, heads, dim = q.shape
     num_requests = call.page_table.shape[0]
     groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)
