@@ -74,7 +74,7 @@ class Serving:
         query_pitch: elements between the RoPE dims of two heads of a query, which lie in a tensor
             of their own; None if they lie behind the other dims.
         topk: keys that a token selects.
-        index_heads: heads of the indexer; 0 if the engine has an indexer of its own.
+        index_heads: heads of the indexer; 0 if the engine has its own indexer.
         max_tokens: most tokens of a step.
         max_requests: most requests of a step.
         max_query_len: most tokens of a decode, 1 and its drafts.
@@ -161,7 +161,7 @@ class Serving:
         max_query_len: int = 1,
         max_seq_len: int | None = None,
     ) -> Serving:
-        """What vLLM with both plugins asks for a model; for DeepSeek-V4, an engine of one's own.
+        """What vLLM with both plugins asks for a model; for DeepSeek-V4, your own engine.
 
         Args:
             config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5, as published or as

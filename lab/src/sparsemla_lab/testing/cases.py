@@ -716,7 +716,7 @@ def shared_prefill_case(
 
 
 def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
-    """The same queries, with the dims behind the value in a tensor of their own.
+    """The same queries, with the dims behind the value in a separate tensor.
 
     That tensor is a slice of wider rows, whose other dims are NaN.
     """

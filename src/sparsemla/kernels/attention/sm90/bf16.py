@@ -35,7 +35,7 @@ The RoPE dims of a block arrive with the half that its QK MMA reads last.
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
 way out: 226 in all. P takes the place of the last 64 dims of its block's keys, which only the
 warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
-second stream follow those of the first; only the producer tells them apart.
+second stream follow those of the first; only the producer distinguishes them.
 
 Tokens that share a list form one group, as in dense attention. With a token mask, a key's validity
 is a bit for each of them, and the softmax tests the bit of the row's token. An invalid key has no

@@ -16,7 +16,7 @@ LAG.
 
 O. FP8 MMAs want both operands along the reduction, but values lie along their dims. So the MMA
 computes the transpose, ``O^T += V^T P^T``, with V^T in registers. ``ldmatrix.trans`` loads pairs of
-dims as if they were 16-bit numbers, and one byte permutation a register takes the pairs apart. The
+dims as if they were 16-bit numbers, and one byte permutation a register deinterleaves them. The
 order of keys in V^T and P^T is the one in which threads hold S, and nothing is exchanged.
 
 Time line of a pair in cycles, 128 heads; S' are the scores of a warpgroup's next block. Right runs
