@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "h200.json"
 FIGURE = ROOT / "docs" / "images" / "h200.svg"
 
-OURS, PEER, INK, FAINT = "#0072b2", "#e69f00", "#222222", "#cccccc"  # told apart by any eye
+OURS, PEER, INK, FAINT = "#0072b2", "#e69f00", "#222222", "#cccccc"  # safe for the color-blind
 WIDTH, HEIGHT, TOP, LINE = 980, 350, 62, 32
 
 STEPS = [(heads, batch) for heads in (128, 16) for batch in (1, 16, 64, 128)]

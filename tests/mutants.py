@@ -572,7 +572,7 @@ INDEXER = "indexer/sm90.py"
 # kernel waits for their arrival anyway, so no run was seen to read it early.
 GPU_MUTANTS = (
     hopper(
-        "O is not rescaled for the own block",
+        "O is not rescaled for the warpgroup's block",
         FP8_MMA,
         "rescale(acc_a, acc_b, some, smem, HALF)",
         "rescale(acc_a, acc_b, some & (m.shape[0] < 0), smem, HALF)",
@@ -665,7 +665,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the keys' right half",
         ROWS,
-        "            mbarrier.wait(smem.kv_right_full[1], phase)\n",
+        "            mbarrier.wait(smem.kv_right_full.index(1), phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",
@@ -673,7 +673,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for the other warpgroup's P",
         ROWS,
-        "            mbarrier.wait(smem.p_full[0], phase)\n",
+        "            mbarrier.wait(smem.p_full.index(0), phase)\n",
         "",
         "sparse_prefill",
         "dense_decode",
@@ -702,10 +702,10 @@ GPU_MUTANTS = (
         "sparse_decode",
     ),
     hopper(
-        "the last tile of the extra stream is skipped",
+        "the last block of the extra stream is skipped",
         FEW_HEADS,
-        "        all_extra = gl.cdiv(extra_end, KEYS)\n",
-        "        all_extra = extra_end // KEYS\n",
+        "        all_extra = gl.cdiv(extra_end, BLOCK_N)\n",
+        "        all_extra = extra_end // BLOCK_N\n",
         "sparse_prefill",
     ),
     hopper(
@@ -733,14 +733,14 @@ GPU_MUTANTS = (
     hopper(
         "no wait for dequantised keys",
         ROWS_FP8,
-        "    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)\n",
+        "    mbarrier.wait(smem.kv_full.index(stage), step // KV_STAGES & 1)\n",
         "",
         "sparse_decode",
     ),
     hopper(
         "no wait for P",
         ROWS_FP8,
-        "                mbarrier.wait(smem.bar.index(P_FULL), step & 1)\n",
+        "                mbarrier.wait(smem.p_full.index(0), step & 1)\n",
         "",
         "sparse_decode",
     ),
@@ -768,8 +768,8 @@ GPU_MUTANTS = (
     hopper(
         "l of both consumers is added without rescaling",
         FEW_HEADS,
-        "    merged_l += memory.ml.index(3).load(ROW) * gl.exp2(m1 - merged_m)\n",
-        "    merged_l += memory.ml.index(3).load(ROW)\n",
+        "    merged_l += smem.ml.index(CONSUMERS + 1).load(ROW) * gl.exp2(m1 - merged_m)\n",
+        "    merged_l += smem.ml.index(CONSUMERS + 1).load(ROW)\n",
         "sparse_prefill",
     ),
     hopper(
@@ -789,7 +789,7 @@ GPU_MUTANTS = (
     hopper(
         "no wait for copies",
         FEW_HEADS_FP8,
-        "        mbarrier.wait(memory.full.index(stage), (first_tile + i) // STAGES & 1)\n",
+        "        mbarrier.wait(smem.kv_full.index(stage), (first_block + i) // STAGES & 1)\n",
         "",
         "sparse_decode",
         "dense_decode",
@@ -804,8 +804,8 @@ GPU_MUTANTS = (
     hopper(
         "O is not rescaled",
         FEW_HEADS_FP8,
-        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * rescale)",
-        "in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * (rescale * 0 + 1))",
+        "in_flight = issue_pv_mmas(v0, v1, 0, smem.p.index(zero), acc[0] * rescale)",
+        "in_flight = issue_pv_mmas(v0, v1, 0, smem.p.index(zero), acc[0] * (rescale * 0 + 1))",
         "sparse_decode",
         "dense_decode",
     ),
@@ -834,9 +834,9 @@ GPU_MUTANTS = (
     hopper(
         "no wait for keys",
         INDEXER,
-        "                mbarrier.wait(smem.keys_full.index(stage), parity)\n"
-        "                if TURNS:",
-        "                if TURNS:",
+        "                mbarrier.wait(smem.k_full.index(stage), parity)\n"
+        "                if ORDERED:",
+        "                if ORDERED:",
         "indexer_scores",
         "indexer_scores_paged",
         "indexer_topk",

@@ -237,20 +237,28 @@ def test_definitions_take_the_arguments_of_the_ops(op):
             assert parameter.default == ONLY_PUBLIC[name]
 
 
-TENSORS = {Tensor, Tensor | None, Tensor | PagedCache, PagedCache, HeadWeight, MLALayer, Plan}
-"""What an op computes with; numbers and flags, which say how, are by keyword."""
+OPERANDS = {Tensor, Tensor | None, Tensor | PagedCache, PagedCache, HeadWeight, MLALayer, Plan}
+OPERANDS |= {WindowState}
+"""Types of tensors, and of records of tensors."""
+
+METADATA = {"positions", "request_ids", "ring_ids", "row_ends", "row_starts", "slot_mapping"}
+"""Where tokens are, and what they see."""
+
+CONVERTERS = {"entry_slots", "to_slots", "visible_slots"}
+"""The ops whose operands are such metadata."""
+
+REQUIRED_OUTPUTS = {"gather_dequant": {"out"}}
 
 
 @pytest.mark.parametrize("op", ops.__all__)
-def test_only_tensors_are_positional(op):
-    parameters = inspect.signature(getattr(ops, op), eval_str=True).parameters.values()
-    positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-    assert {p.annotation for p in positional} <= TENSORS | {WindowState}
-    assert all(p.default is p.empty for p in positional)
-    assert {p.kind for p in parameters} == {
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    }
+def test_operands_are_positional_and_all_else_is_by_keyword(op):
+    by_keyword = REQUIRED_OUTPUTS.get(op, set()) | (set() if op in CONVERTERS else METADATA)
+    for name, parameter in inspect.signature(getattr(ops, op), eval_str=True).parameters.items():
+        operand = parameter.annotation in OPERANDS and parameter.default is parameter.empty
+        if operand and name not in by_keyword:
+            assert parameter.kind == parameter.POSITIONAL_OR_KEYWORD, name
+        else:
+            assert parameter.kind == parameter.KEYWORD_ONLY, name
 
 
 def test_every_op_has_a_definition_and_a_public_name():

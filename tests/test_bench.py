@@ -681,7 +681,7 @@ def test_tilelang_with_wrong_gradients_is_not_timed(timer):
 def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
     def ragged(q, q_sf, kv, kv_sf, weights, starts, ends, max_seqlen_k, schedule):
         assert (q_sf, schedule) == (None, None)
-        scores = ops.indexer_scores(q, weights, kv, kv_sf, starts, ends)
+        scores = ops.indexer_scores(q, weights, kv, kv_sf, row_starts=starts, row_ends=ends)
         # Columns that no row sees are not written, and the result has additional columns.
         scores = torch.nn.functional.pad(scores, (0, 7), value=torch.nan)
         return scores.masked_fill(scores == -torch.inf, torch.nan)

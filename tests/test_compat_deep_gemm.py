@@ -26,8 +26,8 @@ BFLOAT16_SCORES = Tolerance(rel=1.51 / 256, cos=3e-6, size=2**-9)
 def ragged_arguments(case):
     """Arguments of ``indexer_scores`` in DeepGEMM's names."""
     return {
-        "q": case["q"],
-        "kv": (case["keys"], case["key_scales"]),
+        "q": case["index_q"],
+        "kv": (case["index_k"], case["index_k_scales"]),
         "weights": case["weights"],
         "cu_seq_len_k_start": case["row_starts"],
         "cu_seq_len_k_end": case["row_ends"],
@@ -99,7 +99,7 @@ def paged_arguments(case):
     """Arguments of ``indexer_scores_paged`` in DeepGEMM's names."""
     lens = case["seq_lens"]
     return {
-        "q": case["q"],
+        "q": case["index_q"],
         "kv_cache": case["cache"].data.unsqueeze(2),
         "weights": case["weights"].flatten(0, 1),
         "context_lens": lens,

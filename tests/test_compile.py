@@ -94,7 +94,7 @@ def key_write_arguments(fmt=INDEX_FP8):
 def query_arguments(fmt=INDEX_FP8):
     draw = Draw(2)
     return {
-        "q": draw.normal(4, 3, 128),
+        "index_q": draw.normal(4, 3, 128),
         "weights": draw.normal(4, 3),
         "cos_sin_cache": draw.normal(100, 64),
         "positions": torch.arange(4),
@@ -104,7 +104,7 @@ def query_arguments(fmt=INDEX_FP8):
 
 def index_step_arguments(fmt=INDEX_FP8):
     queries, keys = query_arguments(fmt), key_write_arguments(fmt)
-    return {"q": queries["q"], "weights": queries["weights"]} | keys
+    return {"index_q": queries["index_q"], "weights": queries["weights"]} | keys
 
 
 def pool_arguments():

@@ -53,9 +53,9 @@ def test_scores_match_the_formula(device):
     for m in range(3):
         for n in range(7):
             inside = case["row_starts"][m] <= n < case["row_ends"][m]
-            dots = case["q"][m].double() @ case["keys"][n].double()
+            dots = case["index_q"][m].double() @ case["index_k"][n].double()
             score = (case["weights"][m].double() * dots.clamp_min(0)).sum()
-            expected = score * case["key_scales"][n].double() if inside else -torch.inf
+            expected = score * case["index_k_scales"][n].double() if inside else -torch.inf
             assert float(got[m, n]) == float(expected)
 
 
@@ -68,7 +68,7 @@ def test_weights_of_every_dtype(device, dtype):
 def test_negative_weights_and_zero_keys(device):
     case = indexer_scores_case(Draw(5, device))
     case["weights"] = -case["weights"].abs()
-    case["keys"][::2] = torch.zeros((), device=device).to(torch.float8_e4m3fn)
+    case["index_k"][::2] = torch.zeros((), device=device).to(torch.float8_e4m3fn)
     (scores,) = check_op("indexer_scores", case)
     assert (scores <= 0).all()
 
@@ -77,8 +77,8 @@ def test_keys_outside_of_every_range_may_be_nan(device):
     case = indexer_scores_case(Draw(6, device), num_keys=100, num_tokens=6)
     case["row_ends"].clamp_(max=50)
     nan = torch.full((50, 128), math.nan, device=device)
-    case["keys"][50:] = nan.to(torch.float8_e4m3fn)
-    case["key_scales"][50:] = math.nan
+    case["index_k"][50:] = nan.to(torch.float8_e4m3fn)
+    case["index_k_scales"][50:] = math.nan
     (scores,) = check_op("indexer_scores", case)
     assert not scores.isnan().any()
 
@@ -86,7 +86,7 @@ def test_keys_outside_of_every_range_may_be_nan(device):
 def test_strided_scores(device):
     case = indexer_scores_case(Draw(7, device), ranges="ragged", exact=True)
     expected = sparsemla.indexer_scores(**case)
-    for name in ("q", "weights", "keys"):
+    for name in ("index_q", "weights", "index_k"):
         case[name] = embed(case[name])
     out = torch.empty(6, 256, device=device)[:, :100]
     assert sparsemla.indexer_scores(**case, out=out) is out
@@ -96,9 +96,9 @@ def test_strided_scores(device):
 @pytest.mark.parametrize("sizes", [(0, 10), (4, 0)], ids=["no queries", "no keys"])
 def test_scores_of_empty_inputs(device, sizes):
     case = indexer_scores_case(Draw(8, device), num_tokens=4, num_keys=10)
-    for name in ("q", "weights", "row_starts", "row_ends"):
+    for name in ("index_q", "weights", "row_starts", "row_ends"):
         case[name] = case[name][: sizes[0]]
-    for name in ("keys", "key_scales"):
+    for name in ("index_k", "index_k_scales"):
         case[name] = case[name][: sizes[1]]
     (scores,) = check_op("indexer_scores", case)
     assert scores.shape == sizes
@@ -112,9 +112,9 @@ def test_fp8_scores_are_close_to_unquantised_scores(device):
     stored = INDEX_FP8.quantize(keys)
     case = {"weights": weights, "row_starts": full, "row_ends": full + 200}
     got = sparsemla.indexer_scores(
-        q=to_fp8(q), keys=stored.fp8, key_scales=stored.scales[:, 0], **case
+        index_q=to_fp8(q), index_k=stored.fp8, index_k_scales=stored.scales[:, 0], **case
     )
-    case |= {"q": q, "keys": keys, "key_scales": None}
+    case |= {"index_q": q, "index_k": keys, "index_k_scales": None}
     (expected,) = run_reference("indexer_scores", case)
     sizes = score_sizes("indexer_scores", case)
     assert_close("scores", got, expected, UNQUANTIZED_SCORES, sizes)
@@ -127,12 +127,12 @@ def test_paged_scores_equal_ragged_scores(device):
     slots = sparsemla.slots_of(case["page_table"], positions * 0, positions, 64)
     stored = case["cache"].gather(slots)
     ragged = sparsemla.indexer_scores(
-        case["q"][0],
+        case["index_q"][0],
         case["weights"][0],
         stored.fp8,
         stored.scales[:, 0],
-        torch.tensor([0], device=device),
-        torch.tensor([130], device=device),
+        row_starts=torch.tensor([0], device=device),
+        row_ends=torch.tensor([130], device=device),
     )
     assert_equal("scores", paged[0, :, :130].contiguous(), ragged)
     assert (paged[0, :, 130:] == -torch.inf).all()
@@ -223,7 +223,7 @@ def directly(case):
             slots = [pages[i // cache.page_size] * cache.page_size for i in range(seen)]
             slots = [slot + i % cache.page_size for i, slot in enumerate(slots)]
             keys = cache.read(torch.tensor(slots, dtype=torch.long, device=cache.data.device))
-            dots = (keys.double() @ case["q"][token].double().T).clamp_min(0)  # [seen, heads]
+            dots = (keys.double() @ case["index_q"][token].double().T).clamp_min(0)  # [seen, heads]
             scores = (dots @ case["weights"][token].double()).tolist()
             best = sorted(range(seen), key=lambda i: (-scores[i], i))[:topk]
             rows.append(sorted(best) + [-1] * (topk - len(best)))
@@ -249,7 +249,7 @@ def test_ties_of_pooled_keys_go_to_the_lower_position(device):
     case = pooled_case(Draw(41, device), ratio=4, query_len=3, topk=20, format=bf16_format(128))
     fields = case["cache"].fields()
     fields.bf16.abs_()
-    case["q"] = -case["q"].abs()
+    case["index_q"] = -case["index_q"].abs()
     (ids,) = check_op("indexer_topk", case)
     assert ids.tolist() == directly(case)
     assert ids[-1].tolist() == list(range(20))
@@ -270,7 +270,7 @@ def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, ratio):
     whole = sparsemla.indexer_topk(**case)
 
     def select(first, last, offsets, seq_lens, **options):
-        some = {name: case[name][first:last] for name in ("q", "weights")}
+        some = {name: case[name][first:last] for name in ("index_q", "weights")}
         some["input_row_offsets"] = torch.tensor(offsets, device=device)
         some["seq_lens"] = torch.tensor(seq_lens, device=device)
         return sparsemla.indexer_topk(**case | some | options)
@@ -395,7 +395,7 @@ def test_selections_of_random_values_are_the_best_ones(device):
     row = 0
     for request, (queries, length) in enumerate(((30, 200), (4, 90))):
         scores = reference.indexer_scores_paged(
-            case["q"][None, row : row + queries],
+            case["index_q"][None, row : row + queries],
             case["weights"][None, row : row + queries],
             case["cache"],
             case["page_table"][request : request + 1],
@@ -416,10 +416,10 @@ def test_tokens_behind_the_last_request_select_nothing(device):
 
 def test_paged_scores_of_no_queries(device):
     case = indexer_scores_paged_case(Draw(19, device), own_lengths=True)
-    for name in ("q", "weights", "seq_lens"):
+    for name in ("index_q", "weights", "seq_lens"):
         case[name] = case[name][:, :0]
     scores = sparsemla.indexer_scores_paged(**case, validate=True)
-    assert scores.shape == (case["q"].shape[0], 0, case["max_seq_len"])
+    assert scores.shape == (case["index_q"].shape[0], 0, case["max_seq_len"])
 
 
 def test_scores_and_selections_without_pages(device):
@@ -557,16 +557,16 @@ def test_equal_keys_get_equal_scores(device, tokens, heads, threads, fp8):
     case = indexer_scores_case(
         Draw(28, device), num_tokens=tokens, num_keys=4097, num_heads=heads, fp8=fp8
     )
-    case["keys"][:] = case["keys"][:1].clone()
+    case["index_k"][:] = case["index_k"][:1].clone()
     case["row_starts"].zero_()
     case["row_ends"].fill_(4097)
-    if case["key_scales"] is not None:
-        case["key_scales"].fill_(0.37)
+    if case["index_k_scales"] is not None:
+        case["index_k_scales"].fill_(0.37)
     with num_threads(threads):
         scores = sparsemla.indexer_scores(**case)
         alone = sparsemla.indexer_scores(
             **{
-                name: value if name in ("keys", "key_scales") or value is None else value[:1]
+                name: value if name in ("index_k", "index_k_scales") or value is None else value[:1]
                 for name, value in case.items()
             }
         )
@@ -585,7 +585,7 @@ def test_selections_from_equal_keys_are_deterministic(device, fmt):
             assert_equal(f"seed {seed}, limit {limit}", got, expected)
         for request, at in enumerate((slice(0, 5), slice(5, 6), slice(6, 15))):
             own = {name: case[name][request : request + 1] for name in ("seq_lens", "page_table")}
-            own |= {name: case[name][at] for name in ("q", "weights")}
+            own |= {name: case[name][at] for name in ("index_q", "weights")}
             own["input_row_offsets"] = torch.tensor([0, at.stop - at.start], device=device)
             got = sparsemla.indexer_topk(**case | own)
             assert_equal(f"seed {seed}, request {request} alone", got, expected[at])

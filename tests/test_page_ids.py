@@ -122,7 +122,7 @@ def test_workspace_rows_beyond_int32_are_minus_one(device):
 @pytest.mark.parametrize("before", [1, 3, 40])
 def test_tokens_before_the_first_request_select_nothing(device, before, limit, causal):
     case = indexer_topk_case(Draw(19, device), query_lens=[7, 4], seq_lens=[50, 60], causal=causal)
-    for name in ("q", "weights"):
+    for name in ("index_q", "weights"):
         rows = case[name]
         case[name] = torch.cat([rows[:1].expand(before, *rows.shape[1:]), rows, rows[:2]])
     case["input_row_offsets"] = case["input_row_offsets"] + before
@@ -170,7 +170,7 @@ def test_portable_kernels_and_tokens_before_the_first_request(before, causal):
     case = indexer_topk_case(
         Draw(19), query_lens=[7, 4], seq_lens=[50, 60], causal=causal, num_heads=2
     )
-    for name in ("q", "weights"):
+    for name in ("index_q", "weights"):
         rows = case[name]
         case[name] = torch.cat([rows[:1].expand(before, *rows.shape[1:]), rows, rows[:2]])
     case["input_row_offsets"] = case["input_row_offsets"] + before

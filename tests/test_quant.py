@@ -273,7 +273,7 @@ def test_keys_and_queries_in_one_launch(device, fmt, convention):
     )
     with poisoned_empty():
         q, weights = sparsemla.fused_indexer_rope_quant(**case)
-    queries = {name: alone.pop(name) for name in ("q", "weights")}
+    queries = {name: alone.pop(name) for name in ("index_q", "weights")}
     sparsemla.append_index_keys(**alone)
     shared = {name: alone[name] for name in ("cos_sin_cache", "positions")}
     expected = sparsemla.prepare_index_queries(**queries, **shared, format=fmt, **convention)
@@ -293,7 +293,7 @@ def test_head_weights_include_every_factor(device, dtype, mode):
     scales = weights / (case["weights"].float() * 0.0110485435)
     restored = q.float() * scales[..., None]
     # Position 0 is not rotated, so the codes times their scales are the queries again.
-    torch.testing.assert_close(restored, case["q"].float(), rtol=2**-4, atol=2e-2)
+    torch.testing.assert_close(restored, case["index_q"].float(), rtol=2**-4, atol=2e-2)
     if mode == "pow2":
         assert_close("scales", scales.log2(), scales.log2().round(), Tolerance(1e-3, 1e-3))
 

@@ -60,9 +60,9 @@ def test_a_stage_belongs_to_one_consumer(query_len, heads, page_size):
     )
     assert tiling.stages % sm90.CONSUMERS.value == 0
     assert tiling.stages & (tiling.stages - 1) == 0
-    assert tiling.keys % sm90.COPY_KEYS.value == 0
+    assert tiling.block_n % sm90.COPY_KEYS.value == 0
     # The accumulator of a tile fits the registers: at most 64 keys by 256 heads.
-    assert tiling.keys * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
+    assert tiling.block_n * tiling.tokens * tiling.block_h <= 64 * sm90.MAX_HEADS
 
 
 def explained(op, heads=64, dim=128, dtype=torch.float8_e4m3fn, gpu="sm_90", shift=0, **cache):
@@ -82,7 +82,9 @@ def explained(op, heads=64, dim=128, dtype=torch.float8_e4m3fn, gpu="sm_90", shi
         keys = torch.empty(128, dim + cache.get("key_shift", 0), dtype=dtype)[:, :dim]
         ranges = torch.empty(3, dtype=torch.int32)
     calls = {
-        "indexer_scores": lambda: indexer_scores(q, weights, keys, None, ranges, ranges),
+        "indexer_scores": lambda: indexer_scores(
+            q, weights, keys, None, row_starts=ranges, row_ends=ranges
+        ),
         "indexer_scores_paged": lambda: indexer_scores_paged(
             q[None], weights[None], paged, table, lengths, max_seq_len=128
         ),

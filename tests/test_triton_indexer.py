@@ -68,15 +68,15 @@ def test_ragged(heads, dim, dtype, weight_dtype):
     ends = torch.tensor([140, 4, 7, 130, 50, INT_MIN, 21, 140, 66])
     out = torch.full((num_tokens, num_keys + 9), 7.0)
     dispatch.load("indexer_scores", "triton")(
-        q=q,
+        index_q=q,
         weights=weights,
-        keys=keys,
-        key_scales=scales,
+        index_k=keys,
+        index_k_scales=scales,
         row_starts=starts,
         row_ends=ends,
         out=out[:, :num_keys],
     )
-    expected = reference.indexer_scores(q, weights, keys, scales, starts, ends)
+    expected = reference.indexer_scores(q, weights, keys, scales, row_starts=starts, row_ends=ends)
     check_scores(out[:, :num_keys], expected)
     assert (out[:, num_keys:] == 7).all()
 
@@ -86,7 +86,7 @@ def test_ragged_rows_at_the_ends_of_the_keys():
     starts = torch.tensor([INT_MIN, 0, 69], dtype=torch.int32)
     ends = torch.tensor([INT_MAX, 70, INT_MAX], dtype=torch.int32)
     weights, out = torch.randn(3, 4), torch.empty(3, 70)
-    tensors = {"q": q, "weights": weights, "keys": keys, "key_scales": None}
+    tensors = {"index_q": q, "weights": weights, "index_k": keys, "index_k_scales": None}
     dispatch.load("indexer_scores", "triton")(**tensors, row_starts=starts, row_ends=ends, out=out)
     check_scores(out, reference.indexer_scores(**tensors, row_starts=starts, row_ends=ends))
 
@@ -119,7 +119,7 @@ def test_paged(fmt):
     table[3, 0] = cache.num_pages
     q = torch.randn(query_len, 4, 6, fmt.head_dim).to(fmt.query_dtype).transpose(0, 1)
     arguments = {
-        "q": q,
+        "index_q": q,
         "weights": torch.randn(4, query_len, 6, dtype=torch.bfloat16),
         "cache": cache,
         "page_table": table,
@@ -141,7 +141,7 @@ def test_paged(fmt):
 
 
 def best(inputs, topk, max_workspace_bytes, **options):
-    out = torch.full((inputs["q"].shape[0], topk), -7, dtype=torch.int32)
+    out = torch.full((inputs["index_q"].shape[0], topk), -7, dtype=torch.int32)
     run = dispatch.load("indexer_topk", "triton")
     run(**inputs, topk=topk, max_workspace_bytes=max_workspace_bytes, **options, out=out)
     return out
@@ -158,7 +158,7 @@ def best_inputs(fmt, query_lens, lens, page_size=16, heads=5):
             part.copy_(values.to(part.dtype))
     num_tokens = sum(query_lens)
     return {
-        "q": torch.randint(-1, 2, (num_tokens, heads, fmt.head_dim)).to(fmt.query_dtype),
+        "index_q": torch.randint(-1, 2, (num_tokens, heads, fmt.head_dim)).to(fmt.query_dtype),
         "weights": torch.randint(-2, 3, (num_tokens, heads)).float(),
         "cache": cache,
         "input_row_offsets": torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()]),
@@ -216,7 +216,7 @@ def test_tokens_outside_of_all_requests_get_no_keys():
     """A batch padded for a captured graph: offsets end before the tokens do."""
     inputs = best_inputs(bf16_format(16), [3, 2], [40, 20])
     expected = reference.indexer_topk(**inputs, topk=8)
-    for name in ("q", "weights"):
+    for name in ("index_q", "weights"):
         inputs[name] = torch.cat([inputs[name], inputs[name][:3]])
     for max_workspace_bytes in (1, 1 << 20):
         out = best(inputs, 8, max_workspace_bytes)
@@ -251,7 +251,7 @@ def test_workspace_stays_below_its_bound(
     with torch.device("meta"):
         out = torch.empty(num_tokens, topk, dtype=torch.int32)
         call = IndexerTopk(
-            q=torch.empty(num_tokens, 64, 128),
+            index_q=torch.empty(num_tokens, 64, 128),
             weights=torch.empty(num_tokens, 64),
             cache=PagedCache.allocate(INDEX_FP8, 1, 64),
             input_row_offsets=torch.empty(10),

@@ -315,7 +315,7 @@ def assert_close_codes(rows, wanted):
 def test_index_keys(fmt, rope_dim, interleaved, rope_first, hadamard):
     cache = marked_cache(fmt, page_size=3)
     arguments = {
-        "k": integers(6, fmt.head_dim + 3)[:, 3:],
+        "index_k": integers(6, fmt.head_dim + 3)[:, 3:],
         "norm_weight": integers(fmt.head_dim),
         "norm_bias": integers(fmt.head_dim, dtype=torch.float32),
         "slot_mapping": slots_for(6, cache).int(),
@@ -337,7 +337,7 @@ def test_index_keys(fmt, rope_dim, interleaved, rope_first, hadamard):
 @index_formats(*ODD)
 def test_index_queries(fmt, rope_dim, interleaved, rope_first, hadamard):
     arguments = {
-        "q": integers(6, 11, fmt.head_dim + 4)[..., 3:-1],
+        "index_q": integers(6, 11, fmt.head_dim + 4)[..., 3:-1],
         "weights": torch.randn(6, 13).bfloat16()[:, 1:12],
         "format": fmt,
         **index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard),
@@ -364,7 +364,7 @@ def test_scales_of_infinities_are_the_largest():
     q[0, :, 70], q[1, :, 71] = math.inf, -math.inf
     q[:, :, 72] = 0.75 * 2.0**127
     arguments = {
-        "q": q,
+        "index_q": q,
         "weights": torch.ones(2, 3),
         "format": INDEX_MXFP4,
         **index_arguments(INDEX_MXFP4, 64, interleaved=True, rope_first=True, hadamard=False),
@@ -385,13 +385,13 @@ def test_index_keys_and_queries_in_one_launch(fmt, rope_dim, interleaved, rope_f
     shared = index_arguments(fmt, rope_dim, interleaved, rope_first, hadamard)
     cache = marked_cache(fmt, page_size=3)
     keys = {
-        "k": integers(6, fmt.head_dim + 3)[:, 3:],
+        "index_k": integers(6, fmt.head_dim + 3)[:, 3:],
         "norm_weight": integers(fmt.head_dim),
         "norm_bias": integers(fmt.head_dim, dtype=torch.float32),
         "slot_mapping": slots_for(6, cache).int(),
         "eps": 1e-6,
     }
-    queries = {"q": integers(6, 11, fmt.head_dim), "weights": torch.randn(6, 11)}
+    queries = {"index_q": integers(6, 11, fmt.head_dim), "weights": torch.randn(6, 11)}
     dtype = torch.float8_e4m3fn if fmt.fp8_dim else torch.bfloat16
 
     def outputs():
@@ -411,7 +411,7 @@ def test_index_keys_and_queries_in_one_launch(fmt, rope_dim, interleaved, rope_f
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
 def test_index_queries_of_random_values(scale_mode):
     arguments = {
-        "q": torch.randn(33, 7, 128) * torch.randn(33, 7, 1).exp2(),
+        "index_q": torch.randn(33, 7, 128) * torch.randn(33, 7, 1).exp2(),
         "weights": torch.randn(33, 7),
         "format": INDEX_FP8,
         "cos_sin_cache": table(64),
@@ -421,7 +421,7 @@ def test_index_queries_of_random_values(scale_mode):
         "hadamard": False,
         "scale_mode": scale_mode,
     }
-    arguments["q"][5] = 0.0
+    arguments["index_q"][5] = 0.0
     expected, weights = reference.prepare_index_queries(**arguments)
     _, out, weights_out = run(
         "prepare_index_queries",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class PagedCache:
     data: Tensor
     format: CacheFormat
     scales: Tensor | None = None
+
+    if TYPE_CHECKING:  # a name is taken too, and read as its format
+
+        def __init__(
+            self, data: Tensor, format: CacheFormat | str, scales: Tensor | None = None
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check_kind("data", self.data, Tensor)

@@ -266,12 +266,12 @@ class Checker:
             )
         return cache.format.query_dtype
 
-    def index_heads(self, name: str = "q") -> None:
+    def index_heads(self) -> None:
         """Check that indexer queries have at least one head, HI, and one dim, DI."""
         if self.dims["HI"] < 1:
-            raise ValueError(f"{self.op}: {name} must have at least one head, got none")
+            raise ValueError(f"{self.op}: index_q must have at least one head, got none")
         if self.dims.get("DI", 1) < 1:
-            raise ValueError(f"{self.op}: {name} must have at least one dim, got none")
+            raise ValueError(f"{self.op}: index_q must have at least one dim, got none")
 
     def rope_dim(self, name: str, rope_dim: int, head_dim: int) -> None:
         """Check the number of RoPE dims."""

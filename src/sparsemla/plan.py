@@ -239,7 +239,7 @@ class Plan:
     ) -> Plan:
         """The plan of the same batch for caches with a row, an *entry*, for every ``ratio`` tokens.
 
-        Layers of several kinds keep caches with page tables of their own. Lengths, positions and
+        Layers of several kinds keep caches with their own page tables. Lengths, positions and
         requests are those of this plan and count tokens. The page table and the slot mapping are
         those of the entries: the slot of entry ``p // ratio`` for the token at position ``p`` that
         completes it, as of :func:`entry_slots`, and -1 for other tokens and padding. No prefill

@@ -51,7 +51,7 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class WindowState:
-    """The last rows of requests, each request in a ring of its own.
+    """The last rows of requests, each request in its own ring.
 
     The row of position ``p`` is ``rows[ring_id, p % ring]``. It holds the token's values and its
     gates, the bias added. An engine may keep the rows on pages instead: each page is a ring here,

@@ -69,12 +69,12 @@ class Serving:
     """What an engine may ask of one GPU: a model's dims on this rank, and the engine's limits.
 
     Args:
-        cache_format: of the latent cache; None if the engine has an attention of its own.
+        cache_format: of the latent cache, or its name; None if the engine has its own attention.
         num_heads: query heads of this rank.
         query_pitch: elements between the RoPE dims of two heads of a query, which lie in a tensor
             of their own; None if they lie behind the other dims.
         topk: keys that a token selects.
-        index_heads: heads of the indexer; 0 if the engine has an indexer of its own.
+        index_heads: heads of the indexer; 0 if the engine has its own indexer.
         max_tokens: most tokens of a step.
         max_requests: most requests of a step.
         max_query_len: most tokens of a decode, 1 and its drafts.
@@ -105,7 +105,7 @@ class Serving:
     64
     """
 
-    cache_format: CacheFormat | None
+    cache_format: CacheFormat | str | None
     num_heads: int = 128
     query_pitch: int | None = 192
     topk: int = 2048
@@ -161,7 +161,7 @@ class Serving:
         max_query_len: int = 1,
         max_seq_len: int | None = None,
     ) -> Serving:
-        """What vLLM with both plugins asks for a model; for DeepSeek-V4, an engine of one's own.
+        """What vLLM with both plugins asks for a model; for DeepSeek-V4, your own engine.
 
         Args:
             config: ``config.json`` of a DeepSeek-V3.2, DeepSeek-V4 or GLM-5, as published or as
@@ -259,8 +259,9 @@ class Serving:
         """Most tokens of a step that has decodes only."""
         return min(self.max_tokens, self.max_requests * self.max_query_len)
 
-    def caches(self, format: CacheFormat, page_stride: int | None) -> list[PagedCache]:
+    def caches(self, format: CacheFormat | str, page_stride: int | None) -> list[PagedCache]:
         """Caches without memory, one of each class of page counts."""
+        format = as_format("format", format)
         page_counts = (1024, 1025) if self.num_pages is None else (self.num_pages,)
         width = format.row_width
         stride = page_stride or self.page_size * width

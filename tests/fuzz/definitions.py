@@ -522,9 +522,9 @@ def scores_of(q, weights, keys, key_scales):
     return Near(score * key_scales, magnitude * abs(key_scales))
 
 
-def indexer_scores(q, weights, keys, key_scales, row_starts, row_ends):
-    queries, factors, rows = f64(q), f64(weights), f64(keys)
-    scales = np.ones(len(rows)) if key_scales is None else f64(key_scales)
+def indexer_scores(index_q, weights, index_k, index_k_scales, row_starts, row_ends):
+    queries, factors, rows = f64(index_q), f64(weights), f64(index_k)
+    scales = np.ones(len(rows)) if index_k_scales is None else f64(index_k_scales)
     out = Near(np.full((len(queries), len(rows)), -INF), np.zeros((len(queries), len(rows))))
     for m in range(len(queries)):
         start = min(max(int(row_starts[m]), 0), len(rows))

@@ -552,12 +552,12 @@ def indexer_scores(draw, shape):
     elif num_keys:  # keys that no row sees
         keys[:low], scales[:low] = math.nan, math.nan
     return {
-        "q": q,
+        "index_q": q,
         "weights": index_values(
             draw, num_tokens, shape["num_heads"], whole=whole, dtype=shape["weight_dtype"]
         ),
-        "keys": keys,
-        "key_scales": scales if shape["key_scales"] else None,
+        "index_k": keys,
+        "index_k_scales": scales if shape["key_scales"] else None,
         "row_starts": draw.integers(bounds[0], shape["index_dtype"]),
         "row_ends": draw.integers(bounds[1], shape["index_dtype"]),
     }
@@ -593,7 +593,7 @@ def indexer_scores_paged(draw, shape):
         rows = [[draw.number(0, n) for _ in range(query_len)] for n in lengths]
         given = draw.integers(rows, dtype, (len(lengths), query_len))
     return {
-        "q": q,
+        "index_q": q,
         "weights": weights,
         "cache": cache,
         "page_table": table,
@@ -626,7 +626,7 @@ def indexer_topk(draw, shape):
     num_tokens = sum(m for m, _ in requests) + shape["padding"]
     q, weights = _index_queries(draw, shape, cache, num_tokens)
     return {
-        "q": q,
+        "index_q": q,
         "weights": weights,
         "cache": cache,
         "input_row_offsets": offsets(draw, [m for m, _ in requests], dtype),
@@ -904,7 +904,7 @@ def append_index_keys(draw, shape):
     slots = written_slots(draw, cache, num_tokens, shape["index_dtype"])
     positions = [draw.number(0, MAX_POSITIONS - 1) for _ in range(num_tokens)]
     return {
-        "k": k,
+        "index_k": k,
         "norm_weight": draw.normal(dim, dtype=dtype),
         "norm_bias": draw.normal(dim, dtype=dtype),
         "cos_sin_cache": rope_table(draw, 2 * shape["rope_half"], shape["table_dtype"]),
@@ -928,12 +928,12 @@ def fused_indexer_rope_quant(draw, shape):
     size = shape["num_tokens"], shape["num_heads"]
     dim = keys["cache"].format.head_dim
     q = draw.normal(*size, dim, dtype=shape["dtype"], magnitude=shape["magnitude"])
-    return {"q": q, "weights": draw.normal(*size, dtype=shape["dtype"]), **keys}
+    return {"index_q": q, "weights": draw.normal(*size, dtype=shape["dtype"]), **keys}
 
 
 def prepare_index_queries(draw, shape):
     both = fused_indexer_rope_quant(draw, shape)
-    names = ("q", "weights", "cos_sin_cache", "positions", "interleaved", "rope_first")
+    names = ("index_q", "weights", "cos_sin_cache", "positions", "interleaved", "rope_first")
     arguments = {name: both[name] for name in (*names, "hadamard", "scale_mode")}
     return {**arguments, "format": both["cache"].format}
 

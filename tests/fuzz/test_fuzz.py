@@ -402,7 +402,7 @@ def score_rounding(backend, dtype):
 
 
 def check_scores(backend, arguments, scores, expected):
-    bound = score_rounding(backend, arguments["q"].dtype) * expected.error + TINY
+    bound = score_rounding(backend, arguments["index_q"].dtype) * expected.error + TINY
     check_near("scores", scores, expected.value, bound)
 
 
@@ -427,7 +427,7 @@ def test_indexer_scores_paged(backend, shape):
     draw = draw_of(backend, shape)
     arguments = strategies.indexer_scores_paged(draw, shape)
     (scores,) = called("indexer_scores_paged", arguments, ("out",))
-    q, weights, width = f64(arguments["q"]), f64(arguments["weights"]), shape["max_seq_len"]
+    q, weights, width = f64(arguments["index_q"]), f64(arguments["weights"]), shape["max_seq_len"]
     table, lengths = ints(arguments["page_table"]), ints(arguments["seq_lens"])
     expected = Near(np.full(scores.shape, -INF), np.zeros(scores.shape))
     for b in range(q.shape[0]):
@@ -467,7 +467,7 @@ def test_indexer_topk(backend, shape):
 def check_topk(backend, shape, arguments, chosen):
     """Check each token's selection against the float64 scores of its visible keys."""
     q, weights, table = (
-        f64(arguments["q"]),
+        f64(arguments["index_q"]),
         f64(arguments["weights"]),
         ints(arguments["page_table"]),
     )
@@ -491,7 +491,7 @@ def check_topk(backend, shape, arguments, chosen):
             positions = chosen[t]
             if shape["as_slots"]:
                 positions = positions_of(chosen[t], table[b], cache.page_size, visible, topk)
-            slack = score_rounding(backend, arguments["q"].dtype)
+            slack = score_rounding(backend, arguments["index_q"].dtype)
             exact = shape["whole"] or shape["equal"]
             check_selection(scores, positions, topk, 0.0 if exact else slack)
 
@@ -535,7 +535,7 @@ def check_topk_of_requests(arguments, chosen):
         at = slice(int(starts[b]), int(starts[b + 1]))
         alone = {
             **arguments,
-            "q": arguments["q"][at],
+            "index_q": arguments["index_q"][at],
             "weights": arguments["weights"][at],
             "input_row_offsets": arguments["input_row_offsets"][:2] * 0
             + torch.tensor([0, at.stop - at.start], device=chosen.device),
@@ -701,7 +701,7 @@ def index_rotation(arguments):
 
 def check_index_keys(arguments, before):
     rows = definitions.index_keys(
-        arguments["k"],
+        arguments["index_k"],
         arguments["norm_weight"],
         arguments["norm_bias"],
         eps=1e-6,
@@ -714,7 +714,7 @@ def check_index_keys(arguments, before):
 def check_index_queries(arguments, fmt, queries, weights):
     """Check the rotated, quantised queries; their scale is a factor of the head weights."""
     fmt, mode = definitions.format_of(fmt.name), arguments["scale_mode"]
-    near = definitions.index_queries(arguments["q"], **index_rotation(arguments))
+    near = definitions.index_queries(arguments["index_q"], **index_rotation(arguments))
     factors = f64(arguments["weights"]) * (near.value.shape[1] * near.value.shape[2]) ** -0.5
     if not fmt.block:
         dtype = E4M3 if fmt.fp8_dim else torch.bfloat16

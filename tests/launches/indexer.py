@@ -15,10 +15,10 @@ def meta(*shape, dtype=torch.int32):
 
 def ragged(heads, dim, dtype):
     dispatch.load("indexer_scores", "triton")(
-        q=meta(4096, heads, dim, dtype=dtype),
+        index_q=meta(4096, heads, dim, dtype=dtype),
         weights=meta(4096, heads, dtype=torch.float32),
-        keys=meta(32768, dim, dtype=dtype),
-        key_scales=meta(32768, dtype=torch.float32) if dtype == E4M3 else None,
+        index_k=meta(32768, dim, dtype=dtype),
+        index_k_scales=meta(32768, dtype=torch.float32) if dtype == E4M3 else None,
         row_starts=meta(4096),
         row_ends=meta(4096),
         out=meta(4096, 32768, dtype=torch.float32),
@@ -27,7 +27,7 @@ def ragged(heads, dim, dtype):
 
 def paged(heads, fmt, query_len, page_size=64, ratio=1):
     dispatch.load("indexer_scores_paged", "triton")(
-        q=meta(128, query_len, heads, fmt.head_dim, dtype=fmt.query_dtype),
+        index_q=meta(128, query_len, heads, fmt.head_dim, dtype=fmt.query_dtype),
         weights=meta(128, query_len, heads, dtype=torch.float32),
         cache=PagedCache.allocate(fmt, 4096, page_size, device="meta"),
         page_table=meta(128, 512),
@@ -40,7 +40,7 @@ def paged(heads, fmt, query_len, page_size=64, ratio=1):
 
 def best(num_tokens):
     dispatch.load("indexer_topk", "triton")(
-        q=meta(num_tokens, 64, 128, dtype=E4M3),
+        index_q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
         cache=PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
         input_row_offsets=meta(5),

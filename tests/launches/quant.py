@@ -61,7 +61,7 @@ def fused(
 def index_keys(fmt, hadamard=False):
     def launch():
         dispatch.load("append_index_keys", "triton")(
-            k=meta(8192, 128),
+            index_k=meta(8192, 128),
             norm_weight=meta(128),
             norm_bias=meta(128),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),
@@ -77,7 +77,7 @@ def index_keys(fmt, hadamard=False):
 def index_queries(fmt, num_heads=64, rope_dim=64, interleaved=False, hadamard=False):
     def launch():
         dispatch.load("prepare_index_queries", "triton")(
-            q=meta(8192, num_heads, 128),
+            index_q=meta(8192, num_heads, 128),
             weights=meta(8192, num_heads),
             cos_sin_cache=meta(8192, rope_dim, dtype=torch.float32),
             positions=ints(8192),
@@ -96,9 +96,9 @@ def index_queries(fmt, num_heads=64, rope_dim=64, interleaved=False, hadamard=Fa
 def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
     def launch():
         dispatch.load("fused_indexer_rope_quant", "triton")(
-            q=meta(tokens, num_heads, 128),
+            index_q=meta(tokens, num_heads, 128),
             weights=meta(tokens, num_heads + 128)[:, 128:],
-            k=meta(tokens, num_heads + 128)[:, :128],
+            index_k=meta(tokens, num_heads + 128)[:, :128],
             norm_weight=meta(128),
             norm_bias=meta(128),
             cos_sin_cache=meta(8192, 64, dtype=torch.float32),

@@ -16,10 +16,10 @@ def meta(*shape, dtype=torch.int32):
 
 def ragged(heads, dim=128, num_tokens=4096, scales=True, weights=torch.float32):
     dispatch.load("indexer_scores", "sm90")(
-        q=meta(num_tokens, heads, dim, dtype=E4M3),
+        index_q=meta(num_tokens, heads, dim, dtype=E4M3),
         weights=meta(num_tokens, heads, dtype=weights),
-        keys=meta(32768, dim, dtype=E4M3),
-        key_scales=meta(32768, dtype=torch.float32) if scales else None,
+        index_k=meta(32768, dim, dtype=E4M3),
+        index_k_scales=meta(32768, dtype=torch.float32) if scales else None,
         row_starts=meta(num_tokens),
         row_ends=meta(num_tokens),
         out=meta(num_tokens, 32768, dtype=torch.float32),
@@ -28,7 +28,7 @@ def ragged(heads, dim=128, num_tokens=4096, scales=True, weights=torch.float32):
 
 def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, ratio=1):
     dispatch.load("indexer_scores_paged", "sm90")(
-        q=meta(128, query_len, heads, fmt.head_dim, dtype=E4M3),
+        index_q=meta(128, query_len, heads, fmt.head_dim, dtype=E4M3),
         weights=meta(128, query_len, heads, dtype=torch.float32),
         cache=PagedCache.allocate(fmt, 4096, page_size, device="meta"),
         page_table=meta(128, 512),
@@ -41,7 +41,7 @@ def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, rati
 
 def best(num_tokens, num_requests):
     dispatch.load("indexer_topk", "sm90")(
-        q=meta(num_tokens, 64, 128, dtype=E4M3),
+        index_q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
         cache=PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
         input_row_offsets=meta(num_requests + 1),

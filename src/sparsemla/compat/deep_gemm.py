@@ -292,7 +292,7 @@ def _mqa_logits(
     starts = check.tensor("cu_seq_len_k_start", starts, "seq_len", INTEGERS)
     ends = check.tensor("cu_seq_len_k_end", ends, "seq_len", INTEGERS)
     if isinstance(max_seqlen_k, int) and max_seqlen_k == 0:
-        return indexer_scores(q, weights, keys, scales, starts, ends).to(dtype)
+        return indexer_scores(q, weights, keys, scales, row_starts=starts, row_ends=ends).to(dtype)
     check.positive("max_seqlen_k", max_seqlen_k)
     # Each row is shifted to its first key, in passes of bounded memory.
     width = max_seqlen_k
@@ -309,8 +309,9 @@ def _mqa_logits(
     for first in range(0, num_rows, rows_per_pass):
         rows = slice(first, min(first + rows_per_pass, num_rows))
         part = full[: rows.stop - first]
-        bounds = starts[rows], ends[rows]
-        indexer_scores(q[rows], weights[rows], keys, scales, *bounds, out=part[:, :num_keys])
+        ranges = {"row_starts": starts[rows], "row_ends": ends[rows]}
+        scores = part[:, :num_keys]
+        indexer_scores(q[rows], weights[rows], keys, scales, out=scores, **ranges)
         sources = starts[rows, None].clamp_min(0) + columns
         out[rows] = part.gather(1, sources.clamp_max_(num_keys))
     return out

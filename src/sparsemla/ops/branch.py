@@ -216,7 +216,7 @@ def decode_branch(
             "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
         )
         extra_topk_lengths = check.optional("extra_topk_lengths", extra_topk_lengths, "T", INTEGERS)
-    # Each token is a request of its own.
+    # Each token is one request.
     topk_indices = None if topk_indices is None else topk_indices[:, None]
     extra_topk_indices = None if extra_topk_indices is None else extra_topk_indices[:, None]
     batch_invariant = num_splits is not None

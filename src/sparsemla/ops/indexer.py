@@ -18,26 +18,26 @@ _indexer_scores = operator(indexer.INDEXER_SCORES)
 
 @repeated
 def indexer_scores(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
+    index_k: Tensor,
+    index_k_scales: Tensor | None,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
-    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """Scores of contiguous keys, each query row over its own range (prefill).
 
-    ``out[m, n] = key_scales[n] * sum_h weights[m, h] * relu(<q[m, h], keys[n]>)`` for
+    ``out[m, n] = index_k_scales[n] * sum_h weights[m, h] * relu(<index_q[m, h], index_k[n]>)`` for
     ``row_starts[m] <= n < row_ends[m]``, -inf elsewhere; accumulated in float32.
 
     Args:
-        q: float8_e4m3fn or bfloat16 ``[M, HI, DI]``.
+        index_q: float8_e4m3fn or bfloat16 ``[M, HI, DI]``.
         weights: bfloat16, float16 or float32 ``[M, HI]``, with every factor folded in
             (:func:`prepare_index_queries`); may be negative.
-        keys: ``[N, DI]`` of q's dtype.
-        key_scales: float32 ``[N]``, or None for 1.
+        index_k: ``[N, DI]`` of index_q's dtype.
+        index_k_scales: float32 ``[N]``, or None for 1.
         row_starts, row_ends: int32, int64 or uint32 ``[M]``; clamped to [0, N].
         out: float32 ``[M, N]``, written; rows may be strided.
 
@@ -49,21 +49,23 @@ def indexer_scores(
 
     Source: DeepGEMM ``fp8_mqa_logits``; DeepSeek-V3.2 (arXiv 2512.02556) section 2.1.
 
-    >>> q, keys = torch.ones(1, 4, 32).bfloat16(), torch.ones(3, 32).bfloat16()
+    >>> index_q, index_k = torch.ones(1, 4, 32).bfloat16(), torch.ones(3, 32).bfloat16()
     >>> start, end = torch.tensor([0]), torch.tensor([2])
-    >>> indexer_scores(q, torch.ones(1, 4), keys, None, start, end)
+    >>> indexer_scores(index_q, torch.ones(1, 4), index_k, None, row_starts=start, row_ends=end)
     tensor([[128., 128., -inf]])
     """
     check = Checker("indexer_scores", instead="selected_scores")
-    check.tensor("q", q, "M HI DI", QUERIES)
+    check.tensor("index_q", index_q, "M HI DI", QUERIES)
     check.index_heads()
     check.tensor("weights", weights, "M HI", WEIGHTS)
-    check.tensor("keys", keys, "N DI", q.dtype)
-    check.optional("key_scales", key_scales, "N", torch.float32)
+    check.tensor("index_k", index_k, "N DI", index_q.dtype)
+    check.optional("index_k_scales", index_k_scales, "N", torch.float32)
     row_starts = check.tensor("row_starts", row_starts, "M", INTEGERS)
     row_ends = check.tensor("row_ends", row_ends, "M", INTEGERS)
     out = check.output("out", out, "M N", torch.float32)
-    _indexer_scores(IndexerScores(q, weights, keys, key_scales, row_starts, row_ends, out))
+    _indexer_scores(
+        IndexerScores(index_q, weights, index_k, index_k_scales, row_starts, row_ends, out)
+    )
     return out
 
 
@@ -72,7 +74,7 @@ _indexer_scores_paged = operator(indexer.INDEXER_SCORES_PAGED)
 
 @repeated
 def indexer_scores_paged(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
     cache: PagedCache,
     page_table: Tensor,
@@ -90,7 +92,7 @@ def indexer_scores_paged(
     for page ids out of range.
 
     Args:
-        q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
+        index_q: float8_e4m3fn or bfloat16 ``[B, S, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[B, S, HI]``, with every factor folded in.
         cache: indexer keys, any page size.
         page_table: int32, int64 or uint32 ``[B, W]``.
@@ -111,29 +113,30 @@ def indexer_scores_paged(
 
     >>> from sparsemla import INDEX_FP8, PagedCache
     >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
-    >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)
+    >>> index_q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)
     >>> table, lens = torch.tensor([[0, 2], [3, 1]]), torch.tensor([100, 7])
-    >>> indexer_scores_paged(q, torch.ones(2, 1, 64), cache, table, lens, max_seq_len=128).shape
+    >>> weights = torch.ones(2, 1, 64)
+    >>> indexer_scores_paged(index_q, weights, cache, table, lens, max_seq_len=128).shape
     torch.Size([2, 1, 128])
     """
     check = Checker("indexer_scores_paged", instead="selected_scores")
     check.cache("cache", cache)
-    check.tensor("q", q, "B S HI D", check.query_dtype(cache))
+    check.tensor("index_q", index_q, "B S HI D", check.query_dtype(cache))
     check.index_heads()
-    check.head_dim("q", cache)
+    check.head_dim("index_q", cache)
     check.tensor("weights", weights, "B S HI", WEIGHTS)
     page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
     per_row = isinstance(seq_lens, Tensor) and seq_lens.dim() == 2
     seq_lens = check.tensor("seq_lens", seq_lens, "B S" if per_row else "B", INTEGERS)
     check.positive("max_seq_len", max_seq_len)
     check.positive("ratio", ratio)
-    if check.validates(validate) and q.shape[1] > 0:
+    if check.validates(validate) and index_q.shape[1] > 0:
         lengths = seq_lens.amax(1) if per_row else seq_lens
         check.paging(cache, page_table, lengths, ratio=ratio)
     check.bind("N", max_seq_len)
     out = check.output("out", out, "B S N", torch.float32)
     _indexer_scores_paged(
-        IndexerScoresPaged(q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out)
+        IndexerScoresPaged(index_q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out)
     )
     return out
 
@@ -143,7 +146,7 @@ _indexer_topk = operator(indexer.INDEXER_TOPK)
 
 @repeated
 def indexer_topk(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
     cache: PagedCache,
     input_row_offsets: Tensor,
@@ -167,7 +170,7 @@ def indexer_topk(
     all the same to this op.
 
     Args:
-        q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
+        index_q: float8_e4m3fn or bfloat16 ``[T, HI, DI]``, to match the cache's format.
         weights: bfloat16, float16 or float32 ``[T, HI]``, with every factor folded in.
         cache: indexer keys, any page size; this step's keys are already in it.
         input_row_offsets: int32, int64 or uint32 ``[B + 1]``, first query token of each request.
@@ -198,9 +201,9 @@ def indexer_topk(
 
     >>> from sparsemla import INDEX_FP8, PagedCache
     >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
-    >>> q = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
+    >>> index_q = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
     >>> indexer_topk(
-    ...     q,
+    ...     index_q,
     ...     torch.ones(3, 64),
     ...     cache,
     ...     input_row_offsets=torch.tensor([0, 2, 3]),
@@ -214,9 +217,9 @@ def indexer_topk(
     """
     check = Checker("indexer_topk", gradients="all")
     check.cache("cache", cache)
-    check.tensor("q", q, "T HI D", check.query_dtype(cache))
+    check.tensor("index_q", index_q, "T HI D", check.query_dtype(cache))
     check.index_heads()
-    check.head_dim("q", cache)
+    check.head_dim("index_q", cache)
     check.tensor("weights", weights, "T HI", WEIGHTS)
     page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
     seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
@@ -228,13 +231,13 @@ def indexer_topk(
     check.positive("ratio", ratio)
     check.kind("as_slots", as_slots, bool)
     if check.validates(validate):
-        check.offsets("input_row_offsets", input_row_offsets, q.shape[0])
+        check.offsets("input_row_offsets", input_row_offsets, index_q.shape[0])
         check.paging(cache, page_table, seq_lens, ratio=ratio)
     check.bind("K", topk)
     out = check.output("out", out, "T K", torch.int32)
     _indexer_topk(
         IndexerTopk(
-            q,
+            index_q,
             weights,
             cache,
             input_row_offsets,

@@ -24,9 +24,9 @@ def select_rows(
     index_q: Tensor,
     weights: Tensor,
     index_k: Tensor,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
-    *,
     topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
@@ -67,7 +67,7 @@ def select_rows(
     """
     check = Checker("select_rows", gradients="backward")
     check.tensor("index_q", index_q, "T HI DI", QUERIES)
-    check.index_heads("index_q")
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("index_k", index_k, "S DI", index_q.dtype)
     check.positive("topk", topk)
@@ -98,9 +98,17 @@ def _select_rows(
         scores = index_q.new_empty(at_once, num_rows, dtype=torch.float32)
         for first in range(0, num_tokens, at_once):
             part = slice(first, min(first + at_once, num_tokens))
-            ranges, some = (row_starts[part], row_ends[part]), scores[: part.stop - first]
-            indexer_scores(index_q[part], weights[part], index_k, None, *ranges, out=some)
-            select_topk(some, topk=topk, row_starts=ranges[0], row_ends=ranges[1], out=out[part])
+            starts, ends, some = row_starts[part], row_ends[part], scores[: part.stop - first]
+            indexer_scores(
+                index_q[part],
+                weights[part],
+                index_k,
+                None,
+                row_starts=starts,
+                row_ends=ends,
+                out=some,
+            )
+            select_topk(some, topk=topk, row_starts=starts, row_ends=ends, out=out[part])
         starts = row_starts.clamp(0, num_rows).int()[:, None]
         out.copy_(torch.where(out < 0, -1, out + starts))
 
@@ -187,7 +195,7 @@ def _listed(
 
 def _indexer(check: Checker, index_q: Tensor, weights: Tensor, index_k: Tensor) -> None:
     check.tensor("index_q", index_q, "T HI DI", FLOATS)
-    check.index_heads("index_q")
+    check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("index_k", index_k, "S DI", index_q.dtype)
 

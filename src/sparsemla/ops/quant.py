@@ -148,7 +148,7 @@ _append_index_keys = operator(quant.APPEND_INDEX_KEYS)
 
 @repeated
 def append_index_keys(
-    k: Tensor,
+    index_k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
@@ -165,11 +165,12 @@ def append_index_keys(
 ) -> None:
     """Normalise, rotate, quantise and store indexer keys.
 
-    For each token ``cache[slot] = quantise(Hadamard(RoPE(LayerNorm(k))))``, LayerNorm over all
-    dims, RoPE on the first or last R, the Hadamard transform only with ``hadamard``, in float32.
+    For each token ``cache[slot] = quantise(Hadamard(RoPE(LayerNorm(index_k))))``, LayerNorm over
+    all dims, RoPE on the first or last R, the Hadamard transform only with ``hadamard``, in
+    float32.
 
     Args:
-        k: ``[T, DI]`` bfloat16, float16 or float32; may be a strided slice.
+        index_k: ``[T, DI]`` bfloat16, float16 or float32; may be a strided slice.
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         cache: the indexer cache to write; ``head_dim`` of its format is DI.
@@ -198,22 +199,22 @@ def append_index_keys(
     ... )
     """
     check = Checker("append_index_keys")
-    check.tensor("k", k, "T D", FLOATS)
+    check.tensor("index_k", index_k, "T D", FLOATS)
     check.tensor("norm_weight", norm_weight, "D", FLOATS)
     check.tensor("norm_bias", norm_bias, "D", FLOATS)
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     check.cache("cache", cache)
-    check.head_dim("k", cache)
+    check.head_dim("index_k", cache)
     check.query_dtype(cache)
-    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], index_k.shape[1])
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     check.epsilon("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
-    check.hadamard(hadamard, k.shape[1])
+    check.hadamard(hadamard, index_k.shape[1])
     _append_index_keys(
         AppendIndexKeys(
-            k,
+            index_k,
             norm_weight,
             norm_bias,
             cos_sin_cache,
@@ -234,7 +235,7 @@ _prepare_index_queries = operator(quant.PREPARE_INDEX_QUERIES)
 
 @repeated
 def prepare_index_queries(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
     cos_sin_cache: Tensor,
     *,
@@ -249,13 +250,13 @@ def prepare_index_queries(
 ) -> tuple[Tensor, Tensor]:
     """Rotate and quantise indexer queries, and fold every factor into the head weights.
 
-    ``out = quantise(Hadamard(RoPE(q)))`` as the keys are, and
+    ``out = quantise(Hadamard(RoPE(index_q)))`` as the keys are, and
     ``weights_out = weights * HI^-0.5 * DI^-0.5 * scale of the query``, in float32. An FP4 format
     has several scales a row: ``out`` then has the values, exact in bfloat16, and ``weights_out`` no
     scale.
 
     Args:
-        q: ``[T, HI, DI]`` bfloat16, float16 or float32.
+        index_q: ``[T, HI, DI]`` bfloat16, float16 or float32.
         weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         positions: int32, int64 or uint32 ``[T]``.
@@ -276,33 +277,33 @@ def prepare_index_queries(
 
     >>> from sparsemla import cos_sin_table, rope_frequencies
     >>> table = cos_sin_table(rope_frequencies(64, 1e4), 128)
-    >>> q, weights = prepare_index_queries(
+    >>> index_q, weights = prepare_index_queries(
     ...     torch.randn(3, 64, 128), torch.randn(3, 64), table, positions=torch.arange(3)
     ... )
-    >>> q.dtype, weights.shape
+    >>> index_q.dtype, weights.shape
     (torch.float8_e4m3fn, torch.Size([3, 64]))
     """
     check = Checker("prepare_index_queries")
-    check.tensor("q", q, "T HI DI", FLOATS)
+    check.tensor("index_q", index_q, "T HI DI", FLOATS)
     check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     positions = check.tensor("positions", positions, "T", INTEGERS)
-    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], q.shape[2])
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], index_q.shape[2])
     format = as_format("prepare_index_queries: format", format)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, format)
-    check.hadamard(hadamard, q.shape[2])
-    if format.head_dim != q.shape[2] or not format.holds_index_keys:
+    check.hadamard(hadamard, index_q.shape[2])
+    if format.head_dim != index_q.shape[2] or not format.holds_index_keys:
         raise ValueError(
-            f"prepare_index_queries: format must have head_dim {q.shape[2]}, and at most one scale "
-            f"a row or MXFP4, got {format.name}"
+            f"prepare_index_queries: format must have head_dim {index_q.shape[2]}, and at most one "
+            f"scale a row or MXFP4, got {format.name}"
         )
     out = check.output("out", out, "T HI DI", format.query_dtype)
     weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
     _prepare_index_queries(
         PrepareIndexQueries(
-            q,
+            index_q,
             weights,
             cos_sin_cache,
             positions,
@@ -323,9 +324,9 @@ _fused_indexer_rope_quant = operator(quant.FUSED_INDEXER_ROPE_QUANT)
 
 @repeated
 def fused_indexer_rope_quant(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    k: Tensor,
+    index_k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
@@ -345,10 +346,10 @@ def fused_indexer_rope_quant(
     """:func:`append_index_keys` and :func:`prepare_index_queries` of a step, in one launch.
 
     Args:
-        q: ``[T, HI, DI]`` bfloat16, float16 or float32.
+        index_q: ``[T, HI, DI]`` bfloat16, float16 or float32.
         weights: ``[T, HI]`` bfloat16, float16 or float32; may be negative.
-        k: ``[T, DI]`` bfloat16, float16 or float32; like ``weights``, it may be a slice of a fused
-            projection.
+        index_k: ``[T, DI]`` bfloat16, float16 or float32; like ``weights``, it may be a slice of a
+            fused projection.
         norm_weight, norm_bias: ``[DI]`` bfloat16, float16 or float32, of the keys' LayerNorm.
         cos_sin_cache: float32 or bfloat16 ``[max_positions, R]``, cos half then sin half.
         cache: the indexer cache to write; ``head_dim`` of its format is DI.
@@ -383,29 +384,29 @@ def fused_indexer_rope_quant(
     (torch.float8_e4m3fn, torch.Size([3, 64]))
     """
     check = Checker("fused_indexer_rope_quant")
-    check.tensor("q", q, "T HI D", FLOATS)
+    check.tensor("index_q", index_q, "T HI D", FLOATS)
     check.index_heads()
     check.tensor("weights", weights, "T HI", FLOATS)
-    check.tensor("k", k, "T D", FLOATS)
+    check.tensor("index_k", index_k, "T D", FLOATS)
     check.tensor("norm_weight", norm_weight, "D", FLOATS)
     check.tensor("norm_bias", norm_bias, "D", FLOATS)
     check.tensor("cos_sin_cache", cos_sin_cache, "P R", TABLES)
     check.cache("cache", cache)
-    check.head_dim("k", cache)
+    check.head_dim("index_k", cache)
     dtype = check.query_dtype(cache)
-    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], k.shape[1])
+    check.rope_dim("cos_sin_cache", cos_sin_cache.shape[1], index_k.shape[1])
     positions, slot_mapping = check.writes(positions, slot_mapping, cos_sin_cache, cache, validate)
     check.epsilon("eps", eps)
     check.rotation(interleaved, rope_first)
     check.scale_mode(scale_mode, cache.format)
-    check.hadamard(hadamard, k.shape[1])
+    check.hadamard(hadamard, index_k.shape[1])
     out = check.output("out", out, "T HI D", dtype)
     weights_out = check.output("weights_out", weights_out, "T HI", torch.float32)
     _fused_indexer_rope_quant(
         FusedIndexerRopeQuant(
-            q,
+            index_q,
             weights,
-            k,
+            index_k,
             norm_weight,
             norm_bias,
             cos_sin_cache,

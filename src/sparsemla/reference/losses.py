@@ -14,14 +14,16 @@ def select_rows(
     index_q: Tensor,
     weights: Tensor,
     index_k: Tensor,
+    *,
     row_starts: Tensor,
     row_ends: Tensor,
-    *,
     topk: int,
     max_workspace_bytes: int = 256 << 20,
 ) -> Tensor:
     """:func:`select_topk` of the scores of all rows, as rows of ``index_k``."""
-    scores = indexer_scores(index_q, weights, index_k, None, row_starts, row_ends)  # [T, S]
+    scores = indexer_scores(
+        index_q, weights, index_k, None, row_starts=row_starts, row_ends=row_ends
+    )  # [T, S]
     columns = select_topk(scores, topk=topk, row_starts=row_starts, row_ends=row_ends)  # [T, K]
     first = row_starts.clamp(0, index_k.shape[0])[:, None]
     return torch.where(columns < 0, -1, columns + first).int()

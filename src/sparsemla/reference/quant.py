@@ -72,7 +72,7 @@ def fused_rope_rmsnorm_quant(
 
 
 def append_index_keys(
-    k: Tensor,
+    index_k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
@@ -87,15 +87,15 @@ def append_index_keys(
     scale_mode: ScaleMode = "pow2",
 ) -> None:
     """LayerNorm, RoPE, optional Hadamard transform, quantise, write indexer keys to the cache."""
-    weight, bias = norm_weight.float(), norm_bias.float()
-    rows = torch.nn.functional.layer_norm(k.float(), k.shape[1:], weight, bias, eps)  # [T, DI]
+    weight, bias, dims = norm_weight.float(), norm_bias.float(), index_k.shape[1:]
+    rows = torch.nn.functional.layer_norm(index_k.float(), dims, weight, bias, eps)  # [T, DI]
     cos_sin = cos_sin_cache[positions].float()  # [T, R]
     rows = _rotate_index(rows, cos_sin, interleaved, rope_first, hadamard)  # [T, DI]
     cache.write(slot_mapping, rows, scale_mode=scale_mode)
 
 
 def prepare_index_queries(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
     cos_sin_cache: Tensor,
     *,
@@ -107,10 +107,10 @@ def prepare_index_queries(
     scale_mode: ScaleMode = "pow2",
 ) -> tuple[Tensor, Tensor]:
     """Rotated, quantised queries, and head weights times ``(HI * DI)^-0.5`` and query scale."""
-    num_heads, head_dim = q.shape[1:]
+    num_heads, head_dim = index_q.shape[1:]
     format = as_format("format", format)
     cos_sin = cos_sin_cache[positions][:, None].float()  # [T, 1, R]
-    rows = _rotate_index(q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
+    rows = _rotate_index(index_q.float(), cos_sin, interleaved, rope_first, hadamard)  # [T, HI, DI]
     folded = weights.float() * (num_heads * head_dim) ** -0.5  # [T, HI]
     fields = format.quantize(rows, scale_mode=scale_mode)
     if fields.fp8 is None or format.is_fp4:
@@ -119,9 +119,9 @@ def prepare_index_queries(
 
 
 def fused_indexer_rope_quant(
-    q: Tensor,
+    index_q: Tensor,
     weights: Tensor,
-    k: Tensor,
+    index_k: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
     cos_sin_cache: Tensor,
@@ -137,7 +137,7 @@ def fused_indexer_rope_quant(
 ) -> tuple[Tensor, Tensor]:
     """:func:`append_index_keys`, then :func:`prepare_index_queries`."""
     append_index_keys(
-        k,
+        index_k,
         norm_weight,
         norm_bias,
         cos_sin_cache,
@@ -151,7 +151,7 @@ def fused_indexer_rope_quant(
         scale_mode=scale_mode,
     )
     return prepare_index_queries(
-        q,
+        index_q,
         weights,
         cos_sin_cache,
         positions=positions,

@@ -459,7 +459,7 @@ def compressed_step_workloads(full: bool = False) -> list[Workload]:
 def side_by_side(
     streams: Sequence[torch.cuda.Stream], first: Callable[[], Any], *others: Callable[[], Any]
 ) -> list[Any]:
-    """The results of functions on streams of their own; without streams, one after the other.
+    """The results of functions on their own streams; without streams, one after the other.
 
     The first function is on the current stream, which then waits for the others.
     """

@@ -1,6 +1,6 @@
 """Times of several implementations on one machine, measured in turn.
 
-On a GPU each side is captured into a CUDA graph of its own and the graph's replays are timed, so
+On a GPU each side is captured into its own CUDA graph and the graph's replays are timed, so
 that launches from Python cost no side anything. Work that cannot be captured is launched,
 and the result says so. Before each run the L2 cache is overwritten.
 """

@@ -226,10 +226,10 @@ class TrainingAttention(Workload):
         lse, (*gradients, lists, loss) = results[1], results[4:]
         some = _some(self.tokens, 4, lists.device)
         arguments = {
-            "q": inputs["index_q"][some],
+            "index_q": inputs["index_q"][some],
             "weights": inputs["weights"][some],
-            "keys": inputs["index_k"],
-            "key_scales": None,
+            "index_k": inputs["index_k"],
+            "index_k_scales": None,
             "row_starts": inputs["row_starts"][some],
             "row_ends": inputs["row_ends"][some],
         }

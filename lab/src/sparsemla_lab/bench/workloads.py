@@ -945,10 +945,10 @@ class IndexerScores(Workload):
         stored = INDEX_FP8.quantize(keys)
         ends = torch.arange(self.tokens, dtype=torch.int32, device=device)
         return {
-            "q": _index_queries(draw, self.tokens),
+            "index_q": _index_queries(draw, self.tokens),
             "weights": torch.randn(self.tokens, INDEX_HEADS, generator=draw, device=device),
-            "keys": stored.fp8,
-            "key_scales": _present(stored.scales)[:, 0],
+            "index_k": stored.fp8,
+            "index_k_scales": _present(stored.scales)[:, 0],
             "row_starts": torch.zeros_like(ends),
             "row_ends": ends + (self.context - self.tokens + 1),
         }
@@ -961,8 +961,8 @@ class IndexerScores(Workload):
         return (ops.indexer_scores(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.tokens, 8, inputs["q"].device)
-        per_token = ("q", "weights", "row_starts", "row_ends")
+        some = _some(self.tokens, 8, inputs["index_q"].device)
+        per_token = ("index_q", "weights", "row_starts", "row_ends")
         _check_scores(
             results, some, inputs | {name: inputs[name][some] for name in per_token}, self.op
         )
@@ -987,7 +987,7 @@ class IndexerScoresPaged(Workload):
         cache, table = _paged(draw, INDEX_FP8, self.batch, self.context)
         rows = self.batch, self.query_len
         return {
-            "q": _index_queries(draw, self.batch * self.query_len).unflatten(0, rows),
+            "index_q": _index_queries(draw, self.batch * self.query_len).unflatten(0, rows),
             "weights": torch.randn(*rows, INDEX_HEADS, generator=draw, device=device),
             "cache": cache,
             "page_table": table,
@@ -1004,8 +1004,8 @@ class IndexerScoresPaged(Workload):
         return (ops.indexer_scores_paged(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.batch, 2, inputs["q"].device)
-        per_request = ("q", "weights", "page_table", "seq_lens")
+        some = _some(self.batch, 2, inputs["index_q"].device)
+        per_request = ("index_q", "weights", "page_table", "seq_lens")
         _check_scores(
             results, some, inputs | {name: inputs[name][some] for name in per_request}, self.op
         )
@@ -1093,7 +1093,7 @@ class IndexerTopk(Workload):
         num_tokens = self.batch * self.query_len
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
         return {
-            "q": _index_queries(draw, num_tokens),
+            "index_q": _index_queries(draw, num_tokens),
             "weights": torch.randn(num_tokens, INDEX_HEADS, generator=draw, device=device),
             "cache": cache,
             "input_row_offsets": starts * self.query_len,
@@ -1115,12 +1115,12 @@ class IndexerTopk(Workload):
 
     def check(self, inputs: Inputs, results: Results) -> None:
         """Compare scores of the chosen keys, because another order of additions changes ties."""
-        some = _some(self.batch * self.query_len, 4, inputs["q"].device)
+        some = _some(self.batch * self.query_len, 4, inputs["index_q"].device)
         for token in some.tolist():
             request, place = divmod(token, self.query_len)
             seen = self.seen(place)
             arguments = {
-                "q": inputs["q"][token][None, None],
+                "index_q": inputs["index_q"][token][None, None],
                 "weights": inputs["weights"][token][None, None],
                 "cache": inputs["cache"],
                 "page_table": inputs["page_table"][request][None],
@@ -1133,7 +1133,7 @@ class IndexerTopk(Workload):
 
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
-        if inputs["q"].is_cuda:
+        if inputs["index_q"].is_cuda:
             side.run()  # compiles, and allocates the memory that stays
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -1392,9 +1392,9 @@ class IndexWrite(Workload):
         )
         shape = self.tokens, self.heads, INDEX_DIM
         return {
-            "q": torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16),
+            "index_q": torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16),
             "weights": projected[:, INDEX_DIM:],
-            "k": projected[:, :INDEX_DIM],
+            "index_k": projected[:, :INDEX_DIM],
             "norm_weight": torch.rand(INDEX_DIM, generator=draw, device=device) + 0.5,
             "norm_bias": torch.randn(INDEX_DIM, generator=draw, device=device) / 10,
             "cos_sin_cache": cos_sin_table(rope_frequencies(64, 1e4), num_slots).to(device),
@@ -1413,9 +1413,9 @@ class IndexWrite(Workload):
         return *ops.fused_indexer_rope_quant(**inputs), inputs["cache"].data
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        some = _some(self.tokens, 64, inputs["k"].device)
+        some = _some(self.tokens, 64, inputs["index_k"].device)
         expected = PagedCache.allocate(INDEX_FP8, 1, PAGE_SIZE, device=some.device)
-        per_token = ("q", "weights", "k", "positions")
+        per_token = ("index_q", "weights", "index_k", "positions")
         q, weights = reference.fused_indexer_rope_quant(
             **inputs
             | {name: inputs[name][some] for name in per_token}

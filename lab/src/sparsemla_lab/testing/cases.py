@@ -321,7 +321,7 @@ def append_index_keys_case(
     positions, slots = _places(draw, num_tokens, cache.num_slots, index_dtype)
     k = draw.normal(num_tokens, format.head_dim, dtype=dtype)
     return {
-        "k": embed(k) if strided else k,
+        "index_k": embed(k) if strided else k,
         "norm_weight": 1 + draw.normal(format.head_dim) / 5,
         "norm_bias": draw.normal(format.head_dim) / 5,
         "cos_sin_cache": _table(draw, rope_dim, table_dtype),
@@ -343,7 +343,7 @@ def prepare_index_queries_case(
 ) -> Arguments:
     """Arguments of ``prepare_index_queries``, to which ``options`` are added."""
     return {
-        "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
+        "index_q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
         "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
         "cos_sin_cache": _table(draw, 64),
         "positions": draw.integers(0, MAX_POSITIONS, num_tokens),
@@ -364,7 +364,7 @@ def fused_indexer_rope_quant_case(
     """Arguments of ``fused_indexer_rope_quant``, to which ``options`` are added."""
     keys = append_index_keys_case(draw, format, num_tokens=num_tokens, dtype=dtype) | options
     return {
-        "q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
+        "index_q": draw.normal(num_tokens, num_heads, format.head_dim, dtype=dtype) * 3,
         "weights": draw.normal(num_tokens, num_heads, dtype=dtype),
         **keys,
     }
@@ -716,7 +716,7 @@ def shared_prefill_case(
 
 
 def split_queries(arguments: Arguments, value_dim: int = 512) -> Arguments:
-    """The same queries, with the dims behind the value in a tensor of their own.
+    """The same queries, with the dims behind the value in a separate tensor.
 
     That tensor is a slice of wider rows, whose other dims are NaN.
     """
@@ -909,9 +909,9 @@ def select_rows_case(
     """Arguments of ``select_rows``: those of :func:`indexer_scores_case`, exact, in bfloat16."""
     scores = indexer_scores_case(draw, fp8=False, exact=True, **cast("dict[str, Any]", options))
     return {
-        "index_q": scores["q"],
+        "index_q": scores["index_q"],
         "weights": scores["weights"],
-        "index_k": scores["keys"],
+        "index_k": scores["index_k"],
         "topk": topk,
         "row_starts": scores["row_starts"],
         "row_ends": scores["row_ends"],
@@ -1244,10 +1244,10 @@ def indexer_scores_case(
         starts = draw.integers(-3, num_keys, num_tokens)
         ends = draw.integers(0, num_keys + 4, num_tokens)
     return {
-        "q": to_fp8(q) if fp8 else q.bfloat16(),
+        "index_q": to_fp8(q) if fp8 else q.bfloat16(),
         "weights": index_weights(draw, num_tokens, num_heads, exact=exact),
-        "keys": to_fp8(keys) if fp8 else keys.bfloat16(),
-        "key_scales": key_scales,
+        "index_k": to_fp8(keys) if fp8 else keys.bfloat16(),
+        "index_k_scales": key_scales,
         "row_starts": starts.int(),
         "row_ends": ends.int(),
     }
@@ -1290,7 +1290,7 @@ def indexer_scores_paged_case(
     if own_lengths:
         lengths = (lengths[:, None] - draw.integers(0, 40, batch, query_len)).clamp_min(0)
     return {
-        "q": q.to(format.query_dtype),
+        "index_q": q.to(format.query_dtype),
         "weights": index_weights(draw, batch, query_len, num_heads, exact=exact),
         "cache": cache,
         "page_table": table,
@@ -1323,7 +1323,7 @@ def indexer_topk_case(
     num_tokens = sum(query_lens)
     q = index_values(draw, num_tokens, num_heads, format.head_dim, exact=exact)
     return {
-        "q": q.to(format.query_dtype),
+        "index_q": q.to(format.query_dtype),
         "weights": index_weights(draw, num_tokens, num_heads, exact=exact),
         "cache": cache,
         "input_row_offsets": offsets(draw, query_lens),

@@ -502,16 +502,16 @@ def dense_gradient_sizes(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, 
 def score_sizes(op: str, arguments: Mapping[str, Any]) -> Tensor:
     """The size of each score, to which its error is relative.
 
-    ``key_scales[n] * sqrt(sum_hd (weights[m, h] * q[m, h, d] * keys[n, d])^2)``, computed as the
-    square root of the score of the squared inputs.
+    ``index_k_scales[n] * sqrt(sum_hd (weights[m, h] * index_q[m, h, d] * index_k[n, d])^2)``,
+    computed as the square root of the score of the squared inputs.
     """
     squares = dict(arguments)
-    for name in ("q", "weights", "keys", "key_scales", "index_q", "index_k"):
+    for name in ("index_q", "weights", "index_k", "index_k_scales"):
         if arguments.get(name) is not None:
             squares[name] = arguments[name].float().square()
     if op == "indexer_scores_paged":
         cache = arguments["cache"]
-        slots = torch.arange(cache.num_slots, device=arguments["q"].device)
+        slots = torch.arange(cache.num_slots, device=arguments["index_q"].device)
         squares["cache"] = PagedCache.allocate(
             bf16_format(cache.format.head_dim),
             cache.num_pages,

@@ -123,7 +123,7 @@ def finding_model(dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
 
 
 def prompt() -> tuple[Tensor, Tensor]:
-    """A text ``[1, 64]`` with a token for each first part but 0, in a slot of its own.
+    """A text ``[1, 64]`` with a token for each first part but 0, in its own slot.
 
     Returns:
         The text, and the second part that belongs to each first part.

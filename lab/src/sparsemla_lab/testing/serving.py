@@ -31,7 +31,7 @@ from sparsemla import (
     to_slots,
     visible_slots,
 )
-from sparsemla.formats import CacheFormat
+from sparsemla.formats import CacheFormat, as_format
 from sparsemla.warmup import Serving
 
 
@@ -88,7 +88,8 @@ class Engine:
     ) -> None:
         if serving.cache_format is None:
             raise ValueError("serving must have a cache_format, got None")
-        self.serving, self.device, self.format = serving, device, serving.cache_format
+        self.format = as_format("cache_format", serving.cache_format)
+        self.serving, self.device = serving, device
         self.cache_device = cache_device or device
         pages = serving.num_pages or 1
         self.cache = PagedCache.allocate(self.format, pages, 64, device=device)
@@ -274,9 +275,10 @@ class CompressedEngine:
     def __init__(self, serving: Serving, device: torch.device) -> None:
         if serving.cache_format is None:
             raise ValueError("serving must have a cache_format, got None")
-        self.serving, self.device, self.dim = serving, device, serving.cache_format.head_dim
-        self.raw = self._cache(serving.cache_format)
-        self.entries = self._cache(serving.cache_format)
+        fmt = as_format("cache_format", serving.cache_format)
+        self.serving, self.device, self.dim = serving, device, fmt.head_dim
+        self.raw = self._cache(fmt)
+        self.entries = self._cache(fmt)
         self.keys = self._cache(INDEX_FP8)
         shape = serving.groups, serving.group_width, serving.num_heads // serving.groups * self.dim
         blocks = shape[0], -(-shape[1] // 128), -(-shape[2] // 128)

@@ -968,7 +968,7 @@ def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arg
 
 
 def _split_queries(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
-    """RoPE dims of the queries in a tensor of their own, as engines compute them."""
+    """RoPE dims of the queries in a separate tensor, as engines compute them."""
     return cases.split_queries(make(draw, **options))
 
 

@@ -24,7 +24,7 @@ LINEAR = "linear_attention"
 
 
 class Layers(ABC):
-    """The attention modules of a model, with a cache, steps and a forward of their own.
+    """The attention modules of a model, with their own cache, steps and forward.
 
     Args:
         base: the model without a head.

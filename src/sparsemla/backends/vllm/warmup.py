@@ -165,7 +165,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
     limits = _limits(config)
 
     def pages(part: Any, ratio: int = 1) -> Pages:  # noqa: ANN401 - something with a cache
-        """Pages of rows of ``ratio`` tokens; each cache has a block size of its own."""
+        """Pages of rows of ``ratio`` tokens; each cache has its own block size."""
         count, rows = part.kv_cache.shape[:2]
         columns = cdiv(config.model_config.max_model_len, rows * ratio)
         width = get_block_table_width(columns, rows * ratio)

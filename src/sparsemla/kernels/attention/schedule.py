@@ -3,7 +3,7 @@
 A decode has few query rows, so its keys are split over CTAs and the partial results are merged. A
 kernel's time is counted in steps by the constants below, measured for each Hopper kernel; the
 schedule has the smallest count. The unit is a step of 64 query rows over 64 keys of an e4m3 cache,
-2.7 us on an H200. The portable kernels use the same counts, without measurements of their own.
+2.7 us on an H200. The portable kernels use the same counts, without their own measurements.
 """
 
 from __future__ import annotations

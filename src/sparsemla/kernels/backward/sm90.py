@@ -1,6 +1,6 @@
 """The gradients of attention over selected rows, on Hopper.
 
-The steps of the portable kernels (their module draws them), with three kernels of their own. Each
+The steps of the portable kernels (their module draws them), with three other kernels. Each
 is persistent, with two consumer warpgroups and a producer warpgroup, and takes entries of a list in
 blocks of 64::
 

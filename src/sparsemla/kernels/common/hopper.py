@@ -22,6 +22,7 @@ BLOCK = gl.constexpr(64)
 """Entries of a block."""
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 TOKEN_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # The rows of a warp, each in one piece: 64 columns of bfloat16.
 STORE = gl.constexpr(

@@ -29,14 +29,14 @@ UNALIGNED = "needs queries and keys with rows that start at multiples of 16 byte
 
 
 def _refuse_ragged(call: IndexerScores) -> str | None:
-    refused = _refuse_queries(call.q)
-    if refused is None and not aligned(call.q, call.keys):
+    refused = _refuse_queries(call.index_q)
+    if refused is None and not aligned(call.index_q, call.index_k):
         return UNALIGNED
     return refused
 
 
 def _refuse_paged(call: IndexerScoresPaged | IndexerTopk) -> str | None:
-    q, cache = call.q, call.cache
+    q, cache = call.index_q, call.cache
     if cache.format.is_fp4:
         return f"needs e4m3 keys, as Hopper has no FP4 MMA, got {cache.format.name}"
     refused = _refuse_queries(q)

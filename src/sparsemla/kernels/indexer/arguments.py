@@ -13,10 +13,10 @@ from sparsemla.kernels.common.table import ALLOCATED
 class IndexerScores(NamedTuple):
     """Arguments of :func:`sparsemla.indexer_scores`."""
 
-    q: Tensor
+    index_q: Tensor
     weights: Tensor
-    keys: Tensor
-    key_scales: Tensor | None
+    index_k: Tensor
+    index_k_scales: Tensor | None
     row_starts: Tensor
     row_ends: Tensor
     out: Tensor = ALLOCATED
@@ -25,7 +25,7 @@ class IndexerScores(NamedTuple):
 class IndexerScoresPaged(NamedTuple):
     """Arguments of :func:`sparsemla.indexer_scores_paged`."""
 
-    q: Tensor
+    index_q: Tensor
     weights: Tensor
     cache: PagedCache
     page_table: Tensor
@@ -38,7 +38,7 @@ class IndexerScoresPaged(NamedTuple):
 class IndexerTopk(NamedTuple):
     """Arguments of :func:`sparsemla.indexer_topk`."""
 
-    q: Tensor
+    index_q: Tensor
     weights: Tensor
     cache: PagedCache
     input_row_offsets: Tensor

@@ -62,7 +62,7 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
 
 
 def indexer_topk(call: IndexerTopk) -> None:
-    q, weights, out = call.q, call.weights, call.out
+    q, weights, out = call.index_q, call.weights, call.out
     num_keys, ratio, max_bytes = call.num_keys, call.ratio, call.max_workspace_bytes
     offsets = call.input_row_offsets.clamp(0, len(q)).tolist()
     out.fill_(-1)  # tokens of no request

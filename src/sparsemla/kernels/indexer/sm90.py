@@ -9,8 +9,8 @@ ranges and takes an equal share. So a share may begin or end within a group.
 In a CTA, the tiles of a share alternate between two consumer warpgroups. An element of the
 accumulator costs a thread one maximum and one multiply-add with the head weight. The heads of a
 token are spread over four lanes; their partial sums are added once per tile. With 256 heads on N,
-the consumers take turns with the tensor cores: one sums over the heads while the other's MMA runs.
-Smaller MMAs wait for memory, and turns would only delay them.
+the consumers use the tensor cores alternately: one sums over the heads while the other's MMA runs.
+Smaller MMAs wait for memory, and this order would only delay them.
 
 Time line of two tiles with 256 heads:
 
@@ -21,14 +21,14 @@ Time line of two tiles with 256 heads:
 
 Barriers:
 
-    barrier     number    arrivals                            waits       guards
-    q_full      2         2, producer: TMA and head weights   consumers   Q, head weights of a group
-    q_empty     2         2, both consumers                   producer    their stage, for reuse
-    keys_full   1 a stage 1, producer's TMA; with scales      consumer    keys, scales of a tile
+    barrier    number     arrivals                            waits       guards
+    q_full     2          2, producer: TMA and head weights   consumers   Q, head weights of a group
+    q_empty    2          2, both consumers                   producer    their stage, for reuse
+    k_full     1 a stage  1, producer's TMA; with scales      consumer    keys, scales of a tile
                           32 more, its cp.async copies
-    keys_empty  1 a stage 1, the tile's consumer              producer    their stage, for reuse
-    turn        2         1, the other consumer               consumer    the tensor cores
-    warm        1         1, TMA of a page out of range       all         the descriptor of the keys
+    k_empty    1 a stage  1, the tile's consumer              producer    their stage, for reuse
+    mma_order  2          1, the other consumer               consumer    the tensor cores
+    warm       1          1, TMA of a page out of range       all         the descriptor of the keys
 
 The number of stages is a multiple of the number of consumers, so each stage has one consumer.
 Warps: consumers 2 x 4, producer 1, filler 2; the last two are limited to 56 registers per thread.
@@ -56,6 +56,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, descriptor, reinterpret, tma_load
+from sparsemla.kernels.common.hopper import PLAIN
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
@@ -67,6 +68,8 @@ from sparsemla.kernels.topk.sm90 import candidates, registers
 COPY_KEYS = gl.constexpr(64)
 """Keys of one TMA copy; a page holds a multiple of them."""
 CONSUMERS = gl.constexpr(2)
+Q_STAGES = gl.constexpr(2)
+WARP = gl.constexpr(32)
 MAX_HEADS = 256
 """Most heads of a group, the longest N of an MMA."""
 PIPELINE_KEYS = 512
@@ -80,8 +83,8 @@ MINUS_INF = gl.constexpr(float("-inf"))
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FILL = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+FILL_COLUMNS = gl.constexpr(256)
 FILL_AT_ONCE = gl.constexpr(4096)
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Queries(NamedTuple):
@@ -156,7 +159,7 @@ class Tiling(NamedTuple):
         block_h: heads, padded.
         block_d: dims, padded.
         mmas: MMAs of a tile; they share its tokens equally.
-        keys: keys of a tile, one or two TMA copies.
+        block_n: keys of a tile, one or two TMA copies.
         stages: tiles in flight.
         own_ends: whether ``row_ends`` has an entry per token, instead of per request.
         causal: the last token of a request sees all of its tokens, its predecessor one less.
@@ -169,7 +172,7 @@ class Tiling(NamedTuple):
     block_h: int
     block_d: int
     mmas: int
-    keys: int
+    block_n: int
     stages: int
     own_ends: bool
     causal: bool
@@ -196,15 +199,15 @@ class Share(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The module's docstring has the table of the barriers."""
 
-    q: Tensor  # [2, N, D] e4m3; producer writes by TMA, consumers read in the QK MMA
-    head_weights: Tensor  # [2, N] float32; producer writes, consumers read
-    keys: Tensor  # [stages, keys, D] e4m3; producer writes by TMA, consumers read in the QK MMA
-    scales: Tensor  # [stages, keys] float32; producer writes by cp.async, consumers read
-    q_full: Tensor  # this and the following fields are barriers
+    q: Tensor  # [Q_STAGES, BLOCK_M, BLOCK_D] e4m3; producer, by TMA -> consumers, in the QK MMA
+    head_weights: Tensor  # [Q_STAGES, BLOCK_M] float32; producer -> consumers
+    k: Tensor  # [STAGES, BLOCK_N, BLOCK_D] e4m3; producer, by TMA -> consumers, in the QK MMA
+    scales: Tensor  # [STAGES, BLOCK_N] float32; producer, by cp.async -> consumers
+    q_full: Tensor  # this and the following fields are arrays of barriers
     q_empty: Tensor
-    keys_full: Tensor
-    keys_empty: Tensor
-    turn: Tensor
+    k_full: Tensor
+    k_empty: Tensor
+    mma_order: Tensor
 
 
 @triton.constexpr_function
@@ -345,8 +348,8 @@ def visible_tiles(queries, group, T: gl.constexpr):
         last = gl.minimum(group.first + TOKENS, group.stop) - 1
         _, high = visible_keys(queries, group, last, T)
         high = gl.where((last >= group.first) & (high > queries.skip), high, 0)
-    first_tile = low // T.keys
-    return first_tile, gl.maximum((high + T.keys - 1) // T.keys - first_tile, 0)
+    first_tile = low // T.block_n
+    return first_tile, gl.maximum((high + T.block_n - 1) // T.block_n - first_tile, 0)
 
 
 @triton.constexpr_function
@@ -445,7 +448,7 @@ def copy_keys(k, keys, page, row, num_scales, key_tile, scale_tile, full, T: gl.
 @gluon.jit
 def copies_of(keys, T: gl.constexpr):
     """The stages of the keys, as the tiles of single TMA copies."""
-    shape: gl.constexpr = [T.stages * T.keys // COPY_KEYS, 1, COPY_KEYS, T.block_d]
+    shape: gl.constexpr = [T.stages * T.block_n // COPY_KEYS, 1, COPY_KEYS, T.block_d]
     return reinterpret(keys, gl.float8e4nv, shape, operand_layout(T.block_d, 3))
 
 
@@ -459,11 +462,11 @@ def stage_of(step, STAGES: gl.constexpr):
 def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
     """The producer warp: it copies Q, head weights, keys and scales."""
     index, skip, left = share
-    COPIES: gl.constexpr = T.keys // COPY_KEYS
-    AT_ONCE: gl.constexpr = 32 // COPIES
-    key_copies = copies_of(smem.keys, T)
+    COPIES: gl.constexpr = T.block_n // COPY_KEYS
+    AT_ONCE: gl.constexpr = WARP // COPIES
+    key_copies = copies_of(smem.k, T)
     scale_copies = reinterpret(smem.scales, gl.float32, [T.stages * COPIES, COPY_KEYS], PLAIN)
-    lane = gl.arange(0, 32, LANES)
+    lane = gl.arange(0, WARP, LANES)
     num_tiles = left * 0
     num_groups = left * 0
     while left > 0:
@@ -471,7 +474,7 @@ def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
         first_tile, tiles = visible_tiles(queries, group, T)
         tiles = gl.minimum(tiles - skip, left)
         if tiles > 0:
-            stage, parity = stage_of(num_groups, 2)
+            stage, parity = stage_of(num_groups, Q_STAGES)
             mbarrier.wait(smem.q_empty.index(stage), parity ^ 1)
             copy_queries(
                 q,
@@ -498,10 +501,10 @@ def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
                     following = page_ids(keys, group.request, n, T)
                 for tile in range(base, gl.minimum(base + AT_ONCE, last_tile)):
                     stage, parity = stage_of(num_tiles, T.stages)
-                    mbarrier.wait(smem.keys_empty.index(stage), parity ^ 1)
-                    mbarrier.expect(smem.keys_full.index(stage), T.keys * T.block_d)
+                    mbarrier.wait(smem.k_empty.index(stage), parity ^ 1)
+                    mbarrier.expect(smem.k_full.index(stage), T.block_n * T.block_d)
                     for i in gl.static_range(COPIES):
-                        row = tile * T.keys + i * COPY_KEYS
+                        row = tile * T.block_n + i * COPY_KEYS
                         if T.page_size > 0:
                             mine = lane == (tile - base) * COPIES + i
                             page = gl.sum(gl.where(mine, pages, 0), 0)
@@ -518,13 +521,11 @@ def producer(q, k, queries, keys, share, smem, T: gl.constexpr):
                             num_scales,
                             key_copies.index(stage * COPIES + i),
                             scale_copies.index(stage * COPIES + i),
-                            smem.keys_full.index(stage),
+                            smem.k_full.index(stage),
                             T,
                         )
                     if keys.scales is not None:
-                        async_copy.mbarrier_arrive(
-                            smem.keys_full.index(stage), increment_count=False
-                        )
+                        async_copy.mbarrier_arrive(smem.k_full.index(stage), increment_count=False)
                     num_tiles += 1
         left -= gl.maximum(tiles, 0)
         skip = 0
@@ -564,8 +565,8 @@ def split_by_lane(x, T: gl.constexpr):
 def sum_heads_of_lanes(acc, w, T: gl.constexpr):
     """``sum_h w[t, h] * relu(acc)`` over the heads of each lane: partials ``[keys, tokens, 4]``."""
     x = split_by_lane(gl.maximum(acc, 0.0, propagate_nan=PROPAGATE_NAN), T)
-    w = split_by_lane(w[None, :].broadcast_to(T.keys, w.shape[0]), T)
-    return add_weighted(None, x, w).reshape(T.keys, acc.shape[1] // T.block_h, 4)
+    w = split_by_lane(w[None, :].broadcast_to(T.block_n, w.shape[0]), T)
+    return add_weighted(None, x, w).reshape(T.block_n, acc.shape[1] // T.block_h, 4)
 
 
 @gluon.jit
@@ -580,8 +581,8 @@ def load_head_weights(smem, stage, MMA: gl.constexpr, ACC: gl.constexpr):
 def qk_mma(keys, q_tile, MMA: gl.constexpr, ACC: gl.constexpr):
     """Issue a QK MMA: a tile of keys times the heads of some tokens."""
     WIDTH: gl.constexpr = ACC.instr_shape[1]
-    KEYS: gl.constexpr = keys.shape[0]
-    acc = gl.zeros([KEYS, WIDTH], gl.float32, ACC)
+    BLOCK_N: gl.constexpr = keys.shape[0]
+    acc = gl.zeros([BLOCK_N, WIDTH], gl.float32, ACC)
     heads = q_tile.slice(MMA * WIDTH, WIDTH).permute((1, 0))
     return warpgroup_mma(keys, heads, acc, use_acc=False, is_async=True)
 
@@ -589,32 +590,32 @@ def qk_mma(keys, q_tile, MMA: gl.constexpr, ACC: gl.constexpr):
 @gluon.jit
 def join_tokens(low, high):
     """Partial sums of the tokens of two MMAs."""
-    KEYS: gl.constexpr = low.shape[0]
+    BLOCK_N: gl.constexpr = low.shape[0]
     TOKENS: gl.constexpr = 2 * low.shape[1]
-    return gl.join(low, high).permute(0, 3, 1, 2).reshape(KEYS, TOKENS, 4)
+    return gl.join(low, high).permute(0, 3, 1, 2).reshape(BLOCK_N, TOKENS, 4)
 
 
 @triton.constexpr_function
-def takes_turns(T):
-    """Whether the consumers take turns with the tensor cores: only with the longest N."""
-    return T.tokens * T.block_h == 256
+def orders_mmas(T):
+    """Whether the consumers use the tensor cores alternately: only with the longest N."""
+    return T.tokens * T.block_h == MAX_HEADS
 
 
 @gluon.jit
 def consumer(queries, keys, share, smem, T: gl.constexpr, INDEX: gl.constexpr):
     """A consumer warpgroup: it scores every second tile of the share."""
     index, skip, left = share
-    KEYS: gl.constexpr = T.keys
+    BLOCK_N: gl.constexpr = T.block_n
     MMAS: gl.constexpr = T.mmas
-    TURNS: gl.constexpr = takes_turns(T)
+    ORDERED: gl.constexpr = orders_mmas(T)
     WIDTH: gl.constexpr = T.tokens * T.block_h // MMAS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    PARTIALS: gl.constexpr = partials_layout(T.tokens, KEYS)
+    PARTIALS: gl.constexpr = partials_layout(T.tokens, BLOCK_N)
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PARTIALS))
     TOKENS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, PARTIALS))
     in_tile = 0
-    if KEYS > COPY_KEYS:
-        in_tile = gl.arange(0, KEYS, ROWS)  # keys of a tile may lie in different pages
+    if BLOCK_N > COPY_KEYS:
+        in_tile = gl.arange(0, BLOCK_N, ROWS)  # keys of a tile may lie in different pages
     num_tiles = left * 0
     num_groups = left * 0
     while left > 0:
@@ -629,48 +630,48 @@ def consumer(queries, keys, share, smem, T: gl.constexpr, INDEX: gl.constexpr):
             if queries.offsets is None:
                 out += group.request.to(gl.int64) * queries.out_request
             mine = (INDEX + num_tiles) & 1
-            base = (first_tile + skip + mine) * KEYS
+            base = (first_tile + skip + mine) * BLOCK_N
             if T.page_size > 0:
                 following = page_ids(keys, group.request, base + in_tile, T)
-            q_stage, parity = stage_of(num_groups, 2)
+            q_stage, parity = stage_of(num_groups, Q_STAGES)
             mbarrier.wait(smem.q_full.index(q_stage), parity)
             w_0 = load_head_weights(smem, q_stage, 0, ACC)
             if MMAS == 2:
                 w_1 = load_head_weights(smem, q_stage, 1, ACC)
             for i in range(mine, tiles, CONSUMERS):
-                n = base + gl.arange(0, KEYS, ROWS)
+                n = base + gl.arange(0, BLOCK_N, ROWS)
                 inside = (n[:, None] >= start[None, :]) & (n[:, None] < end[None, :])
-                base += CONSUMERS * KEYS
+                base += CONSUMERS * BLOCK_N
                 if T.page_size > 0:
                     real_page = (following >= 0) & (following < keys.num_pages)
-                    if KEYS > COPY_KEYS:
+                    if BLOCK_N > COPY_KEYS:
                         real_page = real_page[:, None]
                     inside = inside & real_page
                     following = page_ids(keys, group.request, base + in_tile, T)
                 stage, parity = stage_of(num_tiles + i, T.stages)
-                mbarrier.wait(smem.keys_full.index(stage), parity)
-                if TURNS:
-                    _, parity = stage_of(num_tiles + i, 2)
-                    mbarrier.wait(smem.turn.index(INDEX), parity ^ (1 - INDEX))
-                acc_0 = qk_mma(smem.keys.index(stage), smem.q.index(q_stage), 0, ACC)
+                mbarrier.wait(smem.k_full.index(stage), parity)
+                if ORDERED:
+                    _, parity = stage_of(num_tiles + i, CONSUMERS)
+                    mbarrier.wait(smem.mma_order.index(INDEX), parity ^ (1 - INDEX))
+                acc_0 = qk_mma(smem.k.index(stage), smem.q.index(q_stage), 0, ACC)
                 if MMAS == 2:
-                    acc_1 = qk_mma(smem.keys.index(stage), smem.q.index(q_stage), 1, ACC)
-                scale = gl.full([KEYS], 1.0, gl.float32, ROWS)
+                    acc_1 = qk_mma(smem.k.index(stage), smem.q.index(q_stage), 1, ACC)
+                scale = gl.full([BLOCK_N], 1.0, gl.float32, ROWS)
                 if keys.scales is not None:
                     scale = smem.scales.index(stage).load(ROWS)
                 if MMAS == 2:
                     acc_0, acc_1 = warpgroup_mma_wait(1, deps=[acc_0, acc_1])
-                    if TURNS:
-                        mbarrier.arrive(smem.turn.index(1 - INDEX), count=1)
+                    if ORDERED:
+                        mbarrier.arrive(smem.mma_order.index(1 - INDEX), count=1)
                     low = sum_heads_of_lanes(acc_0, w_0, T)
                     acc_1 = warpgroup_mma_wait(0, deps=[acc_1])
-                    mbarrier.arrive(smem.keys_empty.index(stage), count=1)
+                    mbarrier.arrive(smem.k_empty.index(stage), count=1)
                     partials = join_tokens(low, sum_heads_of_lanes(acc_1, w_1, T))
                 else:
                     acc_0 = warpgroup_mma_wait(0, deps=[acc_0])
-                    if TURNS:
-                        mbarrier.arrive(smem.turn.index(1 - INDEX), count=1)
-                    mbarrier.arrive(smem.keys_empty.index(stage), count=1)
+                    if ORDERED:
+                        mbarrier.arrive(smem.mma_order.index(1 - INDEX), count=1)
+                    mbarrier.arrive(smem.k_empty.index(stage), count=1)
                     partials = sum_heads_of_lanes(acc_0, w_0, T)
                 scores = gl.sum(gl.convert_layout(partials, PARTIALS), 2) * scale[:, None]
                 gl.store(
@@ -689,8 +690,8 @@ def consumer(queries, keys, share, smem, T: gl.constexpr, INDEX: gl.constexpr):
 @gluon.jit
 def fill_columns(row, begin, end):
     """Store -inf in the columns ``[begin, end)`` of a row."""
-    for base in range(begin, end, 256):
-        n = base + gl.arange(0, 256, FILL)
+    for base in range(begin, end, FILL_COLUMNS):
+        n = base + gl.arange(0, FILL_COLUMNS, FILL)
         gl.store(row + n, MINUS_INF, mask=n < end)
 
 
@@ -712,8 +713,8 @@ def filler(queries, num_groups, T: gl.constexpr):
             first_tile, tiles = visible_tiles(queries, group, T)
             begin = unit % blocks * FILL_AT_ONCE
             end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
-            low = gl.minimum(first_tile * T.keys, end)
-            high = gl.maximum((first_tile + tiles) * T.keys, begin)
+            low = gl.minimum(first_tile * T.block_n, end)
+            high = gl.maximum((first_tile + tiles) * T.block_n, begin)
             out = queries.out + group.request.to(gl.int64) * queries.out_request
             for token in range(group.first, gl.minimum(group.first + T.tokens, group.stop)):
                 row = out + token.to(gl.int64) * queries.out_token
@@ -739,34 +740,35 @@ def score(
 ):
     """Scores of groups of query tokens, ``q [B, S, HI, DI]`` against ``k [pages, rows, DI]``."""
     queries = Queries(*queries, first, rows_request, num_requests, query_len)
-    N: gl.constexpr = T.tokens * T.block_h
-    D: gl.constexpr = T.block_d
+    BLOCK_M: gl.constexpr = T.tokens * T.block_h
+    BLOCK_D: gl.constexpr = T.block_d
     STAGES: gl.constexpr = T.stages
-    KEYS: gl.constexpr = T.keys
+    BLOCK_N: gl.constexpr = T.block_n
+    TILE: gl.constexpr = operand_layout(BLOCK_D, 2)
     smem = SharedMemory(
-        gl.allocate_shared_memory(gl.float8e4nv, [2, N, D], operand_layout(D, 2)),
-        gl.allocate_shared_memory(gl.float32, [2, N], PLAIN),
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], operand_layout(D, 2)),
-        gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN),
-        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.float8e4nv, [Q_STAGES, BLOCK_M, BLOCK_D], TILE),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], PLAIN),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_D], TILE),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], PLAIN),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout()),
     )
     warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(warm.index(0), count=1)
     for i in gl.static_range(2):
-        if takes_turns(T):  # the compiler reuses the memory of barriers without a wait
-            mbarrier.init(smem.turn.index(i), count=1)
+        if orders_mmas(T):  # the compiler reuses the memory of barriers without a wait
+            mbarrier.init(smem.mma_order.index(i), count=1)
         mbarrier.init(smem.q_full.index(i), count=2)
         mbarrier.init(smem.q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(smem.keys_full.index(i), count=1 if keys.scales is None else 33)
-        mbarrier.init(smem.keys_empty.index(i), count=1)
+        mbarrier.init(smem.k_full.index(i), count=1 if keys.scales is None else 1 + WARP)
+        mbarrier.init(smem.k_empty.index(i), count=1)
     # A copy from a page out of range moves no keys, but fetches the descriptor of the keys.
-    mbarrier.expect(warm.index(0), COPY_KEYS * D)
-    tma_load(k, [-1, 0, 0], warm.index(0), copies_of(smem.keys, T).index(0))
+    mbarrier.expect(warm.index(0), COPY_KEYS * BLOCK_D)
+    tma_load(k, [-1, 0, 0], warm.index(0), copies_of(smem.k, T).index(0))
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
     share = partition_tiles(queries, num_groups, T)
@@ -906,7 +908,7 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.q, call.weights, call.cache
+    q, weights, cache = call.index_q, call.weights, call.cache
     num_tokens, heads, dim = q.shape
     num_requests = call.page_table.shape[0]
     groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)

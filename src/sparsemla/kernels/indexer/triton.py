@@ -523,7 +523,7 @@ need no scores."""
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache, page_table = call.q, call.weights, call.cache, call.page_table
+    q, weights, cache, page_table = call.index_q, call.weights, call.cache, call.page_table
     num_tokens, heads, dim = q.shape
     num_requests, table_width = page_table.shape
     num_keys = call.num_keys

@@ -34,14 +34,14 @@ def project_groups(call: ProjectGroups) -> None:
     groups, _, inputs = weight.data.shape
     heads = x.shape[1] // max(groups, 1)
     for group in range(groups):  # makes float32 copies of the inputs of one group at a time
-        own = x[:, group * heads : (group + 1) * heads].float()  # [T, H / G, V]
+        part = x[:, group * heads : (group + 1) * heads].float()  # [T, H / G, V]
         if cos_sin is not None:
-            own = _undo_rotation(own, cos_sin)
-        own = own.reshape(len(x), 1, inputs)
+            part = _undo_rotation(part, cos_sin)
+        part = part.reshape(len(x), 1, inputs)
         one = slice(group, group + 1)
         scale = None if weight.scale is None else weight.scale[one]
         matrix = HeadWeight.unchecked(weight.data[one], scale, weight.scale_block)
-        _project(own if scale is not None else own.bfloat16(), matrix, out[:, one])
+        _project(part if scale is not None else part.bfloat16(), matrix, out[:, one])
 
 
 def _merged(parts: Tensor, lses: Tensor, attn_sink: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ class FusedRopeRmsnormQuant(NamedTuple):
 class AppendIndexKeys(NamedTuple):
     """Arguments of :func:`sparsemla.append_index_keys`."""
 
-    k: Tensor
+    index_k: Tensor
     norm_weight: Tensor
     norm_bias: Tensor
     cos_sin_cache: Tensor
@@ -54,7 +54,7 @@ class AppendIndexKeys(NamedTuple):
 class PrepareIndexQueries(NamedTuple):
     """Arguments of :func:`sparsemla.prepare_index_queries`."""
 
-    q: Tensor
+    index_q: Tensor
     weights: Tensor
     cos_sin_cache: Tensor
     positions: Tensor
@@ -70,9 +70,9 @@ class PrepareIndexQueries(NamedTuple):
 class FusedIndexerRopeQuant(NamedTuple):
     """Arguments of :func:`sparsemla.fused_indexer_rope_quant`."""
 
-    q: Tensor
+    index_q: Tensor
     weights: Tensor
-    k: Tensor
+    index_k: Tensor
     norm_weight: Tensor
     norm_bias: Tensor
     cos_sin_cache: Tensor

@@ -59,7 +59,7 @@ def fused_indexer_rope_quant(call: FusedIndexerRopeQuant) -> None:
 
 
 def _write_keys(call: AppendIndexKeys | FusedIndexerRopeQuant) -> None:
-    k, positions, slot_mapping = call.k, call.positions, call.slot_mapping
+    k, positions, slot_mapping = call.index_k, call.positions, call.slot_mapping
     scale_mode = cast("ScaleMode", call.scale_mode)
     weight, bias = call.norm_weight.float(), call.norm_bias.float()
     for tokens in _token_blocks(k.shape[0], k.shape[1]):
@@ -72,7 +72,7 @@ def _write_keys(call: AppendIndexKeys | FusedIndexerRopeQuant) -> None:
 
 
 def _quantise_queries(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> None:
-    q, positions, format = call.q, call.positions, call.format
+    q, positions, format = call.index_q, call.positions, call.format
     scale_mode = cast("ScaleMode", call.scale_mode)
     factor = (q.shape[1] * q.shape[2]) ** -0.5
     for tokens in _token_blocks(q.shape[0], q.shape[1] * q.shape[2]):

@@ -699,7 +699,7 @@ def _index_kernel(
 
 
 def _query_arguments(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> dict[str, Any]:
-    q, weights, out, weights_out = call.q, call.weights, call.out, call.weights_out
+    q, weights, out, weights_out = call.index_q, call.weights, call.out, call.weights_out
     num_heads, dim = q.shape[1:]
     return {
         "q": q,
@@ -720,13 +720,13 @@ def _query_arguments(call: PrepareIndexQueries | FusedIndexerRopeQuant) -> dict[
 def _key_arguments(call: AppendIndexKeys | FusedIndexerRopeQuant) -> dict[str, Any]:
     rows, layout = cache_arguments(call.cache)
     return {
-        "k": call.k,
+        "k": call.index_k,
         "norm_weight": call.norm_weight,
         "norm_bias": call.norm_bias,
         "slot_mapping": call.slot_mapping,
-        "num_keys": call.k.shape[0],
+        "num_keys": call.index_k.shape[0],
         "eps": call.eps,
-        "k_stride": call.k.stride(0),
+        "k_stride": call.index_k.stride(0),
         "rows": rows,
         "L": layout,
     }

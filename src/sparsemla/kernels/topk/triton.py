@@ -685,7 +685,7 @@ class ListSchedule:
         capacity: most candidates of a row, a power of two.
         sample: values in the sample that yields a row's threshold, a power of two.
         programs: rows in progress at a time.
-        num_warps: warps of a collecting program, each with a list of its own.
+        num_warps: warps of a collecting program, each with its own list.
         finish_warps: warps of the program that finishes a row of several slices.
         registers: bound on the registers of a thread; without it NVIDIA's compiler wastes some.
         lanes: threads of a warp.

@@ -59,10 +59,10 @@ class DeepGEMM(Peer):
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if isinstance(workload, IndexerTopk):
             return self._indexer_topk(workload, inputs)
-        ops, q, weights = torch.ops.deep_gemm, inputs["q"], inputs["weights"]
+        ops, q, weights = torch.ops.deep_gemm, inputs["index_q"], inputs["weights"]
         if isinstance(workload, IndexerScores):
             context = workload.context
-            rest = inputs["keys"], inputs["key_scales"], weights
+            rest = inputs["index_k"], inputs["index_k_scales"], weights
             bounds = inputs["row_starts"], inputs["row_ends"]
 
             def ragged() -> Results:
@@ -134,7 +134,7 @@ class DeepGEMM(Peer):
         self, workload: IndexerTopk, inputs: Inputs
     ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
         """Scores over contiguous keys; these are gathered before the clock starts."""
-        num_keys, device = workload.keys, inputs["q"].device
+        num_keys, device = workload.keys, inputs["index_q"].device
         slots = slots_of(
             inputs["page_table"],
             torch.zeros(num_keys, dtype=torch.int32, device=device),
@@ -146,7 +146,7 @@ class DeepGEMM(Peer):
         seen = [workload.seen(place) for place in range(workload.query_len)]
         ends = torch.tensor(seen, dtype=torch.int32, device=device)
         starts = torch.zeros_like(ends)
-        score, q = torch.ops.deep_gemm.fp8_fp4_mqa_logits, inputs["q"]
+        score, q = torch.ops.deep_gemm.fp8_fp4_mqa_logits, inputs["index_q"]
 
         def compute() -> Tensor:
             return cast(
@@ -160,7 +160,7 @@ class DeepGEMM(Peer):
     ) -> tuple[Callable[[], Tensor], Tensor, Tensor]:
         ops, num_keys = torch.ops.deep_gemm, workload.keys
         ends = torch.full_like(inputs["seq_lens"], num_keys)
-        lens, q = ends[:, None], inputs["q"][:, None]
+        lens, q = ends[:, None], inputs["index_q"][:, None]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         schedule = ops.get_paged_mqa_logits_metadata(lens, PAGE_SIZE, processors, None)
         cache, table = inputs["cache"].data.unsqueeze(2), inputs["page_table"]

@@ -199,14 +199,17 @@ class VLLM(Peer):
         slots, positions = inputs["slot_mapping"], inputs["positions"]
         table, weights = inputs["cos_sin_cache"].bfloat16(), inputs["weights"]
         norm = inputs["norm_weight"].bfloat16(), inputs["norm_bias"].bfloat16()
-        q, codes = inputs["q"].clone(), torch.empty_like(inputs["q"], dtype=torch.float8_e4m3fn)
+        q, codes = (
+            inputs["index_q"].clone(),
+            torch.empty_like(inputs["index_q"], dtype=torch.float8_e4m3fn),
+        )
         num_tokens, num_heads, dim = q.shape
         scales = torch.empty(num_tokens * num_heads, 1, device=q.device)
         cache = empty_like(inputs["cache"])
         limits = 1e-4, -448.0, 448.0
 
         def run() -> Results:
-            k = torch.nn.functional.layer_norm(inputs["k"], (dim,), *norm, 1e-6)
+            k = torch.nn.functional.layer_norm(inputs["index_k"], (dim,), *norm, 1e-6)
             ops.rotary_embedding(positions, q, k[:, None], dim, table, True)
             ops.per_token_group_fp8_quant(
                 q.view(-1, dim), codes.view(-1, dim), scales, dim, *limits, True, False, False
@@ -228,7 +231,7 @@ class VLLM(Peer):
         note = "with torch's layer_norm and products"
 
         def reset() -> None:  # queries are rotated in place
-            q.copy_(inputs["q"])
+            q.copy_(inputs["index_q"])
 
         return [Side(name, run, check, reset, note)]
 

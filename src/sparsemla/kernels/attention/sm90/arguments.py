@@ -230,7 +230,7 @@ def sparse_prefill(call: SparsePrefill, launch: Launch) -> None:
     if num_tokens == 0 or num_heads == 0:
         return
     rest = num_tokens % list_tokens
-    if rest:  # the tokens of the last list are fewer: a launch of their own
+    if rest:  # the tokens of the last list are fewer: a separate launch
         whole, last = slice(num_tokens - rest), slice(num_tokens - rest, None)
         sparse_prefill(_part(call, whole, slice(num_tokens // list_tokens), list_tokens), launch)
         sparse_prefill(_part(call, last, slice(num_tokens // list_tokens, None), rest), launch)
@@ -263,21 +263,21 @@ def prefill_rows(call: SparsePrefill) -> tuple[Queries, PagedCache, KeyList, Res
     """The queries, rows, keys and outputs of a prefill whose lists have equal numbers of tokens."""
     q, q_rope, size = call.q, call.q_rope, call.list_tokens
     out, lse, max_logits = call.out, call.lse, call.max_logits
-    apart = 1 if call.shared else 0  # a group of one token has no use for the distance of tokens
-    queries = Queries(q, size * q.stride(0), apart * q.stride(0), q.stride(1))
+    steps = 1 if call.shared else 0  # token strides are 0 in a group of one token
+    queries = Queries(q, size * q.stride(0), steps * q.stride(0), q.stride(1))
     if q_rope is not None:
         token = q_rope.stride(0)
-        queries = Queries(*queries[:4], q_rope, size * token, apart * token, q_rope.stride(1))
+        queries = Queries(*queries[:4], q_rope, size * token, steps * token, q_rope.stride(1))
     results = Results(
         out=out,
         out_split=0,
         out_request=size * out.stride(0),
-        out_token=apart * out.stride(0),
+        out_token=steps * out.stride(0),
         out_head=out.stride(1),
         lse=lse,
         lse_split=0,
         lse_request=size * lse.stride(0),
-        lse_token=apart * lse.stride(0),
+        lse_token=steps * lse.stride(0),
         max_logits=max_logits,
         max_logits_request=0 if max_logits is None else size * max_logits.stride(0),
         attn_sink=call.attn_sink,

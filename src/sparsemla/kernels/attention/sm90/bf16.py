@@ -10,7 +10,7 @@ to right within a pair and back, so each block costs one rescale per half of O.
 
 Time line of a pair (even block 0, odd block 1; O_l, V_l and O_r, V_r are halves of O and V):
 
-    producer   copy 0l, copy 1r, copy 0r, copy 1l, each half once it is EMPTY
+    producer   copy 0l, copy 1r, copy 0r, copy 1l, each half once it is empty
     left       m0, P0 | O_l += P0 V0_l | P0 to m1, O_l += P1 V1_l | S0 of the next pair
     right      S1 | wait m0; m1, P1 | O_r += P1 V1_r | O_r += P0 V0_r
     handed     m0 and P0 from left to right, m1 and P1 from right to left
@@ -33,9 +33,9 @@ Barriers; left and right are the halves of a block's 512 value dims:
 The RoPE dims of a block arrive with the half that its QK MMA reads last.
 
 Shared memory in KiB: queries 64 + 8, two blocks of keys 2 x (64 + 8), 8 that transpose O on its
-way out: 226 in all. P takes the place of the last 64 dims of its own block's keys, which only the
+way out: 226 in all. P takes the place of the last 64 dims of its block's keys, which only the
 warpgroup that computed it reads. Blocks within a page come by TMA, others row by row. Blocks of a
-second stream follow those of the first; only the producer tells them apart.
+second stream follow those of the first; only the producer distinguishes them.
 
 Tokens that share a list form one group, as in dense attention. With a token mask, a key's validity
 is a bit for each of them, and the softmax tests the bit of the row's token. An invalid key has no
@@ -80,7 +80,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     HALF_DIM,
     O_LAYOUT,
     O_ROWS,
-    PLAIN,
     ROPE_DIM,
     S_KEYS,
     S_LAYOUT,
@@ -93,6 +92,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     end_of_valid_slots,
     find_key_blocks,
@@ -112,7 +112,7 @@ from sparsemla.kernels.common.gluon import (
     reinterpret,
     tma_load,
 )
-from sparsemla.kernels.common.hopper import STORE, TILE
+from sparsemla.kernels.common.hopper import PLAIN, STORE, TILE
 from sparsemla.kernels.common.hopper import TOKEN_TILE as PAGE_TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
@@ -121,7 +121,6 @@ PAIR_N = gl.constexpr(2 * BLOCK_N.value)
 BOX_DIM = gl.constexpr(64)
 """Dims of a TMA copy, the 128 bytes that the layout of shared memory swizzles."""
 BOXES = gl.constexpr(HALF_DIM.value // BOX_DIM.value)
-NUM_BARRIERS = gl.constexpr(18)
 
 
 class SharedMemory(NamedTuple):
@@ -137,7 +136,7 @@ class SharedMemory(NamedTuple):
     valid: object  # [2, BLOCK_N] validity of the keys, or their bits
     limits: object  # [BLOCK_M] keys that a row sees under a causal mask, or its bit in the mask
     key_range: object  # [2, 1] pairs of blocks, first key
-    kv_left_full: object  # this and the following fields are tuples of barriers
+    kv_left_full: object  # this and the following fields are arrays of barriers
     kv_right_full: object
     kv_left_empty: object
     kv_right_empty: object
@@ -148,20 +147,6 @@ class SharedMemory(NamedTuple):
     q_full: object
     q_empty: object
     key_range_full: object
-
-
-@gluon.jit
-def init_barriers(bar, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialise ``COUNT`` barriers of an array. A copying thread arrives when its copies land.
-
-    The barriers are views of one array: between accesses to several arrays, the compiler puts
-    other ``bar.sync``.
-    """
-    barriers = ()
-    for b in gl.static_range(COUNT):
-        mbarrier.init(bar.index(FIRST + b), count=ARRIVALS)
-        barriers = barriers + (bar.index(FIRST + b),)
-    return barriers
 
 
 @gluon.jit
@@ -179,9 +164,9 @@ def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexp
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_phase):
     """The number of pairs of blocks, and the position of the first key, from the producer."""
-    mbarrier.wait(smem.key_range_full[0], turn)
+    mbarrier.wait(smem.key_range_full.index(0), tile_phase)
     num_pairs = gl.max(smem.key_range.index(0).load(THREADS), 0)
     return num_pairs, gl.max(smem.key_range.index(1).load(THREADS), 0)
 
@@ -193,7 +178,7 @@ def store_key_range(smem, first, last):
     num_pairs = gl.maximum(gl.cdiv(last - first, PAIR_N), 1)
     smem.key_range.index(0).store(gl.zeros([1], gl.int32, THREADS) + num_pairs)
     smem.key_range.index(1).store(gl.zeros([1], gl.int32, THREADS) + first)
-    mbarrier.arrive(smem.key_range_full[0], count=1)
+    mbarrier.arrive(smem.key_range_full.index(0), count=1)
     return num_pairs
 
 
@@ -245,15 +230,15 @@ def consumer_left(
     l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
     tile = gl.program_id(0)
     phase = 0
-    turn = 0
+    tile_phase = 0
     zero = opaque_zero(tile)
-    mbarrier.wait(smem.q_full[0], 0)
+    mbarrier.wait(smem.q_full.index(0), 0)
     fence_async_shared()
-    mbarrier.wait(smem.kv_left_full[0], 0)
+    mbarrier.wait(smem.kv_left_full.index(0), 0)
     s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
     keys = smem.kv_left.index(zero).permute((1, 0))
     s = warpgroup_mma(smem.q.index(zero), keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.kv_right_full[0], 0)
+    mbarrier.wait(smem.kv_right_full.index(0), 0)
     s = warpgroup_mma(
         smem.q.index(zero + 1), smem.kv_right.index(zero).permute((1, 0)), s, is_async=True
     )
@@ -265,41 +250,41 @@ def consumer_left(
     i = 0
     while tile < num_tiles:
         if i + 1 == num_pairs:
-            mbarrier.arrive(smem.q_empty[0], count=1)
+            mbarrier.arrive(smem.q_empty.index(0), count=1)
         zero = opaque_zero(i)
-        mbarrier.wait(smem.valid_full[0], phase)
+        mbarrier.wait(smem.valid_full.index(0), phase)
         at = first + i * PAIR_N
         scores = mask_scores(s, smem.valid.index(0), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
         m_0 = gl.maximum(m, gl.max(scores, 1))
         smem.m.store(m_0)
-        mbarrier.arrive(smem.m_full[0], count=1)
+        mbarrier.arrive(smem.m_full.index(0), count=1)
         p = gl.exp2(scores - m_0[:, None])
         alpha = gl.exp2(m - m_0)
         l = l * alpha + gl.sum(p, 1)
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
         p_bf16 = to_bf16(p)
-        own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
+        p_left = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
         values = smem.kv_left.index(zero)
-        acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-        acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+        acc0 = warpgroup_mma(p_left, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        acc1 = warpgroup_mma(p_left, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        mbarrier.arrive(smem.kv_left_empty[0], count=1)
+        mbarrier.arrive(smem.kv_left_empty.index(0), count=1)
 
-        mbarrier.wait(smem.m_full[1], phase)
+        mbarrier.wait(smem.m_full.index(1), phase)
         m = smem.m.load(S_ROWS)
         alpha = gl.exp2(m_0 - m)
         smem.k_rope.index(zero).store(scale_pairs(p_bf16, alpha[:, None]))
         fence_async_shared()
-        mbarrier.arrive(smem.p_full[0], count=1)
+        mbarrier.arrive(smem.p_full.index(0), count=1)
         l = l * alpha
         acc0 = rescale(acc0, alpha)
         acc1 = rescale(acc1, alpha)
-        mbarrier.wait(smem.p_full[1], phase)
-        others = smem.k_rope.index(zero + 1)
+        mbarrier.wait(smem.p_full.index(1), phase)
+        p_right = smem.k_rope.index(zero + 1)
         values = smem.kv_left.index(zero + 1)
-        next0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-        next1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+        next0 = warpgroup_mma(p_right, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+        next1 = warpgroup_mma(p_right, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
         phase = phase ^ 1
         i += 1
         # S of the next pair, possibly of the next tile. After the very last pair, these MMAs
@@ -308,26 +293,26 @@ def consumer_left(
         more = tile + gl.num_programs(0) < num_tiles
         if done:
             if more:
-                mbarrier.wait(smem.q_full[0], turn ^ 1)
+                mbarrier.wait(smem.q_full.index(0), tile_phase ^ 1)
                 fence_async_shared()
-                mbarrier.wait(smem.kv_left_full[0], phase)
+                mbarrier.wait(smem.kv_left_full.index(0), phase)
         else:
-            mbarrier.wait(smem.kv_left_full[0], phase)
+            mbarrier.wait(smem.kv_left_full.index(0), phase)
         next_s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
         keys = smem.kv_left.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero), keys, next_s, use_acc=False, is_async=True)
         acc0, acc1, next_s = warpgroup_mma_wait(1, deps=[next0, next1, next_s])
-        mbarrier.arrive(smem.kv_left_empty[1], count=1)
+        mbarrier.arrive(smem.kv_left_empty.index(1), count=1)
         if done:
-            store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 0)
+            store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, 0)
             acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
             acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
             m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
             l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
             if more:
-                mbarrier.wait(smem.kv_right_full[0], phase)
+                mbarrier.wait(smem.kv_right_full.index(0), phase)
         else:
-            mbarrier.wait(smem.kv_right_full[0], phase)
+            mbarrier.wait(smem.kv_right_full.index(0), phase)
         keys = smem.kv_right.index(zero).permute((1, 0))
         next_s = warpgroup_mma(smem.q.index(zero + 1), keys, next_s, is_async=True)
         if ROPE > 0:
@@ -336,10 +321,10 @@ def consumer_left(
         s = warpgroup_mma_wait(0, deps=[next_s])
         if done:
             tile += gl.num_programs(0)
-            turn = turn ^ 1
+            tile_phase = tile_phase ^ 1
             i = 0
             if more:
-                num_pairs, first = load_key_range(smem, turn)
+                num_pairs, first = load_key_range(smem, tile_phase)
                 limit = smem.limits.load(S_ROWS)
 
 
@@ -349,23 +334,23 @@ def consumer_right(
     TOKEN_MASK: gl.constexpr,
 ):  # fmt: skip
     phase = 0
-    turn = 0
+    tile_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
         acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
         m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
         l = gl.zeros([BLOCK_M], gl.float32, S_ROWS)
-        mbarrier.wait(smem.q_full[0], turn)
+        mbarrier.wait(smem.q_full.index(0), tile_phase)
         fence_async_shared()
-        num_pairs, first = load_key_range(smem, turn)
+        num_pairs, first = load_key_range(smem, tile_phase)
         limit = smem.limits.load(S_ROWS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
-            mbarrier.wait(smem.kv_right_full[1], phase)
+            mbarrier.wait(smem.kv_right_full.index(1), phase)
             keys = smem.kv_right.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero + 1), keys, s, use_acc=False, is_async=True)
-            mbarrier.wait(smem.kv_left_full[1], phase)
+            mbarrier.wait(smem.kv_left_full.index(1), phase)
             keys = smem.kv_left.index(zero + 1).permute((1, 0))
             s = warpgroup_mma(smem.q.index(zero), keys, s, is_async=True)
             if ROPE > 0:
@@ -374,15 +359,15 @@ def consumer_right(
                 )
             s = warpgroup_mma_wait(0, deps=[s])
             if i + 1 == num_pairs:
-                mbarrier.arrive(smem.q_empty[0], count=1)
-            mbarrier.wait(smem.valid_full[1], phase)
+                mbarrier.arrive(smem.q_empty.index(0), count=1)
+            mbarrier.wait(smem.valid_full.index(1), phase)
             at = first + i * PAIR_N + BLOCK_N
             scores = mask_scores(s, smem.valid.index(1), limit, at, scale_log2, CAUSAL, TOKEN_MASK)
             m_1 = gl.max(scores, 1)
-            mbarrier.wait(smem.m_full[0], phase)
+            mbarrier.wait(smem.m_full.index(0), phase)
             m_1 = gl.maximum(m_1, smem.m.load(S_ROWS))
             smem.m.store(m_1)
-            mbarrier.arrive(smem.m_full[1], count=1)
+            mbarrier.arrive(smem.m_full.index(1), count=1)
             p = gl.exp2(scores - m_1[:, None])
             alpha = gl.exp2(m - m_1)
             m = m_1
@@ -390,33 +375,35 @@ def consumer_right(
             acc0 = rescale(acc0, alpha)
             acc1 = rescale(acc1, alpha)
             p_bf16 = to_bf16(p)
-            own = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
+            p_right = gl.convert_layout(p_bf16, gl.DotOperandLayout(0, O_LAYOUT, 2))
             values = smem.kv_right.index(zero + 1)
-            acc0 = warpgroup_mma(own, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(own, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(p_right, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(
+                p_right, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True
+            )
             smem.k_rope.index(zero + 1).store(p_bf16)
             fence_async_shared()
-            mbarrier.arrive(smem.p_full[1], count=1)
-            mbarrier.wait(smem.p_full[0], phase)
-            others = smem.k_rope.index(zero)
+            mbarrier.arrive(smem.p_full.index(1), count=1)
+            mbarrier.wait(smem.p_full.index(0), phase)
+            p_left = smem.k_rope.index(zero)
             values = smem.kv_right.index(zero)
-            acc0 = warpgroup_mma(others, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
-            acc1 = warpgroup_mma(others, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
+            acc0 = warpgroup_mma(p_left, values.slice(0, ACC_DIM, dim=1), acc0, is_async=True)
+            acc1 = warpgroup_mma(p_left, values.slice(ACC_DIM, ACC_DIM, dim=1), acc1, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-            mbarrier.arrive(smem.kv_right_empty[1], count=1)
+            mbarrier.arrive(smem.kv_right_empty.index(1), count=1)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            mbarrier.arrive(smem.kv_right_empty[0], count=1)
+            mbarrier.arrive(smem.kv_right_empty.index(0), count=1)
             phase = phase ^ 1
-        store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, 1)
-        turn = turn ^ 1
+        store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, 1)
+        tile_phase = tile_phase ^ 1
 
 
 @gluon.jit
-def store_out(tile, turn, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
+def store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, HALF: gl.constexpr):
     """Normalise and store half of O; the left warpgroup also stores lse and the largest logits."""
     smem.l.index(HALF).store(l)
-    mbarrier.arrive(smem.l_full[0], count=1)
-    mbarrier.wait(smem.l_full[0], turn)
+    mbarrier.arrive(smem.l_full.index(0), count=1)
+    mbarrier.wait(smem.l_full.index(0), tile_phase)
     l = l + smem.l.index(1 - HALF).load(S_ROWS)
     begin, split, request, first = locate_tile(tile, shape)
     token, head, real = rows_of_tile(begin, shape, S_ROWS)
@@ -534,26 +521,26 @@ def copy_rows(row_0, valid_0, mark_0, row_1, valid_1, mark_1, smem, phase, ROPE:
     rope_dims = VALUE_DIM + gl.arange(0, ROPE_DIM, COPY_COLS)[None, :]
     row_0 = row_0[:, None]
     row_1 = row_1[:, None]
-    mbarrier.wait(smem.kv_left_empty[0], phase)
+    mbarrier.wait(smem.kv_left_empty.index(0), phase)
     async_load(smem.kv_left.index(0), row_0 + dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.kv_left_full[0], increment_count=False)
-    mbarrier.wait(smem.kv_right_empty[1], phase)
+    async_copy.mbarrier_arrive(smem.kv_left_full.index(0), increment_count=False)
+    mbarrier.wait(smem.kv_right_empty.index(1), phase)
     async_load(smem.kv_right.index(1), row_1 + (HALF_DIM + dims), mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.kv_right_full[1], increment_count=False)
-    mbarrier.wait(smem.kv_right_empty[0], phase)
+    async_copy.mbarrier_arrive(smem.kv_right_full.index(1), increment_count=False)
+    mbarrier.wait(smem.kv_right_empty.index(0), phase)
     async_load(smem.kv_right.index(0), row_0 + (HALF_DIM + dims), mask=valid_0[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(0), row_0 + rope_dims, mask=valid_0[:, None])
-    async_copy.mbarrier_arrive(smem.kv_right_full[0], increment_count=False)
-    mbarrier.wait(smem.kv_left_empty[1], phase)
+    async_copy.mbarrier_arrive(smem.kv_right_full.index(0), increment_count=False)
+    mbarrier.wait(smem.kv_left_empty.index(1), phase)
     async_load(smem.kv_left.index(1), row_1 + dims, mask=valid_1[:, None])
     if ROPE > 0:
         async_load(smem.k_rope.index(1), row_1 + rope_dims, mask=valid_1[:, None])
-    async_copy.mbarrier_arrive(smem.kv_left_full[1], increment_count=False)
+    async_copy.mbarrier_arrive(smem.kv_left_full.index(1), increment_count=False)
     smem.valid.index(0).store(mark_0.to(gl.int8))
-    mbarrier.arrive(smem.valid_full[0], count=1)
+    mbarrier.arrive(smem.valid_full.index(0), count=1)
     smem.valid.index(1).store(mark_1.to(gl.int8))
-    mbarrier.arrive(smem.valid_full[1], count=1)
+    mbarrier.arrive(smem.valid_full.index(1), count=1)
 
 
 @gluon.jit
@@ -619,24 +606,24 @@ def copy_paged_blocks(
         row_1 = (at + BLOCK_N) % L.page_size
         copy_half_block(
             pages, page_0, row_0, smem.kv_left.index(0), smem.k_rope.index(0),
-            smem.kv_left_empty[0], smem.kv_left_full[0], phase, 0, 0,
+            smem.kv_left_empty.index(0), smem.kv_left_full.index(0), phase, 0, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_right.index(1), smem.k_rope.index(1),
-            smem.kv_right_empty[1], smem.kv_right_full[1], phase, HALF_DIM, 0,
+            smem.kv_right_empty.index(1), smem.kv_right_full.index(1), phase, HALF_DIM, 0,
         )  # fmt: skip
         copy_half_block(
             pages, page_0, row_0, smem.kv_right.index(0), smem.k_rope.index(0),
-            smem.kv_right_empty[0], smem.kv_right_full[0], phase, HALF_DIM, ROPE,
+            smem.kv_right_empty.index(0), smem.kv_right_full.index(0), phase, HALF_DIM, ROPE,
         )  # fmt: skip
         copy_half_block(
             pages, page_1, row_1, smem.kv_left.index(1), smem.k_rope.index(1),
-            smem.kv_left_empty[1], smem.kv_left_full[1], phase, 0, ROPE,
+            smem.kv_left_empty.index(1), smem.kv_left_full.index(1), phase, 0, ROPE,
         )  # fmt: skip
         smem.valid.index(0).store(gl.where(page_0 >= 0, ones, 0))
-        mbarrier.arrive(smem.valid_full[0], count=1)
+        mbarrier.arrive(smem.valid_full.index(0), count=1)
         smem.valid.index(1).store(gl.where(page_1 >= 0, ones, 0))
-        mbarrier.arrive(smem.valid_full[1], count=1)
+        mbarrier.arrive(smem.valid_full.index(1), count=1)
         phase = phase ^ 1
         at += PAIR_N
         page_0 = load_page(rows, keys, at, last, L)
@@ -697,20 +684,20 @@ def producer(
 ):  # fmt: skip
     """Copy the queries and keys of the CTA's tiles, each half block once its stage is empty."""
     phase = 1
-    turn = 1
+    tile_phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         begin, split, request, token = locate_tile(tile, shape)
         keys = stream.keys + request * stream.keys_request + token * stream.keys_token
         token_mask = stream.token_mask
         if stream.token_mask is not None:
             token_mask += request * stream.token_mask_request
-        mbarrier.wait(smem.q_empty[0], turn)
-        turn = turn ^ 1
+        mbarrier.wait(smem.q_empty.index(0), tile_phase)
+        tile_phase = tile_phase ^ 1
         copy_queries(tile, smem.q.index(0), queries, shape, 0, HALF_DIM)
         copy_queries(tile, smem.q.index(1), queries, shape, HALF_DIM, HALF_DIM)
         if ROPE > 0:
             copy_queries(tile, smem.q_rope, queries, shape, VALUE_DIM, ROPE)
-        async_copy.mbarrier_arrive(smem.q_full[0], increment_count=False)
+        async_copy.mbarrier_arrive(smem.q_full.index(0), increment_count=False)
         if EXTRA is not None:
             phase = copy_streams(
                 tile, rows, extra_rows, stream, extra, shape, smem, phase, L, EXTRA, ROPE
@@ -719,9 +706,9 @@ def producer(
             end = store_key_limits(smem.limits, stream, shape, begin, request, token, CAUSAL)
             if stream.token_mask is not None:
                 store_token_bits(smem.limits, shape, begin)
-            steps = gl.cdiv(gl.cdiv(end, BLOCK_N), shape.num_splits)
-            first = split * steps * BLOCK_N
-            last = gl.minimum(first + steps * BLOCK_N, end)
+            num_blocks = gl.cdiv(gl.cdiv(end, BLOCK_N), shape.num_splits)
+            first = split * num_blocks * BLOCK_N
+            last = gl.minimum(first + num_blocks * BLOCK_N, end)
             if pages is not None:
                 store_key_range(smem, first, last)
                 at, phase = copy_paged_blocks(
@@ -785,7 +772,6 @@ def _attend(
     shape = QueryRows(num_heads, num_rows, group_tokens, num_splits)
     ROPE: gl.constexpr = L.head_dim - VALUE_DIM
     TOKEN_MASK: gl.constexpr = stream.token_mask is not None
-    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, HALF_DIM], TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
@@ -797,17 +783,17 @@ def _attend(
         valid=gl.allocate_shared_memory(gl.int8, [2, BLOCK_N], PLAIN),
         limits=gl.allocate_shared_memory(gl.int32, [BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN),
-        kv_left_full=init_barriers(bar, 0, 2, WARPGROUP),
-        kv_right_full=init_barriers(bar, 2, 2, WARPGROUP),
-        kv_left_empty=init_barriers(bar, 4, 2, 1),
-        kv_right_empty=init_barriers(bar, 6, 2, 1),
-        valid_full=init_barriers(bar, 8, 2, 1),
-        m_full=init_barriers(bar, 10, 2, 1),
-        p_full=init_barriers(bar, 12, 2, 1),
-        l_full=init_barriers(bar, 14, 1, 2),
-        q_full=init_barriers(bar, 15, 1, WARPGROUP),
-        q_empty=init_barriers(bar, 16, 1, 2),
-        key_range_full=init_barriers(bar, 17, 1, 1),
+        kv_left_full=allocate_barriers(2, WARPGROUP),
+        kv_right_full=allocate_barriers(2, WARPGROUP),
+        kv_left_empty=allocate_barriers(2, 1),
+        kv_right_empty=allocate_barriers(2, 1),
+        valid_full=allocate_barriers(2, 1),
+        m_full=allocate_barriers(2, 1),
+        p_full=allocate_barriers(2, 1),
+        l_full=allocate_barriers(1, 2),
+        q_full=allocate_barriers(1, WARPGROUP),
+        q_empty=allocate_barriers(1, 2),
+        key_range_full=allocate_barriers(1, 1),
     )
     fence_async_shared()
     gdc_launch_dependents()

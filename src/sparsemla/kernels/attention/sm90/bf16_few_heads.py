@@ -2,16 +2,17 @@
 
 A CTA attends to one split of the keys of one group of query rows: the heads of a token. Both MMAs
 are transposed (swap-AB), ``S^T = K Q^T`` and ``O^T = V^T P^T``. Keys and value dims lie on M; the
-rows lie on N, padded to 16 or 32; on M they would be padded to 64. The cache serves as K and V at
-once: the QK MMA reads a tile as [keys, dims], the PV MMA reads the same bytes transposed.
+rows lie on N, padded to 16 or 32; on M they would be padded to 64. As in the other kernels, BLOCK_M
+is the number of query rows and BLOCK_N the keys of a KV block. The cache serves as K and V at once:
+the QK MMA reads a block as [keys, dims], the PV MMA reads the same bytes transposed.
 
-Two consumer warpgroups take alternate tiles of 64 keys. Each has its own m, l and O, so nothing
-orders them in the loop: the softmax of one runs under the MMAs of the other. After the last tile
+Two consumer warpgroups take alternate blocks of 64 keys. Each has its own m, l and O, so nothing
+orders them in the loop: the softmax of one runs under the MMAs of the other. After the last block
 they merge, as two splits would. A producer warpgroup copies rows of the cache to shared memory with
 cp.async, straight into the swizzled layout that the MMAs read. Each consumer has a stage of its
-own, and a tile arrives in three pieces: RoPE dims, dims 0 to 255 (left) and dims 256 to 511
+own, and a block arrives in three pieces: RoPE dims, dims 0 to 255 (left) and dims 256 to 511
 (right). The QK MMA begins with the first piece, and the producer refills a piece as soon as the
-last MMA that reads it is done. Tiles of a second stream follow those of the first::
+last MMA that reads it is done. Blocks of a second stream follow those of the first::
 
     producer     rope, left, right of i+1 | rope, left, right of i+2 | rope, left, right of i+3
     consumer 0   QK i   softmax i   PV i    QK i+2   softmax i+2   PV i+2
@@ -19,12 +20,12 @@ last MMA that reads it is done. Tiles of a second stream follow those of the fir
 
 Barriers:
 
-    barrier  number  arrivals                 waits         guards
-    full     2 x 3   128 copies' threads      the consumer  a piece of the consumer's stage
-    empty    2 x 3   1, the consumer, after   the producer  the same piece: RoPE dims after the QK
-                     its last MMA of it                     MMA, others after the PV MMA
-    merge    2       2, each consumer         both          [0] m and l of both, and the end of all
-                                              consumers     MMAs; [1] O of both
+    barrier   number  arrivals                waits         guards
+    kv_full   2 x 3   128 copies' threads     the consumer  a piece of the consumer's stage
+    kv_empty  2 x 3   1, the consumer, after  the producer  the same piece: RoPE dims after the QK
+                      its last MMA of it                    MMA, others after the PV MMA
+    ml_full   1       2, each consumer        both          m and l of both, and the end of all MMAs
+    o_full    1       2, each consumer        both          O of both
 
 Shared memory for 16 (32) rows, KiB: K and V 128, RoPE dims 16, Q 18 (36), P 4 (8); 167 (190) in
 all. O takes 64 (128) registers of a consumer's thread.
@@ -60,9 +61,16 @@ from sparsemla.kernels.attention.sm90.arguments import (
     Results,
 )
 from sparsemla.kernels.attention.sm90.layouts import (
+    BLOCK_N,
+    HALF_DIM,
     LIST,
     LOAD_ROWS,
-    PLAIN,
+    OUT_T,
+    OUT_T_SHARED,
+    ROPE_DIM,
+    VALUE_DIM,
+    WARPGROUP,
+    p_layout,
 )
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
@@ -82,40 +90,39 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_bf16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
-KEYS = gl.constexpr(64)
-"""Keys of a tile."""
-
-# A stage's barriers: one for each piece of a tile.
+CONSUMERS = gl.constexpr(2)
+# A stage's barriers: one for each piece of a block.
 PIECES = gl.constexpr(3)
 ROPE = gl.constexpr(0)
 LEFT = gl.constexpr(1)
 RIGHT = gl.constexpr(2)
-
-OUT = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))
-OUT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+NUM_PIECES = gl.constexpr(CONSUMERS.value * PIECES.value)
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a CTA with ``N`` padded rows, and its barriers (table above)."""
+    """Shared memory of a CTA with ``BLOCK_M`` padded query rows, and its barriers (table above)."""
 
     q: gl.shared_memory_descriptor
-    """bfloat16 [2, N, 256]: halves of dims 0 to 511. Stored by all, read by QK MMAs."""
+    """bfloat16 [2, BLOCK_M, HALF_DIM]: halves of dims 0 to 511. Stored by all, read by QK MMAs."""
     q_rope: gl.shared_memory_descriptor
-    """bfloat16 [1, N, 64]: dims 512 to 575."""
+    """bfloat16 [1, BLOCK_M, ROPE_DIM]: dims 512 to 575."""
     kv: gl.shared_memory_descriptor
-    """bfloat16 [2 x 2, KEYS, 256]: both halves of each stage. From the producer, to all MMAs."""
+    """bfloat16 [2 * CONSUMERS, BLOCK_N, HALF_DIM]: halves of each stage. From the producer, to all
+    MMAs."""
     p: gl.shared_memory_descriptor
-    """bfloat16 [2, KEYS, N]: P of each consumer, for its PV MMA."""
+    """bfloat16 [CONSUMERS, BLOCK_N, BLOCK_M]: P of each consumer, for its PV MMA."""
     k_rope: gl.shared_memory_descriptor
-    """bfloat16 [2, KEYS, 64]: RoPE dims of each stage. From the producer, to QK MMAs."""
+    """bfloat16 [CONSUMERS, BLOCK_N, ROPE_DIM]: RoPE dims of each stage. From the producer, to QK
+    MMAs."""
     ml: gl.shared_memory_descriptor
-    """float32 [2 x 2, N]: m of both consumers, then l of both, for the merge."""
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    merge: gl.shared_memory_descriptor
+    """float32 [2 * CONSUMERS, BLOCK_M]: m of both consumers, then l of both, for the merge."""
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    ml_full: gl.shared_memory_descriptor
+    o_full: gl.shared_memory_descriptor
 
 
 class GroupResults(NamedTuple):
@@ -132,10 +139,10 @@ class GroupResults(NamedTuple):
 
 
 @gluon.jit
-def copy_piece(source, valid, to, memory, bar, phase, START: gl.constexpr, WIDTH: gl.constexpr):
-    """Copy dims ``START .. START + WIDTH`` of a tile once the piece is empty; 0 for no slot."""
-    full = memory.full.index(bar)
-    empty = memory.empty.index(bar)
+def copy_piece(source, valid, to, smem, bar, phase, START: gl.constexpr, WIDTH: gl.constexpr):
+    """Copy dims ``START .. START + WIDTH`` of a block once the piece is empty; 0 for no slot."""
+    full = smem.kv_full.index(bar)
+    empty = smem.kv_empty.index(bar)
     mbarrier.wait(empty, phase)
     dim = START + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))
     async_load(to, source + dim[None, :], mask=valid)
@@ -143,35 +150,35 @@ def copy_piece(source, valid, to, memory, bar, phase, START: gl.constexpr, WIDTH
 
 
 @gluon.jit
-def copy_tiles(keys, first_tile, memory, L: gl.constexpr):
-    """Copy each tile of a stream to the stage of its consumer."""
-    at = keys.begin + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+def copy_blocks(keys, first_block, smem, L: gl.constexpr):
+    """Copy each block of a stream to the stage of its consumer."""
+    at = keys.begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
     next_slots = load_entries(keys.entries, at, keys.end, L, False)
-    for i in range(keys.num_tiles):
+    for i in range(keys.num_blocks):
         slots = next_slots
-        at += KEYS
+        at += BLOCK_N
         next_slots = load_entries(keys.entries, at, keys.end, L, False)
         valid = is_slot(slots, keys.rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
         source = keys.rows.bf16 + (page * L.bf16_strides[0] + row * L.bf16_strides[1])[:, None]
         valid = valid[:, None]
-        stage = (first_tile + i) % 2
-        phase = (first_tile + i) // 2 & 1 ^ 1
+        stage = (first_block + i) % CONSUMERS
+        phase = (first_block + i) // CONSUMERS & 1 ^ 1
         bar = PIECES * stage
-        if L.head_dim > 512:
-            to = memory.k_rope.index(stage)
-            copy_piece(source, valid, to, memory, bar + ROPE, phase, 512, WIDTH=64)
+        if L.head_dim > VALUE_DIM:
+            to = smem.k_rope.index(stage)
+            copy_piece(source, valid, to, smem, bar + ROPE, phase, VALUE_DIM, ROPE_DIM)
         for half in gl.static_range(2):
-            to = memory.kv.index(2 * stage + half)
-            copy_piece(source, valid, to, memory, bar + LEFT + half, phase, 256 * half, WIDTH=256)
+            to = smem.kv.index(2 * stage + half)
+            copy_piece(source, valid, to, smem, bar + LEFT + half, phase, HALF_DIM * half, HALF_DIM)
 
 
 @gluon.jit
-def producer(keys, extra_keys, memory, L: gl.constexpr, EXTRA: gl.constexpr):
-    """The producer warpgroup: copy the tiles of both streams, one after the other."""
-    copy_tiles(keys, 0, memory, L)
+def producer(keys, extra_keys, smem, L: gl.constexpr, EXTRA: gl.constexpr):
+    """The producer warpgroup: copy the blocks of both streams, one after the other."""
+    copy_blocks(keys, 0, smem, L)
     if EXTRA is not None:
-        copy_tiles(extra_keys, keys.num_tiles, memory, EXTRA)
+        copy_blocks(extra_keys, keys.num_blocks, smem, EXTRA)
 
 
 @gluon.jit
@@ -183,35 +190,35 @@ def wait_for_copies(full, phase):
 
 @gluon.jit
 def qk_mma(
-    memory,
+    smem,
     phase,
     zero,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     CONSUMER: gl.constexpr,
     ROPE_DIMS: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """S of a tile, ``[KEYS, N]``, piece by piece as they arrive."""
+    """S of a block, ``[BLOCK_N, BLOCK_M]``, piece by piece as they arrive."""
     BAR: gl.constexpr = PIECES * CONSUMER
-    s = gl.zeros([KEYS, N], gl.float32, ACC)
+    s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     if ROPE_DIMS:
-        wait_for_copies(memory.full.index(BAR + ROPE), phase)
-        q = memory.q_rope.index(zero).permute((1, 0))
-        s = warpgroup_mma(memory.k_rope.index(CONSUMER + zero), q, s, use_acc=False, is_async=True)
+        wait_for_copies(smem.kv_full.index(BAR + ROPE), phase)
+        q = smem.q_rope.index(zero).permute((1, 0))
+        s = warpgroup_mma(smem.k_rope.index(CONSUMER + zero), q, s, use_acc=False, is_async=True)
     for half in gl.static_range(2):
-        wait_for_copies(memory.full.index(BAR + LEFT + half), phase)
-        q = memory.q.index(zero + half).permute((1, 0))
-        k = memory.kv.index(2 * CONSUMER + half + zero)
+        wait_for_copies(smem.kv_full.index(BAR + LEFT + half), phase)
+        q = smem.q.index(zero + half).permute((1, 0))
+        k = smem.kv.index(2 * CONSUMER + half + zero)
         s = warpgroup_mma(k, q, s, use_acc=ROPE_DIMS or half > 0, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     if ROPE_DIMS:
-        mbarrier.arrive(memory.empty.index(BAR + ROPE), count=1)
+        mbarrier.arrive(smem.kv_empty.index(BAR + ROPE), count=1)
     return s
 
 
 @gluon.jit
 def softmax_step(s, seen, m, l, p_shared):
-    """Online softmax of a tile: store P; return the new m and l, and the factor that rescales O."""
+    """Online softmax of a block: store P; return the new m and l, and the factor of O."""
     s = gl.where(seen, s, float("-inf"))
     new_m = gl.maximum(m, gl.max(s, 0))
     rescale = gl.exp2(m - new_m)
@@ -223,52 +230,50 @@ def softmax_step(s, seen, m, l, p_shared):
 
 
 @gluon.jit
-def pv_mma(acc_left, acc_right, memory, zero, CONSUMER: gl.constexpr):
-    """Add a tile's ``V^T P^T`` to both halves of O, and release the halves of V."""
-    p = memory.p.index(CONSUMER + zero)
-    v_left = memory.kv.index(2 * CONSUMER + zero).permute((1, 0))
+def pv_mma(acc_left, acc_right, smem, zero, CONSUMER: gl.constexpr):
+    """Add a block's ``V^T P^T`` to both halves of O, and release the halves of V."""
+    p = smem.p.index(CONSUMER + zero)
+    v_left = smem.kv.index(2 * CONSUMER + zero).permute((1, 0))
     acc_left = warpgroup_mma(v_left, p, acc_left, is_async=True)
-    v_right = memory.kv.index(2 * CONSUMER + 1 + zero).permute((1, 0))
+    v_right = smem.kv.index(2 * CONSUMER + 1 + zero).permute((1, 0))
     acc_right = warpgroup_mma(v_right, p, acc_right, is_async=True)
     acc_left, acc_right = warpgroup_mma_wait(1, deps=[acc_left, acc_right])
-    mbarrier.arrive(memory.empty.index(PIECES * CONSUMER + LEFT), count=1)
+    mbarrier.arrive(smem.kv_empty.index(PIECES * CONSUMER + LEFT), count=1)
     acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
-    mbarrier.arrive(memory.empty.index(PIECES * CONSUMER + RIGHT), count=1)
+    mbarrier.arrive(smem.kv_empty.index(PIECES * CONSUMER + RIGHT), count=1)
     return acc_left, acc_right
 
 
 @gluon.jit
 def attend(
     keys,
-    first_tile,
+    first_block,
     state,
     scale_log2,
-    memory,
+    smem,
     L: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     CONSUMER: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """m, l and both halves of O after every second tile of a stream.
+    """m, l and both halves of O after every second block of a stream.
 
-    Tiles are counted over both streams, ``first_tile`` before this one; those of the other parity
+    Blocks are counted over both streams, ``first_block`` before this one; those of the other parity
     are the other consumer's.
     """
     m, l, acc_left, acc_right = state
-    own = (first_tile + CONSUMER) % 2
-    at = keys.begin + own * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    first = (first_block + CONSUMER) % CONSUMERS
+    at = keys.begin + first * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
     slots = load_entries(keys.entries, at, keys.end, L, False)
-    for i in range(own, keys.num_tiles, 2):
+    for i in range(first, keys.num_blocks, CONSUMERS):
         zero = opaque_zero(i)
         seen = is_slot(slots, keys.rows.num_slots)[:, None]
-        at += 2 * KEYS
+        at += CONSUMERS * BLOCK_N
         slots = load_entries(keys.entries, at, keys.end, L, False)
-        phase = (first_tile + i) // 2 & 1
-        s = qk_mma(memory, phase, zero, N, CONSUMER, L.head_dim > 512, ACC)
-        m, l, rescale = softmax_step(s * scale_log2, seen, m, l, memory.p.index(CONSUMER + zero))
-        acc_left, acc_right = pv_mma(
-            acc_left * rescale, acc_right * rescale, memory, zero, CONSUMER
-        )
+        phase = (first_block + i) // CONSUMERS & 1
+        s = qk_mma(smem, phase, zero, BLOCK_M, CONSUMER, L.head_dim > VALUE_DIM, ACC)
+        m, l, rescale = softmax_step(s * scale_log2, seen, m, l, smem.p.index(CONSUMER + zero))
+        acc_left, acc_right = pv_mma(acc_left * rescale, acc_right * rescale, smem, zero, CONSUMER)
     return m, l, acc_left, acc_right
 
 
@@ -284,39 +289,39 @@ def consumer(
     keys,
     extra_keys,
     scale_log2,
-    memory,
+    smem,
     results,
     shape,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    """One of two consumer warpgroups: attend to every second tile, then merge with the other."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    """One of two consumer warpgroups: attend to every second block, then merge with the other."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, ACC)
-    m = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
-    l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
-    acc_left = gl.zeros([256, N], gl.float32, ACC)
-    acc_right = gl.zeros([256, N], gl.float32, ACC)
+    m = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
+    l = sum_key_pairs(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC))
+    acc_left = gl.zeros([HALF_DIM, BLOCK_M], gl.float32, ACC)
+    acc_right = gl.zeros([HALF_DIM, BLOCK_M], gl.float32, ACC)
     state = (m, l, acc_left, acc_right)
-    state = attend(keys, 0, state, scale_log2, memory, L, N, CONSUMER, ACC)
+    state = attend(keys, 0, state, scale_log2, smem, L, BLOCK_M, CONSUMER, ACC)
     if EXTRA is not None:
         state = attend(
-            extra_keys, keys.num_tiles, state, scale_log2, memory, EXTRA, N, CONSUMER, ACC
+            extra_keys, keys.num_blocks, state, scale_log2, smem, EXTRA, BLOCK_M, CONSUMER, ACC
         )
     m, l, acc_left, acc_right = state
 
-    memory.ml.index(CONSUMER).store(m)
-    memory.ml.index(2 + CONSUMER).store(gl.sum(l, 0))
-    meet(memory.merge.index(0))
-    m0 = memory.ml.index(0).load(ROW)
-    m1 = memory.ml.index(1).load(ROW)
+    smem.ml.index(CONSUMER).store(m)
+    smem.ml.index(CONSUMERS + CONSUMER).store(gl.sum(l, 0))
+    meet(smem.ml_full)
+    m0 = smem.ml.index(0).load(ROW)
+    m1 = smem.ml.index(1).load(ROW)
     merged_m = gl.maximum(m0, m1)
-    merged_l = memory.ml.index(2).load(ROW) * gl.exp2(m0 - merged_m)
-    merged_l += memory.ml.index(3).load(ROW) * gl.exp2(m1 - merged_m)
+    merged_l = smem.ml.index(CONSUMERS).load(ROW) * gl.exp2(m0 - merged_m)
+    merged_l += smem.ml.index(CONSUMERS + 1).load(ROW) * gl.exp2(m1 - merged_m)
     empty_row = merged_l == 0
-    token, head, real = rows_of_group(shape, N, ROW)
+    token, head, real = rows_of_group(shape, BLOCK_M, ROW)
     if CONSUMER == 0:
         lse = (merged_m + gl.log2(merged_l)) * LN2  # log2(0) is -inf
         gl.store(results.lse + token * results.lse_token + head, lse, mask=real)
@@ -330,39 +335,43 @@ def consumer(
     rescale = gl.where(empty_row, 0.0, rescale)[None, :]
 
     # All MMAs are done, so O of both consumers may overwrite K and V. Triton 3.8 wants the whole
-    # tile to be reinterpreted.
-    out_shared = reinterpret(memory.kv, gl.float32, [128 // N, 256, N], OUT_SHARED)
+    # tensor to be reinterpreted.
+    out_shared = reinterpret(
+        smem.kv, gl.float32, [2 * BLOCK_N // BLOCK_M, HALF_DIM, BLOCK_M], OUT_T_SHARED
+    )
     acc_left *= rescale
     acc_right *= rescale
     out_shared.index(2 * CONSUMER).store(acc_left)
     out_shared.index(2 * CONSUMER + 1).store(acc_right)
-    meet(memory.merge.index(1))
-    out = out_shared.index(CONSUMER).load(OUT) + out_shared.index(2 + CONSUMER).load(OUT)
-    token, head, real = rows_of_group(shape, N, gl.SliceLayout(0, OUT))
+    meet(smem.o_full)
+    out = out_shared.index(CONSUMER).load(OUT_T) + out_shared.index(2 + CONSUMER).load(OUT_T)
+    token, head, real = rows_of_group(shape, BLOCK_M, gl.SliceLayout(0, OUT_T))
     at = token * results.out_token + head * results.out_head
-    dim = CONSUMER * 256 + gl.arange(0, 256, gl.SliceLayout(1, OUT))
+    dim = CONSUMER * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(1, OUT_T))
     to = results.out + at[None, :] + dim[:, None]
     gl.store(to, out.to(results.out.dtype.element_ty), mask=real[None, :])
 
 
 @gluon.jit
-def allocate(N: gl.constexpr):
+def allocate(BLOCK_M: gl.constexpr):
     """Shared memory of a CTA, with barriers initialised."""
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, N, 256], TILE)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
-    kv = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, 256], TILE)
-    p = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, N], gl.NVMMASharedLayout(2 * N, 16, 2))
-    k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 64], TILE)
-    ml = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    q = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, HALF_DIM], TILE)
+    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, ROPE_DIM], TILE)
+    kv = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, BLOCK_N, HALF_DIM], TILE)
+    p = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, BLOCK_N, BLOCK_M], p_layout(BLOCK_M))
+    k_rope = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, BLOCK_N, ROPE_DIM], TILE)
+    ml = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, BLOCK_M], PLAIN)
+    kv_full = gl.allocate_shared_memory(gl.int64, [NUM_PIECES, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [NUM_PIECES, 1], mbarrier.MBarrierLayout())
     merge = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(6):
-        mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(merge.index(0), count=2)
-    mbarrier.init(merge.index(1), count=2)
-    return SharedMemory(q, q_rope, kv, p, k_rope, ml, full, empty, merge)
+    for i in gl.static_range(NUM_PIECES):
+        mbarrier.init(kv_full.index(i), count=WARPGROUP)
+        mbarrier.init(kv_empty.index(i), count=1)
+    mbarrier.init(merge.index(0), count=CONSUMERS)
+    mbarrier.init(merge.index(1), count=CONSUMERS)
+    return SharedMemory(
+        q, q_rope, kv, p, k_rope, ml, kv_full, kv_empty, merge.index(0), merge.index(1)
+    )
 
 
 @gluon.jit
@@ -377,32 +386,32 @@ def _attend_few_heads(
     scale_log2,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """All rows of a group, and one split of the keys of both streams."""
-    memory = allocate(N)
+    smem = allocate(BLOCK_M)
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
 
-    low = load_queries(queries, shape, 0, 256, N, LOAD_ROWS)
-    high = load_queries(queries, shape, 256, 256, N, LOAD_ROWS)
-    if L.head_dim > 512:
-        rope = load_queries(queries, shape, 512, 64, N, LOAD_ROWS)
+    low = load_queries(queries, shape, 0, HALF_DIM, BLOCK_M, LOAD_ROWS)
+    high = load_queries(queries, shape, HALF_DIM, HALF_DIM, BLOCK_M, LOAD_ROWS)
+    if L.head_dim > VALUE_DIM:
+        rope = load_queries(queries, shape, VALUE_DIM, ROPE_DIM, BLOCK_M, LOAD_ROWS)
 
     entries, end = find_keys(stream, shape, LIST, False)
-    all_tiles = gl.cdiv(end, KEYS)
+    all_blocks = gl.cdiv(end, BLOCK_N)
     all_extra = 0
     if EXTRA is not None:
         extra_entries, extra_end = find_keys(extra, shape, LIST, False)
-        all_extra = gl.cdiv(extra_end, KEYS)
-    # The main stream's tiles come first, then the extra stream's.
+        all_extra = gl.cdiv(extra_end, BLOCK_N)
+    # The main stream's blocks come first, then the extra stream's.
     split, request, first = group_of_program(shape)
-    tiles_per_split = gl.cdiv(all_tiles + all_extra, shape.num_splits)
-    first_tile = split.to(gl.int32) * tiles_per_split
-    begin = gl.minimum(first_tile, all_tiles)
-    num_tiles = gl.minimum(begin + tiles_per_split, all_tiles) - begin
+    blocks_per_split = gl.cdiv(all_blocks + all_extra, shape.num_splits)
+    first_block = split.to(gl.int32) * blocks_per_split
+    begin = gl.minimum(first_block, all_blocks)
+    num_blocks = gl.minimum(begin + blocks_per_split, all_blocks) - begin
 
     out = results.out + split * results.out_split
     lse = results.lse + split * results.lse_split
@@ -417,26 +426,26 @@ def _attend_few_heads(
         attn_sink=results.attn_sink,
     )
 
-    memory.q.index(0).store(low)
-    memory.q.index(1).store(high)
-    if L.head_dim > 512:
-        memory.q_rope.index(0).store(rope)
+    smem.q.index(0).store(low)
+    smem.q.index(1).store(high)
+    if L.head_dim > VALUE_DIM:
+        smem.q_rope.index(0).store(rope)
     fence_async_shared()
-    keys = KeyRange(rows, entries, begin * KEYS, end, num_tiles)
+    keys = KeyRange(rows, entries, begin * BLOCK_N, end, num_blocks)
     extra_keys = keys
     if EXTRA is not None:
-        behind = first_tile + tiles_per_split
-        extra_begin = gl.minimum(gl.maximum(first_tile - all_tiles, 0), all_extra)
-        extra_tiles = gl.minimum(gl.maximum(behind - all_tiles, 0), all_extra) - extra_begin
-        extra_begin *= KEYS
-        extra_keys = KeyRange(extra_rows, extra_entries, extra_begin, extra_end, extra_tiles)
+        behind = first_block + blocks_per_split
+        extra_begin = gl.minimum(gl.maximum(first_block - all_blocks, 0), all_extra)
+        extra_blocks = gl.minimum(gl.maximum(behind - all_blocks, 0), all_extra) - extra_begin
+        extra_begin *= BLOCK_N
+        extra_keys = KeyRange(extra_rows, extra_entries, extra_begin, extra_end, extra_blocks)
     gl.warp_specialize(
         [
-            (consumer, (keys, extra_keys, scale_log2, memory, group_results, shape, L, EXTRA, N,
+            (consumer, (keys, extra_keys, scale_log2, smem, group_results, shape, L, EXTRA, BLOCK_M,
                         0)),
-            (consumer, (keys, extra_keys, scale_log2, memory, group_results, shape, L, EXTRA, N,
+            (consumer, (keys, extra_keys, scale_log2, smem, group_results, shape, L, EXTRA, BLOCK_M,
                         1)),
-            (producer, (keys, extra_keys, memory, L, EXTRA)),
+            (producer, (keys, extra_keys, smem, L, EXTRA)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -472,7 +481,7 @@ def launch(
         softmax_scale * LOG2E.value,
         L=layout,
         EXTRA=extra_layout,
-        N=32 if wide else 16,
+        BLOCK_M=32 if wide else 16,
         CONSUMER_REGISTERS=232 if wide else 208,
         PRODUCER_REGISTERS=40 if wide else 80,
         num_warps=4,

@@ -12,7 +12,7 @@ both read it. Four warpgroups share the work and 512 registers, counted for one 
 The PV warpgroups dequantise two blocks ahead of their MMAs, across the ends of tiles: the first
 blocks of the next tile are dequantised under the last MMAs of this one. So the running number of a
 block over all tiles of the CTA, its *step*, determines its stages and the phases of its barriers;
-*turn* is the running number of a tile. The PV loop starts two steps early, so that the code
+*tile_iter* is the running number of a tile. The PV loop starts two steps early, so that the code
 dequantises in one place only: instructions past the first 64 KB stall a launch with cold
 caches, and the kernel has 73 KB, or 84 with an extra stream.
 
@@ -30,21 +30,22 @@ the others. The MMAs alone need 2176 cycles a step, accesses to shared memory 32
 
 Barriers. A chunk of value dims has one stage; RoPE dims that are kept as bfloat16 have two:
 
-    barrier    number      arrivals             waits         guards
-    FULL       1 a stage   128, the producer's  PV 0, 1; QK   a chunk, and the scales of its block
-               of a chunk  cp.async copies      (bf16 RoPE)
-    EMPTY      1 a stage   1, its reader        producer      a chunk that may be overwritten
-               of a chunk
-    P_FULL     1           1, QK                PV 0, 1       P and alpha of a step
-    L_FULL     2 by turn   1, QK                PV 0, 1       1 / l of a tile
-    KEY_RANGE  4 by turn   1, producer          PV 0, 1; QK   number of blocks, first key, limits
-    VALID      4 by step   1, producer          QK            which keys of a block are valid
-    KV_FULL    2 by step   2, PV 0 and PV 1     QK            a dequantised block
-    P_EMPTY    2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha that may be overwritten
+    barrier         number      arrivals             waits         guards
+    chunk_full      1 a stage   128, the producer's  PV 0, 1; QK   a chunk, and the scales of its
+                    of a chunk  cp.async copies      (bf16 RoPE)   block
+    chunk_empty     1 a stage   1, its reader        producer      the same stage, for reuse
+                    of a chunk
+    kv_full         2 by step   2, PV 0 and PV 1     QK            a dequantised block
+    valid_full      4 by step   1, producer          QK            which keys of a block are valid
+    key_range_full  4 by tile   1, producer          PV 0, 1; QK   number of blocks, first key,
+                                                                   limits
+    p_full          1           1, QK                PV 0, 1       P and alpha of a step
+    p_empty         2 by step   2, PV 0 and PV 1     QK; PV 0      P and alpha, for reuse
+    l_full          2 by tile   1, QK                PV 0, 1       1 / l of a tile
 
-No other memory needs an EMPTY barrier. A PV warpgroup overwrites its half of a block after its own
+No other memory needs an empty barrier. A PV warpgroup overwrites its half of a block after its own
 MMA, which starts once QK has computed S and P of the block. The producer is at most three steps
-ahead of QK, as every chunk waits for its stage; hence four stages of VALID and of KEY_RANGE.
+ahead of QK, as every chunk waits for its stage; hence four stages of validity and of key ranges.
 
 Shared memory in KiB: right half of Q 32, two dequantised blocks 2 x 64, P 8, chunks 32 (40 for 448
 e4m3 codes and 64 bfloat16 dims), bfloat16 RoPE dims 2 x 8, scales 0.5 to 8, the rest 2.6. The
@@ -101,7 +102,7 @@ from sparsemla.kernels.attention.sm90.layouts import (
     HALF_DIM,
     O_LAYOUT,
     O_ROWS,
-    PLAIN,
+    Q_OPERAND,
     RAW_64,
     RAW_128,
     ROPE_DIM,
@@ -118,6 +119,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     load_block_slots,
@@ -128,29 +130,19 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, barrier, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
-
-Q_OPERAND = gl.constexpr(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
 # O and l are rescaled only when a score exceeds m by more than this many powers of two. Until then
 # m lags behind the largest score, unless the caller wants the largest logit.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
+PV_WARPGROUPS = gl.constexpr(2)
 KV_STAGES = gl.constexpr(2)
 ROPE_STAGES = gl.constexpr(2)
 L_STAGES = gl.constexpr(2)
 VALID_STAGES = gl.constexpr(4)
 RANGE_STAGES = gl.constexpr(4)
-
-# Barriers beside FULL and EMPTY.
-P_FULL = gl.constexpr(0)
-L_FULL = gl.constexpr(1)
-KEY_RANGE = gl.constexpr(3)
-VALID = gl.constexpr(7)
-KV_FULL = gl.constexpr(11)
-P_EMPTY = gl.constexpr(13)
-NUM_BARRIERS = gl.constexpr(15)
 
 
 class QuantizedRows(NamedTuple):
@@ -190,8 +182,8 @@ class RowLayout(NamedTuple):
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The first index is the stage; ``4 * 2`` is 2 entries a stage."""
 
-    limits: object  # [4, BLOCK_M] by turn: number of keys that each row sees; producer -> QK
-    key_range: object  # [4 * 2, 1] by turn: number of blocks, first key; producer -> all others
+    limits: object  # [4, BLOCK_M] by tile: number of keys that each row sees; producer -> QK
+    key_range: object  # [4 * 2, 1] by tile: number of blocks, first key; producer -> all others
     q_high: object  # [1, BLOCK_M, HALF_DIM] dims 256 to 511 of Q; QK -> QK
     kv: object  # [2 * 2, BLOCK_N, HALF_DIM] halves of a dequantised block; PV -> QK, PV
     p: object  # [1 or 2, BLOCK_M, BLOCK_N] FP8 RoPE dims of K; PV 0 -> QK. Then P; QK -> PV
@@ -200,10 +192,15 @@ class SharedMemory(NamedTuple):
     scales: object  # [2, words, BLOCK_N] scales of a block's keys; producer -> PV
     valid: object  # [4, BLOCK_N] validity of a block's keys; producer -> QK
     alpha: object  # [BLOCK_M] the factors that rescale O; QK -> PV
-    inv_l: object  # [2, BLOCK_M] by turn: 1 / l; QK -> PV
-    full: object  # the barriers FULL
-    empty: object  # the barriers EMPTY
-    bar: object  # all other barriers
+    inv_l: object  # [2, BLOCK_M] by tile: 1 / l; QK -> PV
+    chunk_full: object  # this and the following fields are arrays of barriers
+    chunk_empty: object
+    kv_full: object
+    valid_full: object
+    key_range_full: object
+    p_full: object
+    p_empty: object
+    l_full: object
 
 
 @gluon.jit
@@ -276,10 +273,10 @@ def value_chunks(fp8_dim, head_dim, half):
 
 @gluon.constexpr_function
 def copy_order(fp8_dim, head_dim):
-    """Chunks in the order of their copies: chunks of both halves in turn, RoPE dims last."""
+    """Chunks in the order of their copies: chunks of both halves alternate, RoPE dims last."""
     halves = [value_chunks(fp8_dim, head_dim, half) for half in range(2)]
-    turns = [chunk for turn in zip_longest(*halves) for chunk in turn if chunk is not None]
-    return tuple(turns) + tuple(range(len(turns), num_chunks(fp8_dim, head_dim)))
+    order = [chunk for pair in zip_longest(*halves) for chunk in pair if chunk is not None]
+    return tuple(order) + tuple(range(len(order), num_chunks(fp8_dim, head_dim)))
 
 
 @gluon.jit
@@ -302,7 +299,7 @@ def chunk_buffer(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def release_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
     """Let the producer overwrite a chunk."""
-    mbarrier.arrive(smem.empty.index(chunk_buffer(step, smem, CHUNK, L)[2]), count=1)
+    mbarrier.arrive(smem.chunk_empty.index(chunk_buffer(step, smem, CHUNK, L)[2]), count=1)
 
 
 @gluon.jit
@@ -341,7 +338,7 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
     """Copy a chunk of the rows that begin at the words ``first``, once its stage is empty."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
     stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
-    mbarrier.wait(smem.empty.index(index), phase ^ 1)
+    mbarrier.wait(smem.chunk_empty.index(index), phase ^ 1)
     if L.fp8_dim > START:
         WIDTH: gl.constexpr = chunk_width(L.fp8_dim, START)
         codes = rows.words.to(gl.pointer_type(gl.uint8), bitcast=True)
@@ -355,7 +352,7 @@ def copy_chunk(step, smem, rows, first, valid, CHUNK: gl.constexpr, L: gl.conste
         tail = rows.words.to(gl.pointer_type(gl.bfloat16), bitcast=True)
         source = tail + first[:, None] + dims[None, :]
         async_load(view_bf16(stages, stage), source, mask=valid[:, None])
-    async_copy.mbarrier_arrive(smem.full.index(index), increment_count=False)
+    async_copy.mbarrier_arrive(smem.chunk_full.index(index), increment_count=False)
 
 
 @gluon.jit
@@ -365,7 +362,7 @@ def copy_block(step, slots, is_extra, rows, extra, smem, L: gl.constexpr, EXTRA:
     valid = slots >= 0
     first = stream_code_offsets(slots, extra, is_extra, L, EXTRA)
     smem.valid.index(step % VALID_STAGES).store(valid.to(gl.int8))
-    mbarrier.arrive(smem.bar.index(VALID + step % VALID_STAGES), count=1)
+    mbarrier.arrive(smem.valid_full.index(step % VALID_STAGES), count=1)
     if L.scale_block > 0:
         # Overwrites the scales of step - 2: all chunks of that step have been released.
         copy_scales(smem.scales.index(step % KV_STAGES), rows, slots, is_extra, extra, L, EXTRA)
@@ -381,8 +378,8 @@ def producer(
     """The producer warpgroup: it copies keys."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
-        at = turn % RANGE_STAGES
+        tile_iter = tile // gl.num_programs(0)
+        at = tile_iter % RANGE_STAGES
         blocks = find_key_blocks(tile, main, extra, shape, smem.limits.index(at), EXTRA, CAUSAL)
         first = blocks.first
         slots = load_block_slots(blocks, first, main, extra, L, EXTRA, PAGED, CODES_ROWS)
@@ -393,7 +390,7 @@ def producer(
         last = gl.maximum(last, first + 1)
         smem.key_range.index(2 * at).store(gl.zeros([1], gl.int32, THREADS) + (last - first))
         smem.key_range.index(2 * at + 1).store(gl.zeros([1], gl.int32, THREADS) + first * BLOCK_N)
-        mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+        mbarrier.arrive(smem.key_range_full.index(at), count=1)
         slots = load_block_slots(blocks, first + 1, main, extra, L, EXTRA, PAGED, CODES_ROWS)
         step += 1
         for block in range(first + 1, last):
@@ -406,10 +403,10 @@ def producer(
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_iter):
     """The number of blocks of a tile and the position of its first key, from the producer."""
-    at = turn % RANGE_STAGES
-    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // RANGE_STAGES & 1)
+    at = tile_iter % RANGE_STAGES
+    mbarrier.wait(smem.key_range_full.index(at), tile_iter // RANGE_STAGES & 1)
     num_blocks = gl.max(smem.key_range.index(2 * at).load(THREADS), 0)
     return num_blocks, gl.max(smem.key_range.index(2 * at + 1).load(THREADS), 0)
 
@@ -417,7 +414,7 @@ def load_key_range(smem, turn):
 @gluon.jit
 def wait_p_empty(step, smem):
     """Wait until both PV warpgroups have read P of ``step - 2``."""
-    mbarrier.wait(smem.bar.index(P_EMPTY + step % KV_STAGES), step // KV_STAGES & 1 ^ 1)
+    mbarrier.wait(smem.p_empty.index(step % KV_STAGES), step // KV_STAGES & 1 ^ 1)
 
 
 @gluon.jit
@@ -489,10 +486,10 @@ def qk_mma(step, zero, q0, q1, q_rope, smem, L: gl.constexpr):
     if L.rope_bf16:
         ROPE_CHUNK: gl.constexpr = num_value_chunks(L.fp8_dim, L.head_dim)
         stages, rope_stage, index, phase = chunk_buffer(step, smem, ROPE_CHUNK, L)
-        mbarrier.wait(smem.full.index(index), phase)
+        mbarrier.wait(smem.chunk_full.index(index), phase)
         keys = view_bf16(stages, rope_stage).permute((1, 0))
         s = warpgroup_mma(q_rope, keys, s, use_acc=False, is_async=True)
-    mbarrier.wait(smem.bar.index(KV_FULL + stage), step // KV_STAGES & 1)
+    mbarrier.wait(smem.kv_full.index(stage), step // KV_STAGES & 1)
     # Covers the stores of the PV warpgroups. A fence here costs less than in their code.
     fence_async_shared()
     keys = low.slice(0, ACC_DIM, dim=1).permute((1, 0))
@@ -514,11 +511,11 @@ def all_keys_valid(step, smem):
 
 
 @gluon.jit
-def mask_scores(s, all_valid, step, turn, first_key, smem, MIXED: gl.constexpr):
+def mask_scores(s, all_valid, step, tile_iter, first_key, smem, MIXED: gl.constexpr):
     """Set S of keys that are invalid, or that a row must not see, to -inf."""
     if MIXED:
         keys = first_key + gl.arange(0, BLOCK_N, S_KEYS)
-        limit = smem.limits.index(turn % RANGE_STAGES).load(S_ROWS)
+        limit = smem.limits.index(tile_iter % RANGE_STAGES).load(S_ROWS)
         s = gl.where(keys[None, :] < limit[:, None], s, float("-inf"))
     if not all_valid:
         valid = smem.valid.index(step % VALID_STAGES).load(S_KEYS) != 0
@@ -549,11 +546,11 @@ def store_p(p, alpha, step, smem, L: gl.constexpr):
     wait_p_empty(step + 1, smem)
     smem.p.index(step % smem.p.shape[0]).store(to_bf16(p))
     smem.alpha.store(alpha)
-    mbarrier.arrive(smem.bar.index(P_FULL), count=1)
+    mbarrier.arrive(smem.p_full.index(0), count=1)
 
 
 @gluon.jit
-def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
+def store_lse(tile, tile_iter, m, l, results, shape, smem, TOKENS: gl.constexpr):
     """Store lse and the largest logits of a tile; hand 1 / l to the PV warpgroups."""
     begin, split, request, token = locate_tile(tile, shape)
     row_token, head, real = rows_of_tile(begin, shape, S_ROWS, TOKENS)
@@ -567,8 +564,10 @@ def store_lse(tile, turn, m, l, results, shape, smem, TOKENS: gl.constexpr):
     if results.attn_sink is not None:
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
-    smem.inv_l.index(turn % L_STAGES).store(gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l)))
-    mbarrier.arrive(smem.bar.index(L_FULL + turn % L_STAGES), count=1)
+    smem.inv_l.index(tile_iter % L_STAGES).store(
+        gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    )
+    mbarrier.arrive(smem.l_full.index(tile_iter % L_STAGES), count=1)
 
 
 @gluon.jit
@@ -579,21 +578,21 @@ def qk_consumer(
     """The QK warpgroup: it computes S and P."""
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
+        tile_iter = tile // gl.num_programs(0)
         q0, q1, q_rope = load_q_operands(tile, step, queries, shape, smem, L, TOKENS)
         m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROWS)
         l = partial_row_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT))
-        num_blocks, first_key = load_key_range(smem, turn)
+        num_blocks, first_key = load_key_range(smem, tile_iter)
         for i in range(num_blocks):
             zero = opaque_zero(i)
             s = qk_mma(step, zero, q0, q1, q_rope, smem, L)
-            mbarrier.wait(smem.bar.index(VALID + step % VALID_STAGES), step // VALID_STAGES & 1)
+            mbarrier.wait(smem.valid_full.index(step % VALID_STAGES), step // VALID_STAGES & 1)
             all_valid = all_keys_valid(step, smem)
             s = warpgroup_mma_wait(0, deps=[s])
             if L.rope_bf16:
                 release_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
             s = mask_scores(
-                s * scale_log2, all_valid, step, turn, first_key + i * BLOCK_N, smem, MIXED
+                s * scale_log2, all_valid, step, tile_iter, first_key + i * BLOCK_N, smem, MIXED
             )
             m_new = update_m(m, s, results.max_logits)
             alpha = gl.exp2(m - m_new)
@@ -604,7 +603,7 @@ def qk_consumer(
             l = l * alpha[:, None] + partial_row_sums(p)
             step += 1
         l = gl.convert_layout(gl.sum(l, 1), S_ROWS)
-        store_lse(tile, turn, m, l, results, shape, smem, TOKENS)
+        store_lse(tile, tile_iter, m, l, results, shape, smem, TOKENS)
 
 
 @gluon.jit
@@ -632,7 +631,7 @@ def load_chunk(step, smem, CHUNK: gl.constexpr, L: gl.constexpr):
     """A chunk as the cache stores it, once it has arrived, and its scales."""
     START: gl.constexpr = chunk_start(L.fp8_dim, CHUNK)
     stages, stage, index, phase = chunk_buffer(step, smem, CHUNK, L)
-    mbarrier.wait(smem.full.index(index), phase)
+    mbarrier.wait(smem.chunk_full.index(index), phase)
     if L.fp8_dim <= START:
         x = view_bf16(stages, stage).load(CHUNK_64)
         scale = 0
@@ -688,7 +687,7 @@ def dequantize_half(step, smem, L: gl.constexpr, HALF: gl.constexpr):
         dequantize_chunk(step, smem, CHUNKS[c], L)
     if L.rope_fp8 and HALF == 0:
         dequantize_chunk(step, smem, num_value_chunks(L.fp8_dim, L.head_dim), L)
-    mbarrier.arrive(smem.bar.index(KV_FULL + step % KV_STAGES), count=1)
+    mbarrier.arrive(smem.kv_full.index(step % KV_STAGES), count=1)
 
 
 @gluon.jit
@@ -730,11 +729,11 @@ def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.
 
 @gluon.jit
 def store_out(
-    tile, turn, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
+    tile, tile_iter, acc0, acc1, results, shape, smem, TOKENS: gl.constexpr, HALF: gl.constexpr
 ):
     """Store half of O, once QK has stored 1 / l."""
-    mbarrier.wait(smem.bar.index(L_FULL + turn % L_STAGES), turn // L_STAGES & 1)
-    inv_l = smem.inv_l.index(turn % L_STAGES).load(O_ROWS)
+    mbarrier.wait(smem.l_full.index(tile_iter % L_STAGES), tile_iter // L_STAGES & 1)
+    inv_l = smem.inv_l.index(tile_iter % L_STAGES).load(O_ROWS)
     begin, split, request, token = locate_tile(tile, shape)
     out = results.out + split.to(gl.int64) * results.out_split
     out += request * results.out_request + HALF * HALF_DIM
@@ -752,31 +751,31 @@ def pv_consumer(
     two extra iterations only dequantise.
     """
     step = -2
-    # Dequantisation's own tile: its remaining blocks, and its turn.
+    # The tile that is dequantised: its remaining blocks, and its number.
     blocks_left = 0
     ahead = -1
-    turn = -1
+    tile_iter = -1
     # Never reset: the first MMA of each tile overwrites O.
     acc0 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
     acc1 = gl.zeros([BLOCK_M, ACC_DIM], gl.float32, O_LAYOUT)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        turn += 1
-        num_blocks = load_key_range(smem, turn)[0]
+        tile_iter += 1
+        num_blocks = load_key_range(smem, tile_iter)[0]
         for i in range(gl.minimum(step, 0), num_blocks):
             if i >= 0:
-                mbarrier.wait(smem.bar.index(P_FULL), step & 1)
+                mbarrier.wait(smem.p_full.index(0), step & 1)
                 fence_async_shared()
                 acc0, acc1 = rescale(acc0, acc1, smem)
                 acc0, acc1 = pv_mma(step, i, acc0, acc1, smem, HALF)
-                mbarrier.arrive(smem.bar.index(P_EMPTY + step % KV_STAGES), count=1)
+                mbarrier.arrive(smem.p_empty.index(step % KV_STAGES), count=1)
             step += 1
-            if blocks_left == 0 and tile + (ahead + 1 - turn) * gl.num_programs(0) < num_tiles:
+            if blocks_left == 0 and tile + (ahead + 1 - tile_iter) * gl.num_programs(0) < num_tiles:
                 ahead += 1
                 blocks_left = load_key_range(smem, ahead)[0]
             if blocks_left > 0:
                 dequantize_half(step + 1, smem, L, HALF)
                 blocks_left -= 1
-        store_out(tile, turn, acc0, acc1, results, shape, smem, TOKENS, HALF)
+        store_out(tile, tile_iter, acc0, acc1, results, shape, smem, TOKENS, HALF)
 
 
 @gluon.jit
@@ -810,9 +809,6 @@ def _attend_fp8(
     inv_l = gl.allocate_shared_memory(gl.float32, [L_STAGES, BLOCK_M], PLAIN)
     limits = gl.allocate_shared_memory(gl.int32, [RANGE_STAGES, BLOCK_M], PLAIN)
     key_range = gl.allocate_shared_memory(gl.int32, [2 * RANGE_STAGES, 1], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    bar = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     smem = SharedMemory(
         limits=limits,
         key_range=key_range,
@@ -825,17 +821,15 @@ def _attend_fp8(
         valid=valid,
         alpha=alpha,
         inv_l=inv_l,
-        full=full,
-        empty=empty,
-        bar=bar,
+        chunk_full=allocate_barriers(NUM_STAGES, WARPGROUP),
+        chunk_empty=allocate_barriers(NUM_STAGES, 1),
+        kv_full=allocate_barriers(KV_STAGES, PV_WARPGROUPS),
+        valid_full=allocate_barriers(VALID_STAGES, 1),
+        key_range_full=allocate_barriers(RANGE_STAGES, 1),
+        p_full=allocate_barriers(1, 1),
+        p_empty=allocate_barriers(KV_STAGES, PV_WARPGROUPS),
+        l_full=allocate_barriers(L_STAGES, 1),
     )
-    for b in range(NUM_STAGES):
-        mbarrier.init(full.index(b), count=WARPGROUP)
-        mbarrier.init(empty.index(b), count=1)
-    for b in range(KV_FULL):
-        mbarrier.init(bar.index(b), count=1)
-    for b in range(KV_FULL, NUM_BARRIERS):
-        mbarrier.init(bar.index(b), count=2)  # both PV warpgroups arrive
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes

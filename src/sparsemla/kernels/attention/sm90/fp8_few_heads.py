@@ -2,9 +2,10 @@
 
 A CTA attends to one split of the keys of one group of query rows: the heads of a token, or all
 rows of a request in dense decode. Both MMAs are transposed (swap-AB), ``S^T = K Q^T`` and
-``O^T = V^T P^T``. Keys and value dims lie on M; the rows lie on N, which is padded to 16 or
-32. Eight consumer warps work on one tile of 128 keys while four producer warps copy the next one,
-in its stored format, to the other of two stages.
+``O^T = V^T P^T``. Keys and value dims lie on M; the rows lie on N, which is padded to 16 or 32. As
+in the other kernels, BLOCK_M is the number of query rows and BLOCK_N the keys of a KV block. Eight
+consumer warps work on one KV block of 128 keys while four producer warps copy the next one, in its
+stored format, to the other of two stages.
 
 wgmma takes its left operand, here K or V, from registers. So the e4m3 codes are dequantised on the
 way from shared memory to the tensor cores and never written back: as [keys, dims] for the QK MMA
@@ -13,32 +14,32 @@ takes one instruction for two codes (bfloat16: six). float16's range needs care 
 
 - *Q*: a power of two for each row brings its largest element to 2^14..2^15.
 - *S* is computed for each block of dims that shares a scale, and scaled in float32. That is exact
-  if the scale is a power of two. If a tile has any other scale, its S is computed again from keys
-  that are rounded to bfloat16, as the format defines them: the operand is the code times the
+  if the scale is a power of two. If a KV block has any other scale, its S is computed again from
+  keys that are rounded to bfloat16, as the format defines them: the operand is the code times the
   scale's mantissa, and S is scaled by the scale's power of two.
 - *P and V* share the scales. Let ``bound`` be the smallest power of two that is at least every
   scale of a key. P is stored times ``bound * 2^15``, and V is the code times ``scale / bound``. If
   all values of a key have one scale, P takes that scale instead, and V is the code. m is the
   running maximum of ``S + log2(bound)``, and not of S, so that ``P * bound`` is at most 1.
 
-Time line, with cycles of a tile for 16 (32) rows at batch 128::
+Time line, with cycles of a KV block for 16 (32) rows at batch 128::
 
     consumers   QK MMA i            softmax i      PV MMA i         | QK MMA i+1 ...
                 1850 (2240)         1100 (1650)    1670 (2050)      |
-                block b+1 is        P is stored    32 keys are      |
+                dims b+1 are        P is stored    32 keys are      |
                 dequantised under                  dequantised      |
-                the MMA of b                       under MMAs of 32 |
-    producer    copy tile i+1: scales, 8 x 16 keys | wait for empty | copy tile i+2 ...
-    stage 0     tile i .................................... empty     tile i+2 ........
-    stage 1     ................ tile i+1 lands ...... full ...........................
+                the MMA of dims b                  under MMAs of 32 |
+    producer    copy i+1: scales, 8 x 16 keys      | wait for empty | copy i+2 ...
+    stage 0     i ......................................... empty     i+2 .............
+    stage 1     ................ i+1 lands ........... full ...........................
 
 Barriers:
 
-    barrier  number  arrivals                   waits          guards
-    full     2       128 copies' threads        all consumers  codes, RoPE dims, scales of a stage
-    empty    2       1, the consumers, when     the producer   the same stage
-                     the tile's last codes
-                     are in registers
+    barrier   number  arrivals                waits          guards
+    kv_full   2       128 copies' threads     all consumers  codes, RoPE dims, scales of a stage
+    kv_empty  2       1, the consumers, when  the producer   the same stage
+                      the block's last codes
+                      are in registers
 
 Shared memory for the 656-byte format and 16 rows: codes 128 KiB, RoPE dims 32, Q 18, scales 4, P 4,
 the rest 4; 190 KiB in all. A consumer thread has 232 registers, of which O takes 32 (64), and a
@@ -78,11 +79,27 @@ from sparsemla.kernels.attention.sm90.chunks import (
     permute_to_operand,
 )
 from sparsemla.kernels.attention.sm90.layouts import (
-    PLAIN,
+    COPY_LONG_ROWS,
+    COPY_ROPE_CODES,
+    HALF_DIM,
+    LIST_8,
+    LOAD_ROWS_8,
     RAW_128,
+    RAW_ROPE,
+    ROPE_DIM,
     THREADS,
+    THREADS_8,
     UNSWIZZLED,
+    VALUE_DIM,
+    WARPGROUP,
+    k_layout,
+    out_layout,
+    p_layout,
+    scale_layout,
+    v_layout,
 )
+from sparsemla.kernels.attention.sm90.layouts import FEW_HEADS_BLOCK_N as BLOCK_N
+from sparsemla.kernels.attention.sm90.layouts import FEW_HEADS_MMA_K as MMA_K
 from sparsemla.kernels.attention.sm90.swap_ab import (
     KeyRange,
     find_keys,
@@ -102,123 +119,44 @@ from sparsemla.kernels.attention.sm90.tiles import (
     to_f16,
 )
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
 
-KEYS = gl.constexpr(128)
-"""Keys of a tile."""
 STAGES = gl.constexpr(2)
 COPY_KEYS = gl.constexpr(16)
 """Keys that the producer copies at once."""
-MMA_KEYS = gl.constexpr(16)
-"""Keys of a PV MMA: K of one instruction. Consecutive instructions then add to different
-accumulators; with the same accumulators, each would wait for the previous one."""
 P_RANGE = gl.constexpr(32768.0)
 """Upper bound of P as it is stored in float16."""
 
-# The producer: a thread finds the row of one key. A warp copies 512 bytes of a row at once, so that
-# few of its pieces lie in two cache lines.
-COPY_CODES = gl.constexpr(gl.BlockedLayout([4, 16], [1, 32], [4, 1], [1, 0]))
-COPY_ROPE_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-
-# The consumers: a list of keys, queries, one value of each query row.
-LIST = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
-PER_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-
-# Shared memory of codes.
-ROPE_FP8 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 4, [1, 0]))
-
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a CTA with ``N`` padded rows, and its barriers (table above)."""
+    """Shared memory of a CTA with ``BLOCK_M`` padded query rows, and its barriers (table above)."""
 
     q: gl.shared_memory_descriptor
-    """float16 [2, N, 256]: halves of dims 0 to 511. Stored and read by the consumers."""
+    """float16 [2, BLOCK_M, HALF_DIM]: halves of dims 0 to 511. Stored and read by the consumers."""
     q_rope: gl.shared_memory_descriptor
-    """[1, N, 64]: bfloat16, or float16 if RoPE dims are e4m3. By and for the consumers."""
+    """[1, BLOCK_M, ROPE_DIM]: bfloat16, or float16 if RoPE dims are e4m3. By and for the same."""
     k: gl.shared_memory_descriptor
-    """uint8 [STAGES, KEYS, 512]: e4m3 codes. From the producer, to the consumers."""
+    """uint8 [STAGES, BLOCK_N, VALUE_DIM]: e4m3 codes. Producer to consumers."""
     k_rope: gl.shared_memory_descriptor
-    """[STAGES, KEYS, 64]: bfloat16, or uint8 codes. From the producer, to the consumers."""
+    """[STAGES, BLOCK_N, ROPE_DIM]: bfloat16, or uint8 codes. Producer to consumers."""
     scales: gl.shared_memory_descriptor
-    """int32 [STAGES, KEYS, words]: scales as stored. From the producer, to the consumers."""
+    """int32 [STAGES, BLOCK_N, words]: scales as stored. Producer to consumers."""
     starts: gl.shared_memory_descriptor
-    """int64 [2, KEYS]: starts of the e4m3 and bfloat16 parts of rows. The producer's own."""
+    """int64 [2, BLOCK_N]: starts of rows' e4m3 and bfloat16 parts. By and for the producer."""
     p: gl.shared_memory_descriptor
-    """float16 [1 or 2, KEYS, N]: P times its key's factor and ``P_RANGE``; then, if there are
-    bfloat16 value dims, P as bfloat16. By and for the consumers, as all below."""
+    """float16 [1 or 2, BLOCK_N, BLOCK_M]: P times its key's factor and ``P_RANGE``; then, if there
+    are bfloat16 value dims, P as bfloat16. By and for the consumers, as all below."""
     v_factors: gl.shared_memory_descriptor
-    """float16 [blocks, KEYS]: ``scale / bound`` of each block of dims."""
+    """float16 [dim blocks, BLOCK_N]: ``scale / bound`` of each block of dims."""
     m: gl.shared_memory_descriptor
-    """float32 [N]: running maximum. It is kept here as registers are short."""
+    """float32 [BLOCK_M]: running maximum. It is kept here as registers are short."""
     row_factors: gl.shared_memory_descriptor
-    """float32 [N]: the factor of each row's S; after the last tile, the factor of its O."""
+    """float32 [BLOCK_M]: the factor of each row's S; at the end, the factor of its O."""
     limits: gl.shared_memory_descriptor
-    """int32 [N]: keys that each row may attend to, if causal."""
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-
-@triton.constexpr_function
-def k_layout(width):
-    """Codes of a thread as left operand of the QK MMA: a quarter of a block's dims of two keys."""
-    dims = [[0, 1 << i] for i in range(width.bit_length() - 3)]
-    quarter = width // 4
-    return gl.DistributedLinearLayout(
-        [*dims, [8, 0]],
-        [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [64, 0]],
-        [],
-        [128, width],
-    )
-
-
-@triton.constexpr_function
-def scale_layout(blocks):
-    """Scales of a tile's values, each key's in the lanes that hold the key's S."""
-    return gl.DistributedLinearLayout(
-        [*([[0, 4]] if blocks == 8 else []), [8, 0]],
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [64, 0]],
-        [],
-        [128, blocks],
-    )
-
-
-@triton.constexpr_function
-def v_layout():
-    """Codes of a thread for the PV MMA: 8 neighbouring dims of a quarter of the keys."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [0, 4], [8, 0]],
-        [[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
-        [[0, 64], [0, 128], [0, 256]],
-        [],
-        [16, 512],
-    )
-
-
-@triton.constexpr_function
-def out_layout(n, itemsize):
-    """Results of a thread: 8 neighbouring dims of each of its rows.
-
-    4 of float32: an instruction would write half sectors otherwise.
-    """
-    rows = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
-    far, *near = (32, 4, 8, 16) if itemsize == 4 else (4, 8, 16, 32)
-    return gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [far, 0], [0, 1], *rows],
-        [[0, 2], [0, 4], *([dim, 0] for dim in near)],
-        [[64, 0], [128, 0], [256, 0]],
-        [],
-        [512, n],
-    )
-
-
-@triton.constexpr_function
-def p_layout(n):
-    """Shared memory of P, ``[keys, n]``."""
-    return gl.NVMMASharedLayout(2 * n, 16, 2)
+    """int32 [BLOCK_M]: keys that each row may attend to, if causal."""
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
 
 
 # 4 codes to float16.
@@ -253,15 +191,15 @@ SCALE_AND_ROUND = gl.constexpr("""{
 
 
 @triton.constexpr_function
-def block_of(scale_block):
+def dims_of_block(scale_block):
     """Dims of a block, for one QK MMA: the dims that share a scale, at most 128."""
     return 64 if scale_block == 64 else 128
 
 
 @triton.constexpr_function
-def num_blocks(fp8_dim, scale_block):
-    """Blocks of e4m3 among the first 512 dims."""
-    return min(fp8_dim, 512) // block_of(scale_block)
+def num_dim_blocks(fp8_dim, scale_block):
+    """Blocks of e4m3 among the value dims."""
+    return min(fp8_dim, VALUE_DIM.value) // dims_of_block(scale_block)
 
 
 @triton.constexpr_function
@@ -300,13 +238,13 @@ def resolve_slots(entries, at, num_slots, L: gl.constexpr, PAGED: gl.constexpr):
 def store_starts(to, page, row, valid, PAGE: gl.constexpr, ROW: gl.constexpr):
     """Store the starts of rows, in the unit of the strides ``PAGE`` and ``ROW``; -1 for no slot."""
     start = page * PAGE + row * ROW
-    reinterpret(to, gl.int64, [KEYS], PLAIN).store(gl.where(valid, start, -1))
+    reinterpret(to, gl.int64, [BLOCK_N], PLAIN).store(gl.where(valid, start, -1))
 
 
 @gluon.jit
 def copy_keys(to, group, source, starts, END: gl.constexpr, UNIT: gl.constexpr, COPY: gl.constexpr):
     """Copy dims of ``COPY_KEYS`` rows; dims from ``END`` on, and rows of no slot, are 0."""
-    starts = reinterpret(starts, gl.int64, [KEYS // COPY_KEYS, COPY_KEYS], PLAIN)
+    starts = reinterpret(starts, gl.int64, [BLOCK_N // COPY_KEYS, COPY_KEYS], PLAIN)
     start = starts.index(group).load(gl.SliceLayout(1, COPY))[:, None]
     dim = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))[None, :]
     real = start >= 0
@@ -317,7 +255,7 @@ def copy_keys(to, group, source, starts, END: gl.constexpr, UNIT: gl.constexpr, 
 
 @gluon.jit
 def copy_scales(to, rows, page, row, valid, L: gl.constexpr):
-    """Copy a tile's scales as 32-bit words, one key per thread."""
+    """Copy a block's scales as 32-bit words, one key per thread."""
     SIZE: gl.constexpr = rows.scales.dtype.element_ty.primitive_bitwidth // 8
     WORDS: gl.constexpr = scale_words(L.fp8_dim, L.scale_block, SIZE)
     COPY: gl.constexpr = gl.BlockedLayout([1, to.shape[1]], [32, 1], [4, 1], [1, 0])
@@ -332,8 +270,8 @@ def copy_scales(to, rows, page, row, valid, L: gl.constexpr):
 
 
 @gluon.jit
-def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
-    """Copy the tiles of a stream, in their stored format, to stages that are empty."""
+def copy_blocks(keys, first_block, smem, L: gl.constexpr, PAGED: gl.constexpr):
+    """Copy the blocks of a stream, in their stored format, to stages that are empty."""
     rows = keys.rows
     MIXED: gl.constexpr = L.fp8_dim < L.head_dim
     UNIT: gl.constexpr = alignment(L.fp8_strides[0], L.fp8_strides[1], 1)
@@ -343,57 +281,60 @@ def copy_tiles(keys, first_tile, memory, L: gl.constexpr, PAGED: gl.constexpr):
         BF16_UNIT: gl.constexpr = alignment(L.bf16_strides[0], L.bf16_strides[1], 2)
         BF16_PAGE: gl.constexpr = L.bf16_strides[0] // BF16_UNIT
         BF16_ROW: gl.constexpr = L.bf16_strides[1] // BF16_UNIT
-    GROUPS: gl.constexpr = KEYS // COPY_KEYS
-    k_groups = reinterpret(memory.k, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 512], RAW_128)
-    at = keys.begin + gl.arange(0, KEYS, THREADS)
+    GROUPS: gl.constexpr = BLOCK_N // COPY_KEYS
+    k_groups = reinterpret(smem.k, gl.uint8, [STAGES * GROUPS, COPY_KEYS, VALUE_DIM], RAW_128)
+    at = keys.begin + gl.arange(0, BLOCK_N, THREADS)
     entries = load_entries(keys.entries, at, keys.end, L, PAGED)
-    for i in range(keys.num_tiles):
+    for i in range(keys.num_blocks):
         slots = resolve_slots(entries, at, rows.num_slots, L, PAGED)
-        at += KEYS
+        at += BLOCK_N
         entries = load_entries(keys.entries, at, keys.end, L, PAGED)
         valid = is_slot(slots, rows.num_slots)
         page, row = locate(gl.where(valid, slots, 0), L)
-        starts = memory.starts.index(0)
+        starts = smem.starts.index(0)
         store_starts(starts, page, row, valid, PAGE, ROW)
         if MIXED:
-            bf16_starts = memory.starts.index(1)
+            bf16_starts = smem.starts.index(1)
             store_starts(bf16_starts, page, row, valid, BF16_PAGE, BF16_ROW)
-        stage = (first_tile + i) % STAGES
-        mbarrier.wait(memory.empty.index(stage), (first_tile + i) // STAGES & 1 ^ 1)
+        stage = (first_block + i) % STAGES
+        mbarrier.wait(smem.kv_empty.index(stage), (first_block + i) // STAGES & 1 ^ 1)
         if L.scale_block > 0:
-            copy_scales(memory.scales.index(stage), rows, page, row, valid, L)
+            copy_scales(smem.scales.index(stage), rows, page, row, valid, L)
         for j in range(GROUPS):
             group = stage * GROUPS + j
-            copy_keys(k_groups.index(group), j, rows.fp8, starts, L.fp8_dim, UNIT, COPY_CODES)
+            copy_keys(k_groups.index(group), j, rows.fp8, starts, L.fp8_dim, UNIT, COPY_LONG_ROWS)
             if MIXED:
-                to = reinterpret(memory.k_rope, gl.bfloat16, [STAGES * GROUPS, COPY_KEYS, 64], TILE)
-                copy_keys(to.index(group), j, rows.bf16, bf16_starts, 64, BF16_UNIT, COPY)
-            elif L.fp8_dim > 512:
                 to = reinterpret(
-                    memory.k_rope, gl.uint8, [STAGES * GROUPS, COPY_KEYS, 64], ROPE_FP8
+                    smem.k_rope, gl.bfloat16, [STAGES * GROUPS, COPY_KEYS, ROPE_DIM], TILE
                 )
-                copy_keys(to.index(group), j, rows.fp8 + 512, starts, 64, UNIT, COPY_ROPE_FP8)
-        async_copy.mbarrier_arrive(memory.full.index(stage), increment_count=False)
+                copy_keys(to.index(group), j, rows.bf16, bf16_starts, ROPE_DIM, BF16_UNIT, COPY)
+            elif L.fp8_dim > VALUE_DIM:
+                to = reinterpret(
+                    smem.k_rope, gl.uint8, [STAGES * GROUPS, COPY_KEYS, ROPE_DIM], RAW_ROPE
+                )
+                rope = rows.fp8 + VALUE_DIM
+                copy_keys(to.index(group), j, rope, starts, ROPE_DIM, UNIT, COPY_ROPE_CODES)
+        async_copy.mbarrier_arrive(smem.kv_full.index(stage), increment_count=False)
 
 
 @gluon.jit
-def producer(keys, extra_keys, memory, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr):
-    """The producer warps: copy the tiles of both streams, one after the other."""
-    copy_tiles(keys, 0, memory, L, PAGED)
+def producer(keys, extra_keys, smem, L: gl.constexpr, EXTRA: gl.constexpr, PAGED: gl.constexpr):
+    """The producer warps: copy the blocks of both streams, one after the other."""
+    copy_blocks(keys, 0, smem, L, PAGED)
     if EXTRA is not None:
-        copy_tiles(extra_keys, keys.num_tiles, memory, EXTRA, PAGED)
+        copy_blocks(extra_keys, keys.num_blocks, smem, EXTRA, PAGED)
 
 
 @gluon.jit
-def load_scale(rows, stage, memory, START: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
-    """float32 scale of dim ``START`` of each key of a tile."""
+def load_scale(rows, stage, smem, START: gl.constexpr, L: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 scale of dim ``START`` of each key of a block."""
     if L.scale_block == 0:
-        scale = gl.full([KEYS], 1.0, gl.float32, LAYOUT)
+        scale = gl.full([BLOCK_N], 1.0, gl.float32, LAYOUT)
     else:
         SIZE: gl.constexpr = rows.scales.dtype.element_ty.primitive_bitwidth // 8
         INDEX: gl.constexpr = START // L.scale_block
-        word = memory.scales.index(stage).slice(INDEX * SIZE // 4, 1, dim=1)
-        bits = gl.convert_layout(word.load(LAYOUT.parent).reshape(KEYS), LAYOUT)
+        word = smem.scales.index(stage).slice(INDEX * SIZE // 4, 1, dim=1)
+        bits = gl.convert_layout(word.load(LAYOUT.parent).reshape(BLOCK_N), LAYOUT)
         if SIZE == 1:
             scale = decode_e8m0((bits >> (INDEX % 4 * 8)) & 0xFF)
         else:
@@ -412,18 +353,18 @@ def load_k(codes, WIDTH: gl.constexpr, ACC: gl.constexpr):
 
 @gluon.jit
 def load_v(codes, v_factors, STEP: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
-    """``MMA_KEYS`` keys of a tile as the left operand of the PV MMA.
+    """``MMA_K`` keys of a block as the left operand of the PV MMA.
 
     The dequantising instructions put neighbouring keys in the place of neighbouring dims, so the
     axes are swapped.
     """
-    x = codes.slice(STEP * MMA_KEYS, MMA_KEYS, dim=0).load(v_layout())
+    x = codes.slice(STEP * MMA_K, MMA_K, dim=0).load(v_layout())
     if has_v_factors(L.fp8_dim, L.scale_block):
-        BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
-        x = x.reshape(MMA_KEYS // 2, 2, BLOCKS, 512 // BLOCKS)
+        DIM_BLOCKS: gl.constexpr = VALUE_DIM // dims_of_block(L.scale_block)
+        x = x.reshape(MMA_K // 2, 2, DIM_BLOCKS, VALUE_DIM // DIM_BLOCKS)
         LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
-        pairs = reinterpret(v_factors, gl.int32, [BLOCKS, 64], UNSWIZZLED)
-        factor = pairs.slice(STEP * MMA_KEYS // 2, MMA_KEYS // 2, dim=1)
+        pairs = reinterpret(v_factors, gl.int32, [DIM_BLOCKS, BLOCK_N // 2], UNSWIZZLED)
+        factor = pairs.slice(STEP * MMA_K // 2, MMA_K // 2, dim=1)
         factor = factor.permute((1, 0)).load(LAYOUT)
         x, factor = gl.broadcast(x, factor[:, None, :, None])
         x = gl.inline_asm_elementwise(
@@ -438,15 +379,16 @@ def load_v(codes, v_factors, STEP: gl.constexpr, L: gl.constexpr, ACC: gl.conste
         x = gl.inline_asm_elementwise(
             DEQUANTISE_KEY_PAIRS, "=r,=r,=r,=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=8
         )
-    x = x.reshape(MMA_KEYS // 8, 4, 2, 8, 8, 2, 2, 2).permute(5, 2, 3, 6, 4, 0, 1, 7)
-    return gl.convert_layout(x.reshape(512, MMA_KEYS), gl.DotOperandLayout(0, ACC, 2))
+    x = x.reshape(MMA_K // 8, 4, 2, 8, 8, 2, 2, 2).permute(5, 2, 3, 6, 4, 0, 1, 7)
+    return gl.convert_layout(x.reshape(VALUE_DIM, MMA_K), gl.DotOperandLayout(0, ACC, 2))
 
 
 @gluon.jit
 def order_dims(acc):
     """O in the order of its dims. :func:`load_v` permutes the dims on M."""
-    N: gl.constexpr = acc.shape[1]
-    return acc.reshape(2, 2, 8, 2, 8, N).permute(2, 4, 0, 1, 3, 5).reshape(512, N)
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    acc = acc.reshape(2, 2, 8, 2, 8, BLOCK_M).permute(2, 4, 0, 1, 3, 5)
+    return acc.reshape(VALUE_DIM, BLOCK_M)
 
 
 @gluon.jit
@@ -455,22 +397,22 @@ def bitwise_or(a, b):
 
 
 @gluon.jit
-def needs_rounding(stage, memory):
-    """Whether a float32 scale of a tile is not a power of two.
+def needs_rounding(stage, smem):
+    """Whether a float32 scale of a block is not a power of two.
 
     Each warp checks all scales, so that no warp waits for another.
     """
-    WORDS: gl.constexpr = memory.scales.shape[2]
+    WORDS: gl.constexpr = smem.scales.shape[2]
     ALL: gl.constexpr = gl.BlockedLayout([WORDS, 4], [1, 32], [1, 8], [1, 0])
-    words = reinterpret(memory.scales, gl.int32, [STAGES, WORDS, KEYS], UNSWIZZLED)
+    words = reinterpret(smem.scales, gl.int32, [STAGES, WORDS, BLOCK_N], UNSWIZZLED)
     bits = words.index(stage).load(ALL)
     return gl.reduce(gl.reduce(bits, 0, bitwise_or), 0, bitwise_or) & 0x7FFFFF != 0
 
 
 @gluon.jit
-def round_k(x, rows, stage, memory, START: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
+def round_k(x, rows, stage, smem, START: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
     """Codes times the mantissa of their key's scale, rounded to bfloat16; float16 holds these."""
-    scale = load_scale(rows, stage, memory, START, L, gl.SliceLayout(1, ACC))
+    scale = load_scale(rows, stage, smem, START, L, gl.SliceLayout(1, ACC))
     bits = scale.to(gl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000
     mantissa = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
     mantissa = gl.convert_layout(mantissa, gl.SliceLayout(1, x.type.layout))
@@ -484,140 +426,138 @@ def round_k(x, rows, stage, memory, START: gl.constexpr, L: gl.constexpr, ACC: g
 def load_s_factor(
     rows,
     stage,
-    memory,
+    smem,
     START: gl.constexpr,
     ROUND: gl.constexpr,
     L: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """The factor of a block's S: the scale, or its power of two if keys are rounded."""
-    scale = load_scale(rows, stage, memory, START, L, gl.SliceLayout(1, ACC))
+    """The factor of S of a block of dims: the scale, or its power of two if keys are rounded."""
+    scale = load_scale(rows, stage, smem, START, L, gl.SliceLayout(1, ACC))
     if ROUND:
         scale = (scale.to(gl.int32, bitcast=True) & -0x800000).to(gl.float32, bitcast=True)
     return scale[:, None]
 
 
 @gluon.jit
-def qk_mma(rows, stage, zero, memory, ROUND: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
-    """S of a tile, ``[KEYS, N]``, each block of dims scaled by itself.
+def qk_mma(rows, stage, zero, smem, ROUND: gl.constexpr, L: gl.constexpr, ACC: gl.constexpr):
+    """S of a KV block, ``[BLOCK_N, BLOCK_M]``, each block of dims scaled by itself.
 
-    Keys are dequantised under the MMA of the block before. ``ROUND``: see :func:`round_k`.
+    Keys are dequantised under the MMA of the dims before. ``ROUND``: see :func:`round_k`.
     """
-    N: gl.constexpr = memory.p.shape[2]
-    WIDTH: gl.constexpr = block_of(L.scale_block)
-    BLOCKS: gl.constexpr = num_blocks(L.fp8_dim, L.scale_block)
-    HAS_ROPE: gl.constexpr = L.head_dim > 512 or L.fp8_dim < 512
-    cleared = gl.zeros([KEYS, N], gl.float32, ACC)
+    BLOCK_M: gl.constexpr = smem.p.shape[2]
+    WIDTH: gl.constexpr = dims_of_block(L.scale_block)
+    DIM_BLOCKS: gl.constexpr = num_dim_blocks(L.fp8_dim, L.scale_block)
+    HAS_ROPE: gl.constexpr = L.head_dim > VALUE_DIM or L.fp8_dim < VALUE_DIM
+    cleared = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     s = cleared
     if L.fp8_dim < L.head_dim:
-        q = memory.q_rope.index(zero).permute((1, 0))
-        k = memory.k_rope.index(stage).load(gl.DotOperandLayout(0, ACC, 2))
+        q = smem.q_rope.index(zero).permute((1, 0))
+        k = smem.k_rope.index(stage).load(gl.DotOperandLayout(0, ACC, 2))
         in_flight = warpgroup_mma(k, q, cleared, use_acc=False, is_async=True)
     elif HAS_ROPE:
-        k = load_k(memory.k_rope.index(stage), 64, ACC)
+        k = load_k(smem.k_rope.index(stage), ROPE_DIM, ACC)
         if ROUND:
-            k = round_k(k, rows, stage, memory, 512, L, ACC)
-        q = memory.q_rope.index(zero).permute((1, 0))
+            k = round_k(k, rows, stage, smem, VALUE_DIM, L, ACC)
+        q = smem.q_rope.index(zero).permute((1, 0))
         in_flight = warpgroup_mma(k, q, cleared, use_acc=False, is_async=True)
-    q_blocks = reinterpret(memory.q, gl.float16, [512 // WIDTH, N, WIDTH], TILE)
-    for b in gl.static_range(BLOCKS):
-        next_k = load_k(memory.k.index(stage).slice(b * WIDTH, WIDTH, dim=1), WIDTH, ACC)
+    q_blocks = reinterpret(smem.q, gl.float16, [VALUE_DIM // WIDTH, BLOCK_M, WIDTH], TILE)
+    for b in gl.static_range(DIM_BLOCKS):
+        next_k = load_k(smem.k.index(stage).slice(b * WIDTH, WIDTH, dim=1), WIDTH, ACC)
         if b > 0 or HAS_ROPE:
             # ``s`` waits too: the compiler would delay the additions and run out of registers.
             block_s, _, s = warpgroup_mma_wait(0, deps=[in_flight, k, s])
             if b > 0:
-                s += block_s * load_s_factor(rows, stage, memory, (b - 1) * WIDTH, ROUND, L, ACC)
-            elif L.fp8_dim > 512:
-                s = block_s * load_s_factor(rows, stage, memory, 512, ROUND, L, ACC)
+                s += block_s * load_s_factor(rows, stage, smem, (b - 1) * WIDTH, ROUND, L, ACC)
+            elif L.fp8_dim > VALUE_DIM:
+                s = block_s * load_s_factor(rows, stage, smem, VALUE_DIM, ROUND, L, ACC)
             else:
                 s = block_s
         if ROUND:
-            next_k = round_k(next_k, rows, stage, memory, b * WIDTH, L, ACC)
+            next_k = round_k(next_k, rows, stage, smem, b * WIDTH, L, ACC)
         q = q_blocks.index(b + zero).permute((1, 0))
         in_flight = warpgroup_mma(next_k, q, cleared, use_acc=False, is_async=True)
         k = next_k
     block_s, _, s = warpgroup_mma_wait(0, deps=[in_flight, k, s])
-    return s + block_s * load_s_factor(rows, stage, memory, (BLOCKS - 1) * WIDTH, ROUND, L, ACC)
+    return s + block_s * load_s_factor(rows, stage, smem, (DIM_BLOCKS - 1) * WIDTH, ROUND, L, ACC)
 
 
 @gluon.jit
-def load_v_scales(rows, stage, memory, L: gl.constexpr):
-    """float32 scales of a tile's values, ``[KEYS, blocks]``; 0 for a block that is not e4m3."""
+def load_v_scales(rows, stage, smem, L: gl.constexpr):
+    """float32 scales of a KV block's values, ``[BLOCK_N, DIM_BLOCKS]``; 0 for dims not in e4m3."""
     SIZE: gl.constexpr = rows.scales.dtype.element_ty.primitive_bitwidth // 8
-    BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
-    LAYOUT: gl.constexpr = scale_layout(BLOCKS)
+    DIM_BLOCKS: gl.constexpr = VALUE_DIM // dims_of_block(L.scale_block)
+    LAYOUT: gl.constexpr = scale_layout(DIM_BLOCKS)
     if SIZE == 4:
-        words = memory.scales.index(stage)
-        if words.shape[1] > BLOCKS:
-            words = words.slice(0, BLOCKS, dim=1)
+        words = smem.scales.index(stage)
+        if words.shape[1] > DIM_BLOCKS:
+            words = words.slice(0, DIM_BLOCKS, dim=1)
         scales = words.load(LAYOUT).to(gl.float32, bitcast=True)
     else:
-        codes = reinterpret(memory.scales, gl.uint8, [STAGES, KEYS, BLOCKS], UNSWIZZLED).index(
+        codes = reinterpret(smem.scales, gl.uint8, [STAGES, BLOCK_N, DIM_BLOCKS], UNSWIZZLED).index(
             stage
         )
         scales = decode_e8m0(codes.load(LAYOUT).to(gl.int32))
-    NUM: gl.constexpr = num_blocks(L.fp8_dim, L.scale_block)
-    if NUM < BLOCKS:
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT))
+    NUM: gl.constexpr = num_dim_blocks(L.fp8_dim, L.scale_block)
+    if NUM < DIM_BLOCKS:
+        block = gl.arange(0, DIM_BLOCKS, gl.SliceLayout(0, LAYOUT))
         scales = gl.where((block < NUM)[None, :], scales, 0.0)
     return scales
 
 
 @gluon.jit
-def bound_scales(rows, stage, memory, L: gl.constexpr, LAYOUT: gl.constexpr):
+def bound_scales(rows, stage, smem, L: gl.constexpr, LAYOUT: gl.constexpr):
     """The factor of each key's P, and log2 of its ``bound``.
 
     The factor is the key's scale if its values have only one. Otherwise it is ``bound``, and each
     scale over ``bound`` is stored as a factor of V.
     """
     if has_v_factors(L.fp8_dim, L.scale_block):
-        scales = load_v_scales(rows, stage, memory, L)
+        scales = load_v_scales(rows, stage, smem, L)
         p_factor = gl.max(gl.abs(scales), 1)
     else:
-        p_factor = load_scale(rows, stage, memory, 0, L, LAYOUT)
+        p_factor = load_scale(rows, stage, smem, 0, L, LAYOUT)
     bits = gl.minimum(gl.maximum(gl.abs(p_factor), 1e-30), 1e30).to(gl.int32, bitcast=True)
     bits = (bits + 0x7FFFFF) & 0x7F800000
     if has_v_factors(L.fp8_dim, L.scale_block):
         inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
-        memory.v_factors.permute((1, 0)).store((scales * inverse[:, None]).to(gl.float16))
+        smem.v_factors.permute((1, 0)).store((scales * inverse[:, None]).to(gl.float16))
         bits = gl.convert_layout(bits, LAYOUT)
         p_factor = bits.to(gl.float32, bitcast=True)
     return p_factor, ((bits >> 23) - 127).to(gl.float32)
 
 
 @gluon.jit
-def mask_keys(
-    entries, at, rows, memory, L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr
-):
+def mask_keys(entries, at, rows, smem, L: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr):
     """Mask of the keys at positions ``at`` that each query row attends to."""
     slots = resolve_slots(entries, at, rows.num_slots, L, PAGED)
     seen = is_slot(slots, rows.num_slots)[:, None]
     if CAUSAL:
-        limit = memory.limits.load(gl.SliceLayout(0, at.type.layout.parent))
+        limit = smem.limits.load(gl.SliceLayout(0, at.type.layout.parent))
         seen = seen & (at[:, None] < limit[None, :])
     return seen
 
 
 @gluon.jit
 def softmax_step(
-    s, seen, p_factor, log2_bound, l, max_logit, memory, L: gl.constexpr, LOGITS: gl.constexpr
+    s, seen, p_factor, log2_bound, l, max_logit, smem, L: gl.constexpr, LOGITS: gl.constexpr
 ):
-    """Online softmax of a tile: store P and m; return l, the largest S and the factor of O.
+    """Online softmax of a KV block: store P and m; return l, the largest S and the factor of O.
 
     m is the maximum of ``s + log2_bound``, so that P times ``p_factor`` is at most 1.
     """
-    N: gl.constexpr = s.shape[1]
-    m = memory.m.load(gl.SliceLayout(0, s.type.layout))
+    BLOCK_M: gl.constexpr = s.shape[1]
+    m = smem.m.load(gl.SliceLayout(0, s.type.layout))
     s = gl.where(seen, s, float("-inf"))
     if LOGITS:
         max_logit = gl.maximum(max_logit, gl.max(s, 0))
     new_m = gl.maximum(m, gl.max(s + log2_bound[:, None], 0))
-    memory.m.store(new_m)
+    smem.m.store(new_m)
     rescale = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[None, :])
-    memory.p.index(0).store(to_f16(p * (p_factor * P_RANGE)[:, None]))
-    if L.fp8_dim < 512:
-        p_bf16 = reinterpret(memory.p, gl.bfloat16, [2, KEYS, N], p_layout(N))
+    smem.p.index(0).store(to_f16(p * (p_factor * P_RANGE)[:, None]))
+    if L.fp8_dim < VALUE_DIM:
+        p_bf16 = reinterpret(smem.p, gl.bfloat16, [2, BLOCK_N, BLOCK_M], p_layout(BLOCK_M))
         p_bf16.index(1).store(to_bf16(p))
     fence_async_shared()
     l *= gl.convert_layout(rescale, gl.SliceLayout(0, l.type.layout))[None, :]
@@ -626,37 +566,38 @@ def softmax_step(
 
 @gluon.jit
 def issue_pv_mmas(v0, v1, STEP: gl.constexpr, p, acc):
-    """Issue the PV MMAs of two steps of ``MMA_KEYS`` keys."""
-    p0 = p.slice(STEP * MMA_KEYS, MMA_KEYS, dim=0)
+    """Issue the PV MMAs of two steps of ``MMA_K`` keys."""
+    p0 = p.slice(STEP * MMA_K, MMA_K, dim=0)
     acc = warpgroup_mma(v0, p0, acc, is_async=True)
-    p1 = p.slice((STEP + 1) * MMA_KEYS, MMA_KEYS, dim=0)
+    p1 = p.slice((STEP + 1) * MMA_K, MMA_K, dim=0)
     return warpgroup_mma(v1, p1, acc, is_async=True)
 
 
 @gluon.jit
-def pv_mma(acc, rescale, stage, zero, memory, L: gl.constexpr, ACC: gl.constexpr):
-    """Rescale O, add a tile's ``V^T P^T`` and release the stage."""
-    N: gl.constexpr = memory.p.shape[2]
-    if L.fp8_dim < 512:
-        p_bf16 = reinterpret(memory.p, gl.bfloat16, [2, KEYS, N], p_layout(N)).index(1 + zero)
-        v_bf16 = memory.k_rope.index(stage).permute((1, 0))
+def pv_mma(acc, rescale, stage, zero, smem, L: gl.constexpr, ACC: gl.constexpr):
+    """Rescale O, add a KV block's ``V^T P^T`` and release the stage."""
+    BLOCK_M: gl.constexpr = smem.p.shape[2]
+    if L.fp8_dim < VALUE_DIM:
+        p_bf16 = reinterpret(smem.p, gl.bfloat16, [2, BLOCK_N, BLOCK_M], p_layout(BLOCK_M))
+        p_bf16 = p_bf16.index(1 + zero)
+        v_bf16 = smem.k_rope.index(stage).permute((1, 0))
         acc_bf16 = warpgroup_mma(v_bf16, p_bf16, acc[1] * rescale, is_async=True)
         acc_bf16 = warpgroup_mma_wait(0, deps=[acc_bf16])
-    STEPS: gl.constexpr = KEYS // MMA_KEYS
-    v0 = load_v(memory.k.index(stage), memory.v_factors, 0, L, ACC)
-    v1 = load_v(memory.k.index(stage), memory.v_factors, 1, L, ACC)
-    in_flight = issue_pv_mmas(v0, v1, 0, memory.p.index(zero), acc[0] * rescale)
+    STEPS: gl.constexpr = BLOCK_N // MMA_K
+    v0 = load_v(smem.k.index(stage), smem.v_factors, 0, L, ACC)
+    v1 = load_v(smem.k.index(stage), smem.v_factors, 1, L, ACC)
+    in_flight = issue_pv_mmas(v0, v1, 0, smem.p.index(zero), acc[0] * rescale)
     for step in gl.static_range(2, STEPS, 2):
-        next_v0 = load_v(memory.k.index(stage), memory.v_factors, step, L, ACC)
-        next_v1 = load_v(memory.k.index(stage), memory.v_factors, step + 1, L, ACC)
+        next_v0 = load_v(smem.k.index(stage), smem.v_factors, step, L, ACC)
+        next_v1 = load_v(smem.k.index(stage), smem.v_factors, step + 1, L, ACC)
         acc_fp8, _, _ = warpgroup_mma_wait(0, deps=[in_flight, v0, v1])
         if step == STEPS - 2:
-            mbarrier.arrive(memory.empty.index(stage), count=1)
-        in_flight = issue_pv_mmas(next_v0, next_v1, step, memory.p.index(zero), acc_fp8)
+            mbarrier.arrive(smem.kv_empty.index(stage), count=1)
+        in_flight = issue_pv_mmas(next_v0, next_v1, step, smem.p.index(zero), acc_fp8)
         v0 = next_v0
         v1 = next_v1
     acc_fp8, _, _ = warpgroup_mma_wait(0, deps=[in_flight, v0, v1])
-    if L.fp8_dim < 512:
+    if L.fp8_dim < VALUE_DIM:
         new = (acc_fp8, acc_bf16)
     else:
         new = (acc_fp8,)
@@ -666,42 +607,42 @@ def pv_mma(acc, rescale, stage, zero, memory, L: gl.constexpr, ACC: gl.constexpr
 @gluon.jit
 def attend(
     keys,
-    first_tile,
+    first_block,
     state,
-    memory,
+    smem,
     L: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     LOGITS: gl.constexpr,
     ACC: gl.constexpr,
 ):
-    """Attend to the tiles of a stream, after ``first_tile`` tiles of another stream."""
+    """Attend to the blocks of a stream, after ``first_block`` blocks of another stream."""
     rows = keys.rows
     l, max_logit, acc = state
-    at = keys.begin + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    at = keys.begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
     next_entries = load_entries(keys.entries, at, keys.end, L, PAGED)
-    for i in range(keys.num_tiles):
+    for i in range(keys.num_blocks):
         zero = opaque_zero(i)
         entries = next_entries
-        next_entries = load_entries(keys.entries, at + KEYS, keys.end, L, PAGED)
-        stage = (first_tile + i) % STAGES
-        mbarrier.wait(memory.full.index(stage), (first_tile + i) // STAGES & 1)
-        s = qk_mma(rows, stage, zero, memory, False, L, ACC)
+        next_entries = load_entries(keys.entries, at + BLOCK_N, keys.end, L, PAGED)
+        stage = (first_block + i) % STAGES
+        mbarrier.wait(smem.kv_full.index(stage), (first_block + i) // STAGES & 1)
+        s = qk_mma(rows, stage, zero, smem, False, L, ACC)
         if L.scale_block > 0 and rows.scales.dtype.element_ty == gl.float32:
-            rounding = needs_rounding(stage, memory)
+            rounding = needs_rounding(stage, smem)
             if rounding:
                 # With one zero for both QK MMAs the compiler would hoist their common parts above
                 # the branch, where it does not know that they are uniform.
                 other_zero = opaque_zero(i)
-                s = qk_mma(rows, stage + other_zero, other_zero, memory, True, L, ACC)
-        s *= memory.row_factors.load(gl.SliceLayout(0, ACC))[None, :]
-        seen = mask_keys(entries, at, rows, memory, L, PAGED, CAUSAL)
-        at += KEYS
-        p_factor, log2_bound = bound_scales(rows, stage, memory, L, gl.SliceLayout(1, ACC))
+                s = qk_mma(rows, stage + other_zero, other_zero, smem, True, L, ACC)
+        s *= smem.row_factors.load(gl.SliceLayout(0, ACC))[None, :]
+        seen = mask_keys(entries, at, rows, smem, L, PAGED, CAUSAL)
+        at += BLOCK_N
+        p_factor, log2_bound = bound_scales(rows, stage, smem, L, gl.SliceLayout(1, ACC))
         l, max_logit, rescale = softmax_step(
-            s, seen, p_factor, log2_bound, l, max_logit, memory, L, LOGITS
+            s, seen, p_factor, log2_bound, l, max_logit, smem, L, LOGITS
         )
-        acc = pv_mma(acc, rescale, stage, zero, memory, L, ACC)
+        acc = pv_mma(acc, rescale, stage, zero, smem, L, ACC)
     return l, max_logit, acc
 
 
@@ -712,27 +653,27 @@ def exponent_of(x):
 
 
 @gluon.jit
-def store_queries(queries, scale_log2, memory, shape, L: gl.constexpr, N: gl.constexpr):
+def store_queries(queries, scale_log2, smem, shape, L: gl.constexpr, BLOCK_M: gl.constexpr):
     """Store Q as operands of the QK MMA, and the factor of each row's S."""
-    WIDTH: gl.constexpr = block_of(L.scale_block)
+    WIDTH: gl.constexpr = dims_of_block(L.scale_block)
     MIXED: gl.constexpr = L.fp8_dim < L.head_dim
-    low = load_queries(queries, shape, 0, 256, N, QUERIES).to(gl.float32)
-    high = load_queries(queries, shape, 256, 256, N, QUERIES).to(gl.float32)
+    low = load_queries(queries, shape, 0, HALF_DIM, BLOCK_M, LOAD_ROWS_8).to(gl.float32)
+    high = load_queries(queries, shape, HALF_DIM, HALF_DIM, BLOCK_M, LOAD_ROWS_8).to(gl.float32)
     exponent = gl.maximum(exponent_of(low), exponent_of(high))
-    if MIXED or L.fp8_dim > 512:
-        ROPE: gl.constexpr = min(L.fp8_dim, 512)
-        rope = load_queries(queries, shape, ROPE, 64, N, QUERIES).to(gl.float32)
+    if MIXED or L.fp8_dim > VALUE_DIM:
+        ROPE: gl.constexpr = min(L.fp8_dim, VALUE_DIM)
+        rope = load_queries(queries, shape, ROPE, ROPE_DIM, BLOCK_M, LOAD_ROWS_8).to(gl.float32)
         exponent = gl.maximum(exponent, exponent_of(rope))
     # Scale the largest element of a row to 2^14..2^15, if float32 has such a factor.
     up = gl.minimum(268 - exponent, 253)
     factor = (up << 23).to(gl.float32, bitcast=True)[:, None]
-    memory.row_factors.store(((254 - up) << 23).to(gl.float32, bitcast=True) * scale_log2)
-    memory.q.index(0).store(permute_to_operand((low * factor).to(gl.float16), WIDTH))
-    memory.q.index(1).store(permute_to_operand((high * factor).to(gl.float16), WIDTH))
+    smem.row_factors.store(((254 - up) << 23).to(gl.float32, bitcast=True) * scale_log2)
+    smem.q.index(0).store(permute_to_operand((low * factor).to(gl.float16), WIDTH))
+    smem.q.index(1).store(permute_to_operand((high * factor).to(gl.float16), WIDTH))
     if MIXED:
-        memory.q_rope.index(0).store((rope * factor).to(gl.bfloat16))
-    elif L.fp8_dim > 512:
-        memory.q_rope.index(0).store(permute_to_operand((rope * factor).to(gl.float16), 64))
+        smem.q_rope.index(0).store((rope * factor).to(gl.bfloat16))
+    elif L.fp8_dim > VALUE_DIM:
+        smem.q_rope.index(0).store(permute_to_operand((rope * factor).to(gl.float16), ROPE_DIM))
     fence_async_shared()
 
 
@@ -753,20 +694,28 @@ def store_out(x, results, shape, START: gl.constexpr, END: gl.constexpr, LAYOUT:
 
 @gluon.jit
 def store_results(
-    l, max_logit, acc, memory, results, shape, L: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr
+    l,
+    max_logit,
+    acc,
+    smem,
+    results,
+    shape,
+    L: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ACC: gl.constexpr,
 ):
     """Store the LSE, the largest logit and O / l; l includes the sink."""
     ROW: gl.constexpr = gl.SliceLayout(0, ACC)
-    m = memory.m.load(PER_ROW)
-    l = gl.convert_layout(gl.sum(l, 0), PER_ROW)
+    m = smem.m.load(THREADS_8)
+    l = gl.convert_layout(gl.sum(l, 0), THREADS_8)
     empty_row = l == 0
-    token, head, real = rows_of_group(shape, N, PER_ROW)
+    token, head, real = rows_of_group(shape, BLOCK_M, THREADS_8)
     split, request, first = group_of_program(shape)
     lse = results.lse + split * results.lse_split + request * results.lse_request
     lse += (first + token) * results.lse_token + head
     gl.store(lse, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
     if results.max_logits is not None:
-        logits = gl.where(empty_row, float("-inf"), gl.convert_layout(max_logit, PER_ROW) * LN2)
+        logits = gl.where(empty_row, float("-inf"), gl.convert_layout(max_logit, THREADS_8) * LN2)
         at = request * results.max_logits_request + head
         gl.store(results.max_logits + at, logits, mask=real)
     if results.attn_sink is not None:
@@ -775,14 +724,14 @@ def store_results(
             sinks += first * results.sink_token
         sink = gl.load(sinks + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
-    memory.row_factors.store(gl.where(empty_row, 0.0, 1 / gl.where(empty_row, 1.0, l)))
-    factor = memory.row_factors.load(ROW)[None, :]
-    if L.fp8_dim < 512:
-        store_out(acc[1] * factor, results, shape, L.fp8_dim, 512, ACC)
+    smem.row_factors.store(gl.where(empty_row, 0.0, 1 / gl.where(empty_row, 1.0, l)))
+    factor = smem.row_factors.load(ROW)[None, :]
+    if L.fp8_dim < VALUE_DIM:
+        store_out(acc[1] * factor, results, shape, L.fp8_dim, VALUE_DIM, ACC)
     factor *= 1 / P_RANGE
     SIZE: gl.constexpr = results.out.dtype.element_ty.primitive_bitwidth // 8
     out = order_dims(acc[0] * factor)
-    store_out(out, results, shape, 0, min(L.fp8_dim, 512), out_layout(N, SIZE))
+    store_out(out, results, shape, 0, min(L.fp8_dim, VALUE_DIM), out_layout(BLOCK_M, SIZE))
 
 
 @gluon.jit
@@ -791,58 +740,58 @@ def consumer(
     keys,
     extra_keys,
     scale_log2,
-    memory,
+    smem,
     results,
     shape,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """The consumer warps: attend to the tiles of both streams, one after the other."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
+    """The consumer warps: attend to the blocks of both streams, one after the other."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
     LOGITS: gl.constexpr = results.max_logits is not None
-    store_queries(queries, scale_log2, memory, shape, L, N)
-    max_logit = gl.full([N], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
-    memory.m.store(max_logit)
-    l = sum_key_pairs(gl.zeros([KEYS, N], gl.float32, ACC))
+    store_queries(queries, scale_log2, smem, shape, L, BLOCK_M)
+    max_logit = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
+    smem.m.store(max_logit)
+    l = sum_key_pairs(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC))
     # O of the e4m3 dims, and O of the bfloat16 value dims if there are any.
-    acc = (gl.zeros([512, N], gl.float32, ACC),)
-    if L.fp8_dim < 512:
-        acc = (acc[0], gl.zeros([64, N], gl.float32, ACC))
-    state = attend(keys, 0, (l, max_logit, acc), memory, L, PAGED, CAUSAL, LOGITS, ACC)
+    acc = (gl.zeros([VALUE_DIM, BLOCK_M], gl.float32, ACC),)
+    if L.fp8_dim < VALUE_DIM:
+        acc = (acc[0], gl.zeros([ROPE_DIM, BLOCK_M], gl.float32, ACC))
+    state = attend(keys, 0, (l, max_logit, acc), smem, L, PAGED, CAUSAL, LOGITS, ACC)
     if EXTRA is not None:
-        state = attend(extra_keys, keys.num_tiles, state, memory, EXTRA, PAGED, CAUSAL, LOGITS, ACC)
+        state = attend(extra_keys, keys.num_blocks, state, smem, EXTRA, PAGED, CAUSAL, LOGITS, ACC)
     l, max_logit, acc = state
-    store_results(l, max_logit, acc, memory, results, shape, L, N, ACC)
+    store_results(l, max_logit, acc, smem, results, shape, L, BLOCK_M, ACC)
 
 
 @gluon.jit
-def allocate(L: gl.constexpr, N: gl.constexpr, SCALE_WORDS: gl.constexpr):
+def allocate(L: gl.constexpr, BLOCK_M: gl.constexpr, SCALE_WORDS: gl.constexpr):
     """Shared memory of a CTA, with barriers initialised."""
-    q = gl.allocate_shared_memory(gl.float16, [2, N, 256], TILE)
-    k = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 512], RAW_128)
+    q = gl.allocate_shared_memory(gl.float16, [2, BLOCK_M, HALF_DIM], TILE)
+    k = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_N, VALUE_DIM], RAW_128)
     if L.fp8_dim < L.head_dim:
-        q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, N, 64], TILE)
-        k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 64], TILE)
+        q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, ROPE_DIM], TILE)
+        k_rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, ROPE_DIM], TILE)
     else:
-        q_rope = gl.allocate_shared_memory(gl.float16, [1, N, 64], TILE)
-        k_rope = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 64], ROPE_FP8)
-    NUM_P: gl.constexpr = 2 if L.fp8_dim < 512 else 1
-    p = gl.allocate_shared_memory(gl.float16, [NUM_P, KEYS, N], p_layout(N))
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, SCALE_WORDS], UNSWIZZLED)
-    BLOCKS: gl.constexpr = 512 // block_of(L.scale_block)
-    v_factors = gl.allocate_shared_memory(gl.float16, [BLOCKS, KEYS], UNSWIZZLED)
-    starts = gl.allocate_shared_memory(gl.int64, [2, KEYS], PLAIN)
-    limits = gl.allocate_shared_memory(gl.int32, [N], PLAIN)
-    m = gl.allocate_shared_memory(gl.float32, [N], PLAIN)
-    row_factors = gl.allocate_shared_memory(gl.float32, [N], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        q_rope = gl.allocate_shared_memory(gl.float16, [1, BLOCK_M, ROPE_DIM], TILE)
+        k_rope = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_N, ROPE_DIM], RAW_ROPE)
+    NUM_P: gl.constexpr = 2 if L.fp8_dim < VALUE_DIM else 1
+    p = gl.allocate_shared_memory(gl.float16, [NUM_P, BLOCK_N, BLOCK_M], p_layout(BLOCK_M))
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, SCALE_WORDS], UNSWIZZLED)
+    DIM_BLOCKS: gl.constexpr = VALUE_DIM // dims_of_block(L.scale_block)
+    v_factors = gl.allocate_shared_memory(gl.float16, [DIM_BLOCKS, BLOCK_N], UNSWIZZLED)
+    starts = gl.allocate_shared_memory(gl.int64, [2, BLOCK_N], PLAIN)
+    limits = gl.allocate_shared_memory(gl.int32, [BLOCK_M], PLAIN)
+    m = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
+    row_factors = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
+    kv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(kv_full.index(i), count=WARPGROUP)
+        mbarrier.init(kv_empty.index(i), count=1)
     return SharedMemory(
         q=q,
         q_rope=q_rope,
@@ -855,8 +804,8 @@ def allocate(L: gl.constexpr, N: gl.constexpr, SCALE_WORDS: gl.constexpr):
         m=m,
         row_factors=row_factors,
         limits=limits,
-        full=full,
-        empty=empty,
+        kv_full=kv_full,
+        kv_empty=kv_empty,
     )
 
 
@@ -874,45 +823,45 @@ def _attend_few_heads_fp8(
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     SCALE_WORDS: gl.constexpr,
 ):
     """All rows of a group, and one split of the keys of both streams."""
-    memory = allocate(L, N, SCALE_WORDS)
+    smem = allocate(L, BLOCK_M, SCALE_WORDS)
     gdc_launch_dependents()
     gdc_wait()  # the prologue above reads nothing that an earlier kernel writes
 
-    entries, end = find_keys(stream, shape, LIST, PAGED)
-    all_tiles = gl.cdiv(end, KEYS)
+    entries, end = find_keys(stream, shape, LIST_8, PAGED)
+    all_blocks = gl.cdiv(end, BLOCK_N)
     if EXTRA is not None:
-        extra_entries, extra_end = find_keys(extra, shape, LIST, PAGED)
-        all_extra = gl.cdiv(extra_end, KEYS)
+        extra_entries, extra_end = find_keys(extra, shape, LIST_8, PAGED)
+        all_extra = gl.cdiv(extra_end, BLOCK_N)
     else:
         extra_entries = entries
         extra_end = 0
         all_extra = 0
-    # The main stream's tiles come first, then the extra stream's.
+    # The main stream's blocks come first, then the extra stream's.
     split, request, _ = group_of_program(shape)
-    tiles_per_split = gl.cdiv(all_tiles + all_extra, shape.num_splits)
-    begin = split.to(gl.int32) * tiles_per_split
-    behind = begin + tiles_per_split
-    extra_begin = gl.minimum(gl.maximum(begin - all_tiles, 0), all_extra)
-    extra_tiles = gl.minimum(gl.maximum(behind - all_tiles, 0), all_extra) - extra_begin
-    begin = gl.minimum(begin, all_tiles)
-    num_tiles = gl.minimum(behind, all_tiles) - begin
+    blocks_per_split = gl.cdiv(all_blocks + all_extra, shape.num_splits)
+    begin = split.to(gl.int32) * blocks_per_split
+    behind = begin + blocks_per_split
+    extra_begin = gl.minimum(gl.maximum(begin - all_blocks, 0), all_extra)
+    extra_blocks = gl.minimum(gl.maximum(behind - all_blocks, 0), all_extra) - extra_begin
+    begin = gl.minimum(begin, all_blocks)
+    num_blocks = gl.minimum(behind, all_blocks) - begin
     if CAUSAL:
-        token, _, _ = rows_of_group(shape, N, gl.SliceLayout(1, QUERIES))
+        token, _, _ = rows_of_group(shape, BLOCK_M, gl.SliceLayout(1, LOAD_ROWS_8))
         length = gl.load(stream.lengths + request).to(gl.int32)
         query_len = shape.num_rows // shape.num_heads
-        memory.limits.store(length - query_len + 1 + token.to(gl.int32))
+        smem.limits.store(length - query_len + 1 + token.to(gl.int32))
 
-    keys = KeyRange(rows, entries, begin * KEYS, end, num_tiles)
-    extra_keys = KeyRange(extra_rows, extra_entries, extra_begin * KEYS, extra_end, extra_tiles)
+    keys = KeyRange(rows, entries, begin * BLOCK_N, end, num_blocks)
+    extra_keys = KeyRange(extra_rows, extra_entries, extra_begin * BLOCK_N, extra_end, extra_blocks)
     gl.warp_specialize(
         [
-            (consumer, (queries, keys, extra_keys, scale_log2, memory, results, shape, L, EXTRA, N,
-                        PAGED, CAUSAL)),
-            (producer, (keys, extra_keys, memory, L, EXTRA, PAGED)),
+            (consumer, (queries, keys, extra_keys, scale_log2, smem, results, shape, L, EXTRA,
+                        BLOCK_M, PAGED, CAUSAL)),
+            (producer, (keys, extra_keys, smem, L, EXTRA, PAGED)),
         ],
         [4],
         [40],
@@ -964,7 +913,7 @@ def launch(
         EXTRA=extra_layout,
         PAGED=paged,
         CAUSAL=causal,
-        N=padded,
+        BLOCK_M=padded,
         SCALE_WORDS=words,
         num_warps=8,
         launch_pdl=True,

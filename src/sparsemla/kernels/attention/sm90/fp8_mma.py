@@ -16,7 +16,7 @@ LAG.
 
 O. FP8 MMAs want both operands along the reduction, but values lie along their dims. So the MMA
 computes the transpose, ``O^T += V^T P^T``, with V^T in registers. ``ldmatrix.trans`` loads pairs of
-dims as if they were 16-bit numbers, and one byte permutation a register takes the pairs apart. The
+dims as if they were 16-bit numbers, and one byte permutation a register deinterleaves them. The
 order of keys in V^T and P^T is the one in which threads hold S, and nothing is exchanged.
 
 Time line of a pair in cycles, 128 heads; S' are the scores of a warpgroup's next block. Right runs
@@ -32,19 +32,19 @@ for 960.
 
 Barriers:
 
-    barrier     number      arrivals                       waits        guards
-    Q_FULL      1           2, left and right              both         the tile's queries
-    KEY_RANGE   4 by turn   1, producer                    both         number of pairs of blocks
-    KV_FULL     4 by block  128 copies' threads            both         codes, RoPE dims and
-                                                                        factors of a block
-    KV_EMPTY    4 by block  2, both                        producer     the stage, for reuse
-    M_FULL      2 by block  1, its QK consumer          the other    m after the block
-    P_FULL      2 by block  1, its QK consumer          the other    P and alpha of the block
-    SUMS        1           2, both                        both         l of both, at a tile's end
+    barrier         number      arrivals             waits      guards
+    q_full          1           2, left and right    both       the tile's queries
+    key_range_full  4 by tile   1, producer          both       number of pairs of blocks
+    kv_full         4 by block  128 copies' threads  both       codes, RoPE dims and factors of a
+                                                                block
+    kv_empty        4 by block  2, both              producer   the stage, for reuse
+    m_full          2 by block  1, its QK consumer   the other  m after the block
+    p_full          2 by block  1, its QK consumer   the other  P and alpha of the block
+    l_full          1           2, both              both       l of both, at a tile's end
 
 P needs no barrier for its reuse: a warpgroup announces its P only after its MMAs with the other's
-have finished, and the other waits for it before it stores the next. Behind SUMS, the queries of the
-tile are not needed.
+have finished, and the other waits for it before it stores the next. Behind l_full, the queries of
+the tile are not needed.
 
 Shared memory in KiB: queries 32 + 8, codes 4 x 32, RoPE dims 4 x 8, P 2 x 4, factors 3: 211, and 2
 of the rest.
@@ -76,16 +76,28 @@ from sparsemla.kernels.attention.sm90.arguments import (
     prefill_rows,
 )
 from sparsemla.kernels.attention.sm90.layouts import (
+    A8,
+    A16,
     BLOCK_M,
     BLOCK_N,
     CODES_ROWS,
+    CODES_TILE,
     COPY_CODES,
     COPY_ROWS,
+    FACTORS,
     HALF_DIM,
+    LOAD_Q_ROPE,
     LOAD_ROWS,
-    PLAIN,
+    P_TILE,
+    PIECE_DIM,
     ROPE_DIM,
     ROWS_IN_WARP,
+    S8,
+    S8_COLS,
+    S8_ROWS,
+    S16,
+    STORE_O_T,
+    SUM_PARTS,
     THREADS,
     VALUE_DIM,
     WARPGROUP,
@@ -94,6 +106,7 @@ from sparsemla.kernels.attention.sm90.tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     locate_tile,
@@ -103,50 +116,9 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
-from sparsemla.kernels.common.hopper import COPY, TILE
+from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 
-S8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""S ``[rows, keys]``, and O^T ``[dims, rows]``."""
-S16 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ROWS = gl.constexpr(gl.SliceLayout(1, S8))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, S8))
-A8 = gl.constexpr(gl.DotOperandLayout(0, S8, 4))
-A16 = gl.constexpr(gl.DotOperandLayout(0, S16, 2))
-
-CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-P_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-
-
-# RoPE dims of queries, two in a word.
-LOAD_Q_ROPE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-
-# Factors of keys lie in shared memory such that the four threads of a row load 64 adjacent bytes.
-FACTORS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
-    )
-)
-
-# O of 128 dims on its way out: pairs of dims of eight threads are 32 adjacent bytes of bfloat16.
-STORE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0], [0, 16]],
-        [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
-        [[0, 32], [0, 64]],
-        [],
-        [64, 128],
-    )
-)
-
-SUM_PARTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-"""Sums of P over the columns that a thread holds."""
-
-PIECE_DIM = gl.constexpr(128)
-"""Dims of an MMA: of K, or of V^T and O^T, half of a warpgroup's value dims."""
+CONSUMERS = gl.constexpr(2)
 HALF_M = gl.constexpr(BLOCK_M.value // 2)
 """Query rows that a consumer rounds."""
 STAGES = gl.constexpr(4)
@@ -157,6 +129,8 @@ LOG_SHIFT = gl.constexpr(4.0)
 largest code whose float16 is the code, shifted."""
 SMALLEST_EXPONENT = gl.constexpr(127 - 40)
 """Biased exponent of the smallest scale, 2^-40."""
+ROUND_ROWS = gl.constexpr(16)
+"""Rows that a program rounds."""
 RECORD = gl.constexpr(640)
 """Bytes of a rounded row: 512 codes, 64 RoPE dims in bfloat16."""
 
@@ -165,16 +139,6 @@ SCALE = gl.constexpr(0)
 LOG_SCALE = gl.constexpr(1)
 INVERSE = gl.constexpr(2)
 NUM_FACTORS = gl.constexpr(3)
-
-# Barriers.
-KV_FULL = gl.constexpr(0)
-KV_EMPTY = gl.constexpr(4)
-KEY_RANGE = gl.constexpr(8)
-M_FULL = gl.constexpr(12)
-P_FULL = gl.constexpr(14)
-Q_FULL = gl.constexpr(16)
-SUMS = gl.constexpr(17)
-NUM_BARRIERS = gl.constexpr(18)
 
 
 class RoundedRows(NamedTuple):
@@ -198,8 +162,14 @@ class SharedMemory(NamedTuple):
     alpha: object  # [2, BLOCK_M] float32, factors that rescale O; the same
     m: object  # 2 of [BLOCK_M] float32, m after a block; its QK consumer -> the other
     l: object  # [2, BLOCK_M] float32, row sums of each warpgroup's blocks, at the end of a tile
-    key_range: object  # [4, 1] by turn: number of pairs of blocks; producer -> both
-    bar: object
+    key_range: object  # [4, 1] by tile: number of pairs of blocks; producer -> both
+    q_full: object  # this and the following fields are arrays of barriers
+    key_range_full: object
+    kv_full: object
+    kv_empty: object
+    m_full: object
+    p_full: object
+    l_full: object
 
 
 @gluon.jit
@@ -286,7 +256,7 @@ def load_factor(smem, stage, FACTOR: gl.constexpr):
     """A factor of a block's keys, as a row."""
     x = smem.factors[FACTOR].index(stage).load(FACTORS)
     x = x.reshape(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(BLOCK_N)
-    return gl.convert_layout(x, COLUMNS)[None, :]
+    return gl.convert_layout(x, S8_COLS)[None, :]
 
 
 @gluon.jit
@@ -340,7 +310,7 @@ def rises(smem, PARITY: gl.constexpr):
 def rescale(acc_a, acc_b, some, smem, PARITY: gl.constexpr):
     """O over m after a block instead of before it."""
     if some:
-        alpha = smem.alpha.index(PARITY).load(COLUMNS)[None, :]
+        alpha = smem.alpha.index(PARITY).load(S8_COLS)[None, :]
         acc_a *= alpha
         acc_b *= alpha
     return acc_a, acc_b
@@ -368,8 +338,9 @@ def scale_of(bits):
 
 @gluon.jit
 def _round_rows(rows, row_stride, rounded):
-    """Round 16 rows. The row behind the last gets zeros and a P of 0."""
-    row = gl.program_id(0).to(gl.int64) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LOAD_ROWS))
+    """Round ``ROUND_ROWS`` rows. The row behind the last gets zeros and a P of 0."""
+    first = gl.program_id(0).to(gl.int64) * ROUND_ROWS
+    row = first + gl.arange(0, ROUND_ROWS, gl.SliceLayout(1, LOAD_ROWS))
     real, stored = row < rounded.num_rows, row <= rounded.num_rows
     dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, LOAD_ROWS))[None, :]
     x = gl.load(rows + (row * row_stride)[:, None] + dims, mask=real[:, None], other=0.0)
@@ -453,10 +424,10 @@ def store_queries(words, rope, smem, HALF: gl.constexpr):
 
 
 @gluon.jit
-def load_key_range(smem, turn):
+def load_key_range(smem, tile_iter):
     """The number of pairs of blocks of a tile, from the producer."""
-    at = turn % STAGES
-    mbarrier.wait(smem.bar.index(KEY_RANGE + at), turn // STAGES & 1)
+    at = tile_iter % STAGES
+    mbarrier.wait(smem.key_range_full.index(at), tile_iter // STAGES & 1)
     return gl.max(smem.key_range.index(at).load(THREADS), 0)
 
 
@@ -466,23 +437,23 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
     A: gl.constexpr = 2 * HALF
     B: gl.constexpr = 2 * HALF + 1
     OTHER: gl.constexpr = 1 - HALF
-    step = HALF  # of the own block of the pair
+    step = HALF  # of this warpgroup's block of the pair
     first = gl.program_id(0)
     q, q_rope = load_queries(first, num_tiles, queries, shape, HALF)
     for tile in range(first, num_tiles, gl.num_programs(0)):
-        turn = tile // gl.num_programs(0)
+        tile_iter = tile // gl.num_programs(0)
         store_queries(q, q_rope, smem, HALF)
         fence_async_shared()
-        mbarrier.arrive(smem.bar.index(Q_FULL), count=1)
-        mbarrier.wait(smem.bar.index(Q_FULL), turn & 1)
-        factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(ROWS) * scale_log2
-        num_pairs = load_key_range(smem, turn)
+        mbarrier.arrive(smem.q_full.index(0), count=1)
+        mbarrier.wait(smem.q_full.index(0), tile_iter & 1)
+        factor = reinterpret(smem.q_scale, gl.float32, [BLOCK_M], PLAIN).load(S8_ROWS) * scale_log2
+        num_pairs = load_key_range(smem, tile_iter)
         zero = opaque_zero(tile)
-        mbarrier.wait(smem.bar.index(KV_FULL + step % STAGES), step // STAGES & 1)
+        mbarrier.wait(smem.kv_full.index(step % STAGES), step // STAGES & 1)
         s = first_qk(smem, zero, step % STAGES)
         acc_a = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
         acc_b = gl.zeros([PIECE_DIM, BLOCK_M], gl.float32, S8)
-        m = gl.full([BLOCK_M], LOWEST, gl.float32, ROWS)
+        m = gl.full([BLOCK_M], LOWEST, gl.float32, S8_ROWS)
         l = gl.zeros([BLOCK_M, 4], gl.float32, SUM_PARTS)
         for i in range(num_pairs):
             zero = opaque_zero(i)
@@ -493,14 +464,14 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             top = gl.max(z, 1)
             before = m
             if HALF == 1:
-                mbarrier.wait(smem.bar.index(M_FULL), phase)
-                before = smem.m[0].load(ROWS)
+                mbarrier.wait(smem.m_full.index(0), phase)
+                before = smem.m[0].load(S8_ROWS)
             elif i > 0:
-                mbarrier.wait(smem.bar.index(M_FULL + 1), phase ^ 1)
-                before = smem.m[1].load(ROWS)
+                mbarrier.wait(smem.m_full.index(1), phase ^ 1)
+                before = smem.m[1].load(S8_ROWS)
             m_new = gl.where(top > before + LAG, top, before)
             smem.m[HALF].store(m_new)
-            mbarrier.arrive(smem.bar.index(M_FULL + HALF), count=1)
+            mbarrier.arrive(smem.m_full.index(HALF), count=1)
             alpha = exp2(before - m_new)
 
             # P V of the other's block under the exponentials. Left has none before its first
@@ -508,9 +479,9 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             last = (step + STAGES - 1) % STAGES
             values = load_values(smem, last, A)
             if HALF == 1:
-                mbarrier.wait(smem.bar.index(P_FULL), phase)
+                mbarrier.wait(smem.p_full.index(0), phase)
             elif i > 0:
-                mbarrier.wait(smem.bar.index(P_FULL + 1), phase ^ 1)
+                mbarrier.wait(smem.p_full.index(1), phase ^ 1)
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             more = True if HALF == 0 else i > 0
@@ -529,15 +500,15 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             # Once P is announced, the other's next P may overwrite the one that these MMAs read.
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             fence_async_shared()
-            mbarrier.arrive(smem.bar.index(P_FULL + HALF), count=1)
+            mbarrier.arrive(smem.p_full.index(HALF), count=1)
             if HALF == 1 or i > 0:
-                mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+                mbarrier.arrive(smem.kv_empty.index(last), count=1)
 
-            # P V of the own block under the next S. After the last pair, these MMAs read stale
+            # P V of this block under the next S. After the last pair, these MMAs read stale
             # keys and nothing reads S.
             ahead = (step + 2) % STAGES
             if i + 1 < num_pairs:
-                mbarrier.wait(smem.bar.index(KV_FULL + ahead), (step + 2) // STAGES & 1)
+                mbarrier.wait(smem.kv_full.index(ahead), (step + 2) // STAGES & 1)
             s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S8)
             more = True if HALF == 1 else i > 0
             s = qk_mmas(s, smem, zero, ahead)
@@ -549,27 +520,27 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
             s = qk_rope_mma(s, smem, ahead)
             acc_a = pv_mma(acc_a, values_a, smem, zero, more, HALF)
             acc_b = pv_mma(acc_b, values_b, smem, zero, more, HALF)
-            mbarrier.arrive(smem.bar.index(KV_EMPTY + stage), count=1)
+            mbarrier.arrive(smem.kv_empty.index(stage), count=1)
             s, acc_a, acc_b = warpgroup_mma_wait(0, deps=[s, acc_a, acc_b])
             s = gl.convert_layout(s, S8)
             step += 2
         if HALF == 0:
             # P V of the last odd block.
             last = (step + STAGES - 1) % STAGES
-            mbarrier.wait(smem.bar.index(P_FULL + 1), (step // 2 & 1) ^ 1)
+            mbarrier.wait(smem.p_full.index(1), (step // 2 & 1) ^ 1)
             some = rises(smem, OTHER)
             acc_a, acc_b = rescale(acc_a, acc_b, some, smem, OTHER)
             values = load_values(smem, last, A)
             acc_a = pv_mma(acc_a, values, smem, zero, True, OTHER)
             values = load_values(smem, last, B)
             acc_b = pv_mma(acc_b, values, smem, zero, True, OTHER)
-            mbarrier.arrive(smem.bar.index(KV_EMPTY + last), count=1)
+            mbarrier.arrive(smem.kv_empty.index(last), count=1)
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
-            mbarrier.wait(smem.bar.index(M_FULL + 1), (step // 2 & 1) ^ 1)
-            after = smem.m[1].load(ROWS)
+            mbarrier.wait(smem.m_full.index(1), (step // 2 & 1) ^ 1)
+            after = smem.m[1].load(S8_ROWS)
             l = l * gl.convert_layout(exp2(m - after), gl.SliceLayout(1, SUM_PARTS))[:, None]
             m = after
-        inv_l, out, begin = store_sums(tile, turn, m, gl.sum(l, 1), results, shape, smem, HALF)
+        inv_l, out, begin = store_sums(tile, tile_iter, m, gl.sum(l, 1), results, shape, smem, HALF)
         store_columns(acc_a, inv_l, out, begin, results, shape)
         # The next queries arrive while the second part of O is stored.
         q, q_rope = load_queries(tile + gl.num_programs(0), num_tiles, queries, shape, HALF)
@@ -577,24 +548,24 @@ def consumer(num_tiles, queries, shape, results, smem, scale_log2, HALF: gl.cons
 
 
 @gluon.jit
-def store_sums(tile, turn, m, l, results, shape, smem, HALF: gl.constexpr):
+def store_sums(tile, tile_iter, m, l, results, shape, smem, HALF: gl.constexpr):
     """Exchange the sums of P; left stores lse. Returns what O is multiplied by, and its place."""
     smem.l.index(HALF).store(l)
-    mbarrier.arrive(smem.bar.index(SUMS), count=1)
-    mbarrier.wait(smem.bar.index(SUMS), turn & 1)
+    mbarrier.arrive(smem.l_full.index(0), count=1)
+    mbarrier.wait(smem.l_full.index(0), tile_iter & 1)
     begin, _, request, token = locate_tile(tile, shape)
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
-        l = gl.convert_layout(l, ROWS)
-        _, head, real = rows_of_tile(begin, shape, ROWS, False)
+        l = gl.convert_layout(l, S8_ROWS)
+        _, head, real = rows_of_tile(begin, shape, S8_ROWS, False)
         at = results.lse + request * results.lse_request + token * results.lse_token + head
         gl.store(at, (m + LOG_SHIFT + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
-    l = smem.l.index(0).load(COLUMNS) + smem.l.index(1).load(COLUMNS)
+    l = smem.l.index(0).load(S8_COLS) + smem.l.index(1).load(S8_COLS)
     empty = l == 0
     if results.attn_sink is not None:
-        _, head, real = rows_of_tile(begin, shape, COLUMNS, False)
+        _, head, real = rows_of_tile(begin, shape, S8_COLS, False)
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
-        l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(COLUMNS))
+        l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(S8_COLS))
     inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
     out = results.out + request * results.out_request + token * results.out_token
     return inv_l, out + HALF * HALF_DIM, begin
@@ -605,9 +576,9 @@ def store_columns(acc, inv_l, out, begin, results, shape):
     """Store columns of O, from the rows of O^T in the order of :func:`load_values`."""
     x = (acc * inv_l[None, :]).to(results.out.dtype.element_ty)
     x = x.reshape(2, 4, 2, 8, BLOCK_M).permute(4, 1, 0, 3, 2).reshape(BLOCK_M, PIECE_DIM)
-    x = gl.convert_layout(x, STORE)  # moves nothing
-    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE), False)
-    dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE))
+    x = gl.convert_layout(x, STORE_O_T)  # moves nothing
+    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE_O_T), False)
+    dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE_O_T))
     at = out + (head * results.out_head)[:, None] + dims[None, :]
     gl.store(at, x, mask=real[:, None])
 
@@ -636,13 +607,13 @@ def copy_block(step, slots, main, rows, smem):
     tail = gl.convert_layout(codes, COPY_ROWS).to(gl.pointer_type(gl.bfloat16), bitcast=True)
     dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, COPY_CODES))
     rope = VALUE_DIM // 2 + gl.arange(0, ROPE_DIM, gl.SliceLayout(0, COPY))
-    mbarrier.wait(smem.bar.index(KV_EMPTY + stage), step // STAGES & 1 ^ 1)
-    to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES)
+    mbarrier.wait(smem.kv_empty.index(stage), step // STAGES & 1 ^ 1)
+    to = reinterpret(smem.kv.index(stage), gl.uint8, [BLOCK_N, VALUE_DIM], CODES_TILE)
     async_load(to, codes[:, None] + dims[None, :])
     async_load(smem.k_rope.index(stage), tail[:, None] + rope[None, :])
     for factor in gl.static_range(NUM_FACTORS):
         async_load(smem.factors[factor].index(stage), factors + factor)
-    async_copy.mbarrier_arrive(smem.bar.index(KV_FULL + stage), increment_count=False)
+    async_copy.mbarrier_arrive(smem.kv_full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -652,7 +623,7 @@ def announce_pairs(tile, blocks, main, smem):
     num_blocks = gl.maximum(gl.cdiv(last - blocks.first, 2), 1) * 2
     at = tile // gl.num_programs(0) % STAGES
     smem.key_range.index(at).store(gl.zeros([1], gl.int32, THREADS) + num_blocks // 2)
-    mbarrier.arrive(smem.bar.index(KEY_RANGE + at), count=1)
+    mbarrier.arrive(smem.key_range_full.index(at), count=1)
     return num_blocks
 
 
@@ -680,16 +651,6 @@ def producer(num_tiles, rows, main, shape, smem):
             next_slots = later_slots
 
 
-@gluon.constexpr_function
-def arrivals(b):
-    """Number of arrivals of a barrier's phase."""
-    if b < KV_EMPTY.value:
-        return WARPGROUP.value
-    if b < KEY_RANGE.value or Q_FULL.value <= b:
-        return 2
-    return 1
-
-
 @gluon.jit
 def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Tensors in shared memory: the compiler puts a barrier between two stores to the same one."""
@@ -703,21 +664,25 @@ def tensors_of(NUM: gl.constexpr, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYO
 def allocate():
     """Shared memory and barriers of a CTA."""
     smem = SharedMemory(
-        q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES),
+        q=gl.allocate_shared_memory(gl.float8e4nv, [1, BLOCK_M, VALUE_DIM], CODES_TILE),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, ROPE_DIM], TILE),
-        q_scale=gl.allocate_shared_memory(gl.float32, [2, HALF_M], PLAIN),
-        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES),
+        q_scale=gl.allocate_shared_memory(gl.float32, [CONSUMERS, HALF_M], PLAIN),
+        kv=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, VALUE_DIM], CODES_TILE),
         k_rope=gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, ROPE_DIM], TILE),
         factors=tensors_of(NUM_FACTORS, gl.float32, [STAGES, BLOCK_N], PLAIN),
-        p=gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_M, BLOCK_N], P_TILE),
-        alpha=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
-        m=tensors_of(2, gl.float32, [BLOCK_M], PLAIN),
-        l=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
+        p=gl.allocate_shared_memory(gl.float8e4nv, [CONSUMERS, BLOCK_M, BLOCK_N], P_TILE),
+        alpha=gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M], PLAIN),
+        m=tensors_of(CONSUMERS, gl.float32, [BLOCK_M], PLAIN),
+        l=gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M], PLAIN),
         key_range=gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN),
-        bar=gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout()),
+        kv_full=allocate_barriers(STAGES, WARPGROUP),
+        kv_empty=allocate_barriers(STAGES, CONSUMERS),
+        key_range_full=allocate_barriers(STAGES, 1),
+        m_full=allocate_barriers(CONSUMERS, 1),
+        p_full=allocate_barriers(CONSUMERS, 1),
+        q_full=allocate_barriers(1, CONSUMERS),
+        l_full=allocate_barriers(1, CONSUMERS),
     )
-    for b in gl.static_range(NUM_BARRIERS):
-        mbarrier.init(smem.bar.index(b), count=arrivals(b))
     fence_async_shared()
     return smem
 
@@ -748,7 +713,7 @@ def round_rows(rows: Tensor) -> RoundedRows:
     records = rows.new_empty(num_rows + 1, RECORD.value, dtype=torch.uint8)
     factors = rows.new_empty(num_rows + 1, 4, dtype=torch.float32)
     rounded = RoundedRows(records, factors, num_rows)
-    _round_rows[(num_rows // 16 + 1,)](rows, rows.stride(0), rounded, num_warps=4)
+    _round_rows[(num_rows // ROUND_ROWS.value + 1,)](rows, rows.stride(0), rounded, num_warps=4)
     return rounded
 
 

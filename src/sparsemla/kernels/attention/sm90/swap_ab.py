@@ -17,9 +17,12 @@ from sparsemla.kernels.attention.sm90.tiles import (
 )
 from sparsemla.kernels.common.paged import Rows
 
+SLOTS_AT_ONCE = gl.constexpr(2048)
+"""Slots that the search for the last valid one loads at once."""
+
 
 class KeyRange(NamedTuple):
-    """The tiles of a stream that one split attends to."""
+    """The KV blocks of a stream that one split attends to."""
 
     rows: Rows
     """The cache."""
@@ -29,8 +32,8 @@ class KeyRange(NamedTuple):
     """Position of the split's first key."""
     end: int
     """Number of keys of the whole stream."""
-    num_tiles: int
-    """Tiles of the split."""
+    num_blocks: int
+    """KV blocks of the split."""
 
 
 @gluon.jit
@@ -49,8 +52,8 @@ def find_keys(stream, shape, LIST: gl.constexpr, PAGED: gl.constexpr):
         end = gl.minimum(load_length(stream, request, token), end).to(gl.int32)
     if not PAGED:
         used = 0
-        for start in range(0, end, 2048):
-            at = start + gl.arange(0, 2048, LIST)
+        for start in range(0, end, SLOTS_AT_ONCE):
+            at = start + gl.arange(0, SLOTS_AT_ONCE, LIST)
             slots = gl.load(entries + at, mask=at < end, other=-1)
             valid = is_slot(slots, stream.num_slots)
             used = gl.maximum(used, gl.max(gl.where(valid, at + 1, 0), 0))
@@ -64,12 +67,12 @@ def load_queries(
     shape,
     START: gl.constexpr,
     WIDTH: gl.constexpr,
-    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Dims ``START .. START + WIDTH`` of the group's rows; 0 in rows of padding."""
     _, request, first = group_of_program(shape)
-    token, head, real = rows_of_group(shape, N, gl.SliceLayout(1, LAYOUT))
+    token, head, real = rows_of_group(shape, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     q, request_stride, token_stride, head_stride = query_dims(queries, START)
     at = request * request_stride + (first + token) * token_stride + head * head_stride
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -78,7 +81,7 @@ def load_queries(
 
 @gluon.jit
 def sum_key_pairs(p):
-    """Sum of the two keys, 8 apart, that a thread holds for each row: ``[keys / 2, N]``."""
-    KEYS: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(p.reshape(KEYS // 16, 2, 8, N), 1).reshape(KEYS // 2, N)
+    """Sum of a thread's two keys, 8 apart, for each row: ``[BLOCK_N / 2, BLOCK_M]``."""
+    BLOCK_N: gl.constexpr = p.shape[0]
+    BLOCK_M: gl.constexpr = p.shape[1]
+    return gl.sum(p.reshape(BLOCK_N // 16, 2, 8, BLOCK_M), 1).reshape(BLOCK_N // 2, BLOCK_M)

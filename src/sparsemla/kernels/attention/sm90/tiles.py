@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparsemla.kernels.attention.sm90.layouts import (
     BLOCK_M,
@@ -34,6 +35,18 @@ class KeyBlocks(NamedTuple):
     num_main: object
     first: object
     last: object
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """An array of initialised barriers. A copying thread arrives when its copies land.
+
+    Each purpose has an array: between accesses to the same one, the compiler puts a ``bar.sync``.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(b), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit

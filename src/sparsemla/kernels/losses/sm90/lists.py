@@ -1,7 +1,7 @@
 """Index scores of listed rows and their gradients, for up to 64 heads of 128 dims.
 
 A consumer warpgroup has a token: its heads stay in shared memory and blocks of 64 entries pass by.
-The two consumers of a CTA have tokens, producers and stages of their own and share nothing, so
+The two consumers of a CTA have their own tokens, producers and stages and share nothing, so
 nothing of a token is summed twice. With entries on M and heads on N::
 
     _scores      x = k q^T, then sum_h w relu(x)
@@ -49,6 +49,7 @@ from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import (
     BLOCK,
+    PLAIN,
     STORE,
     TILE,
     Lists,
@@ -74,7 +75,6 @@ PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 # A producer has two warps.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 COPY_GIVEN = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Half of the terms: what a thread has of a row in an accumulator, in pieces of 16 bytes.
 STORE_TERMS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -144,14 +144,14 @@ def _load_head_weights(indexer, token):
 def _copy_block(to, phase, smem, keys, keys_row, lists, given, token, block, end, entries):
     """Copy the rows of a block, and the gradients of its scores if there are any."""
     if given is not None:
-        own = _load_entries(lists, token, block, end, COPY_GIVEN)
+        listed = _load_entries(lists, token, block, end, COPY_GIVEN)
     mbarrier.wait(smem.empty.index(to), phase)
     valid = _are_valid(entries, lists)
     copy_dims(smem.keys.index(to), keys, keys_row, entries.to(gl.int64), valid, 0, DIM, COPY)
     if given is not None:
         at = given.dscores + token.to(gl.int64) * given.dscores_token + block * BLOCK
         at += gl.arange(0, BLOCK, COPY_GIVEN)
-        async_load(given.stages.index(to), at, mask=_are_valid(own, lists))
+        async_load(given.stages.index(to), at, mask=_are_valid(listed, lists))
     async_copy.mbarrier_arrive(smem.full.index(to), increment_count=False)
 
 

@@ -377,14 +377,22 @@ def _select_row(
 
 
 @gluon.jit
-def _select_held_row(
-    x, out, size, k, pages, row, HELD: gl.constexpr, W: gl.constexpr, PAGE_SIZE: gl.constexpr
+def _select_row_in_registers(
+    x,
+    out,
+    size,
+    k,
+    pages,
+    row,
+    MAX_COLS: gl.constexpr,
+    W: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):
-    """Store the ids of a row of more than k and up to HELD columns, all of them in registers."""
+    """Store the ids of a row of more than k and up to MAX_COLS columns, all in registers."""
     L: gl.constexpr = cluster_layout(W, 1)
     share = gl.cdiv(size, W * 128) * 128
     warp = gl.arange(0, W, gl.SliceLayout(1, L))
-    lane = gl.arange(0, HELD // W, gl.SliceLayout(0, L))
+    lane = gl.arange(0, MAX_COLS // W, gl.SliceLayout(0, L))
     column = warp[:, None] * share + lane[None, :]
     live = (lane < share)[None, :] & (column < size)
     values = gl.load(x + column, mask=live, other=0.0).to(gl.float32)
@@ -408,16 +416,16 @@ def _collect_kernel(
     SAMPLE: gl.constexpr,
     WARPS: gl.constexpr,
     TOGETHER: gl.constexpr,
-    HELD: gl.constexpr,
+    MAX_COLS: gl.constexpr,
 ):
-    """Collect the candidates of one slice of a row of more than HELD columns."""
+    """Collect the candidates of one slice of a row of more than MAX_COLS columns."""
     gdc_launch_dependents()
     LISTS: gl.constexpr = 1 if TOGETHER else WARPS
     row = gl.program_id(0).to(gl.int64) // slices
     index = gl.program_id(0) % slices
     start, end = row_range(row_starts, row_ends, row, num_cols)
     size = end - start
-    if (size > k) & (size > HELD):
+    if (size > k) & (size > MAX_COLS):
         x = scores + row * stride_scores + start
         # All slices of a row compute the same threshold.
         ids, values = _load_sample(x, size, SAMPLE, WARPS)
@@ -453,9 +461,9 @@ def _finish_kernel(
     SAMPLE: gl.constexpr,
     WARPS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    HELD: gl.constexpr,
+    MAX_COLS: gl.constexpr,
 ):
-    """Select the ids of one row, from the candidates of its slices or from up to HELD columns."""
+    """Select the ids of one row, from its slices' candidates or from up to MAX_COLS columns."""
     pages = Pages(table, request_ids, num_requests, width, stride)
     gdc_launch_dependents()
     gdc_wait()
@@ -466,8 +474,8 @@ def _finish_kernel(
     o = out + row * stride_out
     if size <= k:
         store_short_row(o, size, k, pages, row, PAGE_SIZE, WARPS, cluster_line_layout(WARPS, 1))
-    elif size <= HELD:
-        _select_held_row(x, o, size, k, pages, row, HELD, WARPS, PAGE_SIZE)
+    elif size <= MAX_COLS:
+        _select_row_in_registers(x, o, size, k, pages, row, MAX_COLS, WARPS, PAGE_SIZE)
     else:
         lists += row * LISTS * (limit + TILE)
         counts += row * LISTS
@@ -568,14 +576,18 @@ class Sm90ListSchedule(portable.ListSchedule):
 
     @property
     def collect_options(self) -> dict[str, Any]:
-        return {"TOGETHER": self.together, "HELD": self.held, "maxnreg": self.registers}
+        return {"TOGETHER": self.together, "MAX_COLS": self.max_cols, "maxnreg": self.registers}
 
     @property
     def finish_options(self) -> dict[str, Any]:
-        return {"HELD": self.held, "maxnreg": 2048 // self.finish_warps, "launch_pdl": True}
+        return {
+            "MAX_COLS": self.max_cols,
+            "maxnreg": 2048 // self.finish_warps,
+            "launch_pdl": True,
+        }
 
     @property
-    def held(self) -> int:
+    def max_cols(self) -> int:
         """Columns that the registers of the program hold that finishes a row."""
         return 1024 * self.finish_warps
 
