@@ -1270,6 +1270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")
     parser.add_argument("-k", default="", help="only mutants with this in name or file")
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as conftest.py does in the tests
     jobs = options.jobs or (8 if torch.cuda.is_available() else 2)
     mutants = [
         mutant
