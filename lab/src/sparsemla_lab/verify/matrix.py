@@ -1451,13 +1451,15 @@ def _long_lengths(draw: Draw) -> Arguments:
 
 
 def _lengths_in_a_column(draw: Draw) -> Arguments:
-    """Lengths ``[B, 1]``, a column of a wider tensor."""
+    """Lengths ``[B, 1]``, a column of a wider tensor; those of the extra stream are ``[B]``."""
     options = {"format": FP8_584, "extra": EXTRA_STREAMS["of pages of 2"], "own_lengths": True}
     arguments = cases.sparse_decode_case(
         draw, with_lengths=True, with_extra_lengths=True, **cast("dict[str, Any]", options)
     )
-    names = "topk_lengths", "extra_topk_lengths"
-    return arguments | {name: embed(cast("Tensor", arguments[name])) for name in names}
+    lengths, extra = (
+        cast("Tensor", arguments[name]) for name in ("topk_lengths", "extra_topk_lengths")
+    )
+    return arguments | {"topk_lengths": embed(lengths), "extra_topk_lengths": extra.flatten()}
 
 
 def _wide_selections(draw: Draw, make: Callable[..., Arguments]) -> Arguments:
