@@ -47,6 +47,9 @@ INDEX_FORMATS = (
     e4m3_format(128, 128, 0),
 )
 
+ODD_INDEX_FORMATS = (bf16_format(40), e4m3_format(64, 64, 64), e4m3_format(96, 96, 0))
+"""Index formats of no model."""
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 HEAD_COUNTS = (1, 3, 8, 16, 32, 63, 64, 128)

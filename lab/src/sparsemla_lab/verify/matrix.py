@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sparsemla.cache import slots_of
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
@@ -61,6 +62,7 @@ from sparsemla_lab.testing.shapes import (
     INDEX_FORMATS,
     LATENT_FORMATS,
     ODD_FORMATS,
+    ODD_INDEX_FORMATS,
     PAGE_SIZES,
     PREFILL_SIZES,
     PROJECTION_SHAPES,
@@ -372,11 +374,27 @@ def _indexer_scores() -> list[Case]:
                 (3, 128),
                 (128, 96),
                 (200, 128),
+                (1, 200),
+                (128, 256),
             )
         ),
+        Case("5 heads of 16, strided", build(_strided_scores, num_heads=5, head_dim=16)),
+        *(
+            Case(f"{str(dtype)[6:]} weights", build(_scores_with_weights, dtype))
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+        Case("negative weights, zero keys", build(_scores_of_zero_keys)),
+        Case("ranges to both ends of int32", build(_widest_ranges)),
+        Case("NaN keys outside of all ranges", build(_scores_beside_nan)),
         Case("5000 tokens", build(make, num_tokens=5000, num_keys=200, ranges="ragged")),
-        Case(
-            "exact", build(make, num_tokens=20, ranges="ragged", exact=True), (EXACT,), quick=True
+        *(
+            Case(
+                f"exact{'' if fp8 else ', bf16'}",
+                build(make, num_tokens=20, ranges="ragged", exact=True, fp8=fp8),
+                (EXACT,),
+                quick=fp8,
+            )
+            for fp8 in (True, False)
         ),
         Case("one token", build(make, num_tokens=1, num_keys=1)),
         Case(
@@ -387,18 +405,57 @@ def _indexer_scores() -> list[Case]:
     ]
 
 
+def _strided_scores(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, ranges="ragged", **cast("dict[str, Any]", options))
+    names = "q", "weights", "keys"
+    return arguments | {name: embed(cast("Tensor", arguments[name])) for name in names}
+
+
+def _scores_with_weights(draw: Draw, dtype: torch.dtype) -> Arguments:
+    arguments = cases.indexer_scores_case(draw)
+    return arguments | {"weights": cast("Tensor", arguments["weights"]).to(dtype)}
+
+
+def _scores_of_zero_keys(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw)
+    keys = cast("Tensor", arguments["keys"])
+    keys[::2] = torch.zeros_like(keys[::2])
+    return arguments | {"weights": -cast("Tensor", arguments["weights"]).abs()}
+
+
+def _widest_ranges(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, num_tokens=4, num_keys=70, num_heads=4)
+    return arguments | {
+        "row_starts": draw.tensor([-(2**31), 0, 69, 30]),
+        "row_ends": draw.tensor([2**31 - 1, 70, 2**31 - 1, -(2**31)]),
+    }
+
+
+def _scores_beside_nan(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, ranges="ragged")
+    keys, scales = (cast("Tensor", arguments[name]) for name in ("keys", "key_scales"))
+    first, last = draw.tensor([3]), draw.tensor([50])
+    for part in (slice(0, 3), slice(50, None)):
+        keys[part] = torch.full_like(keys[part].float(), math.nan).to(keys.dtype)
+        scales[part] = math.nan
+    starts, ends = (cast("Tensor", arguments[name]) for name in ("row_starts", "row_ends"))
+    return arguments | {"row_starts": starts.maximum(first), "row_ends": ends.minimum(last)}
+
+
 def _indexer_scores_paged() -> list[Case]:
     make = cases.indexer_scores_paged_case
     lens = Shuffled((130, 64, 1, 0))
     return [
         *(
             Case(fmt.name, build(make, seq_lens=lens, format=fmt), quick=fmt in QUICK_FORMATS)
-            for fmt in INDEX_FORMATS
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
         ),
         *(
             Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size))
             for size in (1, 61, 128, 192)
         ),
+        Case("strided, pages of 7", build(_strided_paged_scores)),
+        Case("fewer columns than keys", build(_scores_of_few_columns)),
         Case("2 queries", build(make, seq_lens=lens, query_len=2), quick=True),
         Case("5 queries, 64 heads", build(make, seq_lens=lens, query_len=5, num_heads=64)),
         Case("300 requests", build(make, seq_lens=Shuffled(tuple(range(300))))),
@@ -423,6 +480,18 @@ def _indexer_scores_paged() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _strided_paged_scores(draw: Draw) -> Arguments:
+    """Queries with the tokens in front of the requests, and bfloat16 weights."""
+    arguments = cases.indexer_scores_paged_case(draw, query_len=3, num_heads=6, page_size=7)
+    q, weights = (cast("Tensor", arguments[name]) for name in ("q", "weights"))
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    return arguments | {"q": turned, "weights": weights.bfloat16()}
+
+
+def _scores_of_few_columns(draw: Draw) -> Arguments:
+    return cases.indexer_scores_paged_case(draw) | {"max_seq_len": 50}
 
 
 def _scores_of_missing_pages(draw: Draw) -> Arguments:
@@ -454,7 +523,7 @@ def _indexer_topk() -> list[Case]:
     return [
         *(
             Case(fmt.name, build(make, batch=mixed, format=fmt), quick=fmt in QUICK_FORMATS)
-            for fmt in INDEX_FORMATS
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
         ),
         *(
             Case(f"topk {topk}", build(make, batch=mixed, topk=topk), quick=topk == 64)
@@ -466,6 +535,27 @@ def _indexer_topk() -> list[Case]:
         Case("slots", build(make, batch=mixed, as_slots=True), quick=True),
         Case("slots, one request", build(make, batch=_batches((9, 200)), as_slots=True)),
         Case("a few tokens at a time", build(_best_in_little_memory)),
+        *(
+            Case(
+                f"{limit} bytes{'' if causal else ', not causal'}{', slots' if as_slots else ''}",
+                build(_best_of_missing_pages, limit, causal=causal, as_slots=as_slots),
+            )
+            for limit, causal, as_slots in (
+                (1, True, False),
+                (1, False, True),
+                (3000, True, True),
+                (3000, False, False),
+            )
+        ),
+        Case("3000 bytes, ratio 4", build(_best_of_missing_pages, 3000, ratio=4)),
+        Case("130 requests", build(_best_of_many_requests)),
+        Case("tokens behind the last request", build(_best_of_padding)),
+        *(
+            Case(f"all scores equal, ratio {ratio}", build(_best_of_equals, ratio=ratio))
+            for ratio in (1, 4)
+        ),
+        Case("NaN keys", build(_best_beside_nan)),
+        Case("int64", build(_best_of_int64)),
         Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
         Case("one layer of three", build(make, batch=mixed, num_layers=3)),
         *(
@@ -503,6 +593,61 @@ def _indexer_topk() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _best_of_missing_pages(draw: Draw, limit: int, **options: object) -> Arguments:
+    """A prefill, drafts, an empty request and a decode, in a workspace of any size."""
+    arguments = cases.indexer_topk_case(
+        draw,
+        query_lens=[9, 0, 2, 1],
+        seq_lens=[75, 30, 2, 41],
+        num_heads=5,
+        page_size=7,
+        topk=20,
+        **cast("dict[str, Any]", options),
+    )
+    table = cast("Tensor", arguments["page_table"])
+    table[0, 1], table[3, 0] = -1, 2**31 - 1
+    return arguments | {"max_workspace_bytes": limit}
+
+
+def _best_of_many_requests(draw: Draw) -> Arguments:
+    """More requests than one step of the search for a token's request covers."""
+    return cases.indexer_topk_case(
+        draw, query_lens=[0] * 129 + [1], seq_lens=[3] * 130, num_heads=2, page_size=2, topk=2
+    )
+
+
+def _best_of_padding(draw: Draw) -> Arguments:
+    """A batch padded for a captured graph: offsets end before the tokens do."""
+    arguments = cases.indexer_topk_case(draw, query_lens=[3, 4], seq_lens=[50, 60])
+    return arguments | {"input_row_offsets": draw.tensor([0, 3, 5])}
+
+
+def _best_of_equals(draw: Draw, ratio: int) -> Arguments:
+    """No product is positive, so every score is 0, which happens in trained models."""
+    arguments = cases.indexer_topk_case(
+        draw, query_lens=[2, 3], seq_lens=[150, 90], topk=20, ratio=ratio, format=bf16_format(128)
+    )
+    cast("Any", arguments["cache"]).fields().bf16.abs_()
+    return arguments | {"q": -cast("Tensor", arguments["q"]).abs()}
+
+
+def _best_beside_nan(draw: Draw) -> Arguments:
+    """NaN ranks behind every number: the first keys are chosen last."""
+    arguments = cases.indexer_topk_case(
+        draw, query_lens=[1], seq_lens=[20], format=bf16_format(128), topk=17
+    )
+    first = draw.tensor(range(5))
+    slots = slots_of(cast("Tensor", arguments["page_table"]), 0 * first, first, 64)
+    cast("Any", arguments["cache"]).write(slots, torch.full((5, 128), math.nan, device=draw.device))
+    return arguments
+
+
+def _best_of_int64(draw: Draw) -> Arguments:
+    arguments = cases.indexer_topk_case(draw)
+    names = "input_row_offsets", "seq_lens", "page_table"
+    return arguments | {name: cast("Tensor", arguments[name]).long() for name in names}
 
 
 def _best_in_little_memory(draw: Draw) -> Arguments:
