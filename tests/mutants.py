@@ -87,10 +87,8 @@ GROUP_STEPS = "tests/test_triton_projection.py -k test_groups and 192 and block1
 GROUPS_ACROSS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block2"
 POOL = "tests/test_tiers.py -k portable_kernels and pool_windows-ratio and overlap and index_fp8"
 LONG_POOL = "tests/test_triton_pool.py -k long_steps and 21"
-GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
-SHARED_GRADIENTS = (
-    "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
-)
+GRADIENTS = "tests/test_tiers.py -k portable_kernels and short and 200"
+SHARED_GRADIENTS = "tests/test_tiers.py -k portable_kernels and short and lists and 2"
 GATHER = "tests/test_tiers.py -k portable_kernels and gather_dequant-fp8_ds_mla"
 CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sparsemla import reference
 from sparsemla.cache import slots_of
 from sparsemla.formats import (
     BF16_512,
@@ -1119,6 +1120,7 @@ def _sparse_attention_backward() -> list[Case]:
     float32 = FLOAT32_GRADIENT, FLOAT32_GRADIENT, SPARSE_ATTENTION_SINK_GRADIENT
     return [
         *_sparse_attention(make, float32),
+        *_short_gradients(float32),
         Case("gradient of the LSE", build(make, with_dlse=True, with_sink=True), quick=True),
         Case("a little workspace", build(make, num_tokens=50, max_workspace_bytes=1 << 20)),
         Case(
@@ -1126,6 +1128,112 @@ def _sparse_attention_backward() -> list[Case]:
             build(make, list_tokens=4, num_tokens=50, with_dlse=True, max_workspace_bytes=1 << 20),
         ),
     ]
+
+
+def _short_gradients(float32: tuple[Tolerance, ...]) -> list[Case]:
+    """Few tokens, heads and dims, which an interpreter takes in a second."""
+    make = cases.sparse_attention_backward_case
+    small = {"num_tokens": 2, "num_heads": 3, "topk": 12, "num_rows": 20, "head_dim": 40}
+    few = {"with_sink": True, "with_lengths": True, "share": 0.6}
+    options: dict[str, dict[str, Any]] = {
+        **{
+            f"520 dims, {str(dtype)[6:]}": {
+                "head_dim": 520,
+                "with_dlse": True,
+                "dtype": dtype,
+                **few,
+            }
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        },
+        "one entry": {"num_tokens": 1, "num_heads": 1, "topk": 1, "num_rows": 1, "with_dlse": True},
+        "70 heads": {"num_tokens": 1, "num_heads": 70, "topk": 65, "num_rows": 90},
+        "600 dims": {"head_dim": 600},
+        "200 dims, strided": {"head_dim": 200, "strided": True, "with_dlse": True, **few},
+        "no valid index": {"share": 0.0, "with_sink": True},
+        "lists of 2 tokens": {"list_tokens": 2, "num_tokens": 5, "with_dlse": True, **few},
+        "lists of 8 tokens": {
+            "list_tokens": 8,
+            "num_tokens": 17,
+            "num_heads": 1,
+            "dtype": torch.float32,
+        },
+        "lists of 3 tokens, strided": {
+            "list_tokens": 3,
+            "num_tokens": 4,
+            "num_heads": 40,
+            "topk": 70,
+            "strided": True,
+        },
+        "lists of 4 tokens, whole": {
+            "list_tokens": 4,
+            "num_tokens": 3,
+            "kind": "whole",
+            "dtype": torch.float16,
+            **few,
+        },
+        "lists of 4 tokens, shuffled": {
+            "list_tokens": 4,
+            "num_tokens": 11,
+            "kind": "shuffled",
+            "with_lengths": True,
+            "with_dlse": True,
+        },
+    }
+    return [
+        *(
+            Case(
+                f"short, {name}",
+                build(make, **small | some),
+                float32 if some.get("dtype") == torch.float32 else None,
+            )
+            for name, some in options.items()
+        ),
+        *(
+            Case(f"short, in any order{name}", build(_in_any_order, **small | some))
+            for name, some in (("", few), (", lists", {"list_tokens": 2, "num_tokens": 5}))
+        ),
+        *(
+            Case(
+                f"short, {name}",
+                build(_gradients_of_few_rows, column=column, **small | {"num_tokens": 40}),
+            )
+            for name, column in (
+                ("all tokens choose the same rows", False),
+                ("one row K times", True),
+            )
+        ),
+        Case("short, peaked softmax", build(_peaked_gradients, **small)),
+    ]
+
+
+def _in_any_order(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.sparse_attention_backward_case(draw, **cast("dict[str, Any]", options))
+    return arguments | {"deterministic": False}
+
+
+def _recomputed(arguments: Arguments) -> Arguments:
+    """A gradient's arguments with the results of the forward pass of changed arguments."""
+    names = "q", "kv", "topk_indices", "softmax_scale", "topk_lengths", "attn_sink"
+    forward = cast("dict[str, Any]", {name: arguments[name] for name in names})
+    out, lse = reference.sparse_attention(**forward)
+    return arguments | {"out": out.to(forward["q"].dtype), "lse": lse}
+
+
+def _gradients_of_few_rows(draw: Draw, column: bool, **options: object) -> Arguments:
+    """All lists are that of the first token, or its first entry K times."""
+    arguments = cases.sparse_attention_backward_case(
+        draw, share=1.0, **cast("dict[str, Any]", options)
+    )
+    lists = cast("Tensor", arguments["topk_indices"])
+    lists[:] = lists[:1, :1] if column else lists[:1].clone()
+    return _recomputed(arguments)
+
+
+def _peaked_gradients(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.sparse_attention_backward_case(
+        draw, with_sink=True, **cast("dict[str, Any]", options)
+    )
+    return _recomputed(arguments | {"softmax_scale": 20.0})
 
 
 def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
