@@ -1047,6 +1047,7 @@ def _sparse_prefill() -> list[Case]:
             for empty in ("first stream", "second stream", "streams")
         ),
         Case("extra stream without lengths", build(_extra_without_lengths)),
+        Case("lengths beyond the selection", build(_long_prefill_lengths)),
         Case("extra stream, rows", build(_extra_rows, num_heads=64)),
         Case(
             "extra stream, float32",
@@ -1699,8 +1700,15 @@ def _zero_keys(draw: Draw) -> Arguments:
 
 
 def _long_lengths(draw: Draw) -> Arguments:
-    arguments = cases.sparse_decode_case(draw, format=FP8_DS_MLA)
-    return arguments | {"topk_lengths": draw.tensor([64, 65, 2**31 - 1])}
+    """Lengths of both streams that exceed the selection, which has 64 entries."""
+    extra = EXTRA_STREAMS["of the same format"]
+    arguments = cases.sparse_decode_case(draw, format=FP8_584, extra=extra)
+    lengths = draw.tensor([65, 64, 2**31 - 1])
+    return arguments | {"topk_lengths": lengths, "extra_topk_lengths": lengths.flip(0)}
+
+
+def _long_prefill_lengths(draw: Draw) -> Arguments:
+    return cases.as_prefill(_long_lengths(draw))
 
 
 def _lengths_in_a_column(draw: Draw) -> Arguments:
