@@ -65,21 +65,21 @@ def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
 # Few tests each, as the interpreter is slow.
 DECODE = "tests/test_tiers.py -k portable_kernels and sparse_decode-fp8_584"
 TILES_OF_KEYS = "tests/test_tiers.py -k portable_kernels and sparse_decode-1024"
-OWN_LENGTHS = "tests/test_triton_decode.py -k lengths_of_their_own and extra1"
-CAUSAL = "tests/test_triton_decode.py -k dense_decode_of_every_format and True-fp8_584"
-DENSE = "tests/test_triton_decode.py -k dense_decode_of_many_rows and 1-4-16"
-MERGE = "tests/test_triton_decode.py -k merge_states and (40 or 80)"
-STREAMS = "tests/test_triton_prefill.py -k two_streams and fp8_584"
-PREFILL = "tests/test_triton_prefill.py -k test_dense_prefill and kv_lens and True"
-RAGGED = "tests/test_triton_indexer.py -k test_ragged and (5-16 or ends_of_the_keys)"
-PAGED = "tests/test_triton_indexer.py -k test_paged"
+OWN_LENGTHS = "tests/test_tiers.py -k portable_kernels and sparse_decode-2 and each and extra"
+CAUSAL = "tests/test_tiers.py -k portable_kernels and dense_decode-3 and causal and fp8_584"
+DENSE = "tests/test_tiers.py -k portable_kernels and dense_decode-2 and 16"
+MERGE = "tests/test_tiers.py -k portable_kernels and merge_states-40"
+STREAMS = "tests/test_tiers.py -k portable_kernels and sparse_prefill-extra and pages"
+PREFILL = "tests/test_tiers.py -k portable_kernels and dense_prefill-context"
+RAGGED = "tests/test_tiers.py -k portable_kernels and indexer_scores-5 and strided"
+PAGED = "tests/test_tiers.py -k portable_kernels and indexer_scores_paged- and pages"
 NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k strided_values or (test_merge and five)"
 PARTS = "tests/test_tiers.py -k portable_kernels and project_heads-5"
 WRITES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp8_584"
 WRITES_FP4 = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-fp4_288"
 TIES_FP4 = "tests/test_triton_quant.py -k nan_large_values_and_ties and fp4_288"
-DECODE_FP4 = "tests/test_triton_decode.py -k sparse_decode_of_every_format and fp4_288"
+DECODE_FP4 = "tests/test_tiers.py -k portable_kernels and sparse_decode-fp4_288"
 KEYS_FP4 = "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-index_mxfp4"
 QUERIES = "tests/test_tiers.py -k portable_kernels and fused_rope_rmsnorm_quant-whole"
 GROUPS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block1"
@@ -87,10 +87,8 @@ GROUP_STEPS = "tests/test_triton_projection.py -k test_groups and 192 and block1
 GROUPS_ACROSS = "tests/test_triton_projection.py -k test_groups and num_parts and 3 and block2"
 POOL = "tests/test_tiers.py -k portable_kernels and pool_windows-ratio and overlap and index_fp8"
 LONG_POOL = "tests/test_triton_pool.py -k long_steps and 21"
-GRADIENTS = "tests/test_triton_sparse_attention.py -k test_gradients_of_every_shape and 200"
-SHARED_GRADIENTS = (
-    "tests/test_triton_sparse_attention.py -k test_gradients_of_shared_lists and with_dlse"
-)
+GRADIENTS = "tests/test_tiers.py -k portable_kernels and short and 200"
+SHARED_GRADIENTS = "tests/test_tiers.py -k portable_kernels and short and lists and 2"
 GATHER = "tests/test_tiers.py -k portable_kernels and gather_dequant-fp8_ds_mla"
 CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
@@ -1270,6 +1268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")
     parser.add_argument("-k", default="", help="only mutants with this in name or file")
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as conftest.py does in the tests
     jobs = options.jobs or (8 if torch.cuda.is_available() else 2)
     mutants = [
         mutant

@@ -1,3 +1,5 @@
+"""Properties of the indexer, and its memory; test_tiers.py has the values."""
+
 import math
 from contextlib import contextmanager
 
@@ -16,21 +18,16 @@ from sparsemla import (
 )
 from sparsemla.formats import to_fp8
 from sparsemla_lab.testing.cases import (
-    GARBAGE_PAGE,
     Draw,
-    embed,
-    index_cache,
     indexer_scores_case,
     indexer_scores_paged_case,
     indexer_topk_case,
 )
 from sparsemla_lab.testing.compare import (
-    EXACT,
     UNQUANTIZED_SCORES,
     assert_close,
     assert_equal,
     assert_selection,
-    check_op,
     run_reference,
     score_sizes,
 )
@@ -38,13 +35,6 @@ from sparsemla_lab.testing.shapes import INDEX_FORMATS
 
 by_format = pytest.mark.parametrize("fmt", INDEX_FORMATS)
 by_dtype = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-HEADS = [1, 3, 8, 32, 64]
-
-
-@by_dtype
-def test_exact_scores_are_equal_bit_for_bit(device, fp8):
-    case = indexer_scores_case(Draw(2, device), num_tokens=20, ranges="ragged", fp8=fp8, exact=True)
-    check_op("indexer_scores", case, (EXACT,))
 
 
 def test_scores_match_the_formula(device):
@@ -57,51 +47,6 @@ def test_scores_match_the_formula(device):
             score = (case["weights"][m].double() * dots.clamp_min(0)).sum()
             expected = score * case["index_k_scales"][n].double() if inside else -torch.inf
             assert float(got[m, n]) == float(expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_of_every_dtype(device, dtype):
-    case = indexer_scores_case(Draw(4, device))
-    check_op("indexer_scores", case | {"weights": case["weights"].to(dtype)})
-
-
-def test_negative_weights_and_zero_keys(device):
-    case = indexer_scores_case(Draw(5, device))
-    case["weights"] = -case["weights"].abs()
-    case["index_k"][::2] = torch.zeros((), device=device).to(torch.float8_e4m3fn)
-    (scores,) = check_op("indexer_scores", case)
-    assert (scores <= 0).all()
-
-
-def test_keys_outside_of_every_range_may_be_nan(device):
-    case = indexer_scores_case(Draw(6, device), num_keys=100, num_tokens=6)
-    case["row_ends"].clamp_(max=50)
-    nan = torch.full((50, 128), math.nan, device=device)
-    case["index_k"][50:] = nan.to(torch.float8_e4m3fn)
-    case["index_k_scales"][50:] = math.nan
-    (scores,) = check_op("indexer_scores", case)
-    assert not scores.isnan().any()
-
-
-def test_strided_scores(device):
-    case = indexer_scores_case(Draw(7, device), ranges="ragged", exact=True)
-    expected = sparsemla.indexer_scores(**case)
-    for name in ("index_q", "weights", "index_k"):
-        case[name] = embed(case[name])
-    out = torch.empty(6, 256, device=device)[:, :100]
-    assert sparsemla.indexer_scores(**case, out=out) is out
-    assert_equal("out", out.contiguous(), expected)
-
-
-@pytest.mark.parametrize("sizes", [(0, 10), (4, 0)], ids=["no queries", "no keys"])
-def test_scores_of_empty_inputs(device, sizes):
-    case = indexer_scores_case(Draw(8, device), num_tokens=4, num_keys=10)
-    for name in ("index_q", "weights", "row_starts", "row_ends"):
-        case[name] = case[name][: sizes[0]]
-    for name in ("index_k", "index_k_scales"):
-        case[name] = case[name][: sizes[1]]
-    (scores,) = check_op("indexer_scores", case)
-    assert scores.shape == sizes
 
 
 def test_fp8_scores_are_close_to_unquantised_scores(device):
@@ -138,123 +83,6 @@ def test_paged_scores_equal_ragged_scores(device):
     assert (paged[0, :, 130:] == -torch.inf).all()
 
 
-def test_paged_rows_longer_than_the_result_are_cut(device):
-    case = indexer_scores_paged_case(Draw(13, device), seq_lens=[130, 20])
-    check_op("indexer_scores_paged", case | {"max_seq_len": 50})
-
-
-@pytest.mark.parametrize("page", [-1, -(2**31), GARBAGE_PAGE])
-def test_paged_scores_of_missing_pages_are_minus_infinity(device, page):
-    case = indexer_scores_paged_case(Draw(14, device), seq_lens=[130, 20])
-    case["page_table"][0, 1] = page
-    (scores,) = check_op("indexer_scores_paged", case)
-    assert (scores[0, 0, 64:128] == -torch.inf).all()
-    assert (scores[0, 0, 128:130] > -torch.inf).all()
-
-
-@pytest.mark.parametrize("topk", [16, 300])
-def test_selections_as_slots(device, topk):
-    case = indexer_topk_case(Draw(15, device), topk=topk, as_slots=True)
-    (slots,) = check_op("indexer_topk", case)
-    positions = sparsemla.indexer_topk(**(case | {"as_slots": False}))
-    assert torch.equal(slots >= 0, positions >= 0)
-    assert not torch.equal(slots, positions)
-
-
-BATCHES = {
-    "decode": ([1, 1, 1], [300, 1, 64]),
-    "speculative decode": ([3, 3], [300, 4]),
-    "prefill": ([130], [130]),
-    "chunked prefill": ([20, 5], [150, 5]),
-    "mixed, with empty requests": ([0, 1, 40, 0, 2], [0, 200, 40, 9, 70]),
-    "more queries than keys": ([5, 3], [2, 0]),
-}
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_selections_of_batches(device, batch, causal):
-    query_lens, seq_lens = batch
-    case = indexer_topk_case(
-        Draw(17, device), query_lens=query_lens, seq_lens=seq_lens, causal=causal, topk=32
-    )
-    (ids,) = check_op("indexer_topk", case)
-    row = 0
-    for queries, length in zip(query_lens, seq_lens, strict=True):
-        for i in range(queries):
-            visible = max(length - queries + 1 + i, 0) if causal else length
-            chosen = ids[row][ids[row] >= 0].tolist()
-            assert len(chosen) == min(visible, 32)
-            assert all(position < visible for position in chosen)
-            if visible <= 32:
-                assert chosen == list(range(visible))
-            row += 1
-
-
-EDGES = (0, 2, 3, 4, 7, 8, 126, 127, 128, 129, 255, 256, 257)
-
-
-def pooled_case(draw, *, ratio, query_len, topk, **options):
-    """Requests with their last token at each of the positions EDGES."""
-    seq_lens = [position + 1 for position in EDGES]
-    query_lens = [min(query_len, length) for length in seq_lens]
-    return indexer_topk_case(
-        draw,
-        query_lens=query_lens,
-        seq_lens=seq_lens,
-        topk=topk,
-        ratio=ratio,
-        num_heads=3,
-        page_size=4,
-        **options,
-    )
-
-
-def directly(case):
-    """The selection in float64 by the formula, token by token."""
-    cache, topk, rows = case["cache"], case["topk"], []
-    starts = case["input_row_offsets"].tolist()
-    for request, length in enumerate(case["seq_lens"].tolist()):
-        first, last = starts[request : request + 2]
-        for token in range(first, last):
-            position = length - last + token
-            seen = (position + 1) // case["ratio"] if case["causal"] else length // case["ratio"]
-            pages = case["page_table"][request].tolist()
-            slots = [pages[i // cache.page_size] * cache.page_size for i in range(seen)]
-            slots = [slot + i % cache.page_size for i, slot in enumerate(slots)]
-            keys = cache.read(torch.tensor(slots, dtype=torch.long, device=cache.data.device))
-            dots = (keys.double() @ case["index_q"][token].double().T).clamp_min(0)  # [seen, heads]
-            scores = (dots @ case["weights"][token].double()).tolist()
-            best = sorted(range(seen), key=lambda i: (-scores[i], i))[:topk]
-            rows.append(sorted(best) + [-1] * (topk - len(best)))
-    return rows
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "null"])
-@pytest.mark.parametrize("query_len", [1, 5])
-@pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_selections_of_pooled_keys_follow_the_formula(device, ratio, query_len, causal):
-    """Each token of a request has its own number of keys, also within a speculative decode."""
-    case = pooled_case(Draw(40, device), ratio=ratio, query_len=query_len, topk=20, causal=causal)
-    (ids,) = check_op("indexer_topk", case)
-    assert ids.tolist() == directly(case)
-    slots = sparsemla.indexer_topk(**case | {"as_slots": True})
-    requests = torch.repeat_interleave(case["input_row_offsets"].diff())
-    pages = case["page_table"], requests
-    assert_equal("slots", slots, sparsemla.to_slots(ids, *pages, page_size=4))
-
-
-def test_ties_of_pooled_keys_go_to_the_lower_position(device):
-    """Without a positive product every score is 0, which happens in trained models."""
-    case = pooled_case(Draw(41, device), ratio=4, query_len=3, topk=20, format=bf16_format(128))
-    fields = case["cache"].fields()
-    fields.bf16.abs_()
-    case["index_q"] = -case["index_q"].abs()
-    (ids,) = check_op("indexer_topk", case)
-    assert ids.tolist() == directly(case)
-    assert ids[-1].tolist() == list(range(20))
-
-
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, ratio):
     """Whole, in chunks, and as requests of one token that bring their own number of keys."""
@@ -286,26 +114,6 @@ def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, ratio):
     counts = [(position + 1) // ratio for position in range(300)]
     alone = {"ratio": 1, "causal": False, "page_table": case["page_table"].expand(300, -1)}
     assert_equal("alone", select(0, 300, list(range(301)), counts, **alone), whole)
-
-
-@pytest.mark.parametrize("own_lengths", [False, True], ids=["per request", "per row"])
-def test_paged_scores_of_pooled_keys(device, own_lengths):
-    case = indexer_scores_paged_case(
-        Draw(43, device),
-        seq_lens=[position + 1 for position in EDGES],
-        query_len=3,
-        ratio=4,
-        own_lengths=own_lengths,
-        page_size=4,
-    )
-    (scores,) = check_op("indexer_scores_paged", case)
-    lengths = case["seq_lens"]
-    if not own_lengths:
-        lengths = lengths[:, None] + torch.arange(-2, 1, device=device)
-    expected = lengths.clamp_min(0) // 4
-    assert ((scores > -torch.inf).sum(2) == expected).all()
-    plain = sparsemla.indexer_scores_paged(**case | {"ratio": 1, "seq_lens": expected})
-    assert_equal("scores", scores, plain)
 
 
 @pytest.mark.parametrize(("step", "rejected"), [(3, True), (7, False), (129, False)])
@@ -404,51 +212,6 @@ def test_selections_of_random_values_are_the_best_ones(device):
         )
         assert_selection("ids", ids[row : row + queries], scores[0], 64)
         row += queries
-
-
-def test_tokens_behind_the_last_request_select_nothing(device):
-    case = indexer_topk_case(Draw(19, device), query_lens=[3, 4], seq_lens=[50, 60])
-    case["input_row_offsets"] = torch.tensor([0, 3, 5], device=device)
-    (ids,) = check_op("indexer_topk", case)
-    assert (ids[5:] == -1).all()
-    assert (ids[:5, 0] >= 0).all()
-
-
-def test_paged_scores_of_no_queries(device):
-    case = indexer_scores_paged_case(Draw(19, device), own_lengths=True)
-    for name in ("index_q", "weights", "seq_lens"):
-        case[name] = case[name][:, :0]
-    scores = sparsemla.indexer_scores_paged(**case, validate=True)
-    assert scores.shape == (case["index_q"].shape[0], 0, case["max_seq_len"])
-
-
-def test_scores_and_selections_without_pages(device):
-    case = indexer_scores_paged_case(Draw(19, device))
-    case["page_table"] = case["page_table"][:, :0]
-    (scores,) = check_op("indexer_scores_paged", case)
-    assert (scores == -torch.inf).all()
-    case = indexer_topk_case(Draw(19, device), query_lens=[3, 4], seq_lens=[0, 0])
-    case["page_table"] = case["page_table"][:, :0]
-    for as_slots in (False, True):
-        (ids,) = check_op("indexer_topk", case | {"as_slots": as_slots})
-        assert (ids == -1).all()
-
-
-def test_all_scores_equal(device):
-    case = indexer_topk_case(Draw(21, device), query_lens=[2], seq_lens=[150], topk=40)
-    case["weights"].zero_()
-    (ids,) = check_op("indexer_topk", case)
-    assert ids.tolist() == [list(range(40))] * 2
-
-
-def test_wider_offsets_lengths_and_tables(device):
-    case = indexer_topk_case(Draw(22, device))
-    expected = sparsemla.indexer_topk(**case)
-    for name in ("input_row_offsets", "seq_lens", "page_table"):
-        case[name] = case[name].long()
-    out = torch.empty(11, 40, dtype=torch.int32, device=device)[:, :16]
-    assert sparsemla.indexer_topk(**case, out=out) is out
-    assert_equal("ids", out.contiguous(), expected)
 
 
 @contextmanager
@@ -607,22 +370,3 @@ def test_ties_go_to_the_lower_position(device, fmt):
             for kind in kinds.unique():
                 of_kind = chosen[kinds == kind]
                 assert of_kind[: int(of_kind.sum())].all(), "a later one of equal keys was taken"
-
-
-@pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 14, 1 << 20])
-def test_the_limit_does_not_change_the_selection(device, limit):
-    case = indexer_topk_case(Draw(24, device), query_lens=[9, 3], seq_lens=[300, 64], exact=False)
-    expected = sparsemla.indexer_topk(**case)
-    got = sparsemla.indexer_topk(**case, max_workspace_bytes=limit)
-    assert_equal("ids", got, expected)
-
-
-def test_nan_keys_rank_last(device):
-    draw = Draw(25, device)
-    cache, table = index_cache(draw, [20], format=bf16_format(128), exact=True)
-    first = torch.arange(5, device=device)
-    slots = sparsemla.slots_of(table, torch.zeros_like(first), first, 64)
-    cache.write(slots, torch.full((5, 128), math.nan, device=device))
-    case = indexer_topk_case(draw, query_lens=[1], seq_lens=[20], format=bf16_format(128), topk=15)
-    (ids,) = check_op("indexer_topk", case | {"cache": cache, "page_table": table})
-    assert ids[0].tolist() == list(range(5, 20))

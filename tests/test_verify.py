@@ -250,6 +250,19 @@ def test_a_kernel_that_depends_on_the_batch_fails(wrap_kernels):
     assert any("alone" in failure for failure in op.failures)
 
 
+def test_a_row_without_keys_that_is_almost_zero_fails(wrap_kernels):
+    def almost(launch, arguments):
+        launch(**arguments)
+        arguments["out"][arguments["lse"].isneginf()] = 1e-30
+
+    wrap_kernels(almost)
+    (op,) = run.verify("cpu", quick=True, ops=["dense_decode"]).ops
+    assert (
+        op.properties["empty_rows"].failed == op.properties["empty_rows"].checked == op.failed > 0
+    )
+    assert all("rows without a key" in failure for failure in op.failures)
+
+
 @pytest.mark.parametrize("difference", [0, 1e-6])
 def test_a_kernel_that_takes_a_permission_unseen_fails(difference, wrap_kernels, monkeypatch):
     op = "sparse_prefill"

@@ -787,6 +787,7 @@ def sparse_decode_case(
     share: float = 0.9,
     strided: bool = False,
     scale_mode: ScaleMode = "pow2",
+    num_splits: int | None = None,
 ) -> Arguments:
     """Arguments of ``sparse_decode``.
 
@@ -795,6 +796,7 @@ def sparse_decode_case(
         format: format of the cache; other keywords set the problem's sizes and features.
         extra: format, sequence length, top-k and page size of a second cache.
         own_lengths: lengths are ``[batch, query_len]``, and not ``[batch]``.
+        num_splits: default the op's choice, which on a CPU is one.
     """
     wrap = embed if strided else _as_it_is
     shape = (batch, query_len, num_heads, format.head_dim)
@@ -839,12 +841,18 @@ def sparse_decode_case(
         arguments["extra_cache"] = stream[0]
         arguments["extra_topk_indices"] = stream[1]
         arguments["extra_topk_lengths"] = stream[2]
+    if num_splits is not None:
+        arguments["num_splits"] = num_splits
     return arguments
 
 
 def paged_prefill_case(draw: Draw, **options: object) -> Arguments:
     """Arguments of ``sparse_prefill`` over caches: each token is a request of a decode."""
-    decode = sparse_decode_case(draw, **cast("dict[str, Any]", options))
+    return as_prefill(sparse_decode_case(draw, **cast("dict[str, Any]", options)))
+
+
+def as_prefill(decode: Arguments) -> Arguments:
+    """Arguments of ``sparse_prefill`` from those of ``sparse_decode`` with single queries."""
     names = {"cache": "kv"}
     return {
         names.get(name, name): cast("Tensor", value)[:, 0]
@@ -1110,10 +1118,12 @@ def dense_decode_case(
     dtype: torch.dtype = torch.bfloat16,
     later_nan: bool = False,
     scale_mode: ScaleMode = "pow2",
+    num_splits: int | None = None,
 ) -> Arguments:
     """Arguments of ``dense_decode``, with NaN after each sequence and garbage after each table row.
 
-    With ``later_nan`` the last or the last but one token of each request is also NaN.
+    With ``later_nan`` the last or the last but one token of each request is also NaN. Without
+    ``num_splits`` the op chooses, on a CPU one.
     """
     cache, table = paged_requests(draw, format, seq_lens, page_size, num_layers, scale_mode)
     if later_nan:
@@ -1121,7 +1131,7 @@ def dense_decode_case(
         slots = slots_of(table, requests, draw.tensor(seq_lens) - 1 - requests % 2, page_size)
         cache.write(slots, torch.full((len(slots), format.head_dim), math.nan, device=draw.device))
     shape = (len(seq_lens), query_len, num_heads, format.head_dim)
-    return {
+    arguments: Arguments = {
         "q": decode_queries(draw, *shape, dtype=dtype),
         "cache": cache,
         "page_table": table,
@@ -1130,6 +1140,9 @@ def dense_decode_case(
         "causal": causal,
         "attn_sink": sinks(draw, num_heads) if with_sink else None,
     }
+    if num_splits is not None:
+        arguments["num_splits"] = num_splits
+    return arguments
 
 
 def merge_states_case(

@@ -18,6 +18,7 @@ from sparsemla.formats import (
     FP8_DS_MLA,
     INDEX_FP8,
     INDEX_MXFP4,
+    CacheFormat,
     bf16_format,
     e4m3_format,
 )
@@ -35,6 +36,9 @@ LATENT_FORMATS = (
     e4m3_format(576, 512, 576),
 )
 
+ODD_FORMATS = (bf16_format(320, 256), e4m3_format(160, 96, 48))
+"""Latent formats of no model: dims that are no powers of two, and blocks that end within them."""
+
 INDEX_FORMATS = (
     INDEX_FP8,
     bf16_format(128),
@@ -42,6 +46,9 @@ INDEX_FORMATS = (
     e4m3_format(128, 128, 128),
     e4m3_format(128, 128, 0),
 )
+
+ODD_INDEX_FORMATS = (bf16_format(40), e4m3_format(64, 64, 64), e4m3_format(96, 96, 0))
+"""Index formats of no model."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,7 +79,7 @@ DECODE_SIZES = (
 )
 """Keys of a request, top-k and page size of sparse decode."""
 
-EXTRA_STREAMS = {
+EXTRA_STREAMS: dict[str, tuple[CacheFormat, int, int, int]] = {
     "of the same format": (FP8_584, 300, 64, 64),
     "of pages of 2": (FP8_584, 50, 16, 2),
     "in bfloat16": (BF16_512, 100, 33, 7),

@@ -19,6 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sparsemla import reference
+from sparsemla.cache import slots_of
 from sparsemla.formats import (
     BF16_512,
     BF16_576,
@@ -60,6 +62,8 @@ from sparsemla_lab.testing.shapes import (
     HEAD_COUNTS,
     INDEX_FORMATS,
     LATENT_FORMATS,
+    ODD_FORMATS,
+    ODD_INDEX_FORMATS,
     PAGE_SIZES,
     PREFILL_SIZES,
     PROJECTION_SHAPES,
@@ -371,11 +375,27 @@ def _indexer_scores() -> list[Case]:
                 (3, 128),
                 (128, 96),
                 (200, 128),
+                (1, 200),
+                (128, 256),
             )
         ),
+        Case("5 heads of 16, strided", build(_strided_scores, num_heads=5, head_dim=16)),
+        *(
+            Case(f"{str(dtype)[6:]} weights", build(_scores_with_weights, dtype))
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+        Case("negative weights, zero keys", build(_scores_of_zero_keys)),
+        Case("ranges to both ends of int32", build(_widest_ranges)),
+        Case("NaN keys outside of all ranges", build(_scores_beside_nan)),
         Case("5000 tokens", build(make, num_tokens=5000, num_keys=200, ranges="ragged")),
-        Case(
-            "exact", build(make, num_tokens=20, ranges="ragged", exact=True), (EXACT,), quick=True
+        *(
+            Case(
+                f"exact{'' if fp8 else ', bf16'}",
+                build(make, num_tokens=20, ranges="ragged", exact=True, fp8=fp8),
+                (EXACT,),
+                quick=fp8,
+            )
+            for fp8 in (True, False)
         ),
         Case("one token", build(make, num_tokens=1, num_keys=1)),
         Case(
@@ -386,18 +406,57 @@ def _indexer_scores() -> list[Case]:
     ]
 
 
+def _strided_scores(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, ranges="ragged", **cast("dict[str, Any]", options))
+    names = "q", "weights", "keys"
+    return arguments | {name: embed(cast("Tensor", arguments[name])) for name in names}
+
+
+def _scores_with_weights(draw: Draw, dtype: torch.dtype) -> Arguments:
+    arguments = cases.indexer_scores_case(draw)
+    return arguments | {"weights": cast("Tensor", arguments["weights"]).to(dtype)}
+
+
+def _scores_of_zero_keys(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw)
+    keys = cast("Tensor", arguments["keys"])
+    keys[::2] = torch.zeros_like(keys[::2])
+    return arguments | {"weights": -cast("Tensor", arguments["weights"]).abs()}
+
+
+def _widest_ranges(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, num_tokens=4, num_keys=70, num_heads=4)
+    return arguments | {
+        "row_starts": draw.tensor([-(2**31), 0, 69, 30]),
+        "row_ends": draw.tensor([2**31 - 1, 70, 2**31 - 1, -(2**31)]),
+    }
+
+
+def _scores_beside_nan(draw: Draw) -> Arguments:
+    arguments = cases.indexer_scores_case(draw, ranges="ragged")
+    keys, scales = (cast("Tensor", arguments[name]) for name in ("keys", "key_scales"))
+    first, last = draw.tensor([3]), draw.tensor([50])
+    for part in (slice(0, 3), slice(50, None)):
+        keys[part] = torch.full_like(keys[part].float(), math.nan).to(keys.dtype)
+        scales[part] = math.nan
+    starts, ends = (cast("Tensor", arguments[name]) for name in ("row_starts", "row_ends"))
+    return arguments | {"row_starts": starts.maximum(first), "row_ends": ends.minimum(last)}
+
+
 def _indexer_scores_paged() -> list[Case]:
     make = cases.indexer_scores_paged_case
     lens = Shuffled((130, 64, 1, 0))
     return [
         *(
             Case(fmt.name, build(make, seq_lens=lens, format=fmt), quick=fmt in QUICK_FORMATS)
-            for fmt in INDEX_FORMATS
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
         ),
         *(
             Case(f"pages of {size}", build(make, seq_lens=lens, page_size=size))
             for size in (1, 61, 128, 192)
         ),
+        Case("strided, pages of 7", build(_strided_paged_scores)),
+        Case("fewer columns than keys", build(_scores_of_few_columns)),
         Case("2 queries", build(make, seq_lens=lens, query_len=2), quick=True),
         Case("5 queries, 64 heads", build(make, seq_lens=lens, query_len=5, num_heads=64)),
         Case("300 requests", build(make, seq_lens=Shuffled(tuple(range(300))))),
@@ -422,6 +481,18 @@ def _indexer_scores_paged() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _strided_paged_scores(draw: Draw) -> Arguments:
+    """Queries with the tokens in front of the requests, and bfloat16 weights."""
+    arguments = cases.indexer_scores_paged_case(draw, query_len=3, num_heads=6, page_size=7)
+    q, weights = (cast("Tensor", arguments[name]) for name in ("q", "weights"))
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    return arguments | {"q": turned, "weights": weights.bfloat16()}
+
+
+def _scores_of_few_columns(draw: Draw) -> Arguments:
+    return cases.indexer_scores_paged_case(draw) | {"max_seq_len": 50}
 
 
 def _scores_of_missing_pages(draw: Draw) -> Arguments:
@@ -453,7 +524,7 @@ def _indexer_topk() -> list[Case]:
     return [
         *(
             Case(fmt.name, build(make, batch=mixed, format=fmt), quick=fmt in QUICK_FORMATS)
-            for fmt in INDEX_FORMATS
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
         ),
         *(
             Case(f"topk {topk}", build(make, batch=mixed, topk=topk), quick=topk == 64)
@@ -465,6 +536,27 @@ def _indexer_topk() -> list[Case]:
         Case("slots", build(make, batch=mixed, as_slots=True), quick=True),
         Case("slots, one request", build(make, batch=_batches((9, 200)), as_slots=True)),
         Case("a few tokens at a time", build(_best_in_little_memory)),
+        *(
+            Case(
+                f"{limit} bytes{'' if causal else ', not causal'}{', slots' if as_slots else ''}",
+                build(_best_of_missing_pages, limit, causal=causal, as_slots=as_slots),
+            )
+            for limit, causal, as_slots in (
+                (1, True, False),
+                (1, False, True),
+                (3000, True, True),
+                (3000, False, False),
+            )
+        ),
+        Case("3000 bytes, ratio 4", build(_best_of_missing_pages, 3000, ratio=4)),
+        Case("130 requests", build(_best_of_many_requests)),
+        Case("tokens behind the last request", build(_best_of_padding)),
+        *(
+            Case(f"all scores equal, ratio {ratio}", build(_best_of_equals, ratio=ratio))
+            for ratio in (1, 4)
+        ),
+        Case("NaN keys", build(_best_beside_nan)),
+        Case("int64", build(_best_of_int64)),
         Case("more queries than keys", build(make, batch=_batches((5, 2), (3, 0), (1, 9)))),
         Case("one layer of three", build(make, batch=mixed, num_layers=3)),
         *(
@@ -502,6 +594,61 @@ def _indexer_topk() -> list[Case]:
             large=True,
         ),
     ]
+
+
+def _best_of_missing_pages(draw: Draw, limit: int, **options: object) -> Arguments:
+    """A prefill, drafts, an empty request and a decode, in a workspace of any size."""
+    arguments = cases.indexer_topk_case(
+        draw,
+        query_lens=[9, 0, 2, 1],
+        seq_lens=[75, 30, 2, 41],
+        num_heads=5,
+        page_size=7,
+        topk=20,
+        **cast("dict[str, Any]", options),
+    )
+    table = cast("Tensor", arguments["page_table"])
+    table[0, 1], table[3, 0] = -1, 2**31 - 1
+    return arguments | {"max_workspace_bytes": limit}
+
+
+def _best_of_many_requests(draw: Draw) -> Arguments:
+    """More requests than one step of the search for a token's request covers."""
+    return cases.indexer_topk_case(
+        draw, query_lens=[0] * 129 + [1], seq_lens=[3] * 130, num_heads=2, page_size=2, topk=2
+    )
+
+
+def _best_of_padding(draw: Draw) -> Arguments:
+    """A batch padded for a captured graph: offsets end before the tokens do."""
+    arguments = cases.indexer_topk_case(draw, query_lens=[3, 4], seq_lens=[50, 60])
+    return arguments | {"input_row_offsets": draw.tensor([0, 3, 5])}
+
+
+def _best_of_equals(draw: Draw, ratio: int) -> Arguments:
+    """No product is positive, so every score is 0, which happens in trained models."""
+    arguments = cases.indexer_topk_case(
+        draw, query_lens=[2, 3], seq_lens=[150, 90], topk=20, ratio=ratio, format=bf16_format(128)
+    )
+    cast("Any", arguments["cache"]).fields().bf16.abs_()
+    return arguments | {"q": -cast("Tensor", arguments["q"]).abs()}
+
+
+def _best_beside_nan(draw: Draw) -> Arguments:
+    """NaN ranks behind every number: the first keys are chosen last."""
+    arguments = cases.indexer_topk_case(
+        draw, query_lens=[1], seq_lens=[20], format=bf16_format(128), topk=17
+    )
+    first = draw.tensor(range(5))
+    slots = slots_of(cast("Tensor", arguments["page_table"]), 0 * first, first, 64)
+    cast("Any", arguments["cache"]).write(slots, torch.full((5, 128), math.nan, device=draw.device))
+    return arguments
+
+
+def _best_of_int64(draw: Draw) -> Arguments:
+    arguments = cases.indexer_topk_case(draw)
+    names = "input_row_offsets", "seq_lens", "page_table"
+    return arguments | {name: cast("Tensor", arguments[name]).long() for name in names}
 
 
 def _best_in_little_memory(draw: Draw) -> Arguments:
@@ -813,6 +960,7 @@ def _sparse_prefill() -> list[Case]:
         Case("topk 2049", build(make, num_rows=3000, topk=2049, num_tokens=9, **both), large=True),
         Case("plain", build(make), quick=True),
         Case("sink", build(make, with_sink=True)),
+        Case("few valid indices", build(make, num_heads=16, share=0.1, **both)),
         Case("no valid index", build(make, share=0.0, **both), quick=True),
         Case("no valid index among 4096", build(make, topk=4096, share=0.0, **both)),
         Case("strided", build(make, strided=True, **both)),
@@ -833,14 +981,24 @@ def _sparse_prefill() -> list[Case]:
         ),
         Case("float16", build(make, dtype=torch.float16, **both)),
         Case("float32", build(make, dtype=torch.float32, **both)),
+        Case("128 dims", build(make, head_dim=128, **both)),
+        Case("int64", build(_wide_rows)),
+        *(Case(f"logits of {size:g}", build(_scaled_logits, size)) for size in (1e-3, 30.0, 1e4)),
         *(
             Case(f"{str(dtype)[6:]} results", build(_with_out_dtype, dtype, **both))
             for dtype in (torch.float16, torch.float32)
         ),
+        *(
+            Case(
+                f"{str(dtype)[6:]} results of float32 queries",
+                build(_with_out_dtype, dtype, dtype=torch.float32, **both),
+            )
+            for dtype in (torch.float16, torch.bfloat16)
+        ),
         Case("duplicates", build(_duplicates)),
         *(
             Case(f"cache of {fmt.name}", build(_prefill_from_cache, fmt), quick=fmt == FP8_DS_MLA)
-            for fmt in LATENT_FORMATS[1:8]
+            for fmt in (*LATENT_FORMATS[1:], *ODD_FORMATS, bf16_format(100, 60))
         ),
         *(
             Case(
@@ -877,7 +1035,20 @@ def _sparse_prefill() -> list[Case]:
             for fmt in (FP8_584, BF16_512)
             for heads in (16, 32, 64, 128)
         ),
-        Case("extra stream, rows", build(_extra_rows)),
+        *(
+            Case(
+                f"{topk} entries, {extra_topk} of the extra stream, {heads} heads",
+                build(_extra_rows, topk=topk, extra_topk=extra_topk, num_heads=heads),
+            )
+            for topk, extra_topk, heads in ((0, 5, 3), (64, 0, 16), (1, 63, 3), (65, 129, 16))
+        ),
+        *(
+            Case(f"no valid index of the {empty}", build(_empty_prefill_streams, empty))
+            for empty in ("first stream", "second stream", "streams")
+        ),
+        Case("extra stream without lengths", build(_extra_without_lengths)),
+        Case("lengths beyond the selection", build(_long_prefill_lengths)),
+        Case("extra stream, rows", build(_extra_rows, num_heads=64)),
         Case(
             "extra stream, float32",
             build(
@@ -950,6 +1121,7 @@ def _sparse_attention_backward() -> list[Case]:
     float32 = FLOAT32_GRADIENT, FLOAT32_GRADIENT, SPARSE_ATTENTION_SINK_GRADIENT
     return [
         *_sparse_attention(make, float32),
+        *_short_gradients(float32),
         Case("gradient of the LSE", build(make, with_dlse=True, with_sink=True), quick=True),
         Case("a little workspace", build(make, num_tokens=50, max_workspace_bytes=1 << 20)),
         Case(
@@ -957,6 +1129,112 @@ def _sparse_attention_backward() -> list[Case]:
             build(make, list_tokens=4, num_tokens=50, with_dlse=True, max_workspace_bytes=1 << 20),
         ),
     ]
+
+
+def _short_gradients(float32: tuple[Tolerance, ...]) -> list[Case]:
+    """Few tokens, heads and dims, which an interpreter takes in a second."""
+    make = cases.sparse_attention_backward_case
+    small = {"num_tokens": 2, "num_heads": 3, "topk": 12, "num_rows": 20, "head_dim": 40}
+    few = {"with_sink": True, "with_lengths": True, "share": 0.6}
+    options: dict[str, dict[str, Any]] = {
+        **{
+            f"520 dims, {str(dtype)[6:]}": {
+                "head_dim": 520,
+                "with_dlse": True,
+                "dtype": dtype,
+                **few,
+            }
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        },
+        "one entry": {"num_tokens": 1, "num_heads": 1, "topk": 1, "num_rows": 1, "with_dlse": True},
+        "70 heads": {"num_tokens": 1, "num_heads": 70, "topk": 65, "num_rows": 90},
+        "600 dims": {"head_dim": 600},
+        "200 dims, strided": {"head_dim": 200, "strided": True, "with_dlse": True, **few},
+        "no valid index": {"share": 0.0, "with_sink": True},
+        "lists of 2 tokens": {"list_tokens": 2, "num_tokens": 5, "with_dlse": True, **few},
+        "lists of 8 tokens": {
+            "list_tokens": 8,
+            "num_tokens": 17,
+            "num_heads": 1,
+            "dtype": torch.float32,
+        },
+        "lists of 3 tokens, strided": {
+            "list_tokens": 3,
+            "num_tokens": 4,
+            "num_heads": 40,
+            "topk": 70,
+            "strided": True,
+        },
+        "lists of 4 tokens, whole": {
+            "list_tokens": 4,
+            "num_tokens": 3,
+            "kind": "whole",
+            "dtype": torch.float16,
+            **few,
+        },
+        "lists of 4 tokens, shuffled": {
+            "list_tokens": 4,
+            "num_tokens": 11,
+            "kind": "shuffled",
+            "with_lengths": True,
+            "with_dlse": True,
+        },
+    }
+    return [
+        *(
+            Case(
+                f"short, {name}",
+                build(make, **small | some),
+                float32 if some.get("dtype") == torch.float32 else None,
+            )
+            for name, some in options.items()
+        ),
+        *(
+            Case(f"short, in any order{name}", build(_in_any_order, **small | some))
+            for name, some in (("", few), (", lists", {"list_tokens": 2, "num_tokens": 5}))
+        ),
+        *(
+            Case(
+                f"short, {name}",
+                build(_gradients_of_few_rows, column=column, **small | {"num_tokens": 40}),
+            )
+            for name, column in (
+                ("all tokens choose the same rows", False),
+                ("one row K times", True),
+            )
+        ),
+        Case("short, peaked softmax", build(_peaked_gradients, **small)),
+    ]
+
+
+def _in_any_order(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.sparse_attention_backward_case(draw, **cast("dict[str, Any]", options))
+    return arguments | {"deterministic": False}
+
+
+def _recomputed(arguments: Arguments) -> Arguments:
+    """A gradient's arguments with the results of the forward pass of changed arguments."""
+    names = "q", "kv", "topk_indices", "softmax_scale", "topk_lengths", "attn_sink"
+    forward = cast("dict[str, Any]", {name: arguments[name] for name in names})
+    out, lse = reference.sparse_attention(**forward)
+    return arguments | {"out": out.to(forward["q"].dtype), "lse": lse}
+
+
+def _gradients_of_few_rows(draw: Draw, column: bool, **options: object) -> Arguments:
+    """All lists are that of the first token, or its first entry K times."""
+    arguments = cases.sparse_attention_backward_case(
+        draw, share=1.0, **cast("dict[str, Any]", options)
+    )
+    lists = cast("Tensor", arguments["topk_indices"])
+    lists[:] = lists[:1, :1] if column else lists[:1].clone()
+    return _recomputed(arguments)
+
+
+def _peaked_gradients(draw: Draw, **options: object) -> Arguments:
+    arguments = cases.sparse_attention_backward_case(
+        draw, with_sink=True, **cast("dict[str, Any]", options)
+    )
+    return _recomputed(arguments | {"softmax_scale": 20.0})
 
 
 def _apart(draw: Draw, make: Callable[..., Arguments], **options: object) -> Arguments:
@@ -1011,10 +1289,37 @@ def _uneven_streams(draw: Draw, **options: object) -> Arguments:
     return arguments | {"extra_topk_lengths": lengths}
 
 
-def _extra_rows(draw: Draw) -> Arguments:
+def _empty_prefill_streams(draw: Draw, empty: str) -> Arguments:
+    return cases.as_prefill(_empty_streams(draw, empty))
+
+
+def _extra_without_lengths(draw: Draw) -> Arguments:
+    extra = EXTRA_STREAMS["of pages of 2"]
+    return cases.paged_prefill_case(draw, format=FP8_584, extra=extra, with_lengths=True)
+
+
+def _wide_rows(draw: Draw) -> Arguments:
+    """int64 ids and lengths; an id is beyond int32, and its lowest bits name a row."""
+    arguments = cases.sparse_prefill_case(draw, with_lengths=True)
+    indices = cast("Tensor", arguments["topk_indices"]).long()
+    for column, beyond in enumerate((2**32, 2**32 + 1, -(2**32), 2**63 - 1, -(2**63))):
+        indices[:, column] = beyond
+    lengths = cast("Tensor", arguments["topk_lengths"]).long()
+    return arguments | {"topk_indices": indices, "topk_lengths": lengths}
+
+
+def _scaled_logits(draw: Draw, size: float) -> Arguments:
+    return cases.sparse_prefill_case(draw, with_sink=True) | {"softmax_scale": size}
+
+
+def _extra_rows(draw: Draw, *, num_heads: int, topk: int = 128, extra_topk: int = 65) -> Arguments:
     """Rows of both streams instead of caches."""
-    arguments = cases.sparse_prefill_case(draw, num_heads=64, head_dim=512, with_sink=True)
-    more = cases.sparse_prefill_case(draw, num_rows=70, topk=65, head_dim=512, with_lengths=True)
+    arguments = cases.sparse_prefill_case(
+        draw, num_heads=num_heads, topk=topk, head_dim=512, with_sink=True
+    )
+    more = cases.sparse_prefill_case(
+        draw, num_rows=70, topk=extra_topk, head_dim=512, with_lengths=True
+    )
     return arguments | {
         "extra_cache": more["kv"],
         "extra_topk_indices": more["topk_indices"],
@@ -1051,12 +1356,25 @@ def _dense_prefill() -> list[Case]:
         Case("full", build(make, batch=ragged, causal=False), quick=True),
         Case("context", build(make, batch=lens((70, 200), (0, 0), (1, 129)))),
         Case("fewer keys than queries", build(make, batch=lens((6, 2), (3, 0), (2, 2)))),
+        Case("no queries", build(make, batch=lens((0, 0)))),
         Case("NaN in later keys", build(make, batch=lens((70, 200), (9, 20)), nan_in="k")),
+        Case("rows behind the last request", build(_padded_rows)),
         Case("float16", build(make, batch=ragged, dtype=torch.float16)),
         Case("float32", build(make, batch=ragged, dtype=torch.float32)),
         Case("strided", build(make, batch=ragged, strided=True)),
         Case("long", build(make, batch=lens((900, 4000), (0, 9), (65, 65))), large=True),
     ]
+
+
+def _padded_rows(draw: Draw) -> Arguments:
+    """Padding: rows of queries, and NaN rows of keys and values, belong to no request."""
+    arguments = cases.dense_prefill_case(draw, query_lens=[3, 4], kv_lens=[10, 4])
+    for name in ("k", "v"):
+        cast("Tensor", arguments[name])[12:] = math.nan
+    return arguments | {
+        "input_row_offsets": draw.tensor([0, 3, 5]),
+        "kv_row_offsets": draw.tensor([0, 10, 12]),
+    }
 
 
 def _sparse_decode() -> list[Case]:
@@ -1070,7 +1388,7 @@ def _sparse_decode() -> list[Case]:
                 quick=fmt in QUICK_FORMATS,
                 alone=fmt == FP8_DS_MLA,
             )
-            for fmt in LATENT_FORMATS
+            for fmt in (*LATENT_FORMATS, *ODD_FORMATS)
         ),
         *(
             Case(
@@ -1167,14 +1485,30 @@ def _sparse_decode() -> list[Case]:
             for heads in (64, 16)
         ),
         Case("lengths", build(make, format=FP8_DS_MLA, with_lengths=True)),
+        Case("sink", build(make, format=FP8_DS_MLA, with_sink=True)),
+        Case("lengths beyond the selection", build(_long_lengths)),
+        Case("lengths of requests of one token", build(_lengths_in_a_column)),
+        Case("int64", build(_wide_selections, make)),
+        Case("duplicates", build(_decode_duplicates)),
         Case("no valid slot", build(make, format=FP8_DS_MLA, share=0.0, **both), quick=True),
+        *(
+            Case(f"no valid slot of the {empty}", build(_empty_streams, empty))
+            for empty in ("first stream", "second stream", "streams")
+        ),
+        *_decode_in_splits(),
         Case("74 requests", build(make, format=FP8_DS_MLA, batch=74, query_len=3, **both)),
         Case(  # enough tokens for each program to process many tiles of keys
             "140 requests of 64 heads",
             build(make, format=FP8_DS_MLA, batch=140, num_heads=64, seq_len=300, topk=300, **both),
             quick=True,
         ),
-        Case("one layer of three", build(make, format=FP8_DS_MLA, num_layers=3, **both)),
+        *(
+            Case(
+                f"one layer of three, {fmt.name}",
+                build(make, format=fmt, num_layers=3, **both),
+            )
+            for fmt in (FP8_DS_MLA, FP8_584)
+        ),
         Case("strided", build(make, format=FP8_DS_MLA, query_len=2, strided=True, **both)),
         *(
             Case(
@@ -1252,6 +1586,83 @@ def _sparse_decode() -> list[Case]:
     ]
 
 
+def _decode_in_splits() -> list[Case]:
+    """Given numbers of splits, several on a CPU, too; some splits have no keys."""
+    make = _sparse_decode_case
+    both = {"with_sink": True, "with_lengths": True}
+    tiles = {"batch": 2, "num_heads": 2, "topk": 200, "seq_len": 300}
+    return [
+        *(
+            Case(
+                f"3 splits, strided, {fmt.name}",
+                build(make, format=fmt, query_len=2, strided=True, num_splits=3, **tiles, **both),
+                quick=fmt == FP8_584,
+                alone=fmt == FP8_584,
+            )
+            for fmt in (FP8_DS_MLA, FP8_584, BF16_576)
+        ),
+        *(
+            Case(
+                f"5 splits, extra stream of {fmt.name}, "
+                f"{'no' if not used else ' and '.join(used)} lengths",
+                build(
+                    make,
+                    format=FP8_584,
+                    batch=2,
+                    num_heads=2,
+                    topk=70,
+                    extra=(fmt, 90, 50, 2),
+                    with_sink=True,
+                    with_lengths="first" in used,
+                    with_extra_lengths="second" in used,
+                    num_splits=5,
+                ),
+            )
+            for fmt, used in (
+                (FP8_584, ()),
+                (BF16_512, ("first",)),
+                (FP8_584, ("second",)),
+                (BF16_512, ("first", "second")),
+            )
+        ),
+        *(
+            Case(
+                f"2 splits, each token's lengths{', extra stream' if extra else ''}",
+                build(
+                    make,
+                    format=FP8_584,
+                    batch=2,
+                    query_len=2,
+                    num_heads=2,
+                    extra=extra,
+                    with_extra_lengths=extra is not None,
+                    own_lengths=True,
+                    num_splits=2,
+                    **both,
+                ),
+            )
+            for extra in (None, (FP8_584, 90, 50, 2))
+        ),
+        Case("2 splits, 40 heads", build(make, format=FP8_DS_MLA, num_heads=40, num_splits=2)),
+        Case(
+            "2 splits, float32, one layer of three",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                num_heads=2,
+                dtype=torch.float32,
+                num_layers=3,
+                num_splits=2,
+            ),
+        ),
+        *(
+            Case(f"{splits} splits, requests without valid slots", build(_empty_requests, splits))
+            for splits in (1, 4)
+        ),
+        Case("3 splits, negative lengths", build(_negative_lengths, 2, num_splits=3)),
+    ]
+
+
 def _sparse_decode_case(draw: Draw, **options: object) -> Arguments:
     """``sparse_decode_case``; with lengths, one request has length 0."""
     arguments = cases.sparse_decode_case(draw, **cast("dict[str, Any]", options))
@@ -1288,7 +1699,76 @@ def _zero_keys(draw: Draw) -> Arguments:
     return arguments
 
 
-def _negative_lengths(draw: Draw, num_heads: int) -> Arguments:
+def _long_lengths(draw: Draw) -> Arguments:
+    """Lengths of both streams that exceed the selection, which has 64 entries."""
+    extra = EXTRA_STREAMS["of the same format"]
+    arguments = cases.sparse_decode_case(draw, format=FP8_584, extra=extra)
+    lengths = draw.tensor([65, 64, 2**31 - 1])
+    return arguments | {"topk_lengths": lengths, "extra_topk_lengths": lengths.flip(0)}
+
+
+def _long_prefill_lengths(draw: Draw) -> Arguments:
+    return cases.as_prefill(_long_lengths(draw))
+
+
+def _lengths_in_a_column(draw: Draw) -> Arguments:
+    """Lengths ``[B, 1]``, a column of a wider tensor; those of the extra stream are ``[B]``."""
+    options = {"format": FP8_584, "extra": EXTRA_STREAMS["of pages of 2"], "own_lengths": True}
+    arguments = cases.sparse_decode_case(
+        draw, with_lengths=True, with_extra_lengths=True, **cast("dict[str, Any]", options)
+    )
+    lengths, extra = (
+        cast("Tensor", arguments[name]) for name in ("topk_lengths", "extra_topk_lengths")
+    )
+    return arguments | {"topk_lengths": embed(lengths), "extra_topk_lengths": extra.flatten()}
+
+
+def _wide_selections(draw: Draw, make: Callable[..., Arguments]) -> Arguments:
+    """int64 slots and lengths; no slot is beyond int32, and its lowest bits are none."""
+    arguments = make(draw, format=FP8_DS_MLA, with_lengths=True)
+    indices = cast("Tensor", arguments["topk_indices"]).long()
+    indices[..., 0] = 2**32
+    lengths = cast("Tensor", arguments["topk_lengths"]).long()
+    return arguments | {"topk_indices": indices, "topk_lengths": lengths}
+
+
+def _decode_duplicates(draw: Draw) -> Arguments:
+    arguments = cases.sparse_decode_case(draw, format=FP8_DS_MLA, share=1.0, with_sink=True)
+    indices = cast("Tensor", arguments["topk_indices"])
+    indices[..., 1::2] = indices[..., :1]
+    return arguments
+
+
+def _empty_streams(draw: Draw, empty: str) -> Arguments:
+    """Two streams, of which one or both have no valid slot."""
+    arguments = cases.sparse_decode_case(
+        draw, format=FP8_584, extra=EXTRA_STREAMS["of the same format"], with_sink=True
+    )
+    if empty != "second stream":
+        cast("Tensor", arguments["topk_indices"]).fill_(-1)
+    if empty != "first stream":
+        arguments["extra_topk_lengths"] = draw.tensor([0, 0, 0])
+    return arguments
+
+
+def _empty_requests(draw: Draw, num_splits: int) -> Arguments:
+    """One request of four has no valid slot, one has only its first, and one has length 0."""
+    arguments = cases.sparse_decode_case(
+        draw,
+        format=BF16_576,
+        batch=4,
+        num_heads=2,
+        page_size=53,
+        with_sink=True,
+        share=1.0,
+        num_splits=num_splits,
+    )
+    indices = cast("Tensor", arguments["topk_indices"])
+    indices[0], indices[1, :, 1:] = -1, -(2**31)
+    return arguments | {"topk_lengths": draw.tensor([64, 64, 0, 1])}
+
+
+def _negative_lengths(draw: Draw, num_heads: int, num_splits: int | None = None) -> Arguments:
     arguments = cases.sparse_decode_case(
         draw,
         format=FP8_584,
@@ -1298,6 +1778,7 @@ def _negative_lengths(draw: Draw, num_heads: int) -> Arguments:
         with_lengths=True,
         extra=(FP8_584, 300, 200, 64),
         with_extra_lengths=True,
+        num_splits=num_splits,
     )
     arguments["topk_lengths"] = draw.tensor([-1, -127, -1000])
     arguments["extra_topk_lengths"] = draw.tensor([200, 130, -(2**31)])
@@ -1321,7 +1802,48 @@ def _dense_decode() -> list[Case]:
                 quick=fmt in QUICK_FORMATS,
                 alone=fmt == FP8_DS_MLA,
             )
-            for fmt in LATENT_FORMATS
+            for fmt in (*LATENT_FORMATS, *ODD_FORMATS)
+        ),
+        *(
+            Case(
+                f"3 splits, {'' if causal else 'not '}causal, {fmt.name}",
+                build(
+                    make,
+                    format=fmt,
+                    seq_lens=Shuffled((40, 0, 2)),
+                    query_len=3,
+                    num_heads=6,
+                    page_size=5,
+                    causal=causal,
+                    with_sink=True,
+                    num_layers=2,
+                    num_splits=3,
+                ),
+                quick=causal and fmt == FP8_584,
+            )
+            for fmt in (BF16_576, FP8_584)
+            for causal in (True, False)
+        ),
+        *(
+            Case(
+                f"{splits} splits, {heads} heads, {tokens} tokens of a request",
+                build(
+                    make,
+                    format=BF16_576,
+                    seq_lens=Shuffled((64, 3)),
+                    query_len=tokens,
+                    num_heads=heads,
+                    dtype=dtype,
+                    num_splits=splits,
+                ),
+            )
+            for splits, tokens, heads, dtype in (
+                (1, 4, 16, torch.bfloat16),
+                (2, 4, 16, torch.bfloat16),
+                (2, 1, 40, torch.bfloat16),
+                (2, 2, 9, torch.float16),
+                (2, 5, 3, torch.bfloat16),
+            )
         ),
         *(
             Case(
@@ -1383,6 +1905,8 @@ def _dense_decode() -> list[Case]:
             build(make, format=FP8_DS_MLA, seq_lens=Shuffled((0, 1, 3, 4)), query_len=4),
         ),
         Case("float16", build(make, format=FP8_DS_MLA, seq_lens=few, dtype=torch.float16)),
+        Case("strided, int64", build(_strided_decode)),
+        Case("one exact scale", build(_one_exact_scale)),
         *(
             Case(
                 f"heads 584 apart, {heads} heads",
@@ -1417,6 +1941,7 @@ def _dense_decode() -> list[Case]:
             Case(f"missing pages, {fmt.name}", build(_decode_of_missing_pages, fmt))
             for fmt in (BF16_576, FP8_DS_MLA)
         ),
+        Case("2 splits, missing pages", build(_decode_of_missing_pages, FP8_DS_MLA, num_splits=2)),
         *(
             Case(
                 f"NaN in later tokens, {fmt.name}",
@@ -1457,10 +1982,35 @@ def _dense_decode() -> list[Case]:
     ]
 
 
-def _decode_of_missing_pages(draw: Draw, format: CacheFormat) -> Arguments:
-    arguments = cases.dense_decode_case(draw, format=format, seq_lens=[140, 30])
-    table = cast("Tensor", arguments["page_table"])
+def _decode_of_missing_pages(
+    draw: Draw, format: CacheFormat, num_splits: int | None = None
+) -> Arguments:
+    """Page ids from both ends of the range, and one beyond int32; a request has no page at all."""
+    arguments = cases.dense_decode_case(
+        draw, format=format, seq_lens=[140, 30, 200], page_size=32, num_splits=num_splits
+    )
+    table = cast("Tensor", arguments["page_table"]).long()
     table[0, 1], table[1, 0] = -1, cases.GARBAGE_PAGE
+    table[2, :4] = draw.tensor([-(2**31), 2**31 - 1, -5, 2**31 - 1])
+    table[2, 5] = 2**33
+    return arguments | {"page_table": table}
+
+
+def _strided_decode(draw: Draw) -> Arguments:
+    arguments = cases.dense_decode_case(draw, format=FP8_584, query_len=2)
+    table, lengths = (cast("Tensor", arguments[name]) for name in ("page_table", "seq_lens"))
+    return arguments | {
+        "q": embed(cast("Tensor", arguments["q"])),
+        "page_table": embed(table.long()),
+        "seq_lens": lengths.long(),
+    }
+
+
+def _one_exact_scale(draw: Draw) -> Arguments:
+    """One scale of a row is no power of two; all others are."""
+    arguments = cases.dense_decode_case(draw, format=FP8_DS_MLA, seq_lens=(300, 2), num_heads=16)
+    pages = cast("Tensor", arguments["page_table"])[:, 0].long()
+    cast("Any", arguments["cache"]).fields().scales[pages, 0, 2] *= 1.3
     return arguments
 
 
@@ -1484,8 +2034,22 @@ def _merge_states() -> list[Case]:
         Case("40 parts", build(make, 40, with_sink=True), quick=True),
         Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
         Case("without a sink", build(make, 3)),
+        Case("3 dims, strided", build(_strided_states, 7, value_dim=3)),
+        Case("80 dims, strided", build(_strided_states, 2, value_dim=80, dtype=torch.bfloat16)),
         Case("no parts", build(_nothing_to_merge)),
+        Case("LSEs far apart", build(_distant_states)),
     ]
+
+
+def _strided_states(draw: Draw, num_parts: int, **options: object) -> Arguments:
+    parts = cases.merge_states_case(draw, num_parts, **cast("dict[str, Any]", options))
+    return parts | {name: embed(cast("Tensor", parts[name])) for name in ("outs", "lses")}
+
+
+def _distant_states(draw: Draw) -> Arguments:
+    """The exponential of each LSE overflows or is 0."""
+    arguments = cases.merge_states_case(draw, 2)
+    return arguments | {"lses": cast("Tensor", arguments["lses"]) * 1e4}
 
 
 def _nothing_to_merge(draw: Draw) -> Arguments:
@@ -1634,10 +2198,10 @@ def _strided_projection(draw: Draw) -> Arguments:
     return arguments | {"x": embed(cast("Tensor", arguments["x"]))}
 
 
-def _with_out_dtype(draw: Draw, dtype: torch.dtype, **options: object) -> Arguments:
+def _with_out_dtype(draw: Draw, out_dtype: torch.dtype, **options: object) -> Arguments:
     """Sparse prefill with an output of another dtype than the queries."""
     arguments = cases.sparse_prefill_case(draw, **cast("dict[str, Any]", options))
-    return arguments | {"out_dtype": dtype}
+    return arguments | {"out_dtype": out_dtype}
 
 
 def _branch_case(

@@ -1,4 +1,4 @@
-"""The checks of a case: accuracy, repeatability, CUDA graph replay and batch invariance.
+"""The checks of a case: accuracy, empty rows, repeatability, CUDA graph replay, batch invariance.
 
 Results are named tensors: the op's return values, and the fields of a cache that the op writes.
 """
@@ -156,6 +156,16 @@ def check_alone(op: str, arguments: Arguments) -> None:
                         alone[name] = alone[name].flatten(0, 1)[slots]
                         expected[name] = batch[name].flatten(0, 1)[slots]
             _assert_same(f"request {request} alone{threads}", alone, expected)
+
+
+def check_empty_rows(results: Results) -> None:
+    """Check that a row without a valid key, whose LSE is -inf, is exactly 0.
+
+    Raises:
+        AssertionError: an element of such a row is not 0.
+    """
+    rows = results["out"][results["lse"].isneginf()]
+    assert_equal("rows without a key", rows + 0.0, torch.zeros_like(rows))  # -0.0 is 0, too
 
 
 def check_permission(op: str, arguments: Arguments, expected: Results) -> None:

@@ -32,6 +32,7 @@ from sparsemla_lab.verify.properties import (
     Measured,
     against_reference,
     check_alone,
+    check_empty_rows,
     check_late_inputs,
     check_permission,
     check_replay,
@@ -67,8 +68,8 @@ class OpReport:
         worst: largest absolute difference from the reference, per result.
         share: largest ratio of an element's difference to its limit, per result.
         tolerance: limits of the tolerance, or ``exact``, per result.
-        properties: repeatable, late_inputs, graph_replay, batch_invariant and bf16_bits, as far
-            as they apply.
+        properties: empty_rows, repeatable, late_inputs, graph_replay, batch_invariant and
+            bf16_bits, as far as they apply.
         seconds: total time of all processes, including compilation.
         failures: error messages that begin with the name of the case.
     """
@@ -362,6 +363,8 @@ def _run_case(op: str, case: Case, device: str, reruns: int) -> _Outcome:
         differences, results = against_reference(op, arguments, tolerances)
         measured.extend(differences)
         failures.extend(each.failure for each in differences if each.failure is not None)
+        if "lse" in results and results["lse"].isneginf().any():
+            properties["empty_rows"] = attempt(lambda: check_empty_rows(results))
         properties["repeatable"] = attempt(lambda: check_reruns(op, arguments, results, reruns))
         if "allow_fp8_mma" in arguments and kernel_of(op, arguments) != FP8_MMA:
             properties["bf16_bits"] = attempt(lambda: check_permission(op, arguments, results))
