@@ -1,4 +1,4 @@
-"""The interpreter of Gluon: what it finds in small kernels, and Hopper's kernels in it."""
+"""The interpreter of Gluon: what it finds in small kernels, and the package's kernels in it."""
 
 import functools
 
@@ -26,7 +26,7 @@ from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.schedule import refuse_registers, schedule_registers
 from sparsemla.kernels.topk.sm90 import candidates
 from sparsemla_lab.testing import cases
-from sparsemla_lab.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
+from sparsemla_lab.testing.interpreter import TIER_OF, acting_as, interpreted_ops, interpreting
 from sparsemla_lab.verify import run
 from sparsemla_lab.verify.matrix import MATRIX, Case
 
@@ -231,7 +231,7 @@ def test_numbers_are_those_of_triton():
 
 def test_the_environment_is_checked(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be 1"), acting_as_hopper():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be 1"), acting_as("sm_90"):
         pass
 
 
@@ -471,10 +471,28 @@ PORTABLE = (  # the kernels for Hopper refuse their weights, or so few index hea
 CASES = [
     (op, case)
     for op in MATRIX
-    if op in interpreted_ops()
+    if op in interpreted_ops("sm_90")
     for case in run.chosen_cases(op, "cuda", quick=True)
     if not any(part in case.name for part in SLOW) and (op, case.name) not in PORTABLE
 ]
+FOR_AMPERE = [
+    (op, case)
+    for op in MATRIX
+    if op in interpreted_ops("sm_80")
+    for case in run.chosen_cases(op, "cuda", quick=True)
+]
+
+
+def names(cases):
+    return [f"{op}: {case.name}" for op, case in cases]
+
+
+def check_case(gpu, op, case):
+    """Right on poisoned memory, and with equal bits when things happen in another order."""
+    with acting_as(gpu):
+        outcome = run._run_case(op, case, "cpu", reruns=1)
+    assert outcome.tiers == (TIER_OF[gpu],)
+    assert outcome.failures == ()
 
 
 ROWS = {  # of a kind of scores, the length; of columns after it, the scores are NaN
@@ -512,7 +530,7 @@ def hard_rows(draw, num_rows, num_cols, topk):
 )
 def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors, held_by, slices):
     arguments = functools.partial(hard_rows, num_rows=num_rows, num_cols=num_cols, topk=topk)
-    with acting_as_hopper(num_cols, multiprocessors):
+    with acting_as("sm_90", num_cols, multiprocessors):
         call = SelectTopk(torch.empty(num_rows, num_cols), topk)
         held = None if refuse_registers(call) else schedule_registers(call)
         lists = candidates.schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
@@ -526,16 +544,17 @@ def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors
 def test_tiles_of_16_heads_in_one_split_have_their_own_sinks(name, monkeypatch):
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: 132)
     (case,) = (c for c in run.chosen_cases("sparse_decode", "cuda", quick=False) if c.name == name)
-    with acting_as_hopper():
+    with acting_as("sm_90"):
         outcome = run._run_case("sparse_decode", case, "cpu", reruns=1)
     assert outcome.tiers == ("sm90",)
     assert outcome.failures == ()
 
 
-@pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}: {case.name}" for op, case in CASES])
+@pytest.mark.parametrize(("op", "case"), CASES, ids=names(CASES))
 def test_kernels_for_hopper(op, case):
-    """Right on poisoned memory, and with equal bits when things happen in another order."""
-    with acting_as_hopper():
-        outcome = run._run_case(op, case, "cpu", reruns=1)
-    assert outcome.tiers == ("sm90",)
-    assert outcome.failures == ()
+    check_case("sm_90", op, case)
+
+
+@pytest.mark.parametrize(("op", "case"), FOR_AMPERE, ids=names(FOR_AMPERE))
+def test_kernels_for_ampere(op, case):
+    check_case("sm_80", op, case)

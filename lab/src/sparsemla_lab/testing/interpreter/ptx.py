@@ -665,7 +665,7 @@ def _registers(dtypes: Sequence[tl.dtype], pack: int) -> Iterator[tuple[int, sli
         yield from ((i, slice(j, j + held)) for j in range(0, pack, held))
 
 
-def _joined(parts: Sequence[Array] | Array) -> Array:
+def _joined(parts: Any) -> Array:
     """Registers that hold these parts, the first one in the lowest bits."""
     both = np.ascontiguousarray(np.stack(parts, -1))
     return both.view(UNSIGNED[both.itemsize * both.shape[-1]])[..., 0]

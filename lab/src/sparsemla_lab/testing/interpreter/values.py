@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._layouts import DistributedLayout
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -49,7 +48,7 @@ class _AnyLayout(gl.AutoLayout):
         return self
 
 
-Layout = DistributedLayout | None
+Layout: TypeAlias = Any
 """A layout in registers, or None: the interpreter does not know which."""
 
 
