@@ -1251,7 +1251,7 @@ def hopper_mutants() -> list[Mutant]:
         mutant
         for mutant in GPU_MUTANTS
         if "sm90" in mutant.file
-        and set(mutant.check.replace("--op ", "").split()) <= set(interpreted_ops())
+        and set(mutant.check.replace("--op ", "").split()) <= set(interpreted_ops("sm_90"))
     ]
 
 

@@ -83,11 +83,13 @@ def tiers_of(op):
 
 
 try:
-    from sparsemla_lab.testing.interpreter import acting_as_hopper
+    from sparsemla_lab.testing.interpreter import acting_as
 except ImportError:
     TRITON = False
 else:
     TRITON = True
+GLUON = {"sm90": "sm_90", "sm80": "sm_80"}
+"""A GPU for each tier that the interpreter of Gluon runs."""
 EVERYWHERE = [(op, tier) for op in CALLS for tier in tiers_of(op)]
 
 
@@ -97,8 +99,8 @@ def tier_only(tier):
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, which interprets
         stack.enter_context(unrepeated())
-        if tier == "sm90":
-            stack.enter_context(acting_as_hopper())
+        if tier in GLUON:
+            stack.enter_context(acting_as(GLUON[tier]))
         else:
             stack.enter_context(dispatch.only(tier))
         yield
@@ -219,7 +221,7 @@ def test_nothing_to_do(op, tier, kind):
 @pytest.mark.parametrize(
     ("op", "tier"),
     [
-        pytest.param(op, tier, marks=[pytest.mark.slow] if tier == "sm90" else [])
+        pytest.param(op, tier, marks=[pytest.mark.slow] if tier in GLUON else [])
         for op, tier in EVERYWHERE
         if tier != "cpu"
     ],

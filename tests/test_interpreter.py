@@ -1,4 +1,4 @@
-"""The interpreter of Gluon: what it finds in small kernels, and Hopper's kernels in it."""
+"""The interpreter of Gluon: what it finds in small kernels, and the package's kernels in it."""
 
 import functools
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,12 +21,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from sparsemla.kernels.attention import schedule
+from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.schedule import refuse_registers, schedule_registers
 from sparsemla.kernels.topk.sm90 import candidates
 from sparsemla_lab.testing import cases
-from sparsemla_lab.testing.interpreter import acting_as_hopper, interpreted_ops, interpreting
+from sparsemla_lab.testing.interpreter import TIER_OF, acting_as, interpreted_ops, interpreting
 from sparsemla_lab.verify import run
 from sparsemla_lab.verify.matrix import MATRIX, Case
 
@@ -231,7 +232,7 @@ def test_numbers_are_those_of_triton():
 
 def test_the_environment_is_checked(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be 1"), acting_as_hopper():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET must be 1"), acting_as("sm_90"):
         pass
 
 
@@ -433,7 +434,195 @@ def test_ctas_of_a_cluster_write_to_each_other():
                 run_block(missing, seed=seed, **cluster)
 
 
-# ---- Hopper's kernels --------------------------------------------------------------------------
+# ---- Ampere ------------------------------------------------------------------------------------
+
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+OTHER_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8]))
+BATCHED_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8]))
+SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def pipeline_kernel(
+    a, b, out, valid, TILES: gl.constexpr, LEFT: gl.constexpr, COMMITS: gl.constexpr,
+    BEHIND: gl.constexpr
+):  # fmt: skip
+    """The sum of a_t @ b_t, of which rows from ``valid`` on are left out; a tile ahead."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, MATRIX_LAYOUT))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, MATRIX_LAYOUT))
+    at = rows[:, None] * 64 + columns[None, :]
+    left = gl.allocate_shared_memory(a.dtype.element_ty, [64, 64], SWIZZLED, gl.load(a + at))
+    tiles = gl.allocate_shared_memory(a.dtype.element_ty, [2, 64, 64], SWIZZLED)
+    inside = (rows < valid)[:, None]
+    async_load(tiles.index(0), b + at, inside)
+    if COMMITS:
+        async_copy.commit_group()
+    acc = gl.zeros([64, 64], gl.float32, SUMS)
+    for i in range(TILES):
+        if BEHIND:
+            async_copy.wait_group(LEFT)
+        async_load(tiles.index((i + 1) % 2), b + (i + 1) % TILES * 4096 + at, inside)
+        async_copy.commit_group()
+        if not BEHIND:
+            async_copy.wait_group(LEFT)
+        x = left.load(gl.DotOperandLayout(0, SUMS, 2))
+        y = tiles.index(i % 2).load(gl.DotOperandLayout(1, SUMS, 2))
+        acc = mma_v2(x, y, acc)
+    gl.store(out + at, gl.convert_layout(acc, MATRIX_LAYOUT))
+
+
+def pipelined(dtype=torch.bfloat16, left=0, commits=True, behind=True, seed=0, valid=50):
+    """Whether a pipeline with these waits computes the right sum."""
+    a, b, out = torch.randn(64, 64).to(dtype), torch.randn(3, 64, 64).to(dtype), torch.empty(64, 64)
+    with interpreting(seed):
+        pipeline_kernel[(1,)](a, b, out, valid, 3, left, commits, behind)
+    b[:, valid:] = 0
+    return torch.allclose(out.double(), (a.double() @ b.double()).sum(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_run_ahead_of_products(dtype):
+    for seed in SEEDS:
+        assert pipelined(dtype, seed=seed)
+        assert pipelined(dtype, left=1, behind=False, seed=seed)
+
+
+@pytest.mark.parametrize("wrong", [{"left": 1}, {"left": 2, "behind": False}, {"commits": False}])
+def test_a_tile_is_read_once_its_group_has_been_waited_for(wrong):
+    for seed in SEEDS:
+        with pytest.raises(RuntimeError, match="a kernel reads shared memory before"):
+            pipelined(seed=seed, **wrong)
+
+
+@gluon.jit
+def overwriting_kernel(x, COPIES: gl.constexpr):
+    at = gl.arange(0, 128, VECTOR)
+    smem = gl.allocate_shared_memory(gl.int32, [128], PLAIN)
+    async_load(smem, x + at)
+    if COPIES:
+        async_load(smem, x + at)
+    else:
+        smem.store(at)
+
+
+@pytest.mark.parametrize(("copies", "access"), [(True, "copies to"), (False, "writes")])
+def test_a_copy_is_not_overwritten_while_it_is_under_way(copies, access):
+    x = torch.arange(128, dtype=torch.int32)
+    with (
+        interpreting(),
+        pytest.raises(RuntimeError, match=f"a kernel {access} shared memory before its cp.async"),
+    ):
+        overwriting_kernel[(1,)](x, copies)
+
+
+@gluon.jit
+def operands_kernel(a, b, out, A: gl.constexpr, B: gl.constexpr):
+    rows = gl.arange(0, 64, gl.SliceLayout(1, MATRIX_LAYOUT))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, MATRIX_LAYOUT))
+    at = rows[:, None] * 64 + columns[None, :]
+    x, y = gl.convert_layout(gl.load(a + at), A), gl.convert_layout(gl.load(b + at), B)
+    acc = mma_v2(x, y + 0, gl.zeros([64, 64], gl.float32, SUMS))
+    gl.store(out + at, gl.convert_layout(acc, MATRIX_LAYOUT))
+
+
+def operand(number, parent=SUMS.value, k_width=2):
+    return gl.DotOperandLayout(number, parent, k_width)
+
+
+def multiply(left, right, dtypes=(torch.bfloat16, torch.bfloat16)):
+    a, b = (torch.randn(64, 64).to(dtype) for dtype in dtypes)
+    out = torch.empty(64, 64)
+    with interpreting():
+        operands_kernel[(1,)](a, b, out, left, right)
+    return torch.allclose(out, a.float() @ b.float(), atol=1e-4)
+
+
+def test_operands_of_mma_v2():
+    assert multiply(operand(0), operand(1))
+    assert multiply(operand(0, k_width=4), operand(1, k_width=4))
+    mixed = torch.bfloat16, torch.float16
+    for layouts, dtypes, message in (
+        ((MATRIX_LAYOUT.value, operand(1)), None, "a of mma_v2 must be in a DotOperandLayout"),
+        ((operand(1), operand(1)), None, "a of mma_v2 must be operand 0, got 1"),
+        ((operand(0), operand(1, OTHER_SUMS.value)), None, "parent of b of mma_v2 must be that"),
+        ((operand(0), operand(1, k_width=4)), None, "must have one k_width"),
+        ((operand(0, k_width=1), operand(1, k_width=1)), None, "words of 4 bytes"),
+        ((operand(0), operand(1)), mixed, "must have one type, got bf16 and fp16"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            multiply(*layouts, *([dtypes] if dtypes else []))
+
+
+@gluon.jit
+def batched_kernel(a, b, out, WORD_LAYOUT: gl.constexpr):
+    """Products of two pairs of matrices, stored as words and read as pairs of bfloat16."""
+    BATCHED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [1, 4, 1], [2, 1, 0])
+    batch = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, BATCHED)))[:, None, None]
+    rows = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, BATCHED)))[None, :, None]
+    words = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, BATCHED)))[None, None, :]
+    at = batch * 1024 + rows * 32 + words
+    left = gl.allocate_shared_memory(gl.int32, [2, 32, 32], WORDS, gl.load(a + at))
+    right = gl.allocate_shared_memory(gl.int32, [2, 32, 32], WORD_LAYOUT, gl.load(b + at))
+    x = reinterpret(left, gl.bfloat16, [2, 32, 64], SWIZZLED)
+    y = reinterpret(right, gl.bfloat16, [2, 32, 64], SWIZZLED).permute((0, 2, 1))
+    x = x.load(gl.DotOperandLayout(0, BATCHED_SUMS, 2))
+    y = y.load(gl.DotOperandLayout(1, BATCHED_SUMS, 2))
+    acc = mma_v2(x, y, gl.zeros([2, 32, 32], gl.float32, BATCHED_SUMS))
+    gl.store(out + at, gl.convert_layout(acc, BATCHED))
+
+
+def test_batches_of_tiles_with_a_swizzle():
+    a, b = torch.randn(2, 2, 32, 64).bfloat16()
+    words = a.view(torch.int32), b.view(torch.int32)
+    out, scrambled = torch.empty(2, 2, 32, 32)
+    with interpreting():
+        batched_kernel[(1,)](*words, out, WORDS)
+        batched_kernel[(1,)](*words, scrambled, UNSWIZZLED)
+    right = a.float() @ b.float().mT
+    assert torch.allclose(out, right, atol=1e-4)
+    assert not torch.allclose(scrambled, right, atol=1)
+
+
+@gluon.jit
+def halves_kernel(codes, out):
+    at = gl.arange(0, 256, gl.BlockedLayout([4], [32], [2], [0]))
+    halves = gl.inline_asm_elementwise(
+        HALVES_OF_FOUR, "=r,=r,r", [gl.load(codes + at)], dtype=gl.float16, is_pure=True, pack=4
+    )
+    gl.store(out + at, halves)
+
+
+def test_bytes_and_halves_are_packed_in_registers():
+    codes, out = torch.arange(256, dtype=torch.uint8), torch.empty(256, dtype=torch.float16)
+    with interpreting():
+        halves_kernel[(1,)](codes, out, num_warps=2)
+    expected = codes.view(torch.float8_e4m3fn).float() / 256
+    assert torch.equal(out.float().nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_floating_point_instructions():
+    x = torch.randn(128)
+    bits = x.view(torch.int32)
+    twice = run_block("cvt.rn.bf16x2.f32 $0, $1, $1;", bits).view(torch.bfloat16).view(128, 2)
+    assert torch.equal(twice, x.bfloat16()[:, None].expand(128, 2))
+    pairs = twice.contiguous().view(torch.int32).flatten()
+    text = "{.reg .b32 z; mov.b32 z, 0x3f803f80; fma.rn.bf16x2 $0, $1, $1, z;}"
+    found = run_block(text, pairs, "=&r").view(torch.bfloat16).view(128, 2)
+    assert torch.equal(found, (twice.double() * twice.double() + 1).bfloat16())
+    # 1.5 * (1 + 2^-7) lies halfway between two bfloat16; 2^-40 less is nearer to the lower one.
+    text = "{.reg .b32 y, z; mov.b32 y, 0x3f813f81; mov.b32 z, 0xab80ab80;"
+    text += " fma.rn.bf16x2 $0, $1, y, z;}"
+    found = run_block(text, torch.full((128,), 0x3FC03FC0, dtype=torch.int32), "=&r")
+    assert (found == 0x3FC13FC1).all()
+    found = run_block("mul.f32 $0, $1, 0f40400000;", bits).view(torch.float32)
+    assert torch.equal(found, x * 3)
+    with pytest.raises(NotImplementedError, match=r"cvt\.rz\.bf16x2\.f32"):
+        run_block("cvt.rz.bf16x2.f32 $0, $1, $1;", bits)
+
+
+# ---- kernels of the package --------------------------------------------------------------------
 
 SLOW = (  # or without kernels for Hopper
     "maxima that climb",
@@ -471,10 +660,28 @@ PORTABLE = (  # the kernels for Hopper refuse their weights, or so few index hea
 CASES = [
     (op, case)
     for op in MATRIX
-    if op in interpreted_ops()
+    if op in interpreted_ops("sm_90")
     for case in run.chosen_cases(op, "cuda", quick=True)
     if not any(part in case.name for part in SLOW) and (op, case.name) not in PORTABLE
 ]
+FOR_AMPERE = [
+    (op, case)
+    for op in MATRIX
+    if op in interpreted_ops("sm_80")
+    for case in run.chosen_cases(op, "cuda", quick=True)
+]
+
+
+def names(cases):
+    return [f"{op}: {case.name}" for op, case in cases]
+
+
+def check_case(gpu, op, case):
+    """Right on poisoned memory, and with equal bits when things happen in another order."""
+    with acting_as(gpu):
+        outcome = run._run_case(op, case, "cpu", reruns=1)
+    assert outcome.tiers == (TIER_OF[gpu],)
+    assert outcome.failures == ()
 
 
 ROWS = {  # of a kind of scores, the length; of columns after it, the scores are NaN
@@ -512,7 +719,7 @@ def hard_rows(draw, num_rows, num_cols, topk):
 )
 def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors, held_by, slices):
     arguments = functools.partial(hard_rows, num_rows=num_rows, num_cols=num_cols, topk=topk)
-    with acting_as_hopper(num_cols, multiprocessors):
+    with acting_as("sm_90", num_cols, multiprocessors):
         call = SelectTopk(torch.empty(num_rows, num_cols), topk)
         held = None if refuse_registers(call) else schedule_registers(call)
         lists = candidates.schedule_lists(num_rows, num_cols, topk, torch.device("cpu"))
@@ -526,16 +733,17 @@ def test_every_kernel_of_the_selection(num_rows, num_cols, topk, multiprocessors
 def test_tiles_of_16_heads_in_one_split_have_their_own_sinks(name, monkeypatch):
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: 132)
     (case,) = (c for c in run.chosen_cases("sparse_decode", "cuda", quick=False) if c.name == name)
-    with acting_as_hopper():
+    with acting_as("sm_90"):
         outcome = run._run_case("sparse_decode", case, "cpu", reruns=1)
     assert outcome.tiers == ("sm90",)
     assert outcome.failures == ()
 
 
-@pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}: {case.name}" for op, case in CASES])
+@pytest.mark.parametrize(("op", "case"), CASES, ids=names(CASES))
 def test_kernels_for_hopper(op, case):
-    """Right on poisoned memory, and with equal bits when things happen in another order."""
-    with acting_as_hopper():
-        outcome = run._run_case(op, case, "cpu", reruns=1)
-    assert outcome.tiers == ("sm90",)
-    assert outcome.failures == ()
+    check_case("sm_90", op, case)
+
+
+@pytest.mark.parametrize(("op", "case"), FOR_AMPERE, ids=names(FOR_AMPERE))
+def test_kernels_for_ampere(op, case):
+    check_case("sm_80", op, case)

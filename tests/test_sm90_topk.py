@@ -18,7 +18,7 @@ from sparsemla.kernels.topk.arguments import MergeTopk, SelectTopk
 from sparsemla.kernels.topk.sm90 import candidates, merge, radix
 from sparsemla.kernels.topk.triton import DEAD_KEY, LIST_BYTES, NAN_KEY
 from sparsemla_lab.testing.cases import Draw, adversarial_scores, merge_topk_case
-from sparsemla_lab.testing.interpreter import acting_as_hopper
+from sparsemla_lab.testing.interpreter import acting_as
 from test_topk import merges_with_the_largest_index
 
 COLUMNS = [0, 1, 4096, 32768, 131072, 1 << 20]
@@ -109,7 +109,7 @@ def test_parts_are_merged_in_groups(num_parts, width, topk, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_largest_index_is_a_candidate(dtype):
     for case in merges_with_the_largest_index(CPU, dtype):
-        with acting_as_hopper():
+        with acting_as("sm_90"):
             merged = sparsemla.merge_topk(**case)
         assert torch.equal(merged, reference.merge_topk(**case))
 

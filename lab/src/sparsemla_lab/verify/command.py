@@ -39,8 +39,8 @@ def verify(
         str | None,
         typer.Option(
             "--as",
-            help="Run the code of an older GPU (sm_80, sm_89) on this one, or on the CPU that of "
-            "Hopper (sm_90), interpreted.",
+            help="Run the code of an older GPU (sm_80, sm_89) on this one, or on the CPU the Gluon "
+            "of Hopper (sm_90) or Ampere (sm_80), interpreted.",
         ),
     ] = None,
 ) -> None:

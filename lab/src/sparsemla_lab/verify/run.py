@@ -151,9 +151,9 @@ def verify(
         beside: number of processes that keep the device busy while long calls are repeated, see
             :mod:`sparsemla_lab.verify.beside`; 0 skips these calls.
         acting_as: name of an older GPU to emulate, see :mod:`sparsemla_lab.testing.emulate`; only
-            in a process that has not used the GPU yet. On the CPU ``sm_90``: run the kernels for
-            Hopper in an interpreter, see :mod:`sparsemla_lab.testing.interpreter`; only in a
-            process in which Triton interprets.
+            in a process that has not used the GPU yet. On the CPU any GPU with kernels in Gluon,
+            such as ``sm_90`` or ``sm_80``: run them in an interpreter, see
+            :mod:`sparsemla_lab.testing.interpreter`; only in a process in which Triton interprets.
         on_case: called with the names of op and case before each case, if jobs is 1.
         on_op: called with the report of each op.
         on_shared: called with the result of each repeated call.
@@ -253,9 +253,9 @@ def _acting(name: str | None, device: str) -> AbstractContextManager[None]:
     if name is None:
         return nullcontext()
     if device == "cpu":
-        from sparsemla_lab.testing.interpreter import acting_as_hopper  # needs Triton
+        from sparsemla_lab.testing import interpreter  # needs Triton
 
-        return acting_as_hopper()
+        return interpreter.acting_as(name)
     from sparsemla_lab.testing.emulate import acting_as  # needs Triton
 
     return acting_as(name)
@@ -281,8 +281,10 @@ def check_choice(
     if beside:
         raise ValueError(f"beside must be 0 to act as {acting_as}, got {beside}")
     if device == "cpu":
-        if acting_as != "sm_90":
-            raise ValueError(f"a CPU can act as sm_90 only, got {acting_as!r}")
+        from sparsemla_lab.testing.interpreter import TIER_OF  # needs Triton
+
+        if acting_as not in TIER_OF:
+            raise ValueError(f"a CPU can act as {', '.join(TIER_OF)}; got {acting_as!r}")
     else:
         from sparsemla_lab.testing.emulate import older_target  # needs Triton
 
@@ -290,12 +292,12 @@ def check_choice(
 
 
 def usual_ops(device: str, acting_as: str | None) -> tuple[str, ...]:
-    """All ops, or those with kernels for Hopper that a CPU can interpret."""
+    """All ops, or those with kernels in Gluon for a GPU, which a CPU interprets."""
     if acting_as is None or device != "cpu":
         return tuple(MATRIX)
     from sparsemla_lab.testing.interpreter import interpreted_ops  # needs Triton
 
-    return tuple(op for op in MATRIX if op in interpreted_ops())
+    return tuple(op for op in MATRIX if op in interpreted_ops(acting_as))
 
 
 def chosen_cases(op: str, device: str, quick: bool) -> list[Case]:

@@ -31,6 +31,12 @@ def _refuse_off_hopper(device: Device) -> str | None:
     return None
 
 
+def _refuse_off_nvidia(device: Device) -> str | None:
+    if device.capability is None or device.capability < (8, 0):
+        return f"needs an NVIDIA GPU from sm_80 on, got {device}"
+    return None
+
+
 def _refuse_off_gpu(device: Device) -> str | None:
     if device.type != "cuda":
         return f"needs CUDA or ROCm tensors, got {device}"
@@ -45,6 +51,7 @@ def _refuse_off_cpu(device: Device) -> str | None:
 
 TIERS: dict[str, Callable[[Device], str | None]] = {
     "sm90": _refuse_off_hopper,  # Gluon, for Hopper GPUs
+    "sm80": _refuse_off_nvidia,  # Gluon with Ampere's instructions, any NVIDIA GPU from sm_80
     "triton": _refuse_off_gpu,  # Triton, any GPU from sm_80 and gfx942
     "cpu": _refuse_off_cpu,  # torch on the CPU, chunked, bounded memory
     "reference": lambda device: None,  # the definition: float32 torch, any device, slow

@@ -15,11 +15,13 @@ from sparsemla_lab.testing.interpreter.values import (
     ROUNDED,
     UNSIGNED,
     Array,
+    Layout,
     Tensor,
     array_in,
     array_of,
     bytes_of,
     from_bits,
+    layout_behind,
     to_bits,
 )
 
@@ -207,12 +209,16 @@ class Pointer:
         memory: where they lie.
         at: the addresses.
         element: type of the elements.
+        layout: of the addresses in registers.
     """
 
-    def __init__(self, memory: GlobalMemory, at: Array, element: tl.dtype) -> None:
+    def __init__(
+        self, memory: GlobalMemory, at: Array, element: tl.dtype, layout: Layout = None
+    ) -> None:
         self._memory = memory
         self._at = at
         self.dtype = tl.pointer_type(element)
+        self.layout = layout
 
     @property
     def shape(self) -> list[int]:
@@ -220,16 +226,21 @@ class Pointer:
 
     def to(self, dtype: Any, bitcast: bool = False) -> Pointer | Tensor:
         if not dtype.is_ptr():
-            return Tensor(self._at, tl.int64)
-        return Pointer(self._memory, self._at, dtype.element_ty)
+            return Tensor(self._at, tl.int64, self.layout)
+        return Pointer(self._memory, self._at, dtype.element_ty, self.layout)
+
+    def in_layout(self, layout: Layout) -> Pointer:
+        return Pointer(self._memory, self._at, self.dtype.element_ty, layout)
 
     def __getitem__(self, places: Any) -> Pointer:
-        return Pointer(self._memory, self._at[places], self.dtype.element_ty)
+        layout = layout_behind(self.layout, places)
+        return Pointer(self._memory, self._at[places], self.dtype.element_ty, layout)
 
     def __add__(self, elements: Any) -> Pointer:
         element = self.dtype.element_ty
         at = self._at + bytes_of(element) * array_in(elements, tl.int64)
-        return Pointer(self._memory, at, element)
+        layout = elements.layout if isinstance(elements, Tensor) else None
+        return Pointer(self._memory, at, element, self.layout or layout)
 
     __radd__ = __add__
 
@@ -248,7 +259,7 @@ class Pointer:
             bits = np.array(np.broadcast_to(given, inside.shape))
         if inside.any():
             bits[inside] = self._memory.read(self._addresses(inside), element, threads_of(inside))
-        return Tensor(from_bits(bits, element), element)
+        return Tensor(from_bits(bits, element), element, self.layout)
 
     def store(self, value: Any, mask: Any) -> None:
         """Store the elements in the mask."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from sparsemla_lab.testing.interpreter import assembly, ptx
 from sparsemla_lab.testing.interpreter.global_memory import Pointer
@@ -14,12 +15,17 @@ from sparsemla_lab.testing.interpreter.memory import Descriptor, Shared, fence
 from sparsemla_lab.testing.interpreter.schedule import Accumulator, Copy, program
 from sparsemla_lab.testing.interpreter.values import (
     Array,
+    Layout,
     Tensor,
     array_in,
     array_of,
     as_tensor,
+    bytes_of,
     common_type,
     divide,
+    expanded,
+    known_layout,
+    layout_of,
     numbers_of,
     pairwise,
     rounded,
@@ -31,7 +37,8 @@ from sparsemla_lab.testing.interpreter.values import (
 def _elementwise(compute: Callable[[Array], Array]) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
-            return Tensor(rounded(np.asarray(compute(x.values)), x.dtype), x.dtype)
+            found = np.asarray(compute(x.values))
+        return Tensor(rounded(found, x.dtype), x.dtype, x.layout)
 
     return call
 
@@ -50,9 +57,17 @@ def _reduction(compute: Callable[..., Array]) -> Callable[..., Tensor]:
             dtype = tl.int32
         with np.errstate(all="ignore"):
             found = np.asarray(compute(array_in(x, dtype), axis=axis, keepdims=keep_dims))
-        return Tensor(rounded(found, dtype), dtype)
+        layout = x.layout if keep_dims else _layout_without(x, axis)
+        return Tensor(rounded(found, dtype), dtype, layout)
 
     return call
+
+
+def _layout_without(x: Tensor, axis: int | None) -> Layout:
+    """The layout of a result without an axis."""
+    if x.layout is None or axis is None or x.values.ndim == 1:
+        return None
+    return gl.SliceLayout(axis % x.values.ndim, x.layout)
 
 
 def _running(
@@ -63,7 +78,10 @@ def _running(
     results: list[tuple[Tensor, ...]] = []
     order = range(parts[0].shape[axis])
     for i in reversed(order) if reverse else order:
-        each = tuple(Tensor(np.take(part.values, i, axis), part.dtype) for part in parts)
+        each = tuple(
+            Tensor(np.take(part.values, i, axis), part.dtype, _layout_without(part, axis))
+            for part in parts
+        )
         if results:
             found = combine(*results[-1], *each)
             each = found if isinstance(found, tuple) else (found,)
@@ -81,7 +99,11 @@ def _scan(x: Any, axis: int, combine: Callable[..., Any], reverse: bool = False)
     if reverse:
         results.reverse()
     joined = tuple(
-        Tensor(np.stack([part.values for part in parts], axis), parts[0].dtype)
+        Tensor(
+            np.stack([part.values for part in parts], axis),
+            parts[0].dtype,
+            expanded(parts[0].layout, axis),
+        )
         for parts in zip(*results, strict=True)
     )
     return joined if isinstance(x, tuple) else joined[0]
@@ -92,22 +114,29 @@ def _where(condition: Any, x: Any, y: Any) -> Tensor:
         x = as_tensor(x)
     dtype = common_type(x, y)
     found = np.where(array_of(condition), array_in(x, dtype), array_in(y, dtype))
-    return Tensor(np.asarray(found), dtype)
+    return Tensor(np.asarray(found), dtype, layout_of(condition, x, y))
 
 
 def _fma(x: Any, y: Any, z: Any) -> Tensor:
     """Rounded once, but for results halfway between two."""
     a, b, c = (array_of(value).astype(np.float64) for value in (x, y, z))
-    return Tensor(np.asarray(a * b + c, np.float32), tl.float32)
+    return Tensor(np.asarray(a * b + c, np.float32), tl.float32, layout_of(x, y, z))
 
 
 def _broadcast(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     a, b = np.broadcast_arrays(x.values, y.values)
-    return Tensor(a, x.dtype), Tensor(b, y.dtype)
+    layout = layout_of(x, y)
+    return Tensor(a, x.dtype, layout), Tensor(b, y.dtype, layout)
 
 
 def _full(shape: Sequence[int], value: Any, dtype: tl.dtype, layout: object = None) -> Tensor:
-    return Tensor(np.broadcast_to(array_in(value, dtype), numbers_of((shape,))), dtype)
+    values = np.broadcast_to(array_in(value, dtype), numbers_of((shape,)))
+    return Tensor(values, dtype, known_layout(layout))
+
+
+def _convert_layout(x: Any, layout: object, assert_trivial: bool = False) -> Any:
+    """A tensor, or pointers."""
+    return x.in_layout(known_layout(layout))
 
 
 def tensor_range(*bounds: Any) -> Iterator[Tensor]:
@@ -124,12 +153,16 @@ def _inline_asm(
         return ptx.run(asm, constraints, args, dtype, pack)
     with np.errstate(all="ignore"):
         found = assembly.known()[text](*args)
+    layout = layout_of(*args)
     if isinstance(found, tuple):
-        return tuple(one.to(each) for one, each in zip(found, dtype, strict=True))
-    return found.to(dtype)
+        return tuple(one.to(each).in_layout(layout) for one, each in zip(found, dtype, strict=True))
+    return found.to(dtype).in_layout(layout)
 
 
 # ---- MMAs --------------------------------------------------------------------------------------
+
+MMA_TYPES = tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5
+"""Of the operands of ``mma_v2``; those of 8 bits need sm_89."""
 
 
 def _warpgroup_mma(
@@ -166,6 +199,44 @@ def _warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> A
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
+def _mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: object = None) -> Tensor:
+    """mma.sync, of 2 or 3 axes; refuses what the compiler refuses."""
+    parent = acc.layout
+    if not isinstance(parent, gl.NVMMADistributedLayout) or list(parent.version) != [2, 0]:
+        raise TypeError(f"acc of mma_v2 must be in an NVMMADistributedLayout of 2.0, got {parent}")
+    for number, (name, x) in enumerate((("a", a), ("b", b))):
+        layout = x.layout
+        if not isinstance(layout, gl.DotOperandLayout):
+            raise TypeError(f"{name} of mma_v2 must be in a DotOperandLayout, got {layout}")
+        if layout.operand_index != number:
+            raise TypeError(
+                f"{name} of mma_v2 must be operand {number}, got {layout.operand_index}"
+            )
+        if layout.parent != parent:
+            raise TypeError(
+                f"the parent of {name} of mma_v2 must be that of acc, {parent}, got {layout.parent}"
+            )
+        if layout.k_width * bytes_of(x.dtype) < 4:
+            raise TypeError(
+                f"{name} of mma_v2 must have words of 4 bytes, got a k_width of {layout.k_width} "
+                f"and {x.dtype}"
+            )
+    if a.layout.k_width != b.layout.k_width:
+        raise TypeError(f"operands of mma_v2 must have one k_width, got {a.layout} and {b.layout}")
+    if a.dtype != b.dtype:
+        raise TypeError(f"operands of mma_v2 must have one type, got {a.dtype} and {b.dtype}")
+    if a.dtype not in MMA_TYPES or acc.dtype != tl.float32:
+        raise NotImplementedError(f"mma_v2 of {a.dtype} with sums in {acc.dtype}")
+    smallest = 32 // bytes_of(a.dtype)
+    if a.shape[-1] < smallest:
+        raise TypeError(f"mma_v2 must sum over at least {smallest} elements, got {a.shape[-1]}")
+    if [*a.shape[:-1], *b.shape[-2:]] != [*acc.shape[:-1], a.shape[-1], acc.shape[-1]]:
+        raise TypeError(f"mma_v2 gets a of {a.shape}, b of {b.shape} and acc of {acc.shape}")
+    with np.errstate(all="ignore"):
+        found = acc.values + a.values.astype(np.float32) @ b.values.astype(np.float32)
+    return Tensor(np.asarray(found), tl.float32, parent)
+
+
 # ---- copies ------------------------------------------------------------------------------------
 
 
@@ -179,8 +250,12 @@ def _store(pointer: Pointer, value: Any, mask: Any = None, **options: Any) -> No
 
 def _async_load(to: Shared, pointer: Pointer, mask: Any = None, **options: Any) -> None:
     """cp.async: elements that the mask leaves out become 0."""
+    shape = list(np.broadcast_shapes(pointer.shape, np.shape(array_of(mask))))
+    if shape != to.shape:
+        raise TypeError(f"a kernel copies {shape} to {to.shape}")
     cta = program()
-    copy = Copy(lambda: to.write(pointer.load(mask, 0).values, fenced=True))
+    to.expect_copy()
+    copy = Copy(lambda: to.write(pointer.load(mask, 0).values, fenced=True), to.end_copy)
     cta.current.issued.append(copy)
     cta.current.group.append(copy)
     cta.later(copy.happen)
@@ -196,19 +271,19 @@ def _wait_group(num_outstanding: int = 0) -> None:
     groups = program().current.groups
     while len(groups) > num_outstanding:
         for copy in groups.pop(0):
-            copy.happen()
+            copy.end()
 
 
 def _arrive_after_copies(bar: Shared, increment_count: bool = True) -> None:
-    """Each thread arrives when all its copies so far have landed."""
+    """Each thread arrives when all its copies so far have ended."""
     if increment_count:
         raise NotImplementedError("arrivals that a barrier does not count")
     partition = program().current
-    partition.issued = copies = [copy for copy in partition.issued if copy.under_way]
+    partition.issued = copies = [copy for copy in partition.issued if not copy.has_ended]
 
     def event() -> None:
         for copy in copies:
-            copy.happen()
+            copy.end()
         bar.barrier.arrive(partition.num_threads)
 
     program().later(event)
@@ -268,21 +343,23 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     # of tensors
     "abs": _elementwise(np.abs),
     "arange": lambda start, end, layout=None: Tensor(
-        np.arange(start, end, dtype=np.int32), tl.int32
+        np.arange(start, end, dtype=np.int32), tl.int32, known_layout(layout)
     ),
     "associative_scan": _scan,
     "broadcast": _broadcast,
     "cast": lambda x, dtype: as_tensor(x).to(dtype),
     "cdiv": lambda x, y: (x + y - 1) // y,
-    "convert_layout": _same,
+    "convert_layout": _convert_layout,
     "exp2": _elementwise(np.exp2),
-    "expand_dims": lambda x, axis: Tensor(np.expand_dims(x.values, axis), x.dtype),
+    "expand_dims": lambda x, axis: Tensor(
+        np.expand_dims(x.values, axis), x.dtype, expanded(x.layout, axis)
+    ),
     "fdiv": lambda x, y: divide(x, y),
     "fma": _fma,
     "full": _full,
-    "full_like": lambda x, value: _full(x.shape, value, x.dtype),
+    "full_like": lambda x, value: _full(x.shape, value, x.dtype, x.layout),
     "gather": lambda x, index, axis: Tensor(
-        np.take_along_axis(x.values, index.values.astype(np.int64), axis), x.dtype
+        np.take_along_axis(x.values, index.values.astype(np.int64), axis), x.dtype, index.layout
     ),
     "inline_asm_elementwise": _inline_asm,
     "join": lambda x, y: Tensor(np.stack([x.values, y.values], -1), x.dtype),
@@ -300,8 +377,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": _elementwise(np.sqrt),
     "sum": _reduction(np.sum),
     "where": _where,
-    "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype),
-    "zeros_like": lambda x: _full(x.shape, 0, x.dtype),
+    "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype, layout),
+    "zeros_like": lambda x: _full(x.shape, 0, x.dtype, x.layout),
     # of memory
     "allocate_shared_memory": Shared.allocate,
     "async_copy_global_to_shared": _async_load,
@@ -323,6 +400,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "thread_barrier": lambda: program().barrier(),
     "wait": _wait,
     # of tensor cores
+    "mma_v2": _mma_v2,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait,
 }

@@ -24,6 +24,7 @@ from triton.runtime.jit import ConstexprFunction, JITCallable
 from sparsemla import dispatch
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.device import GPUS
+from sparsemla.kernels.common.table import TIERS
 from sparsemla.kernels.topk import schedule as topk_schedule
 from sparsemla.kernels.topk.sm90 import candidates, registers
 from sparsemla_lab.testing.interpreter.global_memory import GlobalMemory
@@ -39,6 +40,14 @@ TMA_LOADS = [
     if hasattr(tma, name)
 ]
 """Both names of one function, before and after Triton 3.8."""
+GLUON = "sm90", "sm80"
+"""Tiers in Gluon."""
+TIER_OF = {
+    name: tier
+    for name, gpu in GPUS.items()
+    if (tier := next(tier for tier, refuse in TIERS.items() if refuse(gpu) is None)) in GLUON
+}
+"""The tier of each GPU that :func:`acting_as` takes, by the compiler's name."""
 MULTIPROCESSORS = 4
 """Of the GPU that dispatch sees."""
 OF_H200 = 132
@@ -67,28 +76,30 @@ def interpreting(seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def acting_as_hopper(seed: int = 0, multiprocessors: int = OF_H200) -> Iterator[None]:
-    """Let ops on tensors of the CPU choose and run the kernels that a Hopper GPU gets.
+def acting_as(gpu: str, seed: int = 0, multiprocessors: int = OF_H200) -> Iterator[None]:
+    """Let ops on tensors of the CPU choose and run the kernels that a GPU gets.
 
     Triton's interpreter must have been chosen, by the environment variable ``TRITON_INTERPRET``,
-    before the package's portable kernels were imported: they run beside those of Hopper.
+    before the package's portable kernels were imported: they run beside those in Gluon.
 
     Args:
+        gpu: one of :data:`TIER_OF`, such as ``sm_80``.
         seed: see :func:`interpreting`.
         multiprocessors: of the GPU that the selection sees, and shares its rows among.
 
     Raises:
+        KeyError: an unknown GPU, or one that gets no kernels in Gluon.
         RuntimeError: Triton does not interpret.
     """
     if not knobs.runtime.interpret:
         raise RuntimeError("the environment variable TRITON_INTERPRET must be 1 before the start")
     repair()
-    hopper = GPUS["sm_90"]._replace(multiprocessors=MULTIPROCESSORS)
+    seen = GPUS[gpu]._replace(multiprocessors=MULTIPROCESSORS)
     with ExitStack() as stack:
         stack.enter_context(interpreting(seed))
         # Launchers themselves see the interpreter.
         for module in (dispatch, schedule):
-            stack.enter_context(mock.patch.object(module, "describe", return_value=hopper))
+            stack.enter_context(mock.patch.object(module, "describe", return_value=seen))
         for module in (candidates, registers, topk_schedule):
             stack.enter_context(
                 mock.patch.object(module, "num_multiprocessors", return_value=multiprocessors)
@@ -96,12 +107,12 @@ def acting_as_hopper(seed: int = 0, multiprocessors: int = OF_H200) -> Iterator[
         yield
 
 
-def interpreted_ops() -> tuple[str, ...]:
-    """Ops with kernels for Hopper that :func:`acting_as_hopper` runs."""
+def interpreted_ops(gpu: str) -> tuple[str, ...]:
+    """Ops with kernels in the tier of a GPU, which :func:`acting_as` runs."""
     return tuple(
         name
         for name, op in dispatch.OPS.items()
-        if any(kernel.tier == "sm90" for kernel in op.kernels)
+        if any(kernel.tier == TIER_OF[gpu] for kernel in op.kernels)
     )
 
 

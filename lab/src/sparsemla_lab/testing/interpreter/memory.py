@@ -13,13 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsemla_lab.testing.interpreter.global_memory import GlobalMemory, typed
-from sparsemla_lab.testing.interpreter.schedule import Barrier
+from sparsemla_lab.testing.interpreter.schedule import Barrier, program
 from sparsemla_lab.testing.interpreter.values import (
     POISON,
     Array,
     Tensor,
     bytes_of,
     from_bits,
+    known_layout,
     numbers_of,
     to_bits,
 )
@@ -57,12 +58,17 @@ class _Allocation:
     Attributes:
         unfenced: by the first byte, elements that MMAs may not see, as no proxy fence came after
             their store.
+        num_copies: cp.async that are under way, as far as the kernel knows: it has not waited for
+            them.
+        issuers: for each byte, the number of the partition whose copy is under way to there, or 0.
         barriers: by offset.
     """
 
     def __init__(self, size: int) -> None:
         self.raw = np.full(size, POISON, np.uint8)
         self.unfenced = np.zeros(size, bool)
+        self.num_copies = 0
+        self.issuers = np.zeros(size, np.uint8)
         self.barriers: dict[int, Barrier] = {}
 
 
@@ -73,18 +79,25 @@ class Shared:
         allocation: where it lies.
         at: offsets of its elements, in bytes.
         dtype: their type.
+        layout: their layout, or None behind a permutation.
     """
 
-    def __init__(self, allocation: _Allocation, at: Array, dtype: tl.dtype) -> None:
+    def __init__(self, allocation: _Allocation, at: Array, dtype: tl.dtype, layout: object) -> None:
         self._allocation = allocation
         self._at = at
         self.dtype = dtype
+        self.layout = layout
 
     @classmethod
-    def allocate(cls, dtype: tl.dtype, shape: Sequence[int], layout: object) -> Shared:
+    def allocate(
+        cls, dtype: tl.dtype, shape: Sequence[int], layout: object, value: Tensor | None = None
+    ) -> Shared:
         shape = numbers_of((shape,))
         allocation = _Allocation(math.prod(shape) * bytes_of(dtype))
-        return cls(allocation, offsets(layout, shape, bytes_of(dtype)), dtype)
+        found = cls(allocation, offsets(layout, shape, bytes_of(dtype)), dtype, layout)
+        if value is not None:
+            found.store(value)
+        return found
 
     @property
     def shape(self) -> list[int]:
@@ -103,15 +116,15 @@ class Shared:
             raise IndexError(
                 f"a kernel takes part {int(place)} of {len(self._at)} of shared memory"
             )
-        return Shared(self._allocation, self._at[int(place)], self.dtype)
+        return Shared(self._allocation, self._at[int(place)], self.dtype, self.layout)
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         places = [slice(None)] * self._at.ndim
         places[dim] = slice(int(start), int(start) + length)
-        return Shared(self._allocation, self._at[tuple(places)], self.dtype)
+        return Shared(self._allocation, self._at[tuple(places)], self.dtype, self.layout)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self._allocation, self._at.transpose(order), self.dtype)
+        return Shared(self._allocation, self._at.transpose(order), self.dtype, None)
 
     def reinterpret(self, dtype: tl.dtype, shape: Sequence[int], layout: object) -> Shared:
         shape = numbers_of((shape,))
@@ -119,23 +132,24 @@ class Shared:
         if start + math.prod(shape) * bytes_of(dtype) > self._allocation.raw.size:
             raise IndexError(f"a kernel views {self.num_bytes} bytes as {shape} of {dtype}")
         at = start + offsets(layout, shape, bytes_of(dtype))
-        return Shared(self._allocation, np.asarray(at), dtype)
+        return Shared(self._allocation, np.asarray(at), dtype, layout)
 
     _reinterpret = reinterpret  # before Triton 3.9
 
     def load(self, layout: object = None) -> Tensor:
-        return Tensor(self.read(), self.dtype)
+        return Tensor(self.read(), self.dtype, known_layout(layout))
 
     def store(self, value: Tensor) -> None:
         if value.dtype != self.dtype or value.shape != self.shape:
             raise TypeError(
                 f"a kernel stores {value.shape} of {value.dtype} to {self.shape} of {self.dtype}"
             )
+        self._check_copies("writes")
         self.write(value.values, fenced=False)
 
     def read(self) -> Array:
-        bits = typed(self._allocation.raw, self.dtype)
-        return from_bits(bits[self._at // bytes_of(self.dtype)], self.dtype)
+        self._check_copies("reads")
+        return from_bits(self._elements(self._allocation.raw), self.dtype)
 
     def write(self, values: Array, fenced: bool) -> None:
         """Write values; ``fenced``: by an asynchronous copy, after which MMAs need no fence."""
@@ -144,6 +158,40 @@ class Shared:
         self._allocation.unfenced[self._at] = not fenced
         if not fenced:
             _unfenced.add(self._allocation)
+
+    def expect_copy(self) -> None:
+        """Let a cp.async of the current partition be under way to here.
+
+        Raises:
+            RuntimeError: another one of it is.
+        """
+        self._check_copies("copies to")
+        self._allocation.num_copies += 1
+        self._set_issuer(program().current.number)
+
+    def end_copy(self) -> None:
+        """Let the kernel know that the cp.async to here has ended."""
+        self._allocation.num_copies -= 1
+        self._set_issuer(0)
+
+    def _set_issuer(self, number: int) -> None:
+        word = int.from_bytes([number] * bytes_of(self.dtype))
+        typed(self._allocation.issuers, self.dtype)[self._at // bytes_of(self.dtype)] = word
+
+    def _check_copies(self, access: str) -> None:
+        """Check that the current partition has waited for its own copies; others may have arrived.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if self._allocation.num_copies:
+            issuers = self._elements(self._allocation.issuers).ravel().view(np.uint8)
+            if (issuers == program().current.number).any():
+                raise RuntimeError(f"a kernel {access} shared memory before its cp.async has ended")
+
+    def _elements(self, of: Array) -> Array:
+        """The elements of the view, in an array with the bytes of the allocation."""
+        return np.asarray(typed(of, self.dtype)[self._at // bytes_of(self.dtype)])
 
     def check_fence(self) -> None:
         """Check that an MMA sees all that was stored.
@@ -168,21 +216,46 @@ def fence() -> None:
 def offsets(layout: Any, shape: tuple[int, ...], size: int) -> Array:
     """Offsets of the elements in an allocation, in bytes.
 
-    Tiles of MMAs have their order on the GPU, as kernels view one tile as several. Other layouts
-    are row by row.
+    Tiles have their order on the GPU, as kernels view one tile as several.
     """
-    if not isinstance(layout, gl.NVMMASharedLayout):
-        return (np.arange(math.prod(shape)) * size).reshape(shape)
-    if layout.transposed:
-        raise NotImplementedError("tiles with columns in one piece")
-    leading, tile = shape[: -layout.rank], shape[-layout.rank :]
-    starts = np.arange(math.prod(leading)) * math.prod(tile) * size
-    starts = starts.reshape(*leading, *[1] * len(tile))
-    return np.asarray(starts + _tile_offsets(tile, size, layout.swizzle_byte_width))
+    if isinstance(layout, gl.SwizzledSharedLayout):
+        rank = len(layout.order)
+        swizzle = layout.vec, layout.per_phase, layout.max_phase
+        inside = size * _swizzled_places(shape[-rank:], tuple(layout.order), *swizzle)
+    elif isinstance(layout, gl.NVMMASharedLayout):
+        if layout.transposed:
+            raise NotImplementedError("tiles with columns in one piece")
+        rank = layout.rank
+        inside = _panel_offsets(shape[-rank:], size, layout.swizzle_byte_width)
+    else:
+        raise NotImplementedError(f"shared memory in {layout}")
+    leading = shape[:-rank]
+    starts = np.arange(math.prod(leading)) * inside.size * size
+    return np.asarray(starts.reshape(*leading, *[1] * rank) + inside)
 
 
 @functools.cache
-def _tile_offsets(shape: tuple[int, ...], size: int, swizzle: int) -> Array:
+def _swizzled_places(
+    shape: tuple[int, ...], order: tuple[int, ...], vec: int, per_phase: int, max_phase: int
+) -> Array:
+    """The places of a tile's elements, of which pieces of ``vec`` are permuted in each row.
+
+    A row is along the first axis of ``order``, the next row along the second one.
+    """
+    index = np.indices(shape)
+    if max_phase > 1:
+        columns = shape[order[0]]
+        phase = index[order[1]] // per_phase % max_phase
+        index[order[0]] ^= vec * phase % columns
+    place, stride = np.zeros(shape, np.int64), 1
+    for axis in order:
+        place += stride * index[axis]
+        stride *= shape[axis]
+    return place
+
+
+@functools.cache
+def _panel_offsets(shape: tuple[int, ...], size: int, swizzle: int) -> Array:
     """A tile's panels of ``swizzle`` bytes, in which rows permute their pieces of 16 bytes."""
     rows, row_bytes = math.prod(shape[:-1]), shape[-1] * size
     row, at = np.indices((rows, shape[-1]))

@@ -20,15 +20,18 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from sparsemla_lab.testing.interpreter import floats
 from sparsemla_lab.testing.interpreter.races import ATOMIC, READ, WRITE, Variable
 from sparsemla_lab.testing.interpreter.schedule import Program, WarpBarrier, program
 from sparsemla_lab.testing.interpreter.values import (
     POISON,
+    UNSIGNED,
     Array,
     Tensor,
     as_tensor,
     bytes_of,
     from_bits,
+    layout_of,
     to_bits,
 )
 
@@ -104,6 +107,13 @@ class Block:
             for each in self.instructions
         )
 
+    @functools.cached_property
+    def is_elementwise(self) -> bool:
+        """Whether the results of a lane depend on nothing but its operands."""
+        return self.is_alone and not any(
+            "sync" in each.name or "%laneid" in each.operands for each in self.instructions
+        )
+
 
 STATEMENT = re.compile(r"(?:(\w+):(?!:))?\s*(?:@(!?)(\w+)\s+)?([\w.:%]+)?\s*(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\.shared \.align \d+ \.b(\d+) (\w+)\[(\d+)\]")
@@ -161,6 +171,8 @@ def _operands(text: str) -> Iterator[Operand]:
             yield Address(register.strip(), int(offset or 0))
         elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", each):
             yield int(each, 0)
+        elif re.fullmatch(r"0[fF][0-9a-fA-F]{8}", each):  # the bits of a float32
+            yield int(each[2:], 16)
         else:
             yield each
 
@@ -202,6 +214,15 @@ def _permuted(a: Array, b: Array, selector: Array) -> Array:
     return np.where(of_result & 8, signs, found).view(np.uint32)[..., 0]
 
 
+def _looked_up(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """Each bit is that of a table, at the number of which three bits are the digits."""
+    found = np.zeros_like(a)
+    for number in range(8):
+        digits = (x if number & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
+        found |= functools.reduce(np.bitwise_and, digits) & -(table >> number & 1)
+    return found
+
+
 def _dot_of_bytes(a: Array, b: Array, c: Array) -> Array:
     return c + sum((a >> 8 * i & 255) * (b >> 8 * i & 255) for i in range(4))
 
@@ -217,6 +238,8 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "lop3": _looked_up,
     "shl": _shifted(np.left_shift),
     "shr": _shifted(np.right_shift),
     "bfe": lambda x, start, length: x >> start & (1 << length) - 1,
@@ -393,6 +416,16 @@ class Warp:
             self._write(operands[0], at | cta + np.uint32(1) << np.uint32(OF_CTA), active)
         elif kind == "cp" and "prefetch" in name:
             self._prefetch(operands, active)
+        elif kind == "mov" and isinstance(operands[0], tuple):  # the parts of a register
+            whole = np.ascontiguousarray(self._read(operands[1], TYPES[name[-1]]))
+            size = whole.itemsize // len(operands[0])
+            parts = whole[..., None].view(UNSIGNED[size])
+            for i, register in enumerate(operands[0]):
+                self._write(register, parts[..., i], active)
+        elif kind == "cvt":
+            self._write(operands[0], self._convert(instruction), active)
+        elif kind in floats.ARITHMETIC and name[-1] in floats.FORMATS:
+            self._write(operands[0], self._compute_floats(instruction), active)
         elif kind in ARITHMETIC:
             self._write(operands[0], self._compute(instruction), active)
         else:
@@ -401,16 +434,42 @@ class Warp:
     def _compute(self, instruction: Instruction) -> Array:
         kind, *modifiers, of = instruction.name
         values = instruction.operands[1:]
-        if kind == "mov" and isinstance(values[0], tuple):  # the halves of a longer register
-            low, high = (self._read(each, np.uint32).astype(np.uint64) for each in values[0])
-            return np.asarray(low | high << np.uint64(32))
         dtype: Any = TYPES[of]
+        if kind == "mov" and isinstance(values[0], tuple):  # the parts of a longer register
+            size = np.dtype(dtype).itemsize // len(values[0])
+            return _joined([self._read(each, UNSIGNED[size]) for each in values[0]])
         if "wide" in modifiers:
             found = ARITHMETIC[kind](*(self._read(x, dtype).astype(np.int64) for x in values))
             return np.asarray(found).view(np.uint64)
         with np.errstate(all="ignore"):
             found = np.asarray(ARITHMETIC[kind](*(self._read(each, dtype) for each in values)))
         return found.astype(dtype, copy=False)
+
+    def _compute_floats(self, instruction: Instruction) -> Array:
+        kind, *modifiers, of = instruction.name
+        if not floats.MODIFIERS.issuperset(modifiers):
+            raise _unknown(instruction)
+        operands = [self._read_bits(each, of) for each in instruction.operands[1:]]
+        return floats.compute(kind, modifiers, of, operands)
+
+    def _convert(self, instruction: Instruction) -> Array:
+        _, *modifiers, to, of = instruction.name
+        if not floats.MODIFIERS.issuperset(modifiers):
+            raise _unknown(instruction)
+        sources = instruction.operands[1:]
+        if to in floats.FORMATS and of in floats.FORMATS:
+            numbers = [floats.decode(self._read_bits(each, of), of) for each in sources]
+            return floats.convert(to, modifiers, numbers)
+        if to in floats.FORMATS:
+            whole = self._read(sources[0], TYPES[of]).astype(np.float64)
+            return floats.convert(to, modifiers, [whole[..., None]])
+        if of in floats.FORMATS:
+            raise _unknown(instruction)
+        return self._read(sources[0], TYPES[of]).astype(TYPES[to])
+
+    def _read_bits(self, operand: Operand, of: str) -> Array:
+        """The bits of a register with floating-point numbers."""
+        return self._read(operand, UNSIGNED[floats.size_of(of)])
 
     def _exchange(self, instruction: Instruction) -> None:
         """Instructions in which lanes give each other their values."""
@@ -512,6 +571,11 @@ class Warp:
         if isinstance(operand, int):
             return _number(operand, dtype, self._all.shape)
         found = self._bits(str(operand))
+        if found.itemsize != np.dtype(dtype).itemsize:
+            raise RuntimeError(
+                f"a kernel reads {8 * np.dtype(dtype).itemsize} bits of the register {operand}, "
+                f"which has {8 * found.itemsize}"
+            )
         return found if found.dtype == dtype else found.view(dtype)
 
     def _bits(self, name: str) -> Array:
@@ -564,31 +628,47 @@ def run(asm: str, constraints: str, operands: Sequence[Any], dtype: Any, pack: i
         np.broadcast_to(to_bits(tensor.values, tensor.dtype), shape).ravel() for tensor in tensors
     ]
     kinds = constraints.split(",")
-    first = pack * len(dtypes)  # register of the first operand
+    of_results = list(_registers(dtypes, pack))
+    of_operands = list(_registers([tensor.dtype for tensor in tensors], pack))
+    first = len(of_results)
     tied = {first + i: int(each) for i, each in enumerate(kinds[first:]) if each.isdigit()}
     results = [np.full(inputs[0].shape, POISON, f"u{bytes_of(each)}") for each in dtypes]
-    for elements in _elements(shape, cluster, pack):
+    for elements in _elements(shape, cluster, pack, block.is_elementwise):
         warps = [elements] if block.is_alone else list(elements.transpose(1, 0, 2))
         running = []
         for number, places in enumerate(warps):
             registers = {
-                f"${tied.get(first + i * pack + j, first + i * pack + j)}": values[places[j]]
-                for i, values in enumerate(inputs)
-                for j in range(pack)
+                f"${tied.get(number, number)}": _joined(inputs[i][places[some]])
+                for number, (i, some) in enumerate(of_operands, first)
             }
             running.append(Warp(cluster, number, block, registers, _clobbered(kinds, first, tied)))
         _take_turns(running, cluster)
         for warp, places in zip(running, warps, strict=True):
-            for i, result in enumerate(results):
-                for j in range(pack):
-                    register = warp.registers.get(f"${i * pack + j}")
-                    if register is not None:
-                        result[places[j]] = register
+            for number, (i, some) in enumerate(of_results):
+                register = warp.registers.get(f"${number}")
+                if register is not None:
+                    size = results[i].itemsize
+                    parts = np.ascontiguousarray(register)[..., None].view(UNSIGNED[size])
+                    results[i][places[some]] = np.moveaxis(parts, -1, 0)
+    layout = layout_of(*tensors)
     found = tuple(
-        Tensor(from_bits(bits.reshape(shape), each), each)
+        Tensor(from_bits(bits.reshape(shape), each), each, layout)
         for bits, each in zip(results, dtypes, strict=True)
     )
     return found if isinstance(dtype, tuple) else found[0]
+
+
+def _registers(dtypes: Sequence[tl.dtype], pack: int) -> Iterator[tuple[int, slice]]:
+    """For each register, the number of its tensor, and which of the packed elements it holds."""
+    for i, dtype in enumerate(dtypes):
+        held = max(min(pack, 4 // bytes_of(dtype)), 1)
+        yield from ((i, slice(j, j + held)) for j in range(0, pack, held))
+
+
+def _joined(parts: Any) -> Array:
+    """Registers that hold these parts, the first one in the lowest bits."""
+    both = np.ascontiguousarray(np.stack(parts, -1))
+    return both.view(UNSIGNED[both.itemsize * both.shape[-1]])[..., 0]
 
 
 def _clobbered(
@@ -604,19 +684,32 @@ def _clobbered(
     }
 
 
-def _elements(shape: tuple[int, ...], cluster: Program, pack: int) -> Iterator[Array]:
-    """The elements ``[pack, warps, lanes]`` of each time that the threads run a block."""
+def _elements(
+    shape: tuple[int, ...], cluster: Program, pack: int, is_elementwise: bool
+) -> Iterator[Array]:
+    """The elements ``[pack, warps, lanes]`` of each time that the threads run a block.
+
+    If results depend on operands alone, all are ``[pack, ...]`` of one time.
+    """
     warps = cluster.total_warps
     if not shape:
         yield np.zeros((pack, warps, 32), np.int64)
         return
     size = int(np.prod(shape))
-    if size % (32 * warps * pack) or len(shape) > 2:
-        raise NotImplementedError(f"a block of PTX on a tensor of shape {shape}")
     places: Array = np.arange(size)
+    fills_threads = size % (32 * warps * max(pack, 4 * (len(shape) - 1))) == 0 and len(shape) <= 2
+    if not fills_threads:
+        if not is_elementwise or size % pack:
+            raise NotImplementedError(f"a block of PTX on a tensor of shape {shape}")
+        yield places.reshape(-1, pack).T
+        return
     if len(shape) == 2:
         places = places.reshape(warps, -1, 32, 4).transpose(1, 3, 0, 2)
-    yield from places.reshape(-1, pack, warps, 32)
+    places = places.reshape(-1, pack, warps, 32)
+    if is_elementwise:
+        yield places.swapaxes(0, 1)
+    else:
+        yield from places
 
 
 def _take_turns(warps: Sequence[Warp], cluster: Program) -> None:

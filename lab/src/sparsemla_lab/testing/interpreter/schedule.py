@@ -104,16 +104,32 @@ class WarpBarrier:
 
 
 class Copy:
-    """An asynchronous copy, which happens once."""
+    """An asynchronous copy, which happens once.
 
-    def __init__(self, copy: Callable[[], None]) -> None:
-        self._copy = copy
-        self.under_way = True
+    Args:
+        copy: what happens.
+        end: what the kernel knows once it has waited for it.
+
+    Attributes:
+        has_ended: whether it knows.
+    """
+
+    def __init__(self, copy: Callable[[], None], end: Callable[[], None]) -> None:
+        self._copy: Callable[[], None] | None = copy
+        self._end = end
+        self.has_ended = False
 
     def happen(self) -> None:
-        if self.under_way:
-            self.under_way = False
-            self._copy()
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            copy()
+
+    def end(self) -> None:
+        """Let it happen, if it has not, and let the kernel know."""
+        self.happen()
+        if not self.has_ended:
+            self.has_ended = True
+            self._end()
 
 
 class Accumulator(Tensor):
@@ -152,8 +168,12 @@ class Accumulator(Tensor):
 class Partition:
     """The warps that run one function of ``gl.warp_specialize``, or the whole CTA.
 
+    Args:
+        num_warps: how many.
+        number: counts from 1; the whole CTA has that of the first partition.
+
     Attributes:
-        issued: cp.async that may be under way.
+        issued: cp.async that have not ended, as far as the kernel knows.
         group: cp.async since the last group.
         groups: groups that were not waited for.
         mmas: MMAs that were not waited for.
@@ -162,7 +182,8 @@ class Partition:
         awaits: tells whether the phase has ended that the partition waits for.
     """
 
-    def __init__(self, num_warps: int) -> None:
+    def __init__(self, num_warps: int, number: int = 1) -> None:
+        self.number = number
         self.num_threads = 32 * num_warps
         self.issued: list[Copy] = []
         self.group: list[Copy] = []
@@ -268,7 +289,9 @@ class Program:
     def specialize(self, calls: Sequence[Call], num_warps: Sequence[int]) -> None:
         """Run functions side by side until all have returned."""
         whole = self.current
-        self._partitions = [Partition(self.num_warps), *map(Partition, num_warps)]
+        self._partitions = [
+            Partition(count, number) for number, count in enumerate((self.num_warps, *num_warps), 1)
+        ]
         threads = [
             threading.Thread(target=self._run, args=(partition, call), daemon=True)
             for partition, call in zip(self._partitions, calls, strict=True)

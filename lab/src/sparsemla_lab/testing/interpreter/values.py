@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -46,6 +46,38 @@ class _AnyLayout(gl.AutoLayout):
     @property
     def parent(self) -> _AnyLayout:
         return self
+
+
+Layout: TypeAlias = Any
+"""A layout in registers, or None: the interpreter does not know which."""
+
+
+def known_layout(layout: Any) -> Layout:
+    """A layout that a kernel names, or None if the compiler chooses it or a part of it."""
+    within = layout
+    while isinstance(within, (gl.SliceLayout, gl.DotOperandLayout)):
+        within = within.parent
+    return None if within is None or isinstance(within, gl.AutoLayout) else layout
+
+
+def layout_of(*operands: Any) -> Layout:
+    """The layout of a result that lies where its operands lie: they have one layout."""
+    found = (each.layout for each in operands if isinstance(each, Tensor))
+    return next((layout for layout in found if layout is not None), None)
+
+
+def expanded(layout: Layout, axis: int) -> Layout:
+    """The layout with a new axis of size 1."""
+    is_slice = isinstance(layout, gl.SliceLayout) and layout.dim == axis
+    return layout.parent if is_slice else None
+
+
+def layout_behind(layout: Layout, places: Any) -> Layout:
+    """The layout behind an index of colons, and of ``None`` for each new axis."""
+    for axis, place in enumerate(places if isinstance(places, tuple) else (places,)):
+        if place is None:
+            layout = expanded(layout, axis)
+    return layout
 
 
 def bytes_of(dtype: tl.dtype) -> int:
@@ -144,13 +176,15 @@ class Tensor:
     Args:
         values: its array.
         dtype: its type.
+        layout: in registers.
     """
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, values: Array, dtype: tl.dtype) -> None:
+    def __init__(self, values: Array, dtype: tl.dtype, layout: Layout = None) -> None:
         self._values = values
         self.dtype = dtype
+        self.layout = layout
 
     @property
     def values(self) -> Array:
@@ -162,12 +196,16 @@ class Tensor:
 
     @property
     def type(self) -> SimpleNamespace:
-        return SimpleNamespace(scalar=self.dtype, layout=_AnyLayout())
+        return SimpleNamespace(scalar=self.dtype, layout=self.layout or _AnyLayout())
 
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> Tensor:
         if bitcast:
-            return Tensor(from_bits(to_bits(self.values, self.dtype), dtype), dtype)
-        return Tensor(rounded(self.values, dtype), dtype)
+            bits = to_bits(self.values, self.dtype)
+            return Tensor(from_bits(bits, dtype), dtype, self.layout)
+        return Tensor(rounded(self.values, dtype), dtype, self.layout)
+
+    def in_layout(self, layout: Layout) -> Tensor:
+        return Tensor(self.values, self.dtype, layout)
 
     def reshape(self, *shape: Any) -> Tensor:
         return Tensor(self.values.reshape(numbers_of(shape)), self.dtype)
@@ -176,13 +214,13 @@ class Tensor:
         return Tensor(self.values.transpose(numbers_of(order)), self.dtype)
 
     def broadcast_to(self, *shape: Any) -> Tensor:
-        return Tensor(np.broadcast_to(self.values, numbers_of(shape)), self.dtype)
+        return Tensor(np.broadcast_to(self.values, numbers_of(shape)), self.dtype, self.layout)
 
     def split(self) -> tuple[Tensor, Tensor]:
         return Tensor(self.values[..., 0], self.dtype), Tensor(self.values[..., 1], self.dtype)
 
     def __getitem__(self, places: Any) -> Tensor:
-        return Tensor(self.values[places], self.dtype)
+        return Tensor(self.values[places], self.dtype, layout_behind(self.layout, places))
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -191,10 +229,10 @@ class Tensor:
         return int(self.values)
 
     def __neg__(self) -> Tensor:
-        return Tensor(np.asarray(-self.values), self.dtype)
+        return Tensor(np.asarray(-self.values), self.dtype, self.layout)
 
     def __invert__(self) -> Tensor:
-        return Tensor(np.asarray(~self.values), self.dtype)
+        return Tensor(np.asarray(~self.values), self.dtype, self.layout)
 
 
 def pairwise(compute: Callable[..., Array], divides: bool = False) -> Callable[..., Any]:
@@ -210,7 +248,7 @@ def pairwise(compute: Callable[..., Array], divides: bool = False) -> Callable[.
             dtype = tl.float32
         with np.errstate(all="ignore"):
             found = np.asarray(compute(array_in(x, dtype), array_in(y, dtype)))
-        return Tensor(rounded(found, dtype), dtype)
+        return Tensor(rounded(found, dtype), dtype, layout_of(x, y))
 
     return call
 
@@ -220,7 +258,8 @@ def compared(compare: Callable[..., Array]) -> Callable[..., Tensor]:
 
     def call(x: Any, y: Any) -> Tensor:
         dtype = common_type(x, y)
-        return Tensor(np.asarray(compare(array_in(x, dtype), array_in(y, dtype))), tl.int1)
+        found = np.asarray(compare(array_in(x, dtype), array_in(y, dtype)))
+        return Tensor(found, tl.int1, layout_of(x, y))
 
     return call
 
