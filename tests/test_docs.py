@@ -182,6 +182,22 @@ def test_the_site_documents_every_public_name() -> None:
     assert {f"sparsemla.{name}" for name in sparsemla.__all__} <= documented
 
 
+def test_the_twelve_names_exist() -> None:
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)
+    *ops, last = names
+    assert len(names) == 12
+    assert set(ops) <= set(sparsemla.__all__)
+    assert last == "enable"
+
+
+def test_installs_are_from_a_checkout() -> None:
+    """Until a release, the name on PyPI is nobody's or a stranger's."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        found = re.findall(r"pip install [\"']?sparsemla\b", page.read_text(encoding="utf-8"))
+        assert found == [], page_id(page)
+
+
 def test_the_readme_installs_the_pinned_torch() -> None:
     files = ROOT.glob("constraints*.txt")
     pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
