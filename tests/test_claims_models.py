@@ -581,7 +581,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         [lambda context=context: workspace(context) for context in (1 << 17, 1 << 20)],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "no step takes longer on the GPU (ratios {}). Indexer and attention together are {} times "
         "as fast with an FP8 cache and {} times in bfloat16. The goal of 1.3 is reached at {} of "
         "{} sizes:",
@@ -594,7 +594,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "128 decodes of 128K read {} GB of them in each layer, {} ms at the rate of a copy. The "
         "scores take {} ms on both sides, of {} for the whole indexer.",
         [
@@ -605,7 +605,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "of decodes is {} times as fast as FlashMLA over FP8 rows, and {} times as FA3 in "
         "bfloat16. Prefills of 16 heads gain most, {} in FP8:",
         [
@@ -615,12 +615,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "is ahead by {} us a layer with 16 and 64 requests, and by {} with 128,",
         [lambda: behind_us(16, 64), lambda: behind_us(128)],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "The exchange adds {} us for one request and {} for 128, of which the all-gather takes {} "
         "and {}.",
         [
@@ -631,7 +631,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "two ranks select faster than one with {} requests of 32K tokens, {} of 128K, or {} of 1M;",
         [lambda context=context: fewest(context) for context in CONTEXTS.values()],
     ),
@@ -971,7 +971,7 @@ def test_the_exchange_of_two_gpus() -> None:
         "| context | requests | scores and top-k of a part | with the exchange "
         "| one GPU, whole contexts |"
     )
-    shown = [cells(line) for line in table_after(page("docs/vllm.md"), header)]
+    shown = [cells(line) for line in table_after(page("docs/vllm-evidence.md"), header)]
     assert shown == [
         [
             name,
