@@ -138,7 +138,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         [lambda: str(len(all_selections("h200")))],
     ),
     (
-        "docs/performance.md",
+        "docs/performance-goals.md",
         "{} for all 68; 65 sizes {};",
         [
             lambda: f"{statistics.geometric_mean(all_selections('h200')):.2f}",
@@ -148,7 +148,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     *(
         (name, words, [lambda: f"{statistics.geometric_mean(all_selections('h100')):.2f}"])
         for name, words in (
-            ("docs/performance.md", "on an H100 {} for 68,"),
+            ("docs/performance-goals.md", "[on an H100](#on-an-h100) {} for 68,"),
             ("docs/kernels/topk.md", "three quarters of that rate: {} for all 68 sizes,"),
         )
     ),
@@ -218,12 +218,12 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         for name in ("sm_80", "sm_89")
     ),
     (
-        "docs/performance.md",
+        "docs/performance-goals.md",
         "gradients: 2.5 of TileLang, deterministic | on an H100 {} with 64 heads, {} with 128 |",
         [lambda: backward(64), lambda: backward(128)],
     ),
     (
-        "docs/performance.md",
+        "docs/performance-goals.md",
         "[every size](decode-branch.md#every-size): {}; on an H100 {} |",
         [lambda: step_goal("h200"), lambda: step_goal("h100")],
     ),
@@ -373,7 +373,9 @@ def test_the_means_on_an_h100() -> None:
         lines.append(
             f"| {label} | {len(found)} | {mean:.2f} | {min(found):.2f} | {max(found):.2f} |"
         )
-    assert table_after(page("docs/performance.md"), "| op | sizes | mean | from | to |") == lines
+    assert (
+        table_after(page("docs/performance-goals.md"), "| op | sizes | mean | from | to |") == lines
+    )
 
 
 def test_every_size_of_the_decode_step() -> None:
@@ -410,7 +412,7 @@ def test_gradients_beside_tilelang() -> None:
 
 def test_the_host_times_of_an_h200() -> None:
     measured = json.loads((DATA / "host-h200.json").read_text(encoding="utf-8"))["rows"]
-    lines = table_after(page("docs/performance.md"), "| op | kernels | first call, us |")
+    lines = table_after(page("docs/performance-goals.md"), "| op | kernels | first call, us |")
     named = re.findall(r"^\| `(\w+)`", "\n".join(lines), re.MULTILINE)
     assert [row["op"] for row in measured if row["op"] in named]
     shown = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]

@@ -342,7 +342,7 @@ def slow_decodes() -> str:
     return (
         f"{few[4, 1, 2048].ratio:.2f} with 4 requests of 2048 rows, "
         f"{few[148, 2, 16384].ratio:.2f} with 296 query tokens of 16384 rows, and {span(below)} in "
-        f"{COUNTS[len(below)]} of {COUNTS[len(caches)]} sizes of two 584-byte caches."
+        f"{COUNTS[len(below)]} of {COUNTS[len(caches)]} sizes of two 584-byte caches"
     )
 
 
@@ -396,7 +396,7 @@ def of_two_caches(topk: int) -> str:
     return joined([f"{row.ratio:.2f}" for row in rows_])
 
 
-GOALS = "docs/performance.md"
+GOALS = "docs/performance-goals.md"
 FEW_KEYS = "docs/kernels/attention-fp8.md"
 # Figures in place of {}: the text of a page, and functions that read them.
 CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
@@ -501,10 +501,10 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "; three {}: 256 rows of 262144 (k 2048) and of 1048576 (k 512 and 1024); on an H100",
+        "; three {}: 256 rows of 262144 (k 2048) and of 1048576 (k 512 and 1024); [on an H100]",
         [lambda: slow_selections("h200")],
     ),
-    (GOALS, "four {}: the same and 4096 rows", [lambda: slow_selections("h100")]),
+    (GOALS, "four {} |", [lambda: slow_selections("h100")]),
     (
         GOALS,
         "256 MiB | {}; {}; on an H100 {};",
@@ -535,7 +535,11 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: share(*projections(512, many=True)),
         ],
     ),
-    (GOALS, "| [step {}, ops {}](deepseek-v4.md#speed)", [compressed_steps, compressed_ops]),
+    (
+        GOALS,
+        "| [step {}, ops {}](deepseek-v4-evidence.md#speed)",
+        [compressed_steps, compressed_ops],
+    ),
     (
         GOALS,
         "eager call: 12 us | {} on an H200 | [bare launches of two kernels take {}]",
@@ -563,12 +567,12 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "Newer are gradients ({}), and",
+        "| gradients | {} |",
         [lambda: commits("h200", "sparse_attention_backward")],
     ),
     (
         GOALS,
-        "TileLang's rows are older ({}).",
+        "| beside TileLang | {} |",
         [lambda: commits("h200", "select_topk", "TileLang")],
     ),
     (
@@ -579,10 +583,10 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: commits("h100", "sparse_attention_backward", "TileLang"),
         ],
     ),
-    (GOALS, "with 128 heads: {}", [slow_decodes]),
+    (GOALS, "with 128 heads | {}", [slow_decodes]),
     (
         GOALS,
-        "Selections are below 1 in {} of {} sizes, {}: 256 rows",
+        "| selections | {} of {}, {}: 256 rows",
         [
             lambda: COUNTS[sum(ratio < 1 for ratio in all_selections("h100"))],
             lambda: str(len(all_selections("h100"))),
@@ -640,7 +644,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/kernels/projection.md",
-        "[{} us](../deepseek-v4.md#single-ops) for 1, 16, 128, 1024 and 4096 tokens ({}).",
+        "[{} us](../deepseek-v4-evidence.md#single-ops) for 1, 16, 128, 1024 and 4096 tokens ({}).",
         [
             groups_of_flash,
             lambda: commits("h200", "project_groups"),
