@@ -636,12 +636,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         bytes_of(FP8_DS_MLA, BF16_576),
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "were within {} of the tolerance, and all selections were exact.",
         [lambda: f"{max(row['ours_error'] or 0 for row in file('sglang-h200.json')['rows']):.1f}"],
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "FlashMLA over an FP8 cache is {} tolerances from the reference,",
         [
             lambda: span(
@@ -650,7 +650,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "Slower than SGLang's are selections of FP8 prefills ({} at 8K, where most rows have few "
         "keys in a wide table, and {} at 32K), {} rows of `flashmla_sparse` with 128 heads ({}), "
         "and a prefill of 128 heads with `fa3` ({}).",
