@@ -1,4 +1,4 @@
-"""The table and the figure of docs/vllm-evidence.md, from what ``examples/vllm_bench.py`` has measured.
+"""The table and figure of docs/vllm-evidence.md, from what ``examples/vllm_bench.py`` has measured.
 
 Run it after a new measurement: ``python benchmarks/engine.py``. ``tests/test_docs.py`` fails if the
 committed table or figure differs from those that the measurements give.

@@ -128,7 +128,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         ],
     ),
     (
-        "docs/decode-branch.md",
+        "docs/decode-branch-evidence.md",
         "On an H100 (ba24770, [results-h100.md](results-h100.md)) {}",
         [branch_on_an_h100],
     ),
@@ -224,7 +224,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/performance-goals.md",
-        "[every size](decode-branch.md#every-size): {}; on an H100 {} |",
+        "[every size](decode-branch-evidence.md#every-size): {}; on an H100 {} |",
         [lambda: step_goal("h200"), lambda: step_goal("h100")],
     ),
 ]
@@ -379,7 +379,7 @@ def test_the_means_on_an_h100() -> None:
 
 
 def test_every_size_of_the_decode_step() -> None:
-    text = page("docs/decode-branch.md")
+    text = page("docs/decode-branch-evidence.md")
     lines = table_after(
         text, "| heads | batch | 8K | 32K | 128K | with an indexer: 8K | 32K | 128K"
     )

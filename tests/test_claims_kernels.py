@@ -593,10 +593,10 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: slow_selections("h100"),
         ],
     ),
-    ("docs/decode-branch.md", "{} sizes meet them.", [steps_that_met_older_goals]),
-    ("docs/decode-branch.md", "sparsemla takes {} us.", [untimed_step]),
+    ("docs/decode-branch-evidence.md", "{} sizes meet them.", [steps_that_met_older_goals]),
+    ("docs/decode-branch-evidence.md", "sparsemla takes {} us.", [untimed_step]),
     (
-        "docs/decode-branch.md",
+        "docs/decode-branch-evidence.md",
         "and takes {} at {} (peers {}, seven launches)",
         [
             lambda: f"{step(128, 1).ours_us:.1f}",
@@ -810,6 +810,6 @@ def test_the_time_line_of_the_decode_step(
         columns.append([f"{us:.1f}" for us in (*column, ended[-1])])
     shown = [
         [cell.strip() for cell in line.strip("|").split("|")][1:]
-        for line in table_after(page("docs/decode-branch.md"), header)
+        for line in table_after(page("docs/decode-branch-evidence.md"), header)
     ]
     assert shown == [list(line) for line in zip(*columns, strict=True)]

@@ -191,6 +191,32 @@ def test_the_twelve_names_exist() -> None:
     assert last == "enable"
 
 
+REFERENCES = (
+    "-details",
+    "-evidence",
+    "-goals",
+    "-ops",
+    "-settings",
+    "contracts",
+    "documents",
+    "formats",
+)
+"""Ends of pages that are looked up rather than read."""
+
+
+def guides() -> list[Path]:
+    """The pages that a user reads from the beginning to the end."""
+    docs = ROOT / "docs"
+    pages = [*docs.glob("*.md"), *(docs / "quickstart").glob("*.md")]
+    return sorted(page for page in pages if not page.stem.endswith(REFERENCES))
+
+
+@pytest.mark.parametrize("page", guides(), ids=page_id)
+def test_guides_are_short(page: Path) -> None:
+    words = page.read_text(encoding="utf-8").replace("|", " ").split()
+    assert sum(any(letter.isalnum() for letter in word) for word in words) <= 1500
+
+
 def test_installs_are_from_a_checkout() -> None:
     """Until a release, the name on PyPI is nobody's or a stranger's."""
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
