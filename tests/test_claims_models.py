@@ -683,6 +683,28 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
+        "docs/dsa.md",
+        "- {} MB of index keys and {} MB of selected rows with DSA, - {} MB of rows with dense",
+        [
+            lambda: f"{CONTEXTS['128K'] * INDEX_FP8.bytes_per_token / 1e6:.1f}",
+            lambda: f"{2048 * FP8_DS_MLA.bytes_per_token / 1e6:.1f}",
+            lambda: f"{CONTEXTS['128K'] * FP8_DS_MLA.bytes_per_token / 1e6:.1f}",
+        ],
+    ),
+    (
+        "docs/dsa.md",
+        "a token costs {} bytes instead of {}.",
+        [
+            lambda: str(FP8_DS_MLA.bytes_per_token + INDEX_FP8.bytes_per_token),
+            *bytes_of(FP8_DS_MLA),
+        ],
+    ),
+    (
+        "docs/dsa.md",
+        "the selection holds at least {} of the attention",
+        [lambda: found_by("lists hold 0.95 of what the best could")[0]],
+    ),
+    (
         TRAINING,
         "A list takes {} KiB per token and layer with an indexer, for a top-k of 2048.",
         [lambda: str(4 * 2048 >> 10)],
