@@ -230,11 +230,11 @@ def test_installs_are_from_a_checkout() -> None:
         assert found == [], page_id(page)
 
 
-def test_the_readme_installs_the_pinned_torch() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_install_the_pinned_torch(page: str) -> None:
     files = ROOT.glob("constraints*.txt")
     pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (pin,) = re.findall(r"torch==[\d.]+", readme)
+    (pin,) = re.findall(r"torch==[\d.]+", (ROOT / page).read_text(encoding="utf-8"))
     assert pin in pins
 
 
