@@ -1,4 +1,4 @@
-"""The table and the figure of docs/vllm.md, from what ``examples/vllm_bench.py`` has measured.
+"""The table and figure of docs/vllm-evidence.md, from what ``examples/vllm_bench.py`` has measured.
 
 Run it after a new measurement: ``python benchmarks/engine.py``. ``tests/test_docs.py`` fails if the
 committed table or figure differs from those that the measurements give.
@@ -17,7 +17,7 @@ from figures import FAINT, INK, OURS, PEER, ROOT, box, text
 from sparsemla_lab.bench.report import BEGIN, END
 
 DATA = ROOT / "benchmarks" / "engine-h200.json"
-DOCUMENT = ROOT / "docs" / "vllm.md"
+DOCUMENT = ROOT / "docs" / "vllm-evidence.md"
 FIGURE = ROOT / "docs" / "images" / "engine-h200.svg"
 
 MODEL_LAYERS = 61

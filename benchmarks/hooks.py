@@ -1,4 +1,4 @@
-"""The table of docs/sglang.md, from what ``examples/sglang_hooks.py`` has measured.
+"""The table of docs/sglang-evidence.md, from what ``examples/sglang_hooks.py`` has measured.
 
 Run it after a new measurement: ``python benchmarks/hooks.py``. ``tests/test_docs.py`` fails if the
 committed table differs from the one that the measurements give.
@@ -14,7 +14,7 @@ from sparsemla_lab.bench.report import BEGIN, END
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "sglang-h200.json"
-DOCUMENT = ROOT / "docs" / "sglang.md"
+DOCUMENT = ROOT / "docs" / "sglang-evidence.md"
 
 
 def load(path: Path = DATA) -> dict[str, Any]:

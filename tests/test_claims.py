@@ -61,8 +61,8 @@ def of_batch(batch: int) -> Callable[[report.Row], bool]:
     return lambda row: row.shape["batch"] == batch
 
 
-def step_us(context: int) -> str:
-    case = f"batch 1, heads 128, context {context}, indexer 0"
+def step_us(context: int, indexer: int = 0) -> str:
+    case = f"batch 1, heads 128, context {context}, indexer {indexer}"
     (us,) = {row.ours_us for row in rows("h200") if (row.op, row.case) == ("decode_step", case)}
     return f"{us:.1f}"
 
@@ -128,7 +128,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         ],
     ),
     (
-        "docs/decode-branch.md",
+        "docs/decode-branch-evidence.md",
         "On an H100 (ba24770, [results-h100.md](results-h100.md)) {}",
         [branch_on_an_h100],
     ),
@@ -138,7 +138,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         [lambda: str(len(all_selections("h200")))],
     ),
     (
-        "docs/performance.md",
+        "docs/performance-goals.md",
         "{} for all 68; 65 sizes {};",
         [
             lambda: f"{statistics.geometric_mean(all_selections('h200')):.2f}",
@@ -148,15 +148,20 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     *(
         (name, words, [lambda: f"{statistics.geometric_mean(all_selections('h100')):.2f}"])
         for name, words in (
-            ("docs/performance.md", "on an H100 {} for 68,"),
+            ("docs/performance-goals.md", "| {} for 68, four"),
             ("docs/kernels/topk.md", "three quarters of that rate: {} for all 68 sizes,"),
         )
     ),
     (
         "README.md",
         "{} µs for the decode step of one request with 128 heads at 8K of context, {} at 128K, "
-        "indexer excluded (H200, {}).",
-        [lambda: step_us(8192), lambda: step_us(131072), lambda: "a0a447d"],
+        "indexer excluded, and {} and {} µs with the indexer,",
+        [lambda i=i, n=n: step_us(n, i) for i in (0, 1) for n in (8192, 131072)],
+    ),
+    (
+        "docs/dsa.md",
+        "takes {} us with the indexer at 8K of context and {} at 128K.",
+        [lambda: step_us(8192, 1), lambda: step_us(131072, 1)],
     ),
     (
         "README.md",
@@ -213,13 +218,13 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
         for name in ("sm_80", "sm_89")
     ),
     (
-        "docs/performance.md",
-        "gradients: 2.5 of TileLang, deterministic | on an H100 {} with 64 heads, {} with 128 |",
+        "docs/performance-goals.md",
+        "gradients: 2.5 of TileLang, deterministic | | {} with 64 heads, {} with 128 |",
         [lambda: backward(64), lambda: backward(128)],
     ),
     (
-        "docs/performance.md",
-        "[every size](decode-branch.md#every-size): {}; on an H100 {} |",
+        "docs/performance-goals.md",
+        "[every size](decode-branch-evidence.md#every-size): {} | {} |",
         [lambda: step_goal("h200"), lambda: step_goal("h100")],
     ),
 ]
@@ -368,11 +373,13 @@ def test_the_means_on_an_h100() -> None:
         lines.append(
             f"| {label} | {len(found)} | {mean:.2f} | {min(found):.2f} | {max(found):.2f} |"
         )
-    assert table_after(page("docs/performance.md"), "| op | sizes | mean | from | to |") == lines
+    assert (
+        table_after(page("docs/performance-goals.md"), "| op | sizes | mean | from | to |") == lines
+    )
 
 
 def test_every_size_of_the_decode_step() -> None:
-    text = page("docs/decode-branch.md")
+    text = page("docs/decode-branch-evidence.md")
     lines = table_after(
         text, "| heads | batch | 8K | 32K | 128K | with an indexer: 8K | 32K | 128K"
     )
@@ -405,7 +412,7 @@ def test_gradients_beside_tilelang() -> None:
 
 def test_the_host_times_of_an_h200() -> None:
     measured = json.loads((DATA / "host-h200.json").read_text(encoding="utf-8"))["rows"]
-    lines = table_after(page("docs/performance.md"), "| op | kernels | first call, us |")
+    lines = table_after(page("docs/performance-goals.md"), "| op | kernels | first call, us |")
     named = re.findall(r"^\| `(\w+)`", "\n".join(lines), re.MULTILINE)
     assert [row["op"] for row in measured if row["op"] in named]
     shown = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]

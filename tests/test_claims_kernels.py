@@ -128,7 +128,7 @@ def fp8_prefill() -> str:
     )
     fast, faster = sum(row.ratio >= 1.5 for row in flash), sum(row.ratio >= 1.1 for row in q8)
     return (
-        f"on an H100 {span(flash)} and {span(q8)}, with the rounding of rows; {COUNTS[fast]} of "
+        f"{span(flash)} and {span(q8)}, with the rounding of rows; {COUNTS[fast]} of "
         f"{COUNTS[len(flash)]} sizes reaches 1.5, {COUNTS[faster]} reach 1.1;"
     )
 
@@ -342,7 +342,7 @@ def slow_decodes() -> str:
     return (
         f"{few[4, 1, 2048].ratio:.2f} with 4 requests of 2048 rows, "
         f"{few[148, 2, 16384].ratio:.2f} with 296 query tokens of 16384 rows, and {span(below)} in "
-        f"{COUNTS[len(below)]} of {COUNTS[len(caches)]} sizes of two 584-byte caches."
+        f"{COUNTS[len(below)]} of {COUNTS[len(caches)]} sizes of two 584-byte caches"
     )
 
 
@@ -393,16 +393,16 @@ def of_two_caches(topk: int) -> str:
         one("h100", "sparse_decode", "sgl_flash_mla", "extra_context", heads=128, **shape)
         for shape in ({"batch": b, "extra_topk": topk} for b in (1, 4, 16, 64, 128))
     ]
-    return joined([f"{row.ratio:.2f}" for row in rows_])
+    return " | ".join(f"{row.ratio:.2f}" for row in rows_)
 
 
-GOALS = "docs/performance.md"
+GOALS = "docs/performance-goals.md"
 FEW_KEYS = "docs/kernels/attention-fp8.md"
 # Figures in place of {}: the text of a page, and functions that read them.
 CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     (
         GOALS,
-        "1.05, 1.08, 1.12 | {} (overlapping selections {}) |",
+        "1.05, 1.08, 1.12 | {} (overlapping selections {}) | |",
         [lambda: prefill("random"), lambda: prefill("overlapping")],
     ),
     (
@@ -414,11 +414,11 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             few_heads,
         ],
     ),
-    (GOALS, "share: 2 of FlashMLA with padded heads | on an H100 {} |", [shared_lists]),
-    (GOALS, "at no larger error | {} [errors]", [fp8_prefill]),
+    (GOALS, "share: 2 of FlashMLA with padded heads | | {} |", [shared_lists]),
+    (GOALS, "at no larger error | | {} [errors]", [fp8_prefill]),
     (
         GOALS,
-        "on an H100 with 128 heads {}, and {} of our bfloat16 kernel;",
+        "| | with 128 heads {}, and {} of our bfloat16 kernel;",
         [
             lambda: listed(fp8_decode("sgl_flash_mla")),
             lambda: listed(fp8_decode(BF16)),
@@ -434,10 +434,10 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "256 requests: 1.25 | on an H100 {} with 64 heads; {} with 128 |",
+        "256 requests: 1.25 | | {} with 64 heads; {} with 128 |",
         [lambda: beside_sgl(64), lambda: beside_sgl(128)],
     ),
-    (GOALS, "1 to 128 requests: 1.2 | on an H100 {} |", [lambda: span(beside_fa3())]),
+    (GOALS, "1 to 128 requests: 1.2 | | {} |", [lambda: span(beside_fa3())]),
     (
         GOALS,
         "prefill from an FP8 cache: 1.05; 256 tokens 1.3 | {}; {} |",
@@ -460,7 +460,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "a second stream: 1.2 of FlashMLA | {}; 64 heads {}; on an H100 beside sgl_flash_mla {}, "
+        "a second stream: 1.2 of FlashMLA | {}; 64 heads {} | beside sgl_flash_mla {}, "
         "64 heads {} |",
         [
             lambda: listed(two_caches("h200", "FlashMLA", 128, 128)),
@@ -491,7 +491,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "or 95% of the copy | {}; on an H100 {} |",
+        "or 95% of the copy | {} | {} |",
         [lambda: pages("h200"), lambda: pages("h100")],
     ),
     (
@@ -501,13 +501,13 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "; three {}: 256 rows of 262144 (k 2048) and of 1048576 (k 512 and 1024); on an H100",
+        "; three {}: 256 rows of 262144 (k 2048) and of 1048576 (k 512 and 1024) |",
         [lambda: slow_selections("h200")],
     ),
-    (GOALS, "four {}: the same and 4096 rows", [lambda: slow_selections("h100")]),
+    (GOALS, "four {} |", [lambda: slow_selections("h100")]),
     (
         GOALS,
-        "256 MiB | {}; {}; on an H100 {};",
+        "256 MiB | {}; {}; 4 to 231 MiB (at 128K 214) | {} |",
         [
             lambda: ends(indexed("h200", 1)),
             sizes_of_decoded_topk,
@@ -535,10 +535,14 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: share(*projections(512, many=True)),
         ],
     ),
-    (GOALS, "| [step {}, ops {}](deepseek-v4.md#speed)", [compressed_steps, compressed_ops]),
     (
         GOALS,
-        "eager call: 12 us | {} on an H200 | [bare launches of two kernels take {}]",
+        "| [step {}, ops {}](deepseek-v4-evidence.md#speed)",
+        [compressed_steps, compressed_ops],
+    ),
+    (
+        GOALS,
+        "eager call: 12 us | {} | | [bare launches of two kernels take {}]",
         [lambda: host_span("us"), lambda: host_span("launch_us", 2)],
     ),
     (
@@ -563,12 +567,12 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "Newer are gradients ({}), and",
+        "| gradients | {} |",
         [lambda: commits("h200", "sparse_attention_backward")],
     ),
     (
         GOALS,
-        "TileLang's rows are older ({}).",
+        "| beside TileLang | {} |",
         [lambda: commits("h200", "select_topk", "TileLang")],
     ),
     (
@@ -579,20 +583,20 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: commits("h100", "sparse_attention_backward", "TileLang"),
         ],
     ),
-    (GOALS, "with 128 heads: {}", [slow_decodes]),
+    (GOALS, "with 128 heads | {}", [slow_decodes]),
     (
         GOALS,
-        "Selections are below 1 in {} of {} sizes, {}: 256 rows",
+        "| selections | {} of {}, {}: 256 rows",
         [
             lambda: COUNTS[sum(ratio < 1 for ratio in all_selections("h100"))],
             lambda: str(len(all_selections("h100"))),
             lambda: slow_selections("h100"),
         ],
     ),
-    ("docs/decode-branch.md", "{} sizes meet them.", [steps_that_met_older_goals]),
-    ("docs/decode-branch.md", "sparsemla takes {} us.", [untimed_step]),
+    ("docs/decode-branch-evidence.md", "{} sizes meet them.", [steps_that_met_older_goals]),
+    ("docs/decode-branch-evidence.md", "sparsemla takes {} us.", [untimed_step]),
     (
-        "docs/decode-branch.md",
+        "docs/decode-branch-evidence.md",
         "and takes {} at {} (peers {}, seven launches)",
         [
             lambda: f"{step(128, 1).ours_us:.1f}",
@@ -624,8 +628,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         FEW_KEYS,
-        "for 1, 4, 16, 64 and 128 requests, {} of its speed with 128 + 512 keys, and {} with "
-        "128 + 1024.",
+        "| 128 + 512 | {} | | 128 + 1024 | {} |",
         [lambda: of_two_caches(512), lambda: of_two_caches(1024)],
     ),
     (
@@ -640,7 +643,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/kernels/projection.md",
-        "[{} us](../deepseek-v4.md#single-ops) for 1, 16, 128, 1024 and 4096 tokens ({}).",
+        "[{} us](../deepseek-v4-evidence.md#single-ops) for 1, 16, 128, 1024 and 4096 tokens ({}).",
         [
             groups_of_flash,
             lambda: commits("h200", "project_groups"),
@@ -679,7 +682,7 @@ def test_every_goal_is_tied_to_a_file() -> None:
         for name, words, figures in [*test_claims.CLAIMS, *CLAIMS]
         if name == GOALS
     ]
-    lines = table_after(page(GOALS), "| goal, as a ratio to the fastest peer | reached |")
+    lines = table_after(page(GOALS), "| goal, as a ratio to the fastest peer | H200 |")
     untied = [line for line in lines if not any(claim in line for claim in said)]
     # It has no kernel: its figures are of designs that lost.
     assert [line.split(":")[0] for line in untied] == ["| the same prefill without written scores"]
@@ -807,6 +810,6 @@ def test_the_time_line_of_the_decode_step(
         columns.append([f"{us:.1f}" for us in (*column, ended[-1])])
     shown = [
         [cell.strip() for cell in line.strip("|").split("|")][1:]
-        for line in table_after(page("docs/decode-branch.md"), header)
+        for line in table_after(page("docs/decode-branch-evidence.md"), header)
     ]
     assert shown == [list(line) for line in zip(*columns, strict=True)]

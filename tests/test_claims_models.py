@@ -25,7 +25,10 @@ from sparsemla_lab.verify.run import RERUNS
 from test_claims import DATA, check_claim, commit_of, page, rows, table_after
 
 V4 = "docs/deepseek-v4.md"
+V4_TIMES = "docs/deepseek-v4-evidence.md"
 TRAINING = "docs/training.md"
+TRAINING_OPS = "docs/training-ops.md"
+TRAINED = "docs/training-evidence.md"
 INDEX_BF16 = bf16_format(128)
 Figures = list[Callable[[], str]]
 
@@ -462,14 +465,6 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (V4, "at most {} in a context of 1M tokens.", [lambda: str((1 << 20) // 128)]),
     (
         V4,
-        "would save 4 of the {} bytes of a key, {}%,",
-        [
-            lambda: str(FP8_584.bytes_per_token + 4),
-            lambda: f"{400 / (FP8_584.bytes_per_token + 4):.1f}",
-        ],
-    ),
-    (
-        V4,
         "takes 4 bytes for every 128 tokens of context, {} MiB for 4096 query tokens",
         [lambda: str(4096 * (1 << 20) // 128 * 4 >> 20)],
     ),
@@ -479,7 +474,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         bytes_of(INDEX_MXFP4, INDEX_FP8),
     ),
     (
-        V4,
+        V4_TIMES,
         "With 1M tokens and one request: {} beside {} (window only), {} beside {} (entries of 128 "
         "tokens), and {} beside {} (1024 selected, 128 heads).",
         [
@@ -489,7 +484,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        V4,
+        V4_TIMES,
         "the floor of the whole step is {} us, and {} of these are the {} MB of the output "
         "projection.",
         [
@@ -499,7 +494,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        V4,
+        V4_TIMES,
         "beside it the ratios with 128 heads are {}, {} and {}, and with 64 heads {}, {} and {}.",
         [
             lambda heads=heads, topk=topk, at=at: beside_sglang(heads, topk)[at]
@@ -508,7 +503,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        V4,
+        V4_TIMES,
         "Reading both caches in place takes {} and {} us instead of {} and {}.",
         [
             *(
@@ -522,17 +517,17 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        V4,
+        V4_TIMES,
         "| {} of the MMA's rate |",
         [lambda: of_floor("sparse_prefill", PREFILL_V4.format(64, 512), "FlashMLA")],
     ),
     (
-        V4,
+        V4_TIMES,
         "| {} of it |",
         [lambda: of_floor("sparse_prefill", PREFILL_V4.format(128, 1024), "FlashMLA")],
     ),
     (
-        V4,
+        V4_TIMES,
         "| {} of the FP8 MMA's rate |",
         [lambda: of_floor("indexer_topk", selection(1, 1 << 17, 512, 4096), "DeepGEMM")],
     ),
@@ -581,7 +576,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         [lambda context=context: workspace(context) for context in (1 << 17, 1 << 20)],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "no step takes longer on the GPU (ratios {}). Indexer and attention together are {} times "
         "as fast with an FP8 cache and {} times in bfloat16. The goal of 1.3 is reached at {} of "
         "{} sizes:",
@@ -594,7 +589,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "128 decodes of 128K read {} GB of them in each layer, {} ms at the rate of a copy. The "
         "scores take {} ms on both sides, of {} for the whole indexer.",
         [
@@ -605,7 +600,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "of decodes is {} times as fast as FlashMLA over FP8 rows, and {} times as FA3 in "
         "bfloat16. Prefills of 16 heads gain most, {} in FP8:",
         [
@@ -615,12 +610,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "is ahead by {} us a layer with 16 and 64 requests, and by {} with 128,",
         [lambda: behind_us(16, 64), lambda: behind_us(128)],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "The exchange adds {} us for one request and {} for 128, of which the all-gather takes {} "
         "and {}.",
         [
@@ -631,7 +626,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/vllm.md",
+        "docs/vllm-evidence.md",
         "two ranks select faster than one with {} requests of 32K tokens, {} of 128K, or {} of 1M;",
         [lambda context=context: fewest(context) for context in CONTEXTS.values()],
     ),
@@ -641,12 +636,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         bytes_of(FP8_DS_MLA, BF16_576),
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "were within {} of the tolerance, and all selections were exact.",
         [lambda: f"{max(row['ours_error'] or 0 for row in file('sglang-h200.json')['rows']):.1f}"],
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "FlashMLA over an FP8 cache is {} tolerances from the reference,",
         [
             lambda: span(
@@ -655,7 +650,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        "docs/sglang.md",
+        "docs/sglang-evidence.md",
         "Slower than SGLang's are selections of FP8 prefills ({} at 8K, where most rows have few "
         "keys in a wide table, and {} at 32K), {} rows of `flashmla_sparse` with 128 heads ({}), "
         "and a prefill of 128 heads with `fa3` ({}).",
@@ -670,17 +665,17 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
-        "GPU tests of both pass on an H200 ({}),",
+        TRAINING_OPS,
+        "GPU tests of both pass on an H200 ({}).",
         [lambda: commit_of("h200")],
     ),
     (
-        TRAINING,
+        TRAINING_OPS,
         "`max_workspace_bytes`, {} GiB by default,",
         [lambda: str(MAX_WORKSPACE_BYTES >> 30)],
     ),
     (
-        TRAINING,
+        TRAINING_OPS,
         "`K (4 H + 2 D + {})` bytes in bfloat16: {} MB with 128 heads, 576 dims and 2048 entries.",
         [
             lambda: str(ENTRY_BYTES),
@@ -688,12 +683,34 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
+        "docs/dsa.md",
+        "- {} MB of index keys and {} MB of selected rows with DSA, - {} MB of rows with dense",
+        [
+            lambda: f"{CONTEXTS['128K'] * INDEX_FP8.bytes_per_token / 1e6:.1f}",
+            lambda: f"{2048 * FP8_DS_MLA.bytes_per_token / 1e6:.1f}",
+            lambda: f"{CONTEXTS['128K'] * FP8_DS_MLA.bytes_per_token / 1e6:.1f}",
+        ],
+    ),
+    (
+        "docs/dsa.md",
+        "a token costs {} bytes instead of {}.",
+        [
+            lambda: str(FP8_DS_MLA.bytes_per_token + INDEX_FP8.bytes_per_token),
+            *bytes_of(FP8_DS_MLA),
+        ],
+    ),
+    (
+        "docs/dsa.md",
+        "the selection holds at least {} of the attention",
+        [lambda: found_by("lists hold 0.95 of what the best could")[0]],
+    ),
+    (
         TRAINING,
         "A list takes {} KiB per token and layer with an indexer, for a top-k of 2048.",
         [lambda: str(4 * 2048 >> 10)],
     ),
     (
-        TRAINING,
+        TRAINED,
         "trains a DeepSeek-V3.2 of {} million weights ({} layers, {} heads, 512 + 64 latent dims, "
         "{} index heads of 128 dims)",
         [
@@ -704,7 +721,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "then the whole model with {} selected rows of up to {}.",
         [
             lambda: str(trained().config.index_topk),
@@ -712,7 +729,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "(7ca66ba, {}, {}, {} and {} steps; torch 2.11, Triton 3.6) a step took {}, {}, {} and {} "
         "ms in the four stages, and all of them {} minutes.",
         [
@@ -728,7 +745,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "A step of the sparse stage has {} bytes, one of the dense stage between {} and {}.",
         [
             lambda: f"{trained().phases[-1].tokens:,}",
@@ -737,17 +754,17 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "over {} rows of {} bytes from files that no stage has read;",
         [lambda: str(trained().eval_rows), lambda: str(trained().phases[-1].length)],
     ),
     (
-        TRAINING,
+        TRAINED,
         "The selected rows hold at least {} of the attention",
         [lambda: found_by("lists hold 0.95 of what the best could")[0]],
     ),
     (
-        TRAINING,
+        TRAINED,
         "The warm-up lowers the divergence of the indexer from {} to {}, the sparse stage from {} "
         "to {}.",
         [
@@ -756,7 +773,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "the forward pass takes {} FLOP and the backward pass {}, at 576 dims.",
         [
             lambda: str(int(SparsePrefill(1, 9, 1, 576, 1).flop)),
@@ -764,12 +781,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "(192 and 128 dims) takes {} for each visible token.",
         [lambda: str(dense_backward_flop())],
     ),
     (
-        TRAINING,
+        TRAINED,
         "fewer FLOP from a mean context of {} tokens, a causal sequence of {}.",
         [
             lambda: f"{round(mean_context() / 100) * 100}",
@@ -777,7 +794,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "the FLOP of one layer are equal at {} tokens. With the indexer's scores, target and "
         "gradients on the sparse side, they are at {} for 128 heads and at {} for 64.",
         [
@@ -787,19 +804,19 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     *(
-        (TRAINING, words, [lambda: crosses(128), lambda: crosses(64)])
-        for words in (
-            "The times cross at {} tokens with 128 heads and at {} with 64, interpolated;",
-            "up to a sequence of {} tokens with 128 heads and {} with 64,",
+        (name, words, [lambda: crosses(128), lambda: crosses(64)])
+        for name, words in (
+            (TRAINED, "The times cross at {} tokens with 128 heads and at {} with 64,"),
+            (TRAINING, "up to a sequence of {} tokens with 128 heads and {} with 64,"),
         )
     ),
     (
-        TRAINING,
+        TRAINED,
         "with 32K tokens sparse attention is {} and {} times as fast.",
         [lambda heads=heads: f"{lengths(heads)[32768].ratio:.1f}" for heads in (128, 64)],
     ),
     (
-        TRAINING,
+        TRAINED,
         "with 16K and 32K tokens cuDNN's dense kernels reach {} TFLOP/s, ours {} with 64 heads "
         "and {} with 128,",
         [
@@ -811,7 +828,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         ],
     ),
     (
-        TRAINING,
+        TRAINED,
         "ms of forward and backward (a3b6499, 128 heads of 2K tokens {}, 32K tokens {});",
         [
             lambda: lengths(128)[2048].commit[:7],
@@ -869,7 +886,7 @@ def test_figures_are_those_of_the_files(name: str, words: str, figures: Figures)
 def test_single_ops_of_deepseek_v4(
     label: str, op: str, cases: list[str], peer: str, device: str
 ) -> None:
-    lines = table_after(page(V4), "| op | size | floor | ours | vLLM | ratio | reason |")
+    lines = table_after(page(V4_TIMES), "| op | size | floor | ours | vLLM | ratio | reason |")
     (line,) = (line for line in lines if line.startswith(label))
     found = [measured(op, case, peer, device) for case in cases]
     assert {row.commit[:7] for row in found} == {"8900f77" if device == "h200" else "7005c76"}
@@ -885,14 +902,14 @@ def test_single_ops_of_deepseek_v4(
 
 
 def test_the_single_ops_are_all_read() -> None:
-    lines = table_after(page(V4), "| op | size | floor | ours | vLLM | ratio | reason |")
+    lines = table_after(page(V4_TIMES), "| op | size | floor | ours | vLLM | ratio | reason |")
     assert len(lines) == len(SINGLE)
 
 
 def test_decode_steps_of_deepseek_v4() -> None:
     """But for the times before, of a commit without a file."""
     lines = table_after(
-        page(V4), "| layer | heads | requests | floor | before | now | vLLM | ratio |"
+        page(V4_TIMES), "| layer | heads | requests | floor | before | now | vLLM | ratio |"
     )
     layer, seen = "", set()
     for named, heads, batch, floor, _, *figures in map(cells, lines):
@@ -971,7 +988,7 @@ def test_the_exchange_of_two_gpus() -> None:
         "| context | requests | scores and top-k of a part | with the exchange "
         "| one GPU, whole contexts |"
     )
-    shown = [cells(line) for line in table_after(page("docs/vllm.md"), header)]
+    shown = [cells(line) for line in table_after(page("docs/vllm-evidence.md"), header)]
     assert shown == [
         [
             name,
@@ -1004,7 +1021,7 @@ def test_the_table_of_the_trained_model() -> None:
         "untrained indexer",
     ]
     found = [file("train-dsa-h200.json")[name] for name in names]
-    lines = table_after(page(TRAINING), "| each byte attends to | loss | last quarter | recall |")
+    lines = table_after(page(TRAINED), "| each byte attends to | loss | last quarter | recall |")
     assert [cells(line.replace("**", ""))[1:] for line in lines] == [
         [
             f"{row['loss']:.4f}",
@@ -1014,7 +1031,7 @@ def test_the_table_of_the_trained_model() -> None:
         for row in found
     ]
     # Shares of 768 values.
-    (values,) = re.findall(r"of (\d+) at 4096 bytes", page(TRAINING))
+    (values,) = re.findall(r"of (\d+) at 4096 bytes", page(TRAINED))
     for row in found:
         values_found = row["recall"]["4096"] * int(values)
         assert math.isclose(values_found, round(values_found), abs_tol=1e-3)
@@ -1023,7 +1040,7 @@ def test_the_table_of_the_trained_model() -> None:
 def test_times_of_training_attention() -> None:
     header = "| tokens | dense, 64 heads | sparse | dense, 128 heads | sparse | with the indexer |"
     few, many, indexed = lengths(64), lengths(128), lengths(128, indexer=1)
-    assert table_after(page(TRAINING), header) == [
+    assert table_after(page(TRAINED), header) == [
         f"| {tokens} | {few[tokens].peer_us / 1e3:.1f} | {few[tokens].ours_us / 1e3:.1f} "
         f"| {many[tokens].peer_us / 1e3:.1f} | {many[tokens].ours_us / 1e3:.1f} "
         f"| {f'{indexed[tokens].ours_us / 1e3:.1f}' if tokens in indexed else 'not measured'} |"

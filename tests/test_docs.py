@@ -6,14 +6,17 @@ import doctest
 import importlib
 import re
 import runpy
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
 
 import sparsemla
 import sparsemla_lab
 from sparsemla_lab.bench import report
+from sparsemla_lab.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [Path(package.__file__).resolve().parent for package in (sparsemla, sparsemla_lab)]
@@ -21,11 +24,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPOSITORY = "https://github.com/sparsemla/sparsemla/blob/main/"
 RAW = "https://raw.githubusercontent.com/sparsemla/sparsemla/main/"
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+LLMS = runpy.run_path(str(ROOT / "docs" / "llms.py"))
 
 BLOCK = re.compile(r"^```(?P<tag>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PATH_SUFFIXES = {".cfg", ".csv", ".json", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
 TOP_FOLDERS = ("src/", "lab/", "tests/", "docs/", ".ci/")
@@ -178,11 +183,58 @@ def test_the_site_documents_every_public_name() -> None:
     assert {f"sparsemla.{name}" for name in sparsemla.__all__} <= documented
 
 
-def test_the_readme_installs_the_pinned_torch() -> None:
+def test_the_twelve_names_exist() -> None:
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)
+    *ops, last = names
+    assert len(names) == 12
+    assert set(ops) <= set(sparsemla.__all__)
+    assert last == "enable"
+
+
+REFERENCES = (
+    "-details",
+    "-evidence",
+    "-goals",
+    "-ops",
+    "-settings",
+    "contracts",
+    "documents",
+    "formats",
+)
+"""Ends of pages that are looked up rather than read."""
+
+
+def guides() -> list[Path]:
+    """The pages that a user reads from the beginning to the end."""
+    docs = ROOT / "docs"
+    pages = [*docs.glob("*.md"), *(docs / "quickstart").glob("*.md")]
+    return sorted(page for page in pages if not page.stem.endswith(REFERENCES))
+
+
+def num_words(page: Path) -> int:
+    """Words of a page, but for tables that a program writes or the site fills in."""
+    text = GENERATED.sub("", page.read_text(encoding="utf-8")).replace("|", " ")
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+@pytest.mark.parametrize("page", guides(), ids=page_id)
+def test_guides_are_short(page: Path) -> None:
+    assert num_words(page) <= 1500
+
+
+def test_installs_are_from_a_checkout() -> None:
+    """Until a release, the name on PyPI is nobody's or a stranger's."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        found = re.findall(r"pip install [\"']?sparsemla\b", page.read_text(encoding="utf-8"))
+        assert found == [], page_id(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_install_the_pinned_torch(page: str) -> None:
     files = ROOT.glob("constraints*.txt")
     pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (pin,) = re.findall(r"torch==[\d.]+", readme)
+    (pin,) = re.findall(r"torch==[\d.]+", (ROOT / page).read_text(encoding="utf-8"))
     assert pin in pins
 
 
@@ -224,6 +276,55 @@ def test_the_rows_beside_sglang_are_shown(monkeypatch) -> None:
         pytest.skip("not measured yet")
     document = hooks.DOCUMENT.read_text(encoding="utf-8")
     assert hooks.with_table(document, hooks.load()) == document
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The arguments of each ``sparsemla`` command in the code of a page: its blocks and tables."""
+    blocks = (block["body"] for block in BLOCK.finditer(text) if block["tag"].strip() == "bash")
+    shown = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    shown += [span for span in CODE_SPAN.findall(BLOCK.sub("", text)) if "sparsemla " in span]
+    return [
+        shlex.split(line[line.index("sparsemla ") :], comments=True)[1:]
+        for line in shown
+        if re.match(r"(\w+=\S+ )*sparsemla [a-z]", line)
+    ]
+
+
+PAGES_WITH_COMMANDS = [
+    page
+    for page in PAGES
+    if page.name != "CHANGELOG.md" and command_lines(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=page_id)
+def test_commands_are_of_the_parser(page: Path) -> None:
+    commands = typer.main.get_command(app).commands
+    for name, *arguments in command_lines(page.read_text(encoding="utf-8")):
+        assert name in commands, f"{page_id(page)}: sparsemla {name}"
+        known = {option for each in commands[name].params for option in each.opts}
+        options = {each.partition("=")[0] for each in arguments if each.startswith("--")}
+        assert options <= known, f"{page_id(page)}: sparsemla {name} {' '.join(arguments)}"
+
+
+def test_the_site_documents_every_command() -> None:
+    shown = TABLES["with_tables"]((ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"))
+    sections = dict(re.findall(r"^## sparsemla (\S+)\n(.*?)(?=^## |\Z)", shown, re.M | re.S))
+    commands = typer.main.get_command(app).commands
+    assert sections.keys() == commands.keys()
+    for name, command in commands.items():
+        for parameter in command.params:
+            assert f"| `{parameter.opts[0]}`" in sections[name]
+
+
+def test_llms_txt_lists_every_page() -> None:
+    yaml = pytest.importorskip("yaml")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    text = LLMS["llms"](site["site_name"], site["site_description"], site["nav"])
+    listed = re.findall(r"^- \[.+\]\(" + re.escape(f"{RAW}docs/") + r"(\S+)\)", text, re.M)
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(each.relative_to(docs)) for each in docs.rglob("*.md"))
+    assert "formats.md): A `CacheFormat` describes the bytes of one token.\n" in text
 
 
 def test_parsers_find_blocks_paths_and_links() -> None:
