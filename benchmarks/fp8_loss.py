@@ -1,13 +1,15 @@
 """What FP8 MMAs do to the loss of a trained model: ``benchmarks/fp8-loss.json``.
 
-The demo's model reads held-out text three times on the CPU: over bfloat16 rows, over the same with
-FP8 MMAs, and over the 656-byte cache with bfloat16 ones. It has 8 heads, for which no kernel has
-FP8 MMAs, so they are computed in torch with the kernel's roundings. Run it in a
-checkout: ``python benchmarks/fp8_loss.py``. The texts are sources of the Python that runs it.
+The demo's model reads held-out text on the CPU: over bfloat16 rows and over the 656-byte cache, its
+scales powers of two, as vLLM writes them, or exact, as SGLang does. Each is read with bfloat16 MMAs
+and with FP8 MMAs, before which rows of a cache are converted to bfloat16. The model has 8 heads,
+for which no kernel has FP8 MMAs, so they are computed in torch with the kernel's roundings. Run it
+in a checkout: ``python benchmarks/fp8_loss.py``. The texts are sources of the Python that runs it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsemla import BF16_576, FP8_DS_MLA, CacheFormat, PagedCache
-from sparsemla.backends.transformers import enable
+from sparsemla.backends.transformers import enable, latent
+from sparsemla.formats import ScaleMode
 from sparsemla.ops import branch
 from sparsemla_lab.corpus import as_bytes, held_out_text, windows
 from sparsemla_lab.demo import PIECES, shipped_model
@@ -31,6 +34,11 @@ TEXTS = 3
 LENGTH = 4096
 CHUNK = 256
 """Tokens whose selected rows are in memory at once."""
+CACHES: dict[str, tuple[CacheFormat, ScaleMode]] = {
+    "bfloat16": (BF16_576, "pow2"),
+    "656-byte cache": (FP8_DS_MLA, "pow2"),
+    "656-byte cache, exact scales": (FP8_DS_MLA, "exact"),
+}
 
 exact = branch.sparse_prefill
 
@@ -45,7 +53,7 @@ class Rounded:
         self, q: Tensor, kv: PagedCache, topk_indices: Tensor, **options: object
     ) -> tuple[Tensor, Tensor]:
         right = exact(q, kv, topk_indices, **options)
-        rows = kv.data.flatten(0, 1)
+        rows = kv.read(torch.arange(kv.num_slots)).bfloat16()
         chunks = [
             multiplied(options | {"q": some, "kv": rows, "topk_indices": slots}, largest=16.0)
             for some, slots in zip(q.split(CHUNK), topk_indices.split(CHUNK), strict=True)
@@ -56,9 +64,16 @@ class Rounded:
         return out, lse
 
 
-def losses(model: torch.nn.Module, texts: Tensor, cache_format: CacheFormat) -> list[float]:
+def losses(
+    model: torch.nn.Module, texts: Tensor, cache_format: CacheFormat, scale_mode: ScaleMode
+) -> list[float]:
     """Nats a byte of each text."""
-    with torch.no_grad(), enable(model, cache_format=cache_format):
+    write = functools.partial(branch.prefill_branch, scale_mode=scale_mode)
+    with (
+        torch.no_grad(),
+        mock.patch.object(latent, "prefill_branch", write),
+        enable(model, cache_format=cache_format),
+    ):
         return [
             functional.cross_entropy(model(text[None, :-1]).logits[0].float(), text[1:]).item()
             for text in texts
@@ -70,16 +85,18 @@ def main() -> None:
     checkpoint = load_checkpoint(MODEL, cache_format="bf16", dtype="float32")
     checkpoint.attention.disable()
     texts = windows(as_bytes(held_out_text()), PIECES, LENGTH + 1, None)[:TEXTS].long()
-    rounded = Rounded()
-    found = {"bfloat16": losses(checkpoint.model, texts, BF16_576)}
-    with mock.patch.object(branch, "sparse_prefill", rounded):
-        found["FP8 MMA"] = losses(checkpoint.model, texts, BF16_576)
-    found["656-byte cache"] = losses(checkpoint.model, texts, FP8_DS_MLA)
+    found, errors = {}, {}
+    for name, cache in CACHES.items():
+        found[name] = losses(checkpoint.model, texts, *cache)
+        rounded = Rounded()
+        with mock.patch.object(branch, "sparse_prefill", rounded):
+            found[f"{name}, FP8 MMA"] = losses(checkpoint.model, texts, *cache)
+        errors[f"{name}, FP8 MMA"] = sum(rounded.errors) / len(rounded.errors)
     report = {
         "python": platform.python_version(),
         "bytes": LENGTH,
         "nats_per_byte": found,
-        "error_of_out": sum(rounded.errors) / len(rounded.errors),
+        "error_of_out": errors,
     }
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -712,6 +712,24 @@ def test_prefill_with_fp8_mma() -> None:
     assert table_after(text, "| tokens, heads, context | FP8 MMA |") == lines
 
 
+def test_the_loss_with_fp8_mma() -> None:
+    file = json.loads((DATA / "fp8-loss.json").read_text(encoding="utf-8"))
+    losses, errors = file["nats_per_byte"], file["error_of_out"]
+    lines = []
+    for cache, label in (
+        ("bfloat16", "bfloat16"),
+        ("656-byte cache", "656-byte cache, scales powers of two"),
+        ("656-byte cache, exact scales", "656-byte cache, exact scales"),
+    ):
+        rounded = f"{cache}, FP8 MMA"
+        means = [statistics.mean(losses[name]) for name in (cache, rounded)]
+        cells = [*(f"{mean:.4f}" for mean in means), f"{errors[rounded]:.1e}".replace("e-0", "e-")]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    text = page("docs/kernels/attention-fp8-mma.md")
+    assert table_after(text, "| rows | bfloat16 MMA | FP8 MMA | error of out |") == lines
+    assert f"{COUNTS[len(losses['bfloat16'])]} held-out texts of {file['bytes']} bytes" in text
+
+
 def test_gradients_beside_cudnn() -> None:
     lines = []
     for heads in (64, 128):

@@ -347,7 +347,11 @@ def refusal(monkeypatch):
     def reason(config=None, dtype=torch.bfloat16, **changes):
         hf_config = SimpleNamespace(**(CONFIG | (config or {})), get_text_config=lambda: None)
         model = SimpleNamespace(
-            hf_config=hf_config, kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype
+            hf_config=hf_config,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            dtype=dtype,
+            num_attention_heads=128,
         )
         with override_platform(is_cuda=True):
             return settings.refuse(Settings(**(GOOD | changes)), model)
@@ -402,6 +406,55 @@ def test_other_bits_of_fp8_are_refused(refusal, monkeypatch):
     assert refusal() == "SGLang's FP8 dtype must be float8_e4m3fn, got torch.float8_e4m3fnuz"
 
 
+PERMITTED = {"dsa_prefill_backend": "flashmla_sparse", "tp_size": 2, "attn_dp_size": 1}
+"""Settings of an engine of 128 heads whose prefills may have FP8 MMAs."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "reason"),
+    [
+        ((9, 0), {}, None),
+        ((9, 0), {"tp_size": 8, "attn_dp_size": 8}, None),
+        ((10, 0), {}, "the GPU must have compute capability 9.0, .* got 10.0$"),
+        ((9, 0), {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype must be fp8_e4m3.* got bfloat1"),
+        (
+            (9, 0),
+            {"dsa_prefill_backend": "fa3"},
+            "--dsa-prefill-backend must be flashmla_sparse.*fa3$",
+        ),
+        ((9, 0), {"dsa_prefill_backend": "flashmla_kv"}, "--dsa-prefill-backend .*mla_kv$"),
+        ((9, 0), {"dsa_prefill_backend": "flashmla_auto"}, "--dsa-prefill-backend .*mla_auto$"),
+        ((9, 0), {"tp_size": 4}, "a rank must have more than 32 heads: lower .*, got 32$"),
+    ],
+    ids=str,
+)
+def test_fp8_mma_that_no_prefill_would_use_are_refused(
+    refusal, monkeypatch, capability, changes, reason
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    changes = PERMITTED | changes
+    assert refusal(**changes) is None
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "1")
+    if reason is None:
+        assert refusal(**changes) is None
+    else:
+        assert re.search(f"^with SPARSEMLA_FP8_MMA=1 {reason}", refusal(**changes))
+
+
+def test_values_of_the_permission(refusal, monkeypatch):
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "yes")
+    with pytest.raises(ValueError, match="SPARSEMLA_FP8_MMA must be 0 or 1, got 'yes'"):
+        refusal()
+
+
+def test_sglangs_own_arguments_have_what_the_permission_needs(hooked, arguments, monkeypatch):
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "1")
+    config = {"num_attention_heads": 64, "num_key_value_heads": 64}
+    arguments(config=config, dsa_prefill_backend="flashmla_sparse")
+    with pytest.raises(ValueError, match=r"a rank must have more than 32 heads.* got 16; other"):
+        arguments(config=config, dsa_prefill_backend="flashmla_sparse", tp_size=4)
+
+
 HANDLED = (
     *settings.CHOICES,
     "attention_backend",
@@ -410,6 +463,8 @@ HANDLED = (
     "dtype",
     "dcp_size",
     "attn_cp_size",
+    "attn_dp_size",
+    "tp_size",
 )
 """Arguments that ``refuse`` reads, besides those that must be off."""
 
@@ -437,8 +492,8 @@ IRRELEVANT = {
     "cp_strategy enable_cp_tp_group_sharing",
     "each backend has a workspace of its own": "enable_two_batch_overlap "
     "enable_single_batch_overlap tbo_token_distribution_threshold",
-    "the heads of a rank and its rows are counted from tensors": "tp_size pp_size "
-    "pp_max_micro_batch_size pp_async_batch_depth dp_size attn_dp_size moe_dp_size dwdp_size "
+    "the heads of a rank and its rows are counted from tensors": "pp_size "
+    "pp_max_micro_batch_size pp_async_batch_depth dp_size moe_dp_size dwdp_size "
     "ep_size moe_dense_tp_size enable_dp_attention nnodes node_rank "
     "enable_attn_tp_input_scattered disable_attn_tp_gather",
     "of processes, layers and collectives beside attention": "nccl_port dist_timeout "
@@ -752,6 +807,40 @@ def test_flashmla_sparse_agrees_with_the_reference(step, name, sink):
     )
     expected = expected_attention(q, cache, slots, attn_sink=sink)
     assert_close("out", out, expected, SPARSE_DECODE_OUT)
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+@pytest.mark.parametrize(
+    ("cache", "prefill", "name", "converted"),
+    [
+        ("fp8", "flashmla_sparse", "prefill", True),
+        ("fp8", "flashmla_sparse", "first prefill", True),
+        ("fp8", "flashmla_kv", "prefill", False),
+        ("bf16", "fa3", "prefill", False),
+    ],
+)
+def test_prefills_over_converted_rows_alone_may_permit_fp8_mma(
+    on_cpu, monkeypatch, caplog, value, cache, prefill, name, converted
+):
+    caplog.set_level("INFO")
+    monkeypatch.delenv("SPARSEMLA_FP8_MMA", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SPARSEMLA_FP8_MMA", value)
+    given, call = [], attention.sparse_prefill
+
+    def seen(q, kv, *args, allow_fp8_mma, **kwargs):
+        given.append((kv.format.name, allow_fp8_mma))
+        return call(q, kv, *args, allow_fp8_mma=allow_fp8_mma, **kwargs)
+
+    monkeypatch.setattr(attention, "sparse_prefill", seen)
+    made = fixture(name, cache, prefill, "flashmla_kv")
+    made.backend.init_forward_metadata(made.forward_batch)
+    made.topk_indices = selections(made)
+    run_dsa_sparse_fixture_eager(made, unittest.TestCase())
+    fmt = FP8_DS_MLA if cache == "fp8" and not converted else BF16_576
+    assert given == [(fmt.name, converted and value == "1")]
+    text = "sparsemla: prefills over converted rows permit FP8 MMAs (SPARSEMLA_FP8_MMA=1)"
+    assert caplog.messages.count(text) == (value == "1")
 
 
 @pytest.mark.parametrize("padding", [0, 2], ids=["exact", "padded lengths"])

@@ -10,7 +10,7 @@ from sparsemla import HeadWeight, reference
 from sparsemla.kernels.projection import sm90_groups
 from sparsemla_lab.testing.cases import Draw, project_groups_case
 from sparsemla_lab.testing.compare import FP8_PROJECTION, assert_close, assert_equal
-from sparsemla_lab.testing.interpreter import acting_as_hopper
+from sparsemla_lab.testing.interpreter import acting_as
 
 
 def weight(outputs, inputs, scale_block=(128, 128)):
@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_tiles(monkeypatch):
     results = []
     for tiles in ((64, 128), (128, 128), (128, 256)):
         monkeypatch.setattr(sm90_groups, "_tiles_of", lambda *_, t=tiles: sm90_groups.Tiles(*t))
-        with acting_as_hopper():
+        with acting_as("sm_90"):
             results.append(sparsemla.project_groups(**case))
     assert_close("out", results[0], reference.project_groups(**case), FP8_PROJECTION)
     for result in results[1:]:
@@ -102,6 +102,6 @@ def test_multiprocessors_share_the_steps_of_few_tiles(monkeypatch):
     case = project_groups_case(
         Draw(1), num_tokens=70, num_heads=4, num_groups=1, dim=256, rows=128, block=(128, 128)
     )
-    with acting_as_hopper():
+    with acting_as("sm_90"):
         out = sparsemla.project_groups(**case)
     assert_close("out", out, reference.project_groups(**case), FP8_PROJECTION)

@@ -54,6 +54,7 @@ with warnings.catch_warnings():
     )
     from vllm.distributed.device_communicators import pynccl
     from vllm.forward_context import set_forward_context
+    from vllm.logger import _print_info_once
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import mla, sparse_attn_indexer
     from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
@@ -109,6 +110,7 @@ from sparsemla import (
 )
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.attention.schedule import DecodeWork
+from sparsemla.kernels.attention.sm90 import fp8_mma
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.kernels.common.fp4 import encode_e2m1
 from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
@@ -832,6 +834,87 @@ def test_contexts_beyond_the_longest_are_read_in_place(engine):
 def test_nothing_is_converted_where_nothing_was_measured(config):
     metadata = builder(config, "fp8_ds_mla").build(0, Batch(Draw(0), **MIXED).common())
     assert metadata.conversions == ()
+
+
+@pytest.fixture
+def permitting(monkeypatch):
+    """``SPARSEMLA_FP8_MMA=1`` on the CPU, which layers believe to be Hopper."""
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "1")
+    monkeypatch.setattr(attention, "describe", lambda device: GPUS["sm_90"])
+
+
+@pytest.mark.parametrize("permitted", [False, True])
+def test_prefills_over_converted_rows_alone_may_permit_fp8_mma(engine, calls, request, permitted):
+    if permitted:
+        request.getfixturevalue("permitting")
+    made = engine(40, MAX_TOKENS, 4096)
+    for lens, converts in ((CONVERTED, True), (MIXED, False)):
+        calls.clear()
+        check_layer(made, Batch(Draw(0), **lens, topk=SELECTED), 40, "fp8_ds_mla")
+        assert ("gather_dequant" in [op for op, *_ in calls]) == converts
+        given = [options.get("allow_fp8_mma") for op, _, options in calls if op == "sparse_prefill"]
+        assert given == [permitted if converts else None]
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_vllms_log_names_the_permission_once(engine, monkeypatch, caplog, value):
+    monkeypatch.setattr(attention, "describe", lambda device: GPUS["sm_90"])
+    monkeypatch.delenv("SPARSEMLA_FP8_MMA", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SPARSEMLA_FP8_MMA", value)
+    caplog.set_level("INFO", attention.LOGGER.name)
+    _print_info_once.cache_clear()
+    engine(64, MAX_TOKENS, 4096)
+    made = [layer(torch.zeros(4, SELECTED, dtype=torch.int32), 64, "fp8_ds_mla") for _ in range(2)]
+    permitted = value == "1"
+    assert [each.allow_fp8_mma for each in made] == [permitted] * 2
+    text = "sparsemla: prefills over converted rows permit FP8 MMAs (SPARSEMLA_FP8_MMA=1)"
+    assert [record.getMessage() for record in caplog.records] == [text] * permitted
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"invariant": True}, "VLLM_BATCH_INVARIANT must be unset"),
+        ({"dtype": "auto"}, "--kv-cache-dtype must be fp8_ds_mla, .* got auto"),
+        ({"ranks": 2}, "--decode-context-parallel-size must be 1, .* got 2"),
+        ({"gpu": "sm_100"}, r"the GPU must be sm_90, .* got .*sm_100"),
+        ({"num_heads": 32}, "more than 32 heads: lower --tensor-parallel-size; got 32"),
+        ({"max_length": 512}, "no step gains from a conversion: raise --max-num-batched-tokens or"),
+    ],
+    ids=str,
+)
+def test_fp8_mma_that_no_step_would_use_are_refused(
+    engine, permitting, monkeypatch, changes, reason
+):
+    usual = {"invariant": False, "dtype": "fp8_ds_mla", "ranks": 1, "gpu": "sm_90"}
+    case = SimpleNamespace(**usual | {"num_heads": 64, "max_length": 4096} | changes)
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", case.invariant, raising=False)
+    monkeypatch.setattr(attention, "describe", lambda device: GPUS[case.gpu])
+    group = SimpleNamespace(device_communicator=None)
+    monkeypatch.setattr(attention, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(
+        parallel_state, "get_dcp_world_size_and_rank", lambda shared: (case.ranks, 0)
+    )
+    engine(case.num_heads, MAX_TOKENS, case.max_length)
+    buffer = torch.zeros(4, SELECTED, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^sparsemla: .*{reason}.*; otherwise unset SPARSEMLA_FP"):
+        layer(buffer, case.num_heads, case.dtype)
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "0")
+    layer(buffer, case.num_heads, case.dtype)
+
+
+def test_vllms_profiling_run_takes_the_memory_of_rounded_rows(engine, permitting):
+    engine(64, MAX_TOKENS, 4096)
+    impl = layer(torch.zeros(4, SELECTED, dtype=torch.int32), 64, "fp8_ds_mla")
+    taken = []
+    impl.topk_indices_buffer = SimpleNamespace(
+        new_empty=lambda size, dtype: taken.append(size * dtype.itemsize)
+    )
+    for permitted in (True, False):
+        impl.allow_fp8_mma = permitted
+        impl.reserve_workspace()
+    assert taken == [4096 * (fp8_mma.RECORD.value + 4 * 4)]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
@@ -1986,6 +2069,26 @@ def test_converted_prefills_reach_no_kernel_that_was_not_warmed_up(
     assert configurations[0].converts
     assert {op for op, *_ in calls} >= {"gather_dequant", "to_slots", "sparse_prefill"}
     assert replay.missing_kernels(run_python, calls, *configurations) == []
+
+
+def test_prefills_with_fp8_mma_reach_no_kernel_that_was_not_warmed_up(
+    run_python, engine, calls, permitting, monkeypatch
+):
+    made = engine(64, MAX_TOKENS, 4096)
+    lens = [CONVERTED, {"query_lens": [7, 5], "seq_lens": [1201, 1900]}]
+    batches = [in_engine(made, **each, topk=SELECTED) for each in lens]
+    with warmed_up(made, monkeypatch) as configurations:
+        for batch in batches:
+            check_layer(made, batch, 64, "fp8_ds_mla")
+        last = layer(batches[0].selections(), 64, "fp8_ds_mla")
+        cache = batches[0].cache(attention.FORMATS["fp8_ds_mla"])
+        made.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
+            impl=last, kv_cache=cache.data
+        )
+    assert replay.missing_kernels(run_python, calls, *configurations) == []
+    without = [dataclasses.replace(each, allow_fp8_mma=False) for each in configurations]
+    missing = replay.missing_kernels(run_python, calls, *without)
+    assert {name.split()[0] for name in missing} == {"_round_rows", "_attend_rounded"}
 
 
 def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(

@@ -637,6 +637,24 @@ def test_deepseek_v4_gets_this_packages_indexer_or_stops(configure):
     assert REFUSED["start"](configure("v4", ["sparsemla"], attention_config__backend=None)) == ""
 
 
+def test_fp8_mma_are_refused_where_this_packages_attention_does_not_convert_rows(
+    configure, monkeypatch
+):
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "1")
+    assert REFUSED["start"](configure()) == ""  # layers ask for the rest
+    reason = "SPARSEMLA_FP8_MMA must be unset, as no kernel has FP8 MMAs for rows of 512 dims"
+    assert reason in REFUSED["v4"](configure("v4"))
+    usual = configure()
+    others = {"attention_config__backend": None}
+    assert REFUSED["start"](configure(**others)) == (
+        "sparsemla: SPARSEMLA_FP8_MMA needs the attention backend CUSTOM; otherwise unset it"
+    )
+    assert REFUSED["start"](configure(plugin_names=["sparsemla"], **others)) == ""
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "fp8")
+    reason = "sparsemla: SPARSEMLA_FP8_MMA must be 0 or 1, got 'fp8'"
+    assert REFUSED["start"](usual) == reason
+
+
 def test_the_start_is_checked_when_vllm_makes_its_configuration(models, monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla"], raising=False)
 

@@ -345,6 +345,29 @@ def test_rows_that_no_prefill_converts_are_not_converted(run):
     assert found == ["fp4_288 False", "fp8_528 False", "fp8_ds_mla True"], done.stderr[-4000:]
 
 
+PERMITTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from sparsemla import FP8_DS_MLA, Serving, warm_up
+from test_warmup import recorded
+
+with recorded("sm_90") as kernels:
+    for heads, permitted in ((32, True), (64, False), (64, True)):
+        known = len(kernels)
+        limits = {"index_heads": 0, "max_tokens": 1, "max_requests": 1}
+        serving = Serving(FP8_DS_MLA, heads, allow_fp8_mma=permitted, **limits)
+        warm_up(serving, device="cuda:0", workers=1)
+        print(sum(name.startswith(("_round_rows", "_attend_rounded")) for name in kernels[known:]))
+"""
+
+
+def test_fp8_mma_are_compiled_if_prefills_permit_them(run):
+    done = run(PERMITTED)
+    none, not_permitted, *some = map(int, done.stdout.split())
+    assert (none, not_permitted) == (0, 0), done.stderr[-4000:]
+    assert all(some)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ class Serving:
         page_size: tokens of a page, of both caches.
         table_width: columns of the page table; default as many as ``max_seq_len`` needs.
         converts: prefills may read a workspace of :func:`sparsemla.prefill_workspace_rows`.
+        allow_fp8_mma: these prefills permit FP8 MMAs.
         num_pages: of each cache; None if it is not known yet.
         page_stride: elements between pages of the latent cache; None if pages are adjacent.
         index_page_stride: the same of the indexer's keys.
@@ -117,6 +118,7 @@ class Serving:
     page_size: int = 64
     table_width: int | None = None
     converts: bool = True
+    allow_fp8_mma: bool = False
     num_pages: int | None = None
     page_stride: int | None = None
     index_page_stride: int | None = None
@@ -139,6 +141,7 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         for name in ("max_seq_len", "page_size", "max_workspace_bytes", "ratio", "max_positions"):
             check_integer(name, getattr(self, name), 1)
+        check_kind("allow_fp8_mma", self.allow_fp8_mma, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
         check_kind("ratios", self.ratios, tuple)
@@ -636,6 +639,7 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         slots,
         q_rope=None if q_rope is None else q_rope[start:],
         softmax_scale=1.0,
+        allow_fp8_mma=serving.allow_fp8_mma,
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],
     )

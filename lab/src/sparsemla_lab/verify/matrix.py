@@ -408,7 +408,7 @@ def _indexer_scores() -> list[Case]:
 
 def _strided_scores(draw: Draw, **options: object) -> Arguments:
     arguments = cases.indexer_scores_case(draw, ranges="ragged", **cast("dict[str, Any]", options))
-    names = "q", "weights", "keys"
+    names = "index_q", "weights", "index_k"
     return arguments | {name: embed(cast("Tensor", arguments[name])) for name in names}
 
 
@@ -419,7 +419,7 @@ def _scores_with_weights(draw: Draw, dtype: torch.dtype) -> Arguments:
 
 def _scores_of_zero_keys(draw: Draw) -> Arguments:
     arguments = cases.indexer_scores_case(draw)
-    keys = cast("Tensor", arguments["keys"])
+    keys = cast("Tensor", arguments["index_k"])
     keys[::2] = torch.zeros_like(keys[::2])
     return arguments | {"weights": -cast("Tensor", arguments["weights"]).abs()}
 
@@ -434,7 +434,7 @@ def _widest_ranges(draw: Draw) -> Arguments:
 
 def _scores_beside_nan(draw: Draw) -> Arguments:
     arguments = cases.indexer_scores_case(draw, ranges="ragged")
-    keys, scales = (cast("Tensor", arguments[name]) for name in ("keys", "key_scales"))
+    keys, scales = (cast("Tensor", arguments[name]) for name in ("index_k", "index_k_scales"))
     first, last = draw.tensor([3]), draw.tensor([50])
     for part in (slice(0, 3), slice(50, None)):
         keys[part] = torch.full_like(keys[part].float(), math.nan).to(keys.dtype)
@@ -486,9 +486,9 @@ def _indexer_scores_paged() -> list[Case]:
 def _strided_paged_scores(draw: Draw) -> Arguments:
     """Queries with the tokens in front of the requests, and bfloat16 weights."""
     arguments = cases.indexer_scores_paged_case(draw, query_len=3, num_heads=6, page_size=7)
-    q, weights = (cast("Tensor", arguments[name]) for name in ("q", "weights"))
+    q, weights = (cast("Tensor", arguments[name]) for name in ("index_q", "weights"))
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    return arguments | {"q": turned, "weights": weights.bfloat16()}
+    return arguments | {"index_q": turned, "weights": weights.bfloat16()}
 
 
 def _scores_of_few_columns(draw: Draw) -> Arguments:
@@ -631,7 +631,7 @@ def _best_of_equals(draw: Draw, ratio: int) -> Arguments:
         draw, query_lens=[2, 3], seq_lens=[150, 90], topk=20, ratio=ratio, format=bf16_format(128)
     )
     cast("Any", arguments["cache"]).fields().bf16.abs_()
-    return arguments | {"q": -cast("Tensor", arguments["q"]).abs()}
+    return arguments | {"index_q": -cast("Tensor", arguments["index_q"]).abs()}
 
 
 def _best_beside_nan(draw: Draw) -> Arguments:

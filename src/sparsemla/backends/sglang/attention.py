@@ -25,6 +25,7 @@ from sparsemla import (
     sparse_decode,
     sparse_prefill,
 )
+from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def reserve_workspace(
     *args: Any,  # noqa: ANN401 - of SGLang's constructor
     **kwargs: Any,  # noqa: ANN401 - likewise
 ) -> None:
-    """After ``__init__``: allocate the workspace of :func:`sparse_decode`.
+    """After ``__init__``: read the environment, allocate the workspace of :func:`sparse_decode`.
 
     Captured CUDA graphs hold its address. Each backend has its own, since SGLang may run several on
     different streams.
@@ -48,6 +49,9 @@ def reserve_workspace(
     logger.info(
         "sparsemla computes attention of %d heads in SGLang's dsa backend", self.num_q_heads
     )
+    self.sparsemla_fp8_mma = permits_fp8_mma()
+    if self.sparsemla_fp8_mma:
+        logger.info("sparsemla: prefills over converted rows permit FP8 MMAs (%s=1)", FP8_MMA)
 
 
 def forward_flashmla_kv(
@@ -97,7 +101,17 @@ def forward_flashmla_sparse(
     Returns:
         ``[T, H, 512]``.
     """
-    return _attend(self, q_all, kv_cache, page_table_1, topk_length, sm_scale, attn_sink)
+    return _attend(
+        self,
+        q_all,
+        kv_cache,
+        page_table_1,
+        topk_length,
+        sm_scale,
+        attn_sink,
+        # Beside an FP8 cache, which the setting needs, bfloat16 rows are those of this batch.
+        allow_fp8_mma=self.sparsemla_fp8_mma and kv_cache.dtype == torch.bfloat16,
+    )
 
 
 def forward_fa3(
@@ -152,6 +166,8 @@ def _attend(
     softmax_scale: float,
     attn_sink: Tensor | None = None,
     q_rope: Tensor | None = None,
+    *,
+    allow_fp8_mma: bool = False,
 ) -> Tensor:
     """Attention of the queries ``[T, H, 576]`` over the rows of their ``indices``.
 
@@ -172,6 +188,7 @@ def _attend(
             softmax_scale=softmax_scale,
             topk_lengths=lengths,
             attn_sink=attn_sink,
+            allow_fp8_mma=allow_fp8_mma,
         )
         return out
     # Each token of a speculative decode selects its own keys: pass it as a separate request.

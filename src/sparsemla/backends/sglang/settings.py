@@ -12,7 +12,10 @@ from sglang.srt.configs.model_config import (
     is_deepseek_dsa,
     is_deepseek_v4,
 )
-from sglang.srt.runtime_context import get_platform
+from sglang.srt.runtime_context import derive_attn_tp_size, get_platform
+
+from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+from sparsemla.kernels.attention.schedule import FEW_HEADS
 
 CHOICES = {
     "model_impl": ("auto", "sglang"),
@@ -83,7 +86,38 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
     for option, choices in CHOICES.items():
         if (value := getattr(settings, option)) not in choices:
             return f"{_flag(option)} must be one of {', '.join(choices)}, got {value}"
+    if permits_fp8_mma():
+        return _refuse_fp8_mma(settings, model, capability)
     return None
+
+
+def _refuse_fp8_mma(
+    settings: Any,  # noqa: ANN401 - SGLang's own classes
+    model: Any,  # noqa: ANN401 - likewise
+    capability: tuple[int, int],
+) -> str | None:
+    """The reason why no prefill would use the FP8 MMAs that the user asked for, or None."""
+    num_ranks = derive_attn_tp_size(
+        tp_size=settings.tp_size,
+        attn_cp_size=settings.attn_cp_size,
+        attn_dp_size=settings.attn_dp_size,
+    )
+    cache, method = settings.kv_cache_dtype, settings.dsa_prefill_backend
+    heads = model.num_attention_heads // num_ranks
+    problems = {
+        f"the GPU must have compute capability 9.0, as no other has a kernel with FP8 MMAs, got "
+        f"{capability[0]}.{capability[1]}": capability != (9, 0),
+        f"--kv-cache-dtype must be fp8_e4m3, as SGLang converts only its rows, got {cache}": (
+            cache != "fp8_e4m3"
+        ),
+        "--dsa-prefill-backend must be flashmla_sparse, as SGLang converts rows only for it, got "
+        f"{method}": method != "flashmla_sparse",
+        f"a rank must have more than {FEW_HEADS} heads: lower --tp-size, got {heads}": (
+            heads <= FEW_HEADS
+        ),
+    }
+    reason = next((problem for problem, present in problems.items() if present), None)
+    return None if reason is None else f"with {FP8_MMA}=1 {reason}"
 
 
 def _flag(option: str) -> str:

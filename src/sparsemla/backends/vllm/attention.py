@@ -5,6 +5,9 @@ short prompts as dense attention. This backend computes attention over the selec
 and prefills. It reads bfloat16 and ``fp8_ds_mla`` caches in place, except that it first converts
 the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster.
 
+With ``SPARSEMLA_FP8_MMA=1`` prefills over converted rows permit FP8 MMAs. All other attention reads
+the cache in place, for which no kernel has them.
+
 With ``VLLM_BATCH_INVARIANT`` every token takes one path, whatever else its step computes: the
 kernel of prefills, which never splits keys, over the cache in place.
 """
@@ -53,11 +56,16 @@ from sparsemla import (
     split_prefill_chunks,
     to_slots,
 )
+from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
-from sparsemla.backends.vllm.warmup import register_attention
+from sparsemla.backends.vllm.warmup import LOGGER, register_attention
+from sparsemla.kernels.attention.schedule import FEW_HEADS
+from sparsemla.kernels.common.device import describe
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
 """Cache formats by vLLM's ``kv_cache_dtype``."""
+ROUNDED_BYTES = 656
+"""Temporary bytes of a row that a kernel with FP8 MMAs rounds."""
 
 
 class SparseMLABackend(AttentionBackend):
@@ -394,6 +402,12 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 ),
                 self.conversion_rows * BF16_576.bytes_per_token,
             )
+        self.allow_fp8_mma = permits_fp8_mma()
+        if self.allow_fp8_mma:
+            self._check_fp8_mma()
+            LOGGER.info_once(
+                "sparsemla: prefills over converted rows permit FP8 MMAs (%s=1)", FP8_MMA
+            )
         # Grow vLLM's workspace now: captured graphs hold its address.
         self._workspace()
         register_attention(type(self))
@@ -414,6 +428,32 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         )
         return longest if pays_off else 0
 
+    def _check_fp8_mma(self) -> None:
+        """Raise ValueError if no step would use the FP8 MMAs that the user asked for."""
+        device = describe(self.topk_indices_buffer.device)
+        dtype, ranks, heads = self.kv_cache_dtype, self.dcp_world_size, self.num_heads
+        problems = {
+            "VLLM_BATCH_INVARIANT must be unset, as it keeps prefills from converting rows": (
+                self.batch_invariant
+            ),
+            f"--kv-cache-dtype must be fp8_ds_mla, as only its rows are converted; got {dtype}": (
+                self.format != FP8_DS_MLA
+            ),
+            "--decode-context-parallel-size must be 1, as shared contexts are not converted; got "
+            f"{ranks}": ranks > 1,
+            f"the GPU must be sm_90, as no other has a kernel with FP8 MMAs; got {device}": (
+                device.capability != (9, 0)
+            ),
+            f"a rank must have more than {FEW_HEADS} heads: lower --tensor-parallel-size; got "
+            f"{heads}": heads <= FEW_HEADS,
+            "no step gains from a conversion: raise --max-num-batched-tokens or --max-model-len": (
+                self.conversion_rows == 0
+            ),
+        }
+        for problem, present in problems.items():
+            if present:
+                raise ValueError(f"sparsemla: {problem}; otherwise unset {FP8_MMA}")
+
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace shared by all layers."""
         spec = ((num_rows, self.format.head_dim), torch.bfloat16)
@@ -422,6 +462,12 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     def reserve_workspace(self) -> None:
         """Reserve the workspace in vLLM's profiling run of a microbatch."""
         self._workspace()
+        if self.allow_fp8_mma:
+            # A kernel allocates its rounded rows in each call: vLLM leaves as much free as the
+            # profiling run takes.
+            self.topk_indices_buffer.new_empty(
+                self.conversion_rows * ROUNDED_BYTES, dtype=torch.uint8
+            )
 
     def _workspace(self) -> Tensor | None:
         """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
@@ -482,6 +528,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 indices,
                 q_rope=None if q_rope is None else q_rope[each.tokens],
                 softmax_scale=self.scale,
+                allow_fp8_mma=self.allow_fp8_mma,
                 out=out[each.tokens],
                 lse=lse[each.tokens],
             )

@@ -71,6 +71,7 @@ from sparsemla import (
     sparse_prefill,
     to_slots,
 )
+from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.attention import decode_workspace_bytes
 from sparsemla.backends.vllm.conversions import (
     ROW_BYTES,
@@ -802,6 +803,9 @@ def refuse(config: VllmConfig) -> None:
         "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
         "DSpark's drafts are not supported": speculative is not None and speculative.use_dspark(),
         "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
+        f"{FP8_MMA} must be unset, as no kernel has FP8 MMAs for rows of 512 dims": (
+            permits_fp8_mma()
+        ),
         f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
             config.model_config.dtype != torch.bfloat16
         ),

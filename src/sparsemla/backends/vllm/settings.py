@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -96,6 +98,10 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM's class of DeepSeek-V3.2 for ROCm takes its own attention backend; "
             f"name {INDEXER_PLUGIN} in VLLM_PLUGINS, which brings vLLM's portable class, or serve "
             "without the attention backend CUSTOM"
+        )
+    if permits_fp8_mma() and not served:
+        raise ValueError(
+            f"sparsemla: {FP8_MMA} needs the attention backend CUSTOM; otherwise unset it"
         )
     is_v4 = not models.isdisjoint(DEEPSEEK_V4)
     if in_target and not is_v4 and not model.use_mla:

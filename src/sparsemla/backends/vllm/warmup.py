@@ -100,6 +100,7 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 topk=config.model_config.hf_text_config.index_topk,
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
+                allow_fp8_mma=layer.impl.allow_fp8_mma,
                 num_pages=layer.kv_cache.shape[0],
                 page_stride=layer.kv_cache.stride(0),
                 **_limits(config),
