@@ -81,7 +81,7 @@ def in_place_arguments():
 def key_write_arguments(fmt=INDEX_FP8):
     draw = Draw(1)
     return {
-        "k": draw.normal(4, 128),
+        "index_k": draw.normal(4, 128),
         "norm_weight": draw.normal(128),
         "norm_bias": draw.normal(128),
         "cos_sin_cache": draw.normal(100, 64),
