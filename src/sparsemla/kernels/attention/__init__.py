@@ -22,10 +22,10 @@ from sparsemla.kernels.attention.schedule import FEW_HEADS, refused_format, spli
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 
 if TYPE_CHECKING:
-    from sparsemla.kernels.attention import cpu, triton
+    from sparsemla.kernels.attention import cpu, sm80, triton
     from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma
 else:
-    cpu, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "triton"))
+    cpu, sm80, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm80", "triton"))
     bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma = (
         LazyModule(f"{__name__}.sm90.{name}")
         for name in ("bf16", "bf16_few_heads", "fp8", "fp8_few_heads", "fp8_mma")
@@ -94,6 +94,47 @@ def _refuse_few_heads(call: SparseDecode) -> str | None:
     return _needs_few_rows(tile if tile < 64 else call.q.shape[2])
 
 
+AMPERE_HEADS = 16
+"""Most query heads of a bfloat16 prefill of the sm80 tier; with more, portable Triton is faster."""
+
+
+def _refused_by_sm80(
+    queries: Tensor,
+    rows: PagedCache,
+    out: Tensor | None = None,
+    *,
+    q_rope: Tensor | None = None,
+    extra: PagedCache | None = None,
+) -> str | None:
+    """Why the kernel with Ampere's instructions refuses queries over rows, or None."""
+    if queries.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {queries.dtype}"
+    if out is not None and out.dtype != torch.bfloat16:
+        return f"gives bfloat16 results, not {out.dtype}"
+    if not aligned(queries, q_rope, rows, extra):
+        return "needs queries and caches with rows that start at multiples of 16 bytes"
+    fmt = rows.format
+    quantised = fmt.fp8_dim == 512 or (fmt.fp8_dim, fmt.head_dim) == (448, 512)
+    if fmt.value_dim != 512 or fmt.head_dim not in (512, 576) or fmt.is_fp4:
+        return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
+    if fmt.fp8_dim and not (quantised and fmt.scale_block in (0, 64, 128)):
+        return f"needs 448 or 512 e4m3 dims with scales of 64 or 128, got {fmt.name}"
+    if fmt.fp8_dim and fmt.scale_dtype == torch.float8_e4m3fn:
+        return f"needs float32 or e8m0 scales, got {fmt.name}"
+    if extra is not None and extra.format != fmt:
+        return f"needs an extra cache of format {fmt.name}, got {extra.format.name}"
+    return None
+
+
+def _refuse_decode_by_sm80(call: SparseDecode) -> str | None:
+    extra = call.extra_topk_indices
+    if extra is not None and extra.dtype != call.topk_indices.dtype:
+        return f"needs extra indices of {call.topk_indices.dtype}, got {extra.dtype}"
+    return _needs_fp8_rows(call.cache) or _refused_by_sm80(
+        call.q, call.cache, call.out, q_rope=call.q_rope, extra=call.extra_cache
+    )
+
+
 SPARSE_DECODE = Op(
     "sparse_decode",
     SparseDecode,
@@ -122,6 +163,7 @@ SPARSE_DECODE = Op(
             lambda: bf16.sparse_decode,
             lambda call: _needs_bf16_rows(call.cache) or _refuse_decode(call),
         ),
+        Kernel("sm80", lambda: sm80.sparse_decode, _refuse_decode_by_sm80),
         Kernel("triton", lambda: triton.sparse_decode),
         Kernel("cpu", lambda: cpu.sparse_decode),
     ),
@@ -156,6 +198,13 @@ DENSE_DECODE = Op(
             "sm90.bf16",
             lambda: bf16.dense_decode,
             lambda call: _needs_bf16_rows(call.cache) or _refuse_dense(call),
+        ),
+        Kernel(
+            "sm80",
+            lambda: sm80.dense_decode,
+            lambda call: (
+                _needs_fp8_rows(call.cache) or _refused_by_sm80(call.q, call.cache, call.out)
+            ),
         ),
         Kernel("triton", lambda: triton.dense_decode),
         Kernel("cpu", lambda: cpu.dense_decode),
@@ -194,6 +243,19 @@ def _refuse_fp8_mma(call: SparsePrefill) -> str | None:
     return _refuse_prefill(call)
 
 
+def _refuse_prefill_by_sm80(call: SparsePrefill) -> str | None:
+    if call.shared:
+        return "needs a list for each query token"
+    if not call.kv.format.fp8_dim and call.q.shape[1] > AMPERE_HEADS:
+        return f"takes up to {AMPERE_HEADS} heads over bfloat16 rows, got {call.q.shape[1]}"
+    extra = call.extra_topk_indices
+    if extra is not None and extra.dtype != call.topk_indices.dtype:
+        return f"needs extra indices of {call.topk_indices.dtype}, got {extra.dtype}"
+    return _refused_by_sm80(
+        call.q, call.kv, call.out, q_rope=call.q_rope, extra=call.extra_cache
+    )
+
+
 SPARSE_PREFILL = Op(
     "sparse_prefill",
     SparsePrefill,
@@ -223,6 +285,7 @@ SPARSE_PREFILL = Op(
             lambda: bf16.sparse_prefill,
             lambda call: _needs_bf16_rows(call.kv) or _refuse_prefill(call),
         ),
+        Kernel("sm80", lambda: sm80.sparse_prefill, _refuse_prefill_by_sm80),
         Kernel("triton", lambda: triton.sparse_prefill),
         Kernel("cpu", lambda: cpu.sparse_prefill),
     ),

@@ -137,6 +137,11 @@ def _splits(
     return _fastest(costs, num_groups, group_rows, num_keys, processors)
 
 
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a CTA of the kernels with Ampere's instructions may have 144 KiB of shared memory."""
+    return describe(device).max_shared >= 144 * 1024
+
+
 def refused_format(fmt: CacheFormat) -> str | None:
     """Why the Hopper kernels refuse a format, or None."""
     if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
