@@ -110,15 +110,15 @@ def acc_layout(warps_n):
 
 
 @gluon.jit
-def as_operand(x, CODES: gl.constexpr, IS_KEY: gl.constexpr):
+def as_operand(x, T: gl.constexpr, IS_KEY: gl.constexpr):
     """Codes as operand of the MMA. Both operands have the same order of the dims."""
-    if CODES == "fp8":
+    if T.codes == "fp8":
         y = x.to(gl.float8e4nv, bitcast=True)
-    elif CODES == "convert":
+    elif T.codes == "convert":
         y = gl.inline_asm_elementwise(
             CONVERT, "=&r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4
         )
-    elif CODES == "no nan" and IS_KEY:
+    elif T.codes == "no nan" and IS_KEY:
         y = gl.inline_asm_elementwise(
             FROM_BITS_NO_NAN, "=&r,=&r,r", [x], dtype=gl.float16, is_pure=True, pack=4
         )
@@ -331,7 +331,7 @@ def score(
             if T.codes != "fp8" and T.codes != "convert":  # both operands are over 256
                 w *= 65536.0
             async_copy.wait_group(STAGES - 1)
-            heads = as_operand(q_tile.permute((1, 0)).load(B), T.codes, False)
+            heads = as_operand(q_tile.permute((1, 0)).load(B), T, False)
             t = group.first + gl.arange(0, T.tokens, TOKENS)
             start, end = visible_keys(queries, group, t, T)
             out = queries.out + t.to(gl.int64) * queries.out_token
@@ -355,7 +355,7 @@ def score(
                 for s in gl.static_range(KEYS // AT_ONCE):
                     codes = key_tiles.index(stage).slice(s * AT_ONCE, AT_ONCE).load(A)
                     acc = gl.zeros([AT_ONCE, N], gl.float32, ACC)
-                    acc = mma_v2(as_operand(codes, T.codes, True), heads, acc)
+                    acc = mma_v2(as_operand(codes, T, True), heads, acc)
                     total = sum_heads(acc, w, T)
                     if keys.scales is not None:
                         scale = scale_tiles.index(stage).slice(s * AT_ONCE, AT_ONCE).load(ROWS)
