@@ -10,9 +10,11 @@ from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
 
 if TYPE_CHECKING:
-    from sparsemla.kernels.indexer import cpu, sm90, triton
+    from sparsemla.kernels.indexer import cpu, sm80, sm90, triton
 else:
-    cpu, sm90, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm90", "triton"))
+    cpu, sm80, sm90, triton = (
+        LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm80", "sm90", "triton")
+    )
 
 
 def _refuse_queries(q: Tensor) -> str | None:
@@ -52,6 +54,7 @@ INDEXER_SCORES = Op(
     IndexerScores,
     (
         Kernel("sm90", lambda: sm90.indexer_scores, _refuse_ragged),
+        Kernel("sm80", lambda: sm80.indexer_scores, _refuse_ragged),
         Kernel("triton", lambda: triton.indexer_scores),
         Kernel("cpu", lambda: cpu.indexer_scores),
     ),
@@ -63,6 +66,7 @@ INDEXER_SCORES_PAGED = Op(
     IndexerScoresPaged,
     (
         Kernel("sm90", lambda: sm90.indexer_scores_paged, _refuse_paged),
+        Kernel("sm80", lambda: sm80.indexer_scores_paged, _refuse_paged),
         Kernel("triton", lambda: triton.indexer_scores_paged),
         Kernel("cpu", lambda: cpu.indexer_scores_paged),
     ),
@@ -74,6 +78,7 @@ INDEXER_TOPK = Op(
     IndexerTopk,
     (
         Kernel("sm90", lambda: sm90.indexer_topk, _refuse_paged),
+        Kernel("sm80", lambda: sm80.indexer_topk, _refuse_paged),
         Kernel("triton", lambda: triton.indexer_topk),
         Kernel("cpu", lambda: cpu.indexer_topk),
     ),
