@@ -103,7 +103,11 @@ def functions(
     """
     shard = Shard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
     inputs = IndexerScoresPaged(batch, 1, context).build(device)  # the same on all ranks
-    q, weights, cache = inputs["index_q"].flatten(0, 1), inputs["weights"].flatten(0, 1), inputs["cache"]
+    q, weights, cache = (
+        inputs["index_q"].flatten(0, 1),
+        inputs["weights"].flatten(0, 1),
+        inputs["cache"],
+    )
     whole = inputs["page_table"]
     whole = functional.pad(whole, (0, -whole.shape[1] % shard.num_ranks))  # parts are as wide
     part = whole[:, shard.rank :: shard.num_ranks].contiguous()

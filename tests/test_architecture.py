@@ -324,7 +324,8 @@ for name in ("transformers", "matplotlib", "triton", "rich", "typer", "safetenso
 if torch.cuda.is_initialized():
     print("cuda")
 for name in sys.modules:
-    if name.startswith("sparsemla.kernels.") and {"sm90", "sm80", "triton", "cpu"} & set(name.split(".")):
+    tier = {"sm90", "sm80", "triton", "cpu"} & set(name.split("."))
+    if name.startswith("sparsemla.kernels.") and tier:
         print(name)
 """
 

@@ -321,7 +321,9 @@ def test_a_call_that_no_kernel_of_a_tier_takes_is_refused():
 @pytest.mark.parametrize("name", ["sm100", "sm90.fp4", "", "triton.fp8"])
 def test_unknown_tiers_and_kernels_are_refused(name):
     with (
-        pytest.raises(ValueError, match=f"name must be one of sm90, sm80, triton, .*; got '{name}'"),
+        pytest.raises(
+            ValueError, match=f"name must be one of sm90, sm80, triton, .*; got '{name}'"
+        ),
         dispatch.only(name),
     ):
         pass

@@ -14,21 +14,9 @@ def meta(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def ragged(heads, dim=128, num_tokens=4096, scales=True, weights=torch.float32):
-    dispatch.load("indexer_scores", "sm80")(
-        q=meta(num_tokens, heads, dim, dtype=E4M3),
-        weights=meta(num_tokens, heads, dtype=weights),
-        keys=meta(32768, dim, dtype=E4M3),
-        key_scales=meta(32768, dtype=torch.float32) if scales else None,
-        row_starts=meta(num_tokens),
-        row_ends=meta(num_tokens),
-        out=meta(num_tokens, 32768, dtype=torch.float32),
-    )
-
-
 def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, ratio=1):
     dispatch.load("indexer_scores_paged", "sm80")(
-        q=meta(128, query_len, heads, fmt.head_dim, dtype=E4M3),
+        index_q=meta(128, query_len, heads, fmt.head_dim, dtype=E4M3),
         weights=meta(128, query_len, heads, dtype=torch.float32),
         cache=PagedCache.allocate(fmt, 4096, page_size, device="meta"),
         page_table=meta(128, 512),
@@ -41,7 +29,7 @@ def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, rati
 
 def best(num_tokens, num_requests):
     dispatch.load("indexer_topk", "sm80")(
-        q=meta(num_tokens, 64, 128, dtype=E4M3),
+        index_q=meta(num_tokens, 64, 128, dtype=E4M3),
         weights=meta(num_tokens, 64, dtype=torch.bfloat16),
         cache=PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
         input_row_offsets=meta(num_requests + 1),
@@ -54,11 +42,6 @@ def best(num_tokens, num_requests):
 
 
 LAUNCHES = {
-    "ragged 64": functools.partial(ragged, 64),
-    "ragged 128, 1 token, bf16 weights": functools.partial(
-        ragged, 128, num_tokens=1, weights=torch.bfloat16
-    ),
-    "ragged 3 x 32, no scales": functools.partial(ragged, 3, 32, scales=False),
     "paged 64": functools.partial(paged, 64, 1),
     "paged 64, 2 tokens, own lengths": functools.partial(paged, 64, 2, own_lengths=True),
     "paged 32 x 96, 5 tokens, pages of 128, ratio 4": functools.partial(

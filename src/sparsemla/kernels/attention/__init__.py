@@ -251,9 +251,7 @@ def _refuse_prefill_by_sm80(call: SparsePrefill) -> str | None:
     extra = call.extra_topk_indices
     if extra is not None and extra.dtype != call.topk_indices.dtype:
         return f"needs extra indices of {call.topk_indices.dtype}, got {extra.dtype}"
-    return _refused_by_sm80(
-        call.q, call.kv, call.out, q_rope=call.q_rope, extra=call.extra_cache
-    )
+    return _refused_by_sm80(call.q, call.kv, call.out, q_rope=call.q_rope, extra=call.extra_cache)
 
 
 SPARSE_PREFILL = Op(

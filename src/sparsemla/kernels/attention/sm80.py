@@ -145,9 +145,7 @@ def tile_of_program(shape, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_tile(
-    begin, shape, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr
-):
+def rows_of_tile(begin, shape, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr):
     """Token in the group, head and validity of the CTA's rows; ``TOKENS``: of several tokens."""
     row = begin + gl.arange(0, BLOCK_M, LAYOUT)
     if TOKENS:
@@ -261,9 +259,7 @@ def copy_bf16(
         DIM: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, COPY))
         field = keys.rows.bf16
         is_main = tile < keys.num_tiles
-        at = row_offsets(
-            slots, is_main, field, extra.rows.bf16, L, EXTRA, "bf16_strides", 1, True
-        )
+        at = row_offsets(slots, is_main, field, extra.rows.bf16, L, EXTRA, "bf16_strides", 1, True)
         source = field + at[None, :, None]
         valid = (slots != -1)[None, :, None]
         half = gl.arange(0, 2, HALF)[:, None, None]
@@ -424,7 +420,7 @@ def qk_mma(q, q_rope, kv, rope, s_shared, L: gl.constexpr, PARTS: gl.constexpr, 
     k = kv.permute((0, 2, 1))
     for part in gl.static_range(3, -1, -1):  # those in registers last
         k_part = k.slice(part * 64, 64, dim=1).load(K)
-        s = mma_v2(as_operand(q[part], MMA, PARTS > part), k_part, s)
+        s = mma_v2(as_operand(q[part], MMA, part < PARTS), k_part, s)
     HALVES: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // BLOCK_N, BLOCK_N // 4, [2, 1, 0])
     reinterpret(s_shared, gl.float32, [2, BLOCK_M, BLOCK_N], HALVES).store(s)
     return s_shared.index(0).load(S) + s_shared.index(1).load(S)
@@ -574,7 +570,7 @@ def _attend(
                 BLOCK_M,
                 TOKENS,
                 MMA,
-                PARTS > part,
+                part < PARTS,
             ),
         )
     kv0 = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 256], KV_TILE)

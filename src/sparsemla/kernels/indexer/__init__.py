@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import aligned
+from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
 
@@ -49,12 +50,27 @@ def _refuse_paged(call: IndexerScoresPaged | IndexerTopk) -> str | None:
     return None if aligned(q, cache) else UNALIGNED
 
 
+def _refuse_dims(index_q: Tensor) -> str | None:
+    dims = index_q.shape[-1]
+    return f"needs a multiple of 16 dims, got {dims}" if dims % 16 else None
+
+
+def _refuse_ragged_by_sm80(call: IndexerScores) -> str | None:
+    if not describe(call.index_q.device).has_fp8:
+        return "needs instructions that convert e4m3, else portable Triton is as fast"
+    return _refuse_ragged(call) or _refuse_dims(call.index_q)
+
+
+def _refuse_paged_by_sm80(call: IndexerScoresPaged | IndexerTopk) -> str | None:
+    return _refuse_paged(call) or _refuse_dims(call.index_q)
+
+
 INDEXER_SCORES = Op(
     "indexer_scores",
     IndexerScores,
     (
         Kernel("sm90", lambda: sm90.indexer_scores, _refuse_ragged),
-        Kernel("sm80", lambda: sm80.indexer_scores, _refuse_ragged),
+        Kernel("sm80", lambda: sm80.indexer_scores, _refuse_ragged_by_sm80),
         Kernel("triton", lambda: triton.indexer_scores),
         Kernel("cpu", lambda: cpu.indexer_scores),
     ),
@@ -66,7 +82,7 @@ INDEXER_SCORES_PAGED = Op(
     IndexerScoresPaged,
     (
         Kernel("sm90", lambda: sm90.indexer_scores_paged, _refuse_paged),
-        Kernel("sm80", lambda: sm80.indexer_scores_paged, _refuse_paged),
+        Kernel("sm80", lambda: sm80.indexer_scores_paged, _refuse_paged_by_sm80),
         Kernel("triton", lambda: triton.indexer_scores_paged),
         Kernel("cpu", lambda: cpu.indexer_scores_paged),
     ),
@@ -78,7 +94,7 @@ INDEXER_TOPK = Op(
     IndexerTopk,
     (
         Kernel("sm90", lambda: sm90.indexer_topk, _refuse_paged),
-        Kernel("sm80", lambda: sm80.indexer_topk, _refuse_paged),
+        Kernel("sm80", lambda: sm80.indexer_topk, _refuse_paged_by_sm80),
         Kernel("triton", lambda: triton.indexer_topk),
         Kernel("cpu", lambda: cpu.indexer_topk),
     ),

@@ -1,4 +1,21 @@
-"""Indexer scores with Ampere's instructions: cp.async, ldmatrix and mma.sync of float16."""
+"""Indexer scores with Ampere's instructions, for any NVIDIA GPU from sm_80 on.
+
+Keys are the A operand of mma.sync, and queries, of up to :data:`COLUMNS` tokens times heads, are B.
+A CTA converts its queries to float16 once and keeps them in registers. Keys stream through two
+stages of 128 keys by cp.async; ldmatrix loads their codes as the MMA takes them, and they become
+float16 in registers, so that a converted key never passes shared memory. e4m3 fits float16; without
+an instruction for it, the bits of a code are those of a float16 over 256. A thread holds four codes
+that follow each other where the MMA wants two and two, in both operands, so dims only change
+places. relu is ``x + abs(x)`` times half the head weights. Columns are numbered so that a warp has
+all heads of its tokens, up to 64, and their sum needs two shuffles::
+
+    cp.async     keys i+1                          | keys i+2
+    MMA          16 keys of i, 16 more, ...        | 16 keys of i+1, ...
+    other units  convert next 16, relu, sum, store | convert ...
+
+Two CTAs per multiprocessor take equal shares of all tiles of keys that some token sees. Triton
+places the barriers of the CTA, one after the copies of a tile and one before the next ones.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +46,8 @@ from sparsemla.kernels.indexer.triton import SELECTION, Scorer, select_in_chunks
 NUM_WARPS = gl.constexpr(4)
 PAGE_KEYS = gl.constexpr(64)
 """Keys of one copy, whose page id is a scalar; a page holds a multiple of them."""
+COLUMNS = 256
+"""Most columns of the MMA: query tokens times heads."""
 MINUS_INF = gl.constexpr(float("-inf"))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FILL = gl.constexpr(gl.BlockedLayout([4], [32], [NUM_WARPS], [0]))
@@ -42,13 +61,6 @@ FROM_BITS = gl.constexpr("""{
     add.u32 n1, m1, 0x00800080;            lop3.b32 m0, e, 0x80008000, m0, 0xea;
     lop3.b32 m1, $2, 0x80008000, m1, 0xea; lop3.b32 $0, n0, 0x40004000, m0, 0xea;
     lop3.b32 $1, n1, 0x40004000, m1, 0xea;
-}""")
-FROM_BITS_NO_NAN = gl.constexpr("""{
-    .reg .b32 e, m0, m1;
-    shl.b32 e, $2, 8;                      shl.b32 m0, $2, 7;
-    shr.u32 m1, $2, 1;                     and.b32 m0, m0, 0x3f803f80;
-    and.b32 m1, m1, 0x3f803f80;            lop3.b32 $0, e, 0x80008000, m0, 0xea;
-    lop3.b32 $1, $2, 0x80008000, m1, 0xea;
 }""")
 CONVERT = gl.constexpr("""{
     .reg .b16 low, high;
@@ -84,7 +96,7 @@ class Tiling(NamedTuple):
     warps_n: int
     keys: int
     stages: int
-    codes: str
+    native: bool
     own_ends: bool
     causal: bool
     ratio: int
@@ -110,17 +122,11 @@ def acc_layout(warps_n):
 
 
 @gluon.jit
-def as_operand(x, T: gl.constexpr, IS_KEY: gl.constexpr):
-    """Codes as operand of the MMA. Both operands have the same order of the dims."""
-    if T.codes == "fp8":
-        y = x.to(gl.float8e4nv, bitcast=True)
-    elif T.codes == "convert":
+def as_operand(x, T: gl.constexpr):
+    """float16 of codes, over 256 where no instruction converts them."""
+    if T.native:
         y = gl.inline_asm_elementwise(
             CONVERT, "=&r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4
-        )
-    elif T.codes == "no nan" and IS_KEY:
-        y = gl.inline_asm_elementwise(
-            FROM_BITS_NO_NAN, "=&r,=&r,r", [x], dtype=gl.float16, is_pure=True, pack=4
         )
     else:
         y = gl.inline_asm_elementwise(
@@ -306,9 +312,7 @@ def score(
             if queries.offsets is None:
                 at += group.request.to(gl.int64) * q_request
             d = gl.arange(0, D, gl.SliceLayout(0, COPY))
-            async_load(
-                q_tile, at[:, None] + d[None, :], mask=real[:, None] & (d < T.dim)[None, :]
-            )
+            async_load(q_tile, at[:, None] + d[None, :], mask=real[:, None] & (d < T.dim)[None, :])
             async_copy.commit_group()
             for i in gl.static_range(STAGES - 1):
                 copy_tile(
@@ -328,10 +332,10 @@ def score(
                 at += group.request.to(gl.int64) * queries.head_weights_request
             real = (token < group.stop) & (head < T.heads)
             w = gl.load(at, mask=real, other=0.0).to(gl.float32) * 0.5
-            if T.codes != "fp8" and T.codes != "convert":  # both operands are over 256
+            if not T.native:  # both operands are over 256
                 w *= 65536.0
             async_copy.wait_group(STAGES - 1)
-            heads = as_operand(q_tile.permute((1, 0)).load(B), T, False)
+            heads = as_operand(q_tile.permute((1, 0)).load(B), T)
             t = group.first + gl.arange(0, T.tokens, TOKENS)
             start, end = visible_keys(queries, group, t, T)
             out = queries.out + t.to(gl.int64) * queries.out_token
@@ -355,7 +359,7 @@ def score(
                 for s in gl.static_range(KEYS // AT_ONCE):
                     codes = key_tiles.index(stage).slice(s * AT_ONCE, AT_ONCE).load(A)
                     acc = gl.zeros([AT_ONCE, N], gl.float32, ACC)
-                    acc = mma_v2(as_operand(codes, T, True), heads, acc)
+                    acc = mma_v2(as_operand(codes, T), heads, acc)
                     total = sum_heads(acc, w, T)
                     if keys.scales is not None:
                         scale = scale_tiles.index(stage).slice(s * AT_ONCE, AT_ONCE).load(ROWS)
@@ -388,9 +392,8 @@ def choose_tiling(
 ) -> Tiling:
     """The compile-time constants for requests of about ``query_len`` tokens."""
     block_h = max(16, next_power_of_2(heads))
-    tokens = max(1, min(OVERRIDE.get("columns", 256) // block_h, next_power_of_2(query_len)))
+    tokens = max(1, min(COLUMNS // block_h, next_power_of_2(query_len)))
     block_d = max(32, next_power_of_2(dim))
-    codes = "convert" if describe(device).has_fp8 else "bits"
     columns = tokens * block_h
     return Tiling(
         tokens,
@@ -399,17 +402,14 @@ def choose_tiling(
         block_h,
         block_d,
         max(1, columns // 64),
-        OVERRIDE.get("keys", 64),
-        OVERRIDE.get("stages", 4),
-        OVERRIDE.get("codes", codes),
+        128,
+        2,
+        describe(device).has_fp8,
         own_ends,
         causal,
         ratio,
         page_size,
     )
-
-
-OVERRIDE: dict = {}
 
 
 def launch(
@@ -421,7 +421,7 @@ def launch(
     tiling: Tiling,
 ) -> None:
     """Launch :func:`score`, two CTAs per multiprocessor."""
-    score[(OVERRIDE.get("ctas", 2) * num_multiprocessors(q.device),)](
+    score[(2 * num_multiprocessors(q.device),)](
         q.view(torch.uint8),
         *strides,
         queries[:-4],
@@ -434,7 +434,7 @@ def launch(
 
 
 def indexer_scores(call: IndexerScores) -> None:
-    q, weights, keys, key_scales, row_starts, row_ends, out = call
+    index_q, weights, index_k, scales, row_starts, row_ends, out = call
     num_tokens, num_keys = out.shape
     if num_tokens == 0 or num_keys == 0:
         return
@@ -458,12 +458,10 @@ def indexer_scores(call: IndexerScores) -> None:
         num_requests=1,
         query_len=num_tokens,
     )
-    tiling = choose_tiling(num_tokens, *q.shape[1:], q.device, True, False, 1, 0)
-    one_page = Keys(
-        keys.view(torch.uint8), 0, keys.stride(0), key_scales, 0, 1, None, 0, 0, 1
-    )
-    strides = 0, q.stride(0), q.stride(1)
-    launch(q, strides, queries, one_page, cdiv(num_tokens, tiling.tokens), tiling)
+    tiling = choose_tiling(num_tokens, *index_q.shape[1:], index_q.device, True, False, 1, 0)
+    one_page = Keys(index_k.view(torch.uint8), 0, index_k.stride(0), scales, 0, 1, None, 0, 0, 1)
+    strides = 0, index_q.stride(0), index_q.stride(1)
+    launch(index_q, strides, queries, one_page, cdiv(num_tokens, tiling.tokens), tiling)
 
 
 def paged_keys(cache: PagedCache, page_table: Tensor) -> Keys:
@@ -474,8 +472,8 @@ def paged_keys(cache: PagedCache, page_table: Tensor) -> Keys:
 
 
 def indexer_scores_paged(call: IndexerScoresPaged) -> None:
-    q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
-    batch, query_len, heads, dim = q.shape
+    index_q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
+    batch, query_len, heads, dim = index_q.shape
     if batch == 0 or query_len == 0:
         return
     queries = Queries(
@@ -500,16 +498,16 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
     )
     own_ends = seq_lens.dim() == 2
     tiling = choose_tiling(
-        query_len, heads, dim, q.device, own_ends, not own_ends, ratio, cache.page_size
+        query_len, heads, dim, index_q.device, own_ends, not own_ends, ratio, cache.page_size
     )
     num_groups = batch * cdiv(query_len, tiling.tokens)
     keys = paged_keys(cache, page_table)
-    launch(q, (q.stride(0), q.stride(1), q.stride(2)), queries, keys, num_groups, tiling)
+    launch(index_q, index_q.stride()[:3], queries, keys, num_groups, tiling)
 
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.q, call.weights, call.cache
+    q, weights, cache = call.index_q, call.weights, call.cache
     num_tokens, heads, dim = q.shape
     num_requests = call.page_table.shape[0]
     tiling = choose_tiling(
