@@ -1,4 +1,4 @@
-"""Launches of ragged scores with Ampere's instructions, where portable Triton is slower, for the compile check."""
+"""Launches of ragged scores with Ampere's instructions, for the compile check."""
 
 import functools
 

@@ -94,7 +94,7 @@ class Tiling(NamedTuple):
     block_h: int
     block_d: int
     warps_n: int
-    keys: int
+    block_n: int
     stages: int
     native: bool
     own_ends: bool
@@ -220,8 +220,8 @@ def fill(queries, num_groups, T: gl.constexpr):
             first_tile, tiles = visible_tiles(queries, group, T)
             begin = unit % blocks * FILL_AT_ONCE
             end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
-            low = gl.minimum(first_tile * T.keys, end)
-            high = gl.maximum((first_tile + tiles) * T.keys, begin)
+            low = gl.minimum(first_tile * T.block_n, end)
+            high = gl.maximum((first_tile + tiles) * T.block_n, begin)
             out = queries.out + group.request.to(gl.int64) * queries.out_request
             for token in range(group.first, gl.minimum(group.first + T.tokens, group.stop)):
                 row = out + token.to(gl.int64) * queries.out_token
@@ -240,11 +240,11 @@ def fill_columns(row, begin, end):
 @gluon.jit
 def copy_tile(keys, group, tile, last_tile, num_keys, key_tile, scale_tile, T: gl.constexpr):
     """Start to copy a tile of keys, if there is one, as one group of copies."""
-    COPIES: gl.constexpr = T.keys // PAGE_KEYS
+    COPIES: gl.constexpr = T.block_n // PAGE_KEYS
     if tile < last_tile:
         if T.page_size > 0:
             for c in gl.static_range(COPIES):
-                n = tile * T.keys + c * PAGE_KEYS
+                n = tile * T.block_n + c * PAGE_KEYS
                 copy_keys(
                     keys,
                     page_of(keys, group.request, n, T),
@@ -255,7 +255,7 @@ def copy_tile(keys, group, tile, last_tile, num_keys, key_tile, scale_tile, T: g
                     T,
                 )
         else:
-            copy_keys(keys, 0, tile * T.keys, num_keys, key_tile, scale_tile, T)
+            copy_keys(keys, 0, tile * T.block_n, num_keys, key_tile, scale_tile, T)
     async_copy.commit_group()
 
 
@@ -281,7 +281,7 @@ def score(
     queries = Queries(*queries, first, rows_request, num_requests, query_len)
     N: gl.constexpr = T.tokens * T.block_h
     D: gl.constexpr = T.block_d
-    KEYS: gl.constexpr = T.keys
+    KEYS: gl.constexpr = T.block_n
     STAGES: gl.constexpr = T.stages
     ACC: gl.constexpr = acc_layout(T.warps_n)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
