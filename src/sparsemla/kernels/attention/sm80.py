@@ -235,9 +235,9 @@ def row_offsets(
         other = (page * stride(EXTRA, STRIDES, 0) + row * stride(EXTRA, STRIDES, 1)) // UNIT
         SIZE: gl.constexpr = field.dtype.element_ty.primitive_bitwidth // 8
         distance = (extra_field.to(gl.int64) - field.to(gl.int64)) // SIZE
-        if ALIGNED:
-            distance = gl.multiple_of(distance, 16 // SIZE)
         at = gl.where(is_main, at, other + distance)
+        if ALIGNED:
+            at = gl.multiple_of(at, [16 // SIZE])
     return at
 
 

@@ -5,8 +5,8 @@ A CTA converts its queries to float16 once and keeps them in registers. Keys str
 stages of 128 keys by cp.async; ldmatrix loads their codes as the MMA takes them, and they become
 float16 in registers, so that a converted key never passes shared memory. e4m3 fits float16; without
 an instruction for it, the bits of a code are those of a float16 over 256. A thread holds four codes
-that follow each other where the MMA wants two and two, in both operands, so dims only change
-places. relu is ``x + abs(x)`` times half the head weights. Columns are numbered so that a warp has
+that follow each other where the MMA wants two and two, in both operands: their order does not
+matter to a product. relu is ``x + abs(x)`` times half the head weights. Columns are numbered so that a warp has
 all heads of its tokens, up to 64, and their sum needs two shuffles::
 
     cp.async     keys i+1                          | keys i+2
@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.device import describe, num_multiprocessors
+from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
 from sparsemla.kernels.common.gluon import async_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
@@ -53,15 +54,6 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FILL = gl.constexpr(gl.BlockedLayout([4], [32], [NUM_WARPS], [0]))
 FILL_AT_ONCE = gl.constexpr(4096)
 
-FROM_BITS = gl.constexpr("""{
-    .reg .b32 e, m0, m1, n0, n1;
-    shl.b32 e, $2, 8;                      shl.b32 m0, $2, 7;
-    shr.u32 m1, $2, 1;                     and.b32 m0, m0, 0x3f803f80;
-    and.b32 m1, m1, 0x3f803f80;            add.u32 n0, m0, 0x00800080;
-    add.u32 n1, m1, 0x00800080;            lop3.b32 m0, e, 0x80008000, m0, 0xea;
-    lop3.b32 m1, $2, 0x80008000, m1, 0xea; lop3.b32 $0, n0, 0x40004000, m0, 0xea;
-    lop3.b32 $1, n1, 0x40004000, m1, 0xea;
-}""")
 CONVERT = gl.constexpr("""{
     .reg .b16 low, high;
     mov.b32 {low, high}, $2;
@@ -130,7 +122,7 @@ def as_operand(x, T: gl.constexpr):
         )
     else:
         y = gl.inline_asm_elementwise(
-            FROM_BITS, "=&r,=&r,r", [x], dtype=gl.float16, is_pure=True, pack=4
+            HALVES_OF_FOUR, "=&r,=&r,r", [x], dtype=gl.float16, is_pure=True, pack=4
         )
     return y
 
