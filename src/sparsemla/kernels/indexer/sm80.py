@@ -6,8 +6,8 @@ stages of 128 keys by cp.async; ldmatrix loads their codes as the MMA takes them
 float16 in registers, so that a converted key never passes shared memory. e4m3 fits float16; without
 an instruction for it, the bits of a code are those of a float16 over 256. A thread holds four codes
 that follow each other where the MMA wants two and two, in both operands: their order does not
-matter to a product. relu is ``x + abs(x)`` times half the head weights. Columns are numbered so that a warp has
-all heads of its tokens, up to 64, and their sum needs two shuffles::
+matter to a product. relu is ``x + abs(x)`` times half the head weights. Columns are numbered so
+that a warp has all heads of its tokens, up to 64, and their sum needs two shuffles::
 
     cp.async     keys i+1                          | keys i+2
     MMA          16 keys of i, 16 more, ...        | 16 keys of i+1, ...
