@@ -195,7 +195,7 @@ def test_explain_knows_gpus_by_capability_and_by_target(name, target):
 
 def test_explain_shows_untested_gpus():
     result = run("explain", "sparse_decode", "--device", "cuda", "--capability", "8.6")
-    assert "sparse_decode: triton" in result.output
+    assert "sparse_decode: sm80" in result.output
     assert "proof: sm_86, Triton" in result.output
     assert "untested. Nothing was compiled for it or run on it." in result.output
 

@@ -213,17 +213,27 @@ ROWS = {
         "sm90.bf16": None,
     },
 }
+AMPERE = {
+    "sparse_decode": {"sm80": None},
+    "dense_decode": {"sm80": None},
+    "sparse_prefill": {"sm80": "takes up to 16 heads over bfloat16 rows, got 64"},
+    "sparse_attention": {},
+}
 CALLS = {"sparse_decode": decode, "dense_decode": dense, "sparse_prefill": prefill}
 CALLS["sparse_attention"] = attend
 
 
 @pytest.mark.parametrize("op", ROWS)
 def test_each_row_of_hopper_says_why_not(op):
-    expected = ROWS[op] | {
-        "triton": None,
-        "cpu": "needs CPU tensors, got sm_90",
-        "reference": None,
-    }
+    expected = (
+        ROWS[op]
+        | AMPERE[op]
+        | {
+            "triton": None,
+            "cpu": "needs CPU tensors, got sm_90",
+            "reference": None,
+        }
+    )
     assert dict(on("sm_90", op, CALLS[op]()).refusals) == expected
 
 
@@ -245,12 +255,29 @@ def test_fp8_mma_refuses(options, reason):
 
 @pytest.mark.parametrize(("op", "make"), CALLS.items())
 @pytest.mark.parametrize("gpu", sorted({*GPUS} - {"sm_90"}))
-def test_other_gpus_get_the_portable_kernels(gpu, op, make):
+def test_other_gpus_get_other_kernels(gpu, op, make):
     choice = on(gpu, op, make())
-    assert choice.kernel == "triton"
+    ampere = gpu.startswith("sm_") and AMPERE[op].get("sm80", "") is None
+    assert choice.kernel == ("sm80" if ampere else "triton")
     assert {
         reason.partition(",")[0] for kernel, reason in choice.refusals if kernel.startswith("sm90")
     } == {"needs a Hopper GPU (sm_90)"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (decode, {"num_heads": 64, "fmt": BF16_576}, "needs FP8 rows, got bf16_576v512"),
+        (decode, {"fmt": e4m3_format(576, 512, 64)}, "needs 448 or 512 e4m3 dims"),
+        (prefill, {"num_heads": 17}, "takes up to 16 heads over bfloat16 rows, got 17"),
+    ],
+    ids=["bf16 decode", "e4m3 RoPE dims", "heads"],
+)
+def test_the_kernel_for_ampere_refuses(make, options, reason):
+    op = {decode: "sparse_decode", prefill: "sparse_prefill"}[make]
+    choice = on("sm_80", op, make(**options))
+    assert choice.kernel == "triton"
+    assert reason in dict(choice.refusals)["sm80"]
 
 
 def test_gpus_before_sm_80_get_the_definition():

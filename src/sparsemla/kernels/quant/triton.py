@@ -402,8 +402,8 @@ def _fused_kernel(
         token, head, live = _heads_of(tl.program_id(0) - num_tokens, num_heads, W.heads)
         position = tl.load(positions + token).to(tl.int64)
         source = q + token * q_token_stride + head[:, None] * q_head_stride
-        target = out + token * out_token_stride + head[:, None] * out_head_stride
-        _rotate_heads(source, target, live[:, None], table, position, eps, QUERY_NORM, W, S)
+        heads_out = out + token * out_token_stride + head[:, None] * out_head_stride
+        _rotate_heads(source, heads_out, live[:, None], table, position, eps, QUERY_NORM, W, S)
         return
 
     token = tl.program_id(0).to(tl.int64)
@@ -654,11 +654,21 @@ def _index_kernel(
             token, head, live = _heads_of(tl.program_id(0) - num_keys, num_heads, W.heads)
             position = tl.load(positions + token).to(tl.int64)
             source = (q + token * q_token_stride + head * q_head_stride)[:, None]
-            target = (out + token * out_token_stride + head * out_head_stride)[:, None]
+            heads_out = (out + token * out_token_stride + head * out_head_stride)[:, None]
             factors = tl.load(weights + token * weights_stride + head, mask=live, other=0.0)
             factors = factors.to(tl.float32) * factor
             factors = _quantise_heads(
-                source, target, live[:, None], table, position, factors, SCALED, STAGES, DIMS, W, S
+                source,
+                heads_out,
+                live[:, None],
+                table,
+                position,
+                factors,
+                SCALED,
+                STAGES,
+                DIMS,
+                W,
+                S,
             )
             tl.store(weights_out + token * weights_out_stride + head, factors, mask=live)
     elif k is not None:
