@@ -39,7 +39,7 @@ ONE = {
     "sparse_decode": ("q", "topk_indices", "topk_lengths", "extra_topk_indices"),
     "dense_decode": ("q", "page_table", "seq_lens"),
     "sparse_prefill": ("q", "topk_indices", "topk_lengths", "extra_topk_indices", "max_logits"),
-    "indexer_scores_paged": ("q", "weights", "page_table", "seq_lens"),
+    "indexer_scores_paged": ("index_q", "weights", "page_table", "seq_lens"),
 }
 
 

@@ -164,7 +164,7 @@ LEFT_OUT = {
     "_score_keys": "sm_90",
     "_find_slots": "sm_90",
     "_decode": "sm_90",
-    "_prefill": "sm_80",  # on Hopper, unsplit decodes use the same kernels
+    "_prefill": "gfx942",  # on NVIDIA GPUs, unsplit decodes use the same kernels
     "_convert": "sm_90",
 }
 

@@ -34,7 +34,7 @@ from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
 from sparsemla.kernels.common.gluon import async_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged
 from sparsemla.kernels.indexer.sm90 import (
     Queries,
     locate_group,
@@ -42,7 +42,6 @@ from sparsemla.kernels.indexer.sm90 import (
     visible_keys,
     visible_tiles,
 )
-from sparsemla.kernels.indexer.triton import SELECTION, Scorer, select_in_chunks
 
 NUM_WARPS = gl.constexpr(4)
 PAGE_KEYS = gl.constexpr(64)
@@ -495,54 +494,3 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
     num_groups = batch * cdiv(query_len, tiling.tokens)
     keys = paged_keys(cache, page_table)
     launch(index_q, index_q.stride()[:3], queries, keys, num_groups, tiling)
-
-
-def scorer(call: IndexerTopk) -> Scorer:
-    """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.index_q, call.weights, call.cache
-    num_tokens, heads, dim = q.shape
-    num_requests = call.page_table.shape[0]
-    tiling = choose_tiling(
-        max(1, num_tokens // max(1, num_requests)),
-        heads,
-        dim,
-        q.device,
-        False,
-        call.causal,
-        call.ratio,
-        cache.page_size,
-    )
-    keys = paged_keys(cache, call.page_table)
-
-    def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
-        queries = Queries(
-            head_weights=weights[some],
-            head_weights_request=0,
-            head_weights_token=weights.stride(0),
-            row_starts=None,
-            row_ends=call.seq_lens,
-            ends_request=call.seq_lens.stride(0),
-            offsets=call.input_row_offsets,
-            skip=call.topk,
-            search_steps=num_requests.bit_length(),
-            rows=rows,
-            out=scores,
-            out_request=0,
-            out_token=scores.stride(0),
-            num_keys=scores.shape[1],
-            first=some.start,
-            rows_request=rows.stride(0),
-            num_requests=num_requests,
-            query_len=scores.shape[0],
-        )
-        num_groups = scores.shape[0]
-        if tiling.tokens > 1:
-            num_groups = num_groups // tiling.tokens + num_requests + 1
-        strides = 0, q.stride(0), q.stride(1)
-        launch(q[some], strides, queries, keys, num_groups, tiling)
-
-    return score_tokens
-
-
-def indexer_topk(call: IndexerTopk) -> None:
-    select_in_chunks(call, scorer(call), SELECTION)
