@@ -24,8 +24,8 @@ def every_launch():
         for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
             marks = [] if quick else [pytest.mark.slow]
-            if table.stem.startswith("sm90_"):
-                marks.append(pytest.mark.hopper)
+            if table.stem.startswith(("sm90_", "sm80_")):
+                marks.append(pytest.mark.gluon)
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )

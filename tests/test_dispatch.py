@@ -269,9 +269,10 @@ def test_other_gpus_get_other_kernels(gpu, op, make):
     [
         (decode, {"num_heads": 64, "fmt": BF16_576}, "needs FP8 rows, got bf16_576v512"),
         (decode, {"fmt": e4m3_format(576, 512, 64)}, "needs 448 or 512 e4m3 dims"),
+        (decode, {"num_heads": 16}, "takes more than 16 query rows that share keys, got 16"),
         (prefill, {"num_heads": 17}, "takes up to 16 heads over bfloat16 rows, got 17"),
     ],
-    ids=["bf16 decode", "e4m3 RoPE dims", "heads"],
+    ids=["bf16 decode", "e4m3 RoPE dims", "few heads", "many heads"],
 )
 def test_the_kernel_for_ampere_refuses(make, options, reason):
     op = {decode: "sparse_decode", prefill: "sparse_prefill"}[make]

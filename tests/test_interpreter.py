@@ -683,6 +683,11 @@ PORTABLE_ON_AMPERE = {  # cases that the kernels with Ampere's instructions refu
         "shared lists, 4 tokens attend to all",
     ),
     "sparse_decode": (
+        "fp8_ds_mla",
+        "fp8_584",
+        "extra stream of pages of 2",
+        "no valid slot",
+        "3 splits, strided, fp8_584",
         "lengths of each token, 64 heads, bf16_512v512",
         "12 requests, 3 heads, float32",
         "RoPE dims of 64 heads in another tensor, bf16_576v512",
@@ -690,6 +695,8 @@ PORTABLE_ON_AMPERE = {  # cases that the kernels with Ampere's instructions refu
         "a few requests of 128 heads, bf16_576v512",
     ),
     "dense_decode": (
+        "fp8_ds_mla",
+        "fp8_584",
         "12 requests, 3 heads, float32",
         "bfloat16, pages of 192",
         "bfloat16, pages of 512",

@@ -118,7 +118,7 @@ OPS = ("indexer_scores", *PAGED)
         (
             PAGED,
             {"dtype": torch.bfloat16, "fmt": INDEX_MXFP4},
-            "Hopper has no FP4 MMA, got index_mxfp4",
+            "needs e4m3 keys, got index_mxfp4",
         ),
         (OPS, {"heads": 257}, "up to 256 heads of up to 128 dims, got 257 of 128"),
         (OPS, {"dim": 256}, "got 64 of 256"),

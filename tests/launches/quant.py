@@ -129,6 +129,7 @@ LAUNCHES = {
     "index step, few tokens": index_step(INDEX_FP8, tokens=128),
     "index step, interleaved, 32 heads": index_step(INDEX_FP8, 32, interleaved=True),
     "index step, mxfp4": index_step(INDEX_MXFP4),
+    "index step, bf16": index_step(bf16_format(128)),
     "keys index_fp8": index_keys(INDEX_FP8),
     "keys index_fp8, hadamard": index_keys(INDEX_FP8, hadamard=True),
     "keys bf16": index_keys(bf16_format(128)),

@@ -1592,6 +1592,20 @@ def _decode_in_splits() -> list[Case]:
     both = {"with_sink": True, "with_lengths": True}
     tiles = {"batch": 2, "num_heads": 2, "topk": 200, "seq_len": 300}
     return [
+        # 3 tiles of 16 keys a split: a loop that takes two at a time must not see the next split's.
+        Case(
+            "2 splits of 48 keys, 24 heads",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                batch=2,
+                num_heads=24,
+                topk=96,
+                seq_len=300,
+                num_splits=2,
+            ),
+            quick=True,
+        ),
         *(
             Case(
                 f"3 splits, strided, {fmt.name}",

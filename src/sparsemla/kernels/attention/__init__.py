@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, aligned
-from sparsemla.formats import BF16_576
+from sparsemla.formats import BF16_576, CacheFormat
 from sparsemla.kernels.attention.arguments import (
     DenseDecode,
     DensePrefill,
@@ -51,23 +51,38 @@ def refused_by_sm90(
         extra: the rows of a second stream.
         shared: whether several query tokens share a list, or each attends to some of it.
     """
-    if queries.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {queries.dtype}"
-    if out is not None and out.dtype != torch.bfloat16:
-        return f"gives bfloat16 results, not {out.dtype}"
+    refused = _refuse_dtypes(queries, out)
+    if refused is not None:
+        return refused
     cache = rows if isinstance(rows, PagedCache) else PagedCache.from_rows(rows)
-    if not aligned(queries, q_rope, cache, extra):
-        return "needs queries and caches with rows that start at multiples of 16 bytes"
     fmt = cache.format
-    refused = refused_format(fmt)
+    refused = _refuse_rows(queries, q_rope, cache, extra) or refused_format(fmt)
     if refused is not None:
         return refused
     if shared and fmt.fp8_dim:
         return f"needs bfloat16 rows for lists of several query tokens, got {fmt.name}"
-    if extra is not None and extra.format != fmt:
-        return f"needs an extra cache of format {fmt.name}, got {extra.format.name}"
     if extra is not None and fmt.fp8_dim and fmt.scales_in not in ("row", "page"):
         return f"needs scales in the rows or pages of an extra cache, got {fmt.name}"
+    return None
+
+
+def _refuse_dtypes(queries: Tensor, out: Tensor | None) -> str | None:
+    """Why no kernel in Gluon takes these queries and outputs, or None."""
+    if queries.dtype != torch.bfloat16:
+        return f"needs bfloat16 queries, got {queries.dtype}"
+    if out is not None and out.dtype != torch.bfloat16:
+        return f"gives bfloat16 results, not {out.dtype}"
+    return None
+
+
+def _refuse_rows(
+    queries: Tensor, q_rope: Tensor | None, cache: PagedCache, extra: PagedCache | None
+) -> str | None:
+    """Why no kernel in Gluon takes these rows, or None."""
+    if not aligned(queries, q_rope, cache, extra):
+        return "needs queries and caches with rows that start at multiples of 16 bytes"
+    if extra is not None and extra.format != cache.format:
+        return f"needs an extra cache of format {cache.format.name}, got {extra.format.name}"
     return None
 
 
@@ -94,45 +109,41 @@ def _refuse_few_heads(call: SparseDecode) -> str | None:
     return _needs_few_rows(tile if tile < 64 else call.q.shape[2])
 
 
-AMPERE_HEADS = 16
-"""Most query heads of a bfloat16 prefill of the sm80 tier; with more, portable Triton is faster."""
+AMPERE_TILE = 16
+"""Query rows up to which the sm80 tier has its smallest tile: over bfloat16 rows it wins with no
+more, in prefills, and over FP8 rows portable Triton decodes small batches faster."""
 
 
-def _refused_by_sm80(
-    queries: Tensor,
-    rows: PagedCache,
-    out: Tensor | None = None,
-    *,
-    q_rope: Tensor | None = None,
-    extra: PagedCache | None = None,
-) -> str | None:
-    """Why the kernel with Ampere's instructions refuses queries over rows, or None."""
-    if queries.dtype != torch.bfloat16:
-        return f"needs bfloat16 queries, got {queries.dtype}"
-    if out is not None and out.dtype != torch.bfloat16:
-        return f"gives bfloat16 results, not {out.dtype}"
-    if not aligned(queries, q_rope, rows, extra):
-        return "needs queries and caches with rows that start at multiples of 16 bytes"
-    fmt = rows.format
-    quantised = fmt.fp8_dim == 512 or (fmt.fp8_dim, fmt.head_dim) == (448, 512)
+def _refuse_format_by_sm80(fmt: CacheFormat) -> str | None:
+    """Why the kernel with Ampere's instructions refuses a format, or None."""
     if fmt.value_dim != 512 or fmt.head_dim not in (512, 576) or fmt.is_fp4:
         return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
-    if fmt.fp8_dim and not (quantised and fmt.scale_block in (0, 64, 128)):
+    if fmt.fp8_dim == 0:
+        return None
+    quantised = fmt.fp8_dim == 512 or (fmt.fp8_dim, fmt.head_dim) == (448, 512)
+    if not quantised or fmt.scale_block not in (0, 64, 128):
         return f"needs 448 or 512 e4m3 dims with scales of 64 or 128, got {fmt.name}"
-    if fmt.fp8_dim and fmt.scale_dtype == torch.float8_e4m3fn:
+    if fmt.scale_dtype == torch.float8_e4m3fn:
         return f"needs float32 or e8m0 scales, got {fmt.name}"
-    if extra is not None and extra.format != fmt:
-        return f"needs an extra cache of format {fmt.name}, got {extra.format.name}"
     return None
 
 
-def _refuse_decode_by_sm80(call: SparseDecode) -> str | None:
+def _refuse_by_sm80(call: SparseDecode | SparsePrefill, cache: PagedCache) -> str | None:
+    """Why the kernel with Ampere's instructions refuses a call, or None."""
     extra = call.extra_topk_indices
     if extra is not None and extra.dtype != call.topk_indices.dtype:
         return f"needs extra indices of {call.topk_indices.dtype}, got {extra.dtype}"
-    return _needs_fp8_rows(call.cache) or _refused_by_sm80(
-        call.q, call.cache, call.out, q_rope=call.q_rope, extra=call.extra_cache
+    return (
+        _refuse_dtypes(call.q, call.out)
+        or _refuse_rows(call.q, call.q_rope, cache, call.extra_cache)
+        or _refuse_format_by_sm80(cache.format)
     )
+
+
+def _needs_many_rows(num_rows: int) -> str | None:
+    if num_rows <= AMPERE_TILE:
+        return f"takes more than {AMPERE_TILE} query rows that share keys, got {num_rows}"
+    return None
 
 
 SPARSE_DECODE = Op(
@@ -163,7 +174,15 @@ SPARSE_DECODE = Op(
             lambda: bf16.sparse_decode,
             lambda call: _needs_bf16_rows(call.cache) or _refuse_decode(call),
         ),
-        Kernel("sm80", lambda: sm80.sparse_decode, _refuse_decode_by_sm80),
+        Kernel(
+            "sm80",
+            lambda: sm80.sparse_decode,
+            lambda call: (
+                _needs_fp8_rows(call.cache)
+                or _needs_many_rows(call.q.shape[2])
+                or _refuse_by_sm80(call, call.cache)
+            ),
+        ),
         Kernel("triton", lambda: triton.sparse_decode),
         Kernel("cpu", lambda: cpu.sparse_decode),
     ),
@@ -203,7 +222,11 @@ DENSE_DECODE = Op(
             "sm80",
             lambda: sm80.dense_decode,
             lambda call: (
-                _needs_fp8_rows(call.cache) or _refused_by_sm80(call.q, call.cache, call.out)
+                _needs_fp8_rows(call.cache)
+                or _needs_many_rows(call.q.shape[1] * call.q.shape[2])
+                or _refuse_dtypes(call.q, call.out)
+                or _refuse_rows(call.q, None, call.cache, None)
+                or _refuse_format_by_sm80(call.cache.format)
             ),
         ),
         Kernel("triton", lambda: triton.dense_decode),
@@ -246,12 +269,9 @@ def _refuse_fp8_mma(call: SparsePrefill) -> str | None:
 def _refuse_prefill_by_sm80(call: SparsePrefill) -> str | None:
     if call.shared:
         return "needs a list for each query token"
-    if not call.kv.format.fp8_dim and call.q.shape[1] > AMPERE_HEADS:
-        return f"takes up to {AMPERE_HEADS} heads over bfloat16 rows, got {call.q.shape[1]}"
-    extra = call.extra_topk_indices
-    if extra is not None and extra.dtype != call.topk_indices.dtype:
-        return f"needs extra indices of {call.topk_indices.dtype}, got {extra.dtype}"
-    return _refused_by_sm80(call.q, call.kv, call.out, q_rope=call.q_rope, extra=call.extra_cache)
+    if not call.kv.format.fp8_dim and call.q.shape[1] > AMPERE_TILE:
+        return f"takes up to {AMPERE_TILE} heads over bfloat16 rows, got {call.q.shape[1]}"
+    return _refuse_by_sm80(call, call.kv)
 
 
 SPARSE_PREFILL = Op(

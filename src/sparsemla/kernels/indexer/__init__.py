@@ -19,7 +19,7 @@ else:
 
 
 def _refuse_queries(q: Tensor) -> str | None:
-    """Why the Hopper kernel refuses queries ``[..., HI, DI]``, or None."""
+    """Why the kernels in Gluon refuse queries ``[..., HI, DI]``, or None."""
     if q.dtype != torch.float8_e4m3fn:
         return f"needs float8_e4m3fn queries, got {q.dtype}"
     heads, dim = q.shape[-2:]
@@ -41,7 +41,7 @@ def _refuse_ragged(call: IndexerScores) -> str | None:
 def _refuse_paged(call: IndexerScoresPaged | IndexerTopk) -> str | None:
     q, cache = call.index_q, call.cache
     if cache.format.is_fp4:
-        return f"needs e4m3 keys, as Hopper has no FP4 MMA, got {cache.format.name}"
+        return f"needs e4m3 keys, got {cache.format.name}"
     refused = _refuse_queries(q)
     if refused is not None:
         return refused

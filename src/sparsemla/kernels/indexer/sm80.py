@@ -194,30 +194,20 @@ def copy_keys(keys, page, n, num_keys, tile, scale_tile, T: gl.constexpr):
 
 @gluon.jit
 def fill(queries, num_groups, T: gl.constexpr):
-    """Store -inf in tiles that no token sees, and the tensor ``rows``."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    """Store -inf in tiles that no token sees."""
     blocks = gl.cdiv(queries.num_keys, FILL_AT_ONCE)
-    if queries.rows is not None:
-        blocks = 1
     for unit in range(gl.program_id(0), num_groups * blocks, gl.num_programs(0)):
         group = locate_group(queries, unit // blocks, T)
-        if queries.rows is not None:
-            token = group.first + gl.arange(0, T.tokens, LANES)
-            _, end = visible_keys(queries, group, token, T)
-            real = token < group.stop
-            gl.store(queries.rows + token, end, mask=real)
-            gl.store(queries.rows + queries.rows_request + token, group.request, mask=real)
-        else:
-            first_tile, tiles = visible_tiles(queries, group, T)
-            begin = unit % blocks * FILL_AT_ONCE
-            end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
-            low = gl.minimum(first_tile * T.block_n, end)
-            high = gl.maximum((first_tile + tiles) * T.block_n, begin)
-            out = queries.out + group.request.to(gl.int64) * queries.out_request
-            for token in range(group.first, gl.minimum(group.first + T.tokens, group.stop)):
-                row = out + token.to(gl.int64) * queries.out_token
-                fill_columns(row, begin, low)
-                fill_columns(row, high, end)
+        first_tile, tiles = visible_tiles(queries, group, T)
+        begin = unit % blocks * FILL_AT_ONCE
+        end = gl.minimum(begin + FILL_AT_ONCE, queries.num_keys)
+        low = gl.minimum(first_tile * T.block_n, end)
+        high = gl.maximum((first_tile + tiles) * T.block_n, begin)
+        out = queries.out + group.request.to(gl.int64) * queries.out_request
+        for token in range(group.first, gl.minimum(group.first + T.tokens, group.stop)):
+            row = out + token.to(gl.int64) * queries.out_token
+            fill_columns(row, begin, low)
+            fill_columns(row, high, end)
 
 
 @gluon.jit
@@ -300,8 +290,7 @@ def score(
             token += group.first
             real = (token < group.stop) & (head < T.heads)
             at = q + token.to(gl.int64) * q_token + head * q_head
-            if queries.offsets is None:
-                at += group.request.to(gl.int64) * q_request
+            at += group.request.to(gl.int64) * q_request
             d = gl.arange(0, D, gl.SliceLayout(0, COPY))
             async_load(q_tile, at[:, None] + d[None, :], mask=real[:, None] & (d < T.dim)[None, :])
             async_copy.commit_group()
@@ -319,8 +308,7 @@ def score(
             token, head = token_and_head(gl.arange(0, N, gl.SliceLayout(0, ACC)), T)
             token += group.first
             at = queries.head_weights + token.to(gl.int64) * queries.head_weights_token + head
-            if queries.offsets is None:
-                at += group.request.to(gl.int64) * queries.head_weights_request
+            at += group.request.to(gl.int64) * queries.head_weights_request
             real = (token < group.stop) & (head < T.heads)
             w = gl.load(at, mask=real, other=0.0).to(gl.float32) * 0.5
             if not T.native:  # both operands are over 256
@@ -330,8 +318,7 @@ def score(
             t = group.first + gl.arange(0, T.tokens, TOKENS)
             start, end = visible_keys(queries, group, t, T)
             out = queries.out + t.to(gl.int64) * queries.out_token
-            if queries.offsets is None:
-                out += group.request.to(gl.int64) * queries.out_request
+            out += group.request.to(gl.int64) * queries.out_request
             for i in range(tiles):
                 async_copy.wait_group(STAGES - 2)
                 stage = i % STAGES
