@@ -24,7 +24,9 @@ def every_launch():
         for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
             marks = [] if quick else [pytest.mark.slow]
-            if table.stem.startswith(("sm90_", "sm80_")):
+            if table.stem.startswith("sm90_") or (
+                table.stem.startswith("sm80_") and target in ("sm_80", "sm_89")
+            ):  # the other targets' Gluon is that of sm_89
                 marks.append(pytest.mark.gluon)
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
