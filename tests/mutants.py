@@ -1209,6 +1209,9 @@ def _pytest(arguments: str, source: Path, log: Path) -> None:
         for output in (1, 2):
             os.dup2(file.fileno(), output)
     os.chdir(TESTS.parent)
+    if "sparsemla" in sys.modules:
+        sys.stderr.write("the server of processes has imported the package, not the mutant\n")
+        sys.exit(2)  # neither found nor survives
     gc.freeze()  # pytest collects garbage when it ends, not what the packages have left
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True

@@ -41,11 +41,12 @@ def on_two_ranks(
     """``function(rank, *arguments)`` of two ranks, each a process, with gloo, or NCCL and a GPU.
 
     Processes on the CPU are forked, because the import of transformers takes seconds. They are
-    forked from a server: backward passes may have left threads in this process.
+    forked from a server: backward passes may have left threads in this process. The server, which
+    all tests of a process share, must not import the package: mutants take its place.
     """
     context = get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
-        context.set_forkserver_preload(["sparsemla.backends.transformers"])
+        context.set_forkserver_preload(["torch.distributed", "transformers.modeling_utils"])
     ranks = [
         context.Process(target=_rank, args=(rank, folder, device, function, arguments), daemon=True)
         for rank in range(2)
