@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -85,7 +84,20 @@ def test_caches_beyond_2_gib(device, fmt):
     ids=str,
 )  # fmt: skip
 def test_splits_of_128_heads_on_132_multiprocessors(batch, topk, splits):
-    assert sparse(DecodeWork(batch, 1, 128, topk, FP8_DS_MLA, 132), tiles_heads=True) == splits
+    assert sparse(DecodeWork(batch, 1, 128, topk, FP8_DS_MLA, 132), "sm90") == splits
+
+
+@pytest.mark.parametrize(
+    ("fmt", "heads", "splits"),
+    [(BF16_576, 16, [(32, 64), (32, 64), (16, 64), (4, 64), (2, 64)]),
+     (FP8_DS_MLA, 16, [(32, 64), (32, 64), (16, 64), (4, 64), (2, 64)]),
+     (BF16_576, 128, [(32, 16), (16, 64), (4, 64), (1, 64), (1, 64)]),
+     (FP8_DS_MLA, 128, [(32, 16), (16, 64), (4, 64), (1, 64), (1, 64)])],
+    ids=str,
+)  # fmt: skip
+def test_splits_with_amperes_instructions(fmt, heads, splits):
+    found = [sparse(DecodeWork(b, 1, heads, 2048, fmt, 132), "sm80") for b in (1, 4, 16, 64, 128)]
+    assert found == splits
 
 
 def test_given_splits_are_those_of_a_call():
@@ -98,7 +110,9 @@ def test_given_splits_are_those_of_a_call():
     with simulated(GPUS["sm_90"]):
         assert schedule.splits_of_sparse(call) == (16, 16)
         assert schedule.splits_of_sparse(call._replace(splits=Splits(3))) == (3, 64)
-    with simulated(GPUS["sm_100"]):
+    with simulated(GPUS["sm_80"]):
+        assert schedule.splits_of_sparse(call) == (16, 16)
+    with simulated(GPUS["gfx942"]):
         assert schedule.splits_of_sparse(call).head_tile == 64
     assert schedule.splits_of_sparse(call) == (1, 64)
 
@@ -115,15 +129,15 @@ def test_a_workspace_serves_smaller_batches_too(monkeypatch):
 
 def test_schedules_fit_the_workspace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    tiled, portable = partial(sparse, tiles_heads=True), partial(sparse, tiles_heads=False)
+    tiers = "sm90", "sm80", "triton"
     for batch, num_heads, topk in itertools.product((1, 3, 17, 200), (1, 48, 128), (1, 700, 9000)):
         with simulated(GPUS["sm_90"]):
             size = sparsemla.decode_workspace_size(batch, 1, num_heads, device="cuda")
-        for fmt, choose in itertools.product((BF16_576, FP8_DS_MLA), (tiled, portable, dense)):
+        for fmt, choose, tier in itertools.product((BF16_576, FP8_DS_MLA), (sparse, dense), tiers):
             for compiling in (False, True):
                 with monkeypatch.context() as patch:
                     patch.setattr(torch.compiler, "is_compiling", lambda said=compiling: said)
-                    splits, _ = choose(DecodeWork(batch, 1, num_heads, topk, fmt, 132))
+                    splits, _ = choose(DecodeWork(batch, 1, num_heads, topk, fmt, 132), tier)
                 assert decode._workspace_bytes(batch * num_heads, splits, 512) <= size
 
 

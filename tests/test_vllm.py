@@ -1225,7 +1225,7 @@ def split_like_hopper(q, cache, topk_indices, *, topk_lengths, workspace, **argu
     """A decode that splits keys as an H200 would, and merges."""
     num_keys = topk_indices.shape[2]
     work = DecodeWork(*q.shape[:3], num_keys, cache.format, 132)
-    num_splits, _ = schedule.sparse(work, tiles_heads=True)
+    num_splits, _ = schedule.sparse(work, "sm90")
     states, size = [], -(-num_keys // num_splits)
     for first in range(0, num_keys, size):
         part = topk_indices[..., first : first + size].contiguous()

@@ -53,10 +53,10 @@ def decode(heads, fmt, extra=None, num_splits=1, query_len=1):
     )
 
 
-def dense(heads, query_len=1):
+def dense(heads, query_len=1, fmt=FP8_DS_MLA):
     dispatch.load("dense_decode", "sm80")(
         q=meta(128, query_len, heads, 576),
-        cache=cache(FP8_DS_MLA),
+        cache=cache(fmt),
         page_table=indices(128, 512),
         seq_lens=indices(128),
         softmax_scale=0.1,
@@ -68,10 +68,16 @@ def dense(heads, query_len=1):
 
 LAUNCHES = {
     "prefill 16, bf16": functools.partial(prefill, 16, BF16_576),
+    "prefill 128, bf16": functools.partial(prefill, 128, BF16_576),
+    "decode 16, bf16, splits": functools.partial(decode, 16, BF16_576, num_splits=16),
+    "decode 32, bf16": functools.partial(decode, 32, BF16_576),
+    "decode 128, bf16, splits": functools.partial(decode, 128, BF16_576, num_splits=4),
+    "dense 64, bf16": functools.partial(dense, 64, 1, BF16_576),
     "prefill 8, bf16 of 512, two streams": functools.partial(prefill, 8, BF16_512, BF16_512),
     "prefill 128, 656 bytes, int64": functools.partial(prefill, 128, FP8_DS_MLA, dtype=torch.int64),
     "prefill 64, 584 bytes, two streams": functools.partial(prefill, 64, FP8_584, FP8_584),
     "decode 128, 656 bytes": functools.partial(decode, 128, FP8_DS_MLA),
+    "decode 16, 656 bytes, splits": functools.partial(decode, 16, FP8_DS_MLA, num_splits=16),
     "decode 24, 656 bytes, 2 tokens": functools.partial(decode, 24, FP8_DS_MLA, query_len=2),
     "decode 24, 656 bytes, splits": functools.partial(decode, 24, FP8_DS_MLA, num_splits=4),
     "prefill 16, 656 bytes": functools.partial(prefill, 16, FP8_DS_MLA),

@@ -110,8 +110,8 @@ def _refuse_few_heads(call: SparseDecode) -> str | None:
 
 
 AMPERE_TILE = 16
-"""Query rows up to which the sm80 tier has its smallest tile: over bfloat16 rows it wins with no
-more, in prefills, and over FP8 rows portable Triton decodes small batches faster."""
+"""Query rows up to which the sm80 tier has its smallest tile. Dense decodes of so few rows over
+bfloat16 rows take no longer than the rows' copy in portable Triton."""
 
 
 def _refuse_format_by_sm80(fmt: CacheFormat) -> str | None:
@@ -140,9 +140,10 @@ def _refuse_by_sm80(call: SparseDecode | SparsePrefill, cache: PagedCache) -> st
     )
 
 
-def _needs_many_rows(num_rows: int) -> str | None:
-    if num_rows <= AMPERE_TILE:
-        return f"takes more than {AMPERE_TILE} query rows that share keys, got {num_rows}"
+def _refuse_few_rows(call: DenseDecode) -> str | None:
+    num_rows = call.q.shape[1] * call.q.shape[2]
+    if not call.cache.format.fp8_dim and num_rows <= AMPERE_TILE:
+        return f"takes more than {AMPERE_TILE} query rows that share bfloat16 rows, got {num_rows}"
     return None
 
 
@@ -177,11 +178,7 @@ SPARSE_DECODE = Op(
         Kernel(
             "sm80",
             lambda: sm80.sparse_decode,
-            lambda call: (
-                _needs_fp8_rows(call.cache)
-                or _needs_many_rows(call.q.shape[2])
-                or _refuse_by_sm80(call, call.cache)
-            ),
+            lambda call: _refuse_by_sm80(call, call.cache),
         ),
         Kernel("triton", lambda: triton.sparse_decode),
         Kernel("cpu", lambda: cpu.sparse_decode),
@@ -222,8 +219,7 @@ DENSE_DECODE = Op(
             "sm80",
             lambda: sm80.dense_decode,
             lambda call: (
-                _needs_fp8_rows(call.cache)
-                or _needs_many_rows(call.q.shape[1] * call.q.shape[2])
+                _refuse_few_rows(call)
                 or _refuse_dtypes(call.q, call.out)
                 or _refuse_rows(call.q, None, call.cache, None)
                 or _refuse_format_by_sm80(call.cache.format)
@@ -269,8 +265,6 @@ def _refuse_fp8_mma(call: SparsePrefill) -> str | None:
 def _refuse_prefill_by_sm80(call: SparsePrefill) -> str | None:
     if call.shared:
         return "needs a list for each query token"
-    if not call.kv.format.fp8_dim and call.q.shape[1] > AMPERE_TILE:
-        return f"takes up to {AMPERE_TILE} heads over bfloat16 rows, got {call.q.shape[1]}"
     return _refuse_by_sm80(call, call.kv)
 
 

@@ -3,7 +3,8 @@
 A decode has few query rows, so its keys are split over CTAs and the partial results are merged. A
 kernel's time is counted in steps by the constants below, measured for each Hopper kernel; the
 schedule has the smallest count. The unit is a step of 64 query rows over 64 keys of an e4m3 cache,
-2.7 us on an H200. The portable kernels use the same counts, without their own measurements.
+2.7 us on an H200. The kernels with Ampere's instructions were measured as sm_80 on an H100. The
+portable kernels use Hopper's counts, without their own measurements.
 """
 
 from __future__ import annotations
@@ -26,12 +27,26 @@ MAX_SPLITS = 64
 
 
 class Cost(NamedTuple):
-    """The time of a CTA: ``start + step * ceil(num_keys / keys)``, for ``tile`` query rows."""
+    """The time of a CTA: ``start + step * ceil(num_keys / keys)``, for ``tile`` query rows.
+
+    A multiprocessor runs up to ``resident`` CTAs at once. A step takes each of ``n`` CTAs
+    ``n * shared`` at least.
+    """
 
     tile: int
     keys: int
     start: float
     step: float
+    resident: int = 1
+    shared: float = 0.0
+
+    def time(self, ctas: int, steps: int) -> float:
+        """The time of a multiprocessor that runs so many CTAs of so many steps."""
+        rounds, rest = divmod(ctas, self.resident)
+        return rounds * self._round(self.resident, steps) + self._round(rest, steps)
+
+    def _round(self, ctas: int, steps: int) -> float:
+        return self.start + max(self.step, ctas * self.shared) * steps if ctas else 0.0
 
 
 BF16 = Cost(64, 128, 3, 1)
@@ -40,6 +55,15 @@ FEW = Cost(64, 128, 2, 1.35)
 """Both few-heads kernels; a tile has all rows of a group."""
 FP8_16_HEADS = Cost(16, 128, 2, 1.1)
 """The FP8 few-heads kernel with a CTA for each tile of 16 heads."""
+AMPERE = {
+    (16, False): Cost(16, 64, 1.5, 1.20, resident=3, shared=0.92),
+    (16, True): Cost(16, 64, 1.5, 1.84, resident=2, shared=1.16),
+    (32, False): Cost(32, 64, 1.5, 1.48, resident=2, shared=1.12),
+    (32, True): Cost(32, 64, 1.5, 2.20, resident=2, shared=1.52),
+    (64, False): Cost(64, 64, 2, 1.82),
+    (64, True): Cost(64, 64, 2, 2.56),
+}
+"""The kernel with Ampere's instructions, by query rows of a tile and whether rows are FP8."""
 
 
 def most_splits(num_tiles: int, multiprocessors: int) -> int:
@@ -80,39 +104,60 @@ def splits_of_sparse(call: SparseDecode) -> Splits:
     """The splits of a sparse decode: those of the call, or the fastest ones."""
     if call.splits is not None:
         return call.splits
-    tiles = not torch.compiler.is_compiling() and describe(call.q.device).is_hopper
-    return sparse(DecodeWork.of(call), tiles)
+    return sparse(DecodeWork.of(call), _tier(call.q.device))
 
 
-def sparse(work: DecodeWork, tiles_heads: bool) -> Splits:
+def _tier(device: torch.device) -> str:
+    """The tier whose costs count on a device."""
+    if torch.compiler.is_compiling():
+        return "triton"  # traced code has one formula for all
+    found = describe(device)
+    return next((tier for tier in ("sm90", "sm80") if TIERS[tier](found) is None), "triton")
+
+
+def sparse(work: DecodeWork, tier: str) -> Splits:
     """The fastest splits of a sparse decode.
 
     Args:
         work: the sizes.
-        tiles_heads: whether the kernel with few heads may take tiles of 16 heads.
+        tier: the tier of its kernel.
     """
+    fp8 = work.format.fp8_dim > 0
     tiles = work.query_len == 1 and work.num_heads % 16 == 0 and work.num_heads > FEW_HEADS
-    costs: tuple[Cost, ...] = (FP8,) if work.format.fp8_dim else (BF16,)
-    if work.num_heads <= FEW_HEADS:
+    costs: tuple[Cost, ...] = (FP8,) if fp8 else (BF16,)
+    if tier == "sm80":
+        costs = (_ampere(work.num_heads, fp8),)
+        if tiles:
+            costs += (AMPERE[16, fp8],)
+    elif work.num_heads <= FEW_HEADS:
         costs = (FEW,)
-    elif tiles_heads and tiles and work.format.fp8_dim:
+    elif tier == "sm90" and tiles and fp8:
         costs = FP8, FP8_16_HEADS
     num_groups = work.batch * work.query_len
     return _splits(costs, num_groups, work.num_heads, work.num_keys, work.multiprocessors)
+
+
+def _ampere(rows: int, fp8: bool) -> Cost:
+    """The cost of the kernel with Ampere's instructions for so many rows that share keys."""
+    if rows > FEW_HEADS:
+        return AMPERE[64, fp8]
+    return AMPERE[16 if rows <= 16 else 32, fp8]._replace(tile=64)
 
 
 def splits_of_dense(call: DenseDecode) -> Splits:
     """The splits of a dense decode: those of the call, or the fastest ones."""
     if call.splits is not None:
         return call.splits
-    return dense(DecodeWork.of(call))
+    return dense(DecodeWork.of(call), _tier(call.q.device))
 
 
-def dense(work: DecodeWork) -> Splits:
+def dense(work: DecodeWork, tier: str) -> Splits:
     """The fastest splits of a dense decode: a request's tokens and heads share its keys."""
     group_rows = work.query_len * work.num_heads
     cost = BF16
-    if work.format.fp8_dim:
+    if tier == "sm80":
+        cost = _ampere(group_rows, work.format.fp8_dim > 0)
+    elif work.format.fp8_dim:
         cost = FP8 if group_rows > FEW_HEADS else FEW
     return _splits((cost,), work.batch, group_rows, work.num_keys, work.multiprocessors)
 
@@ -138,8 +183,8 @@ def _splits(
 
 
 def has_large_tiles(device: torch.device) -> bool:
-    """Whether a CTA of the kernels with Ampere's instructions may have 144 KiB of shared memory."""
-    return describe(device).max_shared >= 144 * 1024
+    """Whether a CTA of the kernels with Ampere's instructions may have 160 KiB of shared memory."""
+    return describe(device).max_shared >= 160 * 1024
 
 
 def refused_format(fmt: CacheFormat) -> str | None:
@@ -157,8 +202,7 @@ def _fastest(
 ) -> Splits:
     """Splits and rows per tile with the smallest count of steps; ties go to fewer splits.
 
-    A multiprocessor runs one CTA at a time. A merge costs one step, and one more for every 4096
-    partial rows.
+    A merge costs one step, and one more for every 4096 partial rows.
     """
     most = most_splits(num_groups * -(-group_rows // 64), processors)
     best, least = Splits(1), math.inf
@@ -166,8 +210,7 @@ def _fastest(
         num_tiles = num_groups * -(-group_rows // cost.tile)
         steps = max(-(-num_keys // cost.keys), 1)
         for splits in range(1, min(most, steps) + 1):
-            waves = -(-num_tiles * splits // processors)
-            time = waves * (cost.start + cost.step * -(-steps // splits))
+            time = cost.time(-(-num_tiles * splits // processors), -(-steps // splits))
             if splits > 1:
                 time += 1 + num_groups * group_rows * splits / 4096
             if time < least:

@@ -1,30 +1,36 @@
 """Attention with Ampere's instructions, for any NVIDIA GPU from sm_80 on: mma.sync and cp.async.
 
-A CTA attends to one split of the keys of ``BLOCK_M`` query rows that share them. Warps come in
-pairs: the two warps of a pair have the same 16 rows, and each has a half of the dims. In the QK
-MMA, the warps add up dims 0 to 255 and 512 to 543, or 256 to 511 and 544 to 575, and exchange
-their sums through shared memory. Afterwards both have S, m, l and P of their rows, P is in the
-registers that the PV MMA reads, and each warp accumulates its half of O, 128 registers a thread.
-So a tile of keys serves all rows of the CTA, and FP8 rows are dequantised once for all of them.
+A CTA attends to one split of the keys of ``BLOCK_M`` query rows that share them, so a tile of keys
+serves all its rows, and FP8 rows are dequantised once. What limits it is shared memory, which
+moves 128 bytes a cycle: of each tile of keys, every warp reads its slice of the dims for its rows.
+With ``SLICES`` slices of the dims, a warp has ``SLICES`` times 16 rows of a CTA with as many
+warps as there are tiles of 16 rows times two, and the tile is read less often. The QK MMA adds up
+the slice's dims; the sums are exchanged through shared memory, one warp takes the softmax of a
+row, and P returns through shared memory to the PV MMA, in which a warp has the same slice of O.
 
 Two tiles of ``BLOCK_N`` keys alternate; the loop is unrolled by two, since Triton orders accesses
 of one allocation by barriers, whatever its index is. bfloat16 dims arrive by cp.async. e4m3 codes
 arrive in registers, a tile ahead of their dequantisation, which is a tile ahead of the MMAs::
 
-    cp.async        rope of i+1                  | rope of i+2
+    cp.async        bfloat16 dims of i+1         | of i+2
     loads           slots of i+2, codes of i+2   | slots of i+3, codes of i+3
     registers       QK i, codes i+1 to tile      | QK i+1, codes i+2 to tile
-                    exchange, softmax i, PV i    | exchange, softmax i+1, PV i+1
+    exchange        S i, P i                     | S i+1, P i+1
+    registers       softmax i, PV i              | softmax i+1, PV i+1
 
-Triton places the barriers of the CTA: one after the copies of a tile have arrived, one between
-both sides of the exchange.
+Triton places the barriers of the CTA: one after the copies of a tile have arrived, one before S
+is read, one before P is read.
 
-Shared memory for 64 rows and FP8 rows of 576 dims, KiB: tiles 72, Q 56, S 16; the first
-``QUERY_PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of 16 keys.
+Shared memory for 64 rows of 576 dims and 32 keys, KiB: tiles 72, Q 72, S 32, P in the place of the
+tile's RoPE dims; ``QUERY_PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of 16
+keys. Measured as sm_80 on an H100 for 128 tokens of 128 heads: four slices take 318 us over
+bfloat16 rows and 557 over FP8 rows, whose codes leave no registers for them; two take 362 and 435,
+and pairs of warps that keep P in registers 372 and 477.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -77,11 +83,11 @@ DEQUANTIZE_NATIVE = gl.constexpr("""{
     mul.rn.f32 f0, f0, $3; mul.rn.f32 f1, f1, $3; mul.rn.f32 f2, f2, $3; mul.rn.f32 f3, f3, $3;
     cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
 
-# Shared memory: a tile as [2, BLOCK_N, 256] bfloat16, and the same bytes as words.
+# Shared memory: a tile as [SLICES, BLOCK_N, 512 / SLICES] bfloat16, and the same bytes as words.
 KV_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 KV_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
-KV_HALF = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-ROPE_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
+KV_SLICE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+ALPHA = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Tile(NamedTuple):
@@ -91,6 +97,9 @@ class Tile(NamedTuple):
     """Query rows of a CTA, 16 for each pair of warps."""
     block_n: int
     """Keys of a tile."""
+    slices: int
+    """Slices of the dims, each of other warps."""
+    num_warps: int
     query_parts: int
     """Quarters of the queries that stay in registers."""
 
@@ -109,18 +118,25 @@ class Layouts(NamedTuple):
     """Layouts of a kernel, from its numbers of keys and warps; see :func:`layouts`."""
 
     mma: object
+    softmax: object
     copy: object
+    rope: object
     codes: object
     last: object
     keys: object
 
 
 @triton.constexpr_function
-def layouts(block_n, warps):
+def layouts(block_n, warps, slices):
     rows = min(block_n // warps, 4)
+    rope_lanes = 8 // slices
     return Layouts(
-        mma=gl.NVMMADistributedLayout([2, 0], [2, warps // 2, 1], [1, 16, 8]),
-        copy=gl.BlockedLayout([1, 1, 8], [1, rows, 32 // rows], [1, warps, 1], [2, 1, 0]),
+        mma=gl.NVMMADistributedLayout([2, 0], [slices, warps // slices, 1], [1, 16, 8]),
+        softmax=gl.BlockedLayout([1, 4], [128 // block_n, block_n // 4], [warps, 1], [1, 0]),
+        copy=gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, warps, 1], [2, 1, 0]),
+        rope=gl.BlockedLayout(
+            [1, 1, 8], [1, 32 // rope_lanes, rope_lanes], [slices, warps // slices, 1], [2, 1, 0]
+        ),
         codes=gl.BlockedLayout([1, 1, 1, 2], [1, 4, 1, 8], [1, warps, 1, 1], [3, 2, 1, 0]),
         last=gl.BlockedLayout([1, 8], [rows, 32 // rows], [warps, 1], [1, 0]),
         keys=gl.BlockedLayout([4], [32], [warps], [0]),
@@ -158,13 +174,13 @@ def rows_of_tile(begin, shape, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, TOKE
 
 
 @gluon.jit
-def find_end(stream, request, token, LIST: gl.constexpr, PAGED: gl.constexpr):
-    """Entries of a group, and its number of keys: slots end with the last valid one."""
+def find_end(stream, request, token, num_splits, LIST: gl.constexpr, PAGED: gl.constexpr):
+    """Entries of a group, and its number of keys: without splits, up to the last valid slot."""
     entries = stream.keys + request * stream.keys_request + token * stream.keys_token
     end = stream.num_keys
     if stream.lengths is not None:
         end = gl.minimum(load_length(stream, request, token), end).to(gl.int32)
-    if not PAGED:
+    if not PAGED and num_splits == 1:  # splits have few tiles, whose keys a look may find invalid
         used = 0
         for start in range(0, end, 2048):
             at = start + gl.arange(0, 2048, LIST)
@@ -213,6 +229,19 @@ def slots_of_tile(
 
 
 @gluon.jit
+def row_offset(slots, L: gl.constexpr, STRIDES: gl.constexpr, UNIT: gl.constexpr):
+    """Where a field of rows of one cache begins; those of no slot have the first row's."""
+    PAGE: gl.constexpr = stride(L, STRIDES, 0)
+    ROW: gl.constexpr = stride(L, STRIDES, 1)
+    if L.linear or ROW * L.page_size == PAGE:
+        at = gl.maximum(slots, 0).to(gl.int64) * (ROW // UNIT)
+    else:
+        page, row = locate(gl.maximum(slots, 0), L)
+        at = (page * PAGE + row * ROW) // UNIT
+    return at
+
+
+@gluon.jit
 def row_offsets(
     slots,
     is_main,
@@ -228,11 +257,9 @@ def row_offsets(
 
     ``ALIGNED``: both caches' fields begin at multiples of 16 bytes.
     """
-    page, row = locate(gl.maximum(slots, 0), L)
-    at = (page * stride(L, STRIDES, 0) + row * stride(L, STRIDES, 1)) // UNIT
+    at = row_offset(slots, L, STRIDES, UNIT)
     if EXTRA is not None:
-        page, row = locate(gl.maximum(slots, 0), EXTRA)
-        other = (page * stride(EXTRA, STRIDES, 0) + row * stride(EXTRA, STRIDES, 1)) // UNIT
+        other = row_offset(slots, EXTRA, STRIDES, UNIT)
         SIZE: gl.constexpr = field.dtype.element_ty.primitive_bitwidth // 8
         distance = (extra_field.to(gl.int64) - field.to(gl.int64)) // SIZE
         at = gl.where(is_main, at, other + distance)
@@ -242,33 +269,42 @@ def row_offsets(
 
 
 @gluon.jit
-def copy_bf16(
+def slots_in(
+    keys,
+    extra,
+    tile,
+    BLOCK_N: gl.constexpr,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    """Slots of a tile's keys, for copies whose rows lie in ``KEYS``."""
+    return slots_of_tile(keys, extra, tile, gl.arange(0, BLOCK_N, KEYS), BLOCK_N, L, EXTRA, PAGED)
+
+
+@gluon.jit
+def copy_slices(
     keys,
     extra,
     tile,
     slots,
-    kv,
-    rope,
+    to,
+    START: gl.constexpr,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     COPY: gl.constexpr,
 ):
-    """Copy bfloat16 values and RoPE dims of a tile's rows; rows of no slot become zeros."""
-    if L.fp8_dim == 0 or L.head_dim > 512:
-        HALF: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, COPY))
-        DIM: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, COPY))
-        field = keys.rows.bf16
-        is_main = tile < keys.num_tiles
-        at = row_offsets(slots, is_main, field, extra.rows.bf16, L, EXTRA, "bf16_strides", 1, True)
-        source = field + at[None, :, None]
-        valid = (slots != -1)[None, :, None]
-        half = gl.arange(0, 2, HALF)[:, None, None]
-        if L.fp8_dim == 0:
-            dim = half * 256 + gl.arange(0, 256, DIM)[None, None, :]
-            async_load(kv, source + dim, mask=valid)
-        if L.head_dim > 512:
-            dim = half * 32 + gl.arange(0, 32, DIM)[None, None, :]
-            async_load(rope, source + (512 - L.fp8_dim) + dim, mask=valid)
+    """Copy a tile's bfloat16 dims from START on, by slices; rows of no slot become zeros."""
+    SLICES: gl.constexpr = to.shape[0]
+    WIDTH: gl.constexpr = to.shape[2]
+    part = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    field = keys.rows.bf16
+    is_main = tile < keys.num_tiles
+    at = row_offsets(slots, is_main, field, extra.rows.bf16, L, EXTRA, "bf16_strides", 1, True)
+    source = field + at[None, :, None] + START + part * WIDTH + dim
+    async_load(to, source, mask=(slots != -1)[None, :, None])
 
 
 @gluon.jit
@@ -283,14 +319,71 @@ def copy_last_dims(
     COPY: gl.constexpr,
 ):
     """Copy the last 64 dims of values whose other dims are quantised."""
-    slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY))
     field = keys.rows.bf16
     is_main = tile < keys.num_tiles
     at = row_offsets(slots, is_main, field, extra.rows.bf16, L, EXTRA, "bf16_strides", 1, True)
     dim = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
-    BLOCK_N: gl.constexpr = kv.shape[1]
-    to = reinterpret(kv, gl.bfloat16, [2, BLOCK_N, 256], KV_HALF).index(1).slice(192, 64, dim=1)
+    SLICES: gl.constexpr = kv.shape[0]
+    SHAPE: gl.constexpr = [SLICES, kv.shape[1], 512 // SLICES]
+    last = reinterpret(kv, gl.bfloat16, SHAPE, KV_SLICE).index(SLICES - 1)
+    to = last.slice(512 // SLICES - 64, 64, dim=1)
     async_load(to, field + at[:, None] + dim, mask=(slots != -1)[:, None])
+
+
+@gluon.jit
+def load_ahead(
+    keys,
+    extra,
+    tile,
+    BLOCK_N: gl.constexpr,
+    SLICES: gl.constexpr,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    T: gl.constexpr,
+):
+    """Slots of a tile, in the layout of each copy, and its codes and their scales."""
+    COPY: gl.constexpr = T.copy
+    ROPE: gl.constexpr = T.rope
+    LAST: gl.constexpr = T.last
+    CODES: gl.constexpr = T.codes
+    if L.fp8_dim == 0:
+        KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
+        ahead = (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
+    else:
+        ahead = load_codes(keys, extra, tile, BLOCK_N, SLICES, L, EXTRA, PAGED, CODES)
+        if L.fp8_dim < 512:
+            KEYS: gl.constexpr = gl.SliceLayout(1, LAST)
+            ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
+    if L.head_dim > 512 and L.fp8_dim > 0:
+        ROPE_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ROPE))
+        ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, ROPE_KEYS),)
+    return ahead
+
+
+@gluon.jit
+def copy_ahead(
+    ahead,
+    keys,
+    extra,
+    tile,
+    kv,
+    rope,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    T: gl.constexpr,
+):
+    """Start the copies of a tile: all that does not need a dequantisation."""
+    COPY: gl.constexpr = T.copy
+    ROPE: gl.constexpr = T.rope
+    if L.fp8_dim == 0:
+        copy_slices(keys, extra, tile, ahead[0], kv, 0, L, EXTRA, COPY)
+    if L.head_dim > 512:
+        if L.fp8_dim == 0:
+            copy_slices(keys, extra, tile, ahead[0], rope, 512, L, EXTRA, COPY)
+        else:
+            copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -299,20 +392,26 @@ def load_codes(
     extra,
     tile,
     BLOCK_N: gl.constexpr,
+    SLICES: gl.constexpr,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     CODES: gl.constexpr,
 ):
-    """Codes of a tile's rows as words, ``[2, BLOCK_N, 4, 16]`` in blocks of 64 dims; scales."""
+    """Codes of a tile's rows as words, ``[SLICES, BLOCK_N, 8 / SLICES, 16]``; their scales.
+
+    The third axis are blocks of 64 dims.
+    """
+    BLOCKS: gl.constexpr = 8 // SLICES
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, CODES)))
-    HALF: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES)))
+    SLICE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES)))
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, CODES)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     n = gl.arange(0, BLOCK_N, ROW)
     slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
     is_main = tile < keys.num_tiles
-    block = gl.arange(0, 2, HALF)[:, None, None] * 4 + gl.arange(0, 4, BLOCK)[None, None, :]
+    part = gl.arange(0, SLICES, SLICE)[:, None, None]
+    block = part * BLOCKS + gl.arange(0, BLOCKS, BLOCK)[None, None, :]
     valid = (slots != -1)[None, :, None]
     if L.fp8_dim < 512:
         valid = valid & (block < L.fp8_dim // 64)
@@ -336,7 +435,7 @@ def load_codes(
 
 @gluon.jit
 def store_dequantized(codes, scales, kv, NATIVE: gl.constexpr):
-    """Dequantise a tile's rows and store them."""
+    """Dequantise a tile's rows and store them, zeros for dims that are not quantised."""
     if scales.dtype == gl.float32:
         factor = scales
     else:
@@ -350,9 +449,28 @@ def store_dequantized(codes, scales, kv, NATIVE: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    BLOCK_N: gl.constexpr = codes.shape[1]
-    words = reinterpret(kv, gl.int32, [2, BLOCK_N, 128], KV_WORDS)
-    words.store(gl.join(low, high).reshape([2, BLOCK_N, 128]))
+    SHAPE: gl.constexpr = [kv.shape[0], kv.shape[1], kv.shape[2] // 2]
+    reinterpret(kv, gl.int32, SHAPE, KV_WORDS).store(gl.join(low, high).reshape(SHAPE))
+
+
+@gluon.jit
+def dequantize_ahead(
+    ahead,
+    keys,
+    extra,
+    tile,
+    kv,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    NATIVE: gl.constexpr,
+    T: gl.constexpr,
+):
+    """Store a tile's quantised dims, then copy the values' last dims if they are not quantised."""
+    LAST: gl.constexpr = T.last
+    store_dequantized(ahead[0], ahead[1], kv, NATIVE)
+    if L.fp8_dim < 512:
+        copy_last_dims(keys, extra, tile, ahead[2], kv, L, EXTRA, LAST)
+        async_copy.commit_group()
 
 
 @gluon.jit
@@ -363,30 +481,32 @@ def load_queries(
     begin,
     shape,
     START: gl.constexpr,
-    HALF: gl.constexpr,
+    SLICES: gl.constexpr,
+    STEP: gl.constexpr,
     WIDTH: gl.constexpr,
     BLOCK_M: gl.constexpr,
     TOKENS: gl.constexpr,
     MMA: gl.constexpr,
+    WARPS: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
 ):
-    """Dims from START and from START + HALF on, ``[2, BLOCK_M, WIDTH]``, as operand or shared."""
+    """``[SLICES, BLOCK_M, WIDTH]`` queries, slices of dims START + i STEP: operand or shared."""
     LANES: gl.constexpr = WIDTH // 8
     LOAD: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [1, 32 // LANES, LANES], [1, BLOCK_M // 8, 1], [2, 1, 0]
+        [1, 1, 8], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0]
     )
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LOAD))
-    half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
+    part = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, LOAD)))[None, None, :]
     in_group, head, real = rows_of_tile(begin, shape, BLOCK_M, ROW, TOKENS)
     q, request_stride, token_stride, head_stride = query_dims(queries, START)
     at = request * request_stride + (token + in_group) * token_stride + head * head_stride
-    x = gl.load(q + at[None, :, None] + half * HALF + dim, mask=real[None, :, None], other=0.0)
+    x = gl.load(q + at[None, :, None] + part * STEP + dim, mask=real[None, :, None], other=0.0)
     if IN_REGISTERS:
         part = gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2))
     else:
         SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // WIDTH, LANES, [2, 1, 0])
-        part = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, WIDTH], SHARED, x)
+        part = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BLOCK_M, WIDTH], SHARED, x)
     return part
 
 
@@ -409,21 +529,30 @@ def of_rows(x, MMA: gl.constexpr):
 
 @gluon.jit
 def qk_mma(q, q_rope, kv, rope, s_shared, L: gl.constexpr, PARTS: gl.constexpr, MMA: gl.constexpr):
-    """S of a tile, ``[BLOCK_M, BLOCK_N]``: the sum of both warps of a pair."""
+    """Store S of a tile by slices of the dims, ``[SLICES, BLOCK_M, BLOCK_N]``."""
+    SLICES: gl.constexpr = s_shared.shape[0]
     BLOCK_M: gl.constexpr = s_shared.shape[1]
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     K: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    S: gl.constexpr = gl.SliceLayout(0, MMA)
-    s = gl.zeros([2, BLOCK_M, BLOCK_N], gl.float32, MMA)
+    s = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.float32, MMA)
     if L.head_dim > 512:
         s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     k = kv.permute((0, 2, 1))
     for part in gl.static_range(3, -1, -1):  # those in registers last
-        k_part = k.slice(part * 64, 64, dim=1).load(K)
+        k_part = k.slice(part * (128 // SLICES), 128 // SLICES, dim=1).load(K)
         s = mma_v2(as_operand(q[part], MMA, part < PARTS), k_part, s)
-    HALVES: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // BLOCK_N, BLOCK_N // 4, [2, 1, 0])
-    reinterpret(s_shared, gl.float32, [2, BLOCK_M, BLOCK_N], HALVES).store(s)
-    return s_shared.index(0).load(S) + s_shared.index(1).load(S)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [2, 1, 0])
+    reinterpret(s_shared, gl.float32, [SLICES, BLOCK_M, BLOCK_N], SUMS).store(s)
+
+
+@gluon.jit
+def sum_slices(s_shared, LAYOUT: gl.constexpr):
+    """S of a tile, ``[BLOCK_M, BLOCK_N]``."""
+    s = s_shared.index(0).load(LAYOUT)
+    SLICES: gl.constexpr = s_shared.shape[0]
+    for part in gl.static_range(1, SLICES):
+        s += s_shared.index(part).load(LAYOUT)
+    return s
 
 
 @gluon.jit
@@ -434,11 +563,11 @@ def step(
     next_kv,
     next_rope,
     s_shared,
+    p_shared,
+    alpha_shared,
     q,
     q_rope,
     state,
-    slots,
-    seen_slots,
     ahead,
     keys,
     extra,
@@ -452,47 +581,42 @@ def step(
     PARTS: gl.constexpr,
     T: gl.constexpr,
 ):
-    """Attend to a tile, and prepare the next one. See the time line above.
-
-    ``slots``, ``ahead``: slots and codes of the next tile; ``seen_slots``: slots of this one.
-    """
+    """Attend to a tile, and prepare the next one, from its part of ``ahead``. See the time line."""
     MMA: gl.constexpr = T.mma
-    COPY: gl.constexpr = T.copy
-    CODES: gl.constexpr = T.codes
-    LAST: gl.constexpr = T.last
-    S: gl.constexpr = gl.SliceLayout(0, MMA)
+    S: gl.constexpr = T.softmax
+    SLICES: gl.constexpr = s_shared.shape[0]
     BLOCK_M: gl.constexpr = s_shared.shape[1]
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     acc, m, l = state
     async_copy.wait_group(0)
-    copy_bf16(keys, extra, tile + 1, slots, next_kv, next_rope, L, EXTRA, COPY)
-    async_copy.commit_group()
-    s = qk_mma(q, q_rope, kv, rope, s_shared, L, PARTS, MMA) * scale_log2
+    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, L, EXTRA, T)
+    qk_mma(q, q_rope, kv, rope, s_shared, L, PARTS, MMA)
     if L.fp8_dim > 0:
-        store_dequantized(ahead[0], ahead[1], next_kv, NATIVE)
-        if L.fp8_dim < 512:
-            copy_last_dims(keys, extra, tile + 1, slots, next_kv, L, EXTRA, LAST)
-            async_copy.commit_group()
-        ahead = load_codes(keys, extra, tile + 2, BLOCK_N, L, EXTRA, PAGED, CODES)
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
-    slots = slots_of_tile(keys, extra, tile + 2, n, BLOCK_N, L, EXTRA, PAGED)
+        dequantize_ahead(ahead, keys, extra, tile + 1, next_kv, L, EXTRA, NATIVE, T)
+    ahead = load_ahead(keys, extra, tile + 2, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    seen = (seen_slots != -1)[None, :]
+    seen = (slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED) != -1)[None, :]
     if CAUSAL:
         seen = seen & ((keys.begin + tile * BLOCK_N + n)[None, :] < limits[:, None])
-    seen_slots = slots_of_tile(keys, extra, tile + 1, n, BLOCK_N, L, EXTRA, PAGED)
 
-    s = gl.where(seen, s, float("-inf"))
+    s = gl.where(seen, sum_slices(s_shared, S) * scale_log2, float("-inf"))
     new_m = gl.maximum(m, gl.max(s, 1))
     alpha = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[:, None])
     l = l * alpha + gl.sum(p, 1)
-    both = gl.zeros([2, BLOCK_M, BLOCK_N], gl.bfloat16, MMA)
-    p, both = gl.broadcast(p.to(gl.bfloat16)[None, :, :], both)
-    acc = acc * of_rows(alpha, MMA)
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, MMA, 2))
+    if L.head_dim > 512 and BLOCK_M == 64:  # QK has read the tile's RoPE dims: P takes their place
+        P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
+        p_shared = reinterpret(rope, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+    p_shared.store(p.to(gl.bfloat16))
+    alpha_shared.store(alpha)
+    O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
+    acc = acc * alpha_shared.load(O_ROW)[None, :, None]
+    P: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    p = p_shared.load(gl.SliceLayout(0, P))[None, :, :]
+    both = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P)
+    p, both = gl.broadcast(p, both)
     acc = mma_v2(p, kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
-    return (acc, new_m, l), slots, seen_slots, ahead
+    return (acc, new_m, l), ahead
 
 
 @gluon.jit
@@ -509,6 +633,8 @@ def _attend(
     EXTRA: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    SLICES: gl.constexpr,
+    WARPS: gl.constexpr,
     PARTS: gl.constexpr,
     PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -516,17 +642,14 @@ def _attend(
     NATIVE: gl.constexpr,
 ):
     """A tile of query rows that share keys, and one split of the keys of both streams."""
-    T: gl.constexpr = layouts(BLOCK_N, BLOCK_M // 8)
+    T: gl.constexpr = layouts(BLOCK_N, WARPS, SLICES)
     MMA: gl.constexpr = T.mma
-    COPY: gl.constexpr = T.copy
-    CODES: gl.constexpr = T.codes
-    LAST: gl.constexpr = T.last
-    S: gl.constexpr = gl.SliceLayout(0, MMA)
+    S: gl.constexpr = T.softmax
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     LIST: gl.constexpr = T.keys
     begin, split, request, token = tile_of_program(shape, BLOCK_M)
 
-    entries, end = find_end(stream, request, token, LIST, PAGED)
+    entries, end = find_end(stream, request, token, shape.num_splits, LIST, PAGED)
     limits = gl.full([BLOCK_M], 0, gl.int32, S_ROW)
     if CAUSAL:
         in_group, head, real = rows_of_tile(begin, shape, BLOCK_M, S_ROW, True)
@@ -537,7 +660,9 @@ def _attend(
     all_tiles = gl.cdiv(end, BLOCK_N)
     all_extra = 0
     if EXTRA is not None:
-        extra_entries, extra_end = find_end(extra_stream, request, token, LIST, False)
+        extra_entries, extra_end = find_end(
+            extra_stream, request, token, shape.num_splits, LIST, False
+        )
         all_extra = gl.cdiv(extra_end, BLOCK_N)
     per_split = gl.cdiv(all_tiles + all_extra, shape.num_splits)
     first = split.to(gl.int32) * per_split
@@ -564,56 +689,56 @@ def _attend(
                 token,
                 begin,
                 shape,
-                part * 64,
-                256,
-                64,
+                part * (128 // SLICES),
+                SLICES,
+                512 // SLICES,
+                128 // SLICES,
                 BLOCK_M,
                 TOKENS,
                 MMA,
+                WARPS,
                 part < PARTS,
             ),
         )
-    kv0 = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 256], KV_TILE)
-    kv1 = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 256], KV_TILE)
+    kv0 = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BLOCK_N, 512 // SLICES], KV_TILE)
+    kv1 = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BLOCK_N, 512 // SLICES], KV_TILE)
     q_rope = kv0
     rope0 = kv0
     rope1 = kv1
     if L.head_dim > 512:
+        ROPE: gl.constexpr = 64 // SLICES
         q_rope = load_queries(
-            queries, request, token, begin, shape, 512, 32, 32, BLOCK_M, TOKENS, MMA, False
-        )
-        rope0 = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 32], ROPE_TILE)
-        rope1 = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, 32], ROPE_TILE)
-    S_HALF: gl.constexpr = gl.SwizzledSharedLayout(4, 32 // BLOCK_N, BLOCK_N // 4, [1, 0])
-    s_shared = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, BLOCK_N], S_HALF)
+            queries, request, token, begin, shape, 512, SLICES, ROPE, ROPE, BLOCK_M, TOKENS, MMA,
+            WARPS, False,
+        )  # fmt: skip
+        ROPE_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, SLICES, 8 // SLICES, [2, 1, 0])
+        rope0 = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BLOCK_N, ROPE], ROPE_TILE)
+        rope1 = gl.allocate_shared_memory(gl.bfloat16, [SLICES, BLOCK_N, ROPE], ROPE_TILE)
+    S_PART: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [1, 0])
+    s_shared = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_M, BLOCK_N], S_PART)
+    P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
+    p_shared = s_shared
+    if L.head_dim == 512 or BLOCK_M < 64:
+        p_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+    alpha_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], ALPHA)
 
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
-    slots = slots_of_tile(keys, extra, 0, n, BLOCK_N, L, EXTRA, PAGED)
-    copy_bf16(keys, extra, 0, slots, kv0, rope0, L, EXTRA, COPY)
+    ahead = load_ahead(keys, extra, 0, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+    copy_ahead(ahead, keys, extra, 0, kv0, rope0, L, EXTRA, T)
     if L.fp8_dim > 0:
-        codes, scales = load_codes(keys, extra, 0, BLOCK_N, L, EXTRA, PAGED, CODES)
-        store_dequantized(codes, scales, kv0, NATIVE)
-        if L.fp8_dim < 512:
-            copy_last_dims(keys, extra, 0, slots, kv0, L, EXTRA, LAST)
-        ahead = load_codes(keys, extra, 1, BLOCK_N, L, EXTRA, PAGED, CODES)
-    else:
-        ahead = ()
-    async_copy.commit_group()
-    slots = slots_of_tile(keys, extra, 1, n, BLOCK_N, L, EXTRA, PAGED)
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    seen_slots = slots_of_tile(keys, extra, 0, n, BLOCK_N, L, EXTRA, PAGED)
-    acc = gl.zeros([2, BLOCK_M, 256], gl.float32, MMA)
+        dequantize_ahead(ahead, keys, extra, 0, kv0, L, EXTRA, NATIVE, T)
+    ahead = load_ahead(keys, extra, 1, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+    acc = gl.zeros([SLICES, BLOCK_M, 512 // SLICES], gl.float32, MMA)
     m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROW)
     l = gl.zeros([BLOCK_M], gl.float32, S_ROW)
     state = (acc, m, l)
     for tile in range(0, total, 2):
-        state, slots, seen_slots, ahead = step(
-            tile, kv0, rope0, kv1, rope1, s_shared, q, q_rope, state, slots, seen_slots, ahead,
-            keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
+        state, ahead = step(
+            tile, kv0, rope0, kv1, rope1, s_shared, p_shared, alpha_shared, q, q_rope, state,
+            ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
         )  # fmt: skip
-        state, slots, seen_slots, ahead = step(
-            tile + 1, kv1, rope1, kv0, rope0, s_shared, q, q_rope, state, slots, seen_slots, ahead,
-            keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
+        state, ahead = step(
+            tile + 1, kv1, rope1, kv0, rope0, s_shared, p_shared, alpha_shared, q, q_rope, state,
+            ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
         )  # fmt: skip
     acc, m, l = state
     async_copy.wait_group(0)
@@ -634,22 +759,27 @@ def _attend(
     acc = gl.where(of_rows(empty, MMA), 0.0, acc)
     at = split * results.out_split + request * results.out_request
     at += token * results.out_token + head * results.out_head
-    half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
-    dim = gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-    to = results.out + of_rows(at, MMA) + half * 256 + dim
+    part = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    dim = gl.arange(0, 512 // SLICES, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    to = results.out + of_rows(at, MMA) + part * (512 // SLICES) + dim
     gl.store(to, acc.to(results.out.dtype.element_ty), mask=of_rows(real, MMA))
 
 
-def choose_tile(num_rows: int, fp8: bool, large: bool) -> Tile:
+def choose_tile(num_rows: int, fp8: bool, large: bool, prefill: bool) -> Tile:
     """The tile for ``num_rows`` query rows that share keys, over FP8 or bfloat16 rows.
 
-    ``large``: a CTA may have more than 144 KiB of shared memory.
+    ``large``: a CTA may have more than 144 KiB of shared memory. ``prefill``: many groups of rows
+    hide each other's latencies, and fewer warps pass fewer barriers.
     """
     if num_rows <= 16:
-        return Tile(16, 16, 0 if fp8 else 2)
+        if prefill:
+            return Tile(16, 16, 4, 4, 2) if fp8 else Tile(16, 16, 2, 2, 2)
+        return Tile(16, 16, 4, 4, 4)
     if num_rows <= 32:
-        return Tile(32, 16, 2)
-    return Tile(64, 32, 1) if large else Tile(64, 16, 2)
+        return Tile(32, 16, 4, 4, 2)
+    if fp8:
+        return Tile(64, 32, 2, 8, 1) if large else Tile(64, 16, 2, 8, 2)
+    return Tile(64, 32 if large else 16, 4, 8, 2)
 
 
 def launch(
@@ -665,6 +795,7 @@ def launch(
     extra: KeyList | None = None,
     paged: bool = False,
     causal: bool = False,
+    prefill: bool = False,
 ) -> None:
     """Launch over ``num_groups`` groups of rows; see ``Launch``."""
     rows, layout = cache_arguments(cache)
@@ -672,7 +803,7 @@ def launch(
     if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
     device = queries.q.device
-    tile = choose_tile(shape.num_rows, layout.fp8_dim > 0, has_large_tiles(device))
+    tile = choose_tile(shape.num_rows, layout.fp8_dim > 0, has_large_tiles(device), prefill)
     num_tiles = cdiv(shape.num_rows, tile.block_m)
     _attend[(num_groups * shape.num_splits * num_tiles,)](
         queries,
@@ -687,12 +818,14 @@ def launch(
         EXTRA=extra_layout,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
+        SLICES=tile.slices,
+        WARPS=tile.num_warps,
         PARTS=tile.query_parts,
         PAGED=paged,
         CAUSAL=causal,
         TOKENS=shape.num_rows > shape.num_heads,
         NATIVE=has_fp8(device),
-        num_warps=tile.block_m // 8,
+        num_warps=tile.num_warps,
     )
 
 
@@ -705,4 +838,4 @@ def dense_decode(call: DenseDecode) -> None:
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, launch)
+    arguments.sparse_prefill(call, functools.partial(launch, prefill=True))
