@@ -109,11 +109,6 @@ def _refuse_few_heads(call: SparseDecode) -> str | None:
     return _needs_few_rows(tile if tile < 64 else call.q.shape[2])
 
 
-AMPERE_TILE = 16
-"""Query rows up to which the sm80 tier has its smallest tile. Dense decodes of so few rows over
-bfloat16 rows take no longer than the rows' copy in portable Triton."""
-
-
 def _refuse_format_by_sm80(fmt: CacheFormat) -> str | None:
     """Why the kernel with Ampere's instructions refuses a format, or None."""
     if fmt.value_dim != 512 or fmt.head_dim not in (512, 576) or fmt.is_fp4:
@@ -138,13 +133,6 @@ def _refuse_by_sm80(call: SparseDecode | SparsePrefill, cache: PagedCache) -> st
         or _refuse_rows(call.q, call.q_rope, cache, call.extra_cache)
         or _refuse_format_by_sm80(cache.format)
     )
-
-
-def _refuse_few_rows(call: DenseDecode) -> str | None:
-    num_rows = call.q.shape[1] * call.q.shape[2]
-    if not call.cache.format.fp8_dim and num_rows <= AMPERE_TILE:
-        return f"takes more than {AMPERE_TILE} query rows that share bfloat16 rows, got {num_rows}"
-    return None
 
 
 SPARSE_DECODE = Op(
@@ -219,8 +207,7 @@ DENSE_DECODE = Op(
             "sm80",
             lambda: sm80.dense_decode,
             lambda call: (
-                _refuse_few_rows(call)
-                or _refuse_dtypes(call.q, call.out)
+                _refuse_dtypes(call.q, call.out)
                 or _refuse_rows(call.q, None, call.cache, None)
                 or _refuse_format_by_sm80(call.cache.format)
             ),

@@ -56,7 +56,7 @@ FEW = Cost(64, 128, 2, 1.35)
 FP8_16_HEADS = Cost(16, 128, 2, 1.1)
 """The FP8 few-heads kernel with a CTA for each tile of 16 heads."""
 AMPERE = {
-    (16, False): Cost(16, 64, 1.5, 1.20, resident=3, shared=0.92),
+    (16, False): Cost(16, 64, 1.5, 0.90, resident=2, shared=0.78),
     (16, True): Cost(16, 64, 1.5, 1.84, resident=2, shared=1.16),
     (32, False): Cost(32, 64, 1.5, 1.48, resident=2, shared=1.12),
     (32, True): Cost(32, 64, 1.5, 2.20, resident=2, shared=1.52),

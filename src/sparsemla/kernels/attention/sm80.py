@@ -127,16 +127,19 @@ class Layouts(NamedTuple):
 
 
 @triton.constexpr_function
-def layouts(block_n, warps, slices):
+def layouts(block_n, warps, slices, fp8_dim):
     rows = min(block_n // warps, 4)
-    rope_lanes = 8 // slices
+    lanes = 8 // slices
+    copy = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, warps, 1], [2, 1, 0])
+    rope = gl.BlockedLayout(
+        [1, 1, 8], [1, 32 // lanes, lanes], [slices, warps // slices, 1], [2, 1, 0]
+    )
     return Layouts(
         mma=gl.NVMMADistributedLayout([2, 0], [slices, warps // slices, 1], [1, 16, 8]),
         softmax=gl.BlockedLayout([1, 4], [128 // block_n, block_n // 4], [warps, 1], [1, 0]),
-        copy=gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, warps, 1], [2, 1, 0]),
-        rope=gl.BlockedLayout(
-            [1, 1, 8], [1, 32 // rope_lanes, rope_lanes], [slices, warps // slices, 1], [2, 1, 0]
-        ),
+        copy=copy,
+        # With 8 warps, no register is left for slots in two layouts.
+        rope=copy if warps == 8 and fp8_dim == 0 else rope,
         codes=gl.BlockedLayout([1, 1, 1, 2], [1, 4, 1, 8], [1, warps, 1, 1], [3, 2, 1, 0]),
         last=gl.BlockedLayout([1, 8], [rows, 32 // rows], [warps, 1], [1, 0]),
         keys=gl.BlockedLayout([4], [32], [warps], [0]),
@@ -355,7 +358,7 @@ def load_ahead(
         if L.fp8_dim < 512:
             KEYS: gl.constexpr = gl.SliceLayout(1, LAST)
             ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
-    if L.head_dim > 512 and L.fp8_dim > 0:
+    if L.head_dim > 512 and (L.fp8_dim > 0 or ROPE != COPY):
         ROPE_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ROPE))
         ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, ROPE_KEYS),)
     return ahead
@@ -379,10 +382,7 @@ def copy_ahead(
     if L.fp8_dim == 0:
         copy_slices(keys, extra, tile, ahead[0], kv, 0, L, EXTRA, COPY)
     if L.head_dim > 512:
-        if L.fp8_dim == 0:
-            copy_slices(keys, extra, tile, ahead[0], rope, 512, L, EXTRA, COPY)
-        else:
-            copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
+        copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
     async_copy.commit_group()
 
 
@@ -642,7 +642,7 @@ def _attend(
     NATIVE: gl.constexpr,
 ):
     """A tile of query rows that share keys, and one split of the keys of both streams."""
-    T: gl.constexpr = layouts(BLOCK_N, WARPS, SLICES)
+    T: gl.constexpr = layouts(BLOCK_N, WARPS, SLICES, L.fp8_dim)
     MMA: gl.constexpr = T.mma
     S: gl.constexpr = T.softmax
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -774,7 +774,7 @@ def choose_tile(num_rows: int, fp8: bool, large: bool, prefill: bool) -> Tile:
     if num_rows <= 16:
         if prefill:
             return Tile(16, 16, 4, 4, 2) if fp8 else Tile(16, 16, 2, 2, 2)
-        return Tile(16, 16, 4, 4, 4)
+        return Tile(16, 16, 4, 4, 4) if fp8 else Tile(16, 32, 4, 4, 2)
     if num_rows <= 32:
         return Tile(32, 16, 4, 4, 2)
     if fp8:
