@@ -686,7 +686,7 @@ GPU_MUTANTS = (
     ),
     hopper(
         "all tokens of a request have the first one's length",
-        TILES,
+        "attention/rows.py",
         "        at += token * stream.lengths_token\n",
         "        at += token * 0 * stream.lengths_token\n",
         "sparse_decode",

@@ -216,7 +216,7 @@ ROWS = {
 AMPERE = {
     "sparse_decode": {"sm80": None},
     "dense_decode": {"sm80": None},
-    "sparse_prefill": {"sm80": "takes up to 16 heads over bfloat16 rows, got 64"},
+    "sparse_prefill": {"sm80": None},
     "sparse_attention": {},
 }
 CALLS = {"sparse_decode": decode, "dense_decode": dense, "sparse_prefill": prefill}
@@ -267,12 +267,14 @@ def test_other_gpus_get_other_kernels(gpu, op, make):
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [
-        (decode, {"num_heads": 64, "fmt": BF16_576}, "needs FP8 rows, got bf16_576v512"),
         (decode, {"fmt": e4m3_format(576, 512, 64)}, "needs 448 or 512 e4m3 dims"),
-        (decode, {"num_heads": 16}, "takes more than 16 query rows that share keys, got 16"),
-        (prefill, {"num_heads": 17}, "takes up to 16 heads over bfloat16 rows, got 17"),
+        (
+            prefill,
+            {"list_tokens": 2, "topk_indices": ints(3, 2048)},
+            "needs a list for each query token",
+        ),
     ],
-    ids=["bf16 decode", "e4m3 RoPE dims", "few heads", "many heads"],
+    ids=["e4m3 RoPE dims", "shared lists"],
 )
 def test_the_kernel_for_ampere_refuses(make, options, reason):
     op = {decode: "sparse_decode", prefill: "sparse_prefill"}[make]

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from sparsemla import FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import Splits
-from sparsemla.kernels.attention.sm90 import arguments
 from sparsemla.kernels.attention.sm90 import fp8_few_heads as kernel
 
 FORMATS = (
@@ -76,7 +76,7 @@ def test_tiles_of_heads_are_merged_into_their_heads(monkeypatch):
         lse.copy_(lses.mean(0))
 
     monkeypatch.setattr(kernel, "launch", launch)
-    monkeypatch.setattr(arguments, "merge_splits", merge)
+    monkeypatch.setattr(calls, "merge_splits", merge)
     q = torch.randn(80, 3, 1, 576, dtype=torch.bfloat16).permute(1, 2, 0, 3)
     out, lse = torch.empty(3, 1, 80, 512, dtype=q.dtype), torch.empty(3, 1, 80)
     dispatch.load("sparse_decode", "sm90")(

@@ -39,20 +39,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
-from sparsemla.kernels.attention.schedule import has_large_tiles
-from sparsemla.kernels.attention.sm90 import arguments
-from sparsemla.kernels.attention.sm90.arguments import KeyList, Queries, QueryRows, Results
-from sparsemla.kernels.attention.sm90.chunks import decode_e8m0
-from sparsemla.kernels.attention.sm90.tiles import (
+from sparsemla.kernels.attention.calls import KeyList, Queries, QueryRows, Results
+from sparsemla.kernels.attention.rows import (
     LN2,
     LOG2E,
     LOWEST,
+    decode_e8m0,
     is_slot,
     load_length,
     locate,
     query_dims,
+    rows_of_tile,
 )
+from sparsemla.kernels.attention.schedule import has_large_tiles
 from sparsemla.kernels.common.fp8 import has_fp8
 from sparsemla.kernels.common.gluon import async_load, reinterpret
 from sparsemla.kernels.common.integers import cdiv
@@ -161,19 +162,6 @@ def tile_of_program(shape, BLOCK_M: gl.constexpr):
     request = (group // shape.group_tokens).to(gl.int64)
     token = (group % shape.group_tokens).to(gl.int64)
     return gl.program_id(0) % num_tiles * BLOCK_M, split.to(gl.int64), request, token
-
-
-@gluon.jit
-def rows_of_tile(begin, shape, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr):
-    """Token in the group, head and validity of the CTA's rows; ``TOKENS``: of several tokens."""
-    row = begin + gl.arange(0, BLOCK_M, LAYOUT)
-    if TOKENS:
-        token = (row // shape.num_heads).to(gl.int64)
-        head = (row % shape.num_heads).to(gl.int64)
-    else:
-        token = gl.zeros_like(row).to(gl.int64)
-        head = row.to(gl.int64)
-    return token, head, row < shape.num_rows
 
 
 @gluon.jit
@@ -830,12 +818,12 @@ def launch(
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    arguments.sparse_decode(call, launch)
+    calls.sparse_decode(call, launch)
 
 
 def dense_decode(call: DenseDecode) -> None:
-    arguments.dense_decode(call, launch)
+    calls.dense_decode(call, launch)
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, functools.partial(launch, prefill=True))
+    calls.sparse_prefill(call, functools.partial(launch, prefill=True))

@@ -58,18 +58,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import (
     DenseDecode,
     SparseAttention,
     SparseDecode,
     SparsePrefill,
 )
-from sparsemla.kernels.attention.sm90 import arguments
-from sparsemla.kernels.attention.sm90.arguments import (
+from sparsemla.kernels.attention.calls import (
     KeyList,
     Queries,
     QueryRows,
     Results,
+)
+from sparsemla.kernels.attention.rows import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    VALUE_DIM,
+    locate,
+    query_dims,
+    rows_of_tile,
 )
 from sparsemla.kernels.attention.sm90.layouts import (
     ACC_DIM,
@@ -85,22 +94,15 @@ from sparsemla.kernels.attention.sm90.layouts import (
     S_LAYOUT,
     S_ROWS,
     THREADS,
-    VALUE_DIM,
     WARPGROUP,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
-    LN2,
-    LOG2E,
-    LOWEST,
     allocate_barriers,
     end_of_valid_blocks,
     end_of_valid_slots,
     find_key_blocks,
     load_block_slots,
-    locate,
     locate_tile,
-    query_dims,
-    rows_of_tile,
     store_key_limits,
     to_bf16,
 )
@@ -156,7 +158,7 @@ def copy_queries(tile, to, queries, shape, START: gl.constexpr, DIM: gl.constexp
     Strides count 8 elements, which tells the compiler that the copies are aligned.
     """
     begin, _, request, first = locate_tile(tile, shape)
-    token, head, real = rows_of_tile(begin, shape, COPY_ROWS)
+    token, head, real = rows_of_tile(begin, shape, BLOCK_M, COPY_ROWS)
     q, request_stride, token_stride, head_stride = query_dims(queries, START)
     rows = 8 * (request * request_stride + (first + token) * token_stride + head * head_stride)
     dims = gl.arange(0, DIM, COPY_COLS)
@@ -406,7 +408,7 @@ def store_out(tile, tile_phase, acc0, acc1, m, l, smem, results, shape, HALF: gl
     mbarrier.wait(smem.l_full.index(0), tile_phase)
     l = l + smem.l.index(1 - HALF).load(S_ROWS)
     begin, split, request, first = locate_tile(tile, shape)
-    token, head, real = rows_of_tile(begin, shape, S_ROWS)
+    token, head, real = rows_of_tile(begin, shape, BLOCK_M, S_ROWS)
     if HALF == 0:
         lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
         lse_rows = (first + token) * results.lse_token + head
@@ -446,7 +448,7 @@ def store_out_columns(values, out, begin, first, results, shape):
 def store_out_rows(values, out, begin, first, results, shape):
     """Store columns of the tile's rows."""
     LAYOUT: gl.constexpr = values.type.layout
-    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, LAYOUT))
+    token, head, real = rows_of_tile(begin, shape, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     rows = (first + token) * results.out_token + head * results.out_head
     dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     gl.store(out + rows[:, None] + dims[None, :], values, mask=real[:, None])
@@ -487,7 +489,7 @@ def load_token_mask(token_mask, at, last, shape):
 @gluon.jit
 def store_token_bits(bits, shape, begin):
     """Store the bit of each row's token in the mask."""
-    token, _, real = rows_of_tile(begin, shape, S_ROWS)
+    token, _, real = rows_of_tile(begin, shape, BLOCK_M, S_ROWS)
     bits.store(gl.full([BLOCK_M], 1, gl.int32, S_ROWS) << gl.where(real, token, 0).to(gl.int32))
 
 
@@ -873,16 +875,16 @@ def launch(
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    arguments.sparse_decode(call, launch)
+    calls.sparse_decode(call, launch)
 
 
 def dense_decode(call: DenseDecode) -> None:
-    arguments.dense_decode(call, launch)
+    calls.dense_decode(call, launch)
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, launch)
+    calls.sparse_prefill(call, launch)
 
 
 def sparse_attention(call: SparseAttention) -> None:
-    arguments.sparse_attention(call, launch)
+    calls.sparse_attention(call, launch)

@@ -48,18 +48,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import (
     SparseAttention,
     SparseDecode,
     SparsePrefill,
 )
-from sparsemla.kernels.attention.sm90 import arguments
-from sparsemla.kernels.attention.sm90.arguments import (
+from sparsemla.kernels.attention.calls import (
     KeyList,
     Queries,
     QueryRows,
     Results,
 )
+from sparsemla.kernels.attention.rows import LN2, LOG2E, LOWEST, VALUE_DIM, is_slot, locate
 from sparsemla.kernels.attention.sm90.layouts import (
     BLOCK_N,
     HALF_DIM,
@@ -68,7 +69,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     OUT_T,
     OUT_T_SHARED,
     ROPE_DIM,
-    VALUE_DIM,
     WARPGROUP,
     p_layout,
 )
@@ -79,16 +79,7 @@ from sparsemla.kernels.attention.sm90.swap_ab import (
     load_queries,
     sum_key_pairs,
 )
-from sparsemla.kernels.attention.sm90.tiles import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    group_of_program,
-    is_slot,
-    locate,
-    rows_of_group,
-    to_bf16,
-)
+from sparsemla.kernels.attention.sm90.tiles import group_of_program, rows_of_group, to_bf16
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
@@ -490,12 +481,12 @@ def launch(
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    arguments.sparse_decode(call, launch)
+    calls.sparse_decode(call, launch)
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, launch)
+    calls.sparse_prefill(call, launch)
 
 
 def sparse_attention(call: SparseAttention) -> None:
-    arguments.sparse_attention(call, launch)
+    calls.sparse_attention(call, launch)

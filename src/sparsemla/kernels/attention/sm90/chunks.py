@@ -58,11 +58,3 @@ def permute_to_operand(x, WIDTH: gl.constexpr):
     BLOCKS: gl.constexpr = x.shape[1] // WIDTH
     x = x.reshape(x.shape[0], BLOCKS, 4, WIDTH // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return x.reshape(x.shape[0], BLOCKS * WIDTH)
-
-
-@gluon.jit
-def decode_e8m0(code):
-    """float32 powers of two from int32 e8m0 codes: ``2^(code - 127)``, and NaN from 255."""
-    bits = gl.where(code == 0, 0x400000, code << 23)
-    bits = gl.where(code == 255, 0x7FC00000, bits)
-    return bits.to(gl.float32, bitcast=True)

@@ -72,19 +72,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
-from sparsemla.kernels.attention.sm90 import arguments
-from sparsemla.kernels.attention.sm90.arguments import (
+from sparsemla.kernels.attention.calls import (
     KeyList,
     Queries,
     QueryRows,
     Results,
 )
+from sparsemla.kernels.attention.rows import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    VALUE_DIM,
+    decode_e8m0,
+    query_dims,
+    rows_of_tile,
+)
 from sparsemla.kernels.attention.sm90.chunks import (
     DEQUANTIZE,
     chunk_start,
     chunk_width,
-    decode_e8m0,
     num_chunks,
     permute_to_operand,
 )
@@ -112,20 +120,14 @@ from sparsemla.kernels.attention.sm90.layouts import (
     S_ROWS,
     THREADS,
     UNSWIZZLED,
-    VALUE_DIM,
     WARPGROUP,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
-    LN2,
-    LOG2E,
-    LOWEST,
     allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     load_block_slots,
     locate_tile,
-    query_dims,
-    rows_of_tile,
     to_bf16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
@@ -424,7 +426,7 @@ def load_q(
 ):  # fmt: skip
     """Load dims ``START .. START + WIDTH`` of a tile's query rows."""
     begin, _, request, first = locate_tile(tile, shape)
-    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, LAYOUT), TOKENS)
+    token, head, real = rows_of_tile(begin, shape, BLOCK_M, gl.SliceLayout(1, LAYOUT), TOKENS)
     q, request_stride, token_stride, head_stride = query_dims(queries, START)
     rows = request * request_stride + (first + token) * token_stride + head * head_stride
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -553,7 +555,7 @@ def store_p(p, alpha, step, smem, L: gl.constexpr):
 def store_lse(tile, tile_iter, m, l, results, shape, smem, TOKENS: gl.constexpr):
     """Store lse and the largest logits of a tile; hand 1 / l to the PV warpgroups."""
     begin, split, request, token = locate_tile(tile, shape)
-    row_token, head, real = rows_of_tile(begin, shape, S_ROWS, TOKENS)
+    row_token, head, real = rows_of_tile(begin, shape, BLOCK_M, S_ROWS, TOKENS)
     lse = results.lse + split.to(gl.int64) * results.lse_split + request * results.lse_request
     rows = (token + row_token) * results.lse_token + head
     gl.store(lse + rows, (m + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
@@ -721,7 +723,7 @@ def store_out_columns(acc, inv_l, out, begin, first, results, shape, TOKENS: gl.
     x = gl.convert_layout(x, CHUNK_128)  # moves nothing
     if results.out.dtype.element_ty == gl.bfloat16:
         x = to_bf16(x)
-    token, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, CHUNK_128), TOKENS)
+    token, head, real = rows_of_tile(begin, shape, BLOCK_M, gl.SliceLayout(1, CHUNK_128), TOKENS)
     rows = (first + token) * results.out_token + head * results.out_head
     dims = gl.arange(0, ACC_DIM, gl.SliceLayout(0, CHUNK_128))
     gl.store(out + rows[:, None] + dims[None, :], x, mask=real[:, None])
@@ -917,12 +919,12 @@ def launch(
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    arguments.sparse_decode(call, launch)
+    calls.sparse_decode(call, launch)
 
 
 def dense_decode(call: DenseDecode) -> None:
-    arguments.dense_decode(call, launch)
+    calls.dense_decode(call, launch)
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, launch)
+    calls.sparse_prefill(call, launch)

@@ -66,18 +66,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
+from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
-from sparsemla.kernels.attention.sm90 import arguments
-from sparsemla.kernels.attention.sm90.arguments import (
+from sparsemla.kernels.attention.calls import (
     KeyList,
     Queries,
     QueryRows,
     Results,
 )
-from sparsemla.kernels.attention.sm90.chunks import (
+from sparsemla.kernels.attention.rows import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    VALUE_DIM,
     decode_e8m0,
-    permute_to_operand,
+    is_slot,
+    locate,
 )
+from sparsemla.kernels.attention.sm90.chunks import permute_to_operand
 from sparsemla.kernels.attention.sm90.layouts import (
     COPY_LONG_ROWS,
     COPY_ROPE_CODES,
@@ -90,7 +96,6 @@ from sparsemla.kernels.attention.sm90.layouts import (
     THREADS,
     THREADS_8,
     UNSWIZZLED,
-    VALUE_DIM,
     WARPGROUP,
     k_layout,
     out_layout,
@@ -107,17 +112,7 @@ from sparsemla.kernels.attention.sm90.swap_ab import (
     load_queries,
     sum_key_pairs,
 )
-from sparsemla.kernels.attention.sm90.tiles import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    group_of_program,
-    is_slot,
-    locate,
-    rows_of_group,
-    to_bf16,
-    to_f16,
-)
+from sparsemla.kernels.attention.sm90.tiles import group_of_program, rows_of_group, to_bf16, to_f16
 from sparsemla.kernels.common.gluon import async_load, opaque_zero, reinterpret
 from sparsemla.kernels.common.hopper import COPY, PLAIN, TILE
 from sparsemla.kernels.common.paged import cache_arguments
@@ -921,12 +916,12 @@ def launch(
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    arguments.sparse_decode(call, launch)
+    calls.sparse_decode(call, launch)
 
 
 def dense_decode(call: DenseDecode) -> None:
-    arguments.dense_decode(call, launch)
+    calls.dense_decode(call, launch)
 
 
 def sparse_prefill(call: SparsePrefill) -> None:
-    arguments.sparse_prefill(call, launch)
+    calls.sparse_prefill(call, launch)

@@ -68,13 +68,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.kernels.attention.arguments import SparsePrefill
-from sparsemla.kernels.attention.sm90.arguments import (
+from sparsemla.kernels.attention.calls import (
     KeyList,
     Queries,
     QueryRows,
     Results,
     prefill_rows,
 )
+from sparsemla.kernels.attention.rows import LN2, LOG2E, LOWEST, VALUE_DIM, query_dims, rows_of_tile
 from sparsemla.kernels.attention.sm90.layouts import (
     A8,
     A16,
@@ -99,19 +100,13 @@ from sparsemla.kernels.attention.sm90.layouts import (
     STORE_O_T,
     SUM_PARTS,
     THREADS,
-    VALUE_DIM,
     WARPGROUP,
 )
 from sparsemla.kernels.attention.sm90.tiles import (
-    LN2,
-    LOG2E,
-    LOWEST,
     allocate_barriers,
     end_of_valid_blocks,
     find_key_blocks,
     locate_tile,
-    query_dims,
-    rows_of_tile,
     to_f16,
 )
 from sparsemla.kernels.common.device import num_multiprocessors
@@ -557,13 +552,13 @@ def store_sums(tile, tile_iter, m, l, results, shape, smem, HALF: gl.constexpr):
     if HALF == 0:
         l += smem.l.index(1).load(gl.SliceLayout(1, SUM_PARTS))
         l = gl.convert_layout(l, S8_ROWS)
-        _, head, real = rows_of_tile(begin, shape, S8_ROWS, False)
+        _, head, real = rows_of_tile(begin, shape, BLOCK_M, S8_ROWS, False)
         at = results.lse + request * results.lse_request + token * results.lse_token + head
         gl.store(at, (m + LOG_SHIFT + gl.log2(l)) * LN2, mask=real)  # log2(0) is -inf
     l = smem.l.index(0).load(S8_COLS) + smem.l.index(1).load(S8_COLS)
     empty = l == 0
     if results.attn_sink is not None:
-        _, head, real = rows_of_tile(begin, shape, S8_COLS, False)
+        _, head, real = rows_of_tile(begin, shape, BLOCK_M, S8_COLS, False)
         sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - LOG_SHIFT - smem.m[1].load(S8_COLS))
     inv_l = gl.where(empty, 0.0, (1.0 / 256) * reciprocal(l))
@@ -577,7 +572,7 @@ def store_columns(acc, inv_l, out, begin, results, shape):
     x = (acc * inv_l[None, :]).to(results.out.dtype.element_ty)
     x = x.reshape(2, 4, 2, 8, BLOCK_M).permute(4, 1, 0, 3, 2).reshape(BLOCK_M, PIECE_DIM)
     x = gl.convert_layout(x, STORE_O_T)  # moves nothing
-    _, head, real = rows_of_tile(begin, shape, gl.SliceLayout(1, STORE_O_T), False)
+    _, head, real = rows_of_tile(begin, shape, BLOCK_M, gl.SliceLayout(1, STORE_O_T), False)
     dims = gl.arange(0, PIECE_DIM, gl.SliceLayout(0, STORE_O_T))
     at = out + (head * results.out_head)[:, None] + dims[None, :]
     gl.store(at, x, mask=real[:, None])

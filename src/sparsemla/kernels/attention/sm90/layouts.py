@@ -5,14 +5,13 @@ from __future__ import annotations
 import triton
 from triton.experimental.gluon import language as gl
 
+from sparsemla.kernels.attention.rows import VALUE_DIM
 from sparsemla.kernels.common.hopper import COPY
 
 BLOCK_M = gl.constexpr(64)
 """Query rows of a tile."""
 BLOCK_N = gl.constexpr(64)
 """Keys of a KV block."""
-VALUE_DIM = gl.constexpr(512)
-"""Dims of a value; the dims of a key behind them are its RoPE dims."""
 ROPE_DIM = gl.constexpr(64)
 HALF_DIM = gl.constexpr(VALUE_DIM.value // 2)
 """Value dims of half of O, which one warpgroup accumulates."""

@@ -8,13 +8,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsemla.kernels.attention.sm90.tiles import (
-    group_of_program,
-    is_slot,
-    load_length,
-    query_dims,
-    rows_of_group,
-)
+from sparsemla.kernels.attention.rows import is_slot, load_length, query_dims
+from sparsemla.kernels.attention.sm90.tiles import group_of_program, rows_of_group
 from sparsemla.kernels.common.paged import Rows
 
 SLOTS_AT_ONCE = gl.constexpr(2048)

@@ -8,18 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsemla.kernels.attention.rows import load_length, rows_of_tile
 from sparsemla.kernels.attention.sm90.layouts import (
     BLOCK_M,
     BLOCK_N,
     LIST,
     S_ROWS,
-    VALUE_DIM,
 )
 from sparsemla.kernels.common.gluon import opaque_zero
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1e30)
 
 
 class KeyBlocks(NamedTuple):
@@ -61,35 +57,6 @@ def locate_tile(tile, shape):
 
 
 @gluon.jit
-def rows_of_tile(begin, shape, LAYOUT: gl.constexpr, TOKENS: gl.constexpr = True):
-    """Token in the group, head and validity of a tile's rows; ``TOKENS``: of several tokens."""
-    row = begin + gl.arange(0, BLOCK_M, LAYOUT)
-    real = row < shape.num_rows
-    if TOKENS:
-        token = (row // shape.num_heads).to(gl.int64)
-        head = (row % shape.num_heads).to(gl.int64)
-    else:
-        token = gl.zeros_like(row).to(gl.int64)
-        head = row.to(gl.int64)
-    return token, head, real
-
-
-@gluon.jit
-def query_dims(queries, START: gl.constexpr):
-    """Where the dims of query rows from START on lie: pointer and strides, as in ``Queries``."""
-    q = queries.q + START
-    strides = queries.request_stride, queries.token_stride, queries.head_stride
-    if START >= VALUE_DIM and queries.rope is not None:
-        q = queries.rope + (START - VALUE_DIM)
-        strides = (
-            queries.rope_request_stride,
-            queries.rope_token_stride,
-            queries.rope_head_stride,
-        )
-    return q, strides[0], strides[1], strides[2]
-
-
-@gluon.jit
 def to_bf16(x):
     """float32 to bfloat16 two at a time: the compiler converts values with two uses one by one."""
     return gl.inline_asm_elementwise(
@@ -106,15 +73,6 @@ def to_f16(x):
 
 
 @gluon.jit
-def load_length(stream, request, token):
-    """The length of a group's list of keys."""
-    at = request * stream.lengths_request
-    if stream.lengths_token is not None:
-        at += token * stream.lengths_token
-    return gl.load(stream.lengths + at)
-
-
-@gluon.jit
 def store_key_limits(limits, stream, shape, begin, request, first, CAUSAL: gl.constexpr):
     """Store the number of keys that each row sees, and return the largest number."""
     length = stream.num_keys
@@ -122,7 +80,7 @@ def store_key_limits(limits, stream, shape, begin, request, first, CAUSAL: gl.co
         length = load_length(stream, request, first).to(gl.int32)
     end = gl.maximum(gl.minimum(length, stream.num_keys), 0)
     if CAUSAL:
-        token, _, real = rows_of_tile(begin, shape, S_ROWS)
+        token, _, real = rows_of_tile(begin, shape, BLOCK_M, S_ROWS)
         query_len = shape.num_rows // shape.num_heads
         limit = gl.minimum(end, length - query_len + 1 + token.to(gl.int32))
         limits.store(limit)
@@ -230,25 +188,6 @@ def end_of_valid_blocks(blocks, main, extra, EXTRA: gl.constexpr, PAGED: gl.cons
                 )
                 last = gl.cdiv(end, BLOCK_N)
     return last
-
-
-@gluon.jit
-def is_slot(slots, num_slots):
-    """Whether entries of a list are slots of the cache."""
-    return (slots >= 0) & (slots < num_slots)
-
-
-@gluon.jit
-def locate(slots, L: gl.constexpr):
-    """Page and row of slots, as int64; the page of a linear cache is 0."""
-    slots = slots.to(gl.int32).to(gl.uint32)
-    if L.linear:
-        page = gl.zeros_like(slots)
-        row = slots
-    else:
-        page = slots // L.page_size
-        row = slots % L.page_size
-    return page.to(gl.int64), row.to(gl.int64)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Arguments that all Hopper attention kernels take, and how calls of the ops become them."""
+"""Arguments that all attention kernels in Gluon take, and how calls of the ops become them."""
 
 from __future__ import annotations
 
