@@ -225,9 +225,43 @@ def test_demo(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run_demo", quick)
     result = run("demo", "--out", tmp_path / "out", "--tokens", 128)
     assert result.exit_code == 0, result.output
-    for part in ("|", "selected, FP8 cache", "random rows", "With 16 of up to 128 rows"):
+    for part in ("|", "16 selected, FP8 cache", "last 16 rows", "With 16 of up to 128 rows"):
         assert part in result.output
+    assert f"for the last question: {tmp_path / 'out' / 'question.png'}" in result.stdout
     assert (tmp_path / "out" / "question.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_with_numbers_of_rows(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from sparsemla_lab import demo
+
+    monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
+    out = tmp_path / "out"
+    result = run("demo", "--out", out, "--tokens", 128, "--topk", "8,2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.index("\n2  ") < result.stdout.index("\n8  ")
+    assert (out / "topk.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "question.png").exists()
+    assert_fails(run("demo", "--out", out, "--topk", "few"), "--topk must be numbers of rows")
+    result = run("demo", "--out", out, "--topk", "8", "--model", "v4")
+    assert_fails(result, "--topk is for trained models")
+
+
+def test_an_interrupted_demo_keeps_what_is_there(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from sparsemla_lab import demo
+
+    monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_show_loss", interrupted)
+    result = run("demo", "--out", tmp_path, "--tokens", 128)
+    assert result.exit_code == 130
+    assert "\n128  " in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("sparsemla: interrupted; the lines above")
+    assert (tmp_path / "question.png").read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
 def test_demo_of_v4(tmp_path, monkeypatch):
@@ -238,7 +272,7 @@ def test_demo_of_v4(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_v4, "run_demo", quick)
     result = run("demo", "--model", "v4", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for part in ("entries of 4, selected", "index keys scored", "built, not trained"):
+    for part in ("entries of 4, selected", "scores index keys", "built, not trained"):
         assert part in result.output
     assert (tmp_path / "out" / "contexts.png").read_bytes().startswith(b"\x89PNG")
     result = run("demo", "--model", "v4", "--tokens", 256, "--out", tmp_path / "out")

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 import sparsemla
+from sparsemla_lab.screen import Screen
 from sparsemla_lab.verify.command import verify
 
 app = typer.Typer(
@@ -90,6 +91,14 @@ def demo(
             "default: the trained model in the package."
         ),
     ] = None,
+    topk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,K,...",
+            help="Compare these numbers of selected rows, for example 16,64,256, and draw a curve, "
+            "in place of the demo.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("sparsemla-demo"),
     tokens: Annotated[
         int | None,
@@ -100,19 +109,24 @@ def demo(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MOST_SEED, help="Draws what the model must recall.")
+        int, typer.Option(min=0, max=MOST_SEED, help="Draw other items to recall, or another text.")
     ] = 0,
     device: Annotated[
         str, typer.Option(help="Of v4: cpu or cuda, for which kernels are compiled first.")
     ] = "cpu",
 ) -> None:
-    """Show what a trained model loses, finds and saves with sparse attention, or what V4 reads."""
+    """Show what a trained model loses, finds and saves with sparse attention, or what V4 reads.
+
+    Results come as they are ready, the first within seconds. Ctrl-C keeps those that are there.
+    """
     is_v4 = model == "v4"
     if is_v4 and tokens is not None:
         fail("--tokens is for trained models")
+    if is_v4 and topk is not None:
+        fail("--topk is for trained models")
     if device not in (("cpu", "cuda") if is_v4 else ("cpu",)):
         fail(f"--device must be cpu{', or cuda' if is_v4 else ' for a trained model'}")
-    picture = out / ("contexts.png" if is_v4 else "question.png")
+    picture = out / ("contexts.png" if is_v4 else "question.png" if topk is None else "topk.png")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,48 +134,40 @@ def demo(
     if picture.is_dir():
         fail(f"cannot write {picture}: it is a directory")
     try:
-        if is_v4:
-            _show_v4(picture, seed, device)
-        else:
-            _show_trained(model, picture, tokens or 4096, seed)
+        with Screen() as screen:
+            if is_v4:
+                _show_v4(picture, seed, device, screen)
+            else:
+                _show_trained(model, topk, picture, tokens or 4096, seed, screen)
     except ModuleNotFoundError as error:
         missing_package(error)
     except OSError as error:
         fail(f"cannot write {picture}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        typer.echo(f"sparsemla: interrupted; the lines above and the files in {out} stay", err=True)
+        raise typer.Exit(130) from None
 
 
-def _show_trained(model: str | None, picture: Path, tokens: int, seed: int) -> None:
-    from rich.progress import Progress
-
+def _show_trained(
+    model: str | None, topk: str | None, picture: Path, tokens: int, seed: int, screen: Screen
+) -> None:
     from sparsemla_lab import demo as work
     from sparsemla_lab.generate import CheckpointError
-    from sparsemla_lab.picture import draw_question
+    from sparsemla_lab.picture import draw_curve, draw_question
 
-    console, errors = Console(highlight=False), Console(stderr=True)
+    directory = work.shipped_model() if model is None else Path(model)
+    options: Any = {"context": tokens, "seed": seed, "screen": screen, "picture": picture}
     try:
-        with Progress(console=errors, transient=True) as progress:
-            report = work.run_demo(
-                work.shipped_model() if model is None else Path(model),
-                context=tokens,
-                seed=seed,
-                progress=progress,
-            )
-    except CheckpointError as error:
+        if topk is None:
+            work.run_demo(directory, draw=draw_question, **options)
+        else:
+            work.run_topk(directory, work.parse_topk(topk), draw=draw_curve, **options)
+    except (CheckpointError, ValueError) as error:
         fail(error)
-    console.print("The end of a text, and how the model goes on (after |):", style="bold")
-    lines = 4 + report.continuation.count("\n")
-    text = work.shown(f"{report.prompt}|{report.continuation}", lines=lines)
-    console.print(text, markup=False)
-    for table in work.report_tables(report):
-        console.print(table)
-    console.print(work.summary(report))
-    draw_question(picture, report.question)
-    console.print(f"What each layer selects to answer a question: {picture}")
 
 
-def _show_v4(picture: Path, seed: int, device: str) -> None:
+def _show_v4(picture: Path, seed: int, device: str, screen: Screen) -> None:
     import torch
-    from rich.progress import Progress
 
     from sparsemla.validation import missing_gpu
     from sparsemla_lab import demo_v4 as work
@@ -169,15 +175,8 @@ def _show_v4(picture: Path, seed: int, device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         fail(f"--device cuda needs a GPU: {missing_gpu()}")
-    console, errors = Console(highlight=False), Console(stderr=True)
-    with Progress(console=errors, transient=True) as progress:
-        report = work.run_demo(device=device, seed=seed, progress=progress)
-    console.print("Each part of a token is copied by a path of its own:", style="bold")
-    for table in work.report_tables(report):
-        console.print(table)
-    console.print(work.summary(report))
-    draw_contexts(picture, report)
-    console.print(f"Rows and time by context: {picture}")
+    draw_contexts(picture, work.run_demo(device=device, seed=seed, screen=screen))
+    screen.line(f"Rows and time by context: {picture}")
 
 
 @app.command()
