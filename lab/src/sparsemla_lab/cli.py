@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import io
 import json
 import os
+import secrets
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 import sparsemla
+from sparsemla_lab.options import FLOATS, choice, examples, fail
 from sparsemla_lab.screen import Screen
 from sparsemla_lab.verify.command import verify
+
+if TYPE_CHECKING:
+    from sparsemla_lab.generate import Sampling
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,12 +60,6 @@ def options(
     ] = False,
 ) -> None:
     """Sparse multi-head latent attention for PyTorch."""
-
-
-def fail(message: object) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    typer.echo(f"sparsemla: {' '.join(str(message).split())}", err=True)
-    raise typer.Exit(2)
 
 
 def missing_package(error: ModuleNotFoundError) -> NoReturn:
@@ -179,50 +180,173 @@ def _show_v4(picture: Path, seed: int, device: str, screen: Screen) -> None:
     screen.line(f"Rows and time by context: {picture}")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        'sparsemla generate --model demo --prompt "def main(args):"',
+        "cat start.py | sparsemla generate --model demo --temperature 0.8 --seed 7",
+        "sparsemla generate --model zai-org/GLM-5 --device auto --chat",
+    )
+)
 def generate(
     model: Annotated[
-        str, typer.Option(help="A checkpoint folder in transformers' format, or a hub id.")
+        str,
+        typer.Option(
+            help="A checkpoint folder in transformers' format, a hub id, or demo: the trained "
+            "model in the package, which writes Python."
+        ),
     ],
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; without one, it is read from stdin.")
+    ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Put the prompt in the checkpoint's chat template; without a prompt, read "
+            "messages from the terminal until Ctrl-D.",
+        ),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system message of a chat.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most tokens to generate.")
+    ] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw tokens at this temperature, 1 with --top-p or --top-k alone; default: 0, "
+            "the most probable token."
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the fewest tokens with this probability.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Draw from so many most probable tokens.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=MOST_SEED,
+            help="Repeat a draw; default: a new seed, which is shown.",
+        ),
+    ] = None,
     cache_format: Annotated[
         str, typer.Option(help="bf16, fp8_ds_mla, or another format's name.")
     ] = "bf16",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(**choice("--dtype", *FLOATS), help="Dtype of the weights.")
+    ] = "bf16",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1, or auto: layers on all GPUs.")
     ] = "cpu",
 ) -> None:
-    """Continue a prompt greedily with a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 checkpoint.
+    """Continue a prompt, or chat, with a checkpoint.
 
-    The text goes to stdout, speed and cache size to stderr. Without a tokenizer in the checkpoint,
+    It must be a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4. The text goes to stdout as tokens come;
+    tokens a second and the cache's size go to stderr. Without a tokenizer in the checkpoint,
     tokens are bytes if the vocabulary has 256.
     """
-    if prompt is not None and prompt_file is not None:
-        fail("--prompt and --prompt-file exclude each other, got both")
-    if prompt_file is not None:
-        text = read_text(prompt_file)
-    elif prompt is not None:
-        text = os.fsencode(prompt)  # the bytes that were typed, of any encoding
-    else:
-        fail("--prompt or --prompt-file must be given, got neither")
+    if system is not None and not chat:
+        fail("--system needs --chat")
+    prompts = _prompts(prompt, prompt_file, chat)
     try:
+        from sparsemla_lab.demo import shipped_model
         from sparsemla_lab.generate import CheckpointError, generate_text, load_checkpoint
     except ModuleNotFoundError as error:
         missing_package(error)
+    sampling = _sampling(temperature, top_p, top_k, seed)
     errors = Console(stderr=True)
+    messages = [] if system is None else [{"role": "system", "content": system}]
     try:
         with errors.status(f"loading {model}"):
             checkpoint = load_checkpoint(
-                model, cache_format=cache_format, dtype=dtype, device=device
+                shipped_model() if model == "demo" else model,
+                cache_format=cache_format,
+                dtype=dtype,
+                device=device,
+                chat=chat,
             )
-        stats = generate_text(checkpoint, text, max_new_tokens, write=_write)
+        for text in prompts:
+            pieces: list[str] = []
+
+            def write(piece: str, pieces: list[str] = pieces) -> None:
+                pieces.append(piece)
+                _write(piece)
+
+            if chat:
+                content = text.decode(errors="replace").strip()
+                messages.append({"role": "user", "content": content})
+            stats = generate_text(
+                checkpoint,
+                messages if chat else text,
+                max_new_tokens,
+                sampling=sampling,
+                write=write,
+            )
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+            typer.echo()
+            typer.echo(str(stats), err=True)
     except CheckpointError as error:
+        fail(f"{error}{_meant(model, 'demo')}")
+
+
+def _prompts(prompt: str | None, file: Path | None, chat: bool) -> Iterable[bytes]:
+    """The prompt of an option, a file or a pipe, or a terminal's messages of a chat."""
+    if prompt is not None and file is not None:
+        fail("--prompt and --prompt-file exclude each other, got both")
+    if file is not None:
+        return [read_text(file)]
+    if prompt is not None:
+        return [os.fsencode(prompt)]  # the bytes that were typed, of any encoding
+    if sys.stdin.isatty() and chat:
+        return _typed()
+    if not sys.stdin.isatty() and (text := sys.stdin.buffer.read()):
+        return [text]
+    return fail("--prompt or --prompt-file must be given, or a text on stdin, got neither")
+
+
+def _typed() -> Iterator[bytes]:
+    """Messages of a terminal, a line each, until its end."""
+    while True:
+        typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line
+
+
+def _sampling(
+    temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> Sampling | None:
+    """How tokens are drawn, or None for greedy text."""
+    from sparsemla_lab.generate import Sampling
+
+    others = {"--top-p": top_p, "--top-k": top_k, "--seed": seed}
+    if temperature == 0 or (temperature is None and top_p is None and top_k is None):
+        if given := [name for name, value in others.items() if value is not None]:
+            fail(f"{' and '.join(given)} must be given with a --temperature above 0")
+        return None
+    try:
+        return Sampling(
+            1.0 if temperature is None else temperature,
+            1.0 if top_p is None else top_p,
+            0 if top_k is None else top_k,
+            secrets.randbelow(MOST_SEED + 1) if seed is None else seed,
+        )
+    except ValueError as error:
         fail(error)
-    typer.echo()
-    errors.print(str(stats), highlight=False)
+
+
+def _meant(model: str, *names: str) -> str:
+    """A hint at the name of a model that was perhaps meant."""
+    if model in names:
+        return ""
+    close = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.5)
+    return f"; did you mean --model {close[0]}?" if close else ""
 
 
 def _write(text: str) -> None:
