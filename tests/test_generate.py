@@ -91,8 +91,8 @@ def sampled(checkpoint: Path, *arguments: object) -> str:
 
 def test_sampled_text(checkpoint, monkeypatch):
     hot = "--temperature", 40
-    text = sampled(checkpoint, *hot, "--seed", 5)
     state = torch.random.get_rng_state()
+    text = sampled(checkpoint, *hot, "--seed", 5)
     assert sampled(checkpoint, *hot, "--seed", 5) == text
     assert torch.equal(torch.random.get_rng_state(), state)
     assert sampled(checkpoint, *hot, "--seed", 6) != text
@@ -139,7 +139,10 @@ def test_options_that_do_not_go_together(checkpoint, arguments, message):
     assert_fails(run("--model", checkpoint, "--prompt", PROMPT, *arguments), message)
 
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +180,21 @@ def test_a_chat(chatting, monkeypatch):
     options = "--model", chatting, "--chat", "--system", "Be brief."
     assert run(*options, "--prompt", "Who lights it?").stdout == one.stdout
     assert run(*options, stdin=b"Who lights it?\n").stdout == one.stdout
+    seen = []
+    encode = generate.CheckpointTokenizer.encode_chat
+
+    def record(self, messages):
+        seen.append([(each["role"], each["content"]) for each in messages])
+        return encode(self, messages)
+
+    monkeypatch.setattr(generate.CheckpointTokenizer, "encode_chat", record)
     type_in(monkeypatch, b"Who lights it?\n\nWhen?\n")
     talk = run(*options)
     assert talk.exit_code == 0, talk.output
     answer = one.stdout[:-1]
-    two = run(
-        "--model", chatting, "--prompt", f"{text[:-11]}[assistant]{answer}[user]When?[assistant]"
-    )
-    assert talk.stdout == one.stdout + two.stdout
+    first = [("system", "Be brief."), ("user", "Who lights it?")]
+    assert seen == [first, [*first, ("assistant", answer), ("user", "When?")]]
+    assert talk.stdout.startswith(one.stdout)
     assert talk.stderr.count("> ") == 4
     assert talk.stderr.count("tokens/s") == 2
 

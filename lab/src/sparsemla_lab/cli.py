@@ -17,7 +17,14 @@ import typer
 from rich.console import Console
 
 import sparsemla
-from sparsemla_lab.options import FLOATS, choice, examples, fail
+from sparsemla_lab.options import (
+    DEMO_PACKAGES,
+    FLOATS,
+    INSTALL_DEMO,
+    choice,
+    examples,
+    fail,
+)
 from sparsemla_lab.screen import Screen
 from sparsemla_lab.verify.command import verify
 
@@ -27,10 +34,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 MOST_SEED = 2**32 - 1
-DEMO_PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "transformers")
 
 
 def main() -> None:
@@ -52,7 +59,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(
+    epilog="\b\nNew here? sparsemla demo, then sparsemla doctor.\n"
+    "Examples of a command: sparsemla COMMAND --help"
+)
 def options(
     version: Annotated[
         bool,
@@ -67,7 +77,7 @@ def missing_package(error: ModuleNotFoundError) -> NoReturn:
     package = (error.name or "").partition(".")[0]
     if package not in DEMO_PACKAGES:
         raise error
-    fail(f"{package} is not installed: pip install 'sparsemla[demo]'")
+    fail(f"{package} is not installed; in the checkout: {INSTALL_DEMO}")
 
 
 def read_text(path: Path) -> bytes:
@@ -83,15 +93,21 @@ def read_text(path: Path) -> bytes:
     return text
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "sparsemla demo",
+        "sparsemla demo --topk 4,16,64,256",
+        "sparsemla demo --model v4",
+    )
+)
 def demo(
     model: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="A checkpoint folder, or v4: a DeepSeek-V4 that is built, not trained; "
-            "default: the trained model in the package."
+            help="demo: the trained model in the package; v4: a DeepSeek-V4 that is built, not "
+            "trained; or a checkpoint folder whose tokens are bytes."
         ),
-    ] = None,
+    ] = "demo",
     topk: Annotated[
         str | None,
         typer.Option(
@@ -104,29 +120,39 @@ def demo(
     tokens: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=128,
             help="Bytes of a trained model's texts, 4096 by default; transformers' memory grows "
             "as n^2.",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MOST_SEED, help="Draw other items to recall, or another text.")
+        int,
+        typer.Option(
+            metavar="N", min=0, max=MOST_SEED, help="Draw other items to recall, or another text."
+        ),
     ] = 0,
     device: Annotated[
-        str, typer.Option(help="Of v4: cpu or cuda, for which kernels are compiled first.")
+        str,
+        typer.Option(
+            **choice("--device", "cpu", "cuda"),
+            help="Device for --model v4. With cuda, kernels are compiled first (minutes).",
+        ),
     ] = "cpu",
 ) -> None:
-    """Show what a trained model loses, finds and saves with sparse attention, or what V4 reads.
+    """Show what a model loses and finds with selected rows.
 
-    Results come as they are ready, the first within seconds. Ctrl-C keeps those that are there.
+    The trained model in the package reads texts with all rows and with the rows that its indexer
+    selects; --model v4 shows what the layers of a DeepSeek-V4 keep and read. Results come as they
+    are ready, the first within seconds. Ctrl-C keeps those that are there.
     """
     is_v4 = model == "v4"
     if is_v4 and tokens is not None:
         fail("--tokens is for trained models")
     if is_v4 and topk is not None:
         fail("--topk is for trained models")
-    if device not in (("cpu", "cuda") if is_v4 else ("cpu",)):
-        fail(f"--device must be cpu{', or cuda' if is_v4 else ' for a trained model'}")
+    if device != "cpu" and not is_v4:
+        fail(f"--device must be cpu for a trained model, got {device!r}")
     picture = out / ("contexts.png" if is_v4 else "question.png" if topk is None else "topk.png")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -150,20 +176,22 @@ def demo(
 
 
 def _show_trained(
-    model: str | None, topk: str | None, picture: Path, tokens: int, seed: int, screen: Screen
+    model: str, topk: str | None, picture: Path, tokens: int, seed: int, screen: Screen
 ) -> None:
     from sparsemla_lab import demo as work
     from sparsemla_lab.generate import CheckpointError
     from sparsemla_lab.picture import draw_curve, draw_question
 
-    directory = work.shipped_model() if model is None else Path(model)
+    directory = work.shipped_model() if model == "demo" else Path(model)
     options: Any = {"context": tokens, "seed": seed, "screen": screen, "picture": picture}
     try:
         if topk is None:
             work.run_demo(directory, draw=draw_question, **options)
         else:
             work.run_topk(directory, work.parse_topk(topk), draw=draw_curve, **options)
-    except (CheckpointError, ValueError) as error:
+    except CheckpointError as error:
+        fail(f"{error}{_meant(model, 'demo', 'v4')}")
+    except ValueError as error:
         fail(error)
 
 
@@ -353,35 +381,63 @@ def _write(text: str) -> None:
     typer.echo(text, nl=False)
 
 
-@app.command()
+@app.command(epilog=examples("sparsemla doctor"))
 def doctor() -> None:
-    """Versions and devices of this machine, its working tiers, and why the others do not work."""
-    from sparsemla_lab.doctor import device_lines, tier_table, version_lines
+    """Check what works on this machine, and say why the rest does not.
 
-    console = Console()
+    Lists versions, devices and their proofs, runs an op in each tier, and names what to do next.
+    """
+    from sparsemla_lab.doctor import device_lines, next_lines, tier_rows, tier_table, version_lines
+
+    console = Console(highlight=False)
     for line in (*version_lines(), *device_lines()):
-        console.print(line, highlight=False)
-    console.print(tier_table())
+        console.print(line, markup=False)
+    rows = tier_rows()
+    console.print(tier_table(rows))
+    for line in next_lines(rows):
+        console.print(line, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "sparsemla explain sparse_decode",
+        "sparsemla explain indexer_topk --device cuda --capability 9.0 --tokens 4096",
+        "sparsemla explain sparse_prefill --device cuda --capability 8.0 --cache-format fp8_ds_mla",
+    )
+)
 def explain(
-    op: Annotated[str, typer.Argument(help="An op or branch, such as sparse_decode.")],
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    op: Annotated[
+        str, typer.Argument(metavar="OP", help="An op or branch, such as sparse_decode.")
+    ],
+    device: Annotated[
+        str, typer.Option(**choice("--device", "cpu", "cuda"), help="Kind of device.")
+    ] = "cpu",
     capability: Annotated[
         str | None, typer.Option(help="9.0, sm_90 or gfx942; default: this machine's GPU.")
     ] = None,
     cache_format: Annotated[str | None, typer.Option(help="Name of the cache's format.")] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Query or indexer heads; default: a typical number.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Query or indexer heads; default: a typical number."),
     ] = None,
-    topk: Annotated[int | None, typer.Option(min=1, help="Width of the selection.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Query tokens, or requests.")] = None,
+    topk: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Width of the selection.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Query tokens, or requests.")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the op's first tensor; default: the usual one.")
+        str | None,
+        typer.Option(
+            **choice("--dtype", *FLOATS, "fp8", "float8_e4m3fn"),
+            help="Dtype of the op's first tensor; default: the usual one.",
+        ),
     ] = None,
 ) -> None:
-    """Show the kernels of a call, why others do not run it, and how far the GPU is proven."""
+    """Name the kernels of a call, and why others do not run.
+
+    The last lines say how far the GPU is proven. No GPU is needed.
+    """
     from sparsemla_lab.doctor import explain_lines
 
     try:
@@ -400,19 +456,32 @@ def explain(
     typer.echo("\n".join(lines))
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "sparsemla bench",
+        "sparsemla bench --op sparse_decode --case 'batch 1,'",
+        "sparsemla bench --table benchmarks/results-h200.json",
+    )
+)
 def bench(
     op: Annotated[str | None, typer.Option(help="Measure this op only.")] = None,
     case: Annotated[
-        str | None, typer.Option(help="A regular expression: only workloads that contain it.")
+        str | None,
+        typer.Option(help="Measure only workloads that contain this regular expression."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder for bar and line plots.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Add the rows to this JSON file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bar and line plots into this folder.")
+    ] = None,
     peers: Annotated[
-        Path | None, typer.Option(help="A folder that holds vllm/ of an unpacked vLLM wheel.")
+        Path | None,
+        typer.Option(help="Measure vLLM from this folder, which holds vllm/ of an unpacked wheel."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; default: the GPU, if there is one.")
+        str | None,
+        typer.Option(
+            **choice("--device", "cpu", "cuda"), help="Default: the GPU, if there is one."
+        ),
     ] = None,
     commit: Annotated[
         str | None, typer.Option(help="Commit to record in the rows; default: the checkout's.")
@@ -420,21 +489,25 @@ def bench(
     table: Annotated[
         Path | None, typer.Option(help="Only print the Markdown tables of this JSON file.")
     ] = None,
-    full: Annotated[bool, typer.Option(help="Every size of the step and of top-k.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure every size of the step and of top-k.")
+    ] = False,
     launches: Annotated[
-        Path | None, typer.Option(help="JSON file: only trace when decode steps' kernels run.")
+        Path | None,
+        typer.Option(help="Only trace when the kernels of decode steps run, into this JSON file."),
     ] = None,
     host_times: Annotated[
-        Path | None, typer.Option(help="JSON file: only time eager calls on the host.")
+        Path | None, typer.Option(help="Only time eager calls on the host, into this JSON file.")
     ] = None,
     acting_as: Annotated[
         str | None,
         typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
     ] = None,
 ) -> None:
-    """Time every op beside every peer that is installed, each result checked first.
+    """Time every op beside the installed peers.
 
-    Without a GPU: sparse attention beside dense attention under a mask.
+    Each result is checked before it is timed. Without a GPU: sparse attention beside dense
+    attention under a mask.
     """
     from sparsemla_lab.bench import command
 
@@ -461,7 +534,12 @@ def bench(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "sparsemla warm-up --config deepseek-ai/DeepSeek-V3.2 --tensor-parallel-size 8",
+        "sparsemla warm-up --config ./GLM-5 --cache fp8_ds_mla --max-num-seqs 256",
+    )
+)
 def warm_up(
     config: Annotated[
         str, typer.Option(help="A model's config.json, the folder that has it, or a hub id.")
@@ -469,25 +547,31 @@ def warm_up(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="bf16 or a format's name; default: bf16, and fp8_ds_mla or (DeepSeek-V4) fp8_584."
+            metavar="FORMAT",
+            help="bf16 or a format's name; default: bf16, and fp8_ds_mla or (DeepSeek-V4) fp8_584.",
         ),
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="GPUs that share the heads.")
+        int, typer.Option(metavar="N", min=1, help="GPUs that share the heads.")
     ] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests of a step.")] = 1024,
+    max_num_seqs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most requests of a step.")
+    ] = 1024,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a step.")
+        int, typer.Option(metavar="N", min=1, help="Most tokens of a step.")
     ] = 16384,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a request; default: the model's.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most tokens of a request; default: the model's."),
     ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(min=0, help="Drafts of a decode.")] = 0,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Drafts that a decode verifies.")
+    ] = 0,
 ) -> None:
-    """Compile every kernel that an engine with these options reaches, into Triton's cache.
+    """Compile an engine's kernels into Triton's cache.
 
-    An engine that starts later finds them there: vLLM with both plugins, or for DeepSeek-V4 an
-    engine of one's own.
+    These are all that an engine with these options reaches. One that starts later finds them
+    there: vLLM with both plugins, or for DeepSeek-V4 an engine of one's own.
     """
     import torch
     from rich.progress import Progress
@@ -554,4 +638,10 @@ def read_config(model: str) -> dict[str, Any]:
     return config
 
 
-app.command()(verify)
+app.command(
+    epilog=examples(
+        "sparsemla verify --quick",
+        "sparsemla verify --op sparse_decode --op indexer_topk",
+        "sparsemla verify --quick --device cpu --as sm_90",
+    )
+)(verify)

@@ -10,6 +10,12 @@ FLOATS = ("bf16", "bfloat16", "fp16", "float16", "fp32", "float32")
 """Names of dtypes, without an import of torch."""
 
 
+INSTALL_DEMO = "python -m pip install -c constraints.txt -e '.[demo]' -e ./lab"
+"""Installs :data:`DEMO_PACKAGES` from a checkout; there is no release on PyPI."""
+
+DEMO_PACKAGES = ("huggingface_hub", "matplotlib", "safetensors", "transformers")
+
+
 def fail(message: object) -> NoReturn:
     """One line on stderr, exit code 2."""
     typer.echo(f"sparsemla: {' '.join(str(message).split())}", err=True)

@@ -86,7 +86,7 @@ def bench(
         "host_times": host_times,
     }
     given = [name for name, value in options.items() if value is not None]
-    _check_together(given, device)
+    _check_together(given, device, op)
     if table is not None:
         found = report.load(table)
         write(report.markdown(found))
@@ -108,8 +108,8 @@ def bench(
     return _measure(write, workloads, json, plot, None, commit, acting_as)
 
 
-def _check_together(given: list[str], device: str | None) -> None:
-    """Refuse options that would not count."""
+def _check_together(given: list[str], device: str | None, op: str | None) -> None:
+    """Refuse options that would not count, and an op that is not measured."""
     mode = next((name for name in ("table", "launches", "host_times") if name in given), None)
     if mode is not None:
         if others := [name for name in given if name not in (mode, *WITH[mode])]:
@@ -117,6 +117,8 @@ def _check_together(given: list[str], device: str | None) -> None:
         return
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if op is not None:
+        select_workloads(op)  # refuses an op that does not exist, on any machine
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError(f"device must be cpu on this machine, got 'cuda': {missing_gpu()}")
