@@ -171,8 +171,8 @@ def test_the_summary_has_both_contexts(report):
     text = demo.summary(some)
     assert f"of {report.asked[256]} values" in text
     assert f"{report.loss[demo.OURS_FP8]:.3f} over 128 bytes" in text
-    assert "after 256 bytes 3.0 ms a layer, slower than the 2.0 ms of all rows" in text
-    assert "after 512 bytes 4.0 ms a layer, faster than the 5.0 ms of all rows" in text
+    assert "3.0 ms a layer after 256 bytes, slower than all rows (2.0 ms)" in text
+    assert "4.0 ms a layer after 512 bytes, faster than all rows (5.0 ms)" in text
     assert "after 64" not in text
 
 

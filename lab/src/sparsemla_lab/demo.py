@@ -649,8 +649,8 @@ def summary(report: Report) -> str:
     longest = max(report.recall)
     recall, loss = report.recall[longest], report.loss
     times = [
-        f"after {context} bytes {ours:.1f} ms a layer, {'faster' if ours < dense else 'slower'} "
-        f"than the {dense:.1f} ms of all rows"
+        f"{ours:.1f} ms a layer after {context} bytes, "
+        f"{'faster' if ours < dense else 'slower'} than all rows ({dense:.1f} ms)"
         for context, (ours, dense) in report.milliseconds.items()
         if context in (longest, max(report.milliseconds))
     ]

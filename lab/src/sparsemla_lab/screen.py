@@ -16,13 +16,13 @@ from rich.text import Text
 class Screen:
     """Lines of results on stdout, and how far the work is.
 
-    A terminal shows a bar with the time left below the lines. Without one, each step is a plain
-    line on stderr.
+    A terminal shows a bar with the time left below the lines. Without one, or on a dumb one, each
+    step is a plain line on stderr.
     """
 
     def __init__(self) -> None:
         self._out, self._errors = Console(highlight=False), Console(stderr=True, highlight=False)
-        terminals = [each for each in (self._out, self._errors) if each.is_terminal]
+        terminals = [each for each in (self._out, self._errors) if each.is_interactive]
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
