@@ -199,6 +199,22 @@ def test_a_chat(chatting, monkeypatch):
     assert talk.stderr.count("tokens/s") == 2
 
 
+def test_an_interrupted_text_ends_its_line(checkpoint, monkeypatch):
+    decoder = generate.ByteTokenizer().decoder()
+
+    def decode(token: int) -> str:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(token)
+        return decoder(token)
+
+    seen: list[int] = []
+    monkeypatch.setattr(generate.ByteTokenizer, "decoder", lambda self: decode)
+    result = run("--model", checkpoint, "--prompt", PROMPT)
+    assert result.exit_code == 130
+    assert result.stdout == bytes(seen).decode(errors="replace") + "\n"
+
+
 def test_a_terminal_without_a_prompt(checkpoint, monkeypatch):
     type_in(monkeypatch, b"text")
     assert_fails(run("--model", checkpoint), "or a text on stdin, got neither")

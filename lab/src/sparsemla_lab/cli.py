@@ -319,6 +319,9 @@ def generate(
             typer.echo(str(stats), err=True)
     except CheckpointError as error:
         fail(f"{error}{_meant(model, 'demo')}")
+    except KeyboardInterrupt:
+        typer.echo()  # the text so far has no newline
+        raise typer.Exit(130) from None
 
 
 def _prompts(prompt: str | None, file: Path | None, chat: bool) -> Iterable[bytes]:

@@ -20,6 +20,7 @@ from sparsemla_lab.bench.run import Outcome, Stamp, run_all, select_workloads, w
 from sparsemla_lab.bench.timing import Timer
 from sparsemla_lab.bench.training import crossing_lines
 from sparsemla_lab.bench.workloads import Workload
+from sparsemla_lab.options import INSTALL_DEMO
 
 WITH = {"table": ("plot",), "launches": ("plot", "peers"), "host_times": ("commit", "peers")}
 """Options that count beside one that measures nothing, or something else."""
@@ -71,7 +72,9 @@ def bench(
         ValueError: arguments that do not go together, or an op that is not measured.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot needs matplotlib, which is not installed")
+        raise ValueError(
+            f"plot needs matplotlib, which is not installed; in the checkout: {INSTALL_DEMO}"
+        )
     options = {
         "op": op,
         "case": case,
