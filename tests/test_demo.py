@@ -208,8 +208,20 @@ def test_a_table_is_as_wide_as_its_heads():
     assert lines == ["of", "text    values", "--------------", "a           12"]
 
 
+def test_a_dumb_terminal_has_lines(monkeypatch):
+    """It cannot move the cursor, so a bar would be seen at the end only."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with captured() as lines, Screen() as screen:
+        screen.begin({"reading": 1.0, "writing": 2.0})
+        with screen.step("reading"):
+            pass
+    assert "[1/2] reading\n" in lines.getvalue()
+
+
 def test_a_terminal_has_a_bar(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     with captured() as lines, Screen() as screen:
         screen.begin({"reading": 1.0, "writing": 2.0})
