@@ -16,7 +16,7 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from sparsemla_lab import corpus, demo, demo_v4
+from sparsemla_lab import corpus, demo, demo_v4, picture
 from sparsemla_lab.generate import load_checkpoint
 from sparsemla_lab.picture import draw_contexts, draw_curve, draw_question
 from sparsemla_lab.screen import Screen, Table
@@ -247,6 +247,30 @@ def test_picture_is_a_png(report, tmp_path):
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert data.endswith(b"IEND\xaeB`\x82")
     assert len(data) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("selected", "verdict"),
+    [
+        ([[0, 9], [1, 2]], "No layer selects the item <abCD>"),
+        ([[0, 6], [1, 2]], "Layer 0 finds the item <abCD>: rank 3 of 12 bytes"),
+        ([[0, 6], [1, 4]], "Layer 1 finds the item <abCD>: rank 2 of 12 bytes; .* in layer 0, too"),
+    ],
+)
+def test_the_title_names_the_layer_that_found_the_item(selected, verdict):
+    """The layer that ranks a byte of the item best, among those that selected one."""
+    first, second = torch.zeros(12), torch.zeros(12)
+    first[[0, 9, 6]] = torch.tensor([3.0, 2.0, 1.0])
+    second[[1, 4, 2]] = torch.tensor([3.0, 2.0, 1.0])
+    question = demo.Question(
+        text=b"..\n<abCD><ab",
+        item=3,
+        selected=list(map(torch.tensor, selected)),
+        scores=[first, second],
+        answer="CD",
+        found="CD",
+    )
+    assert re.fullmatch(verdict, picture._verdict(question, range(3, 9)))
 
 
 def test_the_model_in_the_package_recalls():

@@ -212,7 +212,7 @@ def _show_v4(picture: Path, seed: int, device: str, screen: Screen) -> None:
     epilog=examples(
         'sparsemla generate --model demo --prompt "def main(args):"',
         "cat start.py | sparsemla generate --model demo --temperature 0.8 --seed 7",
-        "sparsemla generate --model zai-org/GLM-5 --device auto --chat",
+        "sparsemla generate --model ./GLM-5 --device auto --chat",
     )
 )
 def generate(
