@@ -327,6 +327,8 @@ def test_the_pages_of_v4(shown_v4, tmp_path):
     assert re.search(r"^96 +96 +120 +24 +96 +96( +[\d.]+){4}$", text, re.MULTILINE)
     assert re.search(r"^4096 +128 +640 +1024 +160 +4096( +[\d.]+){4}$", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 80
+    for heads, widest in ((demo_v4.HEADS_OF_ROWS, "65536"), (demo_v4.HEADS_OF_TIMES, "999.99")):
+        assert all(max(map(len, head.split("\n"))) >= len(widest) for head in heads)
     assert "3 of 3 greedy tokens" in text.replace("\n", " ")
     draw_contexts(tmp_path / "contexts.png", report)
     assert (tmp_path / "contexts.png").read_bytes().startswith(b"\x89PNG")
