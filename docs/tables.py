@@ -21,19 +21,23 @@ COMMANDS = "<!-- commands -->"
 
 
 def commands() -> str:
-    """A section for each subcommand: its purpose, arguments, options and their defaults."""
+    """A section for each subcommand: its purpose, options, their defaults, and examples."""
     sections = []
     for name, command in typer.main.get_command(app).commands.items():
         lines = [f"## sparsemla {name}", "", " ".join((command.help or "").split())]
         rows = []
         for parameter in command.params:
             names = ", ".join(f"`{each}`" for each in parameter.opts)
+            if parameter.metavar:
+                names += f" `{parameter.metavar}`".replace("|", "\\|")
             default = "" if parameter.default in (None, False, 0) else f"`{parameter.default}`"
             default = "required" if parameter.required else default
             meaning = html.escape(" ".join((parameter.help or "").split()), quote=False)
             rows.append(f"| {names} | {default} | {meaning} |")
         if rows:
             lines += ["", "| option | default | meaning |", "|---|---|---|", *rows]
+        calls = (command.epilog or "").splitlines()[2:]
+        lines += ["", "```bash", *(call.strip() for call in calls), "```"]
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import sparsemla
 from sparsemla_lab.cli import app
+from sparsemla_lab.options import INSTALL_DEMO
 from sparsemla_lab.typical import TYPICAL, function_of, typical_call
 
 CHECKPOINT_BLOCK = 128
@@ -114,12 +117,67 @@ def test_help_does_not_wait_for_torch(arguments):
     assert done.stderr == "loaded:\n"
 
 
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "doctor", "explain", "verify", "bench", "warm-up"]
+)
+def test_help_of_a_command(command, monkeypatch):
+    """A purpose that the list of commands shows whole, nothing cut off, and examples that parse."""
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    listed = next(
+        line for line in run("--help").output.splitlines() if line.startswith(f"  {command} ")
+    )
+    purpose = listed.split(maxsplit=1)[1]
+    assert purpose.endswith(".")
+    assert not purpose.endswith("...")
+    assert purpose.split()[0] in {"Show", "Continue", "Check", "Name", "Time", "Compile"}
+    for mark in ("\N{HORIZONTAL ELLIPSIS}", "<list", "range>"):
+        assert mark not in result.output
+    examples = result.output.partition("Examples:")[2].split("\n  ")[1:]
+    assert examples
+    parsed = typer.main.get_command(app).commands[command]
+    for example in examples:
+        words = shlex.split(example.rpartition("|")[2])
+        assert words[:2] == ["sparsemla", command]
+        assert parsed.make_context(command, words[2:]).params is not None
+
+
+def test_a_tier_that_fails_is_the_verdict():
+    from sparsemla_lab.doctor import TierRow, next_lines
+
+    works = TierRow("cpu", "cpu", 29, None, "works: it is near")
+    refused = TierRow("cpu", "sm90", 0, "needs a GPU", "needs a GPU")
+    fails = TierRow("cuda", "triton", 29, None, "fails: RuntimeError: no")
+    on_gpu = TierRow("cuda", "triton", 29, None, "works: it is near")
+    assert next_lines([works, refused])[0].startswith("All is well on the CPU")
+    assert "GPU" in next_lines([works, on_gpu])[0]
+    assert "check every op on this GPU: sparsemla verify --quick" in str(next_lines([on_gpu]))
+    (line,) = next_lines([works, fails])
+    assert line.startswith("Not well: triton on cuda.")
+
+
+def test_doctor_names_the_install_command(monkeypatch):
+    from sparsemla_lab import doctor
+
+    assert "sparsemla demo" in doctor.next_lines([])[2]
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name: name != "matplotlib" or None
+    )
+    assert (
+        f"add transformers, for sparsemla demo and generate: {INSTALL_DEMO}"
+        in doctor.next_lines([])[2]
+    )
+
+
 def test_doctor():
     result = run("doctor")
     assert result.exit_code == 0
     for part in ("torch", torch.__version__, "vllm", "sglang", "reference", "works", "proof"):
         assert part in result.output
     assert "fails" not in result.output
+    assert "All is well" in result.output
+    assert "\nNext:\n" in result.output
 
 
 def explained(result: Any) -> str:
@@ -204,9 +262,12 @@ def test_explain_shows_untested_gpus():
     ("arguments", "parts"),
     [
         (["nothing"], ["op must be one of", "sparse_decode", "decode_branch", "'nothing'"]),
+        (["sparse_decod"], ["op must be one of", "did you mean sparse_decode?"]),
         (["sparse_decode", "--cache-format", "fp7"], ["format name", "'fp7'"]),
+        (["sparse_decode", "--cache-format", "fp8_ds_mal"], ["did you mean fp8_ds_mla?"]),
         (["sparse_decode", "--dtype", "int3"], ["dtype must be one of", "'int3'"]),
-        (["sparse_decode", "--device", "tpu"], ["device must be cpu or cuda", "'tpu'"]),
+        (["sparse_decode", "--dtype", "pf16"], ["'pf16', did you mean fp16?"]),
+        (["sparse_decode", "--device", "tpu"], ["--device must be one of cpu, cuda", "'tpu'"]),
         (["sparse_decode", "--device", "cuda", "--capability", "new"], ["capability", "'new'"]),
         (["sparse_decode", "--device", "cuda", "--capability", "gfx1"], ["gfx942", "'gfx1'"]),
         (["sparse_decode", "--capability", "9.0"], ["capability", "cpu"]),
@@ -225,9 +286,43 @@ def test_demo(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run_demo", quick)
     result = run("demo", "--out", tmp_path / "out", "--tokens", 128)
     assert result.exit_code == 0, result.output
-    for part in ("|", "selected, FP8 cache", "random rows", "With 16 of up to 128 rows"):
+    for part in ("|", "16 selected, FP8 cache", "last 16 rows", "With 16 of up to 128 rows"):
         assert part in result.output
+    assert f"for the last question: {tmp_path / 'out' / 'question.png'}" in result.stdout
     assert (tmp_path / "out" / "question.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_with_numbers_of_rows(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from sparsemla_lab import demo
+
+    monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
+    out = tmp_path / "out"
+    result = run("demo", "--out", out, "--tokens", 128, "--topk", "8,2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.index("\n2  ") < result.stdout.index("\n8  ")
+    assert (out / "topk.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "question.png").exists()
+    assert_fails(run("demo", "--out", out, "--topk", "few"), "--topk must be numbers of rows")
+    result = run("demo", "--out", out, "--topk", "8", "--model", "v4")
+    assert_fails(result, "--topk is for trained models")
+
+
+def test_an_interrupted_demo_keeps_what_is_there(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from sparsemla_lab import demo
+
+    monkeypatch.setattr(demo, "shipped_model", lambda: checkpoint)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_show_loss", interrupted)
+    result = run("demo", "--out", tmp_path, "--tokens", 128)
+    assert result.exit_code == 130
+    assert "\n128  " in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("sparsemla: interrupted; the lines above")
+    assert (tmp_path / "question.png").read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
 def test_demo_of_v4(tmp_path, monkeypatch):
@@ -238,13 +333,15 @@ def test_demo_of_v4(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_v4, "run_demo", quick)
     result = run("demo", "--model", "v4", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for part in ("entries of 4, selected", "index keys scored", "built, not trained"):
+    for part in ("entries of 4, selected", "scores index keys", "built, not trained"):
         assert part in result.output
     assert (tmp_path / "out" / "contexts.png").read_bytes().startswith(b"\x89PNG")
     result = run("demo", "--model", "v4", "--tokens", 256, "--out", tmp_path / "out")
     assert_fails(result, "--tokens is for trained models")
-    assert_fails(run("demo", "--model", "v4", "--device", "tpu"), "--device must be cpu, or cuda")
+    assert_fails(run("demo", "--model", "v4", "--device", "tpu"), "--device must be one of cpu, c")
     assert_fails(run("demo", "--device", "cuda"), "--device must be cpu for a trained model")
+    misspelt = run("demo", "--model", "v5", "--out", tmp_path / "out")
+    assert_fails(misspelt, "is not a model directory", "did you mean --model v4?")
 
 
 def test_demo_without_a_model(tmp_path):
@@ -521,9 +618,10 @@ def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for module in ("_lab.demo", "_lab.generate", ".backends.transformers"):
         monkeypatch.delitem(sys.modules, f"sparsemla{module}", raising=False)
-    assert_fails(run("demo"), "transformers is not installed", "pip install 'sparsemla[demo]'")
+    install = "in the checkout: python -m pip install -c constraints.txt -e '.[demo]' -e ./lab"
+    assert_fails(run("demo"), "transformers is not installed", install)
     result = run("generate", "--model", ".", "--prompt-file", __file__)
-    assert_fails(result, "pip install 'sparsemla[demo]'")
+    assert_fails(result, install)
 
 
 ONE_LONG_CALL = """
@@ -592,8 +690,10 @@ def test_without_its_package_the_command_line_says_how_to_install_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    line = "sparsemla: the command line is not installed: pip install 'sparsemla[lab]'\n"
-    assert done.stderr == line
+    assert done.stderr == (
+        "sparsemla: the command line is not installed; in a checkout of sparsemla: "
+        "python -m pip install -c constraints.txt -e . -e ./lab\n"
+    )
 
 
 def test_output_that_nobody_reads(tmp_path):
@@ -733,8 +833,11 @@ def test_functions_say_that_torch_has_no_cuda(device):
         (("explain", ""), "op must be one of"),
         (("verify", "--jobs", 0), "--jobs"),
         (("verify", "--beside", -1), "--beside"),
-        (("verify", "--device", ""), "device must be cpu or cuda, got ''"),
-        (("bench", "--device", ""), "device must be cpu or cuda, got ''"),
+        (("verify", "--device", ""), "--device must be one of cpu, cuda; got ''"),
+        (("bench", "--device", ""), "--device must be one of cpu, cuda; got ''"),
+        (("bench", "--op", "sparse_decod"), "did you mean sparse_decode?"),
+        (("verify", "--op", "index_topk"), "did you mean indexer_topk?"),
+        (("doctr",), "Did you mean 'doctor'?"),
         (("warm-up", "--config", ".", "--max-num-seqs", 0), "--max-num-seqs"),
         (("warm-up", "--config", ".", "--num-speculative-tokens", -1), "--num-speculative-tokens"),
         (("warm-up",), "--config"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from sparsemla_lab import generate
+from sparsemla_lab import cli, generate
 from sparsemla_lab.cli import app
+from sparsemla_lab.options import FLOATS
 from sparsemla_lab.testing.models import copying_model
 from sparsemla_lab.testing.models_v4 import compressed_copying_model
 
@@ -30,9 +33,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*arguments: object) -> Any:
+def run(*arguments: object, stdin: Any = None) -> Any:
     arguments = ("generate", "--max-new-tokens", 4, "--dtype", "float32", *arguments)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
 def assert_fails(result: Any, *parts: str) -> None:
@@ -51,6 +54,172 @@ def test_a_prompt_on_the_command_line(checkpoint, tmp_path):
     assert of_option.stdout.strip()
 
 
+def test_a_prompt_from_a_pipe(checkpoint):
+    """As it is, with bytes that are no UTF-8 and the last newline."""
+    result = run("--model", checkpoint, stdin=PROMPT.encode())
+    assert result.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate.ByteTokenizer, "encode", lambda self, text: seen.append(text) or [7])
+        assert run("--model", checkpoint, stdin=b"d\xe9j\xe0\n").exit_code == 0
+    assert seen == [b"d\xe9j\xe0\n"]
+
+
+def test_the_model_in_the_package():
+    result = run("--model", "demo", "--prompt", "import numpy as ")
+    assert result.exit_code == 0, result.output
+    assert "decode: 4 tokens" in result.stderr
+    misspelt = run("--model", "dmeo", "--prompt", "a")
+    assert_fails(misspelt, "dmeo is not a model directory", "did you mean --model demo?")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16"])
+def test_names_of_dtypes(checkpoint, dtype):
+    result = run("--model", checkpoint, "--prompt", PROMPT, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert set(FLOATS) == set(generate.DTYPES)
+    wrong = run("--model", checkpoint, "--prompt", PROMPT, "--dtype", "bf61")
+    assert_fails(wrong, "--dtype must be one of bf16, ", "got 'bf61', did you mean bf16?")
+
+
+def sampled(checkpoint: Path, *arguments: object) -> str:
+    result = run("--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "; seed " in result.stderr
+    return result.stdout
+
+
+def test_sampled_text(checkpoint, monkeypatch):
+    hot = "--temperature", 40
+    state = torch.random.get_rng_state()
+    text = sampled(checkpoint, *hot, "--seed", 5)
+    assert sampled(checkpoint, *hot, "--seed", 5) == text
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert sampled(checkpoint, *hot, "--seed", 6) != text
+    monkeypatch.setattr(cli.secrets, "randbelow", lambda high: 5)
+    assert sampled(checkpoint, *hot) == text
+
+
+def test_sampling_draws_as_transformers_does(checkpoint):
+    loaded = generate.load_checkpoint(checkpoint, **OPTIONS)
+    ids = torch.tensor([list(PROMPT.encode())])
+    torch.manual_seed(5)
+    options = {"do_sample": True, "temperature": 40.0, "top_p": 0.9, "top_k": 9}
+    expected = loaded.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **options
+    )[0, ids.shape[1] :]
+    text = sampled(checkpoint, "--temperature", 40, "--top-p", 0.9, "--top-k", 9, "--seed", 5)
+    assert text == bytes(expected.tolist()).decode(errors="replace") + "\n"
+
+
+def test_sampling_without_a_choice_is_greedy(checkpoint):
+    greedy = run("--model", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24)
+    assert "seed" not in greedy.stderr
+    assert sampled(checkpoint, "--top-k", 1) == greedy.stdout
+    assert sampled(checkpoint, "--top-p", 1e-6) == greedy.stdout
+    zero = run("--model", checkpoint, "--prompt", PROMPT, "--temperature", 0)
+    assert zero.stdout == run("--model", checkpoint, "--prompt", PROMPT).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--temperature", -1), "temperature must be greater than 0, got -1"),
+        (("--temperature", "nan"), "temperature must be finite"),
+        (("--top-p", 0), "top_p must be greater than 0, got 0"),
+        (("--top-p", 1.5), "top_p must be at most 1, got 1.5"),
+        (("--seed", 3), "--seed must be given with a --temperature above 0"),
+        (("--temperature", 0, "--top-p", 1, "--top-k", 1), "--top-p and --top-k must be given"),
+        (("--system", "Be brief."), "--system needs --chat"),
+        (("--chat",), "has no chat template: leave out --chat"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(checkpoint, arguments, message):
+    assert_fails(run("--model", checkpoint, "--prompt", PROMPT, *arguments), message)
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of bytes with a tokenizer and a chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("chatting")
+    for file in checkpoint.iterdir():
+        (path / file.name).symlink_to(file)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, [])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+class Terminal(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    stdin = io.TextIOWrapper(Terminal(text))
+    monkeypatch.setattr(cli, "sys", types.SimpleNamespace(stdin=stdin))
+
+
+def test_a_chat(chatting, monkeypatch):
+    """The prompt stands in the template, and a terminal's chat goes on with its answers."""
+    text = "[system]Be brief.[user]Who lights it?[assistant]"
+    one = run("--model", chatting, "--prompt", text)
+    options = "--model", chatting, "--chat", "--system", "Be brief."
+    assert run(*options, "--prompt", "Who lights it?").stdout == one.stdout
+    assert run(*options, stdin=b"Who lights it?\n").stdout == one.stdout
+    seen = []
+    encode = generate.CheckpointTokenizer.encode_chat
+
+    def record(self, messages):
+        seen.append([(each["role"], each["content"]) for each in messages])
+        return encode(self, messages)
+
+    monkeypatch.setattr(generate.CheckpointTokenizer, "encode_chat", record)
+    type_in(monkeypatch, b"Who lights it?\n\nWhen?\n")
+    talk = run(*options)
+    assert talk.exit_code == 0, talk.output
+    answer = one.stdout[:-1]
+    first = [("system", "Be brief."), ("user", "Who lights it?")]
+    assert seen == [first, [*first, ("assistant", answer), ("user", "When?")]]
+    assert talk.stdout.startswith(one.stdout)
+    assert talk.stderr.count("> ") == 4
+    assert talk.stderr.count("tokens/s") == 2
+
+
+def test_an_interrupted_text_ends_its_line(checkpoint, monkeypatch):
+    decoder = generate.ByteTokenizer().decoder()
+
+    def decode(token: int) -> str:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(token)
+        return decoder(token)
+
+    seen: list[int] = []
+    monkeypatch.setattr(generate.ByteTokenizer, "decoder", lambda self: decode)
+    result = run("--model", checkpoint, "--prompt", PROMPT)
+    assert result.exit_code == 130
+    assert result.stdout == bytes(seen).decode(errors="replace") + "\n"
+
+
+def test_a_terminal_without_a_prompt(checkpoint, monkeypatch):
+    type_in(monkeypatch, b"text")
+    assert_fails(run("--model", checkpoint), "or a text on stdin, got neither")
+
+
 def test_a_deepseek_v4_checkpoint(tmp_path):
     model = compressed_copying_model()
     model.save_pretrained(tmp_path)
@@ -65,7 +234,7 @@ def test_a_deepseek_v4_checkpoint(tmp_path):
 
 
 def test_exactly_one_prompt_is_required(checkpoint):
-    expected = "--prompt or --prompt-file must be given, got neither"
+    expected = "--prompt or --prompt-file must be given, or a text on stdin, got neither"
     assert_fails(run("--model", checkpoint), expected)
     both = run("--model", checkpoint, "--prompt", "a", "--prompt-file", __file__)
     assert_fails(both, "--prompt and --prompt-file exclude each other, got both")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.state import Table, outside_autocast
-from sparsemla.validation import check_device, check_integer, check_kind
+from sparsemla.validation import check_device, check_integer, check_kind, not_one_of
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
@@ -618,7 +618,7 @@ def _named(name: str) -> CacheFormat:
     if match := re.fullmatch(r"e4m3_(\d+)v(\d+)b(\d+)", name):
         return e4m3_format(int(match[1]), int(match[2]), int(match[3]))
     known = [*_FIXED, "bf16_<head_dim>v<value_dim>", "e4m3_<head_dim>v<value_dim>b<scale_block>"]
-    raise ValueError(f"format name must be one of {', '.join(known)}; got {name!r}")
+    raise not_one_of("format name", known, name)
 
 
 def as_format(argument: str, value: CacheFormat | str) -> CacheFormat:

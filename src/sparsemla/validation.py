@@ -7,6 +7,8 @@ value.
 from __future__ import annotations
 
 import contextlib
+import difflib
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -24,6 +26,18 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that an argument is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def not_one_of(name: str, known: Iterable[str], value: object) -> ValueError:
+    """The error for a value that is none of a few, with the closest of them.
+
+    >>> not_one_of("op", ["to_slots", "merge_topk"], "to_slot")
+    ValueError("op must be one of to_slots, merge_topk; got 'to_slot', did you mean to_slots?")
+    """
+    names = [*known]
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)
+    hint = f", did you mean {close[0]}?" if close else ""
+    return ValueError(f"{name} must be one of {', '.join(names)}; got {value!r}{hint}")
 
 
 def check_integer(name: str, value: object, low: int = 0, high: int = LIMIT) -> None:

@@ -2,9 +2,10 @@
 
 The model in the package is a small DeepSeek-V3.2 that ``examples/train_dsa.py`` trained on Python
 sources and on recall; its tokens are bytes. Everything that it reads here it has never seen. It
-runs in transformers, with the same weights and four kinds of attention: transformers' own to all
+runs in transformers, with the same weights and five kinds of attention: transformers' own to all
 rows, this package's to the rows that the indexer selects, over two caches, and transformers' own to
-random rows. The last one is the control: a selection must matter to be worth anything.
+the last rows and to random ones. These two are the controls: a selection must matter to be worth
+anything.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import torch
-from rich import box
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from sparsemla.backends.transformers import PagedAttention, enable
+from sparsemla.backends.transformers import BatchCache, PagedAttention, enable
 from sparsemla.cache import PagedCache
 from sparsemla.formats import BF16_576, FP8_DS_MLA, INDEX_FP8
 from sparsemla.ops.decode import sparse_decode
@@ -44,12 +42,17 @@ from sparsemla_lab.corpus import (
     windows,
 )
 from sparsemla_lab.generate import ByteTokenizer, Checkpoint, generate_text, load_checkpoint
+from sparsemla_lab.screen import Screen, Table
 
-DENSE = "all rows"
+DENSE = "all rows, MLA bf16"
 OURS = "selected, bf16 cache"
 OURS_FP8 = "selected, FP8 cache"
+LAST = "last rows"
 RANDOM = "random rows"
-MODES = (DENSE, OURS, OURS_FP8, RANDOM)
+MODES = (DENSE, OURS, OURS_FP8, LAST, RANDOM)
+
+RECALLING = (DENSE, OURS_FP8, LAST, RANDOM)
+"""Those that must recall: the two caches select the same rows, almost always."""
 
 LETTERS = 2
 """Letters of a key of recall, and of a value."""
@@ -92,33 +95,103 @@ class Question:
     found: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """The demo's results.
+    """The demo's results, as far as it got.
 
     Args:
         num_weights: of the model.
         topk: rows that a byte selects.
-        prompt, continuation: the end of a text, and how the model goes on, over the FP8 cache.
+        asked: for each context, how many values a text asks for.
+        recall: for each context and kind of attention, the share of recalled values.
+        question: the last question of the longest text.
+        loss_bytes: how many bytes the loss is over.
         loss: for each kind of attention, nats a byte of held-out text.
-        recall: for each kind of attention but the bfloat16 cache, and each context, the share of
-            recalled values.
+        row_bytes: for all rows and for the two caches, the bytes of a token's row in one layer and
+            of its index key; ``head_bytes`` those of all heads' keys and values in bfloat16.
+        prompt, continuation: the end of a text, and how the model goes on, over the FP8 cache.
         milliseconds: for each context, of one layer's attention of a decoded byte: selection and
             sparse attention over FP8 caches, and dense attention by torch.
-        cache_bytes: bytes of a token in one layer: of all heads' keys and values in bfloat16, and
-            of the two caches here.
-        question: the last question of the longest text.
     """
 
     num_weights: int
     topk: int
-    prompt: str
-    continuation: str
-    loss: dict[str, float]
-    recall: dict[str, dict[int, float]]
-    milliseconds: dict[int, tuple[float, float]]
-    cache_bytes: dict[str, float]
-    question: Question
+    asked: dict[int, int]
+    loss_bytes: int
+    head_bytes: int
+    recall: dict[int, dict[str, float]] = field(default_factory=dict)
+    question: Question | None = None
+    loss: dict[str, float] = field(default_factory=dict)
+    row_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    prompt: str = ""
+    continuation: str = ""
+    milliseconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a number of selected rows costs.
+
+    Args:
+        context: bytes of the text with recall.
+        num_values: how many values it asks for.
+        loss_bytes: how many bytes the loss is over.
+        points: for each number of rows and kind of attention, recall and loss, in nats a byte.
+    """
+
+    context: int
+    num_values: int
+    loss_bytes: int
+    points: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+
+class _Texts:
+    """The model and what it reads.
+
+    Args:
+        directory: a DeepSeek-V3.2 checkpoint whose tokens are bytes.
+        context: bytes of the longest text.
+        seed: draws the items of recall.
+    """
+
+    def __init__(self, directory: Path, context: int, seed: int) -> None:
+        checkpoint = load_checkpoint(directory, cache_format="bf16", dtype="float32")
+        checkpoint.attention.disable()
+        self.model, self.config = checkpoint.model, cast(Any, checkpoint.model.config)
+        text = as_bytes(held_out_text())
+        self.plain = windows(text, PIECES, context // 2 + 1, None)[1:2].long()
+        self.items = {length: _recall(text, length, seed) for length in _contexts(context)}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def loss_bytes(self) -> int:
+        return self.plain.shape[1] - 1
+
+    def loss(self, mode: str, advance: Callable[[float], None]) -> tuple[float, BatchCache | None]:
+        """Nats a byte of plain text, and the cache of this package's attention."""
+        with (
+            _attention(self.model, mode, self.generator) as handle,
+            _inputs(self.model, advance),
+        ):
+            logits = _read(self.model, self.plain[:, :-1])
+            cache = None if handle is None else cast(BatchCache, handle.cache)
+            return functional.cross_entropy(logits, self.plain[0, 1:]).item(), cache
+
+    def recall(
+        self, length: int, mode: str, advance: Callable[[float], None]
+    ) -> tuple[float, Question | None]:
+        """The share of recalled values; and the last question, if this package selected rows."""
+        batch = self.items[length]
+        with (
+            _attention(self.model, mode, self.generator) as handle,
+            _inputs(self.model, advance) as inputs,
+        ):
+            logits = _read(self.model, batch.tokens)
+            question = None
+            if handle is not None:
+                picked = handle.selections[-1]
+                question = _question(self.model, batch, logits, picked, inputs)
+        return _recalled(logits, batch), question
 
 
 def run_demo(
@@ -128,9 +201,11 @@ def run_demo(
     timed: tuple[int, ...] = TIMED,
     new_bytes: int = NEW_BYTES,
     seed: int = 0,
-    progress: Progress,
+    screen: Screen,
+    picture: Path,
+    draw: Callable[[Path, Question], object],
 ) -> Report:
-    """Read texts with each kind of attention.
+    """Read texts with each kind of attention, and show each result when it is there.
 
     Args:
         directory: a DeepSeek-V3.2 checkpoint whose tokens are bytes.
@@ -139,63 +214,225 @@ def run_demo(
         timed: contexts at which attention is timed.
         new_bytes: bytes to continue a text with.
         seed: draws the items of recall.
-        progress: shows the progress bars.
+        screen: shows the results.
+        picture: file of the picture.
+        draw: draws a question; called after each text, the longest last.
 
     Raises:
         CheckpointError: the checkpoint is unusable.
     """
-    checkpoint = load_checkpoint(directory, cache_format="bf16", dtype="float32")
-    checkpoint.attention.disable()
-    model, config = checkpoint.model, cast(Any, checkpoint.model.config)
-    text = as_bytes(held_out_text())
-    plain = windows(text, PIECES, context // 2 + 1, None)[1:2].long()
-    asked = {length: _recall(text, length, seed) for length in _contexts(context)}
-
-    loss: dict[str, float] = {}
-    recall: dict[str, dict[int, float]] = {}
-    heads, dims = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
-    cache_bytes = {DENSE: 2.0 * heads * dims}
-    questions = []
-    numbers = torch.Generator().manual_seed(seed)
-    task = progress.add_task("reading", total=len(MODES) + (len(MODES) - 1) * len(asked))
-    for mode in MODES:
-        with _attention(model, mode, numbers) as handle, _inputs(model) as inputs:
-            logits = _read(model, plain[:, :-1])
-            loss[mode] = functional.cross_entropy(logits, plain[0, 1:]).item()
-            progress.advance(task)
-            if handle is not None and handle.cache is not None:
-                cache_bytes[mode] = handle.cache.bytes_per_token / len(_layers(model))
-            if mode == OURS:
-                continue
-            recall[mode] = {}
-            for length, batch in asked.items():
-                logits = _read(model, batch.tokens)
-                recall[mode][length] = _recalled(logits, batch)
-                progress.advance(task)
-            if handle is not None:
-                picked = handle.selections[-1]
-                questions.append(_question(model, asked[context], logits, picked, inputs))
-
-    task = progress.add_task("writing", total=new_bytes)
-    prompt = bytes(plain[0, :-1].tolist())[-PROMPT_BYTES:]
-    continuation = _continue(model, prompt, new_bytes, lambda: progress.advance(task))
-
-    milliseconds = {}
-    task = progress.add_task("timing", total=len(timed))
-    for length in timed:
-        milliseconds[length] = _time_attention(config, length)
-        progress.advance(task)
-    return Report(
-        num_weights=sum(p.numel() for p in model.parameters()),
+    texts = _Texts(directory, context, seed)
+    config = texts.config
+    report = Report(
+        num_weights=sum(p.numel() for p in texts.model.parameters()),
         topk=config.index_topk,
-        prompt=prompt.decode(errors="replace"),
-        continuation=continuation,
-        loss=loss,
-        recall=recall,
-        milliseconds=milliseconds,
-        cache_bytes=cache_bytes,
-        question=questions[0],
+        asked={length: _num_values(batch) for length, batch in texts.items.items()},
+        loss_bytes=texts.loss_bytes,
+        head_bytes=2 * config.num_attention_heads * (config.qk_head_dim + config.v_head_dim),
     )
+    costs: dict[str, float] = {}
+    for length in texts.items:
+        costs |= {_reading(length, mode): _cost(length) for mode in RECALLING}
+        costs[_drawing(length)] = 1.5
+    costs |= {_reading(texts.loss_bytes, mode, "loss"): _cost(texts.loss_bytes) for mode in MODES}
+    costs[WRITING] = new_bytes / 80
+    costs |= {_timing(length): length / 8192 for length in timed}
+    screen.begin(costs)
+    screen.print(
+        f"A trained DeepSeek-V3.2 of {report.num_weights / 1e6:.1f} million weights, whose tokens "
+        f"are bytes, reads texts that it has never seen. Each byte attends to all rows before it, "
+        f"or to {report.topk} of them in each layer."
+    )
+    _show_recall(texts, report, screen, picture, draw)
+    _show_loss(texts, report, screen)
+    _show_writing(texts, report, screen, new_bytes)
+    _show_times(texts, report, screen, timed)
+    screen.print(f"\n{summary(report)}")
+    return report
+
+
+def _show_recall(
+    texts: _Texts,
+    report: Report,
+    screen: Screen,
+    picture: Path,
+    draw: Callable[[Path, Question], object],
+) -> None:
+    screen.print("\n1. Does it find a row that it needs?", style="bold")
+    screen.print(
+        "Items <abCD> are hidden in Python sources. At its end a text gives each key ab again, and "
+        "the model must say CD. Recall: the share of values with both letters right."
+    )
+    screen.line(f"What each layer selects for the last question: {picture}")
+    names = _named(report.topk)
+    heads = [names[mode].replace(", ", ",\n") for mode in RECALLING]
+    table = Table(screen.line, ["bytes\nof text", "values\nasked", *heads])
+    for length in texts.items:
+        report.recall[length] = {}
+        for mode in RECALLING:
+            with screen.step(_reading(length, mode)) as advance:
+                report.recall[length][mode], question = texts.recall(length, mode, advance)
+                report.question = question or report.question
+        shares = (f"{share:.0%}" for share in report.recall[length].values())
+        table.row(length, report.asked[length], *shares)
+        with screen.step(_drawing(length)):
+            draw(picture, cast(Question, report.question))
+
+
+def _show_loss(texts: _Texts, report: Report, screen: Screen) -> None:
+    screen.print("\n2. What does it lose, and what does it keep?", style="bold")
+    names = _named(report.topk)
+    heads = [
+        "each byte attends to",
+        f"loss of {report.loss_bytes}\nbytes, nats/byte",
+        "cache of a layer,\nB/token",
+        "of these\nindex keys",
+    ]
+    table = Table(screen.line, heads, first=max(map(len, names.values())))
+    for mode in MODES:
+        with screen.step(_reading(report.loss_bytes, mode, "loss")) as advance:
+            report.loss[mode], cache = texts.loss(mode, advance)
+        if mode == DENSE:
+            report.row_bytes[mode] = BF16_576.bytes_per_token, 0
+        elif cache is not None:
+            row = (BF16_576 if mode == OURS else FP8_DS_MLA).bytes_per_token
+            report.row_bytes[mode] = row, cache.bytes_per_token / len(_layers(texts.model)) - row
+        sizes = report.row_bytes.get(mode)
+        cells = ["", ""] if sizes is None else [f"{sum(sizes):.0f}", f"{sizes[1]:.0f}"]
+        table.row(names[mode], f"{report.loss[mode]:.3f}", *cells)
+    screen.print(
+        f"MLA makes the cache small ({report.head_bytes} bytes with all heads' keys and values), "
+        "and so does FP8. The selection adds the index keys; it saves reads, not bytes."
+    )
+
+
+def _show_writing(texts: _Texts, report: Report, screen: Screen, new_bytes: int) -> None:
+    screen.print("\n3. How does it go on? (after |)", style="bold")
+    prompt = bytes(texts.plain[0, :-1].tolist())[-PROMPT_BYTES:]
+    report.prompt = prompt.decode(errors="replace")
+    with screen.step(WRITING) as advance:
+        report.continuation = _continue(texts.model, prompt, new_bytes, advance)
+    lines = 4 + report.continuation.count("\n")
+    screen.print(shown(f"{report.prompt}|{report.continuation}", lines=lines))
+
+
+def _show_times(texts: _Texts, report: Report, screen: Screen, timed: tuple[int, ...]) -> None:
+    screen.print("\n4. What does a new byte cost?", style="bold")
+    first = "attention of a layer,\nms, after bytes"
+    table = Table(screen.line, [first, "selected,\nFP8 cache", "all rows,\ntorch's SDPA"])
+    for length in timed:
+        with screen.step(_timing(length)):
+            report.milliseconds[length] = _time_attention(texts.config, length)
+        table.row(length, *(f"{ms:.2f}" for ms in report.milliseconds[length]))
+
+
+def run_topk(
+    directory: Path,
+    topks: Sequence[int],
+    *,
+    context: int,
+    seed: int = 0,
+    screen: Screen,
+    picture: Path,
+    draw: Callable[[Path, Curve], object],
+) -> Curve:
+    """Read with other numbers of selected rows, and with as many of the last ones.
+
+    Args:
+        directory: a DeepSeek-V3.2 checkpoint whose tokens are bytes.
+        topks: numbers of rows.
+        context: bytes of the text with recall; the text of the loss has half of them.
+        seed: draws the items of recall.
+        screen: shows the results.
+        picture: file of the picture.
+        draw: draws the curve; called after each number.
+
+    Raises:
+        CheckpointError: the checkpoint is unusable.
+    """
+    texts = _Texts(directory, context, seed)
+    trained = texts.config.index_topk
+    curve = Curve(context, _num_values(texts.items[context]), texts.loss_bytes)
+    modes = OURS_FP8, LAST
+    purposes = {"recall": context, "loss": texts.loss_bytes}
+    screen.begin(
+        {
+            f"{topk} rows, {_reading(length, mode, purpose)}": _cost(length)
+            for topk in topks
+            for mode in modes
+            for purpose, length in purposes.items()
+        }
+    )
+    screen.print(
+        f"How many rows does a byte need? The model was trained to select {trained}. Recall is the "
+        f"share of {curve.num_values} values that a text of {context} bytes asks for, loss is over "
+        f"{curve.loss_bytes} bytes of another one."
+    )
+    screen.line(f"The curve, drawn after each row: {picture}")
+    heads = ["recall,\nselected", "recall,\nlast rows", "nats/byte,\nselected"]
+    table = Table(screen.line, ["rows a byte\nattends to", *heads, "nats/byte,\nlast rows"])
+    for topk in topks:
+        for layer in _layers(texts.model):
+            layer.self_attn.indexer.index_topk = topk
+        found = {}
+        for mode in modes:
+            with screen.step(f"{topk} rows, {_reading(context, mode)}") as advance:
+                share, _ = texts.recall(context, mode, advance)
+            with screen.step(f"{topk} rows, {_reading(texts.loss_bytes, mode, 'loss')}") as advance:
+                found[mode] = share, texts.loss(mode, advance)[0]
+        curve.points[topk] = found
+        recalls, losses = zip(*found.values(), strict=True)
+        table.row(topk, *(f"{one:.0%}" for one in recalls), *(f"{one:.3f}" for one in losses))
+        draw(picture, curve)
+    return curve
+
+
+def parse_topk(text: str) -> list[int]:
+    """Numbers of rows, such as ``16,64,256``, the smallest first.
+
+    >>> parse_topk("64,16")
+    [16, 64]
+    """
+    numbers = text.replace(" ", "").split(",")
+    if not all(re.fullmatch("[0-9]{1,6}", number) and int(number) for number in numbers):
+        raise ValueError(f"--topk must be numbers of rows such as 16,64,256, got {text!r}")
+    return sorted(set(map(int, numbers)))
+
+
+WRITING = "writing"
+"""The name of a step, as these functions give for others."""
+
+
+def _reading(length: int, mode: str, purpose: str = "recall") -> str:
+    return f"{purpose}, {length} bytes: {mode}"
+
+
+def _drawing(length: int) -> str:
+    return f"drawing the question after {length} bytes"
+
+
+def _timing(length: int) -> str:
+    return f"timing after {length} bytes"
+
+
+def _cost(length: int) -> float:
+    """About the seconds of a core to read so many bytes: layers, and attention."""
+    return 0.3 * (length / 1024 + (length / 1024) ** 2)
+
+
+def _named(topk: int) -> dict[str, str]:
+    """The kinds of attention, with their numbers of rows."""
+    return {
+        DENSE: DENSE,
+        OURS: f"{topk} {OURS}",
+        OURS_FP8: f"{topk} {OURS_FP8}",
+        LAST: f"{LAST.split()[0]} {topk} rows",
+        RANDOM: f"{topk} {RANDOM}",
+    }
+
+
+def _num_values(batch: Bytes) -> int:
+    return int((batch.kinds == ANSWER).sum()) // LETTERS
 
 
 def _contexts(longest: int) -> list[int]:
@@ -243,6 +480,9 @@ def _attention(
         length = hidden_states.shape[1]
         if mode == DENSE:
             return torch.arange(length).expand(1, length, length)
+        if mode == LAST:
+            back = torch.arange(min(topk, length))
+            return (torch.arange(length)[:, None] - back).clamp_min(0)[None].int()
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         draw = torch.rand(length, length, generator=generator).masked_fill_(later, 2)
         # What a byte must not see, transformers masks.
@@ -258,16 +498,25 @@ def _attention(
 
 
 @contextlib.contextmanager
-def _inputs(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
-    """What the attention of each layer read in the latest forward, ``[1, n, hidden]``."""
+def _inputs(
+    model: PreTrainedModel, advance: Callable[[float], None]
+) -> Iterator[dict[int, Tensor]]:
+    """What the attention of each layer read in the latest forward, ``[1, n, hidden]``.
+
+    Args:
+        model: the model.
+        advance: takes the share of the layers that are done.
+    """
     inputs: dict[int, Tensor] = {}
+    layers = _layers(model)
 
     def record(layer_idx: int, module: object, given: object, out: Tensor) -> None:
         inputs[layer_idx] = out
+        advance(layer_idx / len(layers))
 
     hooks = [
         layer.input_layernorm.register_forward_hook(functools.partial(record, layer_idx))
-        for layer_idx, layer in enumerate(_layers(model))
+        for layer_idx, layer in enumerate(layers)
     ]
     try:
         yield inputs
@@ -277,14 +526,14 @@ def _inputs(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
 
 
 def _continue(
-    model: PreTrainedModel, prompt: bytes, new_bytes: int, advance: Callable[[], None]
+    model: PreTrainedModel, prompt: bytes, new_bytes: int, advance: Callable[[float], None]
 ) -> str:
     """What the model writes after a prompt, over the FP8 cache."""
     pieces: list[str] = []
 
     def write(piece: str) -> None:
         pieces.append(piece)
-        advance()
+        advance(min(len(pieces) / new_bytes, 1))
 
     with enable(model, cache_format=FP8_DS_MLA) as handle:
         some = Checkpoint(model, handle, ByteTokenizer())
@@ -395,44 +644,22 @@ def median_times(works: list[Callable[[], object]], device: torch.device) -> lis
     return [1000 * median(times[2:]) for times in seconds]
 
 
-def report_tables(report: Report) -> list[Table]:
-    """Quality by kind of attention, and time by context."""
-    quality = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    quality.add_column("each byte attends to", no_wrap=True)
-    quality.add_column("loss,\nnats/byte", justify="right")
-    for length in report.recall[DENSE]:
-        quality.add_column(f"recall at\n{length} bytes", justify="right")
-    quality.add_column("cache,\nB/token", justify="right")
-    for mode in MODES:
-        shares = [f"{share:.0%}" for share in report.recall.get(mode, {}).values()]
-        shares += [""] * (len(report.recall[DENSE]) - len(shares))
-        size = report.cache_bytes.get(mode)
-        quality.add_row(
-            mode, f"{report.loss[mode]:.3f}", *shares, "" if size is None else f"{size:.0f}"
-        )
-
-    times = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    times.add_column("attention of a decoded\nbyte, ms a layer, after", no_wrap=True)
-    for length in report.milliseconds:
-        times.add_column(f"{length}", justify="right")
-    for index, name in enumerate((OURS_FP8, "all rows, torch's SDPA")):
-        times.add_row(name, *(f"{pair[index]:.2f}" for pair in report.milliseconds.values()))
-    return [quality, times]
-
-
 def summary(report: Report) -> str:
-    """What was shown, in one sentence."""
-    longest = max(report.recall[DENSE])
-    loss, recall = report.loss, {m: shares[longest] for m, shares in report.recall.items()}
-    context, (ours, dense) = max(report.milliseconds.items())
+    """What was shown, in a few sentences."""
+    longest = max(report.recall)
+    recall, loss = report.recall[longest], report.loss
+    times = [
+        f"{ours:.1f} ms a layer after {context} bytes, "
+        f"{'faster' if ours < dense else 'slower'} than all rows ({dense:.1f} ms)"
+        for context, (ours, dense) in report.milliseconds.items()
+        if context in (longest, max(report.milliseconds))
+    ]
     return (
-        f"With {report.topk} of up to {longest} rows a byte, which its indexer selects from an FP8 "
-        f"cache, this trained model of {report.num_weights / 1e6:.1f} million weights has a loss "
-        f"of {loss[OURS_FP8]:.3f} against {loss[DENSE]:.3f} with all rows and recalls "
-        f"{recall[OURS_FP8]:.0%} of the values against {recall[DENSE]:.0%} (random rows: "
-        f"{recall[RANDOM]:.0%}), keeps {report.cache_bytes[OURS_FP8]:.0f} bytes a token and layer "
-        f"instead of {report.cache_bytes[DENSE]:.0f}, and after {context} bytes attends for a new "
-        f"one in {ours:.1f} ms a layer instead of {dense:.1f}."
+        f"With {report.topk} of up to {longest} rows, selected from an FP8 cache, the model "
+        f"recalls {recall[OURS_FP8]:.0%} of {report.asked[longest]} values (all rows "
+        f"{recall[DENSE]:.0%}, last {report.topk} {recall[LAST]:.0%}, random {recall[RANDOM]:.0%}) "
+        f"and has a loss of {loss[OURS_FP8]:.3f} over {report.loss_bytes} bytes (all rows "
+        f"{loss[DENSE]:.3f}). On this CPU, selection and attention take {', and '.join(times)}."
     )
 
 

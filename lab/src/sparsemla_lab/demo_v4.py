@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from rich import box
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -27,6 +24,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import BF16_512, FP8_584, FP8_DS_MLA, INDEX_FP8
 from sparsemla.ops import indexer_topk, sparse_decode, visible_slots
 from sparsemla_lab.demo import median_times
+from sparsemla_lab.screen import Screen, Table
 from sparsemla_lab.testing.models_v4 import (
     FIRST_COPIED,
     compressed_copying_model,
@@ -70,6 +68,11 @@ KINDS = {
 }
 """Kinds of layers, and their names in the tables."""
 
+GENERATING = "generating, eager", "generating, sparsemla with an FP8 cache"
+HEADS_OF_ROWS = "rows of\nwindow", "entries\nof 4", "index\nkeys", "entries\nof 128", "  all\nrows"
+HEADS_OF_TIMES = "   ms:\nwindow", "  of 4", "of 128", "   all\nrows"
+"""Of columns with numbers up to 65536 and 999.99."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -109,65 +112,95 @@ def run_demo(
     timed: tuple[int, ...] = TIMED,
     new_tokens: int = NEW_TOKENS,
     seed: int = 0,
-    progress: Progress,
+    screen: Screen,
 ) -> Report:
-    """Generate with the built model, and time layers of the published size.
+    """Generate with the built model, time layers of the published size, and show each result.
 
     Args:
         device: where it runs; a GPU's kernels are compiled first.
         timed: contexts at which attention is timed.
         new_tokens: tokens to generate.
         seed: draws the prompt.
-        progress: shows the progress bars.
+        screen: shows the results.
     """
+    screen.begin(
+        dict.fromkeys((*GENERATING, *MODES), 1.0)
+        | {_timing(length): 0.5 + length / 16384 for length in timed}
+    )
+    screen.print(
+        "A DeepSeek-V4 that is built, not trained: each part of a token is copied by a path of its "
+        "own.",
+        style="bold",
+    )
     model = compressed_copying_model(**cast(Any, SIZES)).to(cast(Any, device))
     config = cast(Any, model.config)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(0, config.vocab_size, (1, PROMPT_TOKENS), generator=generator).to(device)
-    task = progress.add_task("generating", total=2 + len(MODES))
 
     def generate() -> Tensor:
         mask = torch.ones_like(prompt)
-        text = cast(Any, model).generate(
+        return cast(Any, model).generate(
             prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
         )
-        progress.advance(task)
-        return text
 
-    text = generate()
-    with _attention(model, OURS_FP8) as handle:
+    with screen.step(GENERATING[0]):
+        text = generate()
+    with screen.step(GENERATING[1]), _attention(model, OURS_FP8) as handle:
         num_equal = int((generate() == text)[:, PROMPT_TOKENS:].sum())
         kept = _kept(cast(Any, handle).cache)
     expected = parts_of(copied_tokens(text[:, :-1]))[:, PROMPT_TOKENS - 1 - FIRST_COPIED :]
-    logits, right = {}, {}
+    logits, right, apart = {}, {}, {}
+    table = Table(
+        screen.line,
+        ["parts of tokens that\nare right, from", *PATHS, "logits\napart"],
+        first=max(map(len, MODES)),
+    )
     for mode in MODES:
-        with _attention(model, mode):
+        with screen.step(mode), _attention(model, mode):
             read = cast(Any, model)(text[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].float()
         logits[mode] = read
         right[mode] = (parts_of(read.argmax(-1)) == expected).float().mean((0, 1)).tolist()
-        progress.advance(task)
+        apart[mode] = (read - logits[EAGER]).abs().max().item()
+        shares = (f"{share:.0%}" for share in right[mode])
+        table.row(mode, *shares, "" if mode == EAGER else f"{apart[mode]:.2f}")
     best = logits[EAGER].topk(2, -1).values
+    screen.line("")
+    names = max(map(len, KINDS.values()))
+    table = Table(screen.line, ["a layer keeps", "bytes a\ntoken", "KiB a\nrequest"], first=names)
+    for kind, name in KINDS.items():
+        table.row(name, f"{kept[kind][0]:.1f}", f"{kept[kind][1] / 1024:.0f}")
 
     rows, scored, milliseconds = {}, {}, {}
-    task = progress.add_task("timing", total=len(timed))
+    screen.line("")
+    screen.line("For a new token a layer reads rows (and scores index keys), in milliseconds:")
+    table = Table(screen.line, ["after\ntokens", *HEADS_OF_ROWS, *HEADS_OF_TIMES])
     for length in timed:
-        layers = _Layers(length, torch.device(device))
-        rows[length], milliseconds[length] = layers.rows(), layers.times()
-        scored[length] = length // 4
-        progress.advance(task)
-    return Report(
+        with screen.step(_timing(length)):
+            layers = _Layers(length, torch.device(device))
+            rows[length], milliseconds[length] = layers.rows(), layers.times()
+            scored[length] = length // 4
+        window, of_4, of_128, dense = rows[length].values()
+        times = (f"{ms:.2f}" for ms in milliseconds[length].values())
+        table.row(length, window, of_4, scored[length], of_128, dense, *times)
+    report = Report(
         device="the CPU" if device == "cpu" else torch.cuda.get_device_name(device),
         num_weights=sum(p.numel() for p in model.parameters()),
         num_new=new_tokens,
         num_equal=num_equal,
         right=right,
-        apart={mode: (read - logits[EAGER]).abs().max().item() for mode, read in logits.items()},
+        apart=apart,
         margin=(best[..., 0] - best[..., 1]).min().item(),
         kept=kept,
         rows=rows,
         scored=scored,
         milliseconds=milliseconds,
     )
+    screen.print(f"\n{summary(report)}")
+    return report
+
+
+def _timing(length: int) -> str:
+    return f"timing attention after {length} tokens"
 
 
 @contextlib.contextmanager
@@ -304,39 +337,6 @@ class _Layers:
         dtypes = (torch.float32, torch.bfloat16)
         ours = median_times([*works.values(), *map(dense, dtypes)], self.device)
         return dict(zip(works, ours, strict=False)) | {DENSE: min(ours[len(works) :])}
-
-
-def report_tables(report: Report) -> list[Table]:
-    """Tokens by kind of attention; what layers keep and read; and time by context."""
-
-    def table(title: str) -> Table:
-        made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        made.add_column(title, no_wrap=True)
-        return made
-
-    parts = table("parts of tokens that\nare right, from")
-    for path in PATHS:
-        parts.add_column(path, justify="right")
-    parts.add_column("logits\napart", justify="right")
-    for mode in MODES:
-        apart = "" if mode == EAGER else f"{report.apart[mode]:.2f}"
-        parts.add_row(mode, *(f"{share:.0%}" for share in report.right[mode]), apart)
-
-    kept = table("a layer keeps, and a new\ntoken reads rows, after")
-    kept.add_column("bytes a\ntoken", justify="right")
-    kept.add_column("KiB a\nrequest", justify="right")
-    times = table("attention of a new token,\nms a layer, after")
-    for length in report.rows:
-        kept.add_column(f"{length}", justify="right")
-        times.add_column(f"{length}", justify="right")
-    for kind, name in KINDS.items():
-        of_token, of_request = report.kept[kind]
-        rows = [f"{found[kind]}" for found in report.rows.values()]
-        kept.add_row(name, f"{of_token:.1f}", f"{of_request / 1024:.0f}", *rows)
-        if kind == CSA:
-            kept.add_row("  index keys scored", "", "", *map(str, report.scored.values()))
-        times.add_row(name, *(f"{ms[kind]:.2f}" for ms in report.milliseconds.values()))
-    return [parts, kept, times]
 
 
 def summary(report: Report) -> str:

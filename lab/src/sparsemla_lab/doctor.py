@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import platform
 import re
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from sparsemla.dispatch import OPS, only
 from sparsemla.formats import FP8_DS_MLA, get_format
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.table import TIERS
-from sparsemla.validation import missing_gpu
+from sparsemla.validation import missing_gpu, not_one_of
+from sparsemla_lab.options import DEMO_PACKAGES, INSTALL_DEMO
 from sparsemla_lab.support import Support, cpu_support, gpu_support
 from sparsemla_lab.typical import describe_call, function_of, typical_call
 
@@ -54,7 +55,7 @@ def parse_dtype(name: str) -> torch.dtype:
     torch.bfloat16
     """
     if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
+        raise not_one_of("dtype", DTYPES, name)
     return DTYPES[name]
 
 
@@ -101,7 +102,9 @@ def parse_gpu(device: str, capability: str | None) -> Gpu | None:
         return None
     if capability is None:
         if not torch.cuda.is_available():
-            raise ValueError(f"capability must be given on this machine: {missing_gpu()}")
+            raise ValueError(
+                f"capability must be given on this machine, for example 9.0: {missing_gpu()}"
+            )
         return Gpu.here()
     if capability == "gfx942":
         return Gpu(capability, (9, 4))
@@ -188,17 +191,72 @@ def device_lines() -> list[str]:
     return lines
 
 
-def tier_table() -> Table:
-    """For each device and tier: its number of ops, and whether its attention works."""
-    table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
+@dataclass(frozen=True)
+class TierRow:
+    """A tier on a device.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        tier: its name.
+        num_ops: ops that it has kernels for.
+        refusal: why the device does not run it, or None.
+        state: the result of a run of ``sparse_decode``, or the refusal.
+    """
+
+    device: str
+    tier: str
+    num_ops: int
+    refusal: str | None
+    state: str
+
+
+def tier_rows() -> list[TierRow]:
+    """Each device and tier, after a run of ``sparse_decode``."""
+    rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for name, refuse in TIERS.items():
             taken = sum(name in {kernel.tier for kernel in op.kernels} for op in OPS.values())
             refusal = refuse(describe(torch.device(device)))
             state = refusal or _check(device, name)
-            count = f"{0 if refusal else taken} of {len(OPS)}"
-            table.add_row(device, name, count, state)
+            rows.append(TierRow(device, name, 0 if refusal else taken, refusal, state))
+    return rows
+
+
+def tier_table(rows: list[TierRow]) -> Table:
+    """For each device and tier: its number of ops, and whether its attention works."""
+    table = Table("device", "tier", "ops", "state", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(row.device, row.tier, f"{row.num_ops} of {len(OPS)}", row.state)
     return table
+
+
+def next_lines(rows: list[TierRow]) -> list[str]:
+    """A verdict on the tiers, and the commands that a user of this machine runs next."""
+    failed = [row for row in rows if row.state.startswith("fails")]
+    if failed:
+        names = ", ".join(f"{row.tier} on {row.device}" for row in failed)
+        op = "sparsemla verify --op sparse_decode"
+        return [f"Not well: {names}. Next, for a report: {op}, and this output in an issue."]
+    devices = {row.device for row in rows if row.refusal is None}
+    steps = []
+    if "cuda" in devices:
+        lines = ["All is well: every tier that this machine's GPU or CPU can run works."]
+        steps.append(("sparsemla verify --quick", "check every op on this GPU"))
+        steps.append(("sparsemla bench --op sparse_decode", "time it"))
+    else:
+        lines = [f"All is well on the CPU, which runs every op. No GPU: {missing_gpu()}."]
+        steps.append(
+            (
+                "sparsemla explain sparse_decode --device cuda --capability 9.0",
+                "see a GPU's kernels",
+            )
+        )
+        steps.append(("sparsemla verify --quick", "check every op"))
+    if all(importlib.util.find_spec(name) for name in DEMO_PACKAGES):
+        steps.insert(0, ("sparsemla demo", "see what a trained model loses and finds"))
+    else:
+        steps.insert(0, (INSTALL_DEMO, "add transformers, for sparsemla demo and generate"))
+    return [*lines, "Next:", *(f"  {why}: {command}" for command, why in steps)]
 
 
 def _check(device: str, tier: str) -> str:

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from sparsemla.backends.transformers import BatchCache, PagedAttention, enable, refuse
 from sparsemla.formats import get_format
-from sparsemla.validation import check_integer, missing_gpu
+from sparsemla.validation import check_integer, check_number, missing_gpu, not_one_of
 from sparsemla_lab.checkpoint import (
     CheckpointError,
     match_codes,
@@ -36,8 +36,10 @@ from sparsemla_lab.checkpoint import (
     read_quantization,
     unused,
 )
+from sparsemla_lab.doctor import DTYPES as DTYPE_NAMES
+from sparsemla_lab.options import FLOATS
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {name: DTYPE_NAMES[name] for name in FLOATS}
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.model", "*.txt", "*.safetensors")
@@ -45,8 +47,14 @@ HUB_FILES = ("*.json", "*.model", "*.txt", "*.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
+Messages = list[dict[str, str]]
+"""A chat: the ``role`` and ``content`` of each message, the last one a user's."""
+
+
 class ByteTokenizer:
-    """Tokens are bytes; text is UTF-8."""
+    """Tokens are bytes; text is UTF-8. There is no chat."""
+
+    has_chat = False
 
     def encode(self, text: bytes) -> list[int]:
         return list(text)
@@ -62,9 +70,16 @@ class CheckpointTokenizer:
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.has_chat = self._tokenizer.chat_template is not None
 
     def encode(self, text: bytes) -> list[int]:
         return self._tokenizer(text.decode(errors="replace"))["input_ids"]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """A chat in the checkpoint's template, up to where the answer begins."""
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
 
     def decoder(self) -> Callable[[int], str]:
         """A function from one token to the text that it completes."""
@@ -93,8 +108,36 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: logits are divided by it.
+        top_p: draw from the fewest tokens whose probabilities have this sum.
+        top_k: draw from so many tokens of the highest probabilities; 0 for all.
+        seed: of the draw: the same seed and machine give the same text.
+
+    Raises:
+        TypeError, ValueError: a number is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, above=0)
+        check_number("top_p", self.top_p, above=0)
+        if self.top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
+        check_integer("top_k", self.top_k)
+        check_integer("seed", self.seed, 0, 2**32)
+
+
+@dataclass(frozen=True)
 class Stats:
-    """Token counts, times and cache size of one generation."""
+    """Token counts, times and cache size of one generation, and the seed if tokens were drawn."""
 
     num_prompt: int
     num_new: int
@@ -102,6 +145,7 @@ class Stats:
     decode_seconds: float
     cache_bytes_per_token: float
     cache_bytes: int
+    seed: int | None = None
 
     def __str__(self) -> str:
         speed = (self.num_new - 1) / self.decode_seconds if self.num_new > 1 else 0.0
@@ -110,11 +154,12 @@ class Stats:
             f"decode: {self.num_new} tokens, {speed:.2f} tokens/s; "
             f"cache: {self.cache_bytes_per_token:.10g} bytes/token, "
             f"{self.cache_bytes} bytes in pages"
+            + ("" if self.seed is None else f"; seed {self.seed}")
         )
 
 
 def load_checkpoint(
-    model: str | Path, *, cache_format: str, dtype: str, device: str = "cpu"
+    model: str | Path, *, cache_format: str, dtype: str, device: str = "cpu", chat: bool = False
 ) -> Checkpoint:
     """Load a model, dequantised if its weights are codes, and its tokenizer.
 
@@ -127,13 +172,14 @@ def load_checkpoint(
         dtype: a key of :data:`DTYPES`.
         device: ``cpu``, ``cuda`` or ``cuda:1``; or ``auto``, which spreads the layers over all GPUs
             as ``from_pretrained(device_map="auto")`` does, and needs the package accelerate.
+        chat: refuse a checkpoint without a chat template.
 
     Raises:
         CheckpointError: no such model, one of another architecture, incomplete weights, no
             tokenizer, or an unknown format, dtype or device.
     """
     if dtype not in DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        raise CheckpointError(str(not_one_of("dtype", DTYPES, dtype)))
     _check_device(device)
     try:
         fmt = None if cache_format == "bf16" else get_format(cache_format)
@@ -145,6 +191,8 @@ def load_checkpoint(
         config = AutoConfig.from_pretrained(directory)
     with _blamed_on(directory):
         tokenizer = _load_tokenizer(directory, raw)
+        if chat and not tokenizer.has_chat:
+            raise CheckpointError(f"{directory} has no chat template: leave out --chat")
         loaded = _load_model(directory, config, raw, DTYPES[dtype], device)
     with _blamed_on(directory):
         return Checkpoint(loaded, enable(loaded, cache_format=fmt), tokenizer)
@@ -200,11 +248,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_generation(path: Path) -> None:
-    """Refuse options that transformers does not take or that are not greedy."""
+    """Refuse options that transformers does not take, and several texts for a prompt."""
     generation = read_object(path)
     for name in ("num_beams", "num_return_sequences"):
         if (value := generation.get(name)) not in (None, 1):
-            raise CheckpointError(f"{path}: {name} must be 1 for greedy text, got {value!r}")
+            raise CheckpointError(f"{path}: {name} must be 1 for a single text, got {value!r}")
     with _quiet(), _blamed_on(path):
         GenerationConfig.from_pretrained(path.parent)
 
@@ -284,6 +332,22 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def _drawing(sampling: Sampling | None) -> Iterator[dict[str, Any]]:
+    """Options of ``generate``, with torch's generators at the seed meanwhile."""
+    if sampling is None:
+        yield {"do_sample": False}
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling.seed)
+        yield {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+
+
 class _Streamer(BaseStreamer):
     """Writes text as tokens arrive and records their times."""
 
@@ -312,9 +376,21 @@ class _Streamer(BaseStreamer):
 
 
 def generate_text(
-    checkpoint: Checkpoint, prompt: bytes, max_new_tokens: int, *, write: Callable[[str], None]
+    checkpoint: Checkpoint,
+    prompt: bytes | Messages,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    write: Callable[[str], None],
 ) -> Stats:
-    """Continue ``prompt`` greedily; ``write`` gets the text piece by piece.
+    """Continue a text, or answer the last message of a chat.
+
+    Args:
+        checkpoint: the model; for a chat, one with a chat template.
+        prompt: the text, or the chat.
+        max_new_tokens: most tokens to generate.
+        sampling: how to draw tokens; None for the most probable token at each step.
+        write: gets the new text piece by piece.
 
     Raises:
         CheckpointError: the prompt has no tokens, or a token beyond the model's vocabulary; or
@@ -323,7 +399,10 @@ def generate_text(
     """
     check_integer("max_new_tokens", max_new_tokens, 1)
     with _blamed_on("the tokenizer cannot encode the prompt"):
-        tokens = checkpoint.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes):
+            tokens = checkpoint.tokenizer.encode(prompt)
+        else:
+            tokens = cast(CheckpointTokenizer, checkpoint.tokenizer).encode_chat(prompt)
     ids = torch.tensor([tokens], device=checkpoint.model.device)
     if ids.numel() == 0:
         raise CheckpointError("the prompt has no tokens")
@@ -335,14 +414,14 @@ def generate_text(
         )
     streamer = _Streamer(checkpoint.tokenizer.decoder(), write)
     try:
-        with _quiet():
+        with _quiet(), _drawing(sampling) as options:
             cast(Any, checkpoint.model).generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
-                do_sample=False,
                 use_cache=True,  # which training scripts turn off in config.json
                 streamer=streamer,
+                **options,
             )
     except Exception as error:  # transformers checks few of its options
         if error is streamer.error:
@@ -361,4 +440,5 @@ def generate_text(
         decode_seconds=times[-1] - times[1],
         cache_bytes_per_token=cache.bytes_per_token,
         cache_bytes=cache.nbytes,
+        seed=None if sampling is None else sampling.seed,
     )

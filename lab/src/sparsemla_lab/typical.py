@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, Pooling, ops
 from sparsemla.formats import CacheFormat
+from sparsemla.validation import not_one_of
 from sparsemla.weights import HeadWeight
 from sparsemla_lab.testing import cases
 from sparsemla_lab.testing.cases import Arguments, Draw
@@ -205,7 +206,7 @@ def typical_call(op: str, device: str, **sizes: object) -> Arguments:
         ValueError: there is no such op, or it has no such size.
     """
     if op not in TYPICAL:
-        raise ValueError(f"op must be one of {', '.join(TYPICAL)}; got {op!r}")
+        raise not_one_of("op", TYPICAL, op)
     typical = TYPICAL[op]
     given = {name: value for name, value in sizes.items() if value is not None}
     for name in given:

@@ -20,6 +20,7 @@ from sparsemla_lab.bench.run import Outcome, Stamp, run_all, select_workloads, w
 from sparsemla_lab.bench.timing import Timer
 from sparsemla_lab.bench.training import crossing_lines
 from sparsemla_lab.bench.workloads import Workload
+from sparsemla_lab.options import INSTALL_DEMO
 
 WITH = {"table": ("plot",), "launches": ("plot", "peers"), "host_times": ("commit", "peers")}
 """Options that count beside one that measures nothing, or something else."""
@@ -71,7 +72,9 @@ def bench(
         ValueError: arguments that do not go together, or an op that is not measured.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot needs matplotlib, which is not installed")
+        raise ValueError(
+            f"plot needs matplotlib, which is not installed; in the checkout: {INSTALL_DEMO}"
+        )
     options = {
         "op": op,
         "case": case,
@@ -86,7 +89,7 @@ def bench(
         "host_times": host_times,
     }
     given = [name for name, value in options.items() if value is not None]
-    _check_together(given, device)
+    _check_together(given, device, op)
     if table is not None:
         found = report.load(table)
         write(report.markdown(found))
@@ -108,8 +111,8 @@ def bench(
     return _measure(write, workloads, json, plot, None, commit, acting_as)
 
 
-def _check_together(given: list[str], device: str | None) -> None:
-    """Refuse options that would not count."""
+def _check_together(given: list[str], device: str | None, op: str | None) -> None:
+    """Refuse options that would not count, and an op that is not measured."""
     mode = next((name for name in ("table", "launches", "host_times") if name in given), None)
     if mode is not None:
         if others := [name for name in given if name not in (mode, *WITH[mode])]:
@@ -117,6 +120,8 @@ def _check_together(given: list[str], device: str | None) -> None:
         return
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if op is not None:
+        select_workloads(op)  # refuses an op that does not exist, on any machine
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ValueError(f"device must be cpu on this machine, got 'cuda': {missing_gpu()}")

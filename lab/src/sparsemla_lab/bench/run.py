@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import sparsemla
+from sparsemla.validation import not_one_of
 from sparsemla_lab.bench.ceilings import Ceilings
 from sparsemla_lab.bench.compressed_step import CompressedStepOfPeers, compressed_step_workloads
 from sparsemla_lab.bench.peers import versions
@@ -72,8 +73,7 @@ def select_workloads(op: str | None, full: bool = False, case: str | None = None
     if op is not None:
         chosen = [workload for workload in workloads if workload.op == op]
         if not chosen:
-            known = ", ".join(dict.fromkeys(workload.op for workload in workloads))
-            raise ValueError(f"op must be one of {known}; got {op!r}")
+            raise not_one_of("op", dict.fromkeys(each.op for each in workloads), op)
         workloads = chosen
     if case is None:
         return workloads

@@ -9,31 +9,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsemla_lab.options import choice, fail
+
 if TYPE_CHECKING:
     from sparsemla_lab.verify.beside import Shared
     from sparsemla_lab.verify.run import OpReport
 
 
 def verify(
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases of each op.")] = False,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a few cases of each op.")] = False,
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="OP", help="Check only this op; may be repeated.")
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
-            help="File for the report; default: none, but "
+            help="Write the report to this file; default: none, but "
             "benchmarks/verify-<gpu>.json for a full run in a checkout."
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; default: cuda if there is a GPU.")
+        str | None,
+        typer.Option(**choice("--device", "cpu", "cuda"), help="Default: cuda if there is a GPU."),
     ] = None,
     commit: Annotated[
         str | None, typer.Option(help="Commit to record in the report; default: the checkout's.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Processes that share the cases.")
+    ] = 1,
     beside: Annotated[
         int,
-        typer.Option(min=0, help="Also repeat long calls beside N busy processes."),
+        typer.Option(metavar="N", min=0, help="Also repeat long calls beside N busy processes."),
     ] = 0,
     acting_as: Annotated[
         str | None,
@@ -44,9 +51,10 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Check every op on this machine: errors, reruns, CUDA graphs, batch invariance.
+    """Check every op against its definition on this machine.
 
-    Each op is compared with its definition on many shapes and on poisoned inputs.
+    Errors, reruns, CUDA graphs and batch invariance: each op is compared with its definition on
+    many shapes and on poisoned inputs.
 
     Exit code 1: a case failed, and the report names it.
     """
@@ -63,16 +71,14 @@ def verify(
     try:
         run.check_choice(device, op or (), beside, acting_as)
     except ValueError as error:
-        typer.echo(f"sparsemla: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(error)
     ops = tuple(op or run.usual_ops(device, acting_as))
     path = json
     if path is None and not quick and _in_checkout():
         name = run.device_name(device, acting_as).lower().replace(" ", "-")
         path = Path("benchmarks") / f"verify-{name}.json"
     if path is not None and (reason := _unwritable(path)):
-        typer.echo(f"sparsemla: cannot write {path}: {reason}", err=True)
-        raise typer.Exit(2)
+        fail(f"cannot write {path}: {reason}")
 
     console = Console(soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

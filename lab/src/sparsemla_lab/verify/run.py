@@ -22,7 +22,7 @@ import torch
 
 import sparsemla
 from sparsemla.kernels.common.device import describe
-from sparsemla.validation import missing_gpu
+from sparsemla.validation import missing_gpu, not_one_of
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import FP8_MMA, Tolerance, kernel_of, tolerances_of
 from sparsemla_lab.verify.beside import Shared, calls_of, compile_calls, rerun_beside
@@ -275,7 +275,7 @@ def check_choice(
         raise ValueError(f"device must be cpu on this machine, got 'cuda': {missing_gpu()}")
     for op in ops:
         if op not in MATRIX:
-            raise ValueError(f"op must be one of {', '.join(MATRIX)}; got {op!r}")
+            raise not_one_of("op", MATRIX, op)
     if acting_as is None:
         return
     if beside:
