@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+import yaml
 
 import sparsemla
+from sparsemla_lab.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGING = ROOT / "packaging"
@@ -145,3 +148,20 @@ def test_imports_become_relative():
 def test_an_import_that_cannot_be_relative(source, message):
     with pytest.raises(ValueError, match=message):
         HUB["relative"](source, Path("a.py"))
+
+
+FORMS = [path for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.stem != "config"]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_of_issues(path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {*form} == {"name", "description", "labels", "body"}
+    for field in form["body"]:
+        assert field["type"] == "textarea"
+        assert field["id"].isidentifier()
+        for line in re.findall(r"`sparsemla ([^`]+)`", str(field["attributes"])):
+            command, *words = line.split()
+            known = typer.main.get_command(app).commands[command].params
+            options = {name for parameter in known for name in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= options
