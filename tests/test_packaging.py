@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
+import math
 import os
 import re
 import runpy
@@ -23,6 +25,7 @@ from sparsemla_lab.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGING = ROOT / "packaging"
 HUB = runpy.run_path(str(PACKAGING / "hub/build.py"))
+BENCH = runpy.run_path(str(PACKAGING / "flashinfer_bench/build.py"))
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,114 @@ def test_imports_become_relative():
 def test_an_import_that_cannot_be_relative(source, message):
     with pytest.raises(ValueError, match=message):
         HUB["relative"](source, Path("a.py"))
+
+
+def selected(page_size, num_tokens):
+    """Inputs of sparse attention, and its outputs in float64; a second token selects no row."""
+    num_pages = 3072 // page_size
+    q = torch.randn(num_tokens, 16, 576).bfloat16()
+    ckv = torch.randn(num_pages, page_size, 512).bfloat16()
+    kpe = torch.randn(num_pages, page_size, 64).bfloat16()
+    indices = torch.full((num_tokens, 2048), -1, dtype=torch.int32)
+    indices[0, 3:703] = torch.randperm(3072)[:700]
+    rows = torch.cat([ckv.flatten(0, 1), kpe.flatten(0, 1)], -1)[indices[0, 3:703].long()].double()
+    logits = q[0].double() @ rows.T * 192**-0.5
+    output = torch.zeros(num_tokens, 16, 512).double()
+    lse = torch.full((num_tokens, 16), -torch.inf).double()
+    output[0], lse[0] = logits.softmax(-1) @ rows[:, :512], logits.logsumexp(-1) / math.log(2)
+    return (*q.split([512, 64], -1), ckv, kpe, indices, 192**-0.5), (output, lse)
+
+
+def scored():
+    """Inputs of the indexer, and the slots of each request in the order of their scores."""
+    lengths, num_pages = (2300, 100, 0), 40
+    q = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
+    cache = sparsemla.PagedCache.allocate(sparsemla.INDEX_FP8, num_pages, 64)
+    cache.write(torch.arange(64 * num_pages), torch.randn(64 * num_pages, 128))
+    weights = torch.randn(3, 64)
+    table = torch.stack([torch.randperm(num_pages) for _ in lengths]).int()
+    best = []
+    for request, length in enumerate(lengths):
+        slots = (64 * table[request][:, None] + torch.arange(64)).flatten()[:length]
+        keys = cache.read(slots.long()).double()
+        scores = weights[request].double() @ (q[request].double() @ keys.T).relu()
+        best.append(slots[scores.argsort(descending=True)])
+    pages = cache.data.view(num_pages, 64, 1, 132).view(torch.int8)
+    return (q, pages, weights, torch.tensor(lengths, dtype=torch.int32), table), best
+
+
+def run_of(definition, inputs, outputs):
+    """The solution's function, built by flashinfer-bench's own tools if they are installed."""
+    solution = BENCH["solution"](definition)
+    (source,) = solution["sources"]
+    names = {}
+    exec(source["content"], names)
+    assert [*inspect.signature(names["run"]).parameters] == [*inputs, *outputs]
+    if importlib.util.find_spec("flashinfer_bench") is None:
+        return names["run"]
+    data = importlib.import_module("flashinfer_bench.data")
+    compile = importlib.import_module("flashinfer_bench.compile")
+    dtypes = {torch.int8: "int8", torch.int32: "int32", torch.float32: "float32"}
+    dtypes |= {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
+
+    def spec(value):
+        shape = [f"n{size}" for size in value.shape] if isinstance(value, torch.Tensor) else None
+        return {"shape": shape, "dtype": dtypes[value.dtype] if shape else "float32"}
+
+    specs = [{name: spec(value) for name, value in each.items()} for each in (inputs, outputs)]
+    axes = {axis for each in specs for one in each.values() for axis in one["shape"] or []}
+    defined = data.Definition(
+        name=definition,
+        op_type="dsa_paged",
+        axes={axis: {"type": "const", "value": int(axis[1:])} for axis in axes},
+        inputs=specs[0],
+        outputs=specs[1],
+        reference=f"def run({', '.join(inputs)}): pass",
+    )
+    registry = compile.BuilderRegistry.get_instance()
+    return registry.build(defined, data.Solution(**solution))
+
+
+ATTENTION = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "sparse_indices", "sm_scale")
+INDEXER = ("q_index_fp8", "k_index_cache_fp8", "weights", "seq_lens", "block_table")
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2], ids=["fewer rows selected", "fewer rows kept"])
+def test_flashinfer_bench_attention(monkeypatch, tmp_path, page_size, num_tokens):
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    inputs, expected = selected(page_size, num_tokens)
+    outputs = torch.empty(num_tokens, 16, 512).bfloat16(), torch.empty(num_tokens, 16)
+    given = dict(zip(ATTENTION, inputs, strict=True))
+    definition = f"dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps{page_size}"
+    run = run_of(definition, given, dict(zip(("output", "lse"), outputs, strict=True)))
+    run(*inputs, *outputs)
+    torch.testing.assert_close(outputs[0].double(), expected[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(outputs[1].double(), expected[1], atol=1e-3, rtol=1e-4)
+
+
+def test_flashinfer_bench_indexer(monkeypatch, tmp_path):
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    inputs, best = scored()
+    out = torch.empty(3, 2048, dtype=torch.int32)
+    given = dict(zip(INDEXER, inputs, strict=True))
+    definition = "dsa_topk_indexer_fp8_h64_d128_topk2048_ps64"
+    run_of(definition, given, {"topk_indices": out})(*inputs, out)
+    for slots, wanted in zip(out.tolist(), best, strict=True):
+        found = {slot for slot in slots if slot >= 0}
+        assert found == set(wanted[:2048].tolist())
+        assert slots.count(-1) == 2048 - len(found)
+
+
+def test_flashinfer_bench_files(tmp_path):
+    BENCH["build"](tmp_path)
+    files = sorted(tmp_path.rglob("*.json"))
+    assert [path.parent.name for path in files] == sorted(BENCH["DEFINITIONS"])
+    for path in files:
+        solution = json.loads(path.read_text(encoding="utf-8"))
+        assert solution == BENCH["solution"](path.parent.name)
+        assert solution["name"] == path.stem
+        assert solution["spec"]["dependencies"] == [f"sparsemla >= {sparsemla.__version__}"]
 
 
 FORMS = [path for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.stem != "config"]
