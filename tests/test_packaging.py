@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -12,12 +13,15 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import typer
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import sparsemla
 from sparsemla_lab.cli import app
@@ -25,6 +29,8 @@ from sparsemla_lab.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGING = ROOT / "packaging"
 HUB = runpy.run_path(str(PACKAGING / "hub/build.py"))
+CONDA = runpy.run_path(str(PACKAGING / "conda/build.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 BENCH = runpy.run_path(str(PACKAGING / "flashinfer_bench/build.py"))
 
 
@@ -259,6 +265,55 @@ def test_flashinfer_bench_files(tmp_path):
         assert solution == BENCH["solution"](path.parent.name)
         assert solution["name"] == path.stem
         assert solution["spec"]["dependencies"] == [f"sparsemla >= {sparsemla.__version__}"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """The text of the recipe for conda-forge."""
+    distribution = tmp_path_factory.mktemp("dist") / f"sparsemla-{sparsemla.__version__}.tar.gz"
+    distribution.write_bytes(b"the release")
+    return CONDA["recipe"](distribution, ["someone", "another"])
+
+
+def test_the_recipe_has_the_projects_metadata(recipe):
+    found = yaml.safe_load(recipe)
+    project = PROJECT["project"]
+    assert found["context"]["version"] == project["version"] == sparsemla.__version__
+    assert f">={found['context']['python_min']}" == project["requires-python"]
+    assert found["source"]["sha256"] == hashlib.sha256(b"the release").hexdigest()
+    names = {"torch": "pytorch"}
+    for section, wanted in (
+        ("run", project["dependencies"]),
+        ("host", PROJECT["build-system"]["requires"]),
+    ):
+        python, *lines = found["requirements"][section]
+        assert python.startswith("python ")
+        pairs = [line.split() for line in lines]
+        bounds = {name: SpecifierSet(*rest) for name, *rest in pairs}
+        for each in map(Requirement, wanted):
+            assert bounds.pop(names.get(each.name, each.name)) == each.specifier
+        assert set(bounds) == {"run": {"__linux"}, "host": {"pip"}}[section]
+    about = found["about"]
+    assert (about["summary"], about["license"]) == (project["description"], project["license"])
+    assert (ROOT / about["license_file"]).exists()
+    assert found["build"]["noarch"] == "python"
+    assert found["extra"] == {"recipe-maintainers": ["someone", "another"]}
+
+
+def test_conda_renders_the_recipe(recipe):
+    rattler_build = pytest.importorskip("rattler_build")
+    (variant,) = rattler_build.Stage0Recipe.from_yaml(recipe).render(rattler_build.VariantConfig())
+    rendered = variant.recipe.to_dict()
+    assert rendered["package"] == {"name": "sparsemla", "version": sparsemla.__version__}
+    assert "triton >=3.6,<3.10" in rendered["requirements"]["run"]
+    (source,) = rendered["source"]
+    assert source["url"].endswith(f"/s/sparsemla/sparsemla-{sparsemla.__version__}.tar.gz")
+
+
+def test_a_distribution_of_another_version(tmp_path):
+    expected = re.escape(f"distribution must be sparsemla-{sparsemla.__version__}.tar.gz, got ")
+    with pytest.raises(ValueError, match=f"^{expected}sparsemla-9.tar.gz$"):
+        CONDA["recipe"](tmp_path / "sparsemla-9.tar.gz", ["someone"])
 
 
 FORMS = [path for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.stem != "config"]
