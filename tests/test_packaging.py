@@ -310,6 +310,12 @@ def test_conda_renders_the_recipe(recipe):
     assert source["url"].endswith(f"/s/sparsemla/sparsemla-{sparsemla.__version__}.tar.gz")
 
 
+def test_a_requirement_of_another_system():
+    assert CONDA["requirement"]("torch>=2.11,<3; sys_platform == 'linux'") == "pytorch >=2.11,<3"
+    with pytest.raises(ValueError, match="^requirement must be one of Linux, got pywin32"):
+        CONDA["requirement"]("pywin32>=1; sys_platform == 'win32'")
+
+
 def test_a_distribution_of_another_version(tmp_path):
     expected = re.escape(f"distribution must be sparsemla-{sparsemla.__version__}.tar.gz, got ")
     with pytest.raises(ValueError, match=f"^{expected}sparsemla-9.tar.gz$"):
