@@ -312,7 +312,7 @@ def test_conda_renders_the_recipe(recipe):
 
 def test_a_requirement_of_another_system():
     assert CONDA["requirement"]("torch>=2.11,<3; sys_platform == 'linux'") == "pytorch >=2.11,<3"
-    with pytest.raises(ValueError, match="^requirement must be one of Linux, got pywin32"):
+    with pytest.raises(ValueError, match=r"^requirement must be one of Linux, got pywin32"):
         CONDA["requirement"]("pywin32>=1; sys_platform == 'win32'")
 
 

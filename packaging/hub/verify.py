@@ -14,6 +14,10 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparsemla_lab.verify.run import OpReport
 
 PACKAGE = "sparsemla"
 
@@ -55,12 +59,10 @@ def main() -> int:
     from sparsemla_lab.verify import run
     from sparsemla_lab.verify.command import op_line
 
-    report = run.verify(
-        given.device,
-        quick=True,
-        ops=given.op,
-        on_op=lambda op: sys.stdout.write("\n  ".join([op_line(op), *op.failures]) + "\n"),
-    )
+    def on_op(op: OpReport) -> None:
+        sys.stdout.write("\n  ".join([op_line(op), *op.failures]) + "\n")
+
+    report = run.verify(given.device, quick=True, ops=given.op, on_op=on_op)
     sys.stdout.write(f"{kernel.__name__}: {'all passed' if report.passed else 'FAILED'}\n")
     return 0 if report.passed else 1
 
