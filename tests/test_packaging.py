@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,19 +104,46 @@ def test_older_releases_import_the_folder_of_the_kernels_name(hub):
     assert module.sparse_decode is not sparsemla.sparse_decode
 
 
-def test_the_kernel_passes_verify(hub):
+def test_the_kernel_passes_verify(tmp_path, monkeypatch):
+    HUB["build"](tmp_path / "hub")
+    for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
+        monkeypatch.delenv(name, raising=False)
     ops = ("to_slots", "indexer_topk", "dense_decode", "sparse_attention", "decode_branch")
     ran = subprocess.run(
-        [sys.executable, PACKAGING / "hub/verify.py", hub, *(f"--op={op}" for op in ops)],
+        [
+            sys.executable,
+            PACKAGING / "hub/verify.py",
+            tmp_path / "hub",
+            *(f"--op={op}" for op in ops),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not [*tmp_path.rglob("*.pyc")]
     *lines, verdict = ran.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [*ops]
     assert re.fullmatch(r"_sparsemla_cpu_[0-9a-f]{7}: all passed", verdict)
+
+
+def test_the_card_runs(kernel, monkeypatch):
+    """Its calls, and a model of transformers with the kernel's attention."""
+    pytest.importorskip("transformers")
+    from sparsemla_lab.testing.models import copying_model
+
+    get_kernel = SimpleNamespace(get_kernel=lambda *_, **__: kernel)
+    monkeypatch.setitem(sys.modules, "kernels", get_kernel)
+    text = (PACKAGING / "hub/CARD.md").read_text(encoding="utf-8")
+    names = {"model": copying_model("deepseek_v32")}
+    tokens = torch.arange(24).view(2, 12)
+    expected = names["model"](tokens).logits.argmax(-1)
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert names["out"].shape == (2, 1, 16, 512)
+    assert type(names["handle"]).__module__.startswith(f"{kernel.__name__}.backends.transformers")
+    assert torch.equal(names["model"](tokens).logits.argmax(-1), expected)
 
 
 def test_the_hub_reads_the_metadata_and_finds_the_digests(hub):

@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda.")
     given = parser.parse_args()
 
+    sys.dont_write_bytecode = True  # the folder may be published next
     variant = given.out / "build" / f"torch-{given.device}"
     kernel = load_kernel(variant)
     rename(kernel, variant)
