@@ -493,7 +493,7 @@ def test_the_report_for_an_issue(command):
     assert title == "### sparsemla verify, cpu: 10 of 10 cases passed"
     assert facts["sparsemla"].startswith(f"{sparsemla.__version__}, commit ")
     assert facts["torch"].startswith(f"{torch.__version__}, Triton ")
-    assert facts["tiers"] == "cpu, reference"
+    assert facts["tiers that ran"] == "cpu"
     assert facts["run"].startswith("quick cases, ")
     assert re.fullmatch(r"select_topk \d+ us", facts["typical calls"])
     assert [row[:5] for row in rows] == [
@@ -528,7 +528,9 @@ def test_the_report_of_all_ops_is_short(monkeypatch):
     failing = run.OpReport("", "cpu", 9, 3, {}, {}, {}, {}, 1.0, (999 * "long " + 999 * "x\n",) * 3)
     ops = tuple(replace(failing, op=op) for op in MATRIX)
     found = replace(run.verify("cpu", quick=True, ops=["to_slots"]), ops=ops, beside=2)
-    text = markdown(found, "cpu")
+    ops = ops[0], replace(ops[1], tier="sm80+triton"), replace(ops[2], tier=""), *ops[3:]
+    text = markdown(replace(found, ops=ops), "cpu")
+    assert "- tiers that ran: cpu, sm80, triton\n" in text
     assert all(f"| {op} | " in text for op in MATRIX)
     assert len(text.splitlines()) < 60
     assert max(map(len, text.splitlines())) < 200

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 
 import sparsemla
-from sparsemla.kernels.common.device import describe
-from sparsemla.kernels.common.table import TIERS
 from sparsemla_lab.bench.timing import Results, Timer
 from sparsemla_lab.doctor import Gpu
 from sparsemla_lab.typical import function_of, typical_call
@@ -64,8 +62,8 @@ def _facts(report: Report, device: str) -> Iterator[tuple[str, str]]:
     yield "kernels", report.kernel_hash[:12]
     yield "torch", f"{report.torch}, Triton {report.triton or 'not installed'}"
     yield "Python", f"{report.python} on {platform.platform()}"
-    refusals = {name: refuse(describe(torch.device(device))) for name, refuse in TIERS.items()}
-    yield "tiers", ", ".join(name for name, refusal in refusals.items() if refusal is None)
+    tiers = dict.fromkeys(tier for op in report.ops for tier in op.tier.split("+") if tier)
+    yield "tiers that ran", ", ".join(tiers)
     seconds = sum(op.seconds for op in report.ops)
     yield "run", f"{'quick' if report.quick else 'all'} cases, {seconds:.0f} s with compilation"
     # A time of a wrong result, or of the code of another GPU, would mislead.
