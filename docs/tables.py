@@ -1,23 +1,27 @@
 """Hook of mkdocs: fills the marks on pages with what files and the command line's parser say.
 
-``<!-- table of FILE -->`` becomes the tables of a committed file of measurements, and
-``<!-- commands -->`` a section for each subcommand of ``sparsemla``.
+``<!-- table of FILE -->`` becomes the tables of a committed file of measurements,
+``<!-- commands -->`` a section for each subcommand of ``sparsemla``, and ``<!-- capacity -->`` the
+sizes of formats and models, for the calculator's script.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 
 import typer
 
+from sparsemla_lab import capacity
 from sparsemla_lab.bench import report
 from sparsemla_lab.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"^<!-- table of (\S+) -->$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
+CAPACITY = "<!-- capacity -->"
 
 
 def commands() -> str:
@@ -42,10 +46,19 @@ def commands() -> str:
     return "\n\n".join(sections)
 
 
+def sizes() -> str:
+    """The calculator's tables, which its script parses."""
+    tables = json.dumps(capacity.tables())
+    return f'<script type="application/json" id="capacity-tables">{tables}</script>'
+
+
 def with_tables(text: str) -> str:
     """A page with each mark replaced by what it names."""
     text = MARK.sub(lambda mark: report.markdown(report.load(ROOT / mark[1])), text)
-    return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+    for placed, content in ((COMMANDS, commands), (CAPACITY, sizes)):
+        if placed in text:
+            text = text.replace(placed, content())
+    return text
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from sparsemla_lab.testing.cases import Draw, dense_decode_case, sparse_decode_c
 from sparsemla_lab.testing.compare import assert_equal
 from sparsemla_lab.verify import beside, run
 from sparsemla_lab.verify.command import verify
+from sparsemla_lab.verify.issue import hardware, markdown
 from sparsemla_lab.verify.matrix import MATRIX
 from sparsemla_lab.verify.properties import OVERWRITING, check_alone, overwrite
 
@@ -472,3 +475,83 @@ def test_a_cpu_acts_as_a_gpu_with_kernels_in_gluon(command, name):
     assert report is None
     names = "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"
     assert f"a CPU can act as {names}; got '{name}'" in result.stderr
+
+
+def printed_report(command, *arguments):
+    """The exit code, and the Markdown as a title, its facts, its rows and the lines after them."""
+    result, _ = command("--quick", "--report", "--device", "cpu", *arguments)
+    title, facts, table, *rest = result.stdout.strip().split("\n\n")
+    pairs = (line.removeprefix("- ").split(": ", 1) for line in facts.splitlines())
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return result.exit_code, title, dict(pairs), rows, rest
+
+
+def test_the_report_for_an_issue(command):
+    ops = ("to_slots", "select_topk")
+    code, title, facts, rows, rest = printed_report(command, *(f"--op={op}" for op in ops))
+    assert code == 0
+    assert title == "### sparsemla verify, cpu: 10 of 10 cases passed"
+    assert facts["sparsemla"].startswith(f"{sparsemla.__version__}, commit ")
+    assert facts["torch"].startswith(f"{torch.__version__}, Triton ")
+    assert facts["tiers that ran"] == "cpu"
+    assert facts["run"].startswith("quick cases, ")
+    assert re.fullmatch(r"select_topk \d+ us", facts["typical calls"])
+    assert [row[:5] for row in rows] == [
+        ["to_slots", "cpu", "3", "0", ""],
+        ["select_topk", "cpu", "7", "0", ""],
+    ]
+    assert rest == []
+
+
+def test_the_report_names_failures(command, wrap_kernels):
+    """Of a wrong kernel there is no time."""
+
+    def wrong(launch, arguments):
+        launch(**arguments)
+        arguments["out"].view(-1)[0] += 0.5 + torch.rand(())
+
+    wrap_kernels(wrong)
+    code, title, facts, rows, (failures,) = printed_report(command, "--op=merge_states")
+    assert code == 1
+    assert title.endswith("cpu: 0 of 3 cases passed")
+    assert "typical calls" not in facts
+    assert rows[0][:4] == ["merge_states", "cpu", "3", "3"]
+    assert rows[0][4].startswith("repeatable 3 of 3")
+    fence, *lines, end = failures.splitlines()
+    assert (fence, end) == ("```text", "```")
+    assert len(lines) == 6
+    assert all(line.startswith("merge_states, ") for line in lines[:5])
+    assert re.fullmatch(r"and \d+ more", lines[5])
+
+
+def test_the_report_of_all_ops_is_short(monkeypatch):
+    failing = run.OpReport("", "cpu", 9, 3, {}, {}, {}, {}, 1.0, (999 * "long " + 999 * "x\n",) * 3)
+    ops = tuple(replace(failing, op=op) for op in MATRIX)
+    found = replace(run.verify("cpu", quick=True, ops=["to_slots"]), ops=ops, beside=2)
+    ops = ops[0], replace(ops[1], tier="sm80+triton"), replace(ops[2], tier=""), *ops[3:]
+    text = markdown(replace(found, ops=ops), "cpu")
+    assert "- tiers that ran: cpu, sm80, triton\n" in text
+    assert all(f"| {op} | " in text for op in MATRIX)
+    assert len(text.splitlines()) < 60
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_the_report_names_the_gpu_and_its_driver(monkeypatch, tmp_path):
+    gpu = {"name": "NVIDIA A100", "major": 8, "minor": 0, "multi_processor_count": 108}
+    found = SimpleNamespace(**gpu, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for output, driver in ((None, "unknown"), ("570.1\n570.1", "570.1")):
+        if output is not None:
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{output}'")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+        assert hardware() == f"NVIDIA A100, sm_80, 80 GiB, 108 SMs, driver {driver}"
+
+
+def test_a_time_that_fails_leaves_the_report(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("sparsemla_lab.bench.timing.Timer.interleaved", fail)
+    found = run.verify("cpu", quick=True, ops=["select_topk"])
+    assert "- typical calls: select_topk fails (OutOfMemoryError)\n" in markdown(found, "cpu")

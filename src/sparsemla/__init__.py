@@ -24,11 +24,11 @@ else:
             raise missing
         if importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        api = importlib.import_module("sparsemla._api")
+        api = importlib.import_module(f"{__name__}._api")
         globals().update({each: getattr(api, each) for each in ("__all__", *api.__all__)})
         if name not in globals():
             raise missing
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *importlib.import_module("sparsemla._api").__all__})
+        return sorted({*globals(), *importlib.import_module(f"{__name__}._api").__all__})

@@ -25,7 +25,9 @@ from sparsemla.kernels.repeat import recording
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.weights import HeadWeight
 
-_LIBRARY = torch.library.Library("sparsemla", "DEF")
+_NAMESPACE = __name__.partition(".")[0]  # not always sparsemla: loaders may rename the package
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_OPERATORS = getattr(torch.ops, _NAMESPACE)
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ def operator(op: Op[C]) -> Callable[[C], None]:
     on_device = _on_device(launch)
     _LIBRARY.define(op.name + _schema(flat.kinds, (*op.outputs, *op.mutates)))
     _LIBRARY.impl(op.name, on_device, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparsemla::{op.name}", without_memory, lib=_LIBRARY)
-    dispatched = getattr(torch.ops.sparsemla, op.name)
+    torch.library.register_fake(f"{_NAMESPACE}::{op.name}", without_memory, lib=_LIBRARY)
+    dispatched = getattr(_OPERATORS, op.name)
 
     def call(arguments: C) -> None:
         # A recording could not watch a launcher behind torch's dispatcher.
@@ -196,8 +198,8 @@ def functional(op: Op[C], allocate: Callable[[C], Any]) -> Callable[[C], Any]:
     results = inspect.signature(allocate, eval_str=True).return_annotation
     _LIBRARY.define(op.name + _schema(flat.kinds, (), results))
     _LIBRARY.impl(op.name, _on_device(launch), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparsemla::{op.name}", without_memory, lib=_LIBRARY)
-    dispatched = getattr(torch.ops.sparsemla, op.name)
+    torch.library.register_fake(f"{_NAMESPACE}::{op.name}", without_memory, lib=_LIBRARY)
+    dispatched = getattr(_OPERATORS, op.name)
     return lambda call: dispatched(*flat.split(call))
 
 
@@ -258,7 +260,7 @@ def differentiate(
         return tuple(found.get(name) for name in names)
 
     torch.library.register_autograd(
-        f"sparsemla::{op.name}", gradients, setup_context=save, lib=_LIBRARY
+        f"{_NAMESPACE}::{op.name}", gradients, setup_context=save, lib=_LIBRARY
     )
 
 
@@ -268,7 +270,7 @@ def refuse_derivative(name: str, message: str) -> None:
     def refuse(ctx: FunctionCtx, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError(message)
 
-    torch.library.register_autograd(f"sparsemla::{name}", refuse, lib=_LIBRARY)
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", refuse, lib=_LIBRARY)
 
 
 def composed(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Callable[..., Any]:
@@ -294,8 +296,8 @@ def composed(function: Callable[..., tuple[Any, Callable[[], object]]]) -> Calla
         name + _schema({n: p.annotation for n, p in signature.parameters.items()}, (), results)
     )
     _LIBRARY.impl(name, _on_device(launch), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparsemla::{name}", without_memory, lib=_LIBRARY)
-    return getattr(torch.ops.sparsemla, name)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", without_memory, lib=_LIBRARY)
+    return getattr(_OPERATORS, name)
 
 
 def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,10 @@ def verify(
             "benchmarks/verify-<gpu>.json for a full run in a checkout."
         ),
     ] = None,
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Print Markdown for an issue; the rest goes to stderr."),
+    ] = False,
     device: Annotated[
         str | None,
         typer.Option(**choice("--device", "cpu", "cuda"), help="Default: cuda if there is a GPU."),
@@ -80,7 +84,7 @@ def verify(
     if path is not None and (reason := _unwritable(path)):
         fail(f"cannot write {path}: {reason}")
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, stderr=report)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         cases_of = run.device_of_cases(device, acting_as)
@@ -90,11 +94,11 @@ def verify(
         def on_case(op: str, case: str) -> None:
             progress.update(task, description=f"{op}: {case}", advance=1)
 
-        def on_op(report: OpReport) -> None:
+        def on_op(done: OpReport) -> None:
             if jobs > 1:
-                progress.update(task, description=report.op, advance=report.cases)
-            console.print(op_line(report), markup=False)
-            for failure in report.failures:
+                progress.update(task, description=done.op, advance=done.cases)
+            console.print(op_line(done), markup=False)
+            for failure in done.failures:
                 console.print(f"  {failure}", markup=False)
 
         def on_shared(call: Shared) -> None:
@@ -104,7 +108,7 @@ def verify(
             if call.failure:
                 console.print(f"  {call.failure}", markup=False)
 
-        report = run.verify(
+        found = run.verify(
             device,
             quick=quick,
             ops=ops,
@@ -117,15 +121,19 @@ def verify(
             on_shared=on_shared,
         )
     if path is not None:
-        path.write_text(report.to_json(), encoding="utf-8")
-    failed = sum(one.failed for one in report.ops)
+        path.write_text(found.to_json(), encoding="utf-8")
+    failed = sum(one.failed for one in found.ops)
     verdict = f"{failed} cases failed" if failed else "all passed"
     if beside:
-        differing = sum(call.failure is not None for call in report.shared)
-        verdict += f"; beside {beside} processes {len(report.shared)} calls, {differing} differed"
+        differing = sum(call.failure is not None for call in found.shared)
+        verdict += f"; beside {beside} processes {len(found.shared)} calls, {differing} differed"
     where = "" if path is None else f"; {path}"
-    console.print(f"{report.device}: {num_cases} cases, {verdict}{where}", markup=False)
-    if not report.passed:
+    console.print(f"{found.device}: {num_cases} cases, {verdict}{where}", markup=False)
+    if report:
+        from sparsemla_lab.verify.issue import markdown
+
+        typer.echo(markdown(found, device))
+    if not found.passed:
         raise typer.Exit(1)
 
 

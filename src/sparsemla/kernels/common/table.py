@@ -150,4 +150,4 @@ class LazyModule:
         return getattr(self._module, name)
 
 
-reference = LazyModule("sparsemla.reference")
+reference = LazyModule(f"{__name__.partition('.')[0]}.reference")

@@ -1,0 +1,190 @@
+"""The calculator of capacity: in Python, in JavaScript, and as a page in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsemla import PagedCache, Pooling, get_format
+from sparsemla_lab.capacity import GPUS, MODELS, SHARES, capacity, tables
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome")
+
+
+def settings(name, **chosen):
+    model = MODELS[name]
+    return {
+        "model": name,
+        "cache_format": model.cache[0].name,
+        "index_format": model.index[0].name,
+        "context": 131072,
+        "gpus": 8,
+        "memory_gib": 140,
+        "weights_gib": model.weights_gib,
+        "used_percent": 90,
+        "share": "tensor",
+    } | chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "formats", "per_token", "per_request"),
+    [
+        ("DeepSeek-V3.2", ("fp8_ds_mla", "index_fp8"), 61 * (656 + 132), 0),
+        ("GLM-5.2", ("fp8_ds_mla", "index_fp8"), 78 * 656 + 21 * 132, 0),
+        ("DeepSeek-V4-Flash", ("fp8_584", "index_fp8"), 3850.25, 17_996_992),
+        ("DeepSeek-V4-Flash", ("bf16_512v512", "bf16_128v128"), 6880, 20_570_112),
+        ("DeepSeek-V4-Pro", ("fp8_584", "index_fp8"), 5511.4375, 27_028_800),
+        ("DeepSeek-V4-Pro", ("bf16_512v512", "bf16_128v128"), 9848, 30_679_040),
+    ],
+)
+def test_bytes_of_the_published_models(model, formats, per_token, per_request):
+    """As ``test_sizes_of_the_published_models`` finds them in caches of DeepSeek-V4."""
+    names = dict(zip(("cache_format", "index_format"), formats, strict=True))
+    found = capacity(**settings(model, **names))
+    assert (found.bytes_per_token, found.bytes_per_request) == (per_token, per_request)
+
+
+def test_bytes_of_glm_5_3_flash():
+    transformers = pytest.importorskip("transformers")
+    from sparsemla.backends.transformers.glm5_next import PooledCache
+
+    config = transformers.Glm5NextConfig().text_config
+    layers = [i for i, kind in enumerate(config.layer_types) if kind != "linear_attention"]
+    name = "GLM-5.3-Flash"
+    latent, index = (getattr(MODELS[name], each)[0] for each in ("cache", "index"))
+    sizes = {"page_size": 64, "batch_size": 1, "max_length": None}
+    devices = dict.fromkeys(layers, torch.device("meta"))
+    pooling = Pooling(config.index_kpool)
+    cache = PooledCache(devices, layers, len(config.layer_types), pooling, latent, index, **sizes)
+    linear = len(config.layer_types) - len(layers)
+    state = config.linear_num_heads * config.linear_head_dim**2 * 4
+    found = capacity(**settings(name))
+    assert found.bytes_per_token == cache.bytes_per_token
+    assert found.bytes_per_request == cache.states.row_bytes + linear * state
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_fits_is_allocated(model):
+    """Pages of the rows of as many requests, of one more, and of a single request's tokens."""
+    chosen = settings(model, context=8192, gpus=16, memory_gib=96)
+    found = capacity(**chosen)
+
+    def needed(requests, context):
+        total = requests * found.bytes_per_request
+        for rows in MODELS[model].rows:
+            if rows.ratio:
+                fmt = get_format(chosen[f"{rows.of}_format"])
+                total += requests * rows.layers * (context // rows.ratio) * fmt.bytes_per_token
+        return total
+
+    assert needed(found.requests, 8192) <= found.free_bytes < needed(found.requests + 1, 8192)
+    assert needed(1, found.tokens) <= found.free_bytes < needed(1, found.tokens + 128)
+    fmt = get_format(chosen["cache_format"])
+    cache = PagedCache.allocate(fmt, num_pages=2, page_size=1024, device="meta")
+    assert cache.data.nbytes == pytest.approx(2048 * fmt.bytes_per_token, rel=1e-3)
+
+
+def test_shares_of_the_rows():
+    """Data parallel GPUs keep their own requests; context parallel ones divide each."""
+    found = {share: capacity(**settings("DeepSeek-V3.2", share=share)) for share in SHARES}
+    assert found["data"].requests == 8 * found["tensor"].requests
+    assert found["data"].tokens == found["tensor"].tokens
+    assert found["context"].tokens // 8 == found["tensor"].tokens
+    assert found["context"].requests >= found["data"].requests
+    step = found["tensor"].step_bytes
+    assert step == 61 * (2048 * 656 + 131072 * 132)
+    assert found["data"].gpu_step_bytes == found["tensor"].requests * step
+    assert found["context"].gpu_step_bytes == found["context"].requests * step / 8
+
+
+def test_weights_that_do_not_fit():
+    found = capacity(**settings("DeepSeek-V3.2", gpus=1))
+    assert (found.free_bytes, found.requests, found.tokens) == (0, 0, 0)
+
+
+def cases():
+    """Settings of each model, format and share."""
+    sizes = itertools.cycle([(8, 140), (1, 192), (3, 80)])
+    for name, share in itertools.product(MODELS, SHARES):
+        model = MODELS[name]
+        for cache, index in itertools.product(model.cache, model.index):
+            gpus, memory = next(sizes)
+            names = {"cache_format": cache.name, "index_format": index.name}
+            chosen = {"share": share, "gpus": gpus, "memory_gib": memory, "context": 1000 * gpus}
+            yield settings(name, **names, **chosen)
+
+
+def test_the_script_computes_the_same():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    given = [*cases()]
+    code = (
+        f"const {{capacity}} = require({json.dumps(str(DOCS / 'capacity.js'))});"
+        "const {tables, given} = JSON.parse(require('fs').readFileSync(0));"
+        "console.log(JSON.stringify(given.map((each) => capacity(tables, each))));"
+    )
+    text = json.dumps({"tables": tables(), "given": given})
+    ran = subprocess.run([node, "-e", code], input=text, capture_output=True, text=True, check=True)
+    for chosen, found in zip(given, json.loads(ran.stdout), strict=True):
+        rows = found.pop("rows")
+        assert found == dataclasses.asdict(capacity(**chosen))
+        assert sum(row["read_bytes"] for row in rows) == found["step_bytes"]
+        assert sum(row["token_bytes"] for row in rows) == found["bytes_per_token"]
+        assert sum(row["request_bytes"] for row in rows) == found["bytes_per_request"]
+
+
+def test_ids_of_the_page_are_not_those_of_its_headings():
+    text = (DOCS / "capacity.md").read_text(encoding="utf-8")
+    headings = {line.lower().replace(" ", "-") for line in re.findall(r"^#+ (.+)$", text, re.M)}
+    script = (DOCS / "capacity.js").read_text(encoding="utf-8")
+    (root,) = re.findall(r'calculator\(document.getElementById\("(.+)"\)', script)
+    assert re.findall(r'id="(.+?)"', text) == [root]
+    assert root not in headings
+
+
+def test_the_page_in_a_browser(tmp_path):
+    """It shows the results of the settings in its address."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("needs Chromium")
+    text = (DOCS / "capacity.md").read_text(encoding="utf-8")
+    text = runpy.run_path(str(DOCS / "tables.py"))["with_tables"](text)
+    (tmp_path / "capacity.js").write_bytes((DOCS / "capacity.js").read_bytes())
+    page = tmp_path / "capacity/index.html"
+    page.parent.mkdir()
+    page.write_text(f"<!doctype html><meta charset=utf-8><body>{text}", encoding="utf-8")
+    chosen = settings("GLM-5.2", gpus=16, memory_gib=96, share="data")
+    # The GPU and the model bring their memory and weights.
+    given = {name: value for name, value in chosen.items() if not name.endswith("_gib")}
+    parts = "&".join(f"{name}={value}" for name, value in given.items())
+    address = f"{page.as_uri()}#gpu=RTX PRO 6000&{parts}".replace("131072", "17")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    ran = subprocess.run(
+        [browser, *flags, profile, address], capture_output=True, text=True, check=True, timeout=120
+    )
+    shown = re.search(r'id="capacity-results".*?</div>', ran.stdout, re.DOTALL)[0]
+    lines = re.findall(r"<tr>(.*?)</tr>", shown)
+    cells = [
+        [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", line)] for line in lines
+    ]
+    found = capacity(**chosen)
+    assert cells[0] == ["requests of 128K tokens that fit at a time", f"{found.requests:,}"]
+    assert cells[1] == ["most tokens of a single request", f"{found.tokens:,}"]
+    floor = found.gpu_step_bytes / GPUS["RTX PRO 6000"][1] / 1e9
+    assert cells[7][0] == "at least, at 1.79 TB/s"
+    assert float(cells[7][1].removesuffix(" ms")) == pytest.approx(floor, rel=0.01)
+    names = [row.name for row in MODELS["GLM-5.2"].rows]
+    assert [line[0] for line in cells[-len(names) :]] == names
