@@ -38,6 +38,7 @@ with warnings.catch_warnings():
         AttentionConfig,
         CacheConfig,
         CompilationConfig,
+        CUDAGraphMode,
         DeviceConfig,
         ModelConfig,
         ParallelConfig,
@@ -88,6 +89,8 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import (
         GENERIC_MODELS,
         attention,
+        deepseek_v4,
+        divided,
         exchange,
         indexer,
         nvidia,
@@ -1808,6 +1811,165 @@ def run_rank(rank, folder):
                 destroy_model_parallel()
 
 
+DIVIDED = {
+    "a prompt": {"query_lens": [40], "seq_lens": [300]},
+    "ragged": {"query_lens": [9, 1, 30, 3], "seq_lens": [137, 300, 30, 500]},
+    "beside decodes": {"query_lens": [1, 1, 12, 9], "seq_lens": [500, 3, 400, 9]},
+    "padded": {"query_lens": [1, 25, 0], "seq_lens": [200, 60, 0], "padded_tokens": 3},
+    "fewer rows than ranks": {"query_lens": [1, 2], "seq_lens": [129, 200]},
+}
+
+
+def divided_step(config, batch, ratio):
+    """A step of V3.2's indexer, or of V4's, which has a key for 4 tokens, and what it must select.
+
+    Scores of small integers are exact: a CPU may add in another order for another width.
+    """
+    draw, cache = batch.draw, batch.cache(INDEX_FP8)
+    rows = cache.data.flatten(0, 1).shape[0]
+    cache.write(torch.arange(rows), draw.integers(-3, 4, rows, 128).float())
+    q = draw.integers(-2, 3, batch.rows, 32, 128).to(torch.float8_e4m3fn)
+    weights = draw.integers(-3, 4, batch.rows, 32).float()
+    spec = MLAAttentionSpec(
+        block_size=ratio * PAGE_SIZE,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=132,
+        dtype=torch.uint8,
+        tokens_per_state=ratio,
+    )
+    backend = indexer.index_cache_backend() if ratio == 1 else deepseek_v4.IndexBackend
+    made = backend.get_builder_cls()(spec, ["keys"], config, torch.device("cpu"))
+    metadata = made.build(0, batch.common())
+    buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+    indexer.select_keys(q, weights, cache, metadata, TOPK, buffer, ratio=ratio)
+    expected = reference.indexer_topk(
+        q,
+        weights,
+        cache,
+        input_row_offsets=torch.tensor([0, *batch.query_lens]).cumsum(0),
+        seq_lens=torch.tensor(batch.seq_lens),
+        page_table=batch.block_table,
+        topk=TOPK,
+        ratio=ratio,
+    )
+    assert_equal("selection", buffer[: batch.rows], expected)
+    assert (buffer[batch.rows :] == 2**31 - 1).all()
+    return metadata
+
+
+def run_dividing_rank(rank, folder):
+    """One of several processes of tensor parallelism, which divide the rows of prefills."""
+    import conftest  # noqa: F401 - repairs Triton's interpreter
+
+    torch.set_num_threads(1)
+    model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16")
+    for num_ranks in (2, RANKS):
+        parallel = ParallelConfig(
+            tensor_parallel_size=num_ranks, pipeline_parallel_size=RANKS // num_ranks
+        )
+        config = engine_config(
+            model,
+            parallel_config=parallel,
+            attention_config=AttentionConfig(indexer_tp_shard_min_rows=2),
+        )
+        with set_current_vllm_config(config):
+            init_distributed_environment(RANKS, rank, f"file://{folder}/ranks", rank, "gloo")
+            initialize_model_parallel(num_ranks, RANKS // num_ranks)
+            for number, (case, ratio) in enumerate(itertools.product(DIVIDED, (1, 4))):
+                divided.BLOCK_ROWS = (2, 64)[number % 3 == 0]
+                batch = Batch(Draw(number), **DIVIDED[case])
+                metadata = divided_step(config, batch, ratio)
+                assert metadata.divided.division.num_ranks == num_ranks
+                assert metadata.divided.division.rank == rank % num_ranks
+            destroy_model_parallel()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are processes on the CPU")
+def test_ranks_that_divide_rows_select_as_one(fork, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.multiprocessing.start_processes(
+        run_dividing_rank, (str(tmp_path),), RANKS, start_method="forkserver"
+    )
+
+
+@pytest.fixture
+def two_tp_ranks(monkeypatch):
+    """The first of two ranks of tensor parallelism, as both do the same."""
+    group = SimpleNamespace(
+        rank_in_group=0,
+        world_size=2,
+        all_gather=lambda lists, dim: torch.cat([lists, lists], dim),
+        broadcast_object=lambda rule: rule,
+    )
+    monkeypatch.setattr(indexer, "get_tp_group", lambda: group)
+
+
+def index_metadata(config, batch):
+    spec = MLAAttentionSpec(
+        block_size=PAGE_SIZE, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8
+    )
+    made = indexer.IndexerMetadataBuilder(spec, ["keys"], config, torch.device("cpu"))
+    return made.build(0, batch.common())
+
+
+def test_rows_are_divided_by_vllms_number_if_it_is_set(config, two_tp_ranks, monkeypatch):
+    batch = Batch(Draw(0), [1, 3, 30], [200, 60, 300])  # a decode and 33 rows
+    assert index_metadata(config, batch).divided is None
+    for rows, divides in ((34, False), (33, True)):
+        monkeypatch.setattr(config.attention_config, "indexer_tp_shard_min_rows", rows)
+        found = index_metadata(config, batch).divided
+        assert (found is not None) == divides
+    assert found.division.rows == slice(1, 34)
+
+
+def test_rows_are_divided_where_scores_take_longer_than_the_exchange(
+    config, two_tp_ranks, monkeypatch, caplog
+):
+    batch = Batch(Draw(0), [2, 30], [200, 300])
+    keys = 199 + 200 + sum(range(271, 301))
+    exchange_keys = keys - 250 * batch.tokens
+    for least, divides in ((exchange_keys, True), (exchange_keys + 1, False)):
+        monkeypatch.setattr(divided, "EXCHANGE_KEYS", least)
+        monkeypatch.setenv("SPARSEMLA_DIVIDE_ROWS_FROM", "250")
+        assert (index_metadata(config, batch).divided is not None) == divides
+    monkeypatch.setattr(divided, "EXCHANGE_KEYS", 0)
+    monkeypatch.delenv("SPARSEMLA_DIVIDE_ROWS_FROM")
+    assert index_metadata(config, batch).divided is None  # 128 entries of 32 heads: 384 keys a row
+
+
+@pytest.mark.parametrize(
+    ("topk", "expected"), [(TOPK, (1 << 20) + 24 * (32 * 128 + 4 * TOPK)), (1 << 16, 3 * 24 << 18)]
+)
+def test_vllms_profiling_run_takes_the_memory_of_an_exchange(
+    two_tp_ranks, monkeypatch, topk, expected
+):
+    """With scores of 1 MiB: own queries and lists beside them, or own and all lists."""
+    monkeypatch.setattr(envs, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", 1, raising=False)
+    queries, sizes = torch.zeros(48, 32, 128, dtype=torch.float8_e4m3fn), []
+    with monkeypatch.context() as change:
+        change.setattr(torch, "empty", lambda size, **options: sizes.append(size))
+        indexer.reserve_memory(queries, topk)
+    assert sizes == [expected]
+
+
+def test_rows_of_decodes_and_of_whole_graphs_are_not_divided(config, two_tp_ranks, monkeypatch):
+    monkeypatch.setattr(config.attention_config, "indexer_tp_shard_min_rows", 1)
+    prefill = Batch(Draw(0), [3, 1], [200, 60])
+    assert index_metadata(config, prefill).divided is not None
+    with monkeypatch.context() as change:
+        change.setattr(indexer, "max_decode_query_len", lambda config: 3)
+        assert index_metadata(config, prefill).divided is None
+    graphs = config.compilation_config
+    for mode, divides in (("FULL", False), ("FULL_AND_PIECEWISE", True), ("NONE", True)):
+        with monkeypatch.context() as change:
+            change.setattr(graphs, "cudagraph_mode", CUDAGraphMode[mode])
+            assert (index_metadata(config, prefill).divided is not None) == divides
+    shares = SimpleNamespace(world_size=2)
+    monkeypatch.setattr(indexer, "get_dcp_group", lambda: shares)
+    assert index_metadata(config, prefill).divided is None
+
+
 ENGINES = """
 import json
 from pathlib import Path
@@ -2102,6 +2264,26 @@ def test_the_indexer_reaches_no_kernel_that_was_not_warmed_up(
     assert (serving.index_heads, serving.topk) == (32, TOPK)
     assert {op for op, *_ in calls} == {"fused_indexer_rope_quant", "indexer_topk"}
     assert replay.missing_kernels(run_python, calls, *configurations) == []
+
+
+def test_divided_rows_reach_no_kernel_that_was_not_warmed_up(
+    run_python, config, calls, monkeypatch, two_tp_ranks, request
+):
+    monkeypatch.setattr(divided, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(config.attention_config, "indexer_tp_shard_min_rows", 1)
+    monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)
+    monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 1)
+    found = replay.spy(monkeypatch, {divided: ("indexer_topk",)})
+    with warmed_up(config, monkeypatch) as configurations:
+        made = request.getfixturevalue("mla_layer")
+        for lens in DIVIDED.values():
+            batch = in_engine(config, **lens)
+            batch.num_blocks = 70  # of one cache
+            index_step(config, made, batch, neox=True)
+    (serving,) = configurations
+    assert serving.max_requests == 1 + 1 + MAX_TOKENS // 16
+    assert len(found) >= len(DIVIDED)
+    assert replay.missing_kernels(run_python, [*calls, *found], *configurations) == []
 
 
 def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(

@@ -85,6 +85,11 @@ CONFIG = _rows(
             compilation_config kernel_config lora_config offload_config speculative_config
             __post_init__
         get_current_vllm_config_or_none: settings while layers are built
+        CompilationConfig: graphs of prefills
+            cudagraph_mode
+        CUDAGraphMode: graphs of prefills
+            FULL
+        CUDAGraphMode.mixed_mode: graphs of prefills
     vllm.config.model:
         ModelConfig: dims of the model
             architectures get_num_attention_heads hf_text_config is_submodel_config max_model_len
@@ -243,9 +248,10 @@ INDEXER = WARMUP + _rows(
         eager_break_during_capture: CUDA graphs in pieces
     vllm.distributed:
         get_dcp_group: ranks that share contexts
+        get_tp_group: ranks that divide the rows of prefills
     vllm.distributed.parallel_state:
-        GroupCoordinator: ranks that share contexts
-            rank_in_group world_size all_gather
+        GroupCoordinator: these ranks
+            rank_in_group world_size all_gather broadcast_object
     vllm.forward_context:
         get_forward_context: metadata of a step
         ForwardContext: metadata of a step
@@ -268,6 +274,7 @@ INDEXER = WARMUP + _rows(
         AttentionMetadataBuilder: base class
             build
         CommonAttentionMetadata: batch of a step
+            max_query_len query_start_loc_cpu seq_lens_cpu_upper_bound
     vllm.v1.attention.backends.mla.indexer:
         DeepseekV32IndexerBackend: base class
         DeepseekV32IndexerMetadata: base class
@@ -275,6 +282,7 @@ INDEXER = WARMUP + _rows(
         dsa_indexer_uses_fp4: refused settings
     vllm.v1.kv_cache_interface:
         AttentionSpec: layout of the index cache
+            tokens_per_state
     """
 )
 

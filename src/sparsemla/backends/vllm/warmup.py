@@ -23,6 +23,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
+from sparsemla.backends.vllm.divided import Division
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
@@ -117,6 +118,7 @@ def index_layers(
 ) -> Iterator[Serving | ShardedIndex]:
     """The configuration of each layer with an index cache."""
     limits, num_ranks = _limits(config), config.parallel_config.decode_context_parallel_size
+    most_requests = limits["max_requests"] + _most_pieces(config)
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, DeepseekV32IndexerCache):
             count, stride = layer.kv_cache.shape[0], layer.kv_cache.stride(0)
@@ -130,7 +132,7 @@ def index_layers(
                 interleaved=interleaved,
                 max_positions=max_positions,
                 table_dtype=table_dtype,
-                **limits,
+                **limits | {"max_requests": most_requests},
             )
             if num_ranks > 1:
                 yield ShardedIndex(
@@ -143,6 +145,16 @@ def index_layers(
                     max_query_len=limits["max_query_len"],
                     max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
                 )
+
+
+def _most_pieces(config: VllmConfig) -> int:
+    """Pieces of prefills that the indexer takes for requests, where ranks divide rows."""
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size == 1 or parallel.decode_context_parallel_size > 1:
+        return 0
+    return Division.most_pieces(
+        config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+    )
 
 
 def _limits(config: VllmConfig) -> dict[str, Any]:
@@ -201,6 +213,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
             max_positions=layer.rotary_emb.cos_sin_cache.shape[0],
             max_tokens=limits["max_tokens"],
             max_requests=limits["max_requests"],
+            max_pieces=_most_pieces(config),
             max_query_len=limits["max_query_len"],
             max_seq_len=limits["max_seq_len"],
             max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
