@@ -7,9 +7,10 @@ selection, chunked prefills, and batches of prefills and decodes. Then tokens an
 are compared. For each mode a line says which classes served, and which kernels were compiled once
 it was ready.
 
-Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the contexts, too. They
-are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line, and
-those with ``dcp2`` also where NCCL is older than 2.29.7.
+Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
+prefills in the indexer, and those with ``dcp2`` the contexts, too. They are compared with modes of
+one GPU. Where there are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also
+where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
 two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
@@ -53,6 +54,7 @@ class Mode:
         gpus: that share the heads.
         dcp: of them, those that share each context.
         interleave: consecutive tokens of a context that one of these keeps.
+        divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
     """
 
     plugins: str
@@ -64,6 +66,7 @@ class Mode:
     gpus: int = 1
     dcp: int = 1
     interleave: int = 1
+    divides: bool = False
 
 
 BOTH = "sparsemla,sparsemla_indexer"
@@ -83,6 +86,8 @@ MODES = {
     "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
     "both, tp2": Mode(BOTH, "CUSTOM", **TP2),
     "both, graphs, tp2": Mode(BOTH, "CUSTOM", graphs=True, **TP2),
+    "both, tp2 rows": Mode(BOTH, "CUSTOM", divides=True, **TP2),
+    "both, graphs, tp2 rows": Mode(BOTH, "CUSTOM", graphs=True, divides=True, **TP2),
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
     "vllm, dcp2": Mode("", "FLASHMLA_SPARSE", **DCP2),
     "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
@@ -96,6 +101,7 @@ MODES = {
     "v4": Mode("sparsemla", "CUSTOM", **V4),
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
+    "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -107,6 +113,8 @@ PAIRS = (
     ("both, bf16, graphs", "vllm, bf16"),
     ("both, tp2", "both"),
     ("both, graphs, tp2", "both, graphs"),
+    ("both, tp2 rows", "both, tp2"),
+    ("both, graphs, tp2 rows", "both, graphs, tp2"),
     ("both, bf16, graphs, tp2", "both, bf16, graphs"),
     ("vllm, dcp2", "vllm"),
     ("attention, dcp2", "attention"),
@@ -119,6 +127,7 @@ PAIRS = (
     ("v4, graphs", "v4, vllm, graphs"),
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
+    ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
 )
 
 NCCL = (2, 29, 7)
@@ -262,12 +271,17 @@ def attention_classes(model: torch.nn.Module) -> list[str]:
 def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     served = SERVED[mode.model]
+    rows = {"indexer_tp_shard_min_rows": 1} if mode.divides else {}
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
         "kv_cache_dtype": mode.cache,
         "enforce_eager": not mode.graphs,
-        "attention_config": {"backend": mode.backend, "sparse_mla_force_mqa": True},
+        "attention_config": {
+            "backend": mode.backend,
+            "sparse_mla_force_mqa": True,
+            **rows,
+        },
         "max_model_len": served.max_length,
         "max_num_batched_tokens": served.step,
         "max_num_seqs": 8,

@@ -240,6 +240,45 @@ def test_the_caches_of_the_benchmark_hold_numbers(monkeypatch, cache_format, dty
     assert_equal("last rows", rows[512:], rows[:192])
 
 
+class Prompts:
+    """An engine of vLLM that answers each prompt in a step, and takes ever longer."""
+
+    def __init__(self, clock):
+        self.clock, self.open, self.lengths = clock, 0, []
+
+    def add_request(self, name, prompt, params):
+        self.open += 1
+        self.lengths.append(len(prompt["prompt_token_ids"]))
+
+    def has_unfinished_requests(self):
+        return self.open > 0
+
+    def step(self):
+        self.open -= 1
+        self.clock.append(sum(self.clock) + 1)
+
+
+def test_the_time_to_the_first_token_leaves_out_the_first_prompt(monkeypatch, tmp_path):
+    import vllm_bench
+
+    clock = [0.0]
+    monkeypatch.setattr(vllm_bench.time, "perf_counter", lambda: clock[-1])
+    engine = vllm_bench.Engine.__new__(vllm_bench.Engine)
+    engine.side, engine.gpus, engine.heads, engine.min_rows = "sparsemla, fp8", 4, 32, 1024
+    engine.engine = Prompts(clock)
+
+    def add(kind, length, new):
+        engine.engine.add_request(kind, {"prompt_token_ids": [0] * length}, None)
+
+    engine.add = add
+    row = engine.first_token(300)
+    assert engine.engine.lengths == [300] * 4
+    assert row.times_ms == [1e3, 2e3, 4e3]
+    assert (row.wall_ms, row.context, row.min_rows) == (2e3, 300, 1024)
+    vllm_bench.write_report(tmp_path / "rows.json", [asdict(row)])
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+
+
 def engine_row(side, heads, kind, batch, context, gpu_ms):
     """A row of ``examples/vllm_bench.py``: a third is the indexer, a sixth attention."""
     import vllm_bench

@@ -2011,7 +2011,7 @@ def test_vllm_accepts_the_modes_of_several_gpus_of_the_example(run_code, tmp_pat
     status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 10
+    assert len(lines) == 12
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
         assert rest == ["mp", 2, 2 if "dcp2" in name else 1, interleave, []], name
