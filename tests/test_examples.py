@@ -138,7 +138,7 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
-    assert len(lines) == 10
+    assert len(lines) == 12
     old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
     line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
     assert line in capsys.readouterr().out.splitlines()
@@ -148,7 +148,10 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     pairs = [(name, base) for name, base in PAIRS if {name, base} <= set(two)]
     assert {name for name in two if MODES[name].gpus == 2} <= {name for name, _ in pairs}
     assert set(two) == {name for pair in pairs for name in pair}
-    assert select_modes("deepseek_v4", 2, 2, ()) == ["v4, graphs", "v4, graphs, tp2"]
+    four = ["v4, graphs", "v4, graphs, tp2", "v4, graphs, tp2 rows"]
+    assert select_modes("deepseek_v4", 2, 2, ()) == four
+    only = ["both, hisparse", "both, ngram"]
+    assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
     assert capsys.readouterr().out == ""
 
 

@@ -46,6 +46,7 @@ with warnings.catch_warnings():
         VllmConfig,
         set_current_vllm_config,
     )
+    from vllm.config.attention import HiSparseConfig
     from vllm.distributed import (
         destroy_model_parallel,
         get_dcp_group,
@@ -77,9 +78,11 @@ with warnings.catch_warnings():
         AttentionType,
         CommonAttentionMetadata,
     )
+    from vllm.v1.attention.backends.mla import index_group
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
     from vllm.v1.attention.ops import dcp
+    from vllm.v1.hisparse import runtime
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm.v1.worker import workspace
     from vllm.v1.worker.block_table import get_block_table_width
@@ -491,6 +494,7 @@ def test_batch_invariance_is_served(config, batch_invariant):
         ("plugins", None, "needs sparsemla_indexer in VLLM_PLUGINS"),
         ("device_capability", DeviceCapability(8, 9), "needs sm_90: .* got sm_89"),
         ("index_topk", 4224, "needs an index_topk of at most 4096 or .* got 4224"),
+        ("hisparse_config", HiSparseConfig(), "needs HiSparse off"),
     ],
     ids=str,
 )
@@ -502,6 +506,8 @@ def test_batch_invariance_is_refused_where_results_could_change(
         monkeypatch.setattr(envs, "VLLM_PLUGINS", value, raising=False)
     elif where == "index_topk":
         monkeypatch.setattr(config.model_config.hf_text_config, where, value)
+    elif where == "hisparse_config":
+        monkeypatch.setattr(config.attention_config, where, value)
     else:
         changes[where] = value
     (got,) = refusals(**changes)
@@ -523,13 +529,6 @@ def test_models_with_other_dims_are_refused(config, monkeypatch, changes, reason
         monkeypatch.setattr(config.model_config.hf_text_config, name, value)
     (got,) = refusals()
     assert reason in got
-
-
-def test_hisparse_is_refused(config, monkeypatch):
-    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
-    assert refusals() == [
-        "HiSparse must be off: it keeps rows on the host, which this backend cannot read"
-    ]
 
 
 class Batch:
@@ -837,6 +836,151 @@ def test_contexts_beyond_the_longest_are_read_in_place(engine):
 def test_nothing_is_converted_where_nothing_was_measured(config):
     metadata = builder(config, "fp8_ds_mla").build(0, Batch(Draw(0), **MIXED).common())
     assert metadata.conversions == ()
+
+
+class HostRows:
+    """What vLLM's CUDA ops do for HiSparse: they bring rows of a host cache to the GPU.
+
+    Args:
+        source: the rows of a layer on the host.
+        hot_pages: of the buffer on the GPU.
+    """
+
+    is_group_leader, eager_host_mirror = True, True
+
+    def __init__(self, source, hot_pages=40):
+        self.source = source.contiguous()
+        raw = torch.full((hot_pages * self.source[0].nbytes,), -1, dtype=torch.int8)  # NaN
+        self.hot = runtime.PagedCacheView.bind(
+            raw,
+            dtype=self.source.dtype,
+            row_width=self.source.shape[-1],
+            byte_offset=0,
+            block_stride=self.source[0].nbytes,
+            num_blocks=hot_pages,
+            block_size=PAGE_SIZE,
+        )
+        self.max_swap_rows = MAX_TOKENS
+        self.staged = 0
+
+    def begin_forward(self):
+        pass
+
+    def swap_in(self, *, req_id_per_token, block_table, logical_topk_indices, **arguments):
+        """Rows of the hot buffer in the place of positions, in another order."""
+        requests = req_id_per_token[: len(logical_topk_indices), None].long()
+        positions = logical_topk_indices.clamp(min=0).long()
+        slots = block_table[requests, positions // PAGE_SIZE].long() * PAGE_SIZE
+        slots = (slots + positions % PAGE_SIZE).masked_fill(logical_topk_indices < 0, -1)
+        needed = slots[slots >= 0].unique()
+        hot = self.hot.attention_cache.flatten(0, 1)
+        places = torch.arange(len(needed)).flip(0) + 3
+        hot.view(torch.uint8).fill_(255)
+        hot[places] = self.source.flatten(0, 1)[needed]
+        counts = (slots >= 0).sum(1).int()
+        found = places[torch.searchsorted(needed, slots.clamp(min=0)).clamp(max=len(needed) - 1)]
+        found = found.masked_fill(slots < 0, -1).int()
+        return found.gather(1, (found < 0).int().argsort(dim=1, stable=True)), counts
+
+    def gather_prefill_cache(self, kv_cache, plan, resident_cache=None):
+        assert kv_cache.shape[1] == plan.block_size == PAGE_SIZE
+        rows = self.source.flatten(0, 1)[plan.row_ids[0].clamp(min=0).long()]
+        self.staged += 1
+        return rows.unflatten(0, (-1, PAGE_SIZE)).contiguous()
+
+
+@pytest.fixture
+def on_host(config, monkeypatch):
+    """Makes a layer whose rows are on the host; vLLM's classes bring them by :class:`HostRows`."""
+    monkeypatch.setattr(config.attention_config, "hisparse_config", HiSparseConfig())
+    backend = SimpleNamespace(prepare_metadata=lambda prefill: None)
+    backend.clone = lambda: backend
+    config.compilation_config.static_forward_context[LAYER].prefill_backend = backend
+
+    def make(cache, batch, num_heads, dtype):
+        rows = HostRows(cache.data)
+        handle = runtime.HiSparseCacheHandle(rows)
+        handle.all_context_pages_resident = False
+        handle.source_block_table = batch.block_table
+        monkeypatch.setattr(index_group, "create_hisparse_cache_handle", lambda *a, **k: handle)
+        return layer(batch.selections(), num_heads, dtype), rows
+
+    return make
+
+
+ON_HOST = {
+    "decodes": {"query_lens": [1, 1, 1], "seq_lens": [200, 64, 131]},
+    "speculative": {"query_lens": [3, 1, 2], "seq_lens": [200, 3, 131]},
+    "prefills": {"query_lens": [5, 33], "seq_lens": [5, 300]},
+    "both": MIXED,
+}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", ON_HOST)
+def test_rows_on_the_host_are_read_where_vllm_brings_them(
+    config, on_host, monkeypatch, name, dtype
+):
+    if name == "speculative":
+        drafts = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+        monkeypatch.setattr(config, "speculative_config", drafts)
+    batch = Batch(Draw(0), **ON_HOST[name])
+    cache = batch.cache(attention.FORMATS[dtype])
+    made, rows = on_host(cache, batch, 16, dtype)
+    assert made.rows_on_gpu(cache.data) is rows.hot.attention_cache
+    metadata = builder(config, dtype).build(0, batch.common())
+    assert metadata.num_prefills == {"prefills": 2, "both": 2}.get(name, 0)
+    if metadata.num_prefills:
+        assert metadata.prefill.host_staging_plan is not None
+    made.prepare_for_batch(metadata)
+    q = decode_queries(batch.draw, batch.rows, 16, 576)
+    elsewhere = torch.empty_like(rows.source).fill_(torch.nan if dtype == "auto" else 255)
+    out, lse = made.forward_mqa(q, elsewhere, metadata, None)
+    slots = reference.to_slots(
+        made.topk_indices_buffer[: batch.tokens], batch.block_table, batch.request_ids,
+        page_size=PAGE_SIZE,
+    )  # fmt: skip
+    expected = reference.sparse_prefill(q, cache, slots, softmax_scale=192**-0.5)
+    assert_close("out", out, expected[0], SPARSE_DECODE_OUT)
+    assert_close("lse", lse, expected[1], DECODE_LSE)
+    assert rows.staged == bool(metadata.num_prefills)
+
+
+def test_rows_on_the_host_are_not_converted(engine, monkeypatch):
+    made = engine(16, MAX_TOKENS, 4096)
+    batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions
+    monkeypatch.setattr(made.attention_config, "hisparse_config", HiSparseConfig())
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions == ()
+    monkeypatch.setattr(
+        index_group, "create_hisparse_cache_handle", lambda *a, **k: SimpleNamespace()
+    )
+    selections = batch.selections()
+    assert layer(selections, 16, "fp8_ds_mla").conversion_rows == 0
+    monkeypatch.setenv("SPARSEMLA_FP8_MMA", "1")
+    with pytest.raises(ValueError, match="HiSparse must be off, as rows on the host are not conv"):
+        layer(selections, 64, "fp8_ds_mla")
+
+
+def test_the_buffer_of_rows_on_the_host_is_warmed_up(
+    run_python, config, on_host, calls, monkeypatch
+):
+    with warmed_up(config, monkeypatch) as configurations:
+        for lens in ON_HOST.values():
+            batch = in_engine(config, **lens)
+            cache = batch.cache(attention.FORMATS["fp8_ds_mla"])
+            made, rows = on_host(cache, batch, 16, "fp8_ds_mla")
+            metadata = builder(config, "fp8_ds_mla").build(0, batch.common())
+            made.prepare_for_batch(metadata)
+            q = decode_queries(batch.draw, batch.rows, 16, 576)
+            parts = q[..., :512].contiguous(), q[..., 512:].contiguous()
+            made.forward_mqa(parts, rows.source, metadata, None)
+        config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
+            impl=made, kv_cache=cache.data
+        )
+    (serving,) = configurations
+    assert (serving.num_pages, serving.page_stride) == (40, 656 * PAGE_SIZE)
+    assert replay.missing_kernels(run_python, calls, *configurations) == []
 
 
 @pytest.fixture
@@ -1982,7 +2126,7 @@ from vllm_engine import MODES, engine_arguments
 
 type(current_platform).device_type = "cuda"  # a configuration needs one
 for name, mode in MODES.items():
-    if mode.model == "deepseek_v32" and mode.gpus > 1:
+    if mode.model == "deepseek_v32" and (mode.gpus > 1 or mode.more) and "hisparse" not in name:
         config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
         refused = []
         if mode.plugins:
@@ -2004,17 +2148,21 @@ for name, mode in MODES.items():
 """
 
 
-def test_vllm_accepts_the_modes_of_several_gpus_of_the_example(run_code, tmp_path):
-    """All of them but the GPUs: configurations, and the backend with shared contexts."""
+def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
+    """All of them but the GPUs: configurations, and the backend with shared contexts.
+
+    HiSparse is left out: vLLM asks for its class of platforms with CUDA.
+    """
     sizes = {"max_position_embeddings": 4096, "index_topk": 512}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
     status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 12
+    assert len(lines) == 15
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        assert rest == ["mp", 2, 2 if "dcp2" in name else 1, interleave, []], name
+        ranks = ["mp", 2] if "2" in name else ["uni", 1]
+        assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
 
 
 @pytest.mark.parametrize(("interleave", "num_ranks"), [(1, 2), (3, 2), (64, 3)])

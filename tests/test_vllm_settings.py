@@ -247,7 +247,7 @@ SETTINGS = {
         ),
         "indexer_tp_shard_min_rows": "rows of a step from which ranks divide them",
         "minimax_m3_indexer_cp": MODEL,
-        "hisparse_config": Refused(object(), "HiSparse must be off", ("attention", "v4")),
+        "hisparse_config": Refused(object(), "HiSparse must be off", ("v4",)),
         "use_non_causal": Refused(True, "non", ("attention", "v4")),
         "sparse_mla_force_mqa": VLLMS,
         "sparse_mla_prefill_workspace_factor": (

@@ -195,13 +195,17 @@ ATTENTION = WARMUP + _rows(
             major
     vllm.model_executor.layers.attention.sparse_mla_attention:
         SparseMLACommonImpl: base class: slots of positions, dense short prompts
-            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size
+            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size index_group
+            index_group_index
         SparseMLACommonMetadata: base class
             num_decodes num_prefills num_decode_tokens req_id_per_token prefill
         SparseMLAPrefillMetadata: no dense short prompts in the batch-invariant mode
             use_dense_mha
         SparseMLACommonMetadataBuilder: base class
             metadata_cls build topk_tokens dcp_world_size
+    vllm.v1.attention.backends.mla.index_group:
+        HiSparseMLAIndexGroup: whether rows are on the host
+            physical_kv_cache
     vllm.v1.attention.backends.mla.sparse_utils:
         align_blocks_to_rows: strides of blocks
         flat_kv_row_view: rows of the cache

@@ -93,6 +93,7 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
+            cache = layer.impl.rows_on_gpu(layer.kv_cache)
             yield Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
@@ -102,8 +103,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
                 allow_fp8_mma=layer.impl.allow_fp8_mma,
-                num_pages=layer.kv_cache.shape[0],
-                page_stride=layer.kv_cache.stride(0),
+                num_pages=cache.shape[0],
+                page_stride=cache.stride(0),
                 **_limits(config),
             )
 
