@@ -61,6 +61,9 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers import mla, sparse_attn_indexer
     from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
     from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.models.deepseek_v2 import Indexer
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -2251,6 +2254,60 @@ def build_model(model_config, plain_vllm, monkeypatch):
     return build
 
 
+def absorb(config):
+    """Let vLLM prepare the layers' weights, as it does once they are loaded."""
+    for part in config.compilation_config.static_forward_context.values():
+        if hasattr(part, "process_weights_after_loading"):
+            part.process_weights_after_loading(torch.bfloat16)
+
+
+class Server:
+    """A model with its caches, which serves one request after the other through vLLM's metadata."""
+
+    def __init__(self, config, model):
+        self.config, self.model, self.builders = config, model, {}
+        for name, part in config.compilation_config.static_forward_context.items():
+            backend, spec = part.get_attn_backend(), part.get_kv_cache_spec(config)
+            width = spec.state_content_bytes or spec.head_size
+            part.kv_cache = torch.zeros(8, PAGE_SIZE, width, dtype=spec.dtype)
+            arguments = backend.customize_spec(spec), [name], config, torch.device("cpu")
+            self.builders[name] = backend.get_builder_cls()(*arguments)
+
+    def step(self, tokens, first, table=(5, 2, 7)):
+        """Log-probabilities behind each of the tokens of a request, from position ``first`` on."""
+        count, last = len(tokens), first + len(tokens)
+        positions, table = torch.arange(first, last), torch.tensor([table]).int()
+        offsets, length = torch.tensor([0, count]).int(), torch.tensor([last]).int()
+        common = CommonAttentionMetadata(
+            query_start_loc=offsets,
+            query_start_loc_cpu=offsets,
+            seq_lens=length,
+            seq_lens_cpu_upper_bound=length,
+            num_reqs=1,
+            num_actual_tokens=count,
+            max_query_len=count,
+            max_seq_len=last,
+            block_table_tensor=table,
+            slot_mapping=table[0, positions // PAGE_SIZE].long() * PAGE_SIZE
+            + positions % PAGE_SIZE,
+        )
+        metadata = {name: made.build(0, common) for name, made in self.builders.items()}
+        slots = dict.fromkeys(metadata, common.slot_mapping)
+        with set_forward_context(metadata, self.config, slot_mapping=slots), torch.no_grad():
+            hidden = self.model(tokens, positions)
+            logits = hidden.float() @ self.model.lm_head.weight.float().T
+        return logits.log_softmax(-1)
+
+
+CHUNKS = [(0, 50), (50, 100), (100, 137), (137, 138), (138, 139), (139, 140)]
+
+
+def log_probabilities(config, model, ids, chunks=CHUNKS):
+    """Of tokens that come in chunks and then one by one."""
+    server = Server(config, model)
+    return torch.cat([server.step(ids[0, first:last], first) for first, last in chunks])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
 @pytest.mark.parametrize(
     ("nvidia_class_runs", "dtype"),
@@ -2270,46 +2327,126 @@ def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, 
     other.load_state_dict(weights)
     model.load_weights(weights.items())
 
-    ids, table, builders = torch.randint(256, (1, 140)), torch.tensor([[5, 2, 7]]).int(), {}
-    for name, part in config.compilation_config.static_forward_context.items():
-        if hasattr(part, "process_weights_after_loading"):
-            part.process_weights_after_loading(torch.bfloat16)
-        backend, spec = part.get_attn_backend(), part.get_kv_cache_spec(config)
-        width = spec.state_content_bytes or spec.head_size
-        part.kv_cache = torch.zeros(8, PAGE_SIZE, width, dtype=spec.dtype)
-        arguments = backend.customize_spec(spec), [name], config, torch.device("cpu")
-        builders[name] = backend.get_builder_cls()(*arguments)
-
-    logits = []
-    for first, last in [(0, 50), (50, 100), (100, 137), (137, 138), (138, 139), (139, 140)]:
-        positions = torch.arange(first, last)
-        offsets, length = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
-        common = CommonAttentionMetadata(
-            query_start_loc=offsets,
-            query_start_loc_cpu=offsets,
-            seq_lens=length,
-            seq_lens_cpu_upper_bound=length,
-            num_reqs=1,
-            num_actual_tokens=last - first,
-            max_query_len=last - first,
-            max_seq_len=last,
-            block_table_tensor=table,
-            slot_mapping=table[0, positions // PAGE_SIZE].long() * PAGE_SIZE
-            + positions % PAGE_SIZE,
-        )
-        metadata = {name: made.build(0, common) for name, made in builders.items()}
-        slots = dict.fromkeys(metadata, common.slot_mapping)
-        with set_forward_context(metadata, config, slot_mapping=slots), torch.no_grad():
-            hidden = model(ids[0, first:last], positions)
-            logits.append(hidden.float() @ model.lm_head.weight.float().T)
+    absorb(config)
+    ids = torch.randint(256, (1, 140))
+    found = log_probabilities(config, model, ids)
     with torch.no_grad():
         expected = other(ids).logits[0].log_softmax(-1)
-    away = (torch.cat(logits).log_softmax(-1) - expected).abs().mean(dim=-1)
+    away = (found - expected).abs().mean(dim=-1)
     # Until there are more keys than are selected, only roundings differ; then FP8 selects others.
     assert type(model).__module__.startswith("sparsemla.") == nvidia_class_runs
     rounding = 0.04 if dtype == "auto" else 0.2
     assert away[:TOPK].mean() < rounding
     assert away[TOPK:].mean() < 0.3
+
+
+def published(config, seed=0):
+    """Weights of DeepSeek-V3.2 for a configuration of vLLM's."""
+    fields = CONFIG | {"index_n_heads": config.model_config.hf_config.index_n_heads}
+    del fields["architectures"], fields["torch_dtype"]
+    torch.manual_seed(seed)
+    made = DeepseekV32ForCausalLM(DeepseekV32Config(**fields, initializer_range=0.1))
+    return {name: tensor.bfloat16() for name, tensor in made.state_dict().items()}
+
+
+CLASSES = pytest.mark.parametrize(
+    ("nvidia_class_runs", "dtype"),
+    [(False, "fp8_ds_mla"), (True, "auto")],
+    ids=["portable class, fp8", "NVIDIA class, bf16"],
+)
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
+
+
+def heads_of(nvidia_class_runs):
+    return 8 if nvidia_class_runs else CONFIG["index_n_heads"]
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_verified_drafts_get_the_tokens_of_single_steps(build_model, monkeypatch, drafts, dtype):
+    """Of any proposer; rows of rejected drafts are overwritten."""
+    config, model = build_model(False, dtype)
+    model.load_weights(published(config).items())
+    absorb(config)
+    ids = torch.randint(256, (1, 150))
+    steps = [(0, 64), (64, 128), *((at, at + 1) for at in range(128, 144))]
+    expected = log_probabilities(config, model, ids, steps)[128:]
+    speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False)
+    monkeypatch.setattr(config, "speculative_config", speculative)
+    server = Server(config, model)
+    for first, last in steps[:2]:
+        server.step(ids[0, first:last], first)
+    found, at, accepted = [], 128, 0
+    while at < 144:
+        step = ids[0, at : at + 1 + drafts].clone()
+        step[1 + accepted :] += 1 - 256 * (step[1 + accepted :] == 255)  # another token
+        assert server.builders[LAYER].reorder_batch_threshold == 1 + drafts
+        logits = server.step(step, at)
+        found.append(logits[: 1 + accepted])
+        at, accepted = at + 1 + accepted, (accepted + 1) % (1 + drafts)
+    found = torch.cat(found)[:16]
+    assert (found - expected).abs().mean() < (0.01 if dtype == "auto" else 0.05)
+    assert_equal("tokens", found.argmax(-1), expected.argmax(-1))
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_a_request_reads_the_prefix_that_another_has_left(build_model, dtype):
+    """As with prefix caching: the first pages of two requests are the same."""
+    config, model = build_model(False, dtype)
+    model.load_weights(published(config).items())
+    absorb(config)
+    first, second = torch.randint(256, (2, 150))
+    second[:128] = first[:128]
+
+    def served(server, tokens, table):
+        steps = [(128, 140), *((at, at + 1) for at in range(140, 146))]
+        return torch.cat([server.step(tokens[a:b], a, table) for a, b in steps])
+
+    alone = []
+    for tokens in (first, second):
+        server = Server(config, model)
+        server.step(tokens[:64], 0)
+        server.step(tokens[64:128], 64)
+        alone.append(served(server, tokens, (5, 2, 7)))
+    server = Server(config, model)
+    server.step(first[:64], 0)
+    server.step(first[64:128], 64)
+    for tokens, table, expected in zip((first, second), ((5, 2, 7), (5, 2, 3)), alone, strict=True):
+        assert_equal("log-probabilities", served(server, tokens, table), expected)
+
+
+@ON_CPU
+@CLASSES
+def test_a_model_follows_weights_that_are_loaded_again(build_model, nvidia_class_runs, dtype):
+    """By vLLM's function, after sleep of level 2 has discarded all of them."""
+    config, model = build_model(nvidia_class_runs, dtype, heads_of(nvidia_class_runs))
+    record_metadata_for_reloading(model)
+    old, new = published(config), published(config, seed=1)
+    ids = torch.randint(256, (1, 140))
+    chunks = [(0, 30), (30, 31)] if nvidia_class_runs else CHUNKS  # one is interpreted, and slow
+    model.load_weights(old.items())
+    process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    before = log_probabilities(config, model, ids, chunks)
+    runner = SimpleNamespace(load_config=None, lora_config=None, model_config=config.model_config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(torch.nan)
+        for part in config.compilation_config.static_forward_context.values():
+            for tensor in vars(part).values():  # absorbed weights
+                if isinstance(tensor, torch.Tensor) and tensor is not part.kv_cache:
+                    tensor.fill_(torch.nan) if tensor.is_floating_point() else None
+    reload_weights(runner, model, iter(new.items()), None, is_checkpoint_format=True)
+    after = log_probabilities(config, model, ids, chunks)
+    reload_weights(runner, model, iter(old.items()), None, is_checkpoint_format=True)
+    again = log_probabilities(config, model, ids, chunks)
+    assert_equal("the old weights", again, before)
+    assert (after - before).abs().mean() > 0.1
+    other_config, other = build_model(nvidia_class_runs, dtype, heads_of(nvidia_class_runs))
+    other.load_weights(new.items())
+    absorb(other_config)
+    assert_equal("the new weights", after, log_probabilities(other_config, other, ids, chunks))
 
 
 @pytest.fixture
