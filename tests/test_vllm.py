@@ -32,7 +32,12 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    from transformers import (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
+        GlmMoeDsaConfig,
+        GlmMoeDsaForCausalLM,
+    )
     from vllm import _custom_ops, envs
     from vllm.config import (
         AttentionConfig,
@@ -2234,7 +2239,9 @@ def build_model(model_config, plain_vllm, monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
     register()
 
-    def build(nvidia_class_runs, dtype, index_heads=CONFIG["index_n_heads"]):
+    def build(
+        nvidia_class_runs, dtype, index_heads=CONFIG["index_n_heads"], model_config=model_config
+    ):
         monkeypatch.setattr(model_config.hf_config, "index_n_heads", index_heads)
         monkeypatch.setattr(plugins, "_nvidia_class_runs", lambda: nvidia_class_runs)
         monkeypatch.setattr(
@@ -2247,7 +2254,8 @@ def build_model(model_config, plain_vllm, monkeypatch):
             attention_config=AttentionConfig(backend="CUSTOM"),
             compilation_config=CompilationConfig(custom_ops=["none"]),
         )
-        model_class = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
+        (architecture,) = model_config.architectures
+        model_class = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             return config, model_class(vllm_config=config)
 
@@ -2338,6 +2346,71 @@ def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, 
     rounding = 0.04 if dtype == "auto" else 0.2
     assert away[:TOPK].mean() < rounding
     assert away[TOPK:].mean() < 0.3
+
+
+class InOrder(contextlib.nullcontext):
+    """A stream or an event of vLLM's index groups where all runs in order."""
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def record(self, stream):
+        pass
+
+
+SHARED_SELECTIONS = {
+    "every second layer": ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSF"),
+    "a pattern": ({"index_topk_pattern": "FSS"}, "FSS"),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
+@pytest.mark.parametrize(
+    ("name", "nvidia_class_runs"),
+    [("every second layer", False), ("a pattern", False), ("a pattern", True)],
+    ids=["every second layer", "a pattern", "a pattern, NVIDIA class"],
+)
+def test_layers_that_share_a_selection_agree_with_transformers(
+    build_model, tmp_path, monkeypatch, name, nvidia_class_runs
+):
+    changes, kinds = SHARED_SELECTIONS[name]
+    fields = CONFIG | {
+        "model_type": "glm_moe_dsa",
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "mlp_layer_types": ["dense"] * 3,
+        "index_n_heads": heads_of(nvidia_class_runs),
+        "indexer_rope_interleave": True,
+        "initializer_range": 0.1,
+        **changes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    made = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    for function in ("current_stream", "_create_side_stream", "_create_event"):
+        monkeypatch.setattr(index_group, function, lambda *arguments: InOrder())
+    config, model = build_model(nvidia_class_runs, "auto", fields["index_n_heads"], made)
+    del fields["architectures"], fields["torch_dtype"], fields["model_type"]
+    other = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**fields)).float().eval()
+    assert [kind[0].upper() for kind in other.config.indexer_types] == [*kinds]
+    weights = {name: tensor.bfloat16() for name, tensor in other.state_dict().items()}
+    other.load_state_dict(weights)
+    model.load_weights(weights.items())
+    absorb(config)
+    layers = [layer.self_attn for layer in model.model.layers]
+    if not nvidia_class_runs:
+        layers = [layer.mla_attn for layer in layers]
+    assert ["S" if layer.indexer is None else "F" for layer in layers] == [*kinds]
+    ids = torch.randint(256, (1, 140))
+    found = log_probabilities(config, model, ids)
+    with torch.no_grad():
+        expected = other(ids).logits[0].log_softmax(-1)
+    away = (found - expected).abs().mean(dim=-1)
+    assert away[:TOPK].mean() < 0.04
+    assert away[TOPK:].mean() < 0.2
 
 
 def published(config, seed=0):
