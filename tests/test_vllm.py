@@ -550,6 +550,7 @@ class Batch:
         topk: tokens that a token selects.
         block_table: pages of the requests; random ones if None.
         columns: least width of the block table.
+        spare: tokens by which lengths on the host may exceed those on the device.
     """
 
     def __init__(
@@ -561,9 +562,10 @@ class Batch:
         topk=TOPK,
         block_table=None,
         columns=0,
+        spare=0,
     ):
         self.draw, self.query_lens, self.seq_lens = draw, query_lens, seq_lens
-        self.topk = topk
+        self.topk, self.spare = topk, spare
         self.tokens = sum(query_lens)
         self.rows = self.tokens + padded_tokens
         width = max(1, *(-(-length // PAGE_SIZE) for length in seq_lens))
@@ -588,11 +590,11 @@ class Batch:
             query_start_loc=query_start_loc,
             query_start_loc_cpu=query_start_loc,
             seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens + self.spare,
             num_reqs=len(self.seq_lens),
             num_actual_tokens=self.rows,
             max_query_len=max(self.query_lens),
-            max_seq_len=max(self.seq_lens),
+            max_seq_len=max(self.seq_lens) + self.spare,
             block_table_tensor=self.block_table,
             slot_mapping=torch.cat([self.slot_mapping, self.slot_mapping.new_full((9,), -1)])[
                 : self.rows
@@ -771,6 +773,14 @@ def test_contexts_of_prefills_may_be_converted_first(engine, batch, pieces):
     padded = Batch(Draw(0), **batch, padded_tokens=3, topk=SELECTED)
     out, _ = check_layer(made, padded, 8, "fp8_ds_mla")
     assert (out[-3:] == 0).all()
+
+
+@pytest.mark.parametrize("spare", [1, 7])
+def test_lengths_on_the_host_may_be_upper_bounds(engine, spare):
+    """As in async scheduling, where the host does not know yet which drafts were accepted."""
+    made = engine(8, MAX_TOKENS, 4096)
+    for lens in (CONVERTED, {"query_lens": [2, 1, 1], "seq_lens": [200, 64, 131]}):
+        check_layer(made, Batch(Draw(0), **lens, topk=SELECTED, spare=spare), 8, "fp8_ds_mla")
 
 
 def test_decodes_beside_prefills_that_run_as_dense_attention(engine):
@@ -1654,9 +1664,10 @@ def selecting(config, batch, dense=False, decodes=0):
     return cache, q, weights, chosen
 
 
+@pytest.mark.parametrize("spare", [0, 5])
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_nvidia_class_selects_the_same_as_the_reference(config, name):
-    batch = Batch(Draw(0), **INDEXED[name])
+def test_the_nvidia_class_selects_the_same_as_the_reference(config, name, spare):
+    batch = Batch(Draw(0), **INDEXED[name], spare=spare)  # as in async scheduling
     cache, q, weights, chosen = selecting(config, batch)
     expected = reference.indexer_topk(
         q,
@@ -2030,7 +2041,8 @@ def run_dividing_rank(rank, folder):
             initialize_model_parallel(num_ranks, RANKS // num_ranks)
             for number, (case, ratio) in enumerate(itertools.product(DIVIDED, (1, 4))):
                 divided.BLOCK_ROWS = (2, 64)[number % 3 == 0]
-                batch = Batch(Draw(number), **DIVIDED[case])
+                # In async scheduling lengths on the host may be upper bounds.
+                batch = Batch(Draw(number), **DIVIDED[case], spare=number % 4)
                 metadata = divided_step(config, batch, ratio)
                 assert metadata.divided.division.num_ranks == num_ranks
                 assert metadata.divided.division.rank == rank % num_ranks
