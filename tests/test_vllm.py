@@ -45,6 +45,7 @@ with warnings.catch_warnings():
         CompilationConfig,
         CUDAGraphMode,
         DeviceConfig,
+        LoRAConfig,
         ModelConfig,
         ParallelConfig,
         SchedulerConfig,
@@ -62,6 +63,10 @@ with warnings.catch_warnings():
     from vllm.distributed.device_communicators import pynccl
     from vllm.forward_context import set_forward_context
     from vllm.logger import _print_info_once
+    from vllm.lora import model_manager
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import mla, sparse_attn_indexer
     from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
@@ -2532,6 +2537,49 @@ def test_a_model_follows_weights_that_are_loaded_again(build_model, nvidia_class
     other.load_weights(new.items())
     absorb(other_config)
     assert_equal("the new weights", after, log_probabilities(other_config, other, ids, chunks))
+
+
+@ON_CPU
+def test_adapters_of_modules_that_are_not_absorbed_count(build_model, monkeypatch):
+    """Through vLLM's manager of LoRA: as if the adapter were part of the weights."""
+    config, model = build_model(False, "auto")
+    weights = published(config)
+    model.load_weights(weights.items())
+    absorb(config)
+    draw, adapters, targets = Draw(3), {}, ["o_proj", "q_b_proj", "wq_b", "down_proj"]
+    for name in [name for name in weights if name.split(".")[-2] in targets]:
+        module, (rows, columns) = name.removesuffix(".weight"), weights[name].shape
+        down = (draw.normal(8, columns) * columns**-0.5).bfloat16()
+        up = (draw.normal(rows, 8) * 0.3).bfloat16()
+        adapters[module] = LoRALayerWeights(module, 8, 8, down, up)
+        weights[name] = (weights[name].float() + up.float() @ down.float()).bfloat16()
+    assert len(adapters) == 2 * len(targets)
+    ids = torch.randint(256, (1, 140))
+    before = log_probabilities(config, model, ids)
+    punica = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "get_punica_wrapper", classmethod(lambda cls: punica))
+    for module in (model_manager, torch_utils):
+        monkeypatch.setattr(module, "PIN_MEMORY", False)
+    lora = LoRAConfig(8, max_loras=1, lora_dtype=torch.bfloat16, target_modules=targets)
+    monkeypatch.setattr(config, "lora_config", lora)
+    manager = model_manager.LoRAModelManager(
+        model, 8, MAX_TOKENS, 256, lora, torch.device("cpu"), config
+    )
+    manager.add_adapter(LoRAModel(1, 8, adapters))
+    manager.activate_adapter(1)
+    server, found = Server(config, model), []
+    for first, last in CHUNKS:
+        manager.set_adapter_mapping(LoRAMapping((1,) * (last - first), (1,), is_prefill=True))
+        found.append(server.step(ids[0, first:last], first))
+    other_config, other = build_model(False, "auto")
+    other.load_weights(weights.items())
+    absorb(other_config)
+    expected = log_probabilities(other_config, other, ids)
+    assert (expected - before).abs().mean() > 0.2
+    away = (torch.cat(found) - expected).abs().mean(dim=-1)
+    assert away[:TOPK].mean() < 0.04
+    assert away[TOPK:].mean() < 0.3
 
 
 @pytest.fixture
