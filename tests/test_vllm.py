@@ -2257,7 +2257,11 @@ def build_model(model_config, plain_vllm, monkeypatch):
     register()
 
     def build(
-        nvidia_class_runs, dtype, index_heads=CONFIG["index_n_heads"], model_config=model_config
+        nvidia_class_runs,
+        dtype,
+        index_heads=CONFIG["index_n_heads"],
+        model_config=model_config,
+        speculative=None,
     ):
         monkeypatch.setattr(model_config.hf_config, "index_n_heads", index_heads)
         monkeypatch.setattr(plugins, "_nvidia_class_runs", lambda: nvidia_class_runs)
@@ -2271,6 +2275,7 @@ def build_model(model_config, plain_vllm, monkeypatch):
             attention_config=AttentionConfig(backend="CUSTOM"),
             compilation_config=CompilationConfig(custom_ops=["none"]),
         )
+        monkeypatch.setattr(config, "speculative_config", speculative)
         (architecture,) = model_config.architectures
         model_class = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
@@ -2298,12 +2303,11 @@ class Server:
             arguments = backend.customize_spec(spec), [name], config, torch.device("cpu")
             self.builders[name] = backend.get_builder_cls()(*arguments)
 
-    def step(self, tokens, first, table=(5, 2, 7)):
-        """Log-probabilities behind each of the tokens of a request, from position ``first`` on."""
-        count, last = len(tokens), first + len(tokens)
-        positions, table = torch.arange(first, last), torch.tensor([table]).int()
+    def common(self, first, count, table):
+        """A step of the tokens of a request behind the first ones."""
+        positions, last = torch.arange(first, first + count), first + count
         offsets, length = torch.tensor([0, count]).int(), torch.tensor([last]).int()
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=offsets,
             query_start_loc_cpu=offsets,
             seq_lens=length,
@@ -2316,12 +2320,19 @@ class Server:
             slot_mapping=table[0, positions // PAGE_SIZE].long() * PAGE_SIZE
             + positions % PAGE_SIZE,
         )
-        metadata = {name: made.build(0, common) for name, made in self.builders.items()}
+
+    def run(self, metadata, common, *inputs):
+        """The model's output."""
         slots = dict.fromkeys(metadata, common.slot_mapping)
         with set_forward_context(metadata, self.config, slot_mapping=slots), torch.no_grad():
-            hidden = self.model(tokens, positions)
-            logits = hidden.float() @ self.model.lm_head.weight.float().T
-        return logits.log_softmax(-1)
+            return self.model(*inputs)
+
+    def step(self, tokens, first, table=(5, 2, 7)):
+        """Log-probabilities behind each of the tokens of a request, from position ``first`` on."""
+        common = self.common(first, len(tokens), torch.tensor([table]).int())
+        metadata = {name: made.build(0, common) for name, made in self.builders.items()}
+        hidden = self.run(metadata, common, tokens, torch.arange(first, first + len(tokens)))
+        return (hidden.float() @ self.model.lm_head.weight.float().T).log_softmax(-1)
 
 
 CHUNKS = [(0, 50), (50, 100), (100, 137), (137, 138), (138, 139), (139, 140)]
@@ -2478,6 +2489,71 @@ def test_verified_drafts_get_the_tokens_of_single_steps(build_model, monkeypatch
     found = torch.cat(found)[:16]
     assert (found - expected).abs().mean() < (0.01 if dtype == "auto" else 0.05)
     assert_equal("tokens", found.argmax(-1), expected.argmax(-1))
+
+
+@ON_CPU
+@CLASSES
+def test_steps_of_a_draft_model_may_keep_their_metadata(
+    build_model, tmp_path, monkeypatch, nvidia_class_runs, dtype
+):
+    """As vLLM's runner does it for multi-token prediction: static tensors change between drafts."""
+    fields = CONFIG | {
+        "architectures": ["DeepseekV32MTPModel"],
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    draft = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    speculative = SimpleNamespace(
+        num_speculative_tokens=3,
+        parallel_drafting=False,
+        enable_adaptive_verification=False,
+        draft_model_config=draft,
+        method="mtp",
+    )
+    config, model = build_model(
+        nvidia_class_runs, dtype, heads_of(nvidia_class_runs), draft, speculative
+    )
+    draw = Draw(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(draw.normal(*weight.shape) * weight.shape[-1] ** -0.5)
+    absorb(config)
+    context, end = 62, 65  # on another page
+    ids, hidden = torch.randint(256, (end,)), draw.normal(end, 256).bfloat16()
+    table = torch.tensor([[5, 2, 7]]).int()
+
+    def drafted(keeps):
+        server = Server(config, model)
+
+        def fresh(first, last):
+            common = server.common(first, last - first, table)
+            metadata = {name: made.build(0, common) for name, made in server.builders.items()}
+            part = slice(first, last)
+            return server.run(metadata, common, ids[part], torch.arange(first, last), hidden[part])
+
+        fresh(0, context)
+        if not keeps:
+            return [fresh(at, at + 1) for at in range(context, end)]
+        common, results = server.common(context, 1, table), []
+        common.max_seq_len = end
+        metadata = {name: made.build(0, common) for name, made in server.builders.items()}
+        for at in range(context, end):
+            common.seq_lens.fill_(at + 1)
+            slot = table[0, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+            common.slot_mapping.fill_(int(slot))
+            for name, made in server.builders.items():
+                assert made.supports_draft_decode_metadata_update
+                made.update_draft_decode_metadata(metadata[name])
+            positions = torch.tensor([at])
+            results.append(
+                server.run(metadata, common, ids[at : at + 1], positions, hidden[at : at + 1])
+            )
+        return results
+
+    for (found, _), (expected, _) in zip(drafted(True), drafted(False), strict=True):
+        assert found.isfinite().all()
+        assert_equal("hidden states", found, expected)
 
 
 @ON_CPU
