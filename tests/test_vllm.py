@@ -2093,7 +2093,7 @@ def test_rows_are_divided_by_vllms_number_if_it_is_set(config, two_tp_ranks, mon
 
 
 def test_rows_are_divided_where_scores_take_longer_than_the_exchange(
-    config, two_tp_ranks, monkeypatch, caplog
+    config, two_tp_ranks, monkeypatch
 ):
     batch = Batch(Draw(0), [2, 30], [200, 300])
     keys = 199 + 200 + sum(range(271, 301))
@@ -2120,6 +2120,26 @@ def test_vllms_profiling_run_takes_the_memory_of_an_exchange(
         change.setattr(torch, "empty", lambda size, **options: sizes.append(size))
         indexer.reserve_memory(queries, topk)
     assert sizes == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (None, "that see 384 keys a row on average, and more in short ones (SPARSEMLA_DIVIDE_"),
+        (64, "of 64 rows or more (indexer_tp_shard_min_rows)"),
+    ],
+    ids=["default", "vLLM's setting"],
+)
+def test_vllms_log_names_the_rule_once(config, two_tp_ranks, monkeypatch, caplog, rows, text):
+    if rows is not None:
+        monkeypatch.setattr(config.attention_config, "indexer_tp_shard_min_rows", rows)
+    caplog.set_level("INFO", attention.LOGGER.name)
+    _print_info_once.cache_clear()
+    for _ in range(2):
+        index_metadata(config, Batch(Draw(0), [3], [9]))
+    (record,) = caplog.records
+    start = "sparsemla: TP ranks divide the indexer's rows in prefills "
+    assert record.getMessage().startswith(start + text)
 
 
 def test_rows_of_decodes_and_of_whole_graphs_are_not_divided(config, two_tp_ranks, monkeypatch):
