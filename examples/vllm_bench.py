@@ -4,8 +4,13 @@ The model is a DeepSeek-V3.2 of few layers with the true dims of attention and i
 experts and random weights. Each side serves it in a process of its own. Contexts of decodes are not
 computed: vLLM's ``DecodeBenchConnector`` takes them as given, and the caches hold random rows.
 
+With ``--gpus`` above 1, tensor parallelism, it measures only the time to the first token of long
+prompts, once for each ``--min-rows``: the setting ``indexer_tp_shard_min_rows`` of both sides, with
+which vLLM divides the indexer's rows between GPUs, or 0 for the default of each.
+
 Needs vLLM 0.33 and a Hopper GPU. Run ``python examples/vllm_bench.py``; rows are written as they
-come. ``python benchmarks/engine.py`` makes the table and the figure of the docs of them.
+come. ``python benchmarks/engine.py`` makes the table and the figure of the docs of them. On four
+GPUs run ``python examples/vllm_bench.py --gpus 4 --heads 32 --out engine-tp4.json``.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +38,10 @@ CHUNK = 8192
 """Tokens of a step of a prefill."""
 LAYERS = 3
 VOCABULARY = 4096
+PROMPTS = (32768, 131072, 262144)
+"""Tokens of prompts, on several GPUs."""
+REPEATS = 3
+"""Prompts of a length that are timed, on several GPUs."""
 SETTLE, TIMED, PROFILED = 4, 20, 3
 """Decode steps until the batch is complete and captured, to time, and to profile."""
 
@@ -43,6 +53,15 @@ SIDES = {
     "FLASH_ATTN_MLA_SPARSE, bf16": ("", "FLASH_ATTN_MLA_SPARSE", "bfloat16"),
 }
 """Plugins, attention backend and cache of each side."""
+
+SEVERAL_GPUS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+"""No NVLink multicast, which shared hosts and virtual machines may not allow."""
 
 SELECTION = re.compile("top_?k|_(held|select|collect|finish|merge)_kernel|radix", re.IGNORECASE)
 """Kernels that select keys: the last one of a layer ends its indexer."""
@@ -76,6 +95,31 @@ class Row:
     indexer_ms: float
     attention_ms: float
     kernels: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One side and one prompt on several GPUs.
+
+    Args:
+        side: of :data:`SIDES`.
+        gpus: that share the heads.
+        heads: of a GPU.
+        context: tokens of the prompt.
+        min_rows: vLLM's ``indexer_tp_shard_min_rows``; 0 if it is not set.
+        layers: of the model.
+        wall_ms: median time to the first token.
+        times_ms: the times of all prompts but the first.
+    """
+
+    side: str
+    gpus: int
+    heads: int
+    context: int
+    min_rows: int
+    layers: int
+    wall_ms: float
+    times_ms: list[float]
 
 
 class Launch(NamedTuple):
@@ -137,7 +181,7 @@ def short(name: str) -> str:
     return re.split("[<(]", plain)[0].split("::")[-1]
 
 
-def model_config(heads: int, experts: int) -> dict[str, Any]:
+def model_config(heads: int, experts: int, max_length: int) -> dict[str, Any]:
     """The configuration of the model, for transformers."""
     return {
         "architectures": ["DeepseekV32ForCausalLM"],
@@ -163,7 +207,7 @@ def model_config(heads: int, experts: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000,
-        "max_position_embeddings": 163840,
+        "max_position_embeddings": max(163840, max_length),
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
@@ -215,9 +259,11 @@ def prompt_of(length: int) -> list[int]:
 
 
 class Engine:
-    """vLLM's engine of one side in this process."""
+    """vLLM's engine of one side in this process, with workers in others for several GPUs."""
 
-    def __init__(self, side: str, heads: int, experts: int, folder: Path) -> None:
+    def __init__(
+        self, side: str, heads: int, experts: int, folder: Path, gpus: int = 1, min_rows: int = 0
+    ) -> None:
         from vllm import LLM
         from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
 
@@ -229,33 +275,39 @@ class Engine:
             return matched(self, request, computed) if given else (0, False)
 
         scheduler.get_num_new_matched_tokens = only_contexts_of_decodes
-        model = folder / f"model-{heads}-{experts}"
+        longest = max(CONTEXTS if gpus == 1 else PROMPTS) + 1024
+        model = folder / f"model-{gpus * heads}-{experts}-{longest}"
         model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(model_config(heads, experts)))
+        config_of_model = model_config(gpus * heads, experts, longest)
+        (model / "config.json").write_text(json.dumps(config_of_model))
         _, backend, cache = SIDES[side]
         self.side, self.heads, self.count = side, heads, 0
+        self.gpus, self.min_rows = gpus, min_rows
+        rows = {"indexer_tp_shard_min_rows": min_rows} if min_rows else {}
+        connector = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"startup_fill": True},
+        }
         llm = LLM(
             model=str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
             kv_cache_dtype=cache,
-            attention_config={"backend": backend},
-            max_model_len=max(CONTEXTS) + 1024,
+            tensor_parallel_size=gpus,
+            attention_config={"backend": backend, **rows},
+            max_model_len=longest,
             max_num_batched_tokens=CHUNK,
-            max_num_seqs=max(BATCHES),
+            max_num_seqs=max(BATCHES) if gpus == 1 else 1,
             block_size=64,
             gpu_memory_utilization=0.92,
             enable_prefix_caching=False,
             kernel_config={"enable_jit_warmup": False},  # each size runs before it is timed
             compilation_config={
                 "cudagraph_mode": "FULL_DECODE_ONLY",  # steps of prefills are too long for a graph
-                "cudagraph_capture_sizes": list(BATCHES),
+                "cudagraph_capture_sizes": list(BATCHES) if gpus == 1 else [1],
             },
-            kv_transfer_config={
-                "kv_connector": "DecodeBenchConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"startup_fill": True},
-            },
+            kv_transfer_config=connector if gpus == 1 else None,
         )
         self.engine = llm.llm_engine
         config = self.engine.vllm_config
@@ -318,6 +370,25 @@ class Engine:
         self.add("prefill", length, 1)
         return self.row("prefill", 1, length, wall, self.profile(self.finish), 1)
 
+    def first_token(self, length: int) -> FirstToken:
+        """Prompts of that length, one after the other; the first compiles what they need."""
+        times = []
+        for _ in range(1 + REPEATS):
+            self.add("prefill", length, 1)
+            began = time.perf_counter()
+            self.finish()
+            times.append((time.perf_counter() - began) * 1e3)
+        return FirstToken(
+            self.side,
+            self.gpus,
+            self.heads,
+            length,
+            self.min_rows,
+            LAYERS,
+            statistics.median(times[1:]),
+            times[1:],
+        )
+
     def profile(self, run: Any) -> list[Launch]:  # noqa: ANN401
         """Kernels in the order of their beginnings."""
         import torch
@@ -367,9 +438,13 @@ class Engine:
         )
 
 
-def measure(side: str, heads: int, experts: int, folder: Path, lines: Path) -> None:
+def measure(
+    side: str, heads: int, experts: int, folder: Path, lines: Path, gpus: int, min_rows: int
+) -> None:
     """All rows of a side, a line of JSON each; nothing else uses the GPU meanwhile."""
     os.environ |= {"VLLM_PLUGINS": SIDES[side][0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if gpus > 1:
+        os.environ |= SEVERAL_GPUS
     import vllm  # before the lock, as this takes seconds
 
     # Held until this process ends, which frees the GPU's memory.
@@ -382,7 +457,7 @@ def measure(side: str, heads: int, experts: int, folder: Path, lines: Path) -> N
             out.flush()
 
         began = time.perf_counter()
-        engine = Engine(side, heads, experts, folder)
+        engine = Engine(side, heads, experts, folder, gpus, min_rows)
         import torch
         import triton
 
@@ -394,6 +469,10 @@ def measure(side: str, heads: int, experts: int, folder: Path, lines: Path) -> N
         }
         seconds = time.perf_counter() - began
         write({"side": side, "heads": heads, "start_s": seconds, "versions": versions})
+        if gpus > 1:
+            for length in PROMPTS:
+                write(asdict(engine.first_token(length)))
+            return
         for context in CONTEXTS:
             for batch in BATCHES:
                 if batch * (context + 1024) <= engine.tokens:
@@ -413,6 +492,8 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--experts", type=int, default=8, help="of a layer; 0: dense layers")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the heads")
+    parser.add_argument("--min-rows", nargs="+", type=int, default=[0, 1024], help="for --gpus")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is started")
     parser.add_argument("--measure", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -420,32 +501,42 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     lines = folder / "rows.jsonl"
     if arguments.measure:
-        (heads,) = arguments.heads
-        measure(arguments.measure, heads, arguments.experts, folder, lines)
+        (heads,), (rows,) = arguments.heads, arguments.min_rows
+        measure(arguments.measure, heads, arguments.experts, folder, lines, arguments.gpus, rows)
         return 0
     lines.unlink(missing_ok=True)
     began = time.monotonic()
 
-    def run(job: tuple[str, int]) -> bool:
-        side, heads = job
+    def run(job: tuple[str, int, int]) -> bool:
+        side, heads, rows = job
+        name = f"{side}, {heads} heads"
+        if arguments.gpus > 1:
+            name += f", {arguments.gpus} GPUs, rows {rows}"
         left = arguments.seconds - (time.monotonic() - began)
         command = [sys.executable, __file__, "--measure", side, "--heads", str(heads)]
         command += ["--experts", str(arguments.experts), "--folder", str(folder)]
-        with (folder / f"{side}, {heads} heads.log").open("w") as log:
+        command += ["--gpus", str(arguments.gpus), "--min-rows", str(rows)]
+        with (folder / f"{name}.log").open("w") as log:
             try:
                 done = subprocess.run(
                     command, stdout=log, stderr=log, check=False, timeout=max(left, 1)
                 )
             except subprocess.TimeoutExpired:
-                sys.stdout.write(f"{side}, {heads} heads: out of time\n")
+                sys.stdout.write(f"{name}: out of time\n")
                 return False
         write_report(out, read_lines(lines))
         failed = f"failed, see {log.name}" if done.returncode else "done"
-        sys.stdout.write(f"{side}, {heads} heads: {failed}, {time.monotonic() - began:.0f} s\n")
+        sys.stdout.write(f"{name}: {failed}, {time.monotonic() - began:.0f} s\n")
         sys.stdout.flush()
         return done.returncode == 0
 
-    jobs = [(side, heads) for heads in arguments.heads for side in arguments.sides]
+    settings = arguments.min_rows if arguments.gpus > 1 else [0]
+    jobs = [
+        (side, heads, rows)
+        for heads in arguments.heads
+        for rows in settings
+        for side in arguments.sides
+    ]
     with ThreadPoolExecutor(2) as pool:  # one imports vLLM while the other measures
         results = list(pool.map(run, jobs))
     write_report(out, read_lines(lines))

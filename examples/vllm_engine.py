@@ -7,9 +7,13 @@ selection, chunked prefills, and batches of prefills and decodes. Then tokens an
 are compared. For each mode a line says which classes served, and which kernels were compiled once
 it was ready.
 
-Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the contexts, too. They
-are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line, and
-those with ``dcp2`` also where NCCL is older than 2.29.7.
+``hisparse`` keeps rows on the host, ``prefixes`` asks again, from cached prefixes, ``ngram`` copies
+drafts from the context, and ``async`` schedules a step during the last one.
+
+Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
+prefills in the indexer, and those with ``dcp2`` the contexts, too. They are compared with modes of
+one GPU. Where there are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also
+where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
 two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
@@ -24,9 +28,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,8 @@ class Mode:
         gpus: that share the heads.
         dcp: of them, those that share each context.
         interleave: consecutive tokens of a context that one of these keeps.
+        divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
+        more: other arguments of vLLM's engine.
     """
 
     plugins: str
@@ -64,12 +70,29 @@ class Mode:
     gpus: int = 1
     dcp: int = 1
     interleave: int = 1
+    divides: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
+HISPARSE: dict[str, Any] = {
+    "kv_transfer_config": {
+        "kv_connector": "HiSparseConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_pool_gib": 2},
+    }
+}
+NGRAM: dict[str, Any] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+}
 MODES = {
     "vllm": Mode("", "FLASHMLA_SPARSE"),
     "vllm, graphs": Mode("", "FLASHMLA_SPARSE", graphs=True),
@@ -81,8 +104,15 @@ MODES = {
     "vllm, bf16": Mode("", "FLASH_ATTN_MLA_SPARSE", cache="bfloat16"),
     "attention, bf16": Mode("sparsemla", "CUSTOM", cache="bfloat16"),
     "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
+    "both, hisparse": Mode(BOTH, "CUSTOM", graphs=True, more=HISPARSE),
+    "both, bf16, hisparse": Mode(BOTH, "CUSTOM", "bfloat16", graphs=True, more=HISPARSE),
+    "both, prefixes": Mode(BOTH, "CUSTOM", graphs=True, more={"enable_prefix_caching": True}),
+    "both, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=NGRAM),
+    "both, async": Mode(BOTH, "CUSTOM", graphs=True, more={"async_scheduling": True}),
     "both, tp2": Mode(BOTH, "CUSTOM", **TP2),
     "both, graphs, tp2": Mode(BOTH, "CUSTOM", graphs=True, **TP2),
+    "both, tp2 rows": Mode(BOTH, "CUSTOM", divides=True, **TP2),
+    "both, graphs, tp2 rows": Mode(BOTH, "CUSTOM", graphs=True, divides=True, **TP2),
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
     "vllm, dcp2": Mode("", "FLASHMLA_SPARSE", **DCP2),
     "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
@@ -96,6 +126,7 @@ MODES = {
     "v4": Mode("sparsemla", "CUSTOM", **V4),
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
+    "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -105,8 +136,15 @@ PAIRS = (
     ("both, portable", "both"),
     ("attention, bf16", "vllm, bf16"),
     ("both, bf16, graphs", "vllm, bf16"),
+    ("both, hisparse", "both, graphs"),
+    ("both, bf16, hisparse", "both, bf16, graphs"),
+    ("both, prefixes", "both, graphs"),
+    ("both, ngram", "both, graphs"),
+    ("both, async", "both, graphs"),
     ("both, tp2", "both"),
     ("both, graphs, tp2", "both, graphs"),
+    ("both, tp2 rows", "both, tp2"),
+    ("both, graphs, tp2 rows", "both, graphs, tp2"),
     ("both, bf16, graphs, tp2", "both, bf16, graphs"),
     ("vllm, dcp2", "vllm"),
     ("attention, dcp2", "attention"),
@@ -119,6 +157,7 @@ PAIRS = (
     ("v4, graphs", "v4, vllm, graphs"),
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
+    ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
 )
 
 NCCL = (2, 29, 7)
@@ -262,12 +301,17 @@ def attention_classes(model: torch.nn.Module) -> list[str]:
 def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     served = SERVED[mode.model]
+    rows = {"indexer_tp_shard_min_rows": 1} if mode.divides else {}
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
         "kv_cache_dtype": mode.cache,
         "enforce_eager": not mode.graphs,
-        "attention_config": {"backend": mode.backend, "sparse_mla_force_mqa": True},
+        "attention_config": {
+            "backend": mode.backend,
+            "sparse_mla_force_mqa": True,
+            **rows,
+        },
         "max_model_len": served.max_length,
         "max_num_batched_tokens": served.step,
         "max_num_seqs": 8,
@@ -281,6 +325,7 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "decode_context_parallel_size": mode.dcp,
         "cp_kv_cache_interleave_size": mode.interleave,
         "disable_custom_all_reduce": True,
+        **mode.more,
     }
 
 
@@ -348,6 +393,15 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     found = []
     llm.collective_rpc(count)
     answers = llm.generate(prompts, params)
+    if mode.more.get("enable_prefix_caching"):
+        # Again, from cached prefixes: vLLM reads none of prompts whose log-probabilities it gives.
+        again = SamplingParams(
+            temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2, detokenize=False
+        )
+        for answer, later in zip(answers, llm.generate(prompts, again), strict=True):
+            if len(answer.prompt_token_ids) > served.block_size and not later.num_cached_tokens:
+                raise RuntimeError("no prefix was found in the cache")
+            answer.outputs = later.outputs
     answered = time.perf_counter()
     kernels = llm.collective_rpc(counted)
     for answer in answers:
@@ -424,7 +478,13 @@ def serve_apart(
     return {name for name in names if (folder / f"{name}.json").exists()}
 
 
-def select_modes(model: str, gpus: int | None, present: int, nccl: tuple[int, ...]) -> list[str]:
+def select_modes(
+    model: str,
+    gpus: int | None,
+    present: int,
+    nccl: tuple[int, ...],
+    only: Collection[str] | None = None,
+) -> list[str]:
     """The modes to serve; those that need more than is present are named and left out.
 
     Args:
@@ -432,11 +492,15 @@ def select_modes(model: str, gpus: int | None, present: int, nccl: tuple[int, ..
         gpus: only modes of so many GPUs, and those that they are compared with; None for all.
         present: number of GPUs here.
         nccl: version of NCCL here.
+        only: these modes, and those that they are compared with; None for all.
     """
     modes = {name: mode for name, mode in MODES.items() if mode.model == model}
     if gpus is not None:
         chosen = {name for name, mode in modes.items() if mode.gpus == gpus}
         chosen |= {base for name, base in PAIRS if name in chosen}
+        modes = {name: mode for name, mode in modes.items() if name in chosen}
+    if only is not None:
+        chosen = {*only} | {base for name, base in PAIRS if name in only}
         modes = {name: mode for name, mode in modes.items() if name in chosen}
     served = []
     for name, mode in modes.items():
@@ -467,6 +531,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--gpus", type=int, help="only modes of so many GPUs, and their bases")
+    parser.add_argument("--only", nargs="+", choices=MODES, help="these modes, and their bases")
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
@@ -476,7 +541,7 @@ def main() -> int:
         return 0
     present = torch.cuda.device_count()
     nccl = nccl_version() if present > 1 else ()
-    modes = select_modes(arguments.model, arguments.gpus, present, nccl)
+    modes = select_modes(arguments.model, arguments.gpus, present, nccl, arguments.only)
     SERVED[arguments.model].make(model)
     served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import mutants
 from sparsemla import FP8_584, FP8_DS_MLA, INDEX_FP8, INDEX_MXFP4, Pooling
+from sparsemla.backends.vllm.divided import Rule
 from sparsemla.formats import BF16_512, BF16_576, bf16_format
 from sparsemla.kernels.common.lists import ENTRY_BYTES
 from sparsemla.ops.sparse_attention import MAX_WORKSPACE_BYTES
@@ -344,6 +346,23 @@ def behind_us(*batches: int) -> str:
     )
 
 
+def key_ps() -> str:
+    """Of the indexer for a row and a key, in a layer's prefill of 128K with 16 heads."""
+    size = "prefill", 16, 1, 1 << 17
+    found = {
+        pair.ours["indexer_ms"] / 3 / (1 << 33) * 1e9 for pair in engine() if pair.size == size
+    }
+    return f"{min(found):.1f}"
+
+
+def first_divided(chunk: int) -> str:
+    """The context in K from which chunks of a prompt are divided."""
+    rule = Rule(Rule.default_row_keys(2048, 64))
+    steps = (1024 * k for k in itertools.count())
+    context = next(n for n in steps if rule.divides(chunk, chunk * n + chunk * (chunk + 1) // 2))
+    return f"{context >> 10}K"
+
+
 def index_bytes() -> int:
     return 128 * CONTEXTS["128K"] * INDEX_FP8.bytes_per_token
 
@@ -574,6 +593,21 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         "docs/vllm.md",
         "entries: {} MiB for 8192 tokens and contexts of 128K, {} MiB for contexts of 1M.",
         [lambda context=context: workspace(context) for context in (1 << 17, 1 << 20)],
+    ),
+    (
+        "docs/vllm-ranks.md",
+        "if their tokens see {} keys on average, and more in short chunks: the scores must exceed "
+        "the exchange by four million. So the first 8192 tokens of a prompt are divided, and "
+        "chunks of 512 tokens from contexts of {} on.",
+        [
+            lambda: str(Rule.default_row_keys(2048, 64)),
+            lambda: {"0K": first_divided(512)}[first_divided(8192)],
+        ],
+    ),
+    (
+        "docs/vllm-ranks.md",
+        "It follows from {} ps a key on an H200,",
+        [key_ps],
     ),
     (
         "docs/vllm-evidence.md",

@@ -138,7 +138,7 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
-    assert len(lines) == 10
+    assert len(lines) == 12
     old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
     line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
     assert line in capsys.readouterr().out.splitlines()
@@ -148,7 +148,10 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     pairs = [(name, base) for name, base in PAIRS if {name, base} <= set(two)]
     assert {name for name in two if MODES[name].gpus == 2} <= {name for name, _ in pairs}
     assert set(two) == {name for pair in pairs for name in pair}
-    assert select_modes("deepseek_v4", 2, 2, ()) == ["v4, graphs", "v4, graphs, tp2"]
+    four = ["v4, graphs", "v4, graphs, tp2", "v4, graphs, tp2 rows"]
+    assert select_modes("deepseek_v4", 2, 2, ()) == four
+    only = ["both, hisparse", "both, ngram"]
+    assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
     assert capsys.readouterr().out == ""
 
 
@@ -238,6 +241,45 @@ def test_the_caches_of_the_benchmark_hold_numbers(monkeypatch, cache_format, dty
     assert 0.1 < rows[:256].std() < rows.abs().max() < 32
     assert_equal("rows", rows[256:512], rows[:256])
     assert_equal("last rows", rows[512:], rows[:192])
+
+
+class Prompts:
+    """An engine of vLLM that answers each prompt in a step, and takes ever longer."""
+
+    def __init__(self, clock):
+        self.clock, self.open, self.lengths = clock, 0, []
+
+    def add_request(self, name, prompt, params):
+        self.open += 1
+        self.lengths.append(len(prompt["prompt_token_ids"]))
+
+    def has_unfinished_requests(self):
+        return self.open > 0
+
+    def step(self):
+        self.open -= 1
+        self.clock.append(sum(self.clock) + 1)
+
+
+def test_the_time_to_the_first_token_leaves_out_the_first_prompt(monkeypatch, tmp_path):
+    import vllm_bench
+
+    clock = [0.0]
+    monkeypatch.setattr(vllm_bench.time, "perf_counter", lambda: clock[-1])
+    engine = vllm_bench.Engine.__new__(vllm_bench.Engine)
+    engine.side, engine.gpus, engine.heads, engine.min_rows = "sparsemla, fp8", 4, 32, 1024
+    engine.engine = Prompts(clock)
+
+    def add(kind, length, new):
+        engine.engine.add_request(kind, {"prompt_token_ids": [0] * length}, None)
+
+    engine.add = add
+    row = engine.first_token(300)
+    assert engine.engine.lengths == [300] * 4
+    assert row.times_ms == [1e3, 2e3, 4e3]
+    assert (row.wall_ms, row.context, row.min_rows) == (2e3, 300, 1024)
+    vllm_bench.write_report(tmp_path / "rows.json", [asdict(row)])
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
 
 
 def engine_row(side, heads, kind, batch, context, gpu_ms):

@@ -210,7 +210,8 @@ WITHOUT_VLLM = """
 import sys
 sys.modules["vllm"] = None  # an import of it fails
 from sparsemla.backends import vllm
-from sparsemla.backends.vllm import compressed, conversions, exchange, settings, sharded, surface
+from sparsemla.backends.vllm import compressed, conversions, divided, exchange, settings, sharded
+from sparsemla.backends.vllm import surface
 for start in (lambda: vllm.SparseMLABackend, vllm.register, vllm.register_indexer):
     try:
         start()

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from vllm.config import (
         AttentionConfig,
         CacheConfig,
+        CUDAGraphMode,
         DeviceConfig,
         KernelConfig,
         LoRAConfig,
@@ -49,6 +50,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends import registry as attention_registry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from sparsemla.backends import environment
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import (
         attention,
@@ -243,15 +245,9 @@ SETTINGS = {
         "indexer_sparse_logits": Refused(
             True, "indexer_sparse_logits must be off", ("indexer", "v4")
         ),
-        "indexer_tp_shard_min_rows": Refused(
-            64,
-            "indexer_tp_shard_min_rows must be its default or more than max_num_batched_tokens = "
-            "64, as every rank scores all rows; got 64",
-            ("indexer", "v4"),
-            (("parallel_config__tensor_parallel_size", 2),),
-        ),
+        "indexer_tp_shard_min_rows": "rows of a step from which ranks divide them",
         "minimax_m3_indexer_cp": MODEL,
-        "hisparse_config": Refused(object(), "HiSparse must be off", ("attention", "v4")),
+        "hisparse_config": Refused(object(), "HiSparse must be off", ("v4",)),
         "use_non_causal": Refused(True, "non", ("attention", "v4")),
         "sparse_mla_force_mqa": VLLMS,
         "sparse_mla_prefill_workspace_factor": (
@@ -505,29 +501,43 @@ def test_a_setting_that_would_not_count_is_refused(configure, part, name, each, 
     assert each.reason in REFUSED[where](configure(family, **changes))
 
 
+DIVIDING = {"parallel_config__tensor_parallel_size": 2}
+
+
+def test_the_length_from_which_rows_are_divided_is_served_where_it_counts(configure, monkeypatch):
+    assert REFUSED["start"](configure(attention_config__indexer_tp_shard_min_rows=1)) == ""
+    made = [configure(family, **DIVIDING) for family in ("v32", "v4")]
+    assert environment.divide_rows_from() is None
+    monkeypatch.setenv("SPARSEMLA_DIVIDE_ROWS_FROM", "4096")
+    assert environment.divide_rows_from() == 4096
+    assert [REFUSED["start"](each) for each in made] == ["", ""]
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "4k", "1.5", "\u0664"])
+def test_a_length_that_is_no_positive_integer_is_refused(configure, monkeypatch, value):
+    made = configure(**DIVIDING)
+    monkeypatch.setenv("SPARSEMLA_DIVIDE_ROWS_FROM", value)
+    reason = f"sparsemla: SPARSEMLA_DIVIDE_ROWS_FROM must be a positive integer, got {value!r}"
+    assert REFUSED["start"](made) == reason
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"parallel_config__tensor_parallel_size": 2},
-        {"attention_config__indexer_tp_shard_min_rows": 64},
-        {
-            "parallel_config__tensor_parallel_size": 2,
-            "attention_config__indexer_tp_shard_min_rows": 65,
-        },
-        {
-            "parallel_config__tensor_parallel_size": 2,
-            "parallel_config__decode_context_parallel_size": 2,
-            "attention_config__indexer_tp_shard_min_rows": 1,
-        },
-        {
-            "parallel_config__tensor_parallel_size": 2,
-            "scheduler_config__max_num_batched_tokens": 1 << 17,
-        },
+        ({"parallel_config__tensor_parallel_size": 1}, "needs --tensor-parallel-size above 1"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "has no effect with --decode-con"),
+        ({"attention_config__indexer_tp_shard_min_rows": 64}, "rows, got 64"),
+        ({"compilation_config__cudagraph_mode": CUDAGraphMode.FULL}, "captured in whole graphs"),
+        ({"plugin_names": ["sparsemla"]}, "needs sparsemla_indexer in VLLM_PLUGINS"),
     ],
-    ids=["default", "one rank", "never reached", "shared contexts", "default reached"],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_rows_that_vllm_would_not_share_either_are_served(configure, changes):
-    assert REFUSED["indexer"](configure(**changes)) == ""
+def test_a_length_that_no_step_would_use_is_refused(configure, monkeypatch, changes, reason):
+    made = configure(**DIVIDING | changes)
+    assert REFUSED["start"](made) == ""
+    monkeypatch.setenv("SPARSEMLA_DIVIDE_ROWS_FROM", "4096")
+    assert reason in REFUSED["start"](made)
+    assert REFUSED["start"](made).endswith("; otherwise unset it")
 
 
 def test_codes_of_another_e4m3_are_refused(configure, monkeypatch):

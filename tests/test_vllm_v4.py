@@ -506,6 +506,28 @@ def test_steps_of_an_engine_agree_with_whole_requests(
     assert len(converted) == num_conversions
 
 
+@pytest.mark.parametrize("min_tokens", [1000, 5], ids=["in place", "converted"])
+def test_a_request_reads_the_prefix_that_another_has_left(config, convert_from, min_tokens):
+    """As with prefix caching: the pages of two requests are the same up to a whole block."""
+    convert_from(min_tokens)
+    engine, prefix = Engine(config, Draw(0)), 256
+    x = [engine.draw.normal(prefix + length, HIDDEN).bfloat16() for length in (9, 12)]
+    x[1][:prefix] = x[0][:prefix]
+    for first in (0, prefix // 2):
+        engine.step([(0, first, x[0][first : first + prefix // 2])])
+    steps = [engine.step([(0, prefix, x[0][prefix:])])]
+    for group, table in zip(engine.caches.kv_cache_groups, engine.tables, strict=True):
+        table[1] = table[0].clone()
+        table[1][prefix // group.kv_cache_spec.block_size :] = 0  # pages of its own
+    for first, last in ((0, 10), (10, 11), (11, 12)):
+        steps.append(engine.step([(1, prefix + first, x[1][prefix + first : prefix + last])]))
+    for number, layer in enumerate(engine.layers):
+        found = [step[number][0] for step in steps]
+        for request, result in enumerate((found[0], torch.cat(found[1:]))):
+            expected = whole_request(layer, x[request])[prefix:]
+            assert_close(f"{layer.prefix}, {request}", result, expected, OUT)
+
+
 def test_a_prefill_behind_decodes_may_have_padding(config, convert_from, monkeypatch):
     converted, outputs = convert_from(5), []
     engine = Engine(config, Draw(1))

@@ -8,6 +8,9 @@ the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster.
 With ``SPARSEMLA_FP8_MMA=1`` prefills over converted rows permit FP8 MMAs. All other attention reads
 the cache in place, for which no kernel has them.
 
+With HiSparse the rows of a step are on the GPU, in a buffer that vLLM fills: the attention of both
+kinds reads them there, and nothing is converted.
+
 With ``VLLM_BATCH_INVARIANT`` every token takes one path, whatever else its step computes: the
 kernel of prefills, which never splits keys, over the cache in place.
 """
@@ -38,6 +41,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
@@ -162,8 +166,6 @@ def _refuse_model(config: VllmConfig) -> str | None:
     dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     if dims != (512, 64):
         return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
-    if config.attention_config.hisparse_config is not None:
-        return "HiSparse must be off: it keeps rows on the host, which this backend cannot read"
     return None
 
 
@@ -180,6 +182,8 @@ def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -
             "batch invariance needs sm_90: the indexer's portable kernels do not fix the order of "
             f"their sums over heads for every tile; got sm_{capability.to_int()}"
         )
+    if config.attention_config.hisparse_config is not None:
+        return "batch invariance needs HiSparse off: its kernel may list rows in another order"
     if topk > 4096 and topk & (topk - 1):
         return (
             "batch invariance needs an index_topk of at most 4096 or a power of two: vLLM compacts "
@@ -245,6 +249,9 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
         quantised = kv_cache_spec.cache_dtype_str == FP8_DS_MLA.name
         self.format = FP8_DS_MLA if quantised else BF16_576
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
+        # A conversion reads the cache of a layer, which HiSparse keeps on the host.
+        hisparse = vllm_config.attention_config.hisparse_config
+        self.may_convert = self.dcp_world_size == 1 and hisparse is None
 
     def build(
         self,
@@ -261,7 +268,7 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
                 metadata.prefill.use_dense_mha = False
             return metadata
         lens = common_attn_metadata.seq_lens_cpu_upper_bound
-        if metadata.num_prefills and lens is not None and self.dcp_world_size == 1:
+        if metadata.num_prefills and lens is not None and self.may_convert:
             metadata.conversions = self._conversions(metadata, common_attn_metadata, lens)
         return metadata
 
@@ -393,6 +400,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = FORMATS[kv_cache_dtype]
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
+        self.hisparse = isinstance(self.index_group, HiSparseMLAIndexGroup)
         self.conversion_rows = self.workspace_bytes = 0
         if not self.batch_invariant:
             self.conversion_rows = self._conversion_rows()
@@ -415,7 +423,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     def _conversion_rows(self) -> int:
         """Workspace rows for the longest context, 0 if no step gains from conversion."""
         config = get_current_vllm_config_or_none()
-        if config is None or self.dcp_world_size > 1:
+        if config is None or self.dcp_world_size > 1 or self.hisparse:
             return 0
         longest = config.model_config.max_model_len
         pays_off = _conversion_pays_off(
@@ -441,6 +449,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             ),
             "--decode-context-parallel-size must be 1, as shared contexts are not converted; got "
             f"{ranks}": ranks > 1,
+            "HiSparse must be off, as rows on the host are not converted": self.hisparse,
             f"the GPU must be sm_90, as no other has a kernel with FP8 MMAs; got {device}": (
                 device.capability != (9, 0)
             ),
@@ -453,6 +462,16 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         for problem, present in problems.items():
             if present:
                 raise ValueError(f"sparsemla: {problem}; otherwise unset {FP8_MMA}")
+
+    def rows_on_gpu(self, kv_cache: Tensor) -> Tensor:
+        """The cache that kernels read: the layer's, or the buffer of HiSparse, which has no other.
+
+        Args:
+            kv_cache: the layer's.
+        """
+        if not self.hisparse:
+            return kv_cache
+        return self.index_group.physical_kv_cache(self.index_group_index)
 
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace shared by all layers."""

@@ -77,6 +77,7 @@ class CompressedLayer:
         max_positions: rows of the table of cosines and sines.
         max_tokens: most tokens of a step.
         max_requests: most requests of a step.
+        max_pieces: most pieces of prefills that the selection takes for requests, too.
         max_query_len: most tokens of a decode.
         max_seq_len: most tokens of a request.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
@@ -100,6 +101,7 @@ class CompressedLayer:
     max_positions: int
     max_tokens: int
     max_requests: int
+    max_pieces: int
     max_query_len: int
     max_seq_len: int
     max_workspace_bytes: int
@@ -116,7 +118,7 @@ class CompressedLayer:
                 index_heads=self.index_heads,
                 ratio=self.ratio,
                 max_tokens=self.max_tokens,
-                max_requests=self.max_requests,
+                max_requests=self.max_requests + self.max_pieces,
                 page_size=self.keys.rows,
                 table_width=self.keys.columns,
                 num_pages=self.keys.count,

@@ -86,7 +86,7 @@ from sparsemla.backends.vllm.indexer import (
     IndexerBackend,
     IndexerMetadata,
     IndexerMetadataBuilder,
-    max_score_bytes,
+    reserve_memory,
     select_keys,
 )
 from sparsemla.backends.vllm.projection import GroupProjection
@@ -241,13 +241,14 @@ class IndexMetadataBuilder(IndexerMetadataBuilder):
     ) -> IndexerMetadata:
         """The metadata of one step."""
         common = common_attn_metadata
+        common.block_table_tensor.clamp_(min=0)
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.slot_mapping = get_compressed_slot_mapping(
             common.num_actual_tokens,
             common.slot_mapping,
             common.query_start_loc,
             common.seq_lens,
-            common.block_table_tensor.clamp_(min=0),
+            common.block_table_tensor,
             self.kv_cache_spec.num_states,
             self.kv_cache_spec.tokens_per_state,
             out=self.slots,
@@ -318,8 +319,7 @@ class Selection(nn.Module):
         """
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
-            # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
-            torch.empty(max_score_bytes(), dtype=torch.uint8, device=q.device)
+            reserve_memory(q, self.topk_tokens)
         else:
             select_keys(
                 q,

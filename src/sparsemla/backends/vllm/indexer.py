@@ -10,6 +10,7 @@ does not compile below sm_89.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from vllm import envs
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.config import VllmConfig
-from vllm.distributed import get_dcp_group
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_dcp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -35,6 +36,7 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    max_decode_query_len,
 )
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerBackend,
@@ -44,9 +46,11 @@ from vllm.v1.attention.backends.mla.indexer import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
+from sparsemla.backends.environment import DIVIDE_ROWS_FROM, divide_rows_from
+from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
-from sparsemla.backends.vllm.settings import unread_by_indexer
-from sparsemla.backends.vllm.warmup import register_indexer
+from sparsemla.backends.vllm.settings import shard_min_rows, unread_by_indexer
+from sparsemla.backends.vllm.warmup import LOGGER, register_indexer
 
 OPERATOR = "vllm::sparsemla_indexer"
 
@@ -59,17 +63,19 @@ class IndexerMetadata(DeepseekV32IndexerMetadata):
         query_start_loc: int32 ``[B + 1]``, prefix sums of the query lengths.
         sharded: what ranks need that share the keys, or None. ``max_seq_len`` then counts the keys
             of the rank with most of them.
+        divided: this rank's part of the rows of prefills, or None if it selects for all rows.
     """
 
     query_start_loc: Tensor
     sharded: ShardedRows | None = None
+    divided: DividedRows | None = None
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
     """Builds metadata from the model runner's static tensors.
 
-    The metadata does not depend on the order or the lengths of the requests, so any batch can be
-    captured in a CUDA graph.
+    The metadata of decodes does not depend on the order or the lengths of the requests. So any
+    batch can be captured in a CUDA graph, unless ranks divide the rows of its prefills.
     """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
@@ -83,6 +89,9 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.ratio = kv_cache_spec.tokens_per_state
+        self.max_decode_len = max_decode_query_len(vllm_config)
+        self.rule = None if num_row_ranks() == 1 else division_rule(vllm_config)
 
     def build(
         self,
@@ -102,6 +111,33 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             num_prefill_tokens=0,
             block_table=common.block_table_tensor,
             query_start_loc=common.query_start_loc,
+            divided=self._divided(common),
+        )
+
+    def _divided(self, common: CommonAttentionMetadata) -> DividedRows | None:
+        """This rank's part of the rows, which begin with the first request that is no decode.
+
+        Only lengths on the host decide, which all ranks have alike.
+        """
+        lens = common.seq_lens_cpu_upper_bound
+        if self.rule is None or common.max_query_len <= self.max_decode_len or lens is None:
+            return None
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+            return None  # the graph would be replayed with other prefills
+        offsets = common.query_start_loc_cpu.tolist()
+        query_lens = [end - begin for begin, end in itertools.pairwise(offsets)]
+        first = next(i for i, n in enumerate(query_lens) if n > self.max_decode_len)
+        rows = zip(query_lens[first:], lens.tolist()[first:], strict=True)
+        keys = sum(n * (2 * seq_len - n + 1) // 2 for n, seq_len in rows) // self.ratio
+        if not self.rule.divides(offsets[-1] - offsets[first], keys):
+            return None
+        group = get_tp_group()
+        return DividedRows.of(
+            Division(group.rank_in_group, group.world_size, offsets, first),
+            common.seq_lens,
+            common.block_table_tensor,
+            functools.partial(group.all_gather, dim=0),
         )
 
     def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
@@ -152,6 +188,39 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         runs = Run.all_of(common.query_start_loc_cpu)
         metadata.sharded = ShardedRows(self.shard, runs, self.lengths, self.all_gather)
         return metadata
+
+
+def num_row_ranks() -> int:
+    """Ranks that may divide the rows of prefills: those of tensor parallelism.
+
+    Not those that share contexts, which divide the keys of every row already.
+    """
+    return get_tp_group().world_size if get_dcp_group().world_size == 1 else 1
+
+
+def division_rule(config: VllmConfig) -> Rule:
+    """When ranks divide the rows of prefills, named in the log.
+
+    The first rank decides for all: processes on other nodes may lack its environment.
+    """
+    text = config.model_config.hf_text_config
+    usual = Rule.default_row_keys(text.index_topk, text.index_n_heads)
+    own = Rule(divide_rows_from() or usual, shard_min_rows(config))
+    rule: Rule = get_tp_group().broadcast_object(own)
+    if rule.min_rows is None:
+        LOGGER.info_once(
+            "sparsemla: TP ranks divide the indexer's rows in prefills that see %d keys a row on "
+            "average, and more in short ones (%s)",
+            rule.row_keys,
+            DIVIDE_ROWS_FROM,
+        )
+    else:
+        LOGGER.info_once(
+            "sparsemla: TP ranks divide the indexer's rows in prefills of %d rows or more "
+            "(indexer_tp_shard_min_rows)",
+            rule.min_rows,
+        )
+    return rule
 
 
 class IndexerBackend(DeepseekV32IndexerBackend):
@@ -332,8 +401,7 @@ def _indexer(
     q_fp8 = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
     head_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if not isinstance(context.attn_metadata, dict):
-        # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
-        torch.empty(max_score_bytes(), dtype=torch.uint8, device=q.device)
+        reserve_memory(q_fp8, topk)
         return
     metadata = context.attn_metadata[layer_name]
     cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
@@ -393,12 +461,35 @@ def select_keys(
             out=chosen,
         )
         return
+    offsets, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    if metadata.divided is not None:
+        metadata.divided.select_topk(
+            q,
+            weights,
+            cache,
+            topk,
+            columns=page_table.shape[1],
+            ratio=ratio,
+            max_workspace_bytes=max_score_bytes(),
+            out=chosen,
+        )
+        division = metadata.divided.division
+        chosen[division.rows.stop :] = -1  # padding
+        requests, tokens = division.first_request, division.rows.start
+        if requests == 0:
+            return
+        offsets, seq_lens, page_table = (
+            offsets[: requests + 1],
+            seq_lens[:requests],
+            page_table[:requests],
+        )
+        q, weights, chosen = q[:tokens], weights[:tokens], chosen[:tokens]
     indexer_topk(
         q,
         weights,
         cache,
-        input_row_offsets=metadata.query_start_loc,
-        seq_lens=metadata.seq_lens,
+        input_row_offsets=offsets,
+        seq_lens=seq_lens,
         page_table=page_table,
         topk=topk,
         ratio=ratio,
@@ -410,6 +501,20 @@ def select_keys(
 def max_score_bytes() -> int:
     """The bound on the memory of the scores, by vLLM's variable."""
     return envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
+
+
+def reserve_memory(q: Tensor, topk: int) -> None:
+    """Allocate as much as a step would, where vLLM profiles one without a batch.
+
+    Args:
+        q: e4m3 ``[T, H, 128]``, index queries of the longest step.
+        topk: number of keys that a token selects.
+    """
+    most, ranks = max_score_bytes(), num_row_ranks()
+    if ranks > 1:
+        lists = 4 * topk * len(q)
+        most = max(most + (q.nbytes + lists) // ranks, lists + lists // ranks)
+    torch.empty(most, dtype=torch.uint8, device=q.device)
 
 
 def _fake_indexer(*args: object, **kwargs: object) -> None:

@@ -8,7 +8,6 @@ The models below exchange this function and the class of the index cache; all el
 import inspect
 import sys
 
-import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context
@@ -20,8 +19,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from sparsemla import INDEX_FP8, PagedCache
 from sparsemla.backends.vllm.indexer import (
     index_cache_backend,
-    max_score_bytes,
     refuse,
+    reserve_memory,
     select_keys,
 )
 from sparsemla.backends.vllm.surface import NVIDIA, check
@@ -83,8 +82,7 @@ def sparse_attn_indexer(
     """
     context = get_forward_context()
     if not isinstance(context.attn_metadata, dict):
-        # vLLM profiles the memory of a step without a batch: allocate as much as a step would.
-        torch.empty(max_score_bytes(), dtype=torch.uint8, device=q_quant.device)
+        reserve_memory(q_quant, topk_tokens)
     elif not _attention_is_dense(context, dense_mha_metadata_layer_name):
         metadata = context.attn_metadata[k_cache_prefix]
         cache = PagedCache(kv_cache, INDEX_FP8)

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+from sparsemla.backends.environment import (
+    DIVIDE_ROWS_FROM,
+    FP8_MMA,
+    divide_rows_from,
+    permits_fp8_mma,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,6 +109,12 @@ def refuse(config: VllmConfig) -> None:
             f"sparsemla: {FP8_MMA} needs the attention backend CUSTOM; otherwise unset it"
         )
     is_v4 = not models.isdisjoint(DEEPSEEK_V4)
+    if divide_rows_from() is not None:
+        reason = _never_divided(config)
+        if not (has_indexer or (is_v4 and in_target)):
+            reason = f"needs {INDEXER_PLUGIN} in VLLM_PLUGINS"
+        if reason is not None:
+            raise ValueError(f"sparsemla: {DIVIDE_ROWS_FROM} {reason}; otherwise unset it")
     if in_target and not is_v4 and not model.use_mla:
         raise ValueError(
             f"sparsemla: the model must have multi-head latent attention, got {sorted(models)}; "
@@ -127,6 +138,29 @@ def refuse(config: VllmConfig) -> None:
         )
 
 
+def shard_min_rows(config: VllmConfig) -> int | None:
+    """Rows from which ranks divide them by vLLM's setting, or None if it is not set."""
+    attention = config.attention_config
+    rows = attention.indexer_tp_shard_min_rows
+    return None if rows == type(attention)().indexer_tp_shard_min_rows else rows
+
+
+def _never_divided(config: VllmConfig) -> str | None:
+    """Why ranks never divide the rows of prefills by :data:`DIVIDE_ROWS_FROM`, or None."""
+    from vllm.config import CUDAGraphMode
+
+    parallel, mode = config.parallel_config, config.compilation_config.cudagraph_mode
+    if parallel.tensor_parallel_size == 1:
+        return "needs --tensor-parallel-size above 1"
+    if parallel.decode_context_parallel_size > 1:
+        return "has no effect with --decode-context-parallel-size, which divides the keys"
+    if (rows := shard_min_rows(config)) is not None:
+        return f"has no effect beside vLLM's indexer_tp_shard_min_rows, got {rows}"
+    if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+        return f"has no effect while prefills are captured in whole graphs, got {mode}"
+    return None
+
+
 def unread_by_indexer(config: VllmConfig) -> dict[str, bool]:
     """Settings of vLLM's indexer that this package's does not read: whether each must be refused.
 
@@ -134,23 +168,12 @@ def unread_by_indexer(config: VllmConfig) -> dict[str, bool]:
     """
     from vllm.platforms import current_platform
 
-    attention, parallel = config.attention_config, config.parallel_config
-    rows, topk = (
-        attention.indexer_tp_shard_min_rows,
-        config.kernel_config.sparse_indexer_topk_backend,
-    )
-    default = type(attention)().indexer_tp_shard_min_rows
-    most = config.scheduler_config.max_num_batched_tokens
-    shared = parallel.tensor_parallel_size > 1 and parallel.decode_context_parallel_size == 1
+    topk = config.kernel_config.sparse_indexer_topk_backend
     return {
-        f"indexer_tp_shard_min_rows must be its default or more than max_num_batched_tokens = "
-        f"{most}, as every rank scores all rows; got {rows}": shared
-        and rows != default
-        and rows <= most,
         f"sparse_indexer_topk_backend must be auto, got {topk}: the selection is exact": (
             topk != "auto"
         ),
-        "indexer_sparse_logits must be off": attention.indexer_sparse_logits,
+        "indexer_sparse_logits must be off": config.attention_config.indexer_sparse_logits,
         NO_FNUZ: current_platform.is_fp8_fnuz(),
     }
 

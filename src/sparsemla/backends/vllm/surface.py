@@ -85,6 +85,11 @@ CONFIG = _rows(
             compilation_config kernel_config lora_config offload_config speculative_config
             __post_init__
         get_current_vllm_config_or_none: settings while layers are built
+        CompilationConfig: graphs of prefills
+            cudagraph_mode
+        CUDAGraphMode: graphs of prefills
+            FULL
+        CUDAGraphMode.mixed_mode: graphs of prefills
     vllm.config.model:
         ModelConfig: dims of the model
             architectures get_num_attention_heads hf_text_config is_submodel_config max_model_len
@@ -190,13 +195,17 @@ ATTENTION = WARMUP + _rows(
             major
     vllm.model_executor.layers.attention.sparse_mla_attention:
         SparseMLACommonImpl: base class: slots of positions, dense short prompts
-            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size
+            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size index_group
+            index_group_index
         SparseMLACommonMetadata: base class
             num_decodes num_prefills num_decode_tokens req_id_per_token prefill
         SparseMLAPrefillMetadata: no dense short prompts in the batch-invariant mode
             use_dense_mha
         SparseMLACommonMetadataBuilder: base class
             metadata_cls build topk_tokens dcp_world_size
+    vllm.v1.attention.backends.mla.index_group:
+        HiSparseMLAIndexGroup: whether rows are on the host
+            physical_kv_cache
     vllm.v1.attention.backends.mla.sparse_utils:
         align_blocks_to_rows: strides of blocks
         flat_kv_row_view: rows of the cache
@@ -243,9 +252,10 @@ INDEXER = WARMUP + _rows(
         eager_break_during_capture: CUDA graphs in pieces
     vllm.distributed:
         get_dcp_group: ranks that share contexts
+        get_tp_group: ranks that divide the rows of prefills
     vllm.distributed.parallel_state:
-        GroupCoordinator: ranks that share contexts
-            rank_in_group world_size all_gather
+        GroupCoordinator: these ranks
+            rank_in_group world_size all_gather broadcast_object
     vllm.forward_context:
         get_forward_context: metadata of a step
         ForwardContext: metadata of a step
@@ -268,6 +278,7 @@ INDEXER = WARMUP + _rows(
         AttentionMetadataBuilder: base class
             build
         CommonAttentionMetadata: batch of a step
+            max_query_len query_start_loc_cpu seq_lens_cpu_upper_bound
     vllm.v1.attention.backends.mla.indexer:
         DeepseekV32IndexerBackend: base class
         DeepseekV32IndexerMetadata: base class
@@ -275,6 +286,7 @@ INDEXER = WARMUP + _rows(
         dsa_indexer_uses_fp4: refused settings
     vllm.v1.kv_cache_interface:
         AttentionSpec: layout of the index cache
+            tokens_per_state
     """
 )
 

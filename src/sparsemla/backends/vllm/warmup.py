@@ -23,6 +23,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
+from sparsemla.backends.vllm.divided import Division
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
@@ -92,6 +93,7 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
+            cache = layer.impl.rows_on_gpu(layer.kv_cache)
             yield Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
@@ -101,8 +103,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
                 allow_fp8_mma=layer.impl.allow_fp8_mma,
-                num_pages=layer.kv_cache.shape[0],
-                page_stride=layer.kv_cache.stride(0),
+                num_pages=cache.shape[0],
+                page_stride=cache.stride(0),
                 **_limits(config),
             )
 
@@ -117,6 +119,7 @@ def index_layers(
 ) -> Iterator[Serving | ShardedIndex]:
     """The configuration of each layer with an index cache."""
     limits, num_ranks = _limits(config), config.parallel_config.decode_context_parallel_size
+    most_requests = limits["max_requests"] + _most_pieces(config)
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, DeepseekV32IndexerCache):
             count, stride = layer.kv_cache.shape[0], layer.kv_cache.stride(0)
@@ -130,7 +133,7 @@ def index_layers(
                 interleaved=interleaved,
                 max_positions=max_positions,
                 table_dtype=table_dtype,
-                **limits,
+                **limits | {"max_requests": most_requests},
             )
             if num_ranks > 1:
                 yield ShardedIndex(
@@ -143,6 +146,16 @@ def index_layers(
                     max_query_len=limits["max_query_len"],
                     max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
                 )
+
+
+def _most_pieces(config: VllmConfig) -> int:
+    """Pieces of prefills that the indexer takes for requests, where ranks divide rows."""
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size == 1 or parallel.decode_context_parallel_size > 1:
+        return 0
+    return Division.most_pieces(
+        config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+    )
 
 
 def _limits(config: VllmConfig) -> dict[str, Any]:
@@ -201,6 +214,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
             max_positions=layer.rotary_emb.cos_sin_cache.shape[0],
             max_tokens=limits["max_tokens"],
             max_requests=limits["max_requests"],
+            max_pieces=_most_pieces(config),
             max_query_len=limits["max_query_len"],
             max_seq_len=limits["max_seq_len"],
             max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
