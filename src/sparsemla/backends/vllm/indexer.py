@@ -45,10 +45,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
-from sparsemla.backends.vllm.settings import unread_by_indexer
+from sparsemla.backends.vllm.settings import OPERATOR, unread_by_indexer
 from sparsemla.backends.vllm.warmup import register_indexer
-
-OPERATOR = "vllm::sparsemla_indexer"
 
 
 @dataclass(kw_only=True)
