@@ -80,8 +80,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
 def register() -> None:
     """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
-    DeepSeek-V4 asks for no backend, so its classes are registered, too: with another backend they
-    build vLLM's model as it is.
+    DeepSeek-V4 asks for no backend, so its classes for NVIDIA are registered, too: with another
+    backend they build vLLM's model as it is.
 
     For another version of vLLM it only logs why not, since the engine may serve without it; a
     selection of ``CUSTOM`` then stops the engine.
@@ -94,11 +94,14 @@ def register() -> None:
     # CUSTOM and not a new name: vLLM pickles a backend as an enum value, and a spawned process does
     # not know new members.
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    for architecture, model in V4_MODELS.items():
-        ModelRegistry.register_model(architecture, model)
+    platform = current_platform
+    if not (platform.is_rocm() or platform.is_xpu() or platform.is_cpu()):
+        for architecture, model in V4_MODELS.items():
+            ModelRegistry.register_model(architecture, model)
     check_when_configured()
 
 

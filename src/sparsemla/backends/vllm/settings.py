@@ -167,11 +167,12 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    if served & set(DEEPSEEK_V32) and current_platform.is_rocm() and not has_indexer:
+    indexed = has_indexer and (models | drafts) & set(DEEPSEEK_V32)
+    if (served or indexed) and current_platform.is_rocm():
         raise ValueError(
-            "sparsemla: vLLM's class of DeepSeek-V3.2 for ROCm takes its own attention backend; "
-            f"name {INDEXER_PLUGIN} in VLLM_PLUGINS, which brings vLLM's portable class, or serve "
-            "without the attention backend CUSTOM"
+            "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
+            "float8_e4m3fnuz codes, which mean other numbers to the kernels of this package; serve "
+            f"without the attention backend CUSTOM and without {INDEXER_PLUGIN} in VLLM_PLUGINS"
         )
     gpu = unserved_gpu()
     if gpu and served & set(DEEPSEEK_V32) and not indexer_is_active():

@@ -119,7 +119,7 @@ CONFIG = _rows(
             attention_backend draft_model_config kv_cache_dtype use_dspark
     vllm.platforms:
         current_platform: refused platforms, and GPUs that vLLM does not serve
-            get_device_capability is_cuda is_fp8_fnuz is_rocm is_xpu
+            get_device_capability is_cpu is_cuda is_fp8_fnuz is_rocm is_xpu
     vllm.v1.attention.backends.registry:
         AttentionBackendEnum: name of it
             CUSTOM
