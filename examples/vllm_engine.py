@@ -13,6 +13,10 @@ those with ``dcp2`` also where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
 two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
+
+With ``--as sm_80`` the usual command, without plugins and backend named, serves while vLLM, this
+package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
+translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
 """
 
 from __future__ import annotations
@@ -24,11 +28,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -44,8 +50,8 @@ class Mode:
     """One way to serve the model.
 
     Args:
-        plugins: of this package.
-        backend: vLLM's name of the attention backend.
+        plugins: of this package; None names none, so that vLLM loads all.
+        backend: vLLM's name of the attention backend; None for the default.
         cache: the cache's dtype.
         graphs: whether steps are captured.
         portable: exchange vLLM's class of the model for NVIDIA for the portable one.
@@ -53,10 +59,11 @@ class Mode:
         gpus: that share the heads.
         dcp: of them, those that share each context.
         interleave: consecutive tokens of a context that one of these keeps.
+        acting_as: the older GPU that the GPU is taken for.
     """
 
-    plugins: str
-    backend: str
+    plugins: str | None
+    backend: str | None
     cache: str = "fp8_ds_mla"
     graphs: bool = False
     portable: bool = False
@@ -64,12 +71,15 @@ class Mode:
     gpus: int = 1
     dcp: int = 1
     interleave: int = 1
+    acting_as: str | None = None
 
 
 BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
+SM_80: dict[str, Any] = {"acting_as": "sm_80"}
+SM_89: dict[str, Any] = {"acting_as": "sm_89"}
 MODES = {
     "vllm": Mode("", "FLASHMLA_SPARSE"),
     "vllm, graphs": Mode("", "FLASHMLA_SPARSE", graphs=True),
@@ -96,6 +106,14 @@ MODES = {
     "v4": Mode("sparsemla", "CUSTOM", **V4),
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
+    "as sm_80": Mode(None, None, cache="fp8", **SM_80),
+    "as sm_80, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_80),
+    "as sm_89": Mode(None, None, cache="fp8", **SM_89),
+    "as sm_89, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_89),
+    "v4, as sm_80": Mode(None, None, **V4, **SM_80),
+    "v4, as sm_80, graphs": Mode(None, None, graphs=True, **V4, **SM_80),
+    "v4, as sm_89": Mode(None, None, **V4, **SM_89),
+    "v4, as sm_89, graphs": Mode(None, None, graphs=True, **V4, **SM_89),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -119,6 +137,14 @@ PAIRS = (
     ("v4, graphs", "v4, vllm, graphs"),
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
+    ("as sm_80", "both, portable"),
+    ("as sm_80, graphs", "both, portable"),
+    ("as sm_89", "both"),
+    ("as sm_89, graphs", "both"),
+    ("v4, as sm_80", "v4"),
+    ("v4, as sm_80, graphs", "v4"),
+    ("v4, as sm_89", "v4"),
+    ("v4, as sm_89, graphs", "v4"),
 )
 
 NCCL = (2, 29, 7)
@@ -297,6 +323,34 @@ def counted(worker: Any) -> tuple[list[str], list[str]]:  # noqa: ANN401 - of vL
     return worker.kernels.compiled, worker.kernels.loaded
 
 
+@contextmanager
+def acting_as(name: str) -> Iterator[None]:
+    """Let vLLM, this package and Triton take the GPU for an older one.
+
+    vLLM asks NVML, and more of torch's properties than are pretended.
+    """
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from sparsemla_lab.testing import emulate
+
+    real = torch.cuda.get_device_properties(0)
+    with emulate.acting_as(name):
+        older = torch.cuda.get_device_properties(0)
+
+        class Properties:
+            def __getattr__(self, field: str) -> Any:  # noqa: ANN401 - of torch's properties
+                return getattr(older if hasattr(older, field) else real, field)
+
+        found = DeviceCapability(older.major, older.minor)
+        platform = type(current_platform)
+        with (
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=Properties()),
+            mock.patch.object(platform, "get_device_capability", return_value=found),
+        ):
+            yield
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
@@ -305,13 +359,23 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     """
     # The scheduler runs in this process, where the model's class is exchanged; the workers of
     # several GPUs are its forks. DeepGEMM compiles for these requests only, once they need it.
+    os.environ.pop("VLLM_PLUGINS", None)
+    if mode.plugins is not None:
+        os.environ["VLLM_PLUGINS"] = mode.plugins
     os.environ |= {
-        "VLLM_PLUGINS": mode.plugins,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         **NO_MULTICAST,
     }
+    if mode.acting_as is not None:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its processes would compile for the real GPU
+    with acting_as(mode.acting_as) if mode.acting_as else nullcontext():
+        result.write_text(json.dumps(_serve(mode, model)))
+
+
+def _serve(mode: Mode, model: Path) -> dict[str, Any]:
+    """What came of each prompt, and of the start."""
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
 
@@ -329,7 +393,9 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)
     portable = classes[0].startswith("vllm.model_executor.models.")
-    if ours != bool(mode.plugins) or portable < mode.portable or any(x != classes for x in others):
+    named = mode.plugins != ""
+    needs_portable = mode.portable or (mode.acting_as == "sm_80" and mode.model == "deepseek_v32")
+    if ours != named or portable < needs_portable or any(x != classes for x in others):
         raise RuntimeError(f"{mode} needs other classes than those that serve: {classes, *others}")
     ready = time.perf_counter()
     draw = np.random.default_rng(0)
@@ -363,14 +429,13 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
                 "margin": min(each[-1] - each[-2] for each in best),
             }
         )
-    report = {
+    return {
         "answers": found,
         "classes": classes,
         "compiled": [name for compiled, _ in kernels for name in compiled],
         "loaded": [name for _, loaded in kernels for name in loaded],
         "seconds": [ready - began, answered - ready],
     }
-    result.write_text(json.dumps(report))
 
 
 def describe(name: str, folder: Path) -> None:
@@ -424,7 +489,13 @@ def serve_apart(
     return {name for name in names if (folder / f"{name}.json").exists()}
 
 
-def select_modes(model: str, gpus: int | None, present: int, nccl: tuple[int, ...]) -> list[str]:
+def select_modes(
+    model: str,
+    gpus: int | None,
+    present: int,
+    nccl: tuple[int, ...],
+    acting_as: str | None = None,
+) -> list[str]:
     """The modes to serve; those that need more than is present are named and left out.
 
     Args:
@@ -432,12 +503,16 @@ def select_modes(model: str, gpus: int | None, present: int, nccl: tuple[int, ..
         gpus: only modes of so many GPUs, and those that they are compared with; None for all.
         present: number of GPUs here.
         nccl: version of NCCL here.
+        acting_as: only modes as this older GPU, and those that they are compared with; None for
+            all others.
     """
     modes = {name: mode for name, mode in MODES.items() if mode.model == model}
+    chosen = {name for name, mode in modes.items() if mode.acting_as == acting_as}
     if gpus is not None:
-        chosen = {name for name, mode in modes.items() if mode.gpus == gpus}
+        chosen = {name for name in chosen if modes[name].gpus == gpus}
+    if gpus is not None or acting_as is not None:
         chosen |= {base for name, base in PAIRS if name in chosen}
-        modes = {name: mode for name, mode in modes.items() if name in chosen}
+    modes = {name: mode for name, mode in modes.items() if name in chosen}
     served = []
     for name, mode in modes.items():
         if mode.gpus > present:
@@ -467,6 +542,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("vllm-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--gpus", type=int, help="only modes of so many GPUs, and their bases")
+    parser.add_argument(
+        "--as", dest="acting_as", choices=["sm_80", "sm_89"], help="take the GPU for this one"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
@@ -476,7 +554,7 @@ def main() -> int:
         return 0
     present = torch.cuda.device_count()
     nccl = nccl_version() if present > 1 else ()
-    modes = select_modes(arguments.model, arguments.gpus, present, nccl)
+    modes = select_modes(arguments.model, arguments.gpus, present, nccl, arguments.acting_as)
     SERVED[arguments.model].make(model)
     served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):
