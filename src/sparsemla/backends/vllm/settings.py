@@ -79,6 +79,14 @@ def indexer_is_active() -> bool:
     return OPERATOR in CompilationConfig._attention_ops
 
 
+def custom_is_ours() -> bool:
+    """Whether ``CUSTOM`` is this package's backend: the last plugin to register it has the name."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    custom = AttentionBackendEnum.CUSTOM
+    return bool(custom.is_overridden() and custom.get_path() == BACKEND)
+
+
 def unserved_gpu() -> str | None:
     """The GPU, if this package has sparse attention for it and vLLM has none: sm_80 to sm_89.
 
@@ -103,15 +111,14 @@ def choose(config: VllmConfig) -> None:
 
     custom, attention = AttentionBackendEnum.CUSTOM, config.attention_config
     speculative, model = config.speculative_config, config.model_config
-    ours = custom.is_overridden() and custom.get_path() == BACKEND  # the last plugin has the name
-    if not ours or model is None or model.is_submodel_config:
+    if not custom_is_ours() or model is None or model.is_submodel_config:
         return
     models, drafts = set(model.architectures), set()
     if speculative is not None and speculative.draft_model_config is not None:
         drafts = set(speculative.draft_model_config.architectures)
     served, chosen = {*DEEPSEEK_V4, *(DEEPSEEK_V32 if indexer_is_active() else ())}, set()
-    # A model that has layers already is not configured: vLLM configures its drafts, which have a
-    # backend of their own.
+    # Once the model has layers, vLLM makes the configuration of its drafts from this one. They have
+    # a backend of their own.
     gpu = None if config.compilation_config.static_forward_context else unserved_gpu()
     if gpu and attention.backend is None and models & served:
         attention.backend = custom
@@ -145,7 +152,7 @@ def refuse(config: VllmConfig) -> None:
 
     custom, attention = AttentionBackendEnum.CUSTOM, config.attention_config
     speculative = config.speculative_config
-    ours = custom.is_overridden() and custom.get_path() == BACKEND  # the last plugin has the name
+    ours = custom_is_ours()
     per_kind = ours and custom in attention.backend_per_kind.values()
     in_target = per_kind or (ours and attention.backend == custom)
     in_draft = ours and speculative is not None and speculative.attention_backend == custom
